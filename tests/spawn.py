@@ -1,0 +1,444 @@
+"""The one way in which tests start several ranks.
+
+`RankPool` keeps `world_size` worker processes alive around one gloo process group, so that a test
+module pays for start-up once; `run_ranks` is a pool for a single call; `run_script` runs a whole
+command under torchrun. A rank function is a top-level function `f(rank, world_size, *args)` of an
+importable module, and what it returns must be picklable (arrays and tensors are).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import gc
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.forkserver
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+
+# One thread per rank: the machines that run these tests have fewer cores than ranks. OpenBLAS must
+# not start its pool in the fork server either, because a fork copies none of its threads.
+RANK_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+if sys.platform == "linux":
+    # gloo otherwise looks up the host's name, which need not resolve in a container.
+    RANK_ENV["GLOO_SOCKET_IFNAME"] = "lo"
+
+# What the fork server imports once, so that a new rank starts in milliseconds. torch._dynamo is
+# here because the first optimizer made in a process imports it.
+PRELOAD = ["numpy", "torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "pytest"]
+
+# After one rank has failed the others get this long to end by themselves, with their own error.
+GRACE_S = 5.0
+# A rank whose parent vanished in the middle of a collective leaves it after this long.
+GROUP_TIMEOUT = datetime.timedelta(seconds=180)
+
+RankFunction = Callable[..., Any]
+
+
+class RanksFailedError(AssertionError):
+    """At least one rank raised, died or did not answer in time; the text has a part per rank."""
+
+
+class RankPool:
+    """Processes with one process group between them, reused from call to call.
+
+    They are started at the first `run`. After a failure all of them are killed, and the next `run`
+    starts new ones, so that no test inherits a broken group.
+
+    Args:
+        world_size: The number of ranks.
+        timeout: Seconds that one `run` may take unless it says otherwise.
+    """
+
+    def __init__(self, world_size: int, timeout: float = 60.0) -> None:
+        """Remembers the arguments; nothing starts yet."""
+        self.world_size = world_size
+        self.timeout = timeout
+        self._workers: list[_Worker] = []
+        self._folder = ""
+
+    def run(self, function: RankFunction, *args: Any, timeout: float | None = None) -> list[Any]:
+        """Calls `function(rank, world_size, *args)` on every rank and returns a result per rank.
+
+        Raises:
+            RanksFailedError: With the traceback of every rank that raised, and the stacks and the
+                output of every rank that had to be killed.
+        """
+        if not self._workers:
+            self._start()
+        limit = self.timeout if timeout is None else timeout
+        call = pickle.dumps((function, args))
+        for worker in self._workers:
+            worker.begin(call)
+        results, failures = self._collect(time.monotonic() + limit)
+        pending = [w for w in self._workers if w.rank not in results and w.rank not in failures]
+        if not pending and not failures:
+            return [results[rank] for rank in range(self.world_size)]
+        for worker in pending:
+            failures[worker.rank] = f"did not answer in time, its stacks:\n{worker.dump_stacks()}"
+        text = self._report(function, failures, results, f"{limit:g} s" if pending else "")
+        self._kill()
+        raise RanksFailedError(text)
+
+    def close(self) -> None:
+        """Ends the processes.
+
+        Raises:
+            RanksFailedError: If one of them did not end cleanly (a gloo abort, say).
+        """
+        for worker in self._workers:
+            worker.end()
+        deadline = time.monotonic() + 30.0
+        for worker in self._workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+        failures = {
+            worker.rank: f"ended with exit code {worker.process.exitcode}\n{worker.output()}"
+            if worker.process.exitcode is not None
+            else f"did not end, its stacks:\n{worker.dump_stacks()}"
+            for worker in self._workers
+            if worker.process.exitcode != 0
+        }
+        self._kill()
+        if failures:
+            raise RanksFailedError(_sections("the ranks did not end cleanly", failures))
+
+    def __enter__(self) -> RankPool:
+        """Returns the pool."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Ends the processes."""
+        self.close()
+
+    def _start(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="ranks-")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        with _environment(RANK_ENV):
+            # The server hands its environment down to every rank, so it must start inside.
+            multiprocessing.forkserver.ensure_running()
+            for rank in range(self.world_size):
+                self._workers.append(_Worker(context, rank, self.world_size, self._folder))
+
+    def _collect(self, deadline: float) -> tuple[dict[int, Any], dict[int, str]]:
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        pending = {worker.connection: worker for worker in self._workers}
+        while pending:
+            left = max(0.0, deadline - time.monotonic())
+            ready = multiprocessing.connection.wait(list(pending), left)
+            if not ready:
+                break
+            for connection in ready:
+                worker = pending.pop(connection)  # type: ignore[call-overload]
+                failed, value = worker.answer()
+                (failures if failed else results)[worker.rank] = value
+            if failures:
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+        return results, failures
+
+    def _report(
+        self, function: RankFunction, failures: dict[int, str], results: dict[int, Any], limit: str
+    ) -> str:
+        name = f"{function.__module__}.{function.__qualname__}"
+        head = f"{name} failed on {len(failures)} of {self.world_size} ranks"
+        parts = {w.rank: failures[w.rank] for w in self._workers if w.rank in failures}
+        for rank in results:
+            parts[rank] = "returned"
+        for worker in self._workers:
+            output = worker.output()
+            if output and output not in parts[worker.rank]:
+                parts[worker.rank] += f"\noutput:\n{output}"
+        return _sections(f"{head} (limit {limit})" if limit else head, dict(sorted(parts.items())))
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+        self._workers = []
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class RankPools:
+    """One pool per world size: `pools(2).run(f)`."""
+
+    def __init__(self) -> None:
+        """Starts nothing yet."""
+        self._pools: dict[int, RankPool] = {}
+
+    def __call__(self, world_size: int) -> RankPool:
+        """Returns the pool of `world_size` ranks."""
+        return self._pools.setdefault(world_size, RankPool(world_size))
+
+    def close(self) -> None:
+        """Ends all pools; the first one that did not end cleanly decides what is raised."""
+        with contextlib.ExitStack() as stack:
+            for pool in self._pools.values():
+                stack.callback(pool.close)
+        self._pools = {}
+
+
+def run_ranks(
+    world_size: int, function: RankFunction, *args: Any, timeout: float = 60.0
+) -> list[Any]:
+    """Calls `function(rank, world_size, *args)` in new processes; returns a result per rank.
+
+    Raises:
+        RanksFailedError: As `RankPool.run`.
+    """
+    with RankPool(world_size, timeout) as pool:
+        return pool.run(function, *args)
+
+
+def run_script(
+    nproc: int,
+    argv: Sequence[str | os.PathLike[str]],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    timeout: float = 120.0,
+    check: bool = True,
+) -> subprocess.CompletedProcess[str]:
+    """Runs `argv` (a script or `-m module`, and its arguments) on `nproc` ranks under torchrun.
+
+    Args:
+        nproc: The number of ranks.
+        argv: What would follow `torchrun` on a command line.
+        env: Added to this process's environment.
+        cwd: The folder to run in.
+        timeout: Seconds; afterwards every process of the run is made to dump its stacks, and
+            killed.
+        check: Whether an exit code other than 0 is an error.
+
+    Returns:
+        The completed process, with `stdout` and `stderr` as text.
+
+    Raises:
+        RanksFailedError: On a timeout, or on another exit code if `check`.
+    """
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={nproc}"]
+    # Port 0 lets the system choose, so that test runs beside one another never collide.
+    torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=127.0.0.1"]
+    return run_command([*torchrun, *argv], env=env, cwd=cwd, timeout=timeout, check=check)
+
+
+def run_command(
+    command: Sequence[str | os.PathLike[str]],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    timeout: float = 120.0,
+    check: bool = True,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a whole command (`accelerate launch ...`) as `run_script` does, and kills all of it.
+
+    Raises:
+        RanksFailedError: On a timeout, or on another exit code if `check`.
+    """
+    words = [os.fspath(word) for word in command]
+    # What a launcher sets for its ranks must not leak from a run around the tests into this one.
+    outer = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+    full = {k: v for k, v in os.environ.items() if not k.startswith(outer)}
+    full |= {**RANK_ENV, "PYTHONFAULTHANDLER": "1", **(env or {})}
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        # Files, not pipes: a grandchild that survives would keep a pipe open for ever.
+        process = subprocess.Popen(words, stdout=out, stderr=err, env=full, cwd=cwd)
+        try:
+            code: int | None = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _kill_tree(process)
+        out.seek(0)
+        err.seek(0)
+        done = subprocess.CompletedProcess(words, process.returncode, out.read(), err.read())
+    if code is None or (check and code != 0):
+        what = f"took longer than {timeout:g} s" if code is None else f"ended with code {code}"
+        output = f"stdout:\n{_tail(done.stdout)}\nstderr:\n{_tail(done.stderr)}"
+        raise RanksFailedError(f"{' '.join(words)}\n{what}\n{output}")
+    return done
+
+
+class _Worker:
+    """The parent's side of one rank."""
+
+    def __init__(
+        self,
+        context: multiprocessing.context.ForkServerContext,
+        rank: int,
+        world_size: int,
+        folder: str,
+    ) -> None:
+        self.rank = rank
+        self.connection, theirs = context.Pipe()
+        self._log = Path(folder, f"rank{rank}.log")
+        self._log.touch()
+        self._seen = 0
+        self.process: ForkServerProcess = context.Process(
+            target=_serve, args=(rank, world_size, folder, theirs), name=f"rank{rank}", daemon=True
+        )
+        self.process.start()
+        # Only then does the end of the child show as the end of the pipe.
+        theirs.close()
+
+    def begin(self, call: bytes) -> None:
+        self._seen = self._log.stat().st_size
+        with contextlib.suppress(OSError):  # A dead rank shows in `answer`.
+            self.connection.send_bytes(call)
+
+    def answer(self) -> tuple[bool, Any]:
+        """Returns whether the rank failed, and its result or the text of its failure."""
+        try:
+            failed, value = pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            self.process.join(5.0)
+            return True, f"died with exit code {self.process.exitcode}"
+        return failed, value
+
+    def end(self) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.send_bytes(pickle.dumps(None))
+
+    def dump_stacks(self) -> str:
+        """Returns the stacks of all threads of the rank, which works while it is stuck in C."""
+        start = self._log.stat().st_size
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid or 0, signal.SIGUSR1)
+        deadline = time.monotonic() + 2.0
+        text = ""
+        while time.monotonic() < deadline:
+            time.sleep(0.1)
+            grown = self._log.read_bytes()[start:].decode(errors="replace")
+            if grown and grown == text:  # No longer growing: the dump is complete.
+                break
+            text = grown
+        return text
+
+    def output(self) -> str:
+        return _tail(self._log.read_bytes()[self._seen :].decode(errors="replace").strip())
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(10.0)
+        self.connection.close()
+
+
+def _serve(rank: int, world_size: int, folder: str, connection: Connection) -> None:
+    """Runs in a rank's process: calls what the parent sends until it sends None."""
+    log = os.open(Path(folder, f"rank{rank}.log"), os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.enable(2)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    torch.set_num_threads(1)
+    # For libraries that take these from the environment (Accelerate, Trainer).
+    os.environ.update(
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+        }
+    )
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world_size,
+        timeout=GROUP_TIMEOUT,
+    )
+    while (call := _receive(connection)) is not None:
+        connection.send_bytes(_answer(rank, world_size, call))
+        del call
+    # A DDP model that outlives its gloo group sometimes aborts the process.
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def _receive(connection: Connection) -> bytes | None:
+    try:
+        call = connection.recv_bytes()
+    except EOFError:  # The parent is gone.
+        return None
+    return None if call == pickle.dumps(None) else call
+
+
+def _answer(rank: int, world_size: int, call: bytes) -> bytes:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    try:
+        function, args = pickle.loads(call)
+        # Not multiprocessing's pickler: it would hand over tensors as shared memory of a process
+        # that may be gone by the time they are read.
+        return pickle.dumps((False, function(rank, world_size, *args)))
+    except BaseException:
+        return pickle.dumps((True, traceback.format_exc()))
+
+
+def _sections(head: str, parts: Mapping[int, str]) -> str:
+    return head + "".join(f"\n\nrank {rank}:\n{text}" for rank, text in parts.items())
+
+
+def _tail(text: str, limit: int = 8000) -> str:
+    return text if len(text) <= limit else f"[{len(text) - limit} characters]...{text[-limit:]}"
+
+
+def _kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """Kills a command with all its descendants; a stuck one first dumps its stacks to stderr."""
+    # torchrun puts each rank into a session of its own, so killing a process group misses them.
+    with contextlib.suppress(psutil.NoSuchProcess):
+        ranks = psutil.Process(process.pid).children(recursive=True)
+        for signum, patience in ((signal.SIGABRT, 2.0), (signal.SIGKILL, 5.0)):
+            for child in ranks:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.send_signal(signum)
+            _, ranks = psutil.wait_procs(ranks, patience)
+    process.kill()
+    process.wait()
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value
