@@ -241,7 +241,8 @@ def run_script(
         check: Whether an exit code other than 0 is an error.
 
     Returns:
-        The completed process, with `stdout` and `stderr` as text.
+        The completed process, with `stdout` and `stderr` as text. torchrun unbuffers its ranks, so
+        the pieces of two ranks' `print` interleave; let one rank print, or write whole lines.
 
     Raises:
         RanksFailedError: On a timeout, or on another exit code if `check`.

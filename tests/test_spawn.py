@@ -112,7 +112,8 @@ def test_run_script_runs_ranks_that_can_talk(tmp_path: Path) -> None:
         "import sys, torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
         "t = torch.ones(1); dist.all_reduce(t)\n"
-        "print(sys.argv[1], dist.get_rank(), int(t), flush=True)\n"
+        # One write: torchrun unbuffers its ranks, so the pieces of a print interleave.
+        "sys.stdout.write(f'{sys.argv[1]} {dist.get_rank()} {int(t)}\\n')\n"
         "dist.destroy_process_group()\n"
     )
     done = run_script(2, [script, "word"])
