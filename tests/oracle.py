@@ -1,0 +1,190 @@
+"""The whole rule (design S1 to S5, S7, S9 to S11) in one process, for any number of ranks.
+
+Only the arithmetic of `hf_dlion.codec.reference` is used; tensors are mere containers here, because
+NumPy has no bfloat16. Whatever the optimizer does on N ranks must equal this bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_dlion.codec import reference
+
+Array = reference.Array
+
+
+@dataclass
+class OracleGroup:
+    """A parameter group: initial parameters and hyperparameters, which may change between steps."""
+
+    params: Sequence[Tensor]
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+
+
+class OracleLion:
+    """Distributed Lion on `world_size` simulated ranks.
+
+    Attributes:
+        params: The parameters in the order of the flattened groups; one copy, since all replicas
+            are equal.
+        exp_avg: `exp_avg[rank][index]`, every rank's momentum.
+        steps: The number of the last step that changed something.
+        agreement: Of the last exchange: the sum of |sum of signs| over world size times the number
+            of elements in rows where somebody voted.
+        abstentions: For each rank, how many steps in a row it has abstained as not finite.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[OracleGroup],
+        world_size: int,
+        *,
+        aggregation: Literal["majority", "average"] = "majority",
+        ties: Literal["alternate", "zero"] = "alternate",
+        stochastic_rounding: bool = True,
+        momentum_dtype: torch.dtype | None = None,
+        seed: int = 0,
+        max_abstained_steps: int = 20,
+    ) -> None:
+        self.groups = list(groups)
+        self.world_size = world_size
+        self.aggregation = aggregation
+        self.ties: Literal["alternate", "zero"] = ties
+        self.stochastic_rounding = stochastic_rounding
+        self.momentum_dtype = momentum_dtype
+        self.seed = seed
+        self.max_abstained_steps = max_abstained_steps
+        self.params = [p.detach().clone() for group in groups for p in group.params]
+        self._group_of = [group for group in self.groups for _ in group.params]
+        self.exp_avg = [
+            [torch.zeros_like(p, dtype=momentum_dtype or p.dtype) for p in self.params]
+            for _ in range(world_size)
+        ]
+        self.steps = 0
+        self.agreement = math.nan
+        self.abstentions = [0] * world_size
+
+    def step(self, grads: Sequence[Sequence[Tensor | None]]) -> None:
+        """Takes one step with `grads[rank][index]`; None where autograd saw no gradient.
+
+        Raises:
+            RuntimeError: If a rank has abstained `max_abstained_steps` times in a row.
+        """
+        finite = [rank for rank in range(self.world_size) if all(map(_is_finite, grads[rank]))]
+        for rank in range(self.world_size):
+            self.abstentions[rank] = 0 if rank in finite else self.abstentions[rank] + 1
+        if max(self.abstentions) >= self.max_abstained_steps:
+            raise RuntimeError(f"a rank abstained {max(self.abstentions)} times in a row")
+        voters = {
+            index: [rank for rank in finite if grads[rank][index] is not None]
+            for index in range(len(self.params))
+        }
+        if not any(voters.values()):
+            return
+        self.steps += 1
+        agreed = voted = 0
+        for index, ranks in voters.items():
+            if not ranks:
+                continue
+            shape = tuple(self.params[index].shape)
+            ballots = self._vote(index, ranks, grads)
+            if self.world_size > 1:
+                self._apply(index, self._verdict(index, ballots))
+                total = np.abs(reference.count_votes(ballots, shape)).reshape(-1)
+                counted = np.logical_or.reduce([active for _, active in ballots])
+                agreed += int(total.sum())
+                voted += int(counted[reference.row_of_element(shape)].sum())
+        if voted:
+            self.agreement = agreed / (self.world_size * voted)
+
+    def _vote(
+        self, index: int, voters: Sequence[int], grads: Sequence[Sequence[Tensor | None]]
+    ) -> list[reference.Ballot]:
+        """Advances the momenta of the voters and returns their ballots (S1 to S3)."""
+        beta1, beta2 = self._group_of[index].betas
+        dtype = _compute_dtype(self.params[index])
+        ballots = []
+        for rank in voters:
+            grad = grads[rank][index]
+            assert grad is not None
+            g = _widen(grad).astype(dtype)
+            m = _widen(self.exp_avg[rank][index]).astype(dtype)
+            u = reference.direction(m, g, beta1)
+            new = reference.updated_momentum(m, g, beta2)
+            self._store(self.exp_avg[rank], index, new, stream=1 + rank)
+            if self.world_size == 1:
+                self._apply(index, np.sign(u))
+            ballots.append(
+                reference.pack_signs(u, t=self.steps, rank=rank, world_size=self.world_size)
+            )
+        return ballots
+
+    def _verdict(self, index: int, ballots: Sequence[reference.Ballot]) -> Array:
+        """Returns what all ranks apply (S4, S5)."""
+        shape = tuple(self.params[index].shape)
+        if self.aggregation == "majority":
+            return reference.majority(ballots, shape, t=self.steps, ties=self.ties)
+        dtype = _compute_dtype(self.params[index])
+        return reference.average(ballots, shape, world_size=self.world_size, dtype=dtype)
+
+    def _apply(self, index: int, verdict: Array) -> None:
+        """Moves a parameter by the verdict (S7)."""
+        group = self._group_of[index]
+        p = _widen(self.params[index]).astype(_compute_dtype(self.params[index]))
+        new = reference.apply_verdict(p, verdict, group.lr, group.weight_decay)
+        self._store(self.params, index, new, stream=0)
+
+    def _store(self, tensors: list[Tensor], index: int, values: Array, *, stream: int) -> None:
+        """Rounds `values` to the dtype of `tensors[index]` and puts them there."""
+        old = tensors[index]
+        random = None
+        if self.stochastic_rounding:
+            random = reference.random_bits(self.seed, self.steps, index, stream, old.numel())
+            random = random.reshape(values.shape)
+        if old.dtype == torch.bfloat16:
+            bits = reference.round_bfloat16(values.astype(np.float32), random)
+        elif old.dtype == torch.float16:
+            bits = reference.round_float16(values.astype(np.float32), random)
+        else:
+            tensors[index] = torch.from_numpy(np.array(values)).to(old.dtype)
+            return
+        tensors[index] = torch.from_numpy(np.array(bits.view(np.int16))).view(old.dtype)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Returns whether two tensors have the same dtype, shape and bytes (-0 is not 0)."""
+    return a.dtype == b.dtype and a.shape == b.shape and bits_of(a) == bits_of(b)
+
+
+def bits_of(tensor: Tensor) -> bytes:
+    """Returns the bytes of a tensor in row-major order."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def _compute_dtype(param: Tensor) -> type[np.floating[Any]]:
+    return np.float64 if param.dtype == torch.float64 else np.float32
+
+
+def _is_finite(grad: Tensor | None) -> bool:
+    return grad is None or bool(np.isfinite(_widen(grad)).all())
+
+
+def _widen(tensor: Tensor) -> Array:
+    """Returns the values as float32, or as float64 if that is what they are; exact."""
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype in (torch.bfloat16, torch.float16):
+        bits = tensor.view(torch.int16).numpy().view(np.uint16)
+        bfloat16 = tensor.dtype == torch.bfloat16
+        return reference.widen_bfloat16(bits) if bfloat16 else reference.widen_float16(bits)
+    result: Array = tensor.numpy()
+    return result
