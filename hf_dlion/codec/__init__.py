@@ -1,0 +1,63 @@
+"""Tensors to packed votes and back.
+
+`reference` is the definition, in NumPy; `cpu` works in chunks that stay in cache; `eager` is plain
+torch for every other device. All agree bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hf_dlion.verdict import TensorRule, Verdict
+
+__all__ = ["Codec", "codec_for"]
+
+
+class Codec(Protocol):
+    """What every backend does; see `hf_dlion.codec.eager` for the shortest one."""
+
+    def encode(
+        self, grad: Tensor, exp_avg: Tensor, words: Tensor, active: Tensor, rule: TensorRule
+    ) -> None:
+        """Writes a parameter's votes and advances its momentum.
+
+        Args:
+            grad: Gradient, the parameter's shape, dense.
+            exp_avg: Momentum, same shape; advanced in place.
+            words: int64, shape (ceil(numel / 64),); receives the signs.
+            active: bool, shape (rows,); receives which rows vote.
+            rule: The step's constants for this parameter.
+        """
+
+    def apply(self, param: Tensor, verdict: Verdict, rule: TensorRule) -> None:
+        """Moves a parameter by the verdict, in place (design S7).
+
+        Args:
+            param: The parameter.
+            verdict: What all ranks apply to it.
+            rule: The step's constants for this parameter.
+        """
+
+    def step_alone(self, param: Tensor, grad: Tensor, exp_avg: Tensor, rule: TensorRule) -> None:
+        """Takes one step of plain Lion, in place: what a single rank does (design S9).
+
+        Args:
+            param: The parameter.
+            grad: Gradient, same shape, dense.
+            exp_avg: Momentum, same shape; advanced in place.
+            rule: The step's constants for this parameter.
+        """
+
+
+def codec_for(device: torch.device) -> Codec:
+    """Returns the codec of tensors on `device`."""
+    if device.type == "cpu":
+        from hf_dlion.codec.cpu import CpuCodec
+
+        return CpuCodec()
+    from hf_dlion.codec.eager import EagerCodec
+
+    return EagerCodec()

@@ -1,0 +1,83 @@
+"""Booleans to 64-bit words and back, on any device.
+
+Bit k of word w is element 64 * w + k (design S2). Words are int64 because torch's bitwise
+operations know no uint64; the sign bit is just bit 63.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_dlion.layout import WORD_BITS, WORD_BYTES, Run, words_for
+
+
+def pack_bits(flags: Tensor, out: Tensor | None = None) -> Tensor:
+    """Returns the words that hold `flags`; bits past the end are 0.
+
+    Args:
+        flags: bool, shape (n,).
+        out: int64, shape (ceil(n / 64),), receives the result if given.
+    """
+    words = words_for(flags.numel())
+    if out is None:
+        out = torch.empty(words, dtype=torch.int64, device=flags.device)
+    if flags.device.type == "cpu":
+        packed = np.packbits(flags.contiguous().numpy(), bitorder="little")
+        as_bytes = out.numpy().view(np.uint8)
+        as_bytes[: packed.size] = packed
+        as_bytes[packed.size :] = 0
+        return out
+    padded = torch.nn.functional.pad(flags, (0, words * WORD_BITS - flags.numel()))
+    shifts = torch.arange(WORD_BITS, dtype=torch.int64, device=flags.device)
+    # The bits are disjoint, so that their sum is their union (bit 63 included, modulo 2**64).
+    return out.copy_((padded.view(words, WORD_BITS).to(torch.int64) << shifts).sum(dim=1))
+
+
+def unpack_bits(words: Tensor, count: int) -> Tensor:
+    """Returns the first `count` bits of `words` as bool, shape (count,).
+
+    Args:
+        words: int64, shape (at least ceil(count / 64),).
+        count: Number of bits.
+    """
+    if words.device.type == "cpu":
+        as_bytes = words.contiguous().numpy().view(np.uint8)
+        return torch.from_numpy(np.unpackbits(as_bytes, count=count, bitorder="little").view(bool))
+    shifts = torch.arange(WORD_BITS, dtype=torch.int64, device=words.device)
+    bits = (words[: words_for(count), None] >> shifts) & 1
+    return bits.view(-1)[:count].to(torch.bool)
+
+
+def popcount(words: Tensor) -> int:
+    """Returns the number of ones in `words`, int64 of any shape."""
+    if words.device.type == "cpu":
+        return int(np.bitwise_count(words.numpy().view(np.uint64)).sum(dtype=np.int64))
+    counts = words - ((words >> 1) & 0x5555555555555555)
+    counts = (counts & 0x3333333333333333) + ((counts >> 2) & 0x3333333333333333)
+    counts = (counts + (counts >> 4)) & 0x0F0F0F0F0F0F0F0F
+    shifts = torch.arange(0, WORD_BITS, WORD_BYTES, dtype=torch.int64, device=words.device)
+    return int(((counts[..., None] >> shifts) & 0xFF).sum())
+
+
+def expand_rows(flags: Tensor, run: Run, out: Tensor) -> None:
+    """Repeats one flag per row over the elements of a stretch, as words; pad bits are 0.
+
+    Args:
+        flags: bool, shape (run.rows,).
+        run: The stretch.
+        out: int64, shape (run.words,), overwritten.
+    """
+    count = run.stop - run.start
+    if run.row_numel % WORD_BITS == 0:
+        words_per_row = run.row_numel // WORD_BITS
+        word = torch.arange(run.words, device=out.device) + run.start // WORD_BITS
+        out.copy_(-flags[word // words_per_row - run.first_row].to(torch.int64))
+    else:
+        skipped = run.start - run.first_row * run.row_numel
+        elements = flags.repeat_interleave(run.row_numel)[skipped : skipped + count]
+        pack_bits(elements, out)
+    tail = count % WORD_BITS
+    if tail:
+        out[-1] &= (1 << tail) - 1

@@ -1,0 +1,214 @@
+"""The CPU codec: one pass over each tensor in chunks that stay in cache.
+
+Fresh large temporaries cost more in page faults than the arithmetic does, so that every buffer is
+as long as a chunk and made once per thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_dlion.codec.bits import expand_rows
+from hf_dlion.codec.eager import whole_run
+from hf_dlion.layout import Run
+from hf_dlion.lion import (
+    PARAMETER_STREAM,
+    compute_dtype,
+    interpolate,
+    momentum_stream,
+    random_bits,
+    round_stochastically,
+    rounding_key,
+    zero_phase,
+)
+from hf_dlion.verdict import TensorRule, Verdict
+
+# Elements per chunk: a power of two, so that no chunk crosses element 2**32. Four float32 buffers
+# of this length take 1 MiB, which fits a core's second-level cache.
+CHUNK = 1 << 16
+
+
+class _Buffers(threading.local):
+    """Scratch memory of one thread, made at first use."""
+
+    def __init__(self) -> None:
+        self._floating = {
+            dtype: [torch.empty(CHUNK, dtype=dtype) for _ in range(4)]
+            for dtype in (torch.float32, torch.float64)
+        }
+        self.counter = torch.arange(CHUNK, dtype=torch.int32)
+        self.hashed, self.hash_scratch, self.hash_counter = (
+            torch.empty(CHUNK, dtype=torch.int32) for _ in range(3)
+        )
+        self.flags = np.empty(CHUNK, dtype=bool)
+        self.zeros = np.empty(CHUNK, dtype=bool)
+
+    def floating(self, dtype: torch.dtype, count: int) -> list[Tensor]:
+        """Returns four buffers of `count` elements."""
+        return [buffer[:count] for buffer in self._floating[dtype]]
+
+
+_buffers = _Buffers()
+
+
+def _chunks(numel: int) -> Iterator[slice]:
+    for start in range(0, numel, CHUNK):
+        yield slice(start, min(start + CHUNK, numel))
+
+
+def _rows_of(run: Run, chunk: slice) -> tuple[slice, np.ndarray]:
+    """Returns the rows that a chunk touches, and where each begins inside the chunk."""
+    first, last = chunk.start // run.row_numel, (chunk.stop - 1) // run.row_numel
+    starts = np.arange(first, last + 1) * run.row_numel - chunk.start
+    return slice(first, last + 1), np.maximum(starts, 0)
+
+
+def _store(target: Tensor, value: Tensor, start: int, rule: TensorRule, stream: int) -> None:
+    """Writes a chunk that begins at element `start`, rounding stochastically below float32."""
+    if target.dtype in (torch.float32, torch.float64) or not rule.step_rule.stochastic_rounding:
+        target.copy_(value)
+        return
+    step = rule.step_rule
+    count = value.numel()
+    key = rounding_key(step.seed, step.step, rule.index, stream, start >> 32)
+    low = start & 0xFFFFFFFF
+    counter = _buffers.hash_counter[:count]
+    torch.add(_buffers.counter[:count], low - (1 << 32) if low >> 31 else low, out=counter)
+    bits = random_bits(
+        counter, key, out=_buffers.hashed[:count], scratch=_buffers.hash_scratch[:count]
+    )
+    target.copy_(round_stochastically(value.to(torch.float32), bits, target.dtype))
+
+
+def _widened(tensor: Tensor, buffer: Tensor) -> Tensor:
+    """Returns `tensor` in the dtype of `buffer`: itself, or a copy in the buffer."""
+    return tensor if tensor.dtype == buffer.dtype else buffer.copy_(tensor)
+
+
+def _advance(grad: Tensor, exp_avg: Tensor, start: int, rule: TensorRule) -> Tensor:
+    """Returns a chunk's direction, in a buffer, and advances its momentum."""
+    dtype = compute_dtype(grad.dtype)
+    direction, scratch, wide_grad, wide_avg = _buffers.floating(dtype, grad.numel())
+    new, old = _widened(grad, wide_grad), _widened(exp_avg, wide_avg)
+    interpolate(old, new, rule.betas[0], out=direction, scratch=scratch)
+    interpolate(old, new, rule.betas[1], out=old, scratch=scratch)
+    if old is not exp_avg:
+        _store(exp_avg, old, start, rule, momentum_stream(rule.step_rule.rank))
+    return direction
+
+
+def _move(param: Tensor, move: Tensor, start: int, rule: TensorRule) -> None:
+    """Applies decay and a move to a chunk of a parameter."""
+    value = _widened(param, _buffers.floating(move.dtype, param.numel())[3])
+    if rule.decay != 1.0:
+        value.mul_(rule.decay)
+    value.sub_(move)
+    if value is not param:
+        _store(param, value, start, rule, PARAMETER_STREAM)
+
+
+class CpuCodec:
+    """Implements `hf_dlion.codec.Codec` for CPU tensors."""
+
+    def encode(
+        self, grad: Tensor, exp_avg: Tensor, words: Tensor, active: Tensor, rule: TensorRule
+    ) -> None:
+        """See `Codec.encode`."""
+        if grad.numel() == 0:
+            return
+        run = whole_run(grad.shape)
+        step = rule.step_rule
+        phase = zero_phase(step.step, step.rank, step.world_size)
+        new, old = grad.contiguous().view(-1), exp_avg.view(-1)
+        as_bytes = words.numpy().view(np.uint8)
+        votes = active.numpy()
+        votes[:] = False
+        as_bytes[-8:] = 0
+        for chunk in _chunks(new.numel()):
+            direction = _advance(new[chunk], old[chunk], chunk.start, rule).numpy()
+            count = direction.size
+            flags = np.signbit(direction, out=_buffers.flags[:count])
+            zeros = np.equal(direction, 0, out=_buffers.zeros[:count])
+            rows, starts = _rows_of(run, chunk)
+            if zeros.any():
+                # +1 where k + phase is even: a zero at any other k counts as negative.
+                flags[phase % 2 :: 2] &= ~zeros[phase % 2 :: 2]
+                flags[1 - phase % 2 :: 2] |= zeros[1 - phase % 2 :: 2]
+                votes[rows] |= np.logical_or.reduceat(~zeros, starts)
+            else:
+                votes[rows] = True
+            packed = np.packbits(flags, bitorder="little")
+            as_bytes[chunk.start // 8 : chunk.start // 8 + packed.size] = packed
+        if not votes.all():
+            kept = torch.empty_like(words)
+            expand_rows(active, run, kept)
+            words &= kept
+
+    def apply(self, param: Tensor, verdict: Verdict, rule: TensorRule) -> None:
+        """See `Codec.apply`."""
+        if param.numel() == 0:
+            return
+        run = whole_run(param.shape)
+        dtype = compute_dtype(param.dtype)
+        moves = rule.moves(dtype).numpy()
+        majority = rule.step_rule.aggregation == "majority"
+        # Eight moves at a time: entry b holds those of the eight verdicts in byte b.
+        octets = moves[2 - 2 * _bits_of_bytes()] if majority else None
+        planes = [plane.numpy().view(np.uint8) for plane in verdict.planes]
+        counts = verdict.counts.numpy()
+        same = int(counts[0]) if (counts == counts[0]).all() else None
+        flat = param.contiguous().view(-1)
+        for chunk in _chunks(flat.numel()):
+            count = chunk.stop - chunk.start
+            move = _buffers.floating(dtype, count)[0]
+            size = -(-count // 8)
+            parts = [plane[chunk.start // 8 : chunk.start // 8 + size] for plane in planes]
+            per_element = same if same is not None else _repeated(counts, run, chunk)
+            if octets is not None:
+                by_octet = _buffers.floating(dtype, CHUNK)[0].numpy().reshape(-1, 8)
+                np.take(octets, parts[0], axis=0, out=by_octet[:size], mode="clip")
+                if same is None or same == 0:
+                    np.copyto(move.numpy(), 0.0, where=np.equal(per_element, 0))
+                if len(parts) == 2:
+                    nonzero = np.unpackbits(parts[1], count=count, bitorder="little")
+                    np.copyto(move.numpy(), 0.0, where=nonzero == 0)
+            else:
+                offset = np.full(count, rule.step_rule.world_size, dtype=np.int32)
+                offset += per_element
+                for place, part in enumerate(parts):
+                    bit = np.unpackbits(part, count=count, bitorder="little")
+                    offset -= bit.astype(np.int32) << (place + 1)
+                np.take(moves, offset, out=move.numpy(), mode="clip")
+            _move(flat[chunk], move, chunk.start, rule)
+        if not param.is_contiguous():
+            param.copy_(flat.view(param.shape))
+
+    def step_alone(self, param: Tensor, grad: Tensor, exp_avg: Tensor, rule: TensorRule) -> None:
+        """See `Codec.step_alone`."""
+        if param.numel() == 0:
+            return
+        new, old = grad.contiguous().view(-1), exp_avg.view(-1)
+        flat = param.contiguous().view(-1)
+        for chunk in _chunks(flat.numel()):
+            direction = _advance(new[chunk], old[chunk], chunk.start, rule)
+            move = direction.sign_().mul_(rule.lr)
+            _move(flat[chunk], move, chunk.start, rule)
+        if not param.is_contiguous():
+            param.copy_(flat.view(param.shape))
+
+
+def _bits_of_bytes() -> np.ndarray:
+    """Returns the eight bits of every byte, lowest first, shape (256, 8)."""
+    octets = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return octets.astype(np.intp)
+
+
+def _repeated(counts: np.ndarray, run: Run, chunk: slice) -> np.ndarray:
+    """Returns each element's entry of the per-row `counts`, for the elements of a chunk."""
+    rows, starts = _rows_of(run, chunk)
+    return np.repeat(counts[rows], np.diff(starts, append=chunk.stop - chunk.start))

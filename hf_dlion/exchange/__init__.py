@@ -1,0 +1,79 @@
+"""Packed votes of all ranks in, verdict out: one file per strategy.
+
+`wire` is the only place that calls a collective; `count` counts votes on packed words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hf_dlion.exchange.gather import Gather
+from hf_dlion.exchange.two_phase import TwoPhase
+from hf_dlion.exchange.wire import Wire, WireStats
+from hf_dlion.layout import MessageLayout
+from hf_dlion.options import Options
+from hf_dlion.verdict import StepRule, Verdict, verdict_planes
+
+__all__ = [
+    "Exchange",
+    "Wire",
+    "WireStats",
+    "choose_exchange",
+    "make_exchange",
+    "message_wire_bytes",
+]
+
+
+class Exchange(Protocol):
+    """One message's way over the wire, once per step; the methods are called in this order."""
+
+    def start(self, words: Tensor, active: Tensor) -> None:
+        """Sends the votes."""
+
+    def count(self, rule: StepRule) -> None:
+        """Waits for votes, counts them, and sends what other ranks need of the result."""
+
+    def verdict(self) -> Verdict:
+        """Waits for the verdict and returns it."""
+
+
+def message_wire_bytes(
+    layouts: Sequence[MessageLayout], world_size: int, options: Options, exchange: str
+) -> int:
+    """Returns the bytes that a rank sends for all messages of a step, without the header.
+
+    Args:
+        layouts: The messages.
+        world_size: Number of ranks.
+        options: Gives aggregation and ties.
+        exchange: "gather" or "two_phase".
+    """
+    planes = verdict_planes(options.aggregation, options.ties, world_size)
+    strategy = Gather if exchange == "gather" else TwoPhase
+    return sum(strategy.wire_bytes(layout, world_size, planes) for layout in layouts)
+
+
+def choose_exchange(layouts: Sequence[MessageLayout], world_size: int, options: Options) -> str:
+    """Returns the exchange that the options ask for; "auto" takes the cheaper total.
+
+    On a tie "auto" takes gather, which needs one round.
+    """
+    if options.exchange != "auto":
+        return options.exchange
+    gather = message_wire_bytes(layouts, world_size, options, "gather")
+    two_phase = message_wire_bytes(layouts, world_size, options, "two_phase")
+    return "gather" if gather <= two_phase else "two_phase"
+
+
+def make_exchange(
+    name: str, layout: MessageLayout, wire: Wire, device: torch.device, options: Options
+) -> Exchange:
+    """Returns a message's exchange by the name of its strategy."""
+    if name == "gather":
+        return Gather(layout, wire, device)
+    planes = verdict_planes(options.aggregation, options.ties, wire.world_size)
+    return TwoPhase(layout, wire, device, planes)

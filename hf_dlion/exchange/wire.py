@@ -1,0 +1,175 @@
+"""The one place that hands bytes to a collective, and counts them."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renamed it and warns of the old name.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass
+class WireStats:
+    """What an optimizer sent and received so far, and where its time went.
+
+    Bytes are those handed to a collective that another rank must receive; an all-reduce counts as
+    a ring. Times are host seconds: on a GPU they hold what the host waited for.
+
+    Attributes:
+        bytes_sent: Bytes that this rank sent.
+        bytes_received: Bytes that this rank received.
+        last_bytes_sent: Bytes sent in the last step.
+        exchanges: Steps in which votes were exchanged.
+        abstentions: Ranks that abstained from a whole step, summed over ranks and steps.
+        agreement: Mean of |sum of the signs| / world_size in the last exchange, over the
+            elements of the rows on which any rank voted; NaN before the first.
+        encode_s: Seconds spent on directions, signs and momenta.
+        exchange_s: Seconds spent on waiting for collectives and on counting votes.
+        apply_s: Seconds spent on moving parameters.
+    """
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    last_bytes_sent: int = 0
+    exchanges: int = 0
+    abstentions: int = 0
+    agreement: float = math.nan
+    encode_s: float = 0.0
+    exchange_s: float = 0.0
+    apply_s: float = 0.0
+
+
+class Wire:
+    """Collectives of one process group, with every byte counted.
+
+    Every rank of the group must make the same calls in the same order.
+
+    Attributes:
+        group: The process group.
+        stats: Receives the counts.
+        rank: This rank in the group.
+        world_size: Number of ranks in the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, stats: WireStats) -> None:
+        """Takes the group as it is; communicates nothing."""
+        self.group = group
+        self.stats = stats
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self._backends = _backends(group)
+
+    def device_for(self, device: torch.device) -> torch.device:
+        """Returns where a message of tensors on `device` must lie to be sent.
+
+        Raises:
+            RuntimeError: If the group has no backend for `device` nor for the CPU.
+        """
+        backend = self._backends.get(device.type)
+        if backend is not None and (device.type == "cpu" or backend not in ("gloo", "mpi")):
+            return device
+        if "cpu" in self._backends:
+            return torch.device("cpu")
+        raise RuntimeError(
+            f"the process group's backend {dist.get_backend(self.group)!r} cannot send tensors on "
+            f"{device}; initialise torch.distributed with backend='cpu:gloo,cuda:nccl' or move the "
+            f"model"
+        )
+
+    @property
+    def control_device(self) -> torch.device:
+        """Where small control messages lie: the CPU where the group can send from it."""
+        if "cpu" in self._backends:
+            return torch.device("cpu")
+        kind = next(iter(self._backends))
+        return torch.device(kind, torch.get_device_module(kind).current_device())
+
+    def all_gather(self, out: Tensor, tensor: Tensor) -> dist.Work:
+        """Starts the gathering of every rank's tensor.
+
+            rank 0: a     ->  rank 0: a b
+            rank 1: b         rank 1: a b
+
+        Bytes per rank: (N - 1) * bytes of `tensor`.
+
+        Args:
+            out: Shape (N, *tensor.shape), receives all; do not touch until the work is done.
+            tensor: Contiguous, same shape and dtype on every rank.
+        """
+        size = tensor.numel() * tensor.element_size() * (self.world_size - 1)
+        self._count(size)
+        return _started(
+            _all_gather_single(out.view(-1), tensor.view(-1), group=self.group, async_op=True)
+        )
+
+    def all_to_all(self, out: Tensor, tensor: Tensor) -> dist.Work:
+        """Starts the exchange of segments: segment j of `tensor` goes to rank j.
+
+            rank 0: a0 a1  ->  rank 0: a0 b0
+            rank 1: b0 b1      rank 1: a1 b1
+
+        Bytes per rank: (N - 1) / N * bytes of `tensor`.
+
+        Args:
+            out: Shape of `tensor`, receives; do not touch until the work is done.
+            tensor: Contiguous, shape (N, ...), same shape and dtype on every rank.
+        """
+        size = tensor[0].numel() * tensor.element_size() * (self.world_size - 1)
+        self._count(size)
+        return _started(
+            dist.all_to_all_single(out.view(-1), tensor.view(-1), group=self.group, async_op=True)
+        )
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sums `tensor` over the ranks, in place, and waits for it.
+
+        Bytes per rank, as a ring: 2 * (N - 1) * ceil(numel / N) elements.
+
+        Args:
+            tensor: Contiguous, same shape and dtype on every rank.
+        """
+        per_rank = -(-tensor.numel() // self.world_size)
+        self._count(2 * (self.world_size - 1) * per_rank * tensor.element_size())
+        dist.all_reduce(tensor, group=self.group)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Returns every rank's `value`, in rank order: for error messages, not for the hot path.
+
+        Bytes per rank: (N - 1) * (8 + bytes of the longest pickle).
+
+        Args:
+            value: A plain picklable object.
+        """
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        size = torch.tensor([data.numel()], dtype=torch.int64, device=self.control_device)
+        sizes = torch.empty((self.world_size, 1), dtype=torch.int64, device=self.control_device)
+        self.all_gather(sizes, size).wait()
+        longest = int(sizes.max())
+        mine = torch.zeros(longest, dtype=torch.uint8, device=self.control_device)
+        mine[: data.numel()] = data
+        everyone = torch.empty((self.world_size, longest), dtype=torch.uint8, device=mine.device)
+        self.all_gather(everyone, mine).wait()
+        rows = zip(everyone.cpu(), sizes.view(-1).tolist(), strict=True)
+        return [pickle.loads(row[:length].numpy().tobytes()) for row, length in rows]
+
+    def _count(self, size: int) -> None:
+        self.stats.bytes_sent += size
+        self.stats.bytes_received += size
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "a member of the group gets a handle for an asynchronous collective"
+    return work
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Returns the backend of each device type, for example {"cpu": "gloo", "cuda": "nccl"}."""
+    config = dist.get_backend_config(group)
+    return dict(part.split(":", 1) for part in str(config).split(","))

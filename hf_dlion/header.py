@@ -1,0 +1,220 @@
+"""The header of a step: what all ranks must agree on before any vote is sent (design S12).
+
+The header comes first, so that a rank with another layout is found before messages of different
+sizes meet in a collective, where they would hang.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_dlion.codec.bits import pack_bits, unpack_bits
+from hf_dlion.exchange.wire import Wire
+from hf_dlion.layout import WORD_BYTES, words_for
+
+WIRE_VERSION = 1
+
+_FINITE, _FAILED = 1, 2
+_FIXED_WORDS = 6
+
+
+def digest(value: object) -> int:
+    """Returns a 64-bit hash, as int64, of a plain value's `repr`, the same on every rank."""
+    data = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
+    return int.from_bytes(data, "little", signed=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What one rank says of itself before a step.
+
+    Attributes:
+        finite: Whether all its gradients are finite.
+        failed: Whether something failed on it; then all ranks raise.
+        step: Number of the last step that it took.
+        layout: Hash of the parameters' shapes and dtypes.
+        options: Hash of the options.
+        groups: Hash of every group's lr, betas and weight decay.
+        present: bool, shape (P,): the parameters for which autograd saw a gradient.
+    """
+
+    finite: bool
+    failed: bool
+    step: int
+    layout: int
+    options: int
+    groups: int
+    present: Tensor
+
+    def packed(self, parameters: int) -> Tensor:
+        """Returns the header as int64 words, with room for `parameters` presence bits."""
+        status = _FINITE * self.finite | _FAILED * self.failed
+        fixed = (WIRE_VERSION, status, self.step, self.layout, self.options, self.groups)
+        words = torch.zeros(_FIXED_WORDS + words_for(parameters), dtype=torch.int64)
+        words[:_FIXED_WORDS] = torch.tensor(fixed, dtype=torch.int64)
+        # A rank whose layout is new may have fewer parameters than were agreed: the size holds.
+        bits = pack_bits(self.present[:parameters])
+        words[_FIXED_WORDS : _FIXED_WORDS + bits.numel()] = bits
+        return words
+
+    @staticmethod
+    def unpacked(words: Tensor, parameters: int) -> Header:
+        """Returns the header that `packed` wrote."""
+        _, status, step, layout, options, groups = words[:_FIXED_WORDS].tolist()
+        return Header(
+            finite=bool(status & _FINITE),
+            failed=bool(status & _FAILED),
+            step=step,
+            layout=layout,
+            options=options,
+            groups=groups,
+            present=unpack_bits(words[_FIXED_WORDS:], parameters),
+        )
+
+
+def header_wire_bytes(parameters: int, world_size: int) -> int:
+    """Returns the bytes of one header that a rank sends, for `parameters` trainable ones."""
+    return WORD_BYTES * (world_size - 1) * (_FIXED_WORDS + words_for(parameters))
+
+
+class Disagreement(RuntimeError):
+    """Raised on every rank when the ranks would otherwise drift apart or wait for one another."""
+
+
+@dataclass(frozen=True)
+class Details:
+    """What a rank can say of itself in an error message; each is called only when needed.
+
+    Attributes:
+        layout: Returns a list with one line per trainable parameter.
+        options: Returns the options by name.
+        groups: Returns one dictionary per parameter group.
+        parameters: Returns (name, hash) of every trainable parameter's values.
+        failure: Returns what failed, or None.
+    """
+
+    layout: Callable[[], list[str]]
+    options: Callable[[], dict[str, Any]]
+    groups: Callable[[], list[dict[str, Any]]]
+    parameters: Callable[[], list[tuple[str, int]]]
+    failure: Callable[[], str | None]
+
+
+class Agreement:
+    """Exchanges headers and raises on every rank together when they do not fit.
+
+    Attributes:
+        parameters: Number of presence bits in the header: the trainable parameters at the last
+            agreement on a layout. It changes only on all ranks together, so that headers always
+            have one size.
+    """
+
+    def __init__(self) -> None:
+        """Starts without an agreed layout; the first step agrees on one."""
+        self.parameters = 0
+        self._layout: int | None = None
+
+    def agree(self, mine: Header, wire: Wire, details: Details) -> list[Header]:
+        """Returns every rank's header, in rank order, after checking that they fit together.
+
+        Every rank must call this at the same point of its program. Bytes per rank:
+        `header_wire_bytes`, and once per layout another header and 16 * (N - 1).
+
+        Raises:
+            Disagreement: On every rank, if something failed on one, or they differ in wire
+                version, layout, parameters (when a layout is new), options, groups or step.
+        """
+        headers = self._gather(mine, wire)
+        if any(header.failed for header in headers):
+            _raise_failure(wire.gather_objects(details.failure()))
+        if any(header.layout != self._layout for header in headers):
+            self._agree_on_layout(mine, wire, details)
+            headers = self._gather(mine, wire)
+        if any(header.options != mine.options for header in headers):
+            options = wire.gather_objects(details.options())
+            raise Disagreement(_first_difference("options", options))
+        if any(header.groups != mine.groups for header in headers):
+            groups = wire.gather_objects(details.groups())
+            raise Disagreement(
+                _first_difference("parameter groups", [_flat(group) for group in groups])
+                + "; schedulers must be stepped alike on every rank, for example with a metric "
+                "that is reduced over the ranks"
+            )
+        if any(header.step != mine.step for header in headers):
+            raise Disagreement(
+                f"ranks are at different steps, {[header.step for header in headers]} in rank "
+                f"order: load the same checkpoint on every rank"
+            )
+        return headers
+
+    def _gather(self, mine: Header, wire: Wire) -> list[Header]:
+        words = mine.packed(self.parameters).to(wire.control_device)
+        everyone = torch.empty(
+            (wire.world_size, words.numel()), dtype=torch.int64, device=words.device
+        )
+        wire.all_gather(everyone, words).wait()
+        table = everyone.cpu()
+        versions = table[:, 0].tolist()
+        if any(version != WIRE_VERSION for version in versions):
+            raise Disagreement(
+                f"ranks speak different versions of the wire format, {versions} in rank order: "
+                f"install the same hf_dlion everywhere"
+            )
+        return [Header.unpacked(row, self.parameters) for row in table]
+
+    def _agree_on_layout(self, mine: Header, wire: Wire, details: Details) -> None:
+        """Compares layouts, and parameters' values, which must start equal."""
+        values = details.parameters()
+        words = torch.tensor(
+            [mine.layout, digest([value for _, value in values])],
+            dtype=torch.int64,
+            device=wire.control_device,
+        )
+        everyone = torch.empty((wire.world_size, 2), dtype=torch.int64, device=words.device)
+        wire.all_gather(everyone, words).wait()
+        layouts, hashes = everyone.cpu().t().tolist()
+        if len(set(layouts)) > 1:
+            lines = wire.gather_objects(details.layout())
+            described = [dict(enumerate(rank_lines)) for rank_lines in lines]
+            raise Disagreement(_first_difference("trainable parameters", described))
+        if len(set(hashes)) > 1:
+            named = wire.gather_objects(values)
+            difference = _first_difference("parameter values", [dict(pairs) for pairs in named])
+            raise Disagreement(
+                f"{difference} (hashes): replicas must start equal; wrap the model in "
+                f"DistributedDataParallel, or load the same weights or set the same seed on "
+                f"every rank before building it"
+            )
+        self._layout = mine.layout
+        self.parameters = mine.present.numel()
+
+
+def _raise_failure(failures: Sequence[str | None]) -> None:
+    failed = {rank: text for rank, text in enumerate(failures) if text is not None}
+    told = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+    raise Disagreement(f"the step failed on {len(failed)} of {len(failures)} ranks: {told}")
+
+
+def _flat(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        f"group {position} {name}": value
+        for position, group in enumerate(groups)
+        for name, value in group.items()
+    }
+
+
+def _first_difference(what: str, tables: Sequence[dict[Any, Any]]) -> str:
+    """Returns a sentence that names the first key on which the ranks' tables differ."""
+    keys = list(dict.fromkeys(key for table in tables for key in table))
+    for key in keys:
+        values = [table.get(key, "missing") for table in tables]
+        if any(value != values[0] for value in values):
+            told = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
+            return f"ranks differ in {what}, first in {key!r}: {told}"
+    return f"ranks differ in {what}"

@@ -1,0 +1,148 @@
+"""Where every parameter's signs and rows lie in a message (design S2, S3)."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+WORD_BITS = 64
+WORD_BYTES = 8
+
+
+def words_for(bits: int) -> int:
+    """Returns the number of 64-bit words that hold `bits` bits."""
+    return -(-bits // WORD_BITS)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one parameter in a message.
+
+    Attributes:
+        index: Position of the parameter in the flattened groups.
+        numel: Number of elements.
+        rows: Number of rows: the first dimension, or 1 for a 0-D or 1-D tensor, or 0 if empty.
+        row_numel: Elements per row.
+        word: First word of the parameter's signs.
+        row: First row of the parameter's activity.
+    """
+
+    index: int
+    numel: int
+    rows: int
+    row_numel: int
+    word: int
+    row: int
+
+    @property
+    def words(self) -> int:
+        """Number of words of signs; every parameter starts a new word."""
+        return words_for(self.numel)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A stretch of one parameter inside a shard.
+
+    Attributes:
+        start: First element, a multiple of 64.
+        stop: One past the last element.
+        row_numel: Elements per row of the parameter.
+        first_row: Row, within the parameter, of element `start`.
+        word: First word, relative to the shard.
+        row: Position of `first_row` among the shard's rows.
+        rows: Number of rows that the stretch touches.
+    """
+
+    start: int
+    stop: int
+    row_numel: int
+    first_row: int
+    word: int
+    row: int
+    rows: int
+
+    @property
+    def words(self) -> int:
+        """Number of words that the stretch covers."""
+        return words_for(self.stop - self.start)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A range of a message's words, with the rows that they touch.
+
+    Attributes:
+        first_word: First word in the message.
+        words: Number of words that hold signs (the last shards may hold fewer, or none).
+        first_row: First row in the message.
+        rows: Number of rows that the words touch.
+        runs: The parameters' stretches inside the shard.
+    """
+
+    first_word: int
+    words: int
+    first_row: int
+    rows: int
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True)
+class MessageLayout:
+    """The parameters of one message, in order.
+
+    Attributes:
+        slots: One per parameter.
+        words: Words of signs in total.
+        rows: Rows in total.
+    """
+
+    slots: tuple[Slot, ...]
+    words: int
+    rows: int
+
+    @staticmethod
+    def of(shapes: Sequence[tuple[int, torch.Size]]) -> MessageLayout:
+        """Lays out parameters one after another.
+
+        Args:
+            shapes: Pairs of parameter index and shape.
+        """
+        slots: list[Slot] = []
+        word = row = 0
+        for index, shape in shapes:
+            numel = shape.numel()
+            rows = 0 if numel == 0 else (shape[0] if len(shape) >= 2 else 1)
+            slot = Slot(index, numel, rows, numel // rows if rows else 0, word, row)
+            slots.append(slot)
+            word += slot.words
+            row += rows
+        return MessageLayout(tuple(slots), word, row)
+
+    def shard(self, first_word: int, stop_word: int) -> Shard:
+        """Returns the shard of the words `first_word` to `stop_word`, cut at the message's end."""
+        stop_word = min(stop_word, self.words)
+        first_word = min(first_word, stop_word)
+        if first_word == stop_word:
+            return Shard(first_word, 0, 0, 0, ())
+        filled = [slot for slot in self.slots if slot.numel]
+        position = bisect_right([slot.word for slot in filled], first_word) - 1
+        runs: list[Run] = []
+        shard_row = -1
+        rows = 0
+        for slot in filled[position:]:
+            if slot.word >= stop_word:
+                break
+            start = max(first_word - slot.word, 0) * WORD_BITS
+            stop = min(slot.numel, (stop_word - slot.word) * WORD_BITS)
+            first_row = start // slot.row_numel
+            touched = (stop - 1) // slot.row_numel - first_row + 1
+            if shard_row < 0:
+                shard_row = slot.row + first_row
+            word = slot.word + start // WORD_BITS - first_word
+            runs.append(Run(start, stop, slot.row_numel, first_row, word, rows, touched))
+            rows += touched
+        return Shard(first_word, stop_word - first_word, shard_row, rows, tuple(runs))

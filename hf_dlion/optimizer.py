@@ -1,0 +1,604 @@
+"""`DistributedLion`: a torch optimizer whose ranks exchange signs instead of gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from hf_dlion import comm_hook
+from hf_dlion.codec import codec_for
+from hf_dlion.exchange import Wire, WireStats
+from hf_dlion.fingerprint import fingerprint
+from hf_dlion.header import Agreement, Details, Disagreement, Header, digest
+from hf_dlion.messages import Message, make_messages
+from hf_dlion.momentum_sync import average_over_ranks
+from hf_dlion.options import (
+    Aggregation,
+    CheckpointMode,
+    ExchangeName,
+    Options,
+    Ties,
+    check_group,
+)
+from hf_dlion.presence import Presence, all_finite
+from hf_dlion.state import check_state, check_trainable, restore_momentum
+from hf_dlion.verdict import StepRule, TensorRule
+
+STATE_VERSION = 1
+
+Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+
+class DistributedLion(Optimizer):
+    r"""Lion for data-parallel training in which every rank sends one bit per parameter.
+
+    Rank r of N keeps a momentum m of its own and never reduces its gradient g:
+
+        u = b1 * m + (1 - b1) * g                 direction
+        s = sign(u)                               what the rank sends: its vote
+        v = sign(sum of s)   or   (sum of s) / N  majority or average: the verdict, on every rank
+        p = p * (1 - lr * wd) - lr * v
+        m = b2 * m + (1 - b2) * g
+
+    This is Distributed Lion (Liu et al., NeurIPS 2024, arXiv 2404.00438, Algorithm 1) on Lion
+    (Chen et al., 2023, arXiv 2302.06675, Algorithm 2). A row (a slice along the first dimension)
+    whose u is exactly zero abstains, so that an embedding row that no rank has seen stays where
+    it is. Replicas are bitwise equal after every step. On one rank it is plain Lion.
+
+    Coming from AdamW: every element moves by lr in every step, so start at a third to a tenth of
+    AdamW's learning rate, and raise weight_decay by the same factor, to keep lr * weight_decay.
+
+    The optimizer finds the DDP wrapper of its parameters by itself at the wrapper's first forward
+    and keeps it from reducing gradients. Gradients may be accumulated under `no_sync()` and
+    clipped as usual: they are this rank's own until `step()`. Every rank must call `step()`
+    together; what fails on one rank is raised on all of them.
+
+    Example:
+        >>> import torch
+        >>> from hf_dlion import DistributedLion
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = DistributedLion(model.named_parameters(), lr=1e-3, weight_decay=0.1)
+        >>> model(torch.ones(3, 4)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.steps
+        1
+
+    Args:
+        params: Parameters, named parameters, or parameter groups with their own "lr", "betas" and
+            "weight_decay": float64, float32, bfloat16 or float16, mixed as you like.
+        lr: Learning rate: how far each element moves in a step; a float or a 0-D tensor.
+        betas: Decay factors of the direction and of the momentum.
+        weight_decay: Decoupled weight decay.
+        aggregation: "majority" or "average" of the votes.
+        ties: A tied majority: "alternate" (+1 and -1 in turns over elements and steps, one bit on
+            the way down) or "zero" (no move, two bits).
+        exchange: "gather", "two_phase", or "auto", which takes the one that sends fewer bytes.
+        stochastic_rounding: Round bfloat16 and float16 parameters and momenta stochastically, the
+            parameters with the same random bits on every rank. Nearest rounding loses every
+            update smaller than half a unit in the last place: most steps of a fine-tuning.
+        momentum_dtype: dtype of the momentum: torch.float32, torch.bfloat16 or torch.float16;
+            None keeps each parameter's own.
+        process_group: The ranks that vote; None is the default group, taken at first use.
+        seed: Seed of the stochastic rounding, the same on every rank.
+        max_abstained_steps: A rank whose gradients hold a NaN or an Inf abstains from the step;
+            when one does so this many steps in a row, all ranks raise.
+        checkpoint: "per_rank" has the integrations save every rank's momentum; "mean" has them
+            average the momenta before rank 0 saves.
+
+    Attributes:
+        state: `state[p]["exp_avg"]`, shape of p, is this rank's momentum.
+        options: The options, as `Options`.
+        steps: Number of the last step that moved anything.
+        wire: Bytes, times and agreement, as `WireStats`.
+
+    Raises:
+        ValueError: If an option or a group's value is out of its range.
+        TypeError: If one has the wrong type, or a parameter's dtype is not floating.
+        NotImplementedError: If parameters are sharded (FSDP, DeepSpeed ZeRO-3, tensor parallel).
+    """
+
+    # GradScaler then calls step() on every rank and only says whether it found an Inf; without
+    # it the overflowing rank alone would skip the step, and the others would wait for ever.
+    _step_supports_amp_scaling = True
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        aggregation: Aggregation = "majority",
+        ties: Ties = "alternate",
+        exchange: ExchangeName = "auto",
+        stochastic_rounding: bool = True,
+        momentum_dtype: torch.dtype | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+        max_abstained_steps: int = 20,
+        checkpoint: CheckpointMode = "per_rank",
+    ) -> None:
+        """See the class."""
+        self.options = Options(
+            aggregation=aggregation,
+            ties=ties,
+            exchange=exchange,
+            stochastic_rounding=stochastic_rounding,
+            momentum_dtype=momentum_dtype,
+            seed=seed,
+            max_abstained_steps=max_abstained_steps,
+            checkpoint=checkpoint,
+        )
+        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+            raise TypeError(
+                f"process_group={process_group!r} must be a torch.distributed process group of "
+                f"which this rank is a member, or None"
+            )
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        check_group(defaults)
+        self._process_group = process_group
+        self.steps = 0
+        self._begin()
+        super().__init__(cast(Any, params), defaults)
+        comm_hook.watch(self)
+
+    def _begin(self) -> None:
+        """Makes what belongs to this process and is neither copied nor saved."""
+        self.wire = WireStats()
+        self._wire: Wire | None = None
+        self._agreement = Agreement()
+        self._abstained: list[int] = []
+        self._messages: list[Message] = []
+        self._messages_key: object = None
+        self._presence = Presence()
+        self._presence.remove_with(self)
+
+    @property
+    def rank(self) -> int:
+        """This rank in the process group, 0 without one."""
+        wire = self._resolved()
+        return 0 if wire is None else wire.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the process group, 1 without one."""
+        wire = self._resolved()
+        return 1 if wire is None else wire.world_size
+
+    def group(self) -> dist.ProcessGroup | None:
+        """Returns the process group in use, or None where torch.distributed is not initialised."""
+        wire = self._resolved()
+        return None if wire is None else wire.group
+
+    def _resolved(self) -> Wire | None:
+        """Returns the wire, looked up late: an optimizer may be built before the process group."""
+        if not (dist.is_available() and dist.is_initialized()):
+            self._wire = None
+            return None
+        group = self._process_group or dist.group.WORLD
+        assert group is not None, "an initialised torch.distributed has a default group"
+        if self._wire is None or self._wire.group is not group:
+            self._wire = Wire(group, self.wire)
+            self._agreement = Agreement()
+            self._abstained = [0] * self._wire.world_size
+            self._messages_key = None
+        return self._wire
+
+    def attach(self, ddp_model: nn.Module) -> None:
+        """Keeps a DDP wrapper from reducing gradients; done automatically at its first forward.
+
+        Args:
+            ddp_model: A DistributedDataParallel, or torch.compile's wrapper of one.
+
+        Raises:
+            TypeError: If it is neither.
+            ValueError: If it holds none of this optimizer's parameters.
+            RuntimeError: If it has another comm hook, another process group, or trainable
+                parameters that no DistributedLion owns.
+        """
+        ddp = comm_hook.unwrapped_ddp(ddp_model)
+        if not isinstance(ddp, DistributedDataParallel):
+            raise TypeError(
+                f"attach() takes a DistributedDataParallel, got {type(ddp_model).__name__}; a "
+                f"model without a wrapper needs no attaching, its gradients are local already"
+            )
+        mine = {id(param) for param in self._params()}
+        if not any(id(param) in mine for param in ddp.module.parameters()):
+            raise ValueError("the DDP wrapper holds none of this optimizer's parameters")
+        comm_hook.attach(ddp)
+
+    def watch_gradients(self) -> None:
+        """Begins to watch parameters that were frozen before; called at each attachment."""
+        self._presence.watch(self._params())
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a parameter group, on every rank alike; see `torch.optim.Optimizer`.
+
+        Raises:
+            ValueError: If a value of the group is out of its range.
+            TypeError: If one has the wrong type, or a parameter's dtype is not floating.
+            NotImplementedError: If a parameter is sharded.
+        """
+        check_group({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        try:
+            for param in self.param_groups[-1]["params"]:
+                check_trainable(param)
+        except Exception:
+            self.param_groups.pop()
+            raise
+        self._presence.watch(self.param_groups[-1]["params"])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets the gradients; see `torch.optim.Optimizer`."""
+        super().zero_grad(set_to_none)
+        self._presence.clear()
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Takes one step, together with all ranks of the process group.
+
+        Bytes per rank: `hf_dlion.header.header_wire_bytes` and, for each message, what the
+        exchange's `wire_bytes` says. A rank whose gradients hold a NaN or an Inf abstains and
+        keeps its momentum; if all do, nothing changes and the step is not counted.
+
+        Args:
+            closure: Reevaluates the model and returns the loss; optional.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            Disagreement: On every rank, if the ranks differ in what must be equal, if one of them
+                abstained `max_abstained_steps` times in a row, or on the others if one failed.
+        """
+        wire = self._resolved()
+        sent = self.wire.bytes_sent
+        loss: float | None = None
+        failure: Exception | None = None
+        try:
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            header = self._header(wire)
+        except Exception as error:
+            if wire is None or wire.world_size == 1:
+                raise
+            failure = error
+            header = _failed_header(self.steps)
+        headers = [header]
+        if wire is not None and wire.world_size > 1:
+            try:
+                headers = self._agreement.agree(header, wire, self._details(failure))
+            except Disagreement:
+                if failure is not None:
+                    raise failure from None
+                raise
+        self._note_abstentions(headers)
+        finite = [header for header in headers if header.finite]
+        if finite:
+            voters = torch.stack([header.present for header in finite]).any(dim=0)
+            self._move(wire, voters, header)
+            self.steps += 1
+        self._presence.clear()
+        comm_hook.check_called(self)
+        self.wire.last_bytes_sent = self.wire.bytes_sent - sent
+        return loss
+
+    def _header(self, wire: Wire | None) -> Header:
+        """Returns what this rank says of itself, after all checks that it can make alone."""
+        for group in self.param_groups:
+            check_group(group)
+        params = [param for _, param in self._trainable()]
+        self._presence.watch(params)
+        present = self._presence.of(params)
+        for param in params:
+            if param.grad is not None and param.grad.layout != torch.strided:
+                raise TypeError(
+                    "DistributedLion takes no sparse gradients: build the embedding with "
+                    "sparse=False; rows without a gradient abstain anyway"
+                )
+        grads = [cast(Tensor, p.grad) for p, has in zip(params, present, strict=True) if has]
+        finite = self._unscaled(grads) and all_finite(grads)
+        if wire is not None and wire.world_size > 1:
+            self._prepare_messages(wire)
+        return Header(
+            finite=finite,
+            failed=False,
+            step=self.steps,
+            layout=digest(self._layout_lines()),
+            options=digest(sorted(self._option_values().items())),
+            groups=digest(self._group_values()),
+            present=torch.tensor(present, dtype=torch.bool),
+        )
+
+    def _unscaled(self, grads: Sequence[Tensor]) -> bool:
+        """Divides by GradScaler's scale, if it has not, and returns whether it found no Inf."""
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            inverse = 1.0 / float(scale)
+            for grad in grads:
+                grad.mul_(inverse)
+        found = getattr(self, "found_inf", None)
+        return found is None or float(found) == 0.0
+
+    def _note_abstentions(self, headers: Sequence[Header]) -> None:
+        """Counts the ranks that abstain; raises on all of them when one does for too long."""
+        self._abstained = self._abstained or [0]
+        for rank, header in enumerate(headers):
+            self._abstained[rank] = 0 if header.finite else self._abstained[rank] + 1
+            self.wire.abstentions += not header.finite
+        if not headers[self.rank if len(headers) > 1 else 0].finite:
+            _warn_of_abstention(self.rank)
+        limit = self.options.max_abstained_steps
+        stuck = [rank for rank, count in enumerate(self._abstained) if count >= limit]
+        if stuck:
+            raise Disagreement(
+                f"gradients of rank {', '.join(map(str, stuck))} held a NaN or an Inf in {limit} "
+                f"steps in a row (max_abstained_steps={limit}): lower the learning rate, check "
+                f"that rank's data, or raise max_abstained_steps"
+            )
+
+    def _move(self, wire: Wire | None, voters: Tensor, mine: Header) -> None:
+        """Exchanges votes and applies the verdict to the parameters that any rank votes on."""
+        trainable = self._trainable()
+        rules = self._rules(
+            {index for (index, _), voted in zip(trainable, voters.tolist(), strict=True) if voted}
+        )
+        for index, param in trainable:
+            if index in rules and "exp_avg" not in self.state[param]:
+                dtype = self.options.momentum_dtype or param.dtype
+                self.state[param]["exp_avg"] = torch.zeros(
+                    param.shape, dtype=dtype, device=param.device
+                )
+        voting = {
+            index: cast(Tensor, self.state[param]["exp_avg"])
+            for (index, param), has in zip(trainable, mine.present.tolist(), strict=True)
+            if has and mine.finite
+        }
+        if wire is None or wire.world_size == 1:
+            start = time.perf_counter()
+            for index, param in trainable:
+                if index in voting:
+                    assert param.grad is not None, "a parameter that votes has a gradient"
+                    codec_for(param.device).step_alone(
+                        param, param.grad, voting[index], rules[index]
+                    )
+            self.wire.apply_s += time.perf_counter() - start
+        else:
+            self._exchange(wire, voting, rules)
+
+    def _exchange(
+        self, wire: Wire, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]
+    ) -> None:
+        """Sends each message as soon as it is encoded, and applies each verdict as it arrives."""
+        clock = _Clock()
+        for message in self._messages:
+            message.encode(voting, rules)
+            self.wire.encode_s += clock.lap()
+            message.send()
+            self.wire.exchange_s += clock.lap()
+        step_rule = self._step_rule(wire)
+        for message in self._messages:
+            message.count(step_rule)
+        agreement = voted = 0
+        for message in self._messages:
+            verdict = message.verdict()
+            agreement += verdict.agreement
+            voted += message.voted_elements(verdict)
+            self.wire.exchange_s += clock.lap()
+            message.apply(verdict, rules)
+            self.wire.apply_s += clock.lap()
+        self.wire.exchanges += 1
+        self.wire.agreement = agreement / (wire.world_size * voted) if voted else float("nan")
+
+    def _step_rule(self, wire: Wire | None) -> StepRule:
+        return StepRule(
+            step=self.steps + 1,
+            rank=0 if wire is None else wire.rank,
+            world_size=1 if wire is None else wire.world_size,
+            aggregation=self.options.aggregation,
+            ties=self.options.ties,
+            stochastic_rounding=self.options.stochastic_rounding,
+            seed=self.options.seed,
+        )
+
+    def _rules(self, indices: set[int]) -> dict[int, TensorRule]:
+        """Returns the step's constants of those parameters, by index."""
+        rules: dict[int, TensorRule] = {}
+        step_rule = self._step_rule(self._wire)
+        index = 0
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for _ in group["params"]:
+                if index in indices:
+                    rules[index] = TensorRule(
+                        step_rule=step_rule,
+                        index=index,
+                        lr=float(group["lr"]),
+                        betas=(float(beta1), float(beta2)),
+                        weight_decay=float(group["weight_decay"]),
+                    )
+                index += 1
+        return rules
+
+    def _prepare_messages(self, wire: Wire) -> None:
+        """Makes messages and buffers anew where the trainable parameters changed."""
+        trainable = self._trainable()
+        key = [(index, id(p), p.shape, p.dtype, p.device) for index, p in trainable]
+        if self._messages_key != key:
+            self._messages = make_messages(trainable, wire, self.options)
+            self._messages_key = key
+
+    def synchronize_momentum(self) -> None:
+        """Replaces every momentum by its mean over the ranks; every rank must call this.
+
+        The state dict of any rank is then that of all: the way to save one file by hand. Bytes
+        per rank: 8 * (N - 1) / N per element.
+
+        Raises:
+            Disagreement: On every rank, if they have momenta of different parameters.
+        """
+        wire = self._resolved()
+        if wire is None or wire.world_size == 1:
+            return
+        held = [
+            (index, cast(Tensor, self.state[param]["exp_avg"]))
+            for index, param in enumerate(self._params())
+            if "exp_avg" in self.state.get(param, {})
+        ]
+        shapes = [(index, tuple(tensor.shape)) for index, tensor in held]
+        everyone = wire.gather_objects(digest(shapes))
+        if len(set(everyone)) > 1:
+            raise Disagreement(
+                "ranks hold momenta of different parameters: load the same checkpoint on every rank"
+            )
+        average_over_ranks([tensor for _, tensor in held], wire)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns torch's state dict with an entry "dlion"; it holds this rank's momentum only.
+
+        Never communicates. `synchronize_momentum()` before it makes all ranks' equal.
+        """
+        state_dict = super().state_dict()
+        state_dict["dlion"] = {
+            "version": STATE_VERSION,
+            "steps": self.steps,
+            "seed": self.options.seed,
+        }
+        return state_dict
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads what `state_dict` returned; momenta keep this optimizer's dtype.
+
+        Args:
+            state_dict: From `state_dict()`; an empty state needs no entry "dlion".
+
+        Raises:
+            ValueError: If it is of another optimizer or version, or does not fit the parameters;
+                nothing is changed then.
+        """
+        own = check_state(state_dict, self.param_groups, STATE_VERSION)
+        super().load_state_dict(dict(state_dict))
+        restore_momentum(self, state_dict, self.options.momentum_dtype)
+        if own is not None:
+            self.steps = own["steps"]
+            self.options = dataclasses.replace(self.options, seed=own["seed"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what pickle and deepcopy carry: never the process group."""
+        return {**super().__getstate__(), "options": self.options, "steps": self.steps}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores a pickled or copied optimizer, or torch's part of a loaded state."""
+        super().__setstate__(state)
+        if "_presence" not in self.__dict__:
+            self._process_group = None
+            self._begin()
+            self._presence.watch(self._params())
+            comm_hook.watch(self)
+
+    def _params(self) -> list[Tensor]:
+        """Returns the parameters of the flattened groups: position is parameter index."""
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _trainable(self) -> list[tuple[int, Tensor]]:
+        return [(index, p) for index, p in enumerate(self._params()) if p.requires_grad]
+
+    def _names(self) -> list[str]:
+        """Returns a name for every parameter of the flattened groups."""
+        names: list[str] = []
+        for group in self.param_groups:
+            numbered = [f"parameter {len(names) + k}" for k in range(len(group["params"]))]
+            names.extend(group.get("param_names", numbered))
+        return names
+
+    def _layout_lines(self) -> list[str]:
+        names = self._names()
+        return [f"{names[i]}: {tuple(p.shape)} {p.dtype}" for i, p in self._trainable()]
+
+    def _option_values(self) -> dict[str, Any]:
+        """Returns the options that must be equal on all ranks, and the exchange they lead to."""
+        values = {
+            field.name: getattr(self.options, field.name)
+            for field in dataclasses.fields(self.options)
+        }
+        values["momentum_dtype"] = str(self.options.momentum_dtype)
+        return values
+
+    def _group_values(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "lr": float(group["lr"]),
+                "betas": tuple(map(float, group["betas"])),
+                "weight_decay": float(group["weight_decay"]),
+            }
+            for group in self.param_groups
+        ]
+
+    def _details(self, failure: Exception | None) -> Details:
+        def parameters() -> list[tuple[str, int]]:
+            names = self._names()
+            return [(names[index], fingerprint(param)) for index, param in self._trainable()]
+
+        return Details(
+            layout=self._layout_lines,
+            options=self._option_values,
+            groups=self._group_values,
+            parameters=parameters,
+            failure=lambda: None if failure is None else f"{type(failure).__name__}: {failure}",
+        )
+
+
+class _Clock:
+    """A stop watch."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        """Returns the seconds since the last call."""
+        last, self._last = self._last, time.perf_counter()
+        return self._last - last
+
+
+def _failed_header(steps: int) -> Header:
+    return Header(
+        finite=False,
+        failed=True,
+        step=steps,
+        layout=0,
+        options=0,
+        groups=0,
+        present=torch.zeros(0, dtype=torch.bool),
+    )
+
+
+_abstention_warning = ["one per process"]
+
+
+def _warn_of_abstention(rank: int) -> None:
+    if _abstention_warning:
+        _abstention_warning.clear()
+        warnings.warn(
+            f"gradients of rank {rank} hold a NaN or an Inf: it abstains from this step and keeps "
+            f"its momentum; said once, `optimizer.wire.abstentions` goes on counting",
+            stacklevel=4,
+        )

@@ -1,0 +1,115 @@
+"""What a user may choose, checked when it is chosen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+
+Aggregation = Literal["majority", "average"]
+Ties = Literal["alternate", "zero"]
+ExchangeName = Literal["auto", "gather", "two_phase"]
+CheckpointMode = Literal["per_rank", "mean"]
+
+MOMENTUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `DistributedLion` that hold for every parameter group.
+
+    Attributes:
+        aggregation: What all ranks apply: "majority" (the sign of the sum of the votes) or
+            "average" (the mean of the votes).
+        ties: The verdict of a tied majority: "alternate" (+1 and -1 in turns, one bit on the way
+            down) or "zero" (no move, two bits).
+        exchange: How votes travel: "gather", "two_phase", or "auto" (the one with fewer bytes).
+        stochastic_rounding: Round parameters and momenta below float32 stochastically; False
+            rounds to nearest.
+        momentum_dtype: dtype of `exp_avg`; None keeps each parameter's own.
+        seed: Seed of the stochastic rounding, the same on every rank.
+        max_abstained_steps: After so many steps in a row in which one rank's gradients held a NaN
+            or an Inf, all ranks raise.
+        checkpoint: "per_rank" (every rank saves its momentum) or "mean" (ranks average their
+            momenta before rank 0 saves).
+
+    Raises:
+        ValueError: If a value is not one of those allowed.
+        TypeError: If a value has the wrong type.
+    """
+
+    aggregation: Aggregation = "majority"
+    ties: Ties = "alternate"
+    exchange: ExchangeName = "auto"
+    stochastic_rounding: bool = True
+    momentum_dtype: torch.dtype | None = None
+    seed: int = 0
+    max_abstained_steps: int = 20
+    checkpoint: CheckpointMode = "per_rank"
+
+    def __post_init__(self) -> None:
+        """Check every value, so that a bad one is refused where it was written."""
+        _check_choice("aggregation", self.aggregation, get_args(Aggregation))
+        _check_choice("ties", self.ties, get_args(Ties))
+        _check_choice("exchange", self.exchange, get_args(ExchangeName))
+        _check_choice("checkpoint", self.checkpoint, get_args(CheckpointMode))
+        if not isinstance(self.stochastic_rounding, bool):
+            raise TypeError(
+                f"stochastic_rounding={self.stochastic_rounding!r} must be True or False, "
+                f"got {type(self.stochastic_rounding).__name__}"
+            )
+        if self.momentum_dtype is not None and self.momentum_dtype not in MOMENTUM_DTYPES:
+            kind = ValueError if isinstance(self.momentum_dtype, torch.dtype) else TypeError
+            allowed = ", ".join(map(str, MOMENTUM_DTYPES))
+            raise kind(f"momentum_dtype={self.momentum_dtype!r} must be None or one of {allowed}")
+        _check_integer("seed", self.seed, low=0, high=2**64 - 1)
+        _check_integer("max_abstained_steps", self.max_abstained_steps, low=1, high=2**31 - 1)
+
+
+def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{name}={value!r} must be a string, one of {', '.join(allowed)}")
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(allowed)}")
+
+
+def _check_integer(name: str, value: object, *, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} must be an integer, got {type(value).__name__}")
+    if not low <= value <= high:
+        raise ValueError(f"{name}={value} must be between {low} and {high}")
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Check the hyperparameters of one parameter group.
+
+    Args:
+        group: A parameter group with "lr" (float or 0-D tensor), "betas" and "weight_decay".
+
+    Raises:
+        TypeError: If one of them is not a number, or betas is not a pair.
+        ValueError: If one of them is out of its range.
+    """
+    _check_number("lr", group["lr"])
+    _check_number("weight_decay", group["weight_decay"])
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise TypeError(f"betas={betas!r} must be a pair of numbers, for example (0.9, 0.99)")
+    for position, beta in enumerate(betas):
+        _check_number(f"betas[{position}]", beta)
+        if float(beta) >= 1.0:
+            raise ValueError(f"betas[{position}]={beta} must be at least 0 and below 1")
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise TypeError(f"{name} must hold one number, got a tensor of {tuple(value.shape)}")
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}={value!r} must be a number, got {type(value).__name__}")
+    if not (math.isfinite(value) and value >= 0.0):
+        raise ValueError(f"{name}={value} must be a finite number, 0 or greater")

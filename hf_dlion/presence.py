@@ -1,0 +1,82 @@
+"""Which parameters received a gradient: what autograd saw, not what `grad` holds (design S11).
+
+With find_unused_parameters DDP hands zeros to a rank that skipped a parameter, and without a
+reduction its `grad` is None; both must train alike.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+
+class Presence:
+    """Remembers the parameters for which autograd accumulated a gradient since `clear`."""
+
+    def __init__(self) -> None:
+        """Watches nothing yet."""
+        self._seen: set[int] = set()
+        self._handles: dict[int, RemovableHandle] = {}
+
+    def watch(self, params: Iterable[Tensor]) -> None:
+        """Watches those parameters that require a gradient and are not watched yet."""
+        for param in params:
+            if param.requires_grad and id(param) not in self._handles:
+                hook = _Hook(self._seen, id(param))
+                handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._handles[id(param)] = handle
+
+    def of(self, params: list[Tensor]) -> list[bool]:
+        """Returns, for each parameter, whether it has a gradient that autograd saw.
+
+        Where autograd saw none at all, gradients were set by hand, and a gradient that is there
+        counts.
+        """
+        by_hand = not self._seen
+        return [p.grad is not None and (by_hand or id(p) in self._seen) for p in params]
+
+    def clear(self) -> None:
+        """Forgets what was seen."""
+        self._seen.clear()
+
+    def remove_with(self, owner: object) -> None:
+        """Removes the hooks from the parameters once `owner` is gone."""
+        weakref.finalize(owner, _remove, self._handles)
+
+
+class _Hook:
+    """The hook on a parameter; it keeps neither the optimizer nor the parameter alive."""
+
+    def __init__(self, seen: set[int], key: int) -> None:
+        self._seen, self._key = seen, key
+
+    def __call__(self, param: Tensor) -> None:
+        self._seen.add(self._key)
+
+
+def _remove(handles: dict[int, RemovableHandle]) -> None:
+    for handle in handles.values():
+        handle.remove()
+
+
+def all_finite(grads: list[Tensor]) -> bool:
+    """Returns whether no gradient holds a NaN or an Inf.
+
+    A finite sum proves it in one pass without a temporary; a sum may overflow where no element
+    did, and only then the elements are looked at one by one.
+
+    Args:
+        grads: Dense gradients of any floating dtype, on any devices.
+    """
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        by_device.setdefault(grad.device, []).append(grad.sum(dtype=wide).to(torch.float64))
+    sums = [torch.stack(device_sums).isfinite().all() for device_sums in by_device.values()]
+    if all(bool(finite) for finite in sums):
+        return True
+    return all(bool(grad.isfinite().all()) for grad in grads)

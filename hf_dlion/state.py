@@ -1,0 +1,133 @@
+"""Checks of parameters and of state dicts, and the momentum's dtype across loading."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_trainable(param: Tensor) -> None:
+    """Checks that a parameter is one that DistributedLion can move.
+
+    Raises:
+        TypeError: If its dtype is not floating, or it is not dense.
+        NotImplementedError: If it is sharded.
+    """
+    sharded = {
+        "FSDP, fully_shard or tensor parallel": type(param).__name__ == "DTensor",
+        "FSDP": getattr(param, "_is_flat_param", False),
+        "DeepSpeed ZeRO-3": hasattr(param, "ds_id"),
+    }
+    for what, found in sharded.items():
+        if found:
+            raise NotImplementedError(
+                f"DistributedLion does not support sharded parameters ({what}): every rank must "
+                f"hold whole parameters; use DistributedDataParallel (accelerate launch "
+                f"--multi_gpu), or no wrapper at all"
+            )
+    if param.layout != torch.strided:
+        raise TypeError(f"DistributedLion takes dense parameters, got layout {param.layout}")
+    if param.dtype not in FLOATING:
+        allowed = ", ".join(map(str, FLOATING))
+        raise TypeError(
+            f"DistributedLion takes parameters of {allowed}, got {param.dtype}; leave quantised "
+            f"and complex ones out of the groups"
+        )
+
+
+def check_state(
+    state_dict: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]], version: int
+) -> dict[str, Any] | None:
+    """Checks that a state dict fits, before anything is changed.
+
+    Returns:
+        Its entry "dlion", or None if it has no state and no such entry.
+
+    Raises:
+        ValueError: If it does not fit; the message says where.
+    """
+    missing = {"state", "param_groups"} - set(state_dict)
+    if missing:
+        raise ValueError(f"not an optimizer's state dict: {sorted(missing)} missing")
+    own = state_dict.get("dlion")
+    if own is None and state_dict["state"]:
+        raise ValueError(
+            "the state dict is not DistributedLion's (it has no entry 'dlion'): start with a new "
+            "optimizer, Lion's momentum cannot be taken from another one's state"
+        )
+    if own is not None:
+        _check_own(own, version)
+    _check_groups(state_dict["param_groups"], param_groups)
+    params = [param for group in param_groups for param in group["params"]]
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    for position, (key, param) in enumerate(zip(keys, params, strict=True)):
+        saved = state_dict["state"].get(key)
+        if saved is None:
+            continue
+        momentum = saved.get("exp_avg") if isinstance(saved, Mapping) else None
+        if not isinstance(momentum, Tensor):
+            raise ValueError(f"the state of parameter {position} has no tensor 'exp_avg'")
+        if momentum.shape != param.shape:
+            raise ValueError(
+                f"the momentum of parameter {position} has shape {tuple(momentum.shape)}, the "
+                f"parameter {tuple(param.shape)}: is it the same model?"
+            )
+    unknown = set(state_dict["state"]) - set(keys)
+    if unknown:
+        raise ValueError(f"the state has entries of no parameter group: {sorted(unknown)[:5]}")
+    return own
+
+
+def _check_own(own: object, version: int) -> None:
+    if not isinstance(own, Mapping) or not {"version", "steps", "seed"} <= set(own):
+        raise ValueError("the state dict's entry 'dlion' lacks version, steps or seed")
+    if own["version"] != version:
+        raise ValueError(
+            f"the state has version {own['version']}, this hf_dlion reads version {version}: "
+            f"install a newer one"
+        )
+    for name in ("steps", "seed"):
+        if isinstance(own[name], bool) or not isinstance(own[name], int) or own[name] < 0:
+            raise ValueError(f"the state's {name}={own[name]!r} must be an integer, 0 or greater")
+
+
+def _check_groups(saved: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+    if len(saved) != len(groups):
+        raise ValueError(
+            f"the state has {len(saved)} parameter groups, the optimizer {len(groups)}"
+        )
+    for position, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
+        if len(theirs["params"]) != len(ours["params"]):
+            raise ValueError(
+                f"group {position} of the state has {len(theirs['params'])} parameters, the "
+                f"optimizer's {len(ours['params'])}"
+            )
+
+
+def restore_momentum(
+    optimizer: Optimizer, state_dict: Mapping[str, Any], dtype: torch.dtype | None
+) -> None:
+    """Sets every momentum anew from the state dict: torch casts it to the parameter's dtype.
+
+    Args:
+        optimizer: Has just loaded `state_dict`.
+        state_dict: Checked.
+        dtype: The momentum's dtype, None for each parameter's own.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    for key, param in zip(keys, params, strict=True):
+        saved = state_dict["state"].get(key)
+        if saved is not None:
+            optimizer.state[param]["exp_avg"] = saved["exp_avg"].to(
+                device=param.device,
+                dtype=dtype or param.dtype,
+                copy=True,
+                memory_format=torch.contiguous_format,
+            )

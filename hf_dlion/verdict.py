@@ -1,0 +1,102 @@
+"""The constants of a step and the shape of a verdict (design S4, S5, S7)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_dlion.options import Aggregation, Ties
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRule:
+    """What is the same for every parameter in one step.
+
+    Attributes:
+        step: Number of the step, 1 for the first.
+        rank: This rank in the process group.
+        world_size: Number of ranks.
+        aggregation: "majority" or "average".
+        ties: "alternate" or "zero".
+        stochastic_rounding: Whether tensors below float32 are rounded stochastically.
+        seed: Seed of that rounding.
+    """
+
+    step: int
+    rank: int
+    world_size: int
+    aggregation: Aggregation
+    ties: Ties
+    stochastic_rounding: bool
+    seed: int
+
+    @property
+    def planes(self) -> int:
+        """Bits per parameter of a verdict."""
+        return verdict_planes(self.aggregation, self.ties, self.world_size)[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorRule:
+    """What holds for one parameter in one step.
+
+    Attributes:
+        step_rule: The step's constants.
+        index: Position of the parameter in the flattened groups.
+        lr: Learning rate.
+        betas: Decay factors of the direction and of the momentum.
+        weight_decay: Decoupled weight decay.
+    """
+
+    step_rule: StepRule
+    index: int
+    lr: float
+    betas: tuple[float, float]
+    weight_decay: float
+
+    @property
+    def decay(self) -> float:
+        """Returns the factor 1 - lr * weight_decay, in double precision."""
+        return 1.0 - self.lr * self.weight_decay
+
+    def moves(self, dtype: torch.dtype) -> Tensor:
+        """Returns fl(lr * v) for each sum of votes, on the CPU.
+
+        Args:
+            dtype: float32 or float64, in which v and the product are rounded.
+
+        Returns:
+            Shape (2 n + 1,), entry n + s for the sum s: n is 1 under majority (v = s), and
+            the world size under average (v = s / n).
+        """
+        n = 1 if self.step_rule.aggregation == "majority" else self.step_rule.world_size
+        sums = torch.arange(-n, n + 1, dtype=dtype)
+        # A division of two tensors is rounded correctly everywhere; one by a scalar is not.
+        return sums / torch.full_like(sums, n) * torch.tensor(self.lr, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What every rank applies to the parameters of a message, or to one of them.
+
+    Attributes:
+        planes: int64, shape (P, words), bit-sliced. Majority: plane 0 is 1 where the verdict is
+            -1, and under ties="zero" plane 1 is 1 where it is not 0. Average: the binary digits,
+            lowest first, of the number of ranks that voted -1.
+        counts: int32, shape (rows,). Average: how many ranks voted on the row. Majority: 1 if
+            any did, else 0.
+        agreement: Sum over the elements of |sum of the signs|, or -1 for a part of a message.
+    """
+
+    planes: Tensor
+    counts: Tensor
+    agreement: int = -1
+
+
+def verdict_planes(aggregation: Aggregation, ties: Ties, world_size: int) -> tuple[int, int]:
+    """Returns the bits per parameter and the bits per row of a verdict."""
+    if aggregation == "average":
+        return world_size.bit_length(), world_size.bit_length()
+    return (2 if ties == "zero" else 1), 1
