@@ -1,0 +1,118 @@
+"""`DistributedLion` in an Accelerate loop.
+
+`accelerator.prepare(model, optimizer, ...)` is enough to train. Checkpoints need one more line, or
+`save_state` keeps the momentum of rank 0 only:
+
+    hf_dlion.accelerate.attach(accelerator)
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_dlion import checkpoint
+from hf_dlion.optimizer import DistributedLion
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+# Values of accelerate.DistributedType under which a rank does not hold the whole model, or under
+# which somebody else reduces the gradients.
+_UNSUPPORTED = {
+    "FSDP": "FSDP",
+    "DEEPSPEED": "DeepSpeed",
+    "MEGATRON_LM": "Megatron-LM",
+    "XLA": "torch_xla",
+}
+_ATTACHED = "_hf_dlion_attached"
+
+
+def attach(accelerator: Accelerator) -> None:
+    """Makes `save_state` and `load_state` keep the momentum of every rank; once is enough.
+
+    Call it on every rank, any time before the first `save_state` or `load_state`. Optimizers that
+    are not a DistributedLion are left alone. What the files hold and how another number of ranks
+    loads them is in `hf_dlion.checkpoint`. With `checkpoint="mean"` the ranks average their momenta
+    before rank 0 saves, and no such files are written.
+
+    Raises:
+        NotImplementedError: If the accelerator shards the model (FSDP, DeepSpeed, tensor parallel).
+    """
+    refuse_sharded(accelerator)
+    if getattr(accelerator, _ATTACHED, False):
+        return
+    folders: list[Path] = []
+
+    def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
+        # Every rank calls this hook, before rank 0 writes the optimizers' states.
+        for name, lion in _lions(accelerator):
+            if lion.options.checkpoint == "mean":
+                lion.synchronize_momentum()
+                checkpoint.remove_momentum(output_dir, name=name)
+            else:
+                checkpoint.save_momentum(lion, output_dir, name=name, scaler=accelerator.scaler)
+
+    def remember(models: list[Any], input_dir: str) -> None:
+        # The folder that load_state chose; it is too early to load, since rank 0's state follows.
+        folders[:] = [Path(input_dir)]
+
+    load_state = accelerator.load_state
+
+    @functools.wraps(load_state)
+    def load_all(*args: Any, **kwargs: Any) -> None:
+        load_state(*args, **kwargs)
+        _load(accelerator, folders.pop())
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(remember)
+    accelerator.load_state = load_all
+    setattr(accelerator, _ATTACHED, True)
+
+
+def refuse_sharded(accelerator: Accelerator) -> None:
+    """Refuses an accelerator whose ranks do not hold the whole model each.
+
+    Raises:
+        NotImplementedError: Naming what it does, and what works instead.
+    """
+    kind = _UNSUPPORTED.get(getattr(accelerator.distributed_type, "value", ""), "")
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    for size in ("tp_size", "cp_size", "sp_size", "dp_shard_size"):
+        if (getattr(parallelism, size, None) or 1) > 1:
+            kind = f"a ParallelismConfig with {size} > 1"
+    if kind:
+        raise unsupported(kind)
+
+
+def unsupported(kind: str) -> NotImplementedError:
+    """Returns the error for a way of training that does not work."""
+    return NotImplementedError(
+        f"DistributedLion does not work with {kind}: it needs the whole model and the local "
+        "gradients on every rank. Use plain data parallelism (torchrun, or accelerate launch "
+        "--multi_gpu, without FSDP, DeepSpeed and tensor parallelism); gradient checkpointing, "
+        "PEFT and bf16 parameters make a model fit"
+    )
+
+
+def _lions(accelerator: Accelerator) -> list[tuple[str, DistributedLion]]:
+    """Returns the accelerator's optimizers that are ours, with the names of their files."""
+    found = []
+    for index, optimizer in enumerate(accelerator._optimizers):
+        lion = checkpoint.unwrap(optimizer)
+        if lion is not None:
+            suffix = f"_{index}" if index else ""
+            found.append((checkpoint.MOMENTUM_NAME + suffix, lion))
+    return found
+
+
+def _load(accelerator: Accelerator, folder: str | os.PathLike[str]) -> None:
+    for index, (name, lion) in enumerate(_lions(accelerator)):
+        if lion.options.checkpoint == "mean" and not checkpoint.has_momentum(folder, name=name):
+            continue
+        scaler = checkpoint.load_momentum(lion, folder, name=name)
+        if scaler is not None and accelerator.scaler is not None and index == 0:
+            # Accelerate has just given every rank the state that was written last.
+            accelerator.scaler.load_state_dict(scaler)

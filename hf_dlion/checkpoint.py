@@ -1,0 +1,217 @@
+"""A momentum per rank, saved and loaded.
+
+Training loops save rank 0's `optimizer.state_dict()` and give it to every rank when they load. The
+parameters are the same everywhere, the momenta are not: each rank has its own. So every rank saves
+its momentum beside that file, and loads it after it:
+
+    every rank:  save_momentum(optimizer, folder)      rank 0:      torch.save(state_dict)
+    every rank:  optimizer.load_state_dict(...)        then:        load_momentum(optimizer, folder)
+
+`hf_dlion.register()` does this inside Trainer and `hf_dlion.accelerate.attach` inside Accelerate.
+The way without files is `optimizer.synchronize_momentum()` before `state_dict()`.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_dlion import momentum_file
+from hf_dlion.momentum_file import CheckpointError, MomentumFile
+from hf_dlion.optimizer import DistributedLion
+from hf_dlion.saved_momentum import momentum_for
+
+MOMENTUM_NAME = "dlion_momentum"
+
+
+def unwrap(optimizer: object) -> DistributedLion | None:
+    """Returns the DistributedLion inside Accelerate's wrapper, or None if it is another one."""
+    while not isinstance(optimizer, DistributedLion):
+        optimizer = getattr(optimizer, "optimizer", None)
+        if optimizer is None:
+            return None
+    return optimizer
+
+
+def save_momentum(
+    optimizer: object,
+    folder: str | os.PathLike[str],
+    *,
+    name: str = MOMENTUM_NAME,
+    scaler: torch.amp.GradScaler | None = None,
+) -> Path:
+    """Writes this rank's momentum to a file of its own in `folder`; returns its path.
+
+    Every rank calls it, after the same step, but none waits for another: no collective. Files that
+    a run of another world size left in `folder` under the same name are removed.
+
+    Args:
+        optimizer: A DistributedLion, or Accelerate's wrapper around one.
+        folder: Created if it does not exist.
+        name: How the file's name starts: give each of several optimizers its own.
+        scaler: Its state is saved along; it differs between ranks.
+
+    Raises:
+        TypeError: If `optimizer` is another optimizer.
+        OSError: If the file cannot be written.
+    """
+    lion = _require(optimizer)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_momentum(folder, name=name, keep_world_size=lion.world_size)
+    path = folder / momentum_file.file_name(name, lion.rank, lion.world_size)
+    exp_avg = {
+        index: _own_storage(lion.state[p]["exp_avg"])
+        for index, p in enumerate(_parameters(lion))
+        if "exp_avg" in lion.state.get(p, {})
+    }
+    content = replace(
+        _identity(lion),
+        exp_avg=exp_avg,
+        scaler=scaler.state_dict() if scaler is not None else None,
+    )
+    momentum_file.write(path, content)
+    return path
+
+
+def remove_momentum(
+    folder: str | os.PathLike[str],
+    *,
+    name: str = MOMENTUM_NAME,
+    keep_world_size: int | None = None,
+) -> None:
+    """Removes the momentum files in `folder`, except those of a run of `keep_world_size` ranks."""
+    for world_size, ranks in momentum_file.saved_ranks(Path(folder), name).items():
+        if world_size != keep_world_size:
+            for rank in ranks:
+                # Several ranks may do this at the same time.
+                Path(folder, momentum_file.file_name(name, rank, world_size)).unlink(True)
+
+
+def has_momentum(folder: str | os.PathLike[str], *, name: str = MOMENTUM_NAME) -> bool:
+    """Returns whether a rank saved its momentum in `folder`."""
+    return bool(momentum_file.saved_ranks(Path(folder), name))
+
+
+def load_momentum(
+    optimizer: object,
+    folder: str | os.PathLike[str],
+    *,
+    name: str = MOMENTUM_NAME,
+    failure: BaseException | None = None,
+) -> dict[str, Any] | None:
+    """Loads this rank's momentum from `folder`, after `optimizer.load_state_dict`.
+
+    Every rank must call it: the ranks agree that all of them can load before one of them changes
+    anything (one small all_gather_object on the optimizer's process group). With as many ranks as
+    saved, each takes its own file, bit for bit. With another number every rank takes the mean of
+    all files, added in float32 in the order of the ranks, and rank 0 warns.
+
+    Args:
+        optimizer: A DistributedLion, or Accelerate's wrapper around one.
+        folder: Where `save_momentum` wrote.
+        name: As given to `save_momentum`.
+        failure: What already went wrong on this rank, so that the others learn of it here instead
+            of waiting for it somewhere else.
+
+    Returns:
+        The state of this rank's GradScaler, if it was saved along by as many ranks.
+
+    Raises:
+        TypeError: If `optimizer` is another optimizer.
+        CheckpointError: On every rank, if a file that one of them needs is missing, damaged, from
+            another step or of other parameters. Nothing has changed then.
+    """
+    lion = _require(optimizer)
+    content, problem = None, failure
+    if problem is None:
+        try:
+            content = momentum_for(_identity(lion), Path(folder), name)
+        except CheckpointError as error:
+            problem = error
+    agree(lion, problem, what=(content.world_size, content.steps) if content else None)
+    assert content is not None
+    if content.world_size != lion.world_size and lion.rank == 0:
+        warnings.warn(
+            f"{folder} was saved by {content.world_size} ranks and is loaded by {lion.world_size}: "
+            "every rank continues with the mean of the saved momenta, so this run is not the "
+            "continuation, bit for bit, of the saved one",
+            stacklevel=2,
+        )
+    _apply(lion, content)
+    return content.scaler if content.world_size == lion.world_size else None
+
+
+def agree(lion: DistributedLion, problem: BaseException | None, *, what: object = None) -> None:
+    """Raises on every rank if one of them has a problem, or if they found different things.
+
+    Every rank must call it (one all_gather_object on the optimizer's process group).
+
+    Raises:
+        CheckpointError: With the problems of all ranks.
+    """
+    text = None if problem is None else f"{type(problem).__name__}: {problem}"
+    if isinstance(problem, CheckpointError):
+        text = str(problem)
+    found: list[Any] = [(text, what)]
+    if lion.world_size > 1:
+        found = [None] * lion.world_size
+        dist.all_gather_object(found, (text, what), group=lion.group())
+    problems = {f"rank {rank}: {said}" for rank, (said, _) in enumerate(found) if said}
+    if problems:
+        raise CheckpointError("\n".join(["cannot load", *sorted(problems)])) from problem
+    if len({repr(other) for _, other in found}) > 1:
+        raise CheckpointError(
+            "cannot load: the ranks see different checkpoints, (world size, step) by rank: "
+            f"{[other for _, other in found]}; give every rank the same files"
+        )
+
+
+def _require(optimizer: object) -> DistributedLion:
+    lion = unwrap(optimizer)
+    if lion is None:
+        raise TypeError(f"optimizer must be a DistributedLion, got {type(optimizer).__name__}")
+    return lion
+
+
+def _parameters(lion: DistributedLion) -> list[torch.Tensor]:
+    return [p for group in lion.param_groups for p in group["params"]]
+
+
+def _identity(lion: DistributedLion) -> MomentumFile:
+    """Returns what this rank's file would hold, without the momenta."""
+    parameters = _parameters(lion)
+    names = [name for group in lion.param_groups for name in group.get("param_names", ())]
+    return MomentumFile(
+        rank=lion.rank,
+        world_size=lion.world_size,
+        steps=lion.steps,
+        names=names if len(names) == len(parameters) else [],
+        shapes=[list(p.shape) for p in parameters],
+    )
+
+
+def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().cpu()
+    # torch.save writes the whole storage that a view looks at.
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+
+def _apply(lion: DistributedLion, content: MomentumFile) -> None:
+    parameters = _parameters(lion)
+    dtypes = {
+        index: lion.options.momentum_dtype or parameters[index].dtype for index in content.exp_avg
+    }
+    state = lion.state_dict()
+    state["state"] = {
+        index: {"exp_avg": momentum.to(dtypes[index])}
+        for index, momentum in content.exp_avg.items()
+    }
+    state["dlion"] = {**state["dlion"], "steps": content.steps}
+    lion.load_state_dict(state)

@@ -1,0 +1,75 @@
+"""Runs a script that knows nothing of hf_dlion, after `hf_dlion.register()`.
+
+    accelerate launch -m hf_dlion.launch run_clm.py --optim dlion ...
+    torchrun --nproc_per_node 2 -m hf_dlion.launch run_clm.py --optim dlion ...
+    python -m hf_dlion.launch -m package.module --optim dlion ...
+
+The script sees the command line, `sys.path` and `__main__` that `python run_clm.py ...` would give
+it. transformers is imported before it, so environment variables that configure transformers at its
+import (`HF_HOME`) must be set outside the script.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from typing import NoReturn
+
+USAGE = """\
+usage: python -m hf_dlion.launch SCRIPT [ARGS...]
+       python -m hf_dlion.launch -m MODULE [ARGS...]
+(the same after "accelerate launch" and "torchrun ...", instead of "python")
+
+Runs SCRIPT or MODULE as python would, with optim="dlion" available in TrainingArguments."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Registers, then runs the script or module that `argv` names.
+
+    Args:
+        argv: The script and its arguments, or "-m", the module and its arguments; by default those
+            of this process.
+
+    Raises:
+        SystemExit: With code 2 and the usage, if `argv` names nothing that can be run; otherwise as
+            the script does.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return
+    if not argv:
+        _fail("no script given")
+    if argv[0] == "-m":
+        if len(argv) < 2:
+            _fail("no module given after -m")
+        _register()
+        sys.argv = argv[1:]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        return
+    if argv[0].startswith("-"):
+        _fail(f"{argv[0]} stands before the script; the script's options go after its name")
+    script = argv[0]
+    if not os.path.isfile(script):
+        _fail(f"there is no script {script}")
+    _register()
+    sys.argv = argv
+    # What `python script` puts there; -m left the current folder.
+    sys.path[0] = os.path.dirname(os.path.realpath(script))
+    runpy.run_path(script, run_name="__main__")
+
+
+def _register() -> None:
+    from hf_dlion.trainer import register
+
+    register()
+
+
+def _fail(reason: str) -> NoReturn:
+    print(f"hf_dlion.launch: {reason}\n{USAGE}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+if __name__ == "__main__":
+    main()

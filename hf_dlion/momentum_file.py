@@ -1,0 +1,117 @@
+"""One file that holds the momentum of one rank."""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FORMAT = "hf_dlion momentum"
+VERSION = 1
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint's momenta are missing, damaged, or not those of this optimizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MomentumFile:
+    """What one file holds.
+
+    Attributes:
+        rank: The rank whose momentum this is.
+        world_size: The number of ranks of the run that saved it.
+        steps: The step after which it was saved.
+        names: The parameters' names, in the order of the flattened groups; empty if unknown.
+        shapes: The parameters' shapes, in the same order.
+        exp_avg: Momenta on the CPU, by the parameter's index; a parameter that has not been
+            stepped has none.
+        scaler: State of this rank's GradScaler, if there is one.
+    """
+
+    rank: int
+    world_size: int
+    steps: int
+    names: list[str]
+    shapes: list[list[int]]
+    exp_avg: dict[int, torch.Tensor] = field(default_factory=dict)
+    scaler: dict[str, Any] | None = None
+
+
+def file_name(name: str, rank: int, world_size: int) -> str:
+    """Returns the name of a rank's file, for example "dlion_momentum_0_of_2.pt"."""
+    return f"{name}_{rank}_of_{world_size}.pt"
+
+
+def saved_ranks(folder: Path, name: str) -> dict[int, set[int]]:
+    """Returns the ranks whose files are in `folder`, by the world size of the run that saved."""
+    found: dict[int, set[int]] = {}
+    pattern = re.compile(re.escape(name) + r"_(\d+)_of_(\d+)\.pt")
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        if match := pattern.fullmatch(entry.name):
+            found.setdefault(int(match[2]), set()).add(int(match[1]))
+    return found
+
+
+def write(path: Path, content: MomentumFile) -> None:
+    """Writes `content` to `path`, which holds either the whole of it or what it held before.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    payload = {
+        "format": FORMAT,
+        "version": VERSION,
+        **vars(content),
+        "crc32": {index: _crc32(tensor) for index, tensor in content.exp_avg.items()},
+    }
+    # In the same folder, because a rename is atomic only within one file system.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            torch.save(payload, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read(path: Path) -> MomentumFile:
+    """Returns what `path` holds, with tensors on the CPU.
+
+    Raises:
+        CheckpointError: If the file is missing, damaged, of another version, or something else.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    try:
+        payload = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises half a dozen types for a damaged file.
+        raise CheckpointError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
+    if not isinstance(payload, Mapping) or payload.get("format") != FORMAT:
+        raise CheckpointError(f"{path} does not hold the momentum of a DistributedLion")
+    if payload.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path} has version {payload.get('version')}, this hf_dlion reads version {VERSION}"
+        )
+    fields = MomentumFile.__dataclass_fields__
+    if payload.keys() != {"format", "version", "crc32", *fields}:
+        raise CheckpointError(f"{path} is damaged: it holds {', '.join(sorted(payload))}")
+    content = MomentumFile(**{name: payload[name] for name in fields})
+    for index, tensor in content.exp_avg.items():
+        if _crc32(tensor) != payload["crc32"].get(index):
+            raise CheckpointError(f"{path} is damaged: the momentum of parameter {index} changed")
+    return content
+
+
+def _crc32(tensor: torch.Tensor) -> int:
+    # torch.load does not check the checksums that its own format has.
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(flat.numpy().data)

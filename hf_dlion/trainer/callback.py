@@ -1,0 +1,98 @@
+"""The optimizer's figures in Trainer's logs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_dlion.checkpoint import unwrap
+from hf_dlion.optimizer import DistributedLion
+
+MEGABYTE = 1e6
+
+
+class DistributedLionCallback(TrainerCallback):
+    """Adds three figures to every entry that logs a training loss.
+
+    - `dlion/wire_mb_per_step`: megabytes (10^6 bytes) that this rank handed to collectives for
+      another rank, per optimizer step since the last entry.
+    - `dlion/agreement`: |sum of the ranks' signs| / ranks, averaged over the elements that a rank
+      voted on and over the steps since the last entry: 1 when all ranks always agree. Left out
+      where nothing was exchanged (a single rank).
+    - `dlion/abstained`: how many times a rank abstained from a whole step, because its gradient
+      held a NaN or an Inf, since the last entry.
+
+    Trainer gets one by itself where it trains with a DistributedLion after `hf_dlion.register()` or
+    `optimizer_cls_and_kwargs`. It comes first among the callbacks, so that TensorBoard and the
+    others see what it adds; an instance in `Trainer(callbacks=[...])` is moved there.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is measured until a step is made."""
+        self._steps = 0
+        self._agreements: list[float] = []
+        self._bytes_before = 0
+        self._abstentions_before = 0
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Starts counting: what the optimizer did before is not of this run."""
+        lion = unwrap(optimizer)
+        if lion is not None:
+            self._start_interval(lion)
+
+    def on_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Counts the step and notes its agreement."""
+        lion = unwrap(optimizer)
+        if lion is None:
+            return
+        self._steps += 1
+        agreement = float(lion.wire.agreement)
+        if not math.isnan(agreement):
+            self._agreements.append(agreement)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Adds the figures to `logs`, for the callbacks after this one, and to the log history."""
+        lion = unwrap(optimizer)
+        if lion is None or not logs or "loss" not in logs or not self._steps:
+            return
+        wire = lion.wire
+        sent = wire.bytes_sent - self._bytes_before
+        figures = {"dlion/wire_mb_per_step": sent / self._steps / MEGABYTE}
+        if self._agreements:
+            figures["dlion/agreement"] = sum(self._agreements) / len(self._agreements)
+        figures["dlion/abstained"] = float(wire.abstentions - self._abstentions_before)
+        logs.update(figures)
+        # Trainer has put a copy of `logs` there before it calls the callbacks.
+        if state.log_history and state.log_history[-1].get("loss") == logs["loss"]:
+            state.log_history[-1].update(figures)
+        self._start_interval(lion)
+
+    def _start_interval(self, lion: DistributedLion) -> None:
+        self._steps = 0
+        self._agreements = []
+        self._bytes_before = lion.wire.bytes_sent
+        self._abstentions_before = lion.wire.abstentions

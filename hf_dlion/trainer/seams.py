@@ -1,0 +1,214 @@
+"""Where Trainer lets a momentum per rank, parameter names and log entries in.
+
+Each method below is one that every rank enters, whatever asked for it. In particular a momentum is
+saved where Trainer saves the random state of every rank: `save_strategy` steps, epoch and best, a
+callback that sets `should_save` and a just-in-time checkpoint all come through there, and
+`save_only_model` does not. The wrappers act only where the optimizer is a DistributedLion.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import transformers
+from transformers import Trainer
+from transformers.utils import logging
+
+import hf_dlion.checkpoint as momenta
+from hf_dlion.checkpoint import unwrap
+from hf_dlion.momentum_file import CheckpointError
+from hf_dlion.optimizer import DistributedLion
+from hf_dlion.trainer.callback import DistributedLionCallback
+from hf_dlion.trainer.unsupported import refuse_unsupported
+
+logger = logging.get_logger(__name__)
+
+OPTIMIZER_FILE = "optimizer.pt"
+
+# The methods that are wrapped, with the parameters that the wrappers rely on.
+_SEAMS = {
+    "train": (),
+    "create_optimizer": (),
+    "_save_optimizer_and_scheduler": ("output_dir",),
+    "_save_rng_state": ("output_dir",),
+    "_load_optimizer_and_scheduler": ("checkpoint",),
+    "_load_scaler": ("checkpoint",),
+}
+_INSTALLED = "_hf_dlion_seams"
+
+# This rank's GradScaler state, between the two methods that load the optimizer and the scaler.
+_scaler_states: WeakKeyDictionary[Trainer, dict[str, Any]] = WeakKeyDictionary()
+
+
+def missing_seam(what: str) -> RuntimeError:
+    """Returns the error for a transformers that lacks `what`."""
+    return RuntimeError(
+        f"hf_dlion needs {what}, which transformers {transformers.__version__} does not have; "
+        "it works with transformers 5.2 to 5.23. Without Trainer, use DistributedLion in a loop of "
+        "your own or with Accelerate"
+    )
+
+
+def install_seams() -> None:
+    """Wraps Trainer's methods, once per process.
+
+    Raises:
+        RuntimeError: If Trainer lacks one of them; nothing is wrapped then.
+    """
+    if _INSTALLED in vars(Trainer):
+        return
+    for name, parameters in _SEAMS.items():
+        method = vars(Trainer).get(name)
+        if not inspect.isfunction(method):
+            raise missing_seam(f"Trainer.{name}")
+        if tuple(inspect.signature(method).parameters)[1 : 1 + len(parameters)] != parameters:
+            raise missing_seam(f"Trainer.{name}({', '.join(parameters)})")
+    for name in _SEAMS:
+        _wrap(name, globals()[f"_around_{name.removeprefix('_')}"])
+    setattr(Trainer, _INSTALLED, True)
+
+
+def _wrap(name: str, around: Callable[..., Any]) -> None:
+    original = vars(Trainer)[name]
+
+    @functools.wraps(original)
+    def wrapper(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        return around(self, functools.partial(original, self), *args, **kwargs)
+
+    setattr(Trainer, name, wrapper)
+
+
+def _around_train(trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if _trains_with_lion(trainer):
+        refuse_unsupported(trainer)
+    return original(*args, **kwargs)
+
+
+def _trains_with_lion(trainer: Trainer) -> bool:
+    if trainer.optimizer is not None:
+        return unwrap(trainer.optimizer) is not None
+    if trainer.optimizer_cls_and_kwargs is not None:
+        cls = trainer.optimizer_cls_and_kwargs[0]
+        return isinstance(cls, type) and issubclass(cls, DistributedLion)
+    return bool(trainer.args.optim == "dlion")
+
+
+def _around_create_optimizer(
+    trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    optimizer = original(*args, **kwargs)
+    lion = unwrap(optimizer)
+    if lion is not None:
+        _name_parameters(lion, trainer.model)
+        _put_callback_first(trainer.callback_handler)
+    return optimizer
+
+
+def _name_parameters(lion: DistributedLion, model: Any) -> None:
+    """Adds the names that torch would have kept, had Trainer passed named parameters."""
+    if any("param_names" in group for group in lion.param_groups):
+        return
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    if all(p in names for group in lion.param_groups for p in group["params"]):
+        for group in lion.param_groups:
+            group["param_names"] = [names[p] for p in group["params"]]
+
+
+def _put_callback_first(handler: Any) -> None:
+    present = [cb for cb in handler.callbacks if isinstance(cb, DistributedLionCallback)]
+    for callback in present:
+        handler.callbacks.remove(callback)
+    handler.callbacks.insert(0, present[0] if present else DistributedLionCallback())
+
+
+def _around_save_optimizer_and_scheduler(
+    trainer: Trainer, original: Callable[..., Any], output_dir: str
+) -> None:
+    lion = unwrap(trainer.optimizer)
+    if lion is not None and lion.options.checkpoint == "mean":
+        # Before rank 0 writes its state, which is then every rank's.
+        lion.synchronize_momentum()
+        momenta.remove_momentum(output_dir)
+    original(output_dir)
+
+
+def _around_save_rng_state(trainer: Trainer, original: Callable[..., Any], output_dir: str) -> None:
+    original(output_dir)
+    lion = unwrap(trainer.optimizer)
+    if lion is None or lion.options.checkpoint == "mean":
+        return
+    try:
+        momenta.save_momentum(lion, output_dir, scaler=_scaler(trainer))
+    except FileNotFoundError:
+        # Rank 0 deletes a superseded checkpoint (save_total_limit) without waiting for the others.
+        if Path(output_dir).is_dir():
+            raise
+        logger.warning(f"{output_dir} was deleted while this rank saved its momentum there")
+
+
+def _around_load_optimizer_and_scheduler(
+    trainer: Trainer, original: Callable[..., Any], checkpoint: str | None
+) -> None:
+    lion = unwrap(trainer.optimizer)
+    if lion is None or checkpoint is None:
+        original(checkpoint)
+        return
+    failure: Exception | None = None
+    try:
+        original(checkpoint)
+    except Exception as error:
+        # The others must hear of it before this rank leaves, or they wait for it.
+        failure = error
+    state = _load_momentum(lion, Path(checkpoint), failure)
+    if state is not None:
+        _scaler_states[trainer] = state
+
+
+def _load_momentum(
+    lion: DistributedLion, folder: Path, failure: Exception | None
+) -> dict[str, Any] | None:
+    """Returns the state of this rank's GradScaler, if it was saved."""
+    if momenta.has_momentum(folder):
+        return momenta.load_momentum(lion, folder, failure=failure)
+    saved = folder / OPTIMIZER_FILE
+    alone = saved.is_file() and lion.options.checkpoint != "mean" and not _is_common(saved)
+    if failure is None and alone:
+        failure = CheckpointError(
+            f"{folder} holds rank 0's optimizer state, but no momentum of any rank; was it saved "
+            "without hf_dlion.register()? Resume from another checkpoint, or delete "
+            f"{OPTIMIZER_FILE} there to start with zero momentum"
+        )
+    momenta.agree(lion, failure, what=saved.is_file())
+    if not saved.is_file():
+        warnings.warn(
+            f"{folder} holds no optimizer state (save_only_model?): the momentum starts at zero",
+            stacklevel=2,
+        )
+    return None
+
+
+def _is_common(saved: Path) -> bool:
+    """Returns whether a saved optimizer state holds a momentum that all ranks had in common."""
+    state = torch.load(saved, map_location="cpu", mmap=True, weights_only=True)
+    return bool(state.get("dlion", {}).get("checkpoint") == "mean")
+
+
+def _around_load_scaler(
+    trainer: Trainer, original: Callable[..., Any], checkpoint: str | None
+) -> None:
+    original(checkpoint)
+    state = _scaler_states.pop(trainer, None)
+    if state is not None and _scaler(trainer) is not None:
+        # Trainer has just given every rank the state of rank 0.
+        _scaler(trainer).load_state_dict(state)
+
+
+def _scaler(trainer: Trainer) -> Any:
+    return getattr(trainer.accelerator, "scaler", None)
