@@ -133,7 +133,7 @@ def load_momentum(
     if problem is None:
         try:
             content = momentum_for(_identity(lion), Path(folder), name)
-        except CheckpointError as error:
+        except Exception as error:  # Whatever it is, the other ranks wait for this one below.
             problem = error
     agree(lion, problem, what=(content.world_size, content.steps) if content else None)
     assert content is not None

@@ -94,7 +94,8 @@ def read(path: Path) -> MomentumFile:
     try:
         payload = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises half a dozen types for a damaged file.
-        raise CheckpointError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CheckpointError(f"{path} is damaged: {reason}") from error
     if not isinstance(payload, Mapping) or payload.get("format") != FORMAT:
         raise CheckpointError(f"{path} does not hold the momentum of a DistributedLion")
     if payload.get("version") != VERSION:

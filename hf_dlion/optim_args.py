@@ -133,7 +133,8 @@ def _convert(name: str, value: str, kind: Any) -> Any:
     if kind is torch.dtype:
         return _dtype(name, value)
     if get_origin(kind) in (tuple, list):
-        return tuple(_convert(name, part, get_args(kind)[0]) for part in value.split(";"))
+        parts = value.split(LIST_SEPARATOR)
+        return tuple(_convert(name, part, get_args(kind)[0]) for part in parts)
     return value
 
 

@@ -1,0 +1,75 @@
+"""A language model that trains in milliseconds, and Trainers around it, for several modules."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+VOCABULARY = 64
+SEQUENCE = 12
+
+
+def tiny_llama(**changes: Any) -> LlamaForCausalLM:
+    """Returns the same small Llama on every call and rank; it has dropout, so that RNG matters."""
+    config = LlamaConfig(
+        **{
+            "vocab_size": VOCABULARY,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 32,
+            "attention_dropout": 0.1,
+            **changes,
+        }
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config)
+
+
+def tiny_data(length: int = 48) -> list[dict[str, torch.Tensor]]:
+    """Returns `length` sequences of random tokens, the same on every call."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCABULARY, (length, SEQUENCE), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def tiny_args(folder: str | Path, **changes: Any) -> TrainingArguments:
+    """Returns arguments for a silent, short CPU run with optim="dlion"."""
+    return TrainingArguments(
+        **{
+            "output_dir": str(folder),
+            "optim": "dlion",
+            "learning_rate": 2e-3,
+            "weight_decay": 0.1,
+            "per_device_train_batch_size": 4,
+            "max_steps": 4,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "use_cpu": True,
+            "ddp_find_unused_parameters": False,
+            **changes,
+        }
+    )
+
+
+def tiny_trainer(args: TrainingArguments, cls: type[Trainer] = Trainer, **changes: Any) -> Trainer:
+    """Returns a Trainer of the tiny model on the tiny data."""
+    arguments = {"model": tiny_llama(), "train_dataset": tiny_data(), **changes}
+    return cls(args=args, **arguments)
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """Returns a hash of all parameters' bits."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode())
+        flat = parameter.detach().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
