@@ -126,10 +126,24 @@ def small_llama(args: ExampleArguments) -> LlamaForCausalLM:
 
 
 class Progress(TrainerCallback):
-    """Prints a line whenever the trainer logs."""
+    """Prints a line whenever the trainer logs, and measures the steps without evaluations."""
 
     def __init__(self) -> None:
         self.began = time.perf_counter()
+        self.step_began = 0.0
+        self.steps_s = 0.0
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        """Starts the clock of a step: its forward and backward passes follow."""
+        self.step_began = time.perf_counter()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        """Stops the clock: the optimizer has made its step."""
+        self.steps_s += time.perf_counter() - self.step_began
 
     def on_log(
         self,
@@ -154,7 +168,7 @@ class Progress(TrainerCallback):
             )
 
 
-def report_wire(trainer: Trainer, train_seconds: float) -> None:
+def report_wire(trainer: Trainer, steps_s: float) -> None:
     """Print bytes and times of the exchange; every rank calls this, rank 0 prints."""
     optimizer = trainer.optimizer
     optimizer = getattr(optimizer, "optimizer", optimizer)  # out of Accelerate's wrapper
@@ -175,7 +189,7 @@ def report_wire(trainer: Trainer, train_seconds: float) -> None:
         print(f"rank {rank} sent per step        {count:>12,} bytes")
     print(f"a bf16 gradient all-reduce  {all_reduce:>12,} bytes")
     parts = {"encode": wire.encode_s, "exchange": wire.exchange_s, "apply": wire.apply_s}
-    parts = {"compute": train_seconds - sum(parts.values()), **parts}
+    parts = {"compute": steps_s - sum(parts.values()), **parts}
     print("time per step on rank 0: ", end="")
     print(", ".join(f"{name} {1e3 * s / steps:.1f} ms" for name, s in parts.items()))
 
@@ -214,8 +228,8 @@ def continue_prompt(folder: str, prompt: str, tokenizer: PreTrainedTokenizerBase
     return bytes(output).decode(errors="replace") if tokenizer is None else tokenizer.decode(output)
 
 
-def main() -> None:
-    """Train, report, save, reload and generate."""
+def parse() -> tuple[ExampleArguments, TrainingArguments]:
+    """Return the command line's arguments, with this example's defaults."""
     hf_dlion.register()  # before the parser, which lists the optimizers that it knows
     parser = HfArgumentParser((ExampleArguments, TrainingArguments))
     parser.set_defaults(
@@ -243,6 +257,11 @@ def main() -> None:
     example, training = parser.parse_args_into_dataclasses()
     if training.deepspeed or training.fsdp:
         parser.error("this example trains with DDP")
+    return example, training
+
+
+def train(example: ExampleArguments, training: TrainingArguments) -> None:
+    """Train, report, save, reload and generate."""
     set_seed(training.seed)
 
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -258,18 +277,18 @@ def main() -> None:
         with training.main_process_first():  # the others read its cache
             data = tokenized_text(example, tokenizer)
 
+    progress = Progress()
     trainer = Trainer(
         model=model,
         args=training,
         train_dataset=data["train"],
         eval_dataset=data["validation"],
         processing_class=tokenizer,
-        callbacks=[Progress()],
+        callbacks=[progress],
     )
     trainer.remove_callback(PrinterCallback)
-    began = time.perf_counter()
     trainer.train()
-    report_wire(trainer, time.perf_counter() - began)
+    report_wire(trainer, progress.steps_s)
     trainer.save_model()
     if trainer.is_world_process_zero():
         history = trainer.state.log_history
@@ -280,8 +299,11 @@ def main() -> None:
         print(f"loss curve: {curve}; model: {training.output_dir}; reloaded, it writes:\n")
         print(continue_prompt(training.output_dir, example.prompt, tokenizer))
 
+
+def main() -> None:
+    """Run `train`, and end the process group that Trainer began."""
+    train(*parse())
     # gloo may abort the process if a DDP model outlives its process group.
-    del trainer, model
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
