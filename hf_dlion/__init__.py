@@ -6,24 +6,45 @@ a rank sends); *verdict* (what every rank applies); *exchange* (votes in, verdic
 must receive).
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from hf_dlion.checkpoint import load_momentum, save_momentum
 from hf_dlion.exchange import WireStats
 from hf_dlion.header import Disagreement
+from hf_dlion.momentum_file import CheckpointError
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options import Options
 
+if TYPE_CHECKING:
+    from hf_dlion import accelerate, trainer
+    from hf_dlion.trainer import DistributedLionCallback, optimizer_cls_and_kwargs, register
+
 __version__ = "0.1.0"
-__all__ = ["Disagreement", "DistributedLion", "Options", "WireStats", "__version__", "register"]
+__all__ = [
+    "CheckpointError",
+    "Disagreement",
+    "DistributedLion",
+    "DistributedLionCallback",
+    "Options",
+    "WireStats",
+    "__version__",
+    "accelerate",
+    "load_momentum",
+    "optimizer_cls_and_kwargs",
+    "register",
+    "save_momentum",
+    "trainer",
+]
+
+# These need transformers or accelerate, which plain torch users of this package do not load.
+_LATE_MODULES = ("accelerate", "trainer")
+_LATE_NAMES = ("DistributedLionCallback", "optimizer_cls_and_kwargs", "register")
 
 
-def register() -> None:
-    """Makes `TrainingArguments(optim="dlion")` known to transformers; call it before the parser.
-
-    Idempotent. See `hf_dlion.trainer.register`.
-
-    Raises:
-        RuntimeError: If this transformers has no place for another optimizer.
-    """
-    # Imported here: plain torch users of this package need no transformers.
-    from hf_dlion.trainer import register as register_with_trainer
-
-    register_with_trainer()
+def __getattr__(name: str) -> Any:
+    if name in _LATE_MODULES:
+        return import_module(f"hf_dlion.{name}")
+    if name in _LATE_NAMES:
+        return getattr(import_module("hf_dlion.trainer"), name)
+    raise AttributeError(f"module 'hf_dlion' has no attribute {name!r}")

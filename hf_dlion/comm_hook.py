@@ -1,12 +1,12 @@
 """How the optimizer finds the DDP wrappers of its parameters and keeps them from reducing.
 
-One forward pre-hook of torch (public, for all modules) looks at DDP wrappers only. It stays: a
-wrapper that is made later, around the same model, must not reduce even once.
+A forward pre-hook for all modules (public torch API, nothing is patched) looks for DDP wrappers.
+It costs about 3 us per module call and makes torch.compile warn, so that it goes once every
+optimizer has its wrapper, and comes back when that wrapper is gone or was not used in a step.
 """
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with classes.
 
-import contextlib
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 
 class Owner(Protocol):
@@ -31,17 +32,21 @@ class Owner(Protocol):
 
 
 class Attachment:
-    """What a DDP wrapper's comm hook has seen since the last step of its optimizers.
+    """The state of our comm hook on one DDP wrapper.
 
     Attributes:
-        calls: How often DDP handed a bucket to the hook.
-        expected: Whether a forward ran whose backward will hand over buckets.
+        calls: How often DDP handed a bucket to the hook since the last step.
+        used: Whether the wrapper ran forward with gradients since the last step.
     """
 
     def __init__(self) -> None:
         """Has seen nothing."""
         self.calls = 0
-        self.expected = False
+        self.used = False
+
+    def note_forward(self, module: nn.Module, args: Any) -> None:
+        """Forward pre-hook of the wrapper."""
+        self.used = self.used or torch.is_grad_enabled()
 
 
 def local_gradients(
@@ -64,7 +69,42 @@ _owners: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _attachments: "weakref.WeakKeyDictionary[DistributedDataParallel, Attachment]" = (
     weakref.WeakKeyDictionary()
 )
-_watching: list[Any] = []
+
+
+class _Search:
+    """The forward pre-hook that looks for new wrappers, while it is needed."""
+
+    def __init__(self) -> None:
+        self._handle: RemovableHandle | None = None
+        # A wrapper found after a step that went past it has averaged gradients in that step.
+        self.missed_a_step = False
+        self._warned = False
+
+    def start(self) -> None:
+        if self._handle is None:
+            # torch.compile warns that global hooks fire on its wrapper too: ours means to.
+            warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there")
+            register = nn.modules.module.register_module_forward_pre_hook
+            self._handle = register(_before_forward)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        self.missed_a_step = False
+
+    def warn_if_missed(self) -> None:
+        if self.missed_a_step and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "a DDP wrapper was made around a model that has another, live one, and averaged "
+                "the gradients of its first step in full; from now on it does not. Delete the old "
+                "wrapper, or call optimizer.attach(new_wrapper), to save that step",
+                stacklevel=2,
+            )
+
+
+_search = _Search()
 
 
 def watch(owner: Owner) -> None:
@@ -74,8 +114,7 @@ def watch(owner: Owner) -> None:
         owner: The optimizer, held weakly.
     """
     _owners.add(owner)
-    if not _watching:
-        _watching.append(nn.modules.module.register_module_forward_pre_hook(_before_forward))
+    _search.start()
 
 
 def unwrapped_ddp(module: nn.Module) -> DistributedDataParallel | None:
@@ -91,11 +130,14 @@ def _before_forward(module: nn.Module, args: Any) -> None:
     if not isinstance(module, DistributedDataParallel) and "_orig_mod" not in module._modules:
         return
     ddp = unwrapped_ddp(module)
-    if ddp is None or not len(_owners):
+    if ddp is None or ddp in _attachments:
         return
-    attachment = _attachments.get(ddp) or attach(ddp)
-    if attachment is not None and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
-        attachment.expected = True
+    attachment = attach(ddp)
+    if attachment is not None:
+        attachment.note_forward(ddp, args)  # this forward's own pre-hooks are listed already
+        _search.warn_if_missed()
+    if all(any(attachments_of(owner)) for owner in list(_owners)):
+        _search.stop()
 
 
 def attach(ddp: DistributedDataParallel) -> Attachment | None:
@@ -108,7 +150,7 @@ def attach(ddp: DistributedDataParallel) -> Attachment | None:
         RuntimeError: If `ddp` has another comm hook, another process group than the optimizer, or
             trainable parameters that no DistributedLion owns.
     """
-    owners = {id(p): owner for owner in list(_owners) for p in _params(owner)}
+    owners = {id(param): owner for owner in list(_owners) for param in _params(owner)}
     reduced = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
     for name in ddp.parameters_to_ignore:
         reduced.pop(name, None)
@@ -131,8 +173,10 @@ def attach(ddp: DistributedDataParallel) -> Attachment | None:
                 "the same process_group to both"
             )
     attachment = _attachments.get(ddp)
-    if attachment is not None:
-        return attachment
+    return _registered(ddp) if attachment is None else attachment
+
+
+def _registered(ddp: DistributedDataParallel) -> Attachment:
     if ddp._comm_hooks:
         foreign = getattr(ddp._comm_hooks[0][0], "__qualname__", repr(ddp._comm_hooks[0][0]))
         raise RuntimeError(
@@ -141,33 +185,28 @@ def attach(ddp: DistributedDataParallel) -> Attachment | None:
         )
     attachment = Attachment()
     ddp.register_comm_hook(attachment, local_gradients)
+    ddp.register_forward_pre_hook(attachment.note_forward)
     _attachments[ddp] = attachment
+    weakref.finalize(ddp, _search.start).atexit = False
     return attachment
 
 
 def attachments_of(owner: Owner) -> Iterator[Attachment]:
     """Yields the attachments of the live DDP wrappers around the owner's parameters."""
-    mine = {id(p) for p in _params(owner)}
+    mine = {id(param) for param in _params(owner)}
     for ddp, attachment in list(_attachments.items()):
-        if any(id(p) in mine for p in ddp.module.parameters()):
+        if any(id(param) in mine for param in ddp.module.parameters()):
             yield attachment
 
 
-def check_called(owner: Owner) -> None:
-    """Warns once if a DDP wrapper ran backward without our hook; then begins to count anew."""
-    for attachment in attachments_of(owner):
-        if attachment.expected and not attachment.calls:
-            with contextlib.suppress(KeyError):
-                _unused_warning.pop()
-                warnings.warn(
-                    "a DDP wrapper ran forward but did not hand its gradients to DistributedLion "
-                    "before step(): another wrapper of the same model may have averaged them",
-                    stacklevel=3,
-                )
-        attachment.calls, attachment.expected = 0, False
-
-
-_unused_warning = {"one per process"}
+def after_step(owner: Owner) -> None:
+    """Searches again if no wrapper that is known was used for the owner's step."""
+    attachments = list(attachments_of(owner))
+    if attachments and not any(attachment.used for attachment in attachments):
+        _search.start()
+        _search.missed_a_step = True
+    for attachment in attachments:
+        attachment.calls, attachment.used = 0, False
 
 
 def _params(owner: Owner) -> Iterator[Tensor]:

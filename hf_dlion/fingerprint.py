@@ -21,7 +21,8 @@ def fingerprint(tensor: Tensor) -> int:
     bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
     total = 0
     for start in range(0, bits.numel(), _CHUNK):
-        part = bits[start : start + _CHUNK].to(torch.int64)
+        # A copy even where the bits are int64 already: what follows works in place.
+        part = bits[start : start + _CHUNK].to(torch.int64, copy=True)
         place = torch.arange(start, start + part.numel(), dtype=torch.int64, device=part.device)
         total += int(part.add_(1).mul_(place.mul_(_GOLDEN).bitwise_or_(1)).sum())
     total &= (1 << 64) - 1

@@ -96,34 +96,44 @@ def random_bits(counter: Tensor, key: int, *, out: Tensor, scratch: Tensor) -> T
 
 
 def round_stochastically(x: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns float32 `x` as bfloat16 or float16, rounded up in proportion to what is cut off.
+    """Rounds float32 `x` in place to a number of bfloat16 or float16, up in proportion to the rest.
 
     A value that the dtype can hold is kept. NaN and Inf are kept. Above the largest finite number
     the next one on the grid (2**128, or 65536) is Inf; beyond it everything is.
 
     Args:
-        x: float32, any shape; not changed.
-        bits: int32 hash of each element, same shape; the low 16 bits are used (13 for a float16
-            of at least 2**-14).
+        x: float32, any shape; overwritten. A later conversion to `dtype` is exact, or Inf.
+        bits: int32 hash of each element, same shape; overwritten. The low 16 bits are used (13 for
+            a float16 of at least 2**-14).
         dtype: torch.bfloat16 or torch.float16.
+
+    Returns:
+        `x`.
 
     Raises:
         TypeError: If `dtype` is another one.
     """
-    if dtype == torch.bfloat16:
-        rounded = ((x.view(torch.int32) + (bits & 0xFFFF)) & ~0xFFFF).view(torch.float32)
-    elif dtype == torch.float16:
-        rounded = ((x.view(torch.int32) + (bits & 0x1FFF)) & ~0x1FFF).view(torch.float32)
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise TypeError(f"stochastic rounding knows bfloat16 and float16, got {dtype}")
+    nan = None
+    if not bool((x.sum() * 0.0).isfinite()):
+        # A NaN whose payload is all ones would carry into the sign and become zero.
+        nan = x.isnan()
+    small = subnormal = None
+    if dtype == torch.float16:
         magnitude = x.abs()
         # Subnormal float16 numbers are the multiples of 2**-24; 16 more bits decide.
         small = magnitude < 2.0**-14
         fixed = torch.where(small, magnitude * 2.0**40, 0.0).to(torch.int32)
         subnormal = ((fixed + (bits & 0xFFFF)) >> 16).to(torch.float32) * 2.0**-24
-        rounded = torch.where(small, torch.copysign(subnormal, x), rounded)
-    else:
-        raise TypeError(f"stochastic rounding knows bfloat16 and float16, got {dtype}")
-    # A NaN whose payload is all ones would carry into the sign and become zero.
-    return torch.where(x.isnan(), x, rounded).to(dtype)
+        subnormal = torch.copysign(subnormal, x)
+    dropped = 0xFFFF if dtype == torch.bfloat16 else 0x1FFF
+    x.view(torch.int32).add_(bits.bitwise_and_(dropped)).bitwise_and_(~dropped)
+    if small is not None and subnormal is not None:
+        torch.where(small, subnormal, x, out=x)
+    if nan is not None:
+        x.masked_fill_(nan, torch.nan)
+    return x
 
 
 def alternating_word(phase: int) -> int:

@@ -244,6 +244,7 @@ class DistributedLion(Optimizer):
         """Resets the gradients; see `torch.optim.Optimizer`."""
         super().zero_grad(set_to_none)
         self._presence.clear()
+        self._presence.note_zeros(self._params())
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -293,12 +294,12 @@ class DistributedLion(Optimizer):
                 raise
         self._note_abstentions(headers)
         finite = [header for header in headers if header.finite]
-        if finite:
-            voters = torch.stack([header.present for header in finite]).any(dim=0)
+        voters = torch.stack([header.present for header in finite or headers]).any(dim=0)
+        if finite and bool(voters.any()):
             self._move(wire, voters, header)
             self.steps += 1
         self._presence.clear()
-        comm_hook.check_called(self)
+        comm_hook.after_step(self)
         self.wire.last_bytes_sent = self.wire.bytes_sent - sent
         return loss
 
@@ -482,6 +483,7 @@ class DistributedLion(Optimizer):
             "version": STATE_VERSION,
             "steps": self.steps,
             "seed": self.options.seed,
+            "checkpoint": self.options.checkpoint,
         }
         return state_dict
 
@@ -495,12 +497,28 @@ class DistributedLion(Optimizer):
             ValueError: If it is of another optimizer or version, or does not fit the parameters;
                 nothing is changed then.
         """
-        own = check_state(state_dict, self.param_groups, STATE_VERSION)
-        super().load_state_dict(dict(state_dict))
-        restore_momentum(self, state_dict, self.options.momentum_dtype)
-        if own is not None:
-            self.steps = own["steps"]
-            self.options = dataclasses.replace(self.options, seed=own["seed"])
+        found: dict[str, Any] = {}
+
+        def check(_: Optimizer, hooked: dict[str, Any]) -> None:
+            own = check_state(hooked, self.param_groups, STATE_VERSION)
+            found.update(state_dict=hooked, own=own)
+
+        def restore(_: Optimizer) -> None:
+            restore_momentum(self, found["state_dict"], self.options.momentum_dtype)
+            if found["own"] is not None:
+                self.steps = found["own"]["steps"]
+                self.options = dataclasses.replace(self.options, seed=found["own"]["seed"])
+
+        # As hooks, so that what the user's own hooks return is checked and restored.
+        before = self.register_load_state_dict_pre_hook(check)
+        after = self.register_load_state_dict_post_hook(restore, prepend=True)
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            before.remove()
+            after.remove()
+        # Accelerate loads a state whenever it prepares: a new DDP wrapper may be at hand.
+        comm_hook.watch(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what pickle and deepcopy carry: never the process group."""

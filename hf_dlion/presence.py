@@ -20,6 +20,7 @@ class Presence:
     def __init__(self) -> None:
         """Watches nothing yet."""
         self._seen: set[int] = set()
+        self._zeros: dict[int, tuple[int, int]] = {}
         self._handles: dict[int, RemovableHandle] = {}
 
     def watch(self, params: Iterable[Tensor]) -> None:
@@ -33,11 +34,16 @@ class Presence:
     def of(self, params: list[Tensor]) -> list[bool]:
         """Returns, for each parameter, whether it has a gradient that autograd saw.
 
-        Where autograd saw none at all, gradients were set by hand, and a gradient that is there
-        counts.
+        Where autograd saw none at all, gradients were set by hand, and one that is there counts,
+        unless it is still the zeros of `zero_grad(set_to_none=False)`.
         """
-        by_hand = not self._seen
-        return [p.grad is not None and (by_hand or id(p) in self._seen) for p in params]
+        if self._seen:
+            return [p.grad is not None and id(p) in self._seen for p in params]
+        return [p.grad is not None and self._zeros.get(id(p)) != _mark(p.grad) for p in params]
+
+    def note_zeros(self, params: list[Tensor]) -> None:
+        """Remembers the gradients that hold nothing but the zeros just written."""
+        self._zeros = {id(p): _mark(p.grad) for p in params if p.grad is not None}
 
     def clear(self) -> None:
         """Forgets what was seen."""
@@ -56,6 +62,11 @@ class _Hook:
 
     def __call__(self, param: Tensor) -> None:
         self._seen.add(self._key)
+
+
+def _mark(grad: Tensor) -> tuple[int, int]:
+    """Returns what changes when a gradient is replaced or written to."""
+    return id(grad), grad._version
 
 
 def _remove(handles: dict[int, RemovableHandle]) -> None:

@@ -29,10 +29,7 @@ def pack_bits(flags: Tensor, out: Tensor | None = None) -> Tensor:
         as_bytes[: packed.size] = packed
         as_bytes[packed.size :] = 0
         return out
-    padded = torch.nn.functional.pad(flags, (0, words * WORD_BITS - flags.numel()))
-    shifts = torch.arange(WORD_BITS, dtype=torch.int64, device=flags.device)
-    # The bits are disjoint, so that their sum is their union (bit 63 included, modulo 2**64).
-    return out.copy_((padded.view(words, WORD_BITS).to(torch.int64) << shifts).sum(dim=1))
+    return _pack_anywhere(flags, out)
 
 
 def unpack_bits(words: Tensor, count: int) -> Tensor:
@@ -45,20 +42,14 @@ def unpack_bits(words: Tensor, count: int) -> Tensor:
     if words.device.type == "cpu":
         as_bytes = words.contiguous().numpy().view(np.uint8)
         return torch.from_numpy(np.unpackbits(as_bytes, count=count, bitorder="little").view(bool))
-    shifts = torch.arange(WORD_BITS, dtype=torch.int64, device=words.device)
-    bits = (words[: words_for(count), None] >> shifts) & 1
-    return bits.view(-1)[:count].to(torch.bool)
+    return _unpack_anywhere(words, count)
 
 
 def popcount(words: Tensor) -> int:
     """Returns the number of ones in `words`, int64 of any shape."""
     if words.device.type == "cpu":
         return int(np.bitwise_count(words.numpy().view(np.uint64)).sum(dtype=np.int64))
-    counts = words - ((words >> 1) & 0x5555555555555555)
-    counts = (counts & 0x3333333333333333) + ((counts >> 2) & 0x3333333333333333)
-    counts = (counts + (counts >> 4)) & 0x0F0F0F0F0F0F0F0F
-    shifts = torch.arange(0, WORD_BITS, WORD_BYTES, dtype=torch.int64, device=words.device)
-    return int(((counts[..., None] >> shifts) & 0xFF).sum())
+    return int(_popcount_anywhere(words).sum())
 
 
 def expand_rows(flags: Tensor, run: Run, out: Tensor) -> None:
@@ -81,3 +72,30 @@ def expand_rows(flags: Tensor, run: Run, out: Tensor) -> None:
     tail = count % WORD_BITS
     if tail:
         out[-1] &= (1 << tail) - 1
+
+
+def _pack_anywhere(flags: Tensor, out: Tensor) -> Tensor:
+    """Packs with torch operations that every device has."""
+    padded = torch.nn.functional.pad(flags, (0, out.numel() * WORD_BITS - flags.numel()))
+    bits = padded.view(out.numel(), WORD_BITS).to(torch.int64)
+    # The bits are disjoint, so that their sum is their union (bit 63 included, modulo 2**64).
+    return out.copy_((bits << _shifts(1, flags.device)).sum(dim=1))
+
+
+def _unpack_anywhere(words: Tensor, count: int) -> Tensor:
+    """Unpacks with torch operations that every device has."""
+    bits = (words[: words_for(count), None] >> _shifts(1, words.device)) & 1
+    return bits.view(-1)[:count].to(torch.bool)
+
+
+def _popcount_anywhere(words: Tensor) -> Tensor:
+    """Returns the ones per byte, shape (*words.shape, 8), with operations every device has."""
+    # Shifts of int64 copy the sign bit; each mask drops those copies.
+    counts = words - ((words >> 1) & 0x5555555555555555)
+    counts = (counts & 0x3333333333333333) + ((counts >> 2) & 0x3333333333333333)
+    counts = (counts + (counts >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return (counts[..., None] >> _shifts(WORD_BYTES, words.device)) & 0xFF
+
+
+def _shifts(step: int, device: torch.device) -> Tensor:
+    return torch.arange(0, WORD_BITS, step, dtype=torch.int64, device=device)

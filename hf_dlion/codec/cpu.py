@@ -82,6 +82,7 @@ def _store(target: Tensor, value: Tensor, start: int, rule: TensorRule, stream: 
     bits = random_bits(
         counter, key, out=_buffers.hashed[:count], scratch=_buffers.hash_scratch[:count]
     )
+    # A float64 value is narrowed first: a step in float32 is far below one in float16.
     target.copy_(round_stochastically(value.to(torch.float32), bits, target.dtype))
 
 

@@ -1,0 +1,296 @@
+"""Every codec equals the NumPy definition bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_dlion.codec import Codec, reference
+from hf_dlion.codec import bits as bits_module
+from hf_dlion.codec import cpu as cpu_codec
+from hf_dlion.codec.bits import pack_bits, popcount, unpack_bits
+from hf_dlion.codec.cpu import CpuCodec
+from hf_dlion.codec.eager import EagerCodec
+from hf_dlion.layout import words_for
+from hf_dlion.lion import momentum_stream, random_bits, round_stochastically, rounding_key
+from hf_dlion.verdict import StepRule, TensorRule, Verdict
+
+CODECS = pytest.mark.parametrize("codec", [CpuCodec(), EagerCodec()], ids=["cpu", "eager"])
+SHAPES = st.one_of(
+    st.tuples(),
+    st.tuples(st.integers(0, 200)),
+    st.tuples(st.integers(0, 9), st.integers(0, 70)),
+    st.tuples(st.integers(1, 3), st.sampled_from([64, 128, 192])),
+    st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 30)),
+)
+
+
+def rule(**changes: Any) -> TensorRule:
+    step_rule = StepRule(
+        step=changes.pop("step", 3),
+        rank=changes.pop("rank", 1),
+        world_size=changes.pop("world_size", 3),
+        aggregation=changes.pop("aggregation", "majority"),
+        ties=changes.pop("ties", "alternate"),
+        stochastic_rounding=changes.pop("stochastic_rounding", True),
+        seed=changes.pop("seed", 7),
+    )
+    defaults = {"index": 2, "lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.1}
+    return TensorRule(step_rule=step_rule, **(defaults | changes))
+
+
+def gradients(shape: tuple[int, ...], seed: int, zero_share: float, dtype: torch.dtype) -> Tensor:
+    """Values with exact zeros of both signs, whole zero rows, subnormals and large numbers."""
+    random = np.random.default_rng(seed)
+    values = random.standard_normal(shape) * 10.0 ** random.integers(-4, 4, shape)
+    values = np.where(random.random(shape) < zero_share, random.choice([0.0, -0.0], shape), values)
+    if len(shape) >= 2 and values.size:
+        values[random.random(shape[0]) < zero_share] = -0.0
+    return torch.tensor(values, dtype=dtype)
+
+
+def widened(tensor: Tensor) -> np.ndarray[Any, Any]:
+    return (tensor if tensor.dtype == torch.float64 else tensor.float()).numpy()
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of one word group, so that small tensors cross their bounds."""
+    monkeypatch.setattr(cpu_codec, "CHUNK", 128)
+    monkeypatch.setattr(cpu_codec, "_buffers", cpu_codec._Buffers())
+
+
+@CODECS
+@settings(max_examples=150, deadline=None)
+@given(
+    shape=SHAPES,
+    seed=st.integers(0, 10**6),
+    zero_share=st.sampled_from([0.0, 0.0, 0.1, 0.7, 1.0]),
+    step=st.integers(1, 9),
+    rank_of=st.sampled_from([(0, 2), (1, 2), (2, 3), (3, 4)]),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+    transposed=st.booleans(),
+)
+def test_encode_equals_the_reference(
+    codec: Codec,
+    shape: tuple[int, ...],
+    seed: int,
+    zero_share: float,
+    step: int,
+    rank_of: tuple[int, int],
+    dtype: torch.dtype,
+    transposed: bool,
+) -> None:
+    rank, world_size = rank_of
+    grad = gradients(shape, seed, zero_share, dtype)
+    if transposed and len(shape) >= 2:
+        grad = grad.transpose(0, 1).contiguous().transpose(0, 1)
+    # Where the gradient is zero, so is half of the momentum: u is zero in places and rows.
+    exp_avg = torch.where(grad == 0, 0.0, gradients(shape, seed + 1, 0.0, dtype).double()).to(dtype)
+    exp_avg = exp_avg.contiguous()
+    old, new = widened(exp_avg).copy(), widened(grad.contiguous())
+    words = torch.full((words_for(grad.numel()),), -1)
+    active = torch.ones(reference.row_count(shape), dtype=torch.bool)
+    tensor_rule = rule(step=step, rank=rank, world_size=world_size)
+
+    codec.encode(grad, exp_avg, words, active, tensor_rule)
+
+    direction = reference.direction(old, new, 0.9)
+    expected_words, expected_active = reference.pack_signs(
+        direction, t=step, rank=rank, world_size=world_size
+    )
+    np.testing.assert_array_equal(active.numpy(), expected_active)
+    np.testing.assert_array_equal(words.numpy().view(np.uint64), expected_words)
+    momentum = reference.updated_momentum(old, new, 0.99)
+    expected = rounded(momentum, dtype, tensor_rule, momentum_stream(rank))
+    assert same_bits(exp_avg, expected)
+
+
+def rounded(
+    values: np.ndarray[Any, Any], dtype: torch.dtype, tensor_rule: TensorRule, stream: int
+) -> Tensor:
+    if dtype in (torch.float32, torch.float64):
+        return torch.tensor(values, dtype=dtype)
+    step = tensor_rule.step_rule
+    hashed = None
+    if step.stochastic_rounding:
+        hashed = reference.random_bits(
+            step.seed, step.step, tensor_rule.index, stream, values.size
+        ).reshape(values.shape)
+    round_to = reference.round_bfloat16 if dtype == torch.bfloat16 else reference.round_float16
+    bits = round_to(values, hashed)
+    return torch.from_numpy(bits.view(np.int16)).view(dtype)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    integer = {8: torch.int64, 4: torch.int32, 2: torch.int16}[a.element_size()]
+    return a.dtype == b.dtype and torch.equal(
+        a.contiguous().view(integer), b.contiguous().view(integer)
+    )
+
+
+def verdict_of(
+    sums: np.ndarray[Any, Any], votes: np.ndarray[Any, Any], row: np.ndarray[Any, Any], r: StepRule
+) -> Verdict:
+    """Packs sums of signs and per-row numbers of votes as an exchange would hand them over."""
+
+    def plane(bits: np.ndarray[Any, Any]) -> Tensor:
+        return pack_bits(torch.from_numpy(np.ascontiguousarray(bits.reshape(-1))))
+
+    if r.aggregation == "average":
+        negative = (votes[row] - sums) // 2
+        planes = [plane(negative >> digit & 1 == 1) for digit in range(r.world_size.bit_length())]
+        counts = votes
+    else:
+        planes = [plane(sums < 0)] + ([plane(sums != 0)] if r.ties == "zero" else [])
+        counts = np.minimum(votes, 1)
+    return Verdict(torch.stack(planes), torch.from_numpy(counts.astype(np.int32)))
+
+
+@CODECS
+@settings(max_examples=150, deadline=None)
+@given(
+    shape=SHAPES,
+    seed=st.integers(0, 10**6),
+    combination=st.sampled_from(
+        [("majority", "alternate"), ("majority", "zero"), ("average", "alternate")]
+    ),
+    world_size=st.integers(2, 5),
+    absent_share=st.sampled_from([0.0, 0.3, 1.0]),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+    stochastic_rounding=st.booleans(),
+    weight_decay=st.sampled_from([0.0, 0.1]),
+    transposed=st.booleans(),
+)
+def test_apply_equals_the_reference(
+    codec: Codec,
+    shape: tuple[int, ...],
+    seed: int,
+    combination: tuple[str, str],
+    world_size: int,
+    absent_share: float,
+    dtype: torch.dtype,
+    stochastic_rounding: bool,
+    weight_decay: float,
+    transposed: bool,
+) -> None:
+    param = gradients(shape, seed, 0.1, dtype)
+    if transposed and len(shape) >= 2:
+        param = param.transpose(0, 1).contiguous().transpose(0, 1)
+    random = np.random.default_rng(seed)
+    row = reference.row_of_element(shape)
+    votes = random.integers(1, world_size + 1, reference.row_count(shape))
+    votes[random.random(votes.shape) < absent_share] = 0
+    sums = votes[row] - 2 * random.integers(0, votes[row] + 1)
+    tensor_rule = rule(
+        world_size=world_size,
+        aggregation=combination[0],
+        ties=combination[1],
+        stochastic_rounding=stochastic_rounding,
+        weight_decay=weight_decay,
+    )
+    step_rule = tensor_rule.step_rule
+    if combination == ("majority", "alternate"):
+        sums[(sums == 0) & (votes[row] > 0)] = 1  # no tie is left after the exchange
+    before = widened(param.contiguous()).copy()
+
+    codec.apply(param, verdict_of(sums, votes, row, step_rule), tensor_rule)
+
+    one = before.dtype.type
+    sums = sums.reshape(shape)
+    moved = sums.astype(one) / one(world_size) if combination[0] == "average" else np.sign(sums)
+    expected = reference.apply_verdict(before, moved, tensor_rule.lr, weight_decay)
+    assert same_bits(param, rounded(expected, dtype, tensor_rule, stream=0))
+
+
+@CODECS
+@settings(max_examples=80, deadline=None)
+@given(
+    shape=SHAPES,
+    seed=st.integers(0, 10**6),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+    momentum_dtype=st.sampled_from([None, torch.float32, torch.bfloat16]),
+)
+def test_a_step_alone_is_lion_with_sign_of_zero_zero(
+    codec: Codec,
+    shape: tuple[int, ...],
+    seed: int,
+    dtype: torch.dtype,
+    momentum_dtype: torch.dtype | None,
+) -> None:
+    param, grad = (gradients(shape, seed + k, 0.3, dtype) for k in range(2))
+    exp_avg = torch.zeros(shape, dtype=momentum_dtype or dtype)
+    old = exp_avg.to(torch.float64 if dtype == torch.float64 else torch.float32).numpy().copy()
+    before, new = widened(param).copy(), widened(grad)
+    tensor_rule = rule(rank=0, world_size=1)
+
+    codec.step_alone(param, grad, exp_avg, tensor_rule)
+
+    direction = reference.direction(old, new, 0.9)
+    expected = reference.apply_verdict(before, np.sign(direction), 0.01, 0.1)
+    assert same_bits(param, rounded(expected, dtype, tensor_rule, stream=0))
+    momentum = reference.updated_momentum(old, new, 0.99)
+    if exp_avg.dtype != torch.float64:
+        momentum = momentum.astype(np.float32)
+    assert same_bits(exp_avg, rounded(momentum, exp_avg.dtype, tensor_rule, momentum_stream(0)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40),
+    start=st.sampled_from([0, 5, 2**31 - 3, 2**32 - 64]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+)
+def test_rounding_equals_the_reference_on_every_bit_pattern(
+    bits: list[int], start: int, dtype: torch.dtype
+) -> None:
+    patterns = np.array(bits, dtype=np.uint32)
+    values = patterns.view(np.float32)
+    count = len(bits)
+    expected_hash = reference.random_bits(1, 2, 3, 4, min(count, 2**32 - start), start)
+    values = values[: len(expected_hash)]
+    counter = torch.from_numpy(
+        np.arange(start, start + len(values), dtype=np.uint64).astype(np.uint32).view(np.int32)
+    )
+    hashed = random_bits(
+        counter,
+        rounding_key(1, 2, 3, 4),
+        out=torch.empty_like(counter),
+        scratch=torch.empty_like(counter),
+    )
+    np.testing.assert_array_equal(hashed.numpy().view(np.uint32), expected_hash)
+    found = round_stochastically(torch.from_numpy(values.copy()), hashed, dtype).to(dtype)
+    round_to = reference.round_bfloat16 if dtype == torch.bfloat16 else reference.round_float16
+    expected = torch.from_numpy(round_to(values, expected_hash).view(np.int16)).view(dtype)
+    nan = torch.from_numpy(np.isnan(values))
+    assert torch.equal(found.isnan(), nan)
+    assert same_bits(found[~nan], expected[~nan])
+
+
+def test_round_stochastically_refuses_other_dtypes() -> None:
+    with pytest.raises(TypeError, match="knows bfloat16 and float16"):
+        round_stochastically(torch.ones(1), torch.zeros(1, dtype=torch.int32), torch.float32)
+
+
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 200])
+def test_bits_survive_packing(count: int) -> None:
+    flags = torch.rand(count, generator=torch.Generator().manual_seed(count)) < 0.5
+    words = pack_bits(flags)
+    assert words.shape == (words_for(count),)
+    assert torch.equal(unpack_bits(words, count), flags)
+    assert popcount(words) == int(flags.sum())
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 200])
+def test_operations_for_other_devices_equal_those_for_the_cpu(count: int) -> None:
+    flags = torch.rand(count, generator=torch.Generator().manual_seed(count)) < 0.5
+    words = pack_bits(flags)
+    assert torch.equal(bits_module._pack_anywhere(flags, torch.empty_like(words)), words)
+    assert torch.equal(bits_module._unpack_anywhere(words, count), flags)
+    assert int(bits_module._popcount_anywhere(words).sum()) == popcount(words)
