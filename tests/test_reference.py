@@ -24,9 +24,6 @@ def _hexes(values: np.ndarray) -> list[str]:
     return [hex(value) for value in values.tolist()]
 
 
-# ---- signs ----------------------------------------------------------------------------------
-
-
 def test_bit_k_of_word_w_is_element_64_w_plus_k_and_1_means_negative() -> None:
     u = np.ones(130, dtype=F32)
     u[[0, 3, 64, 129]] = -1
@@ -125,9 +122,6 @@ def test_a_transposed_direction_is_packed_in_row_major_order() -> None:
     assert a[1].tolist() == b[1].tolist()
 
 
-# ---- verdicts -------------------------------------------------------------------------------
-
-
 def _ballots(*votes: list[list[float]], t: int = 1) -> list[reference.Ballot]:
     return [
         reference.pack_signs(np.array(vote, dtype=F32), t=t, rank=r, world_size=len(votes))
@@ -196,9 +190,6 @@ def test_opposite_votes_have_opposite_mean_verdicts(world_size: int, ties: str) 
         assert _mean_verdict(votes, ties) == -_mean_verdict(opposite, ties)
 
 
-# ---- random bits ----------------------------------------------------------------------------
-
-
 def _mix(x: int) -> int:
     x ^= x >> 16
     x = x * 0x7FEB352D & MASK
@@ -252,8 +243,6 @@ def test_random_bits_are_the_written_formula(
 def test_random_bits_of_no_element_are_none() -> None:
     assert reference.random_bits(0, 1, 0, 0, count=0).size == 0
 
-
-# ---- roundings ------------------------------------------------------------------------------
 
 # float32 bits, random bits, the bfloat16 bits.
 BFLOAT16_VECTORS = [
@@ -388,9 +377,6 @@ def test_zero_dimensional_and_empty_arrays_keep_their_shape() -> None:
         for rounded in (reference.round_bfloat16(x, random), reference.round_float16(x, random)):
             assert rounded.shape == shape
             assert rounded.dtype == np.uint16
-
-
-# ---- the rule's arithmetic ------------------------------------------------------------------
 
 
 def test_direction_rounds_each_product_and_then_the_sum() -> None:
