@@ -1,6 +1,6 @@
 """An Accelerate loop with accumulation, clipping, checkpoints and resuming.
 
-    accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py
+    accelerate launch --multi_gpu --num_processes 2 examples/accelerate_loop.py
     torchrun --standalone --nproc_per_node 2 examples/accelerate_loop.py --resume --epochs 6
 
 A small network learns to write Python: it predicts the next byte of the standard library's
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -96,7 +97,12 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/accelerate_loop"))
     args = parser.parse_args()
 
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2)
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),
+        gradient_accumulation_steps=2,
+        # set_epoch() then decides the order, whatever else has drawn random numbers.
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+    )
     train(args, accelerator)
     # gloo may abort the process if a DDP model outlives its process group.
     accelerator.free_memory()

@@ -38,6 +38,7 @@ from transformers import (
     TrainerControl,
     TrainerState,
     TrainingArguments,
+    default_data_collator,
     set_seed,
 )
 
@@ -284,6 +285,7 @@ def train(example: ExampleArguments, training: TrainingArguments) -> None:
         train_dataset=data["train"],
         eval_dataset=data["validation"],
         processing_class=tokenizer,
+        data_collator=default_data_collator,  # equal lengths, nothing to pad
         callbacks=[progress],
     )
     trainer.remove_callback(PrinterCallback)
