@@ -267,8 +267,9 @@ class DistributedLion(Optimizer):
             What the closure returned, or None.
 
         Raises:
-            Disagreement: On every rank, if the ranks differ in what must be equal, if one of them
-                abstained `max_abstained_steps` times in a row, or on the others if one failed.
+            Disagreement: On every rank, if the ranks differ in what must be equal, and on the
+                others if one failed; that one raises what failed.
+            RuntimeError: On every rank, if one abstained `max_abstained_steps` times in a row.
         """
         wire = self._resolved()
         sent = self.wire.bytes_sent
@@ -351,7 +352,7 @@ class DistributedLion(Optimizer):
         limit = self.options.max_abstained_steps
         stuck = [rank for rank, count in enumerate(self._abstained) if count >= limit]
         if stuck:
-            raise Disagreement(
+            raise RuntimeError(
                 f"gradients of rank {', '.join(map(str, stuck))} held a NaN or an Inf in {limit} "
                 f"steps in a row (max_abstained_steps={limit}): lower the learning rate, check "
                 f"that rank's data, or raise max_abstained_steps"

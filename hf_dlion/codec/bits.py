@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_dlion.layout import WORD_BITS, WORD_BYTES, Run, words_for
+from hf_dlion.layout import WORD_BITS, Run, words_for
 
 
 def pack_bits(flags: Tensor, out: Tensor | None = None) -> Tensor:
@@ -79,23 +79,24 @@ def _pack_anywhere(flags: Tensor, out: Tensor) -> Tensor:
     padded = torch.nn.functional.pad(flags, (0, out.numel() * WORD_BITS - flags.numel()))
     bits = padded.view(out.numel(), WORD_BITS).to(torch.int64)
     # The bits are disjoint, so that their sum is their union (bit 63 included, modulo 2**64).
-    return out.copy_((bits << _shifts(1, flags.device)).sum(dim=1))
+    return out.copy_((bits << _places(flags.device)).sum(dim=1))
 
 
 def _unpack_anywhere(words: Tensor, count: int) -> Tensor:
     """Unpacks with torch operations that every device has."""
-    bits = (words[: words_for(count), None] >> _shifts(1, words.device)) & 1
+    bits = (words[: words_for(count), None] >> _places(words.device)) & 1
     return bits.view(-1)[:count].to(torch.bool)
 
 
 def _popcount_anywhere(words: Tensor) -> Tensor:
-    """Returns the ones per byte, shape (*words.shape, 8), with operations every device has."""
+    """Returns the ones per word, with torch operations that every device has."""
     # Shifts of int64 copy the sign bit; each mask drops those copies.
     counts = words - ((words >> 1) & 0x5555555555555555)
     counts = (counts & 0x3333333333333333) + ((counts >> 2) & 0x3333333333333333)
     counts = (counts + (counts >> 4)) & 0x0F0F0F0F0F0F0F0F
-    return (counts[..., None] >> _shifts(WORD_BYTES, words.device)) & 0xFF
+    # The product's highest byte is the sum of all bytes.
+    return ((counts * 0x0101010101010101) >> 56) & 0xFF
 
 
-def _shifts(step: int, device: torch.device) -> Tensor:
-    return torch.arange(0, WORD_BITS, step, dtype=torch.int64, device=device)
+def _places(device: torch.device) -> Tensor:
+    return torch.arange(WORD_BITS, dtype=torch.int64, device=device)

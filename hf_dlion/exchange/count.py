@@ -17,8 +17,10 @@ from hf_dlion.layout import Shard
 from hf_dlion.lion import alternating_word
 from hf_dlion.verdict import StepRule, Verdict
 
-# Words counted at a time: the counters of 2**14 words stay in a core's cache.
+# Words counted at a time: the counters of 2**14 words stay in a core's cache. Elsewhere a chunk
+# only bounds the temporaries: each costs the host a wait for its sums.
 CHUNK_WORDS = 1 << 14
+DEVICE_CHUNK_WORDS = 1 << 22
 
 
 def add_votes(votes: Tensor, planes: int) -> list[Tensor]:
@@ -102,8 +104,9 @@ def count_votes(votes: Tensor, active: Tensor, shard: Shard, rule: StepRule) -> 
     electorate = _Electorate(world_size, _spread(counts, shard, digits, votes) if partial else None)
     out = torch.empty((rule.planes, shard.words), dtype=torch.int64, device=votes.device)
     agreement = _sum_of_counts(counts, shard)
-    for start in range(0, shard.words, CHUNK_WORDS):
-        part = slice(start, min(start + CHUNK_WORDS, shard.words))
+    size = CHUNK_WORDS if votes.device.type == "cpu" else DEVICE_CHUNK_WORDS
+    for start in range(0, shard.words, size):
+        part = slice(start, min(start + size, shard.words))
         counters = add_votes(votes[:, part], digits)
         if electorate.planes is None:
             negative, tied = compare_with_constant(counters, world_size // 2)
