@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,11 +43,12 @@ def attach(accelerator: Accelerator) -> None:
     refuse_sharded(accelerator)
     if getattr(accelerator, _ATTACHED, False):
         return
-    folders: list[Path] = []
+    folders: list[str] = []
 
     def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
         # Every rank calls this hook, before rank 0 writes the optimizers' states.
-        for name, lion in _lions(accelerator):
+        for suffix, lion in _lions(accelerator):
+            name = checkpoint.MOMENTUM_NAME + suffix
             if lion.options.checkpoint == "mean":
                 lion.synchronize_momentum()
                 checkpoint.remove_momentum(output_dir, name=name)
@@ -57,14 +57,18 @@ def attach(accelerator: Accelerator) -> None:
 
     def remember(models: list[Any], input_dir: str) -> None:
         # The folder that load_state chose; it is too early to load, since rank 0's state follows.
-        folders[:] = [Path(input_dir)]
+        folders[:] = [input_dir]
 
     load_state = accelerator.load_state
 
     @functools.wraps(load_state)
     def load_all(*args: Any, **kwargs: Any) -> None:
-        load_state(*args, **kwargs)
-        _load(accelerator, folders.pop())
+        failure: Exception | None = None
+        try:
+            load_state(*args, **kwargs)
+        except Exception as error:  # The others hear of it below, instead of waiting for this rank.
+            failure = error
+        _load(accelerator, folders.pop() if folders else "", failure)
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(remember)
@@ -98,21 +102,23 @@ def unsupported(kind: str) -> NotImplementedError:
 
 
 def _lions(accelerator: Accelerator) -> list[tuple[str, DistributedLion]]:
-    """Returns the accelerator's optimizers that are ours, with the names of their files."""
+    """Returns the accelerator's optimizers that are ours, with the suffixes of their files."""
     found = []
     for index, optimizer in enumerate(accelerator._optimizers):
         lion = checkpoint.unwrap(optimizer)
         if lion is not None:
-            suffix = f"_{index}" if index else ""
-            found.append((checkpoint.MOMENTUM_NAME + suffix, lion))
+            found.append((f"_{index}" if index else "", lion))
     return found
 
 
-def _load(accelerator: Accelerator, folder: str | os.PathLike[str]) -> None:
-    for index, (name, lion) in enumerate(_lions(accelerator)):
-        if lion.options.checkpoint == "mean" and not checkpoint.has_momentum(folder, name=name):
-            continue
-        scaler = checkpoint.load_momentum(lion, folder, name=name)
-        if scaler is not None and accelerator.scaler is not None and index == 0:
-            # Accelerate has just given every rank the state that was written last.
-            accelerator.scaler.load_state_dict(scaler)
+def _load(accelerator: Accelerator, folder: str, failure: Exception | None) -> None:
+    states = []
+    for suffix, lion in _lions(accelerator):
+        state_file = Path(folder, f"optimizer{suffix}.bin")
+        name = checkpoint.MOMENTUM_NAME + suffix
+        states.append(checkpoint.resume_momentum(lion, state_file, name=name, failure=failure))
+    if failure is not None:
+        raise failure
+    if states and states[0] is not None and accelerator.scaler is not None:
+        # Accelerate has just given every rank the state that was written last.
+        accelerator.scaler.load_state_dict(states[0])

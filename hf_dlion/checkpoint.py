@@ -135,7 +135,7 @@ def load_momentum(
             content = momentum_for(_identity(lion), Path(folder), name)
         except Exception as error:  # Whatever it is, the other ranks wait for this one below.
             problem = error
-    agree(lion, problem, what=(content.world_size, content.steps) if content else None)
+    _agree(lion, problem, found=content and (content.world_size, content.steps))
     assert content is not None
     if content.world_size != lion.world_size and lion.rank == 0:
         warnings.warn(
@@ -148,28 +148,71 @@ def load_momentum(
     return content.scaler if content.world_size == lion.world_size else None
 
 
-def agree(lion: DistributedLion, problem: BaseException | None, *, what: object = None) -> None:
-    """Raises on every rank if one of them has a problem, or if they found different things.
+def resume_momentum(
+    lion: DistributedLion,
+    state_file: str | os.PathLike[str],
+    *,
+    name: str = MOMENTUM_NAME,
+    failure: BaseException | None = None,
+) -> dict[str, Any] | None:
+    """Does what a training loop needs after every rank loaded rank 0's state from `state_file`.
 
-    Every rank must call it (one all_gather_object on the optimizer's process group).
+    That is `load_momentum` from the same folder, unless the state holds a momentum that all ranks
+    had in common (checkpoint="mean"), or there is none. Every rank must call it.
+
+    Args:
+        lion: The optimizer.
+        state_file: Holds rank 0's `optimizer.state_dict()`; need not exist.
+        name: As given to `save_momentum`.
+        failure: As for `load_momentum`.
+
+    Returns:
+        As `load_momentum`.
 
     Raises:
-        CheckpointError: With the problems of all ranks.
+        CheckpointError: On every rank, as `load_momentum`, or if rank 0's momentum alone was saved.
     """
-    text = None if problem is None else f"{type(problem).__name__}: {problem}"
-    if isinstance(problem, CheckpointError):
-        text = str(problem)
-    found: list[Any] = [(text, what)]
-    if lion.world_size > 1:
-        found = [None] * lion.world_size
-        dist.all_gather_object(found, (text, what), group=lion.group())
-    problems = {f"rank {rank}: {said}" for rank, (said, _) in enumerate(found) if said}
+    state_file = Path(state_file)
+    folder = state_file.parent
+    if has_momentum(folder, name=name):
+        return load_momentum(lion, folder, name=name, failure=failure)
+    exists, alone = state_file.is_file(), False
+    if failure is None and exists:
+        saved = torch.load(state_file, map_location="cpu", mmap=True, weights_only=True)
+        alone = saved.get("dlion", {}).get("checkpoint") != "mean"
+    if alone and lion.options.checkpoint != "mean":
+        failure = CheckpointError(
+            f"{folder} holds rank 0's optimizer state, but no momentum of any rank: it was saved "
+            "without hf_dlion.register() or hf_dlion.accelerate.attach(). Resume from another "
+            f"checkpoint, or delete {state_file.name} there to start with zero momentum"
+        )
+    _agree(lion, failure, found=exists)
+    if not exists and lion.rank == 0:
+        warnings.warn(
+            f"{folder} holds no optimizer state (save_only_model?): the momentum starts at zero",
+            stacklevel=2,
+        )
+    return None
+
+
+def _agree(lion: DistributedLion, problem: BaseException | None, *, found: object) -> None:
+    """Raises on every rank if one of them has a problem, or if they found different things."""
+    if lion.world_size == 1:
+        if problem is not None:
+            raise problem
+        return
+    text = str(problem)
+    if not isinstance(problem, CheckpointError):
+        text = f"{type(problem).__name__}: {problem}"
+    answers: list[Any] = [None] * lion.world_size
+    dist.all_gather_object(answers, (problem and text, found), group=lion.group())
+    problems = [f"rank {rank}: {said}" for rank, (said, _) in enumerate(answers) if said]
     if problems:
-        raise CheckpointError("\n".join(["cannot load", *sorted(problems)])) from problem
-    if len({repr(other) for _, other in found}) > 1:
+        raise CheckpointError("\n".join(["cannot load", *problems])) from problem
+    if any(other != found for _, other in answers):
         raise CheckpointError(
-            "cannot load: the ranks see different checkpoints, (world size, step) by rank: "
-            f"{[other for _, other in found]}; give every rank the same files"
+            "cannot load: the ranks see different checkpoints, by rank "
+            f"{[other for _, other in answers]}; give every rank the same files"
         )
 
 
@@ -213,5 +256,5 @@ def _apply(lion: DistributedLion, content: MomentumFile) -> None:
         index: {"exp_avg": momentum.to(dtypes[index])}
         for index, momentum in content.exp_avg.items()
     }
-    state["dlion"] = {**state["dlion"], "steps": content.steps}
+    state["dlion"] = {**state["dlion"], "steps": content.steps, "rank": lion.rank}
     lion.load_state_dict(state)

@@ -55,8 +55,9 @@ def main(argv: list[str] | None = None) -> None:
         _fail(f"there is no script {script}")
     _register()
     sys.argv = argv
-    # What `python script` puts there; -m left the current folder.
-    sys.path[0] = os.path.dirname(os.path.realpath(script))
+    if not sys.flags.safe_path:
+        # What `python script` puts there; -m left the current folder.
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
     runpy.run_path(script, run_name="__main__")
 
 

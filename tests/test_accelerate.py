@@ -151,6 +151,30 @@ def test_a_missing_file_is_refused_on_every_rank(ranks, tmp_path):
     ranks(2).run(lose_a_file, str(tmp_path))
 
 
+def fail_on_one_rank(rank, world_size, folder):
+    loop = Loop()
+    with pytest.raises(CheckpointError, match=r"rank 1: ValueError: .*does not exist"):
+        loop.accelerator.load_state(folder if rank == 0 else "/nonexistent")
+
+
+def test_what_fails_on_one_rank_is_raised_on_all(ranks, tmp_path):
+    ranks(2).run(save, str(tmp_path))
+    ranks(2).run(fail_on_one_rank, str(tmp_path))
+
+
+def forget_to_attach(rank, world_size, folder):
+    loop = Loop(attach=False)
+    loop.train(2)
+    loop.accelerator.save_state(folder)
+    loop.accelerator.wait_for_everyone()
+    with pytest.raises(CheckpointError, match="no momentum of any rank"):
+        Loop().accelerator.load_state(folder)
+
+
+def test_a_state_that_was_saved_without_attach_is_refused(ranks, tmp_path):
+    ranks(2).run(forget_to_attach, str(tmp_path))
+
+
 def automatic(rank, world_size, folder):
     project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
     loop = Loop(project=project)
@@ -182,6 +206,7 @@ def two_optimizers(rank, world_size, folder):
     second.step()
     before = lion.state[other.weight]["exp_avg"].clone()
     loop.accelerator.save_state(folder)
+    loop.accelerator.wait_for_everyone()
     lion.state[other.weight]["exp_avg"].zero_()
     loop.accelerator.load_state(folder)
     return torch.equal(before, lion.state[other.weight]["exp_avg"]), before
@@ -207,6 +232,7 @@ def own_scalers(rank, world_size, folder):
     loop.accelerator.scaler.scale(torch.ones(()))
     loop.train(1)
     loop.accelerator.save_state(folder)
+    loop.accelerator.wait_for_everyone()
     loop.accelerator.scaler = torch.amp.GradScaler("cpu")
     loop.accelerator.load_state(folder)
     return loop.accelerator.scaler.state_dict()["scale"]

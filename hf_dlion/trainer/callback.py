@@ -87,7 +87,7 @@ class DistributedLionCallback(TrainerCallback):
         figures["dlion/abstained"] = float(wire.abstentions - self._abstentions_before)
         logs.update(figures)
         # Trainer has put a copy of `logs` there before it calls the callbacks.
-        if state.log_history and state.log_history[-1].get("loss") == logs["loss"]:
+        if state.log_history and state.log_history[-1].get("loss") is logs["loss"]:
             state.log_history[-1].update(figures)
         self._start_interval(lion)
 

@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 import transformers
 from transformers import Trainer
 from transformers.utils import logging
 
 import hf_dlion.checkpoint as momenta
 from hf_dlion.checkpoint import unwrap
-from hf_dlion.momentum_file import CheckpointError
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.trainer.callback import DistributedLionCallback
 from hf_dlion.trainer.unsupported import refuse_unsupported
@@ -166,38 +163,9 @@ def _around_load_optimizer_and_scheduler(
     except Exception as error:
         # The others must hear of it before this rank leaves, or they wait for it.
         failure = error
-    state = _load_momentum(lion, Path(checkpoint), failure)
+    state = momenta.resume_momentum(lion, Path(checkpoint, OPTIMIZER_FILE), failure=failure)
     if state is not None:
         _scaler_states[trainer] = state
-
-
-def _load_momentum(
-    lion: DistributedLion, folder: Path, failure: Exception | None
-) -> dict[str, Any] | None:
-    """Returns the state of this rank's GradScaler, if it was saved."""
-    if momenta.has_momentum(folder):
-        return momenta.load_momentum(lion, folder, failure=failure)
-    saved = folder / OPTIMIZER_FILE
-    alone = saved.is_file() and lion.options.checkpoint != "mean" and not _is_common(saved)
-    if failure is None and alone:
-        failure = CheckpointError(
-            f"{folder} holds rank 0's optimizer state, but no momentum of any rank; was it saved "
-            "without hf_dlion.register()? Resume from another checkpoint, or delete "
-            f"{OPTIMIZER_FILE} there to start with zero momentum"
-        )
-    momenta.agree(lion, failure, what=saved.is_file())
-    if not saved.is_file():
-        warnings.warn(
-            f"{folder} holds no optimizer state (save_only_model?): the momentum starts at zero",
-            stacklevel=2,
-        )
-    return None
-
-
-def _is_common(saved: Path) -> bool:
-    """Returns whether a saved optimizer state holds a momentum that all ranks had in common."""
-    state = torch.load(saved, map_location="cpu", mmap=True, weights_only=True)
-    return bool(state.get("dlion", {}).get("checkpoint") == "mean")
 
 
 def _around_load_scaler(
