@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -167,16 +168,20 @@ class OutOfMemoryOnce(Trainer):
 def find_batch_size(rank, world_size, folder):
     hf_dlion.register()
     trainer = tiny_trainer(tiny_args(folder, auto_find_batch_size=True), OutOfMemoryOnce)
-    trainer.train()
-    hooked = [bool(trainer.model_wrapped._comm_hooks)]
-    return outcome(trainer), hooked, trainer._train_batch_size
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    averaged = [str(w.message) for w in caught if "averaged" in str(w.message)]
+    hooked = bool(trainer.model_wrapped._comm_hooks)
+    return outcome(trainer), hooked, averaged, trainer._train_batch_size
 
 
 def test_a_new_ddp_around_the_model_is_found(ranks, tmp_path):
     results = ranks(2).run(find_batch_size, str(tmp_path))
-    for (digest, _, wire), hooked, batch_size in results:
+    for (digest, _, wire), hooked, averaged, batch_size in results:
         assert digest == results[0][0][0]
-        assert hooked == [True]
+        assert hooked
+        assert not averaged
         assert wire.exchanges > 0
         assert batch_size < 4
 

@@ -20,6 +20,7 @@ from transformers import Trainer
 from transformers.utils import logging
 
 import hf_dlion.checkpoint as momenta
+from hf_dlion import comm_hook
 from hf_dlion.checkpoint import unwrap
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.trainer.callback import DistributedLionCallback
@@ -105,6 +106,10 @@ def _around_create_optimizer(
     if lion is not None:
         _name_parameters(lion, trainer.model)
         _put_callback_first(trainer.callback_handler)
+        if trainer.model_wrapped is trainer.model:
+            # Trainer goes on to make a DDP wrapper, while an old one of another batch size or of an
+            # earlier training may still be alive.
+            comm_hook.watch(lion)
     return optimizer
 
 
