@@ -52,6 +52,14 @@ class Header:
     groups: int
     present: Tensor
 
+    @staticmethod
+    def of_failure(step: int) -> Header:
+        """Returns the header of a rank on which something failed before it knew the rest."""
+        nothing = torch.zeros(0, dtype=torch.bool)
+        return Header(
+            finite=False, failed=True, step=step, layout=0, options=0, groups=0, present=nothing
+        )
+
     def packed(self, parameters: int) -> Tensor:
         """Returns the header as int64 words, with room for `parameters` presence bits."""
         status = _FINITE * self.finite | _FAILED * self.failed

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from hf_dlion.codec import Codec, codec_for
-from hf_dlion.exchange import Exchange, Wire, choose_exchange, make_exchange
+from hf_dlion.exchange import Exchange, Wire, WireStats, choose_exchange, make_exchange
 from hf_dlion.exchange.count import voted_elements
 from hf_dlion.layout import MessageLayout, Slot
 from hf_dlion.options import Options
@@ -142,3 +144,54 @@ def make_messages(
         exchange = make_exchange(name, layout, wire, device, options)
         messages.append(Message(group, layout, exchange, codec_for(device)))
     return messages
+
+
+def exchange_all(
+    messages: Sequence[Message],
+    voting: Mapping[int, Tensor],
+    rules: Mapping[int, TensorRule],
+    rule: StepRule,
+    stats: WireStats,
+) -> None:
+    """Sends each message as soon as it is encoded, and applies each verdict as it arrives.
+
+    Every rank of the group calls this with the same messages; the collectives' order is that of
+    the messages, by construction.
+
+    Args:
+        messages: Of all trainable parameters.
+        voting: `exp_avg` of every parameter, by index, on which this rank votes.
+        rules: The step's constants of every parameter on which any rank votes.
+        rule: The step's constants.
+        stats: Receives times and agreement.
+    """
+    clock = _Clock()
+    for message in messages:
+        message.encode(voting, rules)
+        stats.encode_s += clock.lap()
+        message.send()
+        stats.exchange_s += clock.lap()
+    for message in messages:
+        message.count(rule)
+    agreement = voted = 0
+    for message in messages:
+        verdict = message.verdict()
+        agreement += verdict.agreement
+        voted += message.voted_elements(verdict)
+        stats.exchange_s += clock.lap()
+        message.apply(verdict, rules)
+        stats.apply_s += clock.lap()
+    stats.exchanges += 1
+    stats.agreement = agreement / (rule.world_size * voted) if voted else math.nan
+
+
+class _Clock:
+    """A stop watch."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        """Returns the seconds since the last call."""
+        last, self._last = self._last, time.perf_counter()
+        return self._last - last

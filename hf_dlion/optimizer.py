@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast, overload
 
 import torch
@@ -15,11 +14,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hf_dlion import comm_hook
+from hf_dlion.abstention import Abstentions, all_finite, unscale
 from hf_dlion.codec import codec_for
 from hf_dlion.exchange import Wire, WireStats
-from hf_dlion.fingerprint import fingerprint
-from hf_dlion.header import Agreement, Details, Disagreement, Header, digest
-from hf_dlion.messages import Message, make_messages
+from hf_dlion.groups import (
+    details_of,
+    flat_params,
+    group_values,
+    layout_key,
+    option_values,
+    tensor_rules,
+    trainable,
+)
+from hf_dlion.header import Agreement, Disagreement, Header, digest
+from hf_dlion.messages import Message, exchange_all, make_messages
 from hf_dlion.momentum_sync import average_over_ranks
 from hf_dlion.options import (
     Aggregation,
@@ -29,9 +37,15 @@ from hf_dlion.options import (
     Ties,
     check_group,
 )
-from hf_dlion.presence import Presence, all_finite
-from hf_dlion.state import check_state, check_trainable, restore_momentum
-from hf_dlion.verdict import StepRule, TensorRule
+from hf_dlion.presence import Presence
+from hf_dlion.state import (
+    check_gradient,
+    check_state,
+    check_trainable,
+    restore_momentum,
+    warn_of_foreign_momentum,
+)
+from hf_dlion.verdict import StepRule
 
 STATE_VERSION = 1
 
@@ -158,7 +172,9 @@ class DistributedLion(Optimizer):
         self.wire = WireStats()
         self._wire: Wire | None = None
         self._agreement = Agreement()
-        self._abstained: list[int] = []
+        self._abstentions = Abstentions(1, self.options.max_abstained_steps)
+        self._loaded_rank: int | None = None
+        self._averaged_at: int | None = None
         self._messages: list[Message] = []
         self._messages_key: object = None
         self._presence = Presence()
@@ -191,7 +207,8 @@ class DistributedLion(Optimizer):
         if self._wire is None or self._wire.group is not group:
             self._wire = Wire(group, self.wire)
             self._agreement = Agreement()
-            self._abstained = [0] * self._wire.world_size
+            limit = self.options.max_abstained_steps
+            self._abstentions = Abstentions(self._wire.world_size, limit)
             self._messages_key = None
         return self._wire
 
@@ -213,14 +230,14 @@ class DistributedLion(Optimizer):
                 f"attach() takes a DistributedDataParallel, got {type(ddp_model).__name__}; a "
                 f"model without a wrapper needs no attaching, its gradients are local already"
             )
-        mine = {id(param) for param in self._params()}
+        mine = {id(param) for param in flat_params(self.param_groups)}
         if not any(id(param) in mine for param in ddp.module.parameters()):
             raise ValueError("the DDP wrapper holds none of this optimizer's parameters")
         comm_hook.attach(ddp)
 
     def watch_gradients(self) -> None:
         """Begins to watch parameters that were frozen before; called at each attachment."""
-        self._presence.watch(self._params())
+        self._presence.watch(flat_params(self.param_groups))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, on every rank alike; see `torch.optim.Optimizer`.
@@ -244,7 +261,7 @@ class DistributedLion(Optimizer):
         """Resets the gradients; see `torch.optim.Optimizer`."""
         super().zero_grad(set_to_none)
         self._presence.clear()
-        self._presence.note_zeros(self._params())
+        self._presence.note_zeros(flat_params(self.param_groups))
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -283,20 +300,13 @@ class DistributedLion(Optimizer):
         except Exception as error:
             if wire is None or wire.world_size == 1:
                 raise
-            failure = error
-            header = _failed_header(self.steps)
-        headers = [header]
-        if wire is not None and wire.world_size > 1:
-            try:
-                headers = self._agreement.agree(header, wire, self._details(failure))
-            except Disagreement:
-                if failure is not None:
-                    raise failure from None
-                raise
-        self._note_abstentions(headers)
-        finite = [header for header in headers if header.finite]
-        voters = torch.stack([header.present for header in finite or headers]).any(dim=0)
-        if finite and bool(voters.any()):
+            failure, header = error, Header.of_failure(self.steps)
+        headers = [header] if wire is None else self._agreed(header, wire, failure)
+        finite = [other.finite for other in headers]
+        self.wire.abstentions += self._abstentions.note(finite, self.rank)
+        heard = [other.present for other in headers if other.finite]
+        voters = torch.stack(heard).any(dim=0) if heard else torch.zeros(0)
+        if bool(voters.any()):
             self._move(wire, voters, header)
             self.steps += 1
         self._presence.clear()
@@ -304,112 +314,82 @@ class DistributedLion(Optimizer):
         self.wire.last_bytes_sent = self.wire.bytes_sent - sent
         return loss
 
+    def _agreed(self, mine: Header, wire: Wire, failure: Exception | None) -> list[Header]:
+        """Returns all ranks' headers once they fit; a rank that failed raises its own error."""
+        if wire.world_size == 1:
+            return [mine]
+        details = details_of(self.param_groups, self.options, failure)
+        try:
+            headers = self._agreement.agree(mine, wire, details)
+        except Disagreement:
+            if failure is not None:
+                raise failure from None
+            raise
+        if self._loaded_rank not in (None, wire.rank):
+            warn_of_foreign_momentum(wire.rank, self._loaded_rank)
+        self._loaded_rank = None
+        return headers
+
     def _header(self, wire: Wire | None) -> Header:
         """Returns what this rank says of itself, after all checks that it can make alone."""
         for group in self.param_groups:
             check_group(group)
-        params = [param for _, param in self._trainable()]
-        self._presence.watch(params)
+        params = [param for _, param in trainable(self.param_groups)]
         present = self._presence.of(params)
+        self._presence.watch(params)
         for param in params:
-            if param.grad is not None and param.grad.layout != torch.strided:
-                raise TypeError(
-                    "DistributedLion takes no sparse gradients: build the embedding with "
-                    "sparse=False; rows without a gradient abstain anyway"
-                )
+            check_gradient(param)
         grads = [cast(Tensor, p.grad) for p, has in zip(params, present, strict=True) if has]
-        finite = self._unscaled(grads) and all_finite(grads)
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        finite = unscale(grads, scale, found_inf) and all_finite(grads)
         if wire is not None and wire.world_size > 1:
             self._prepare_messages(wire)
         return Header(
             finite=finite,
             failed=False,
             step=self.steps,
-            layout=digest(self._layout_lines()),
-            options=digest(sorted(self._option_values().items())),
-            groups=digest(self._group_values()),
+            layout=digest(layout_key(self.param_groups)),
+            options=digest(option_values(self.options)),
+            groups=digest(group_values(self.param_groups)),
             present=torch.tensor(present, dtype=torch.bool),
         )
 
-    def _unscaled(self, grads: Sequence[Tensor]) -> bool:
-        """Divides by GradScaler's scale, if it has not, and returns whether it found no Inf."""
-        scale = getattr(self, "grad_scale", None)
-        if scale is not None:
-            inverse = 1.0 / float(scale)
-            for grad in grads:
-                grad.mul_(inverse)
-        found = getattr(self, "found_inf", None)
-        return found is None or float(found) == 0.0
-
-    def _note_abstentions(self, headers: Sequence[Header]) -> None:
-        """Counts the ranks that abstain; raises on all of them when one does for too long."""
-        self._abstained = self._abstained or [0]
-        for rank, header in enumerate(headers):
-            self._abstained[rank] = 0 if header.finite else self._abstained[rank] + 1
-            self.wire.abstentions += not header.finite
-        if not headers[self.rank if len(headers) > 1 else 0].finite:
-            _warn_of_abstention(self.rank)
-        limit = self.options.max_abstained_steps
-        stuck = [rank for rank, count in enumerate(self._abstained) if count >= limit]
-        if stuck:
-            raise RuntimeError(
-                f"gradients of rank {', '.join(map(str, stuck))} held a NaN or an Inf in {limit} "
-                f"steps in a row (max_abstained_steps={limit}): lower the learning rate, check "
-                f"that rank's data, or raise max_abstained_steps"
-            )
+    def _prepare_messages(self, wire: Wire) -> None:
+        """Makes messages and buffers anew where the trainable parameters changed."""
+        params = trainable(self.param_groups)
+        key = [(index, id(p), p.shape, p.dtype, p.device) for index, p in params]
+        if self._messages_key != key:
+            self._messages = make_messages(params, wire, self.options)
+            self._messages_key = key
 
     def _move(self, wire: Wire | None, voters: Tensor, mine: Header) -> None:
         """Exchanges votes and applies the verdict to the parameters that any rank votes on."""
-        trainable = self._trainable()
-        rules = self._rules(
-            {index for (index, _), voted in zip(trainable, voters.tolist(), strict=True) if voted}
-        )
-        for index, param in trainable:
-            if index in rules and "exp_avg" not in self.state[param]:
-                dtype = self.options.momentum_dtype or param.dtype
-                self.state[param]["exp_avg"] = torch.zeros(
-                    param.shape, dtype=dtype, device=param.device
-                )
-        voting = {
-            index: cast(Tensor, self.state[param]["exp_avg"])
-            for (index, param), has in zip(trainable, mine.present.tolist(), strict=True)
-            if has and mine.finite
+        params = trainable(self.param_groups)
+        voted = {
+            index for (index, _), any_rank in zip(params, voters.tolist(), strict=True) if any_rank
         }
-        if wire is None or wire.world_size == 1:
-            start = time.perf_counter()
-            for index, param in trainable:
-                if index in voting:
-                    assert param.grad is not None, "a parameter that votes has a gradient"
-                    codec_for(param.device).step_alone(
-                        param, param.grad, voting[index], rules[index]
-                    )
-            self.wire.apply_s += time.perf_counter() - start
-        else:
-            self._exchange(wire, voting, rules)
-
-    def _exchange(
-        self, wire: Wire, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]
-    ) -> None:
-        """Sends each message as soon as it is encoded, and applies each verdict as it arrives."""
-        clock = _Clock()
-        for message in self._messages:
-            message.encode(voting, rules)
-            self.wire.encode_s += clock.lap()
-            message.send()
-            self.wire.exchange_s += clock.lap()
-        step_rule = self._step_rule(wire)
-        for message in self._messages:
-            message.count(step_rule)
-        agreement = voted = 0
-        for message in self._messages:
-            verdict = message.verdict()
-            agreement += verdict.agreement
-            voted += message.voted_elements(verdict)
-            self.wire.exchange_s += clock.lap()
-            message.apply(verdict, rules)
-            self.wire.apply_s += clock.lap()
-        self.wire.exchanges += 1
-        self.wire.agreement = agreement / (wire.world_size * voted) if voted else float("nan")
+        rule = self._step_rule(wire)
+        rules = tensor_rules(self.param_groups, voted, rule)
+        voting: dict[int, Tensor] = {}
+        for (index, param), present in zip(params, mine.present.tolist(), strict=True):
+            if index not in voted:
+                continue
+            # Also where this rank does not vote: the state has the same entries on all ranks.
+            state = self.state[param]
+            if "exp_avg" not in state:
+                dtype = self.options.momentum_dtype or param.dtype
+                state["exp_avg"] = torch.zeros(param.shape, dtype=dtype, device=param.device)
+            if present and mine.finite:
+                voting[index] = state["exp_avg"]
+        if wire is not None and wire.world_size > 1:
+            exchange_all(self._messages, voting, rules, rule, self.wire)
+            return
+        start = time.perf_counter()
+        for index, param in params:
+            if index in voting:
+                codec = codec_for(param.device)
+                codec.step_alone(param, cast(Tensor, param.grad), voting[index], rules[index])
+        self.wire.apply_s += time.perf_counter() - start
 
     def _step_rule(self, wire: Wire | None) -> StepRule:
         return StepRule(
@@ -422,33 +402,6 @@ class DistributedLion(Optimizer):
             seed=self.options.seed,
         )
 
-    def _rules(self, indices: set[int]) -> dict[int, TensorRule]:
-        """Returns the step's constants of those parameters, by index."""
-        rules: dict[int, TensorRule] = {}
-        step_rule = self._step_rule(self._wire)
-        index = 0
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for _ in group["params"]:
-                if index in indices:
-                    rules[index] = TensorRule(
-                        step_rule=step_rule,
-                        index=index,
-                        lr=float(group["lr"]),
-                        betas=(float(beta1), float(beta2)),
-                        weight_decay=float(group["weight_decay"]),
-                    )
-                index += 1
-        return rules
-
-    def _prepare_messages(self, wire: Wire) -> None:
-        """Makes messages and buffers anew where the trainable parameters changed."""
-        trainable = self._trainable()
-        key = [(index, id(p), p.shape, p.dtype, p.device) for index, p in trainable]
-        if self._messages_key != key:
-            self._messages = make_messages(trainable, wire, self.options)
-            self._messages_key = key
-
     def synchronize_momentum(self) -> None:
         """Replaces every momentum by its mean over the ranks; every rank must call this.
 
@@ -459,11 +412,12 @@ class DistributedLion(Optimizer):
             Disagreement: On every rank, if they have momenta of different parameters.
         """
         wire = self._resolved()
+        self._averaged_at = self.steps
         if wire is None or wire.world_size == 1:
             return
         held = [
             (index, cast(Tensor, self.state[param]["exp_avg"]))
-            for index, param in enumerate(self._params())
+            for index, param in enumerate(flat_params(self.param_groups))
             if "exp_avg" in self.state.get(param, {})
         ]
         shapes = [(index, tuple(tensor.shape)) for index, tensor in held]
@@ -485,6 +439,8 @@ class DistributedLion(Optimizer):
             "steps": self.steps,
             "seed": self.options.seed,
             "checkpoint": self.options.checkpoint,
+            # Whose momentum it is: None if it is that of all ranks.
+            "rank": None if self._averaged_at == self.steps else self.rank,
         }
         return state_dict
 
@@ -508,6 +464,9 @@ class DistributedLion(Optimizer):
             restore_momentum(self, found["state_dict"], self.options.momentum_dtype)
             if found["own"] is not None:
                 self.steps = found["own"]["steps"]
+                self._loaded_rank = (
+                    found["own"].get("rank") if found["state_dict"]["state"] else None
+                )
                 self.options = dataclasses.replace(self.options, seed=found["own"]["seed"])
 
         # As hooks, so that what the user's own hooks return is checked and restored.
@@ -531,93 +490,5 @@ class DistributedLion(Optimizer):
         if "_presence" not in self.__dict__:
             self._process_group = None
             self._begin()
-            self._presence.watch(self._params())
+            self._presence.watch(flat_params(self.param_groups))
             comm_hook.watch(self)
-
-    def _params(self) -> list[Tensor]:
-        """Returns the parameters of the flattened groups: position is parameter index."""
-        return [param for group in self.param_groups for param in group["params"]]
-
-    def _trainable(self) -> list[tuple[int, Tensor]]:
-        return [(index, p) for index, p in enumerate(self._params()) if p.requires_grad]
-
-    def _names(self) -> list[str]:
-        """Returns a name for every parameter of the flattened groups."""
-        names: list[str] = []
-        for group in self.param_groups:
-            numbered = [f"parameter {len(names) + k}" for k in range(len(group["params"]))]
-            names.extend(group.get("param_names", numbered))
-        return names
-
-    def _layout_lines(self) -> list[str]:
-        names = self._names()
-        return [f"{names[i]}: {tuple(p.shape)} {p.dtype}" for i, p in self._trainable()]
-
-    def _option_values(self) -> dict[str, Any]:
-        """Returns the options that must be equal on all ranks, and the exchange they lead to."""
-        values = {
-            field.name: getattr(self.options, field.name)
-            for field in dataclasses.fields(self.options)
-        }
-        values["momentum_dtype"] = str(self.options.momentum_dtype)
-        return values
-
-    def _group_values(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "lr": float(group["lr"]),
-                "betas": tuple(map(float, group["betas"])),
-                "weight_decay": float(group["weight_decay"]),
-            }
-            for group in self.param_groups
-        ]
-
-    def _details(self, failure: Exception | None) -> Details:
-        def parameters() -> list[tuple[str, int]]:
-            names = self._names()
-            return [(names[index], fingerprint(param)) for index, param in self._trainable()]
-
-        return Details(
-            layout=self._layout_lines,
-            options=self._option_values,
-            groups=self._group_values,
-            parameters=parameters,
-            failure=lambda: None if failure is None else f"{type(failure).__name__}: {failure}",
-        )
-
-
-class _Clock:
-    """A stop watch."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-
-    def lap(self) -> float:
-        """Returns the seconds since the last call."""
-        last, self._last = self._last, time.perf_counter()
-        return self._last - last
-
-
-def _failed_header(steps: int) -> Header:
-    return Header(
-        finite=False,
-        failed=True,
-        step=steps,
-        layout=0,
-        options=0,
-        groups=0,
-        present=torch.zeros(0, dtype=torch.bool),
-    )
-
-
-_abstention_warning = ["one per process"]
-
-
-def _warn_of_abstention(rank: int) -> None:
-    if _abstention_warning:
-        _abstention_warning.clear()
-        warnings.warn(
-            f"gradients of rank {rank} hold a NaN or an Inf: it abstains from this step and keeps "
-            f"its momentum; said once, `optimizer.wire.abstentions` goes on counting",
-            stacklevel=4,
-        )

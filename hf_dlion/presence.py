@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -38,7 +37,11 @@ class Presence:
         unless it is still the zeros of `zero_grad(set_to_none=False)`.
         """
         if self._seen:
-            return [p.grad is not None and id(p) in self._seen for p in params]
+            # One that was thawed since the last step is not watched yet: its gradient counts.
+            return [
+                p.grad is not None and (id(p) in self._seen or id(p) not in self._handles)
+                for p in params
+            ]
         return [p.grad is not None and self._zeros.get(id(p)) != _mark(p.grad) for p in params]
 
     def note_zeros(self, params: list[Tensor]) -> None:
@@ -72,22 +75,3 @@ def _mark(grad: Tensor) -> tuple[int, int]:
 def _remove(handles: dict[int, RemovableHandle]) -> None:
     for handle in handles.values():
         handle.remove()
-
-
-def all_finite(grads: list[Tensor]) -> bool:
-    """Returns whether no gradient holds a NaN or an Inf.
-
-    A finite sum proves it in one pass without a temporary; a sum may overflow where no element
-    did, and only then the elements are looked at one by one.
-
-    Args:
-        grads: Dense gradients of any floating dtype, on any devices.
-    """
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
-        by_device.setdefault(grad.device, []).append(grad.sum(dtype=wide).to(torch.float64))
-    sums = [torch.stack(device_sums).isfinite().all() for device_sums in by_device.values()]
-    if all(bool(finite) for finite in sums):
-        return True
-    return all(bool(grad.isfinite().all()) for grad in grads)

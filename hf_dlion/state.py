@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,34 @@ def check_trainable(param: Tensor) -> None:
         raise TypeError(
             f"DistributedLion takes parameters of {allowed}, got {param.dtype}; leave quantised "
             f"and complex ones out of the groups"
+        )
+
+
+def check_gradient(param: Tensor) -> None:
+    """Checks that a parameter's gradient, if it has one, is dense.
+
+    Raises:
+        TypeError: If it is sparse.
+    """
+    if param.grad is not None and param.grad.layout != torch.strided:
+        raise TypeError(
+            "DistributedLion takes no sparse gradients: build the embedding with sparse=False; "
+            "rows without a gradient abstain anyway"
+        )
+
+
+_warned: set[str] = set()
+
+
+def warn_of_foreign_momentum(rank: int, saved_by: int) -> None:
+    """Warns, once per process, that a rank goes on with the momentum of another one."""
+    if "momentum" not in _warned:
+        _warned.add("momentum")
+        warnings.warn(
+            f"rank {rank} goes on with the momentum that rank {saved_by} saved, its own is lost: "
+            f"call hf_dlion.load_momentum after load_state_dict, use hf_dlion.register() or "
+            f"hf_dlion.accelerate.attach, or call synchronize_momentum() before saving",
+            stacklevel=5,
         )
 
 

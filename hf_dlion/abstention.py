@@ -1,0 +1,95 @@
+"""Ranks that abstain from whole steps, and for how long that may go on (design S10)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_warned: set[str] = set()
+
+
+class Abstentions:
+    """Counts, for every rank, the steps in a row from which it abstained.
+
+    All ranks count from the same headers, so that all raise together.
+    """
+
+    def __init__(self, world_size: int, limit: int) -> None:
+        """Starts at none.
+
+        Args:
+            world_size: Number of ranks.
+            limit: Steps in a row after which `note` raises.
+        """
+        self._limit = limit
+        self._in_a_row = [0] * world_size
+
+    def note(self, finite: Sequence[bool], rank: int) -> int:
+        """Counts one step and returns how many ranks abstained.
+
+        Args:
+            finite: For each rank, whether its gradients were finite.
+            rank: This rank, which warns of its own abstention, once per process.
+
+        Raises:
+            RuntimeError: If a rank reached the limit.
+        """
+        for other, good in enumerate(finite):
+            self._in_a_row[other] = 0 if good else self._in_a_row[other] + 1
+        if not finite[rank]:
+            _warn_once(rank)
+        stuck = [other for other, count in enumerate(self._in_a_row) if count >= self._limit]
+        if stuck:
+            raise RuntimeError(
+                f"gradients of rank {', '.join(map(str, stuck))} held a NaN or an Inf in "
+                f"{self._limit} steps in a row (max_abstained_steps={self._limit}): lower the "
+                f"learning rate, check that rank's data, or raise max_abstained_steps"
+            )
+        return sum(not good for good in finite)
+
+
+def _warn_once(rank: int) -> None:
+    if "abstention" not in _warned:
+        _warned.add("abstention")
+        warnings.warn(
+            f"gradients of rank {rank} hold a NaN or an Inf: it abstains from this step and keeps "
+            f"its momentum; said once, `optimizer.wire.abstentions` goes on counting",
+            stacklevel=5,
+        )
+
+
+def all_finite(grads: Sequence[Tensor]) -> bool:
+    """Returns whether no gradient holds a NaN or an Inf.
+
+    A finite sum proves it in one pass without a temporary; a sum may overflow where no element
+    did, and only then the elements are looked at one by one.
+
+    Args:
+        grads: Dense gradients of any floating dtype, on any devices.
+    """
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        by_device.setdefault(grad.device, []).append(grad.sum(dtype=wide).to(torch.float64))
+    sums = [torch.stack(device_sums).isfinite().all() for device_sums in by_device.values()]
+    if all(bool(finite) for finite in sums):
+        return True
+    return all(bool(grad.isfinite().all()) for grad in grads)
+
+
+def unscale(grads: Sequence[Tensor], scale: Tensor | None, found_inf: Tensor | None) -> bool:
+    """Divides gradients by GradScaler's scale, in place, and returns whether it found no Inf.
+
+    Args:
+        grads: This rank's gradients.
+        scale: What the loss was multiplied by, or None if that is divided out already.
+        found_inf: Not 0 if GradScaler saw a NaN or an Inf, or None if it did not look.
+    """
+    if scale is not None:
+        inverse = 1.0 / float(scale)
+        for grad in grads:
+            grad.mul_(inverse)
+    return found_inf is None or float(found_inf) == 0.0

@@ -1,0 +1,95 @@
+"""Reading torch's parameter groups: who is where, and what every rank must agree on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hf_dlion.fingerprint import fingerprint
+from hf_dlion.header import Details
+from hf_dlion.options import Options
+from hf_dlion.verdict import StepRule, TensorRule
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+def flat_params(groups: Groups) -> list[Tensor]:
+    """Returns the parameters of the flattened groups: position is parameter index."""
+    return [param for group in groups for param in group["params"]]
+
+
+def trainable(groups: Groups) -> list[tuple[int, Tensor]]:
+    """Returns index and parameter of those that require a gradient: they make the layout."""
+    return [(index, p) for index, p in enumerate(flat_params(groups)) if p.requires_grad]
+
+
+def names_of(groups: Groups) -> list[str]:
+    """Returns a name for every parameter of the flattened groups."""
+    names: list[str] = []
+    for group in groups:
+        numbered = [f"parameter {len(names) + k}" for k in range(len(group["params"]))]
+        names.extend(group.get("param_names", numbered))
+    return names
+
+
+def layout_lines(groups: Groups) -> list[str]:
+    """Returns a line with name, shape and dtype for every trainable parameter."""
+    names = names_of(groups)
+    return [f"{names[index]}: {tuple(p.shape)} {p.dtype}" for index, p in trainable(groups)]
+
+
+def layout_key(groups: Groups) -> list[tuple[int, tuple[int, ...], str]]:
+    """Returns what the layout of the messages depends on, alike on all ranks."""
+    return [(index, tuple(p.shape), str(p.dtype)) for index, p in trainable(groups)]
+
+
+def group_values(groups: Groups) -> list[dict[str, Any]]:
+    """Returns each group's hyperparameters as plain numbers."""
+    return [
+        {
+            "lr": float(group["lr"]),
+            "betas": tuple(map(float, group["betas"])),
+            "weight_decay": float(group["weight_decay"]),
+        }
+        for group in groups
+    ]
+
+
+def option_values(options: Options) -> dict[str, Any]:
+    """Returns the options as plain values."""
+    return {
+        field.name: str(value) if field.name == "momentum_dtype" else value
+        for field in dataclasses.fields(options)
+        for value in [getattr(options, field.name)]
+    }
+
+
+def tensor_rules(groups: Groups, indices: set[int], step_rule: StepRule) -> dict[int, TensorRule]:
+    """Returns the constants of one step for the parameters `indices`, by index."""
+    rules: dict[int, TensorRule] = {}
+    index = 0
+    for group, values in zip(groups, group_values(groups), strict=True):
+        for _ in group["params"]:
+            if index in indices:
+                rules[index] = TensorRule(step_rule=step_rule, index=index, **values)
+            index += 1
+    return rules
+
+
+def details_of(groups: Groups, options: Options, failure: Exception | None) -> Details:
+    """Returns what a rank can say of itself should the ranks disagree."""
+
+    def parameters() -> list[tuple[str, int]]:
+        names = names_of(groups)
+        return [(names[index], fingerprint(param)) for index, param in trainable(groups)]
+
+    return Details(
+        layout=lambda: layout_lines(groups),
+        options=lambda: option_values(options),
+        groups=lambda: group_values(groups),
+        parameters=parameters,
+        failure=lambda: None if failure is None else f"{type(failure).__name__}: {failure}",
+    )
