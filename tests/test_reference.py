@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_dlion.codec import reference
@@ -90,7 +90,6 @@ def test_infinity_votes_with_its_sign_and_nan_as_plus_one() -> None:
     assert reference.unpack_signs(ballot, (2, 2)).tolist() == [[1, -1], [1, 1]]
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_unpack_signs_undoes_pack_signs(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(0, 20), max_size=3).map(tuple))
