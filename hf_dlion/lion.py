@@ -136,6 +136,17 @@ def round_stochastically(x: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
     return x
 
 
+def saturate(momentum: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cuts `momentum`, in place, to the finite range of the narrower `dtype` that will hold it.
+
+    A momentum that became Inf would stay so, and its element would vote one way for ever.
+    """
+    if momentum.dtype != dtype:
+        limit = torch.finfo(dtype).max
+        momentum.clamp_(-limit, limit)
+    return momentum
+
+
 def alternating_word(phase: int) -> int:
     """Returns the word, as int64, that votes +1 where k + `phase` is even and -1 elsewhere."""
     return 0x5555555555555555 if phase % 2 else -0x5555555555555556

@@ -294,3 +294,15 @@ def test_operations_for_other_devices_equal_those_for_the_cpu(count: int) -> Non
     assert torch.equal(bits_module._pack_anywhere(flags, torch.empty_like(words)), words)
     assert torch.equal(bits_module._unpack_anywhere(words, count), flags)
     assert int(bits_module._popcount_anywhere(words).sum()) == popcount(words)
+
+
+@CODECS
+@pytest.mark.parametrize("stochastic_rounding", [True, False])
+def test_a_momentum_saturates_instead_of_voting_one_way_for_ever(
+    codec: Codec, stochastic_rounding: bool
+) -> None:
+    exp_avg = torch.zeros(2, dtype=torch.float16)
+    grad = torch.tensor([1e8, -1e8])
+    words, active = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
+    codec.encode(grad, exp_avg, words, active, rule(stochastic_rounding=stochastic_rounding))
+    assert exp_avg.tolist() == [65504.0, -65504.0]

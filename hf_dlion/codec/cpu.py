@@ -24,6 +24,7 @@ from hf_dlion.lion import (
     random_bits,
     round_stochastically,
     rounding_key,
+    saturate,
     zero_phase,
 )
 from hf_dlion.verdict import TensorRule, Verdict
@@ -99,6 +100,7 @@ def _advance(grad: Tensor, exp_avg: Tensor, start: int, rule: TensorRule) -> Ten
     interpolate(old, new, rule.betas[0], out=direction, scratch=scratch)
     interpolate(old, new, rule.betas[1], out=old, scratch=scratch)
     if old is not exp_avg:
+        saturate(old, exp_avg.dtype)
         _store(exp_avg, old, start, rule, momentum_stream(rule.step_rule.rank))
     return direction
 
@@ -133,7 +135,7 @@ class CpuCodec:
         for chunk in _chunks(new.numel()):
             direction = _advance(new[chunk], old[chunk], chunk.start, rule).numpy()
             count = direction.size
-            flags = np.signbit(direction, out=_buffers.flags[:count])
+            flags = np.less(direction, 0, out=_buffers.flags[:count])
             zeros = np.equal(direction, 0, out=_buffers.zeros[:count])
             rows, starts = _rows_of(run, chunk)
             if zeros.any():

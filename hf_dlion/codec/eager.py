@@ -16,6 +16,7 @@ from hf_dlion.lion import (
     random_bits,
     round_stochastically,
     rounding_key,
+    saturate,
     zero_phase,
 )
 from hf_dlion.verdict import TensorRule, Verdict
@@ -105,6 +106,7 @@ class EagerCodec:
         scratch = torch.empty_like(new)
         direction = interpolate(old, new, rule.betas[0], out=torch.empty_like(new), scratch=scratch)
         following = interpolate(old, new, rule.betas[1], out=torch.empty_like(new), scratch=scratch)
+        saturate(following, exp_avg.dtype)
         store(exp_avg.view(-1), following, rule, momentum_stream(rule.step_rule.rank))
         return direction
 
