@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_dlion import DistributedLion
-from hf_dlion.checkpoint import load_momentum, save_momentum
+from hf_dlion import DistributedLion, load_momentum, save_momentum
 
 
 def spirals(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -255,10 +255,7 @@ def parse() -> tuple[ExampleArguments, TrainingArguments]:
         dataloader_pin_memory=torch.cuda.is_available(),
         ddp_find_unused_parameters=False,
     )
-    example, training = parser.parse_args_into_dataclasses()
-    if training.deepspeed or training.fsdp:
-        parser.error("this example trains with DDP")
-    return example, training
+    return parser.parse_args_into_dataclasses()
 
 
 def train(example: ExampleArguments, training: TrainingArguments) -> None:
