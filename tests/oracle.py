@@ -120,6 +120,9 @@ class OracleLion:
             m = _widen(self.exp_avg[rank][index]).astype(dtype)
             u = reference.direction(m, g, beta1)
             new = reference.updated_momentum(m, g, beta2)
+            momentum_dtype = self.exp_avg[rank][index].dtype
+            if momentum_dtype.itemsize < new.dtype.itemsize:
+                new = reference.saturated(new, torch.finfo(momentum_dtype).max)
             self._store(self.exp_avg[rank], index, new, stream=1 + rank)
             if self.world_size == 1:
                 self._apply(index, np.sign(u))

@@ -394,6 +394,13 @@ def test_direction_rounds_each_product_and_then_the_sum() -> None:
         assert u[k] == F32(float(first) + float(second))
 
 
+def test_a_momentum_beyond_its_dtype_saturates() -> None:
+    m = reference.saturated(np.array([1e6, -1e6, 3.0, np.nan], F32), 65504.0)
+    assert m.dtype == F32
+    assert m[:3].tolist() == [65504.0, -65504.0, 3.0]
+    assert np.isnan(m[3])
+
+
 def test_float64_keeps_its_precision() -> None:
     m, g = np.full(2, 1.0), np.full(2, 1e-12)
     assert reference.direction(m, g, 0.9).tolist() == [0.9 * 1.0 + (1.0 - 0.9) * 1e-12] * 2

@@ -58,6 +58,29 @@ def test_one_rank_equals_the_simulation(
         assert same_bits(optimizer.state[p]["exp_avg"], oracle.exp_avg[0][k])
 
 
+@pytest.mark.parametrize("stochastic", [True, False])
+@pytest.mark.parametrize("momentum_dtype", [torch.float32, *SIXTEEN_BITS])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_huge_gradient_does_not_decide_an_element_for_ever(
+    dtype: torch.dtype, momentum_dtype: torch.dtype, stochastic: bool
+) -> None:
+    p = nn.Parameter(torch.zeros(2, dtype=dtype))
+    options = {"momentum_dtype": momentum_dtype, "stochastic_rounding": stochastic}
+    optimizer = DistributedLion([p], lr=0.125, **options)
+    oracle = OracleLion([OracleGroup([p], lr=0.125)], 1, **options)
+    huge = torch.finfo(dtype).max
+    gradients = [huge, *[-huge / 2] * 200]
+    for value in gradients:
+        g = torch.tensor([value, -value], dtype=dtype)
+        p.grad = g.clone()
+        optimizer.step()
+        oracle.step([[g]])
+        assert optimizer.state[p]["exp_avg"].isfinite().all()
+    assert same_bits(p, oracle.params[0])
+    assert same_bits(optimizer.state[p]["exp_avg"], oracle.exp_avg[0][0])
+    assert p[0] > 0 > p[1]
+
+
 def test_a_gradient_of_zero_does_not_move_a_parameter() -> None:
     p = random_param(4)
     before = p.detach().clone()

@@ -55,6 +55,19 @@ def updated_momentum(exp_avg: Array, grad: Array, beta2: float) -> Array:
     return direction(exp_avg, grad, beta2)
 
 
+def saturated(momentum: Array, largest: float) -> Array:
+    """Returns the momentum without what exceeds the largest finite number of its narrower dtype.
+
+    Rounded to Inf, it would decide the element's vote for ever: Inf decays to Inf.
+
+    Args:
+        momentum: From `updated_momentum`, float32 or float64.
+        largest: 65504 for float16, for example.
+    """
+    limit = momentum.dtype.type(largest)
+    return np.clip(momentum, -limit, limit)
+
+
 def pack_signs(u: Array, *, t: int, rank: int, world_size: int) -> Ballot:
     """Returns the packed signs of a direction and which of its rows are active (S2, S3).
 
