@@ -176,16 +176,12 @@ def resume_momentum(
     folder = state_file.parent
     if has_momentum(folder, name=name):
         return load_momentum(lion, folder, name=name, failure=failure)
-    exists, alone = state_file.is_file(), False
-    if failure is None and exists:
-        saved = torch.load(state_file, map_location="cpu", mmap=True, weights_only=True)
-        alone = saved.get("dlion", {}).get("checkpoint") != "mean"
-    if alone and lion.options.checkpoint != "mean":
-        failure = CheckpointError(
-            f"{folder} holds rank 0's optimizer state, but no momentum of any rank: it was saved "
-            "without hf_dlion.register() or hf_dlion.accelerate.attach(). Resume from another "
-            f"checkpoint, or delete {state_file.name} there to start with zero momentum"
-        )
+    exists = state_file.is_file()
+    try:
+        if failure is None and exists:
+            _check_common(lion, state_file)
+    except Exception as error:  # As in load_momentum.
+        failure = error
     _agree(lion, failure, found=exists)
     if not exists and lion.rank == 0:
         warnings.warn(
@@ -193,6 +189,18 @@ def resume_momentum(
             stacklevel=2,
         )
     return None
+
+
+def _check_common(lion: DistributedLion, state_file: Path) -> None:
+    """Checks that rank 0's state holds a momentum that all ranks had in common."""
+    saved = torch.load(state_file, map_location="cpu", mmap=True, weights_only=True)
+    # No rank is named where the ranks averaged their momenta before.
+    if saved.get("dlion", {}).get("rank", 0) is not None and lion.options.checkpoint != "mean":
+        raise CheckpointError(
+            f"{state_file.parent} holds rank 0's optimizer state, but no momentum of any rank: it "
+            "was saved without hf_dlion.register() or hf_dlion.accelerate.attach(). Resume from "
+            f"another checkpoint, or delete {state_file.name} there to start with zero momentum"
+        )
 
 
 def _agree(lion: DistributedLion, problem: BaseException | None, *, found: object) -> None:

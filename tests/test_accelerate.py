@@ -98,9 +98,9 @@ def load(rank, world_size, folder, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loop.accelerator.load_state(folder)
-    loaded = loop.momenta()
-    loop.train(4)
-    said = [str(w.message) for w in caught if "momenta" in str(w.message)]
+        loaded = loop.momenta()
+        loop.train(4)
+    said = [str(w.message) for w in caught if "moment" in str(w.message)]
     return loaded, loop.digest(), loop.momenta(), said
 
 

@@ -208,7 +208,7 @@ def test_other_optimizers_are_left_alone(tmp_path):
 def test_sharding_is_refused_with_what_works(tmp_path, monkeypatch, change, words, route):
     trainer = list(routes(tmp_path))[route]
     for name, value in change.items():
-        monkeypatch.setattr(trainer, name, value)
+        monkeypatch.setattr(trainer, name, value, raising=False)  # Not in older transformers.
     with pytest.raises(NotImplementedError, match=words) as caught:
         trainer.train()
     assert "Use plain data parallelism" in str(caught.value)

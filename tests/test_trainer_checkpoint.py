@@ -51,7 +51,7 @@ def train(rank, world_size, folder, changes, *, resume=None, stop=None, **traine
         trainer.train(resume_from_checkpoint=resume)
     lion = trainer.optimizer.optimizer
     momenta = [s["exp_avg"].clone() for s in lion.state.values()]
-    said = [str(w.message) for w in caught if "momenta" in str(w.message)]
+    said = [str(w.message) for w in caught if "moment" in str(w.message)]
     return weights_digest(trainer.model), momenta, said, lion.steps
 
 

@@ -44,6 +44,7 @@ def train(rank, world_size, folder, changes):
         {"gradient_checkpointing": True},
         {"bf16": True},
         {"ddp_static_graph": True},
+        {"torch_compile": True, "torch_compile_backend": "eager"},
         {"optim_args": "exchange=two_phase,aggregation=average"},
         {"optim_args": "exchange=gather,ties=zero,momentum_dtype=bfloat16"},
         {"lr_scheduler_type": "cosine", "warmup_steps": 2},
