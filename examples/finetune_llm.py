@@ -41,6 +41,7 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
+from transformers.utils import logging
 
 import hf_dlion
 
@@ -222,15 +223,16 @@ def continue_prompt(folder: str, prompt: str, tokenizer: PreTrainedTokenizerBase
         output = model.generate(
             inputs,
             attention_mask=torch.ones_like(inputs),
-            max_new_tokens=120,
+            max_new_tokens=160,
             do_sample=True,
-            temperature=0.7,
+            temperature=0.5,
         )[0].tolist()
     return bytes(output).decode(errors="replace") if tokenizer is None else tokenizer.decode(output)
 
 
 def parse() -> tuple[ExampleArguments, TrainingArguments]:
     """Return the command line's arguments, with this example's defaults."""
+    logging.disable_progress_bar()  # of saving and loading
     hf_dlion.register()  # before the parser, which lists the optimizers that it knows
     parser = HfArgumentParser((ExampleArguments, TrainingArguments))
     parser.set_defaults(
