@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType, ProjectConfiguration
-from spawn import RankPools
+from spawn import RankPools, run_script
 from tiny import weights_digest
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -82,6 +82,29 @@ def test_prepare_is_all_that_a_loop_needs(ranks: RankPools, accumulate):
         assert steps == 6 // accumulate
         assert wire.bytes_sent > 0
         assert hooked
+
+
+EARLY = r"""
+import torch, hf_dlion
+model = torch.nn.Linear(4, 3)
+torch.nn.init.constant_(model.weight, 0.5)
+optimizer = hf_dlion.DistributedLion(model.named_parameters(), lr=0.25)
+assert optimizer.world_size == 1
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+wrapped, prepared = accelerator.prepare(model, optimizer)
+accelerator.backward(wrapped(torch.ones(2, 4)).sum())
+prepared.step()
+seen = (optimizer.world_size, optimizer.wire.exchanges, *model.weight.unique().tolist())
+print(f"{seen}\n", end="", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_an_optimizer_may_be_built_before_the_accelerator(tmp_path):
+    (tmp_path / "early.py").write_text(EARLY)
+    done = run_script(2, [str(tmp_path / "early.py")])
+    assert done.stdout.split("\n") == ["(2, 1, 0.25)", "(2, 1, 0.25)", ""]
 
 
 def save(rank, world_size, folder, **options):
