@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -62,7 +63,7 @@ class TensorRule:
         return 1.0 - self.lr * self.weight_decay
 
     def moves(self, dtype: torch.dtype) -> Tensor:
-        """Returns fl(lr * v) for each sum of votes, on the CPU.
+        """Returns fl(lr * v) for each sum of votes, on the CPU; do not write to it.
 
         Args:
             dtype: float32 or float64, in which v and the product are rounded.
@@ -71,10 +72,15 @@ class TensorRule:
             Shape (2 n + 1,), entry n + s for the sum s: n is 1 under majority (v = s), and
             the world size under average (v = s / n).
         """
-        n = 1 if self.step_rule.aggregation == "majority" else self.step_rule.world_size
-        sums = torch.arange(-n, n + 1, dtype=dtype)
-        # A division of two tensors is rounded correctly everywhere; one by a scalar is not.
-        return sums / torch.full_like(sums, n) * torch.tensor(self.lr, dtype=dtype)
+        majority = self.step_rule.aggregation == "majority"
+        return _moves(1 if majority else self.step_rule.world_size, self.lr, dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _moves(n: int, lr: float, dtype: torch.dtype) -> Tensor:
+    sums = torch.arange(-n, n + 1, dtype=dtype)
+    # A division of two tensors is rounded correctly everywhere; one by a scalar is not.
+    return sums / torch.full_like(sums, n) * torch.tensor(lr, dtype=dtype)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ as long as a chunk and made once per thread.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 
@@ -51,6 +52,8 @@ class _Buffers(threading.local):
 
     def floating(self, dtype: torch.dtype, count: int) -> list[Tensor]:
         """Returns four buffers of `count` elements."""
+        if count == CHUNK:
+            return self._floating[dtype]
         return [buffer[:count] for buffer in self._floating[dtype]]
 
 
@@ -160,8 +163,7 @@ class CpuCodec:
         dtype = compute_dtype(param.dtype)
         moves = rule.moves(dtype).numpy()
         majority = rule.step_rule.aggregation == "majority"
-        # Eight moves at a time: entry b holds those of the eight verdicts in byte b.
-        octets = moves[2 - 2 * _bits_of_bytes()] if majority else None
+        octets = _octets_of_moves(rule.lr, dtype) if majority else None
         planes = [plane.numpy().view(np.uint8) for plane in verdict.planes]
         counts = verdict.counts.numpy()
         same = int(counts[0]) if (counts == counts[0]).all() else None
@@ -205,10 +207,12 @@ class CpuCodec:
             param.copy_(flat.view(param.shape))
 
 
-def _bits_of_bytes() -> np.ndarray:
-    """Returns the eight bits of every byte, lowest first, shape (256, 8)."""
-    octets = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-    return octets.astype(np.intp)
+@functools.lru_cache(maxsize=64)
+def _octets_of_moves(lr: float, dtype: torch.dtype) -> np.ndarray:
+    """Returns, in row b, the eight moves -lr or +lr of the verdicts in byte b; shape (256, 8)."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    step = torch.tensor(lr, dtype=dtype).numpy()
+    return np.where(bits == 1, -step, step)
 
 
 def _repeated(counts: np.ndarray, run: Run, chunk: slice) -> np.ndarray:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,7 @@ from hf_dlion.lion import (
 from hf_dlion.verdict import TensorRule, Verdict
 
 
+@functools.lru_cache(maxsize=4096)
 def whole_run(shape: torch.Size) -> Run:
     """Returns the stretch that is one whole parameter of `shape`."""
     layout = MessageLayout.of([(0, shape)])

@@ -32,7 +32,8 @@ class DistributedLionCallback(TrainerCallback):
     def __init__(self) -> None:
         """Nothing is measured until a step is made."""
         self._steps = 0
-        self._agreements: list[float] = []
+        self._exchanges = 0
+        self._agreement_sum = 0.0
         self._bytes_before = 0
         self._abstentions_before = 0
 
@@ -64,7 +65,8 @@ class DistributedLionCallback(TrainerCallback):
         self._steps += 1
         agreement = float(lion.wire.agreement)
         if not math.isnan(agreement):
-            self._agreements.append(agreement)
+            self._exchanges += 1
+            self._agreement_sum += agreement
 
     def on_log(
         self,
@@ -82,8 +84,8 @@ class DistributedLionCallback(TrainerCallback):
         wire = lion.wire
         sent = wire.bytes_sent - self._bytes_before
         figures = {"dlion/wire_mb_per_step": sent / self._steps / MEGABYTE}
-        if self._agreements:
-            figures["dlion/agreement"] = sum(self._agreements) / len(self._agreements)
+        if self._exchanges:
+            figures["dlion/agreement"] = self._agreement_sum / self._exchanges
         figures["dlion/abstained"] = float(wire.abstentions - self._abstentions_before)
         logs.update(figures)
         # Trainer has put a copy of `logs` there before it calls the callbacks.
@@ -92,7 +94,7 @@ class DistributedLionCallback(TrainerCallback):
         self._start_interval(lion)
 
     def _start_interval(self, lion: DistributedLion) -> None:
-        self._steps = 0
-        self._agreements = []
+        self._steps = self._exchanges = 0
+        self._agreement_sum = 0.0
         self._bytes_before = lion.wire.bytes_sent
         self._abstentions_before = lion.wire.abstentions

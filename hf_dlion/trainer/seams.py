@@ -30,15 +30,6 @@ logger = logging.get_logger(__name__)
 
 OPTIMIZER_FILE = "optimizer.pt"
 
-# The methods that are wrapped, with the parameters that the wrappers rely on.
-_SEAMS = {
-    "train": (),
-    "create_optimizer": (),
-    "_save_optimizer_and_scheduler": ("output_dir",),
-    "_save_rng_state": ("output_dir",),
-    "_load_optimizer_and_scheduler": ("checkpoint",),
-    "_load_scaler": ("checkpoint",),
-}
 _INSTALLED = "_hf_dlion_seams"
 
 # This rank's GradScaler state, between the two methods that load the optimizer and the scaler.
@@ -62,14 +53,14 @@ def install_seams() -> None:
     """
     if _INSTALLED in vars(Trainer):
         return
-    for name, parameters in _SEAMS.items():
+    for name, (_, parameters) in _SEAMS.items():
         method = vars(Trainer).get(name)
         if not inspect.isfunction(method):
             raise missing_seam(f"Trainer.{name}")
         if tuple(inspect.signature(method).parameters)[1 : 1 + len(parameters)] != parameters:
             raise missing_seam(f"Trainer.{name}({', '.join(parameters)})")
-    for name in _SEAMS:
-        _wrap(name, globals()[f"_around_{name.removeprefix('_')}"])
+    for name, (around, _) in _SEAMS.items():
+        _wrap(name, around)
     setattr(Trainer, _INSTALLED, True)
 
 
@@ -86,6 +77,8 @@ def _wrap(name: str, around: Callable[..., Any]) -> None:
 def _around_train(trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if _trains_with_lion(trainer):
         refuse_unsupported(trainer)
+        # Here too, for a subclass that creates the optimizer all by itself.
+        _put_callback_first(trainer.callback_handler)
     return original(*args, **kwargs)
 
 
@@ -185,3 +178,14 @@ def _around_load_scaler(
 
 def _scaler(trainer: Trainer) -> Any:
     return getattr(trainer.accelerator, "scaler", None)
+
+
+# The methods that are wrapped, by what, and the parameters that the wrappers rely on.
+_SEAMS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "train": (_around_train, ()),
+    "create_optimizer": (_around_create_optimizer, ()),
+    "_save_optimizer_and_scheduler": (_around_save_optimizer_and_scheduler, ("output_dir",)),
+    "_save_rng_state": (_around_save_rng_state, ("output_dir",)),
+    "_load_optimizer_and_scheduler": (_around_load_optimizer_and_scheduler, ("checkpoint",)),
+    "_load_scaler": (_around_load_scaler, ("checkpoint",)),
+}
