@@ -167,6 +167,7 @@ def test_a_trainer_with_groups_of_its_own_works(tmp_path):
     before = tiny_llama().model.embed_tokens.weight
     trainer.train()
     assert torch.equal(trainer.model.model.embed_tokens.weight, before)
+    assert "dlion/abstained" in trainer.state.log_history[0]
 
 
 @pytest.mark.parametrize(
