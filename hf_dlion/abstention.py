@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-_warned: set[str] = set()
+from hf_dlion.warn_once import warn_once
 
 
 class Abstentions:
@@ -40,7 +39,11 @@ class Abstentions:
         for other, good in enumerate(finite):
             self._in_a_row[other] = 0 if good else self._in_a_row[other] + 1
         if not finite[rank]:
-            _warn_once(rank)
+            warn_once(
+                "abstention",
+                f"gradients of rank {rank} hold a NaN or an Inf: it abstains from this step and "
+                f"keeps its momentum; said once, `optimizer.wire.abstentions` goes on counting",
+            )
         stuck = [other for other, count in enumerate(self._in_a_row) if count >= self._limit]
         if stuck:
             raise RuntimeError(
@@ -49,16 +52,6 @@ class Abstentions:
                 f"learning rate, check that rank's data, or raise max_abstained_steps"
             )
         return sum(not good for good in finite)
-
-
-def _warn_once(rank: int) -> None:
-    if "abstention" not in _warned:
-        _warned.add("abstention")
-        warnings.warn(
-            f"gradients of rank {rank} hold a NaN or an Inf: it abstains from this step and keeps "
-            f"its momentum; said once, `optimizer.wire.abstentions` goes on counting",
-            stacklevel=5,
-        )
 
 
 def all_finite(grads: Sequence[Tensor]) -> bool:

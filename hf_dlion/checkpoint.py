@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hf_dlion import momentum_file
 from hf_dlion.momentum_file import CheckpointError, MomentumFile
@@ -212,8 +211,7 @@ def _agree(lion: DistributedLion, problem: BaseException | None, *, found: objec
     text = str(problem)
     if not isinstance(problem, CheckpointError):
         text = f"{type(problem).__name__}: {problem}"
-    answers: list[Any] = [None] * lion.world_size
-    dist.all_gather_object(answers, (problem and text, found), group=lion.group())
+    answers = lion.gather_objects((problem and text, found))
     problems = [f"rank {rank}: {said}" for rank, (said, _) in enumerate(answers) if said]
     if problems:
         raise CheckpointError("\n".join(["cannot load", *problems])) from problem

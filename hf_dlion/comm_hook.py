@@ -1,28 +1,36 @@
 """How the optimizer finds the DDP wrappers of its parameters and keeps them from reducing.
 
 A forward pre-hook for all modules (public torch API, nothing is patched) looks for DDP wrappers.
-It costs about 3 us per module call and makes torch.compile warn, so that it goes once every
-optimizer has its wrapper, and comes back when that wrapper is gone or was not used in a step.
+It costs about 3 us per module call and makes torch.compile warn, so that it is there only while an
+optimizer has parameters whose wrapper it does not know: it goes once all are covered, and comes
+back when a wrapper is gone, or when a gradient came from elsewhere than the wrappers in use.
 """
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with classes.
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
+
+from hf_dlion.warn_once import warn_once
 
 
 class Owner(Protocol):
     """What the hooks need to know of an optimizer."""
 
     param_groups: list[dict[str, Any]]
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that the optimizer exchanges votes with."""
 
     def group(self) -> dist.ProcessGroup | None:
         """Returns the process group that the optimizer exchanges votes in."""
@@ -35,18 +43,51 @@ class Attachment:
     """The state of our comm hook on one DDP wrapper.
 
     Attributes:
-        calls: How often DDP handed a bucket to the hook since the last step.
-        used: Whether the wrapper ran forward with gradients since the last step.
+        params: ids of the wrapper's parameters.
+        used_for: ids of the owners that made no step since the wrapper ran forward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ddp: DistributedDataParallel) -> None:
         """Has seen nothing."""
-        self.calls = 0
-        self.used = False
+        self.params = {id(param) for param in ddp.module.parameters()}
+        self.used_for: set[int] = set()
+        self._group = ddp.process_group
+        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._expected = 0
+
+    def belongs_to(self, owners: Iterable[Owner]) -> None:
+        """Sets the optimizers that own the wrapper's trainable parameters, held weakly."""
+        self._owners = weakref.WeakSet(owners)
+        self._expected = len(self._owners)
 
     def note_forward(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook of the wrapper."""
-        self.used = self.used or torch.is_grad_enabled()
+        """Forward pre-hook of the wrapper.
+
+        Raises:
+            RuntimeError: If uneven inputs are being joined.
+        """
+        if not torch.is_grad_enabled():
+            return
+        self.used_for = {id(owner) for owner in self._owners}
+        if getattr(getattr(module, "_join_config", None), "enable", False):
+            raise RuntimeError(
+                "DistributedLion does not work inside join(): a rank that has run out of data "
+                "would not vote, and the others would wait for it; give every rank as many batches"
+            )
+
+    def reduced(
+        self,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> torch.futures.Future[Tensor] | None:
+        """Starts DDP's own averaging if an owner is gone, or returns None."""
+        if len(self._owners) >= self._expected:
+            return None
+        warn_once(
+            "reduced",
+            "a DistributedLion of this DDP wrapper no longer exists: the wrapper averages "
+            "gradients again",
+        )
+        return allreduce_hook(self._group, bucket)
 
 
 def local_gradients(
@@ -55,13 +96,20 @@ def local_gradients(
 ) -> torch.futures.Future[Tensor]:
     """DDP comm hook that leaves every rank its local gradients: nothing is sent.
 
+    A hook cannot be taken back: once an optimizer of the wrapper is gone, whatever follows it needs
+    the average that DDP stands for, and gets it.
+
     Args:
-        state: Counts the calls.
+        state: Knows whether the optimizers still live.
         bucket: DDP's bucket of gradients; not changed.
     """
-    state.calls += 1
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
+    reduced = state.reduced(bucket)
+    if reduced is not None:
+        return reduced
+    buffer = bucket.buffer()
+    devices = None if buffer.device.type == "cpu" else [buffer.device]
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+    future.set_result(buffer)
     return future
 
 
@@ -72,35 +120,40 @@ _attachments: "weakref.WeakKeyDictionary[DistributedDataParallel, Attachment]" =
 
 
 class _Search:
-    """The forward pre-hook that looks for new wrappers, while it is needed."""
+    """The forward pre-hook that looks for new wrappers, there while an optimizer needs it."""
 
     def __init__(self) -> None:
+        self._for: weakref.WeakSet[Any] = weakref.WeakSet()
         self._handle: RemovableHandle | None = None
         # A wrapper found after a step that went past it has averaged gradients in that step.
         self.missed_a_step = False
-        self._warned = False
 
-    def start(self) -> None:
-        if self._handle is None:
+    @property
+    def active(self) -> bool:
+        return self._handle is not None
+
+    def start(self, owners: Iterable[Owner]) -> None:
+        self._for.update(owners)
+        if self._for and self._handle is None:
             # torch.compile warns that global hooks fire on its wrapper too: ours means to.
             warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there")
             register = nn.modules.module.register_module_forward_pre_hook
             self._handle = register(_before_forward)
 
-    def stop(self) -> None:
-        if self._handle is not None:
+    def stop(self, owner: Owner) -> None:
+        self._for.discard(owner)
+        if not self._for and self._handle is not None:
             self._handle.remove()
             self._handle = None
-        self.missed_a_step = False
+            self.missed_a_step = False
 
     def warn_if_missed(self) -> None:
-        if self.missed_a_step and not self._warned:
-            self._warned = True
-            warnings.warn(
+        if self.missed_a_step:
+            warn_once(
+                "missed",
                 "a DDP wrapper was made around a model that has another, live one, and averaged "
                 "the gradients of its first step in full; from now on it does not. Delete the old "
                 "wrapper, or call optimizer.attach(new_wrapper), to save that step",
-                stacklevel=2,
             )
 
 
@@ -114,7 +167,7 @@ def watch(owner: Owner) -> None:
         owner: The optimizer, held weakly.
     """
     _owners.add(owner)
-    _search.start()
+    _search.start([owner])
 
 
 def unwrapped_ddp(module: nn.Module) -> DistributedDataParallel | None:
@@ -130,18 +183,22 @@ def _before_forward(module: nn.Module, args: Any) -> None:
     if not isinstance(module, DistributedDataParallel) and "_orig_mod" not in module._modules:
         return
     ddp = unwrapped_ddp(module)
-    if ddp is None or ddp in _attachments:
+    if ddp is None:
         return
+    new = ddp not in _attachments
     attachment = attach(ddp)
-    if attachment is not None:
+    if attachment is not None and new:
         attachment.note_forward(ddp, args)  # this forward's own pre-hooks are listed already
         _search.warn_if_missed()
-    if all(any(attachments_of(owner)) for owner in list(_owners)):
-        _search.stop()
+    for owner in list(_owners):
+        # Only wrappers in use count: an old one may have a successor that is yet to come.
+        used, _ = _params_of_wrappers(owner)
+        if all(id(param) in used for param in _params(owner) if param.requires_grad):
+            _search.stop(owner)
 
 
 def attach(ddp: DistributedDataParallel) -> Attachment | None:
-    """Registers our comm hook with a DDP wrapper, once.
+    """Registers our comm hook with a DDP wrapper, or checks one that has it.
 
     Returns:
         The attachment, or None if no DistributedLion owns any parameter of `ddp`.
@@ -172,8 +229,9 @@ def attach(ddp: DistributedDataParallel) -> Attachment | None:
                 "DistributedDataParallel and DistributedLion use different process groups: pass "
                 "the same process_group to both"
             )
-    attachment = _attachments.get(ddp)
-    return _registered(ddp) if attachment is None else attachment
+    attachment = _attachments.get(ddp) or _registered(ddp)
+    attachment.belongs_to(concerned.values())
+    return attachment
 
 
 def _registered(ddp: DistributedDataParallel) -> Attachment:
@@ -183,30 +241,55 @@ def _registered(ddp: DistributedDataParallel) -> Attachment:
             f"DDP already has the comm hook {foreign!r}; DistributedLion replaces the gradient "
             f"all-reduce and needs its own: do not register another one"
         )
-    attachment = Attachment()
+    attachment = Attachment(ddp)
     ddp.register_comm_hook(attachment, local_gradients)
     ddp.register_forward_pre_hook(attachment.note_forward)
     _attachments[ddp] = attachment
-    weakref.finalize(ddp, _search.start).atexit = False
+    weakref.finalize(ddp, _wrapper_is_gone).atexit = False
     return attachment
+
+
+def _wrapper_is_gone() -> None:
+    _search.start(list(_owners))
 
 
 def attachments_of(owner: Owner) -> Iterator[Attachment]:
     """Yields the attachments of the live DDP wrappers around the owner's parameters."""
     mine = {id(param) for param in _params(owner)}
-    for ddp, attachment in list(_attachments.items()):
-        if any(id(param) in mine for param in ddp.module.parameters()):
+    for attachment in list(_attachments.values()):
+        if not mine.isdisjoint(attachment.params):
             yield attachment
 
 
-def after_step(owner: Owner) -> None:
-    """Searches again if no wrapper that is known was used for the owner's step."""
-    attachments = list(attachments_of(owner))
-    if attachments and not any(attachment.used for attachment in attachments):
-        _search.start()
+def after_step(owner: Owner, params: Iterable[Tensor]) -> None:
+    """Searches on, or again, if a gradient came from elsewhere than the wrappers in use.
+
+    Args:
+        owner: The optimizer that made the step.
+        params: Its parameters for which autograd saw a gradient.
+    """
+    used, unused = _params_of_wrappers(owner)
+    for attachment in attachments_of(owner):
+        attachment.used_for.discard(id(owner))
+    had = [id(param) for param in params]
+    if not had:
+        return
+    elsewhere = set(had) - used
+    if owner.world_size == 1 or not elsewhere:
+        _search.stop(owner)
+        return
+    if not _search.active and not unused.isdisjoint(elsewhere):
         _search.missed_a_step = True
-    for attachment in attachments:
-        attachment.calls, attachment.used = 0, False
+    _search.start([owner])
+
+
+def _params_of_wrappers(owner: Owner) -> tuple[set[int], set[int]]:
+    """Returns ids of the parameters in wrappers that ran since the last step, and in the others."""
+    used: set[int] = set()
+    unused: set[int] = set()
+    for attachment in attachments_of(owner):
+        (used if id(owner) in attachment.used_for else unused).update(attachment.params)
+    return used, unused
 
 
 def _params(owner: Owner) -> Iterator[Tensor]:

@@ -38,12 +38,10 @@ def names_of(groups: Groups) -> list[str]:
 def layout_lines(groups: Groups) -> list[str]:
     """Returns a line with name, shape and dtype for every trainable parameter."""
     names = names_of(groups)
-    return [f"{names[index]}: {tuple(p.shape)} {p.dtype}" for index, p in trainable(groups)]
-
-
-def layout_key(groups: Groups) -> list[tuple[int, tuple[int, ...], str]]:
-    """Returns what the layout of the messages depends on, alike on all ranks."""
-    return [(index, tuple(p.shape), str(p.dtype)) for index, p in trainable(groups)]
+    return [
+        f"{names[index]}: {tuple(p.shape)} {p.dtype} on {p.device}"
+        for index, p in trainable(groups)
+    ]
 
 
 def group_values(groups: Groups) -> list[dict[str, Any]]:

@@ -64,7 +64,7 @@ class Header:
         """Returns the header as int64 words, with room for `parameters` presence bits."""
         status = _FINITE * self.finite | _FAILED * self.failed
         fixed = (WIRE_VERSION, status, self.step, self.layout, self.options, self.groups)
-        words = torch.zeros(_FIXED_WORDS + words_for(parameters), dtype=torch.int64)
+        words = torch.zeros(_FIXED_WORDS + words_for(parameters), dtype=torch.int64, device="cpu")
         words[:_FIXED_WORDS] = torch.tensor(fixed, dtype=torch.int64)
         # A rank whose layout is new may have fewer parameters than were agreed: the size holds.
         bits = pack_bits(self.present[:parameters])
@@ -132,7 +132,8 @@ class Agreement:
         """Returns every rank's header, in rank order, after checking that they fit together.
 
         Every rank must call this at the same point of its program. Bytes per rank:
-        `header_wire_bytes`, and once per layout another header and 16 * (N - 1).
+        `header_wire_bytes`; once per layout also 16 * (N - 1) and a header with room for the
+        parameters of the layout before (none at the first step).
 
         Raises:
             Disagreement: On every rank, if something failed on one, or they differ in wire
@@ -141,12 +142,12 @@ class Agreement:
         headers = self._gather(mine, wire)
         if any(header.failed for header in headers):
             _raise_failure(wire.gather_objects(details.failure()))
-        if any(header.layout != self._layout for header in headers):
-            self._agree_on_layout(mine, wire, details)
-            headers = self._gather(mine, wire)
         if any(header.options != mine.options for header in headers):
             options = wire.gather_objects(details.options())
             raise Disagreement(_first_difference("options", options))
+        if any(header.layout != self._layout for header in headers):
+            self._agree_on_layout(mine, wire, details)
+            headers = self._gather(mine, wire)
         if any(header.groups != mine.groups for header in headers):
             groups = wire.gather_objects(details.groups())
             raise Disagreement(
@@ -190,7 +191,11 @@ class Agreement:
         if len(set(layouts)) > 1:
             lines = wire.gather_objects(details.layout())
             described = [dict(enumerate(rank_lines)) for rank_lines in lines]
-            raise Disagreement(_first_difference("trainable parameters", described))
+            raise Disagreement(
+                _first_difference("trainable parameters", described)
+                + "; ranks hold whole parameters, alike and on the same kinds of device: FSDP, "
+                "DeepSpeed and ZeRO are not supported"
+            )
         if len(set(hashes)) > 1:
             named = wire.gather_objects(values)
             difference = _first_difference("parameter values", [dict(pairs) for pairs in named])

@@ -89,6 +89,17 @@ class Shard:
     rows: int
     runs: tuple[Run, ...]
 
+    def row_numels(self, device: torch.device) -> torch.Tensor:
+        """Returns how many elements of each row lie in the shard, int64 of shape (rows,)."""
+        numels = torch.empty(self.rows, dtype=torch.int64)
+        for run in self.runs:
+            part = numels[run.row : run.row + run.rows]
+            part.fill_(run.row_numel)
+            # The first and the last row may lie only partly inside.
+            part[0] -= run.start - run.first_row * run.row_numel
+            part[-1] -= (run.first_row + run.rows) * run.row_numel - run.stop
+        return numels.to(device)
+
 
 @dataclass(frozen=True)
 class MessageLayout:

@@ -116,8 +116,9 @@ def round_stochastically(x: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype not in (torch.bfloat16, torch.float16):
         raise TypeError(f"stochastic rounding knows bfloat16 and float16, got {dtype}")
     nan = None
-    if not bool((x.sum() * 0.0).isfinite()):
-        # A NaN whose payload is all ones would carry into the sign and become zero.
+    # A NaN whose payload is all ones would carry into the sign and become zero. Looking for one
+    # first is cheap on the CPU; elsewhere the host would wait for the answer.
+    if x.device.type != "cpu" or not bool((x.sum() * 0.0).isfinite()):
         nan = x.isnan()
     small = subnormal = None
     if dtype == torch.float16:

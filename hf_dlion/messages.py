@@ -11,9 +11,10 @@ from torch import Tensor
 
 from hf_dlion.codec import Codec, codec_for
 from hf_dlion.exchange import Exchange, Wire, WireStats, choose_exchange, make_exchange
-from hf_dlion.exchange.count import voted_elements
+from hf_dlion.header import digest
 from hf_dlion.layout import MessageLayout, Slot
 from hf_dlion.options import Options
+from hf_dlion.state import check_trainable
 from hf_dlion.verdict import StepRule, TensorRule, Verdict
 
 # Parameters per message: few enough messages that latency does not count, and enough of them that
@@ -68,6 +69,7 @@ class Message:
         self._layout, self._exchange, self._codec = layout, exchange, codec
         self._words = torch.empty(layout.words, dtype=torch.int64, device=device)
         self._active = torch.empty(layout.rows, dtype=torch.bool, device=device)
+        self._row_numels = layout.shard(0, layout.words).row_numels(device)
 
     def encode(self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]) -> None:
         """Packs this rank's votes and advances its momenta; a parameter not voting abstains.
@@ -115,8 +117,7 @@ class Message:
 
     def voted_elements(self, verdict: Verdict) -> int:
         """Returns the number of elements in rows on which any rank voted."""
-        rows = [(slot.rows, slot.row_numel) for slot in self._layout.slots]
-        return voted_elements(verdict.counts, rows)
+        return int(self._row_numels[verdict.counts > 0].sum())
 
     def _views(self, slot: Slot) -> tuple[Tensor, Tensor]:
         return (
@@ -125,25 +126,53 @@ class Message:
         )
 
 
-def make_messages(
-    params: Sequence[tuple[int, Tensor]], wire: Wire, options: Options
-) -> list[Message]:
-    """Returns the messages of all parameters, with buffers for one step.
+class Plan:
+    """The messages of a set of trainable parameters, kept until that set changes.
 
-    Args:
-        params: Pairs of parameter index and parameter, those with requires_grad.
-        wire: The process group.
-        options: Give the exchange and what it carries.
+    Attributes:
+        messages: With buffers for one step; none for one rank.
+        layout: Hash of everything that decides which collectives of what size a step makes.
     """
-    groups = split_into_messages(params)
-    layouts = [MessageLayout.of([(i, p.shape) for i, p in group]) for group in groups]
-    name = choose_exchange(layouts, wire.world_size, options)
-    messages = []
-    for group, layout in zip(groups, layouts, strict=True):
-        device = group[0][1].device
-        exchange = make_exchange(name, layout, wire, device, options)
-        messages.append(Message(group, layout, exchange, codec_for(device)))
-    return messages
+
+    def __init__(
+        self, params: Sequence[tuple[int, Tensor]], wire: Wire | None, options: Options
+    ) -> None:
+        """Checks the parameters and makes the messages.
+
+        Args:
+            params: Pairs of parameter index and parameter, those with requires_grad.
+            wire: The process group, or None for one rank.
+            options: Give the exchange and what it carries.
+
+        Raises:
+            NotImplementedError: If a parameter is sharded.
+            TypeError: If one is not dense or not floating.
+        """
+        for _, param in params:
+            check_trainable(param)
+        self._wire, self._key = wire, _key_of(params)
+        groups = split_into_messages(params)
+        layouts = [MessageLayout.of([(i, p.shape) for i, p in group]) for group in groups]
+        world_size = 1 if wire is None else wire.world_size
+        name = choose_exchange(layouts, world_size, options)
+        split = [[index for index, _ in group] for group in groups]
+        kinds = [(index, tuple(p.shape), str(p.dtype)) for index, p in params]
+        self.layout = digest((kinds, split, name))
+        self.messages: list[Message] = []
+        if wire is None or world_size == 1:
+            return
+        for group, layout in zip(groups, layouts, strict=True):
+            device = group[0][1].device
+            exchange = make_exchange(name, layout, wire, device, options)
+            self.messages.append(Message(group, layout, exchange, codec_for(device)))
+
+    def fits(self, params: Sequence[tuple[int, Tensor]], wire: Wire | None) -> bool:
+        """Returns whether these are the parameters and the wire of the plan."""
+        return self._wire is wire and self._key == _key_of(params)
+
+
+def _key_of(params: Sequence[tuple[int, Tensor]]) -> list[tuple[object, ...]]:
+    return [(index, id(p), p.shape, p.dtype, p.device) for index, p in params]
 
 
 def exchange_all(

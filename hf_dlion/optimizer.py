@@ -21,13 +21,13 @@ from hf_dlion.groups import (
     details_of,
     flat_params,
     group_values,
-    layout_key,
     option_values,
     tensor_rules,
     trainable,
 )
 from hf_dlion.header import Agreement, Disagreement, Header, digest
-from hf_dlion.messages import Message, exchange_all, make_messages
+from hf_dlion.messages import Plan, exchange_all
+from hf_dlion.momentum_origin import MomentumOrigin
 from hf_dlion.momentum_sync import average_over_ranks
 from hf_dlion.options import (
     Aggregation,
@@ -43,7 +43,6 @@ from hf_dlion.state import (
     check_state,
     check_trainable,
     restore_momentum,
-    warn_of_foreign_momentum,
 )
 from hf_dlion.verdict import StepRule
 
@@ -162,6 +161,7 @@ class DistributedLion(Optimizer):
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         check_group(defaults)
         self._process_group = process_group
+        self._lost_group = False
         self.steps = 0
         self._begin()
         super().__init__(cast(Any, params), defaults)
@@ -173,10 +173,8 @@ class DistributedLion(Optimizer):
         self._wire: Wire | None = None
         self._agreement = Agreement()
         self._abstentions = Abstentions(1, self.options.max_abstained_steps)
-        self._loaded_rank: int | None = None
-        self._averaged_at: int | None = None
-        self._messages: list[Message] = []
-        self._messages_key: object = None
+        self._origin = MomentumOrigin()
+        self._plan: Plan | None = None
         self._presence = Presence()
         self._presence.remove_with(self)
 
@@ -197,19 +195,36 @@ class DistributedLion(Optimizer):
         wire = self._resolved()
         return None if wire is None else wire.group
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Returns every rank's `value`, in rank order; every rank must call this.
+
+        Args:
+            value: A small, plain, picklable object.
+        """
+        wire = self._resolved()
+        return [value] if wire is None else wire.gather_objects(value)
+
     def _resolved(self) -> Wire | None:
         """Returns the wire, looked up late: an optimizer may be built before the process group."""
         if not (dist.is_available() and dist.is_initialized()):
             self._wire = None
             return None
+        if self._lost_group:
+            raise RuntimeError(
+                "this DistributedLion was copied or unpickled from one with a process group of its "
+                "own, which a copy does not carry: make a new one with process_group=... and load "
+                "the state dict into it"
+            )
         group = self._process_group or dist.group.WORLD
         assert group is not None, "an initialised torch.distributed has a default group"
         if self._wire is None or self._wire.group is not group:
-            self._wire = Wire(group, self.wire)
+            params = flat_params(self.param_groups)
+            device = params[0].device if params else torch.device("cpu")
+            self._wire = Wire(group, self.wire, device)
             self._agreement = Agreement()
             limit = self.options.max_abstained_steps
             self._abstentions = Abstentions(self._wire.world_size, limit)
-            self._messages_key = None
+            comm_hook.watch(self)
         return self._wire
 
     def attach(self, ddp_model: nn.Module) -> None:
@@ -309,8 +324,8 @@ class DistributedLion(Optimizer):
         if bool(voters.any()):
             self._move(wire, voters, header)
             self.steps += 1
+        comm_hook.after_step(self, self._presence.seen(flat_params(self.param_groups)))
         self._presence.clear()
-        comm_hook.after_step(self)
         self.wire.last_bytes_sent = self.wire.bytes_sent - sent
         return loss
 
@@ -325,42 +340,43 @@ class DistributedLion(Optimizer):
             if failure is not None:
                 raise failure from None
             raise
-        if self._loaded_rank not in (None, wire.rank):
-            warn_of_foreign_momentum(wire.rank, self._loaded_rank)
-        self._loaded_rank = None
+        self._origin.warn_if_foreign(wire.rank)
         return headers
 
     def _header(self, wire: Wire | None) -> Header:
-        """Returns what this rank says of itself, after all checks that it can make alone."""
+        """Returns what this rank says of itself, after all that can fail on it alone."""
         for group in self.param_groups:
             check_group(group)
-        params = [param for _, param in trainable(self.param_groups)]
-        present = self._presence.of(params)
-        self._presence.watch(params)
-        for param in params:
+        params = trainable(self.param_groups)
+        if self._plan is None or not self._plan.fits(params, wire):
+            self._plan = None
+            self._plan = Plan(params, wire, self.options)
+        for _, param in params:
             check_gradient(param)
-        grads = [cast(Tensor, p.grad) for p, has in zip(params, present, strict=True) if has]
+        present = self._presence.of([param for _, param in params])
+        self._presence.watch(param for _, param in params)
+        voting = [param for (_, param), has in zip(params, present, strict=True) if has]
+        for param in voting:
+            self._momentum_of(param)
+        grads = [cast(Tensor, param.grad) for param in voting]
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        finite = unscale(grads, scale, found_inf) and all_finite(grads)
-        if wire is not None and wire.world_size > 1:
-            self._prepare_messages(wire)
         return Header(
-            finite=finite,
+            finite=unscale(grads, scale, found_inf) and all_finite(grads),
             failed=False,
             step=self.steps,
-            layout=digest(layout_key(self.param_groups)),
+            layout=self._plan.layout,
             options=digest(option_values(self.options)),
             groups=digest(group_values(self.param_groups)),
             present=torch.tensor(present, dtype=torch.bool),
         )
 
-    def _prepare_messages(self, wire: Wire) -> None:
-        """Makes messages and buffers anew where the trainable parameters changed."""
-        params = trainable(self.param_groups)
-        key = [(index, id(p), p.shape, p.dtype, p.device) for index, p in params]
-        if self._messages_key != key:
-            self._messages = make_messages(params, wire, self.options)
-            self._messages_key = key
+    def _momentum_of(self, param: Tensor) -> Tensor:
+        """Returns the parameter's momentum, made at its first use."""
+        state = self.state[param]
+        if "exp_avg" not in state:
+            dtype = self.options.momentum_dtype or param.dtype
+            state["exp_avg"] = torch.zeros(param.shape, dtype=dtype, device=param.device)
+        return cast(Tensor, state["exp_avg"])
 
     def _move(self, wire: Wire | None, voters: Tensor, mine: Header) -> None:
         """Exchanges votes and applies the verdict to the parameters that any rank votes on."""
@@ -375,14 +391,12 @@ class DistributedLion(Optimizer):
             if index not in voted:
                 continue
             # Also where this rank does not vote: the state has the same entries on all ranks.
-            state = self.state[param]
-            if "exp_avg" not in state:
-                dtype = self.options.momentum_dtype or param.dtype
-                state["exp_avg"] = torch.zeros(param.shape, dtype=dtype, device=param.device)
+            momentum = self._momentum_of(param)
             if present and mine.finite:
-                voting[index] = state["exp_avg"]
+                voting[index] = momentum
         if wire is not None and wire.world_size > 1:
-            exchange_all(self._messages, voting, rules, rule, self.wire)
+            assert self._plan is not None, "the header made the plan"
+            exchange_all(self._plan.messages, voting, rules, rule, self.wire)
             return
         start = time.perf_counter()
         for index, param in params:
@@ -412,8 +426,8 @@ class DistributedLion(Optimizer):
             Disagreement: On every rank, if they have momenta of different parameters.
         """
         wire = self._resolved()
-        self._averaged_at = self.steps
         if wire is None or wire.world_size == 1:
+            self._origin.averaged(self.steps)
             return
         held = [
             (index, cast(Tensor, self.state[param]["exp_avg"]))
@@ -421,12 +435,12 @@ class DistributedLion(Optimizer):
             if "exp_avg" in self.state.get(param, {})
         ]
         shapes = [(index, tuple(tensor.shape)) for index, tensor in held]
-        everyone = wire.gather_objects(digest(shapes))
-        if len(set(everyone)) > 1:
+        if len(set(wire.gather_objects(digest(shapes)))) > 1:
             raise Disagreement(
                 "ranks hold momenta of different parameters: load the same checkpoint on every rank"
             )
         average_over_ranks([tensor for _, tensor in held], wire)
+        self._origin.averaged(self.steps)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns torch's state dict with an entry "dlion"; it holds this rank's momentum only.
@@ -439,8 +453,7 @@ class DistributedLion(Optimizer):
             "steps": self.steps,
             "seed": self.options.seed,
             "checkpoint": self.options.checkpoint,
-            # Whose momentum it is: None if it is that of all ranks.
-            "rank": None if self._averaged_at == self.steps else self.rank,
+            **self._origin.entry(self.steps, self.rank, self.world_size),
         }
         return state_dict
 
@@ -464,9 +477,8 @@ class DistributedLion(Optimizer):
             restore_momentum(self, found["state_dict"], self.options.momentum_dtype)
             if found["own"] is not None:
                 self.steps = found["own"]["steps"]
-                self._loaded_rank = (
-                    found["own"].get("rank") if found["state_dict"]["state"] else None
-                )
+                if found["state_dict"]["state"]:
+                    self._origin.loaded(found["own"])
                 self.options = dataclasses.replace(self.options, seed=found["own"]["seed"])
 
         # As hooks, so that what the user's own hooks return is checked and restored.
@@ -482,7 +494,12 @@ class DistributedLion(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what pickle and deepcopy carry: never the process group."""
-        return {**super().__getstate__(), "options": self.options, "steps": self.steps}
+        return {
+            **super().__getstate__(),
+            "options": self.options,
+            "steps": self.steps,
+            "_lost_group": self._process_group is not None or self._lost_group,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a pickled or copied optimizer, or torch's part of a loaded state."""

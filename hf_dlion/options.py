@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -109,7 +110,8 @@ def _check_number(name: str, value: object) -> None:
         if value.numel() != 1:
             raise TypeError(f"{name} must hold one number, got a tensor of {tuple(value.shape)}")
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    # Real, because schedules written with NumPy make its floats.
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}={value!r} must be a number, got {type(value).__name__}")
-    if not (math.isfinite(value) and value >= 0.0):
+    if not (math.isfinite(value) and float(value) >= 0.0):
         raise ValueError(f"{name}={value} must be a finite number, 0 or greater")

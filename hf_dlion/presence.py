@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -31,18 +32,24 @@ class Presence:
                 self._handles[id(param)] = handle
 
     def of(self, params: list[Tensor]) -> list[bool]:
-        """Returns, for each parameter, whether it has a gradient that autograd saw.
+        """Returns, for each parameter, whether it has a gradient of this step.
 
-        Where autograd saw none at all, gradients were set by hand, and one that is there counts,
-        unless it is still the zeros of `zero_grad(set_to_none=False)`.
+        One that autograd saw counts. Another one was set by hand and counts too, unless it is all
+        zeros, as DDP hands them to a rank that did not use the parameter. Where autograd saw none
+        at all, zeros count as well, unless they are those of `zero_grad(set_to_none=False)`.
         """
-        if self._seen:
-            # One that was thawed since the last step is not watched yet: its gradient counts.
-            return [
-                p.grad is not None and (id(p) in self._seen or id(p) not in self._handles)
-                for p in params
-            ]
-        return [p.grad is not None and self._zeros.get(id(p)) != _mark(p.grad) for p in params]
+        return [p.grad is not None and self._counts(p, p.grad) for p in params]
+
+    def seen(self, params: list[Tensor]) -> list[Tensor]:
+        """Returns those of the parameters for which autograd saw a gradient."""
+        return [p for p in params if id(p) in self._seen]
+
+    def _counts(self, param: Tensor, grad: Tensor) -> bool:
+        if id(param) in self._seen:
+            return True
+        if not self._seen:
+            return self._zeros.get(id(param)) != _mark(grad)
+        return grad.layout != torch.strided or bool(grad.any())
 
     def note_zeros(self, params: list[Tensor]) -> None:
         """Remembers the gradients that hold nothing but the zeros just written."""

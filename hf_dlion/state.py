@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ def check_trainable(param: Tensor) -> None:
     """
     sharded = {
         "FSDP, fully_shard or tensor parallel": type(param).__name__ == "DTensor",
-        "FSDP": getattr(param, "_is_flat_param", False),
+        "FSDP": getattr(param, "_is_flat_param", False) or hasattr(param, "_fsdp_flattened"),
         "DeepSpeed ZeRO-3": hasattr(param, "ds_id"),
     }
     for what, found in sharded.items():
@@ -52,21 +51,6 @@ def check_gradient(param: Tensor) -> None:
         raise TypeError(
             "DistributedLion takes no sparse gradients: build the embedding with sparse=False; "
             "rows without a gradient abstain anyway"
-        )
-
-
-_warned: set[str] = set()
-
-
-def warn_of_foreign_momentum(rank: int, saved_by: int) -> None:
-    """Warns, once per process, that a rank goes on with the momentum of another one."""
-    if "momentum" not in _warned:
-        _warned.add("momentum")
-        warnings.warn(
-            f"rank {rank} goes on with the momentum that rank {saved_by} saved, its own is lost: "
-            f"call hf_dlion.load_momentum after load_state_dict, use hf_dlion.register() or "
-            f"hf_dlion.accelerate.attach, or call synchronize_momentum() before saving",
-            stacklevel=5,
         )
 
 
@@ -121,9 +105,12 @@ def _check_own(own: object, version: int) -> None:
             f"the state has version {own['version']}, this hf_dlion reads version {version}: "
             f"install a newer one"
         )
-    for name in ("steps", "seed"):
-        if isinstance(own[name], bool) or not isinstance(own[name], int) or own[name] < 0:
-            raise ValueError(f"the state's {name}={own[name]!r} must be an integer, 0 or greater")
+    for name, limit in (("steps", 2**63), ("seed", 2**64)):
+        value = own[name]
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < limit:
+            raise ValueError(
+                f"the state's {name}={value!r} must be an integer from 0 to {limit - 1}"
+            )
 
 
 def _check_groups(saved: Any, groups: Sequence[Mapping[str, Any]]) -> None:

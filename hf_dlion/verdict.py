@@ -78,9 +78,9 @@ class TensorRule:
 
 @functools.lru_cache(maxsize=64)
 def _moves(n: int, lr: float, dtype: torch.dtype) -> Tensor:
-    sums = torch.arange(-n, n + 1, dtype=dtype)
+    sums = torch.arange(-n, n + 1, dtype=dtype, device="cpu")
     # A division of two tensors is rounded correctly everywhere; one by a scalar is not.
-    return sums / torch.full_like(sums, n) * torch.tensor(lr, dtype=dtype)
+    return sums / torch.full_like(sums, n) * torch.tensor(lr, dtype=dtype, device="cpu")
 
 
 @dataclass(frozen=True)

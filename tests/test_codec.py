@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_dlion.codec import Codec, reference
 from hf_dlion.codec import bits as bits_module
 from hf_dlion.codec import cpu as cpu_codec
+from hf_dlion.codec import eager as eager_codec
 from hf_dlion.codec.bits import pack_bits, popcount, unpack_bits
 from hf_dlion.codec.cpu import CpuCodec
 from hf_dlion.codec.eager import EagerCodec
@@ -64,6 +65,7 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of one word group, so that small tensors cross their bounds."""
     monkeypatch.setattr(cpu_codec, "CHUNK", 128)
     monkeypatch.setattr(cpu_codec, "_buffers", cpu_codec._Buffers())
+    monkeypatch.setattr(eager_codec, "CHUNK", 128)
 
 
 @CODECS

@@ -229,12 +229,12 @@ def search_only_while_needed(rank: int, world_size: int) -> list[bool]:
     optimizer = optimizer_of(model)
     holder = [DistributedDataParallel(model)]
     with released(holder):
-        searching = [comm_hook._search._handle is not None]
+        searching = [comm_hook._search.active]
         holder[0](batches(rank, 1)[0][0]).backward()
-        searching.append(comm_hook._search._handle is not None)
+        searching.append(comm_hook._search.active)
         optimizer.step()
-        searching.append(comm_hook._search._handle is not None)
-    searching.append(comm_hook._search._handle is not None)
+        searching.append(comm_hook._search.active)
+    searching.append(comm_hook._search.active)
     return searching
 
 
@@ -416,3 +416,175 @@ def test_hooks_do_not_keep_an_optimizer_alive_nor_hinder_copies() -> None:
     del optimizer
     gc.collect()
     assert not model.first.weight._post_accumulate_grad_hooks
+
+
+def train_parts(rank: int, world_size: int, rewrap: bool) -> dict[str, Any]:
+    """One optimizer over two wrappers; with `rewrap` the second gets a new one in step 2."""
+    models = nn.ModuleDict({"a": new_model(), "b": new_model()})
+    optimizer = optimizer_of(models)
+    holder = [DistributedDataParallel(models["a"]), DistributedDataParallel(models["b"])]
+    old: list[Any] = []
+    local: list[bool] = []
+    with released(holder, old), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step, (tokens,) in enumerate(batches(rank, 1)):
+            if rewrap and step == 1:
+                old.append(holder[1])
+                holder[1] = DistributedDataParallel(models["b"])
+            (holder[0](tokens) + holder[1](tokens)).backward()
+            grad = models["b"].first.weight.grad
+            everyone = [torch.empty_like(grad) for _ in range(world_size)]
+            dist.all_gather(everyone, grad)
+            local.append(not torch.equal(everyone[0], everyone[1]))
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"local": local, "searching": comm_hook._search.active, "bits": bits_of(models)}
+
+
+@pytest.mark.parametrize("rewrap", [False, True])
+def test_every_wrapper_of_an_optimizer_is_found(ranks: RankPools, rewrap: bool) -> None:
+    results = ranks(2).run(train_parts, rewrap)
+    for result in results:
+        # A new wrapper beside a live old one is found after the step that it averaged.
+        assert result["local"] == ([True, False, True, True] if rewrap else [True] * STEPS)
+        assert all(map(torch.equal, result["bits"], results[0]["bits"]))
+
+
+def train_on_with_sgd(rank: int, world_size: int) -> bool:
+    model = new_model()
+    optimizer = optimizer_of(model)
+    holder = [DistributedDataParallel(model)]
+    with released(holder), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step, (tokens,) in enumerate(batches(rank, 1)):
+            holder[0](tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                gc.collect()
+    everyone = [torch.empty_like(model.first.weight) for _ in range(world_size)]
+    dist.all_gather(everyone, model.first.weight.detach())
+    return torch.equal(everyone[0], everyone[1])
+
+
+def test_a_wrapper_averages_again_once_its_optimizer_is_gone(ranks: RankPools) -> None:
+    assert ranks(2).run(train_on_with_sgd) == [True, True]
+
+
+def train_with_a_second_lion(rank: int, world_size: int) -> tuple[bool, list[Tensor]]:
+    """A new optimizer around the same wrapper takes over from the first."""
+    model = new_model()
+    optimizer = optimizer_of(model)
+    holder = [DistributedDataParallel(model)]
+    with released(holder):
+        for step, (tokens,) in enumerate(batches(rank, 1)):
+            holder[0](tokens).backward()
+            grad = model.first.weight.grad
+            everyone = [torch.empty_like(grad) for _ in range(world_size)]
+            dist.all_gather(everyone, grad)
+            local = not torch.equal(everyone[0], everyone[1])
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                del optimizer
+                gc.collect()
+                optimizer = optimizer_of(model)
+    return local, bits_of(model)
+
+
+def test_a_second_optimizer_takes_the_wrapper_over(ranks: RankPools) -> None:
+    (local, bits), (_, others) = ranks(2).run(train_with_a_second_lion)
+    assert local
+    assert all(map(torch.equal, bits, others))
+
+
+def join_uneven(rank: int, world_size: int) -> str:
+    model = new_model()
+    optimizer = optimizer_of(model)
+    holder = [DistributedDataParallel(model)]
+    with released(holder):
+        try:
+            with holder[0].join():
+                holder[0](torch.zeros(1, 1, dtype=torch.int64)).backward()
+                optimizer.step()
+        except RuntimeError as error:
+            return str(error)
+    return "accepted"
+
+
+def test_uneven_inputs_are_refused_instead_of_waited_for(ranks: RankPools) -> None:
+    for message in ranks(2).run(join_uneven):
+        assert "give every rank as many batches" in message
+
+
+def copy_with_a_group(rank: int, world_size: int) -> str:
+    group = dist.new_group(list(range(world_size)))
+    model = new_model()
+    twin = copy.deepcopy(DistributedLion(model.parameters(), process_group=group))
+    try:
+        twin.step()
+    except RuntimeError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_a_copy_does_not_vote_in_another_group(ranks: RankPools) -> None:
+    for message in ranks(2).run(copy_with_a_group):
+        assert "make a new one with process_group" in message
+
+
+def shard_after_construction(rank: int, world_size: int) -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = new_model()
+    optimizer = optimizer_of(model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    # What Accelerate does for FSDP2: the groups get the sharded parameters.
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    try:
+        optimizer.step()
+    except NotImplementedError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_parameters_that_are_sharded_later_are_refused_too(ranks: RankPools) -> None:
+    for message in ranks(2).run(shard_after_construction):
+        assert "DistributedDataParallel" in message
+
+
+def set_one_gradient_by_hand(rank: int, world_size: int) -> list[bool]:
+    a, b, c = (nn.Parameter(torch.ones(3)) for _ in range(3))
+    optimizer = DistributedLion([a, b, c], lr=0.1)
+    a.sum().backward()
+    b.grad, c.grad = torch.ones(3), torch.zeros(3)
+    optimizer.step()
+    return [bool((param != 1).any()) for param in (a, b, c)]
+
+
+def test_a_gradient_set_by_hand_counts_beside_those_of_autograd(ranks: RankPools) -> None:
+    assert ranks(2).run(set_one_gradient_by_hand) == [[True, True, False]] * 2
+
+
+def split_unlike(rank: int, world_size: int) -> str:
+    from hf_dlion import messages
+
+    limit = messages.MESSAGE_NUMEL
+    params = [nn.Parameter(torch.ones(70)) for _ in range(4)]
+    for param in params:
+        param.grad = torch.ones(70)
+    messages.split_into_messages.__defaults__ = (100 if rank else limit,)
+    try:
+        DistributedLion(params).step()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        messages.split_into_messages.__defaults__ = (limit,)
+    return "accepted"
+
+
+def test_ranks_that_would_send_other_messages_are_refused(ranks: RankPools) -> None:
+    for message in ranks(2).run(split_unlike):
+        assert message.startswith("Disagreement: ranks differ in trainable parameters")

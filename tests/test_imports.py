@@ -16,22 +16,12 @@ PACKAGE = Path(hf_dlion.__file__).parent
 # From the mathematics up to the integrations. A module imports from the rows above its own, a
 # folder also from itself; a new module gets its place here first.
 LAYERS = (
-    {
-        "options",
-        "lion",
-        "layout",
-        "fingerprint",
-        "presence",
-        "abstention",
-        "state",
-        "momentum_file",
-    },
-    {"verdict", "saved_momentum", "optim_args"},
+    {"options", "lion", "layout", "fingerprint", "presence", "state", "momentum_file", "warn_once"},
+    {"verdict", "abstention", "momentum_origin", "saved_momentum", "optim_args"},
     {"codec"},
     {"exchange"},
-    {"header", "messages", "momentum_sync", "comm_hook", "abstention"},
-    {"groups"},
-    {"groups"},
+    {"header", "momentum_sync", "comm_hook"},
+    {"messages", "groups"},
     {"optimizer"},
     {"checkpoint"},
     {"accelerate"},

@@ -40,12 +40,12 @@ class _Buffers(threading.local):
 
     def __init__(self) -> None:
         self._floating = {
-            dtype: [torch.empty(CHUNK, dtype=dtype) for _ in range(4)]
+            dtype: [torch.empty(CHUNK, dtype=dtype, device="cpu") for _ in range(4)]
             for dtype in (torch.float32, torch.float64)
         }
-        self.counter = torch.arange(CHUNK, dtype=torch.int32)
+        self.counter = torch.arange(CHUNK, dtype=torch.int32, device="cpu")
         self.hashed, self.hash_scratch, self.hash_counter = (
-            torch.empty(CHUNK, dtype=torch.int32) for _ in range(3)
+            torch.empty(CHUNK, dtype=torch.int32, device="cpu") for _ in range(3)
         )
         self.flags = np.empty(CHUNK, dtype=bool)
         self.zeros = np.empty(CHUNK, dtype=bool)
@@ -211,7 +211,7 @@ class CpuCodec:
 def _octets_of_moves(lr: float, dtype: torch.dtype) -> np.ndarray:
     """Returns, in row b, the eight moves -lr or +lr of the verdicts in byte b; shape (256, 8)."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-    step = torch.tensor(lr, dtype=dtype).numpy()
+    step = torch.tensor(lr, dtype=dtype, device="cpu").numpy()
     return np.where(bits == 1, -step, step)
 
 

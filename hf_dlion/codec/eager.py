@@ -1,14 +1,15 @@
-"""The codec in plain torch operations, for any device: the whole tensor at once."""
+"""The codec in plain torch operations, for any device, in chunks that bound its temporaries."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from hf_dlion.codec.bits import expand_rows, pack_bits, unpack_bits
-from hf_dlion.layout import MessageLayout, Run
+from hf_dlion.layout import MessageLayout, Run, words_for
 from hf_dlion.lion import (
     PARAMETER_STREAM,
     alternating_word,
@@ -23,6 +24,10 @@ from hf_dlion.lion import (
 )
 from hf_dlion.verdict import TensorRule, Verdict
 
+# Elements per chunk: a power of two, so that no chunk crosses element 2**32. A chunk's temporaries
+# take about 50 bytes per element.
+CHUNK = 1 << 21
+
 
 @functools.lru_cache(maxsize=4096)
 def whole_run(shape: torch.Size) -> Run:
@@ -31,32 +36,8 @@ def whole_run(shape: torch.Size) -> Run:
     return layout.shard(0, layout.words).runs[0]
 
 
-def store(target: Tensor, value: Tensor, rule: TensorRule, stream: int) -> None:
-    """Writes `value` into `target`, rounding stochastically below float32 (design S1, S7).
-
-    Args:
-        target: Shape (n,), contiguous, any floating dtype.
-        value: Shape (n,), float32 or float64.
-        rule: Gives step, index, seed and whether to round stochastically.
-        stream: `PARAMETER_STREAM` or `momentum_stream(rank)`.
-    """
-    if target.dtype in (torch.float32, torch.float64) or not rule.step_rule.stochastic_rounding:
-        target.copy_(value)
-        return
-    step_rule = rule.step_rule
-    value = value.to(torch.float32)
-    for high in range(-(-target.numel() // (1 << 32))):
-        part = slice(high << 32, min(target.numel(), (high + 1) << 32))
-        counter = torch.arange(part.stop - part.start, device=target.device).to(torch.int32)
-        key = rounding_key(step_rule.seed, step_rule.step, rule.index, stream, high)
-        bits = random_bits(
-            counter, key, out=torch.empty_like(counter), scratch=torch.empty_like(counter)
-        )
-        target[part].copy_(round_stochastically(value[part], bits, target.dtype))
-
-
 class EagerCodec:
-    """Implements `hf_dlion.codec.Codec` without chunks or buffers of its own."""
+    """Implements `hf_dlion.codec.Codec` without buffers of its own."""
 
     def encode(
         self, grad: Tensor, exp_avg: Tensor, words: Tensor, active: Tensor, rule: TensorRule
@@ -64,14 +45,19 @@ class EagerCodec:
         """See `Codec.encode`."""
         if grad.numel() == 0:
             return
-        direction = self._advance(grad, exp_avg, rule)
-        zero = direction == 0
-        run = whole_run(grad.shape)
-        torch.any(~zero.view(run.rows, run.row_numel), dim=1, out=active)
-        pack_bits(direction < 0, words)
         step = rule.step_rule
         fill = alternating_word(zero_phase(step.step, step.rank, step.world_size))
-        words |= pack_bits(zero) & fill
+        run = whole_run(grad.shape)
+        new, old = grad.contiguous().view(-1), exp_avg.view(-1)
+        votes = torch.zeros(run.rows, dtype=torch.uint8, device=grad.device)
+        for chunk in _chunks(new.numel()):
+            direction = _advance(new[chunk], old[chunk], chunk.start, rule)
+            zero = direction == 0
+            votes.scatter_reduce_(0, _row_of(run, chunk, grad.device), (~zero).byte(), "amax")
+            part = words[chunk.start // 64 : words_for(chunk.stop)]
+            pack_bits(direction < 0, part)
+            part |= pack_bits(zero) & fill
+        active.copy_(votes)
         kept = torch.empty_like(words)
         expand_rows(active, run, kept)
         words &= kept
@@ -80,43 +66,79 @@ class EagerCodec:
         """See `Codec.apply`."""
         if param.numel() == 0:
             return
-        bits = [unpack_bits(plane, param.numel()) for plane in verdict.planes]
-        counts = verdict.counts.repeat_interleave(whole_run(param.shape).row_numel)
-        if rule.step_rule.aggregation == "majority":
-            nonzero = counts > 0
-            if len(bits) == 2:
-                nonzero &= bits[1]
-            offset = torch.where(nonzero, 2 - 2 * bits[0].to(torch.int32), 1)
-        else:
-            negative = sum(bit.to(torch.int32) << place for place, bit in enumerate(bits))
-            offset = rule.step_rule.world_size + counts - 2 * negative
+        run = whole_run(param.shape)
         moves = rule.moves(compute_dtype(param.dtype)).to(param.device)
-        self._move(param, moves[offset], rule)
+        flat = param.contiguous().view(-1)
+        for chunk in _chunks(flat.numel()):
+            count = chunk.stop - chunk.start
+            planes = verdict.planes[:, chunk.start // 64 : words_for(chunk.stop)]
+            bits = [unpack_bits(plane, count) for plane in planes]
+            counts = verdict.counts[_row_of(run, chunk, param.device)]
+            if rule.step_rule.aggregation == "majority":
+                nonzero = counts > 0
+                if len(bits) == 2:
+                    nonzero &= bits[1]
+                offset = torch.where(nonzero, 2 - 2 * bits[0].to(torch.int32), 1)
+            else:
+                negative = sum(bit.to(torch.int32) << place for place, bit in enumerate(bits))
+                offset = rule.step_rule.world_size + counts - 2 * negative
+            _move(flat[chunk], moves[offset], chunk.start, rule)
+        if not param.is_contiguous():
+            param.copy_(flat.view(param.shape))
 
     def step_alone(self, param: Tensor, grad: Tensor, exp_avg: Tensor, rule: TensorRule) -> None:
         """See `Codec.step_alone`."""
         if param.numel() == 0:
             return
-        direction = self._advance(grad, exp_avg, rule)
-        lr = torch.tensor(rule.lr, dtype=direction.dtype).item()
-        self._move(param, direction.sign_().mul_(lr), rule)
-
-    def _advance(self, grad: Tensor, exp_avg: Tensor, rule: TensorRule) -> Tensor:
-        """Returns the direction, shape (numel,), and advances the momentum in place."""
-        dtype = compute_dtype(grad.dtype)
-        new = grad.contiguous().view(-1).to(dtype)
-        old = exp_avg.view(-1).to(dtype)
-        scratch = torch.empty_like(new)
-        direction = interpolate(old, new, rule.betas[0], out=torch.empty_like(new), scratch=scratch)
-        following = interpolate(old, new, rule.betas[1], out=torch.empty_like(new), scratch=scratch)
-        saturate(following, exp_avg.dtype)
-        store(exp_avg.view(-1), following, rule, momentum_stream(rule.step_rule.rank))
-        return direction
-
-    def _move(self, param: Tensor, moves: Tensor, rule: TensorRule) -> None:
-        """Applies decay and moves, shape (numel,), to the parameter in place."""
+        new, old = grad.contiguous().view(-1), exp_avg.view(-1)
         flat = param.contiguous().view(-1)
-        value = flat.to(moves.dtype, copy=True).mul_(rule.decay).sub_(moves)
-        store(flat, value, rule, PARAMETER_STREAM)
+        for chunk in _chunks(flat.numel()):
+            direction = _advance(new[chunk], old[chunk], chunk.start, rule)
+            _move(flat[chunk], direction.sign_().mul_(rule.lr), chunk.start, rule)
         if not param.is_contiguous():
             param.copy_(flat.view(param.shape))
+
+
+def _chunks(numel: int) -> Iterator[slice]:
+    for start in range(0, numel, CHUNK):
+        yield slice(start, min(start + CHUNK, numel))
+
+
+def _row_of(run: Run, chunk: slice, device: torch.device) -> Tensor:
+    """Returns the row of every element of a chunk, int64."""
+    element = torch.arange(chunk.start, chunk.stop, device=device)
+    return element.div_(run.row_numel, rounding_mode="floor")
+
+
+def _advance(grad: Tensor, exp_avg: Tensor, start: int, rule: TensorRule) -> Tensor:
+    """Returns a chunk's direction and advances its momentum in place."""
+    dtype = compute_dtype(grad.dtype)
+    new, old = grad.to(dtype), exp_avg.to(dtype)
+    scratch, direction, following = (torch.empty_like(new) for _ in range(3))
+    interpolate(old, new, rule.betas[0], out=direction, scratch=scratch)
+    interpolate(old, new, rule.betas[1], out=following, scratch=scratch)
+    saturate(following, exp_avg.dtype)
+    _store(exp_avg, following, start, rule, momentum_stream(rule.step_rule.rank))
+    return direction
+
+
+def _move(param: Tensor, move: Tensor, start: int, rule: TensorRule) -> None:
+    """Applies decay and a move to a chunk of a parameter."""
+    value = param.to(move.dtype, copy=True).mul_(rule.decay).sub_(move)
+    _store(param, value, start, rule, PARAMETER_STREAM)
+
+
+def _store(target: Tensor, value: Tensor, start: int, rule: TensorRule, stream: int) -> None:
+    """Writes a chunk that begins at element `start`, rounding stochastically below float32."""
+    if target.dtype in (torch.float32, torch.float64) or not rule.step_rule.stochastic_rounding:
+        target.copy_(value)
+        return
+    step = rule.step_rule
+    key = rounding_key(step.seed, step.step, rule.index, stream, start >> 32)
+    low = start & 0xFFFFFFFF
+    # To int32 through int64: the low 32 bits, whatever their sign.
+    counter = torch.arange(low, low + value.numel(), device=value.device).to(torch.int32)
+    bits = random_bits(
+        counter, key, out=torch.empty_like(counter), scratch=torch.empty_like(counter)
+    )
+    target.copy_(round_stochastically(value.to(torch.float32), bits, target.dtype))

@@ -88,13 +88,16 @@ class _Electorate:
     planes: Tensor | None  # int64, (planes, words), None where every rank voted on every row
 
 
-def count_votes(votes: Tensor, active: Tensor, shard: Shard, rule: StepRule) -> Verdict:
+def count_votes(
+    votes: Tensor, active: Tensor, shard: Shard, row_numels: Tensor, rule: StepRule
+) -> Verdict:
     """Returns the verdict on a shard (design S3, S4, S5).
 
     Args:
         votes: int64, shape (N, shard.words), every rank's signs; 0 in a row that abstains.
         active: bool, shape (N, shard.rows), the rows on which each rank votes.
         shard: Which words and rows these are.
+        row_numels: `shard.row_numels`.
         rule: The step's constants.
     """
     world_size = rule.world_size
@@ -103,7 +106,7 @@ def count_votes(votes: Tensor, active: Tensor, shard: Shard, rule: StepRule) -> 
     partial = not bool(active.all())
     electorate = _Electorate(world_size, _spread(counts, shard, digits, votes) if partial else None)
     out = torch.empty((rule.planes, shard.words), dtype=torch.int64, device=votes.device)
-    agreement = _sum_of_counts(counts, shard)
+    agreement = int((counts * row_numels).sum())
     size = CHUNK_WORDS if votes.device.type == "cpu" else DEVICE_CHUNK_WORDS
     for start in range(0, shard.words, size):
         part = slice(start, min(start + size, shard.words))
@@ -164,19 +167,6 @@ def _spread(counts: Tensor, shard: Shard, digits: int, like: Tensor) -> Tensor:
     return planes
 
 
-def _sum_of_counts(counts: Tensor, shard: Shard) -> int:
-    """Returns the sum over the elements of how many ranks voted on them."""
-    total = 0
-    for run in shard.runs:
-        rows = counts[run.row : run.row + run.rows]
-        inner = int(rows.sum()) * run.row_numel
-        # The first and the last row may lie only partly inside the shard.
-        before = run.start - run.first_row * run.row_numel
-        after = (run.first_row + run.rows) * run.row_numel - run.stop
-        total += inner - before * int(rows[0]) - after * int(rows[-1])
-    return total
-
-
 def _agreement_change(
     counters: list[Tensor], negative: Tensor, totals: list[Tensor] | None, world_size: int
 ) -> int:
@@ -192,17 +182,3 @@ def _agreement_change(
     return change - sum(
         2 * popcount(plane & negative) << place for place, plane in enumerate(totals)
     )
-
-
-def voted_elements(counts: Tensor, rows: list[tuple[int, int]]) -> int:
-    """Returns how many elements lie in rows on which any rank voted.
-
-    Args:
-        counts: int32, shape (rows of the message,).
-        rows: Number of rows and elements per row of each parameter, in order.
-    """
-    total = first = 0
-    for number, row_numel in rows:
-        total += int(torch.count_nonzero(counts[first : first + number])) * row_numel
-        first += number
-    return total

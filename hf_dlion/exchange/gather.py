@@ -37,6 +37,7 @@ class Gather:
         self._send = torch.empty(words, dtype=torch.int64, device=place)
         self._received = torch.empty((wire.world_size, words), dtype=torch.int64, device=place)
         self._shard = layout.shard(0, layout.words)
+        self._row_numels = self._shard.row_numels(place)
         self._work: dist.Work | None = None
         self._verdict: Verdict | None = None
 
@@ -59,7 +60,7 @@ class Gather:
         votes = self._received[:, : self._layout.words]
         rows = self._received[:, self._layout.words :]
         active = torch.stack([unpack_bits(row, self._layout.rows) for row in rows])
-        self._verdict = count_votes(votes, active, self._shard, rule)
+        self._verdict = count_votes(votes, active, self._shard, self._row_numels, rule)
 
     def verdict(self) -> Verdict:
         """Returns the verdict on the whole message, on the message's device."""

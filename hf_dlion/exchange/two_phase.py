@@ -57,6 +57,7 @@ class TwoPhase:
         self._received = torch.empty_like(self._send)
         self._found = torch.zeros(down, dtype=torch.int64, device=place)
         self._verdicts = torch.empty((wire.world_size, down), dtype=torch.int64, device=place)
+        self._row_numels = self._mine.row_numels(place)
         self._work: dist.Work | None = None
 
     @staticmethod
@@ -83,7 +84,7 @@ class TwoPhase:
         mine = self._mine
         votes = self._received[:, : mine.words]
         active = torch.stack([unpack_bits(row[self._size :], mine.rows) for row in self._received])
-        found = count_votes(votes, active, mine, rule)
+        found = count_votes(votes, active, mine, self._row_numels, rule)
         for place, plane in enumerate(found.planes):
             self._found[place * self._size :][: mine.words] = plane
         rows = self._found[self._sign_planes * self._size : -1].view(self._row_planes, -1)

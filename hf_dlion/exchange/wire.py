@@ -58,9 +58,21 @@ class Wire:
         world_size: Number of ranks in the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup, stats: WireStats) -> None:
-        """Takes the group as it is; communicates nothing."""
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        stats: WireStats,
+        device: torch.device = torch.device("cpu"),  # noqa: B008 (immutable)
+    ) -> None:
+        """Takes the group as it is; communicates nothing.
+
+        Args:
+            group: The process group.
+            stats: Receives the counts.
+            device: That of the parameters; control messages go there where the CPU cannot send.
+        """
         self.group = group
+        self._device = device
         self.stats = stats
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
@@ -86,10 +98,8 @@ class Wire:
     @property
     def control_device(self) -> torch.device:
         """Where small control messages lie: the CPU where the group can send from it."""
-        if "cpu" in self._backends:
-            return torch.device("cpu")
-        kind = next(iter(self._backends))
-        return torch.device(kind, torch.get_device_module(kind).current_device())
+        # Never "the current device": that is cuda:0 on every rank until somebody sets it.
+        return torch.device("cpu") if "cpu" in self._backends else self._device
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> dist.Work:
         """Starts the gathering of every rank's tensor.
