@@ -103,6 +103,8 @@ def main() -> None:
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     train(args, device)
     # gloo may abort the process if a DDP model outlives its process group.

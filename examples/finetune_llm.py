@@ -133,6 +133,7 @@ class Progress(TrainerCallback):
     def __init__(self) -> None:
         self.began = time.perf_counter()
         self.step_began = 0.0
+        self.steps = 0
         self.steps_s = 0.0
 
     def on_step_begin(
@@ -145,6 +146,7 @@ class Progress(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
         """Stops the clock: the optimizer has made its step."""
+        self.steps += 1
         self.steps_s += time.perf_counter() - self.step_began
 
     def on_log(
@@ -170,14 +172,20 @@ class Progress(TrainerCallback):
             )
 
 
-def report_wire(trainer: Trainer, steps_s: float) -> None:
-    """Print bytes and times of the exchange; every rank calls this, rank 0 prints."""
+def report_wire(trainer: Trainer, steps: int, steps_s: float) -> None:
+    """Print bytes and times of the exchange; every rank calls this, rank 0 prints.
+
+    Args:
+        trainer: Has trained.
+        steps: Made by this process: a resumed run made fewer than the trainer counts.
+        steps_s: Seconds that they took.
+    """
     optimizer = trainer.optimizer
     optimizer = getattr(optimizer, "optimizer", optimizer)  # out of Accelerate's wrapper
     if not isinstance(optimizer, hf_dlion.DistributedLion):
         return
     wire, world_size = optimizer.wire, optimizer.world_size
-    steps = max(trainer.state.global_step, 1)
+    steps = max(steps, 1)
     sent: list[int | None] = [wire.bytes_sent // steps]
     if world_size > 1:
         sent = [None] * world_size
@@ -288,8 +296,8 @@ def train(example: ExampleArguments, training: TrainingArguments) -> None:
         callbacks=[progress],
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.train()
-    report_wire(trainer, progress.steps_s)
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    report_wire(trainer, progress.steps, progress.steps_s)
     trainer.save_model()
     if trainer.is_world_process_zero():
         history = trainer.state.log_history
