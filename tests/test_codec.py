@@ -18,11 +18,21 @@ from hf_dlion.codec import eager as eager_codec
 from hf_dlion.codec.bits import pack_bits, popcount, unpack_bits
 from hf_dlion.codec.cpu import CpuCodec
 from hf_dlion.codec.eager import EagerCodec
+from hf_dlion.codec.native import NativeCodec, library
 from hf_dlion.layout import words_for
 from hf_dlion.lion import momentum_stream, random_bits, round_stochastically, rounding_key
 from hf_dlion.verdict import StepRule, TensorRule, Verdict
 
-CODECS = pytest.mark.parametrize("codec", [CpuCodec(), EagerCodec()], ids=["cpu", "eager"])
+COMPILED = library()
+NATIVE = pytest.param(
+    None if COMPILED is None else NativeCodec(COMPILED),
+    id="native",
+    marks=pytest.mark.skipif(COMPILED is None, reason="there is no C compiler"),
+)
+CODECS = pytest.mark.parametrize(
+    "codec",
+    [pytest.param(CpuCodec(), id="cpu"), NATIVE, pytest.param(EagerCodec(), id="eager")],
+)
 SHAPES = st.one_of(
     st.tuples(),
     st.tuples(st.integers(0, 200)),

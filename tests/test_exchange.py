@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from spawn import RankPools
 from torch import Tensor
 
-from hf_dlion.codec import reference
+from hf_dlion.codec import native, reference
 from hf_dlion.codec.bits import unpack_bits
 from hf_dlion.exchange import (
     Wire,
@@ -179,6 +179,7 @@ def exchanged(
     options=st.sampled_from(COMBINATIONS),
     step=st.integers(1, 2),
     chunk_words=st.sampled_from([3, 1 << 14]),
+    compiled=st.booleans(),
 )
 def test_the_verdict_equals_a_vote_counted_in_one_process(
     name: str,
@@ -189,8 +190,11 @@ def test_the_verdict_equals_a_vote_counted_in_one_process(
     options: Options,
     step: int,
     chunk_words: int,
+    compiled: bool,
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
+        if not compiled:
+            patch.setattr(native, "library", lambda: None)
         patch.setattr(count_module, "CHUNK_WORDS", chunk_words)
         ballots = ballots_of(shapes, world_size, seed, absent_share)
         results = on_threads(

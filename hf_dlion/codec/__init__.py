@@ -1,7 +1,8 @@
 """Tensors to packed votes and back.
 
-`reference` is the definition, in NumPy; `cpu` works in chunks that stay in cache; `eager` is plain
-torch for every other device. All agree bit for bit.
+`reference` is the definition, in NumPy; `cpu` works in chunks that stay in cache, and `native` does
+the same in C where there is a compiler; `eager` is plain torch for every other device. All agree
+bit for bit.
 """
 
 from __future__ import annotations
@@ -56,8 +57,10 @@ def codec_for(device: torch.device) -> Codec:
     """Returns the codec of tensors on `device`."""
     if device.type == "cpu":
         from hf_dlion.codec.cpu import CpuCodec
+        from hf_dlion.codec.native import NativeCodec, library
 
-        return CpuCodec()
+        compiled = library()
+        return CpuCodec() if compiled is None else NativeCodec(compiled)
     from hf_dlion.codec.eager import EagerCodec
 
     return EagerCodec()

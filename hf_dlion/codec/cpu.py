@@ -150,7 +150,12 @@ class CpuCodec:
                 votes[rows] = True
             packed = np.packbits(flags, bitorder="little")
             as_bytes[chunk.start // 8 : chunk.start // 8 + packed.size] = packed
-        if not votes.all():
+        self._clear_inactive(words, active, run)
+
+    @staticmethod
+    def _clear_inactive(words: Tensor, active: Tensor, run: Run) -> None:
+        """Sets the bits of rows that abstain to 0: counters then need no mask for them."""
+        if not bool(active.all()):
             kept = torch.empty_like(words)
             expand_rows(active, run, kept)
             words &= kept

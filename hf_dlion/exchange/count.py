@@ -7,12 +7,11 @@ that N votes of 64 elements take about 5 N word operations, and two votes take t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from hf_dlion.codec.bits import expand_rows, popcount
+from hf_dlion.codec.native import count_unanimous
 from hf_dlion.layout import Shard
 from hf_dlion.lion import alternating_word
 from hf_dlion.verdict import StepRule, Verdict
@@ -80,14 +79,6 @@ def compare_twice(counters: list[Tensor], totals: list[Tensor]) -> tuple[Tensor,
     return greater, equal
 
 
-@dataclass(frozen=True)
-class _Electorate:
-    """How many ranks voted on each element: one number, or one per element, bit-sliced."""
-
-    everyone: int
-    planes: Tensor | None  # int64, (planes, words), None where every rank voted on every row
-
-
 def count_votes(
     votes: Tensor, active: Tensor, shard: Shard, row_numels: Tensor, rule: StepRule
 ) -> Verdict:
@@ -100,30 +91,51 @@ def count_votes(
         row_numels: `shard.row_numels`.
         rule: The step's constants.
     """
-    world_size = rule.world_size
     counts = active.sum(dim=0, dtype=torch.int32)
-    digits = world_size.bit_length()
-    partial = not bool(active.all())
-    electorate = _Electorate(world_size, _spread(counts, shard, digits, votes) if partial else None)
     out = torch.empty((rule.planes, shard.words), dtype=torch.int64, device=votes.device)
     agreement = int((counts * row_numels).sum())
+    totals = None
+    if not bool(active.all()):
+        totals = _spread(counts, shard, rule.world_size.bit_length(), votes)
+    change = None
+    if totals is None and votes.device.type == "cpu":
+        change = count_unanimous(votes, out, rule)
+    if change is None:
+        change = _count_in_chunks(votes, totals, out, rule)
+    if rule.aggregation == "majority":
+        counts = counts.clamp_(max=1)
+    return Verdict(out, counts, agreement + change)
+
+
+def _count_in_chunks(votes: Tensor, totals: Tensor | None, out: Tensor, rule: StepRule) -> int:
+    """Counts with torch's bitwise operations.
+
+    Args:
+        votes: int64, shape (N, words).
+        totals: int64, shape (digits, words), how many ranks voted on each element, bit-sliced;
+            None where all N did on all.
+        out: int64, shape (planes, words); receives the verdict's planes.
+        rule: The step's constants.
+
+    Returns:
+        The sum of |n - 2 c| less the sum of n over all elements, c of n votes being negative.
+    """
+    world_size = rule.world_size
+    change = 0
     size = CHUNK_WORDS if votes.device.type == "cpu" else DEVICE_CHUNK_WORDS
-    for start in range(0, shard.words, size):
-        part = slice(start, min(start + size, shard.words))
-        counters = add_votes(votes[:, part], digits)
-        if electorate.planes is None:
+    for start in range(0, votes.shape[1], size):
+        part = slice(start, min(start + size, votes.shape[1]))
+        counters = add_votes(votes[:, part], world_size.bit_length())
+        voters = None if totals is None else list(totals[:, part])
+        if voters is None:
             negative, tied = compare_with_constant(counters, world_size // 2)
             if world_size % 2:
                 tied = torch.zeros_like(tied)
-            totals = None
         else:
-            totals = list(electorate.planes[:, part])
-            negative, tied = compare_twice(counters, totals)
-        agreement += _agreement_change(counters, negative, totals, world_size)
-        _decide(out[:, part], counters, negative, tied, totals, rule)
-    if rule.aggregation == "majority":
-        counts = counts.clamp_(max=1)
-    return Verdict(out, counts, agreement)
+            negative, tied = compare_twice(counters, voters)
+        change += _agreement_change(counters, negative, voters, world_size)
+        _decide(out[:, part], counters, negative, tied, voters, rule)
+    return change
 
 
 def _decide(

@@ -1,0 +1,305 @@
+/* The CPU codec's inner loops: encode, apply and a step alone, each one pass over memory.
+ *
+ * Every product and every sum is rounded by itself: compile with -ffp-contract=off and never with
+ * -ffast-math. The formulas are those of hf_dlion/lion.py and hf_dlion/codec/reference.py, which
+ * this equals bit for bit. A block is 64 elements, one word of signs; the first element of a call
+ * always begins a word, the last block may be short. "Narrow" tensors are bfloat16, others float32.
+ */
+#include <stdint.h>
+#include <string.h>
+
+#define BLOCK 64
+#define INLINE static inline __attribute__((always_inline))
+
+typedef struct {
+    float beta1, rest1, beta2, rest2; /* b and fl(1 - b) */
+    float decay, lr;                  /* fl(1 - lr wd) and fl(lr), lr >= 0 */
+    uint32_t momentum_key, param_key; /* of the random bits */
+    int32_t stochastic;               /* or round to nearest even */
+    uint64_t fill;                    /* an isolated exact zero votes -1 where this has a 1 */
+} Rule;
+
+INLINE float as_float(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+INLINE uint32_t as_bits(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+INLINE uint32_t mix(uint32_t x)
+{
+    x ^= x >> 16;
+    x *= 0x7feb352du;
+    x ^= x >> 15;
+    x *= 0x846ca68bu;
+    return x ^ (x >> 16);
+}
+
+INLINE void load(float *out, const void *from, int64_t start, int count, int narrow)
+{
+    if (narrow)
+        for (int k = 0; k < count; k++)
+            out[k] = as_float((uint32_t)((const uint16_t *)from)[start + k] << 16);
+    else
+        for (int k = 0; k < count; k++)
+            out[k] = ((const float *)from)[start + k];
+}
+
+/* To bfloat16: add random low bits, or half a unit to even, and drop them. NaN stays a NaN. */
+INLINE void store(void *to, const float *values, int64_t start, int count, int narrow,
+                  uint32_t key, int stochastic)
+{
+    if (!narrow) {
+        for (int k = 0; k < count; k++)
+            ((float *)to)[start + k] = values[k];
+        return;
+    }
+    for (int k = 0; k < count; k++) {
+        uint32_t bits = as_bits(values[k]);
+        uint32_t added = stochastic ? mix((uint32_t)(start + k) ^ key) & 0xffffu
+                                    : 0x7fffu + ((bits >> 16) & 1u);
+        uint32_t rounded = (bits + added) >> 16;
+        uint32_t nan = (bits & 0x7fffffffu) > 0x7f800000u;
+        ((uint16_t *)to)[start + k] = (uint16_t)(nan ? 0x7fc0u : rounded);
+    }
+}
+
+/* The directions of a block; advances the momentum, which saturates where it is narrow. */
+INLINE void advance(float *u, const void *grad, void *exp_avg, int64_t start, int count,
+                    int narrow_grad, int narrow_avg, const Rule *rule)
+{
+    float g[BLOCK], m[BLOCK];
+    load(g, grad, start, count, narrow_grad);
+    load(m, exp_avg, start, count, narrow_avg);
+    for (int k = 0; k < count; k++) {
+        float kept = rule->beta1 * m[k], new = rule->rest1 * g[k];
+        u[k] = kept + new;
+        float kept2 = rule->beta2 * m[k], new2 = rule->rest2 * g[k];
+        m[k] = kept2 + new2;
+    }
+    if (narrow_avg) {
+        const float limit = as_float(0x7f7f0000u);
+        for (int k = 0; k < count; k++)
+            m[k] = m[k] > limit ? limit : m[k] < -limit ? -limit : m[k];
+    }
+    store(exp_avg, m, start, count, narrow_avg, rule->momentum_key, rule->stochastic);
+}
+
+/* Bit k of the result is flag k, which is 0 or 1. */
+INLINE uint64_t packed(const uint8_t *flags)
+{
+    uint64_t word = 0;
+    for (int octet = 0; octet < 8; octet++) {
+        uint64_t eight;
+        memcpy(&eight, flags + 8 * octet, 8);
+        word |= ((eight * 0x0102040810204080ull) >> 56) << (8 * octet);
+    }
+    return word;
+}
+
+INLINE void encode_block(const void *grad, void *exp_avg, uint64_t *words, uint8_t *active,
+                         int64_t row_numel, int64_t start, int count, int narrow_grad,
+                         int narrow_avg, const Rule *rule)
+{
+    float u[BLOCK];
+    uint8_t negative[BLOCK] = {0}, zero[BLOCK] = {0};
+    advance(u, grad, exp_avg, start, count, narrow_grad, narrow_avg, rule);
+    for (int k = 0; k < count; k++) {
+        negative[k] = u[k] < 0;
+        zero[k] = u[k] == 0;
+    }
+    uint64_t zeros = packed(zero);
+    words[start / BLOCK] = packed(negative) | (zeros & rule->fill);
+    int64_t row = start / row_numel, last = (start + count - 1) / row_numel;
+    if (!zeros) {
+        for (; row <= last; row++)
+            active[row] = 1;
+        return;
+    }
+    for (int k = 0; k < count; k++)
+        if (!zero[k])
+            active[(start + k) / row_numel] = 1;
+}
+
+/* v is -1 where `negative` has a 1 and +1 elsewhere, but 0 where `nonzero` has a 0. */
+INLINE void move_block(void *param, uint64_t negative, uint64_t nonzero, int64_t start, int count,
+                       int narrow, const Rule *rule)
+{
+    float p[BLOCK];
+    uint32_t lr = as_bits(rule->lr);
+    load(p, param, start, count, narrow);
+    for (int half = 0; half * 32 < count; half++) {
+        uint32_t sign = (uint32_t)(negative >> (32 * half));
+        uint32_t moves = (uint32_t)(nonzero >> (32 * half));
+        float *part = p + 32 * half;
+        int length = count - 32 * half < 32 ? count - 32 * half : 32;
+        for (int k = 0; k < length; k++) {
+            uint32_t move = (lr | ((sign >> k) << 31)) & (0u - ((moves >> k) & 1u));
+            float decayed = part[k] * rule->decay;
+            part[k] = decayed - as_float(move);
+        }
+    }
+    store(param, p, start, count, narrow, rule->param_key, rule->stochastic);
+}
+
+/* Ones for the elements of a block whose row has a vote. */
+static uint64_t voted(const int32_t *counts, int64_t row_numel, int64_t start, int count)
+{
+    uint64_t word = 0;
+    for (int k = 0; k < count; k++)
+        word |= (uint64_t)(counts[(start + k) / row_numel] > 0) << k;
+    return word;
+}
+
+INLINE void alone_block(void *param, const void *grad, void *exp_avg, int64_t start, int count,
+                        int narrow, int narrow_avg, const Rule *rule)
+{
+    float u[BLOCK], p[BLOCK];
+    advance(u, grad, exp_avg, start, count, narrow, narrow_avg, rule);
+    load(p, param, start, count, narrow);
+    for (int k = 0; k < count; k++) {
+        float move = rule->lr * (float)((u[k] > 0) - (u[k] < 0));
+        float decayed = p[k] * rule->decay;
+        p[k] = decayed - move;
+    }
+    store(param, p, start, count, narrow, rule->param_key, rule->stochastic);
+}
+
+/* Full blocks get a constant length, which the compiler turns into vectors; a short one follows. */
+#define FOR_BLOCKS(call_full, call_rest)                                                           \
+    do {                                                                                           \
+        int64_t at = start;                                                                        \
+        for (; at + BLOCK <= stop; at += BLOCK)                                                    \
+            call_full;                                                                             \
+        if (at < stop)                                                                             \
+            call_rest;                                                                             \
+    } while (0)
+
+#define ENCODE(gn, mn)                                                                             \
+    FOR_BLOCKS(encode_block(grad, exp_avg, words, active, row_numel, at, BLOCK, gn, mn, rule),     \
+               encode_block(grad, exp_avg, words, active, row_numel, at, (int)(stop - at), gn, mn, \
+                            rule))
+
+/* Encodes elements start to stop; start is a multiple of 64. `active` is set, never cleared. */
+void dlion_encode(const void *grad, void *exp_avg, uint64_t *words, uint8_t *active,
+                  int64_t row_numel, int64_t start, int64_t stop, int narrow_grad, int narrow_avg,
+                  const Rule *rule)
+{
+    if (narrow_grad && narrow_avg)
+        ENCODE(1, 1);
+    else if (narrow_grad)
+        ENCODE(1, 0);
+    else if (narrow_avg)
+        ENCODE(0, 1);
+    else
+        ENCODE(0, 0);
+}
+
+#define APPLY(pn)                                                                                  \
+    FOR_BLOCKS(move_block(param, negative[at / BLOCK],                                             \
+                          (nonzero ? nonzero[at / BLOCK] : ~0ull) &                                \
+                              (counts ? voted(counts, row_numel, at, BLOCK) : ~0ull),              \
+                          at, BLOCK, pn, rule),                                                    \
+               move_block(param, negative[at / BLOCK],                                             \
+                          (nonzero ? nonzero[at / BLOCK] : ~0ull) &                                \
+                              (counts ? voted(counts, row_numel, at, (int)(stop - at)) : ~0ull),   \
+                          at, (int)(stop - at), pn, rule))
+
+/* Applies a majority's verdict; `nonzero` and `counts` may be null where nothing is 0. */
+void dlion_apply(void *param, const uint64_t *negative, const uint64_t *nonzero,
+                 const int32_t *counts, int64_t row_numel, int64_t start, int64_t stop, int narrow,
+                 const Rule *rule)
+{
+    if (narrow)
+        APPLY(1);
+    else
+        APPLY(0);
+}
+
+#define ALONE(pn, mn)                                                                              \
+    FOR_BLOCKS(alone_block(param, grad, exp_avg, at, BLOCK, pn, mn, rule),                         \
+               alone_block(param, grad, exp_avg, at, (int)(stop - at), pn, mn, rule))
+
+/* One step of plain Lion with sign(0) = 0. */
+void dlion_alone(void *param, const void *grad, void *exp_avg, int64_t start, int64_t stop,
+                 int narrow, int narrow_avg, const Rule *rule)
+{
+    if (narrow && narrow_avg)
+        ALONE(1, 1);
+    else if (narrow)
+        ALONE(1, 0);
+    else if (narrow_avg)
+        ALONE(0, 1);
+    else
+        ALONE(0, 0);
+}
+
+#define TILE 64
+#define MAX_DIGITS 32
+
+enum { ALTERNATE, ZERO, AVERAGE };
+
+/* Counts the votes of ranks that all voted on every row, `stride` words apart, and writes the
+ * verdict's planes, `out_stride` words apart. Returns the sum of |n - 2 c| less the sum of n over
+ * all elements, c of n ranks being negative. Bit-sliced: bit k of counter plane b is bit b of the
+ * count of element k. */
+int64_t dlion_count(const uint64_t *votes, int64_t stride, int ranks, int64_t words, int mode,
+                    uint64_t tie_word, uint64_t *out, int64_t out_stride)
+{
+    int digits = 32 - __builtin_clz((unsigned)ranks);
+    uint64_t ties = ranks % 2 ? 0 : ~0ull;
+    int64_t change = 0;
+    for (int64_t at = 0; at < words; at += TILE) {
+        uint64_t plane[MAX_DIGITS][TILE], greater[TILE], equal[TILE];
+        int count = words - at < TILE ? (int)(words - at) : TILE;
+        memset(plane, 0, sizeof plane[0] * (size_t)digits);
+        for (int rank = 0; rank < ranks; rank++) {
+            uint64_t carry[TILE];
+            memcpy(carry, votes + rank * stride + at, (size_t)count * sizeof *carry);
+            /* After `rank` votes only so many digits can be other than 0. */
+            for (int digit = 0; digit < digits && rank + 1 >= 1 << digit; digit++)
+                for (int k = 0; k < count; k++) {
+                    uint64_t next = plane[digit][k] & carry[k];
+                    plane[digit][k] ^= carry[k];
+                    carry[k] = next;
+                }
+        }
+        for (int k = 0; k < count; k++) {
+            greater[k] = 0;
+            equal[k] = ~0ull;
+        }
+        for (int digit = digits - 1; digit >= 0; digit--) {
+            uint64_t half = (ranks / 2) >> digit & 1 ? ~0ull : 0;
+            for (int k = 0; k < count; k++) {
+                greater[k] |= equal[k] & plane[digit][k] & ~half;
+                equal[k] &= ~(plane[digit][k] ^ half);
+            }
+        }
+        for (int k = 0; k < count; k++)
+            change -= 2 * ranks * (int64_t)__builtin_popcountll(greater[k]);
+        for (int digit = 0; digit < digits; digit++)
+            for (int k = 0; k < count; k++)
+                change += (4 * (int64_t)__builtin_popcountll(plane[digit][k] & greater[k]) -
+                           2 * (int64_t)__builtin_popcountll(plane[digit][k])) *
+                          ((int64_t)1 << digit);
+        if (mode == AVERAGE) {
+            for (int digit = 0; digit < digits; digit++)
+                memcpy(out + digit * out_stride + at, plane[digit], (size_t)count * sizeof *out);
+            continue;
+        }
+        for (int k = 0; k < count; k++) {
+            uint64_t tied = equal[k] & ties;
+            out[at + k] = mode == ALTERNATE ? greater[k] | (tied & tie_word) : greater[k];
+            if (mode == ZERO)
+                out[out_stride + at + k] = ~tied;
+        }
+    }
+    return change;
+}

@@ -1,0 +1,280 @@
+"""The CPU codec in C, compiled at first use where there is a compiler.
+
+The eager codec in `cpu` makes a dozen passes over each chunk; one compiled pass moves only the
+bytes that must move. The library is kept in the user's cache folder, under a name made of the
+source, the compiler's flags and the processor's features, so that hosts that share a home folder
+but not a processor keep theirs apart.
+
+`HF_DLION_NATIVE=0` in the environment leaves the compiler alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hf_dlion.codec.cpu import CpuCodec
+from hf_dlion.codec.eager import whole_run
+from hf_dlion.lion import (
+    PARAMETER_STREAM,
+    alternating_word,
+    momentum_stream,
+    rounding_key,
+    zero_phase,
+)
+from hf_dlion.verdict import StepRule, TensorRule, Verdict
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("native.c")
+# Without traps comparisons become vector masks; no result changes.
+FLAGS = (
+    *("-O3", "-march=native", "-ffp-contract=off", "-fno-trapping-math"),
+    *("-std=c11", "-shared", "-fPIC"),
+)
+ENVIRONMENT = "HF_DLION_NATIVE"
+
+# Elements per thread: below, starting a thread costs more than it saves. A multiple of 64.
+PART = 1 << 18
+
+_NARROW = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class _Rule(ctypes.Structure):
+    """`Rule` of native.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_float) for name in ("beta1", "rest1", "beta2", "rest2", "decay", "lr")),
+        ("momentum_key", ctypes.c_uint32),
+        ("param_key", ctypes.c_uint32),
+        ("stochastic", ctypes.c_int32),
+        ("fill", ctypes.c_uint64),
+    )
+
+
+def _rule_for(rule: TensorRule, *tensors: Tensor) -> _Rule:
+    """Returns the constants for a call on `tensors`; random keys only if one of them is narrow."""
+    shared = _shared_rule(rule.step_rule, rule.lr, rule.betas, rule.decay)
+    step = rule.step_rule
+    if step.stochastic_rounding and any(_NARROW[tensor.dtype] for tensor in tensors):
+        shared = _Rule.from_buffer_copy(shared)
+        streams = momentum_stream(step.rank), PARAMETER_STREAM
+        shared.momentum_key, shared.param_key = (
+            rounding_key(step.seed, step.step, rule.index, stream) for stream in streams
+        )
+    return shared
+
+
+@functools.lru_cache(maxsize=64)
+def _shared_rule(step: StepRule, lr: float, betas: tuple[float, float], decay: float) -> _Rule:
+    beta1, beta2 = betas
+    fill = alternating_word(zero_phase(step.step, step.rank, step.world_size))
+    return _Rule(
+        beta1=beta1,
+        rest1=1.0 - beta1,
+        beta2=beta2,
+        rest2=1.0 - beta2,
+        decay=decay,
+        lr=lr,
+        stochastic=step.stochastic_rounding,
+        fill=fill % 2**64,
+    )
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Returns the compiled library, or None, and says so once, where it cannot be had."""
+    if os.environ.get(ENVIRONMENT) == "0":
+        return None
+    try:
+        found = ctypes.CDLL(str(_compiled()))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning(
+            "the codec for CPU tensors could not be compiled and runs in torch and NumPy, two to "
+            "five times slower (%s): install a C compiler, or set %s=0 to be content with it",
+            getattr(error, "stderr", None) or error,
+            ENVIRONMENT,
+        )
+        return None
+    pointer, size, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    rule = ctypes.POINTER(_Rule)
+    found.dlion_encode.argtypes = [*[pointer] * 4, *[size] * 3, flag, flag, rule]
+    found.dlion_apply.argtypes = [*[pointer] * 4, *[size] * 3, flag, rule]
+    found.dlion_alone.argtypes = [*[pointer] * 3, *[size] * 2, flag, flag, rule]
+    for function in (found.dlion_encode, found.dlion_apply, found.dlion_alone):
+        function.restype = None
+    word = ctypes.c_uint64
+    found.dlion_count.argtypes = [pointer, size, flag, size, flag, word, pointer, size]
+    found.dlion_count.restype = ctypes.c_int64
+    return found
+
+
+def count_unanimous(votes: Tensor, out: Tensor, rule: StepRule) -> int | None:
+    """Counts votes of ranks that all voted on every row (design S4, S5).
+
+    Args:
+        votes: int64 on the CPU, shape (N, words), each rank's row contiguous.
+        out: int64, shape (planes, words), rows contiguous; receives the verdict's planes.
+        rule: The step's constants.
+
+    Returns:
+        The sum of |n - 2 c| less the sum of n over all elements, c of the n = N ranks being
+        negative, or None, with nothing done, where there is no compiled library.
+    """
+    found = library()
+    if found is None or votes.shape[1] == 0:
+        return None
+    mode = 2 if rule.aggregation == "average" else ("alternate", "zero").index(rule.ties)
+    change: int = found.dlion_count(
+        votes.data_ptr(),
+        votes.stride(0),
+        rule.world_size,
+        votes.shape[1],
+        mode,
+        alternating_word(rule.step) % 2**64,
+        out.data_ptr(),
+        out.stride(0),
+    )
+    return change
+
+
+def _compiled() -> Path:
+    """Returns the path of the library, compiled unless it is there already."""
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        raise OSError("no C compiler found")
+    source = SOURCE.read_bytes()
+    identity = (source, compiler, FLAGS, platform.machine(), _features())
+    name = hashlib.blake2b(repr(identity).encode(), digest_size=12).hexdigest()
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    target = base / "hf_dlion" / f"native-{name}.so"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            built = Path(folder, target.name)
+            command = [*compiler.split(), *FLAGS, str(SOURCE), "-o", str(built)]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+            # Whole or not at all, whichever of the ranks comes first.
+            os.replace(built, target)
+    return target
+
+
+def _features() -> str:
+    """Returns what tells processors apart for which -march=native makes different code."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="hf_dlion")
+
+
+def _in_parts(numel: int, work: Callable[[int, int], None]) -> None:
+    """Calls `work(start, stop)` for all elements, on as many threads as torch uses."""
+    threads = min(torch.get_num_threads(), -(-numel // PART))
+    if threads <= 1:
+        work(0, numel)
+        return
+    size = -(-numel // (threads * 64)) * 64
+    starts = range(0, numel, size)
+    # ctypes lets go of the interpreter's lock during a call.
+    list(_pool(threads).map(lambda start: work(start, min(start + size, numel)), starts))
+
+
+class NativeCodec(CpuCodec):
+    """Implements `hf_dlion.codec.Codec` for float32 and bfloat16 CPU tensors.
+
+    What the library does not do goes to `CpuCodec`: float16, float64, averages, and tensors of
+    2**32 elements or more.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        """Takes the compiled library."""
+        self._library = library
+
+    def encode(
+        self, grad: Tensor, exp_avg: Tensor, words: Tensor, active: Tensor, rule: TensorRule
+    ) -> None:
+        """See `Codec.encode`."""
+        if grad.numel() == 0:
+            return
+        if not _supported(grad, exp_avg):
+            super().encode(grad, exp_avg, words, active, rule)
+            return
+        run, native_rule = whole_run(grad.shape), _rule_for(rule, grad, exp_avg)
+        grad = grad.contiguous()
+        active.zero_()
+
+        def work(start: int, stop: int) -> None:
+            self._library.dlion_encode(
+                grad.data_ptr(), exp_avg.data_ptr(), words.data_ptr(), active.data_ptr(),
+                run.row_numel, start, stop, _NARROW[grad.dtype], _NARROW[exp_avg.dtype],
+                native_rule,
+            )  # fmt: skip
+
+        _in_parts(grad.numel(), work)
+        self._clear_inactive(words, active, run)
+
+    def apply(self, param: Tensor, verdict: Verdict, rule: TensorRule) -> None:
+        """See `Codec.apply`."""
+        if param.numel() == 0:
+            return
+        if rule.step_rule.aggregation != "majority" or not _supported(param):
+            super().apply(param, verdict, rule)
+            return
+        run, native_rule = whole_run(param.shape), _rule_for(rule, param)
+        flat, planes = param.contiguous(), verdict.planes
+        everywhere = bool(verdict.counts.all())
+        counts = None if everywhere else verdict.counts.data_ptr()
+        nonzero = planes[1].data_ptr() if len(planes) == 2 else None
+
+        def work(start: int, stop: int) -> None:
+            self._library.dlion_apply(
+                flat.data_ptr(), planes[0].data_ptr(), nonzero, counts, run.row_numel, start, stop,
+                _NARROW[flat.dtype], native_rule,
+            )  # fmt: skip
+
+        _in_parts(flat.numel(), work)
+        if flat is not param:
+            param.copy_(flat)
+
+    def step_alone(self, param: Tensor, grad: Tensor, exp_avg: Tensor, rule: TensorRule) -> None:
+        """See `Codec.step_alone`."""
+        if param.numel() == 0:
+            return
+        if param.dtype != grad.dtype or not _supported(param, exp_avg):
+            super().step_alone(param, grad, exp_avg, rule)
+            return
+        native_rule = _rule_for(rule, param, exp_avg)
+        flat, grad = param.contiguous(), grad.contiguous()
+
+        def work(start: int, stop: int) -> None:
+            self._library.dlion_alone(
+                flat.data_ptr(), grad.data_ptr(), exp_avg.data_ptr(), start, stop,
+                _NARROW[flat.dtype], _NARROW[exp_avg.dtype], native_rule,
+            )  # fmt: skip
+
+        _in_parts(flat.numel(), work)
+        if flat is not param:
+            param.copy_(flat)
+
+
+def _supported(*tensors: Tensor) -> bool:
+    return tensors[0].numel() < 1 << 32 and all(tensor.dtype in _NARROW for tensor in tensors)
