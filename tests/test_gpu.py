@@ -1,0 +1,149 @@
+"""What holds on CPU holds on GPUs, bit for bit: the codec, the staged exchange, NCCL."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import bits_of
+from random_training import DTYPES, normal
+from spawn import RankPools
+from test_codec import gradients, rule, verdict_of
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_dlion import DistributedLion
+from hf_dlion.codec import eager, reference
+from hf_dlion.codec.cpu import CpuCodec
+from hf_dlion.layout import words_for
+from hf_dlion.verdict import Verdict
+
+# With "cpu" and "gloo" the same tests run where there is no GPU, which shows that they can run.
+DEVICE, NCCL = "cuda", "nccl"
+CPU, ONE_GPU = ["cpu"] * 2, [f"{DEVICE}:0"] * 2
+TWO_GPUS = [f"{DEVICE}:{k if DEVICE == 'cuda' else 0}" for k in range(2)]
+GPUS = torch.cuda.device_count() if DEVICE == "cuda" else 2
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU")]
+
+SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (200,), (9, 70), (3, 64), (5, 128), (4, 5, 30)]
+STOCHASTIC = pytest.mark.parametrize("stochastic", [True, False], ids=["stochastic", "nearest"])
+DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def same_on_both(call: Callable[..., None], *tensors: Tensor) -> None:
+    """Calls with each codec and its copies of the tensors; the copies must end equal."""
+    ours = [tensor.clone() for tensor in tensors]
+    theirs = [tensor.to(DEVICE, copy=True) for tensor in tensors]
+    call(CpuCodec(), *ours)
+    with mock.patch.object(eager, "CHUNK", 128):  # which small tensors cross
+        call(eager.EagerCodec(), *theirs)
+    for position, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert bits_of(mine) == bits_of(other), f"argument {position}, {tuple(mine.shape)}"
+
+
+@DTYPE
+@STOCHASTIC
+@pytest.mark.parametrize("narrow", [None, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_encode_and_step_alone(dtype: Any, stochastic: bool, narrow: torch.dtype | None) -> None:
+    for seed, shape in enumerate(SHAPES):
+        for rank, zero_share in enumerate((0.1, 0.7, 1.0)):
+            grad = gradients(shape, seed, zero_share, dtype)
+            old = gradients(shape, seed + 100, 0.0, torch.float32)
+            exp_avg = torch.where(grad == 0, 0.0, old).to(narrow or dtype)  # some rows abstain
+            words = torch.full((words_for(grad.numel()),), -1)
+            active = torch.ones(reference.row_count(shape), dtype=torch.bool)
+            of_three = rule(rank=rank, step=seed + 1, stochastic_rounding=stochastic)
+            same_on_both(lambda c, *a, r=of_three: c.encode(*a, r), grad, exp_avg, words, active)
+            param = gradients(shape, seed + 1, 0.3, dtype)
+            of_one = rule(rank=0, world_size=1, stochastic_rounding=stochastic)
+            same_on_both(lambda c, *a, r=of_one: c.step_alone(*a, r), param, grad, exp_avg)
+
+
+@DTYPE
+@STOCHASTIC
+@pytest.mark.parametrize("options", [{}, {"ties": "zero"}, {"aggregation": "average"}], ids=str)
+def test_apply(dtype: torch.dtype, stochastic: bool, options: dict[str, str]) -> None:
+    constants = rule(stochastic_rounding=stochastic, **options)
+    for seed, shape in enumerate(SHAPES):
+        random, row = np.random.default_rng(seed), reference.row_of_element(shape)
+        votes = random.integers(0, 4, reference.row_count(shape))  # of three ranks; 0: all abstain
+        sums = votes[row] - 2 * random.integers(0, votes[row] + 1)
+        if not options:
+            sums[(sums == 0) & (votes[row] > 0)] = 1  # no tie is left after the exchange
+        made = verdict_of(sums, votes, row, constants.step_rule)
+        param = gradients(shape, seed, 0.1, dtype)
+        tensors = param, made.planes, made.counts
+        same_on_both(lambda c, p, *parts: c.apply(p, Verdict(*parts), constants), *tensors)
+
+
+class Weighted(nn.Module):
+    """A parameter's gradient is the weight it is given: the same bits on every device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = [(dtype, shape) for dtype in DTYPES for shape in [(20, 3), (129,), (4, 64), ()]]
+        params = [normal(*shape, seed=k, dtype=dtype) for k, (dtype, shape) in enumerate(kinds)]
+        self.params = nn.ParameterList(map(nn.Parameter, params))
+
+    def forward(self, weights: list[Tensor]) -> Tensor:
+        pairs = zip(self.params, weights, strict=False)
+        return torch.stack([(p * w.to(p.device, p.dtype)).sum().double() for p, w in pairs]).sum()
+
+
+def train(rank: int, _: int, devices: list[str], backend: str, ddp: bool, options: Any) -> Any:
+    """Returns the parameters' bits after every step, the momenta's, and the bytes sent."""
+    device = torch.device(devices[rank])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    group = dist.new_group(backend=backend)
+    model = Weighted().to(device)
+    wrap = {"process_group": group, "find_unused_parameters": True}
+    called = [DistributedDataParallel(model, **wrap) if ddp else model]  # type: ignore[arg-type]
+    params = list(model.parameters())
+    optimizer = DistributedLion(params, lr=0.01, weight_decay=0.1, process_group=group, **options)
+    bits = []
+    for step in range(6):
+        weights = [normal(*p.shape, seed=97 * step + 7 * k + rank) for k, p in enumerate(params)]
+        for weight in weights[::4]:
+            weight[rank : rank + 2] = 0.0  # a row that no rank sees, and one of each
+        if (rank, step) == (1, 3):
+            weights[1][5] = float("inf")  # rank 1 abstains
+        if rank == 0 and step % 2:
+            weights.pop()  # rank 0 does not use the last parameter
+        called[0](weights).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        bits.append([bits_of(p) for p in params])
+    called.clear()  # before its group
+    gc.collect()
+    dist.destroy_process_group(group)
+    return bits, [bits_of(optimizer.state[p]["exp_avg"]) for p in params], optimizer.wire.bytes_sent
+
+
+NEEDS_TWO = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+
+
+@pytest.mark.parametrize(
+    "place", [(ONE_GPU, "gloo"), pytest.param((TWO_GPUS, NCCL), marks=NEEDS_TWO)], ids=str
+)
+@pytest.mark.parametrize("ddp", [False, True], ids=["bare", "ddp"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"exchange": "gather"},
+        {"exchange": "two_phase", "aggregation": "average", "momentum_dtype": torch.bfloat16},
+        {"exchange": "two_phase", "ties": "zero", "stochastic_rounding": False},
+    ],
+    ids=str,
+)
+def test_training(ranks: RankPools, place: Any, ddp: bool, options: dict[str, Any]) -> None:
+    first, second = found = ranks(2).run(train, *place, ddp, options)
+    assert first[0] == second[0]
+    assert first[1] != second[1]
+    assert found == ranks(2).run(train, CPU, "gloo", ddp, options)
