@@ -123,9 +123,15 @@ INLINE void encode_block(const void *grad, void *exp_avg, uint64_t *words, uint8
             active[row] = 1;
         return;
     }
-    for (int k = 0; k < count; k++)
+    int64_t next = (row + 1) * row_numel - start;
+    for (int k = 0; k < count; k++) {
+        if (k == next) {
+            row++;
+            next += row_numel;
+        }
         if (!zero[k])
-            active[(start + k) / row_numel] = 1;
+            active[row] = 1;
+    }
 }
 
 /* v is -1 where `negative` has a 1 and +1 elsewhere, but 0 where `nonzero` has a 0. */
@@ -153,8 +159,13 @@ INLINE void move_block(void *param, uint64_t negative, uint64_t nonzero, int64_t
 static uint64_t voted(const int32_t *counts, int64_t row_numel, int64_t start, int count)
 {
     uint64_t word = 0;
-    for (int k = 0; k < count; k++)
-        word |= (uint64_t)(counts[(start + k) / row_numel] > 0) << k;
+    int64_t row = start / row_numel, next = (row + 1) * row_numel - start;
+    for (int64_t k = 0; k < count; row++, next += row_numel) {
+        uint64_t rest = ~0ull << k; /* of the row that k is in, up to the next one */
+        if (counts[row] > 0)
+            word |= next < BLOCK ? rest & ~(~0ull << next) : rest;
+        k = next;
+    }
     return word;
 }
 
@@ -246,48 +257,62 @@ void dlion_alone(void *param, const void *grad, void *exp_avg, int64_t start, in
 
 enum { ALTERNATE, ZERO, AVERAGE };
 
-/* Counts the votes of ranks that all voted on every row, `stride` words apart, and writes the
- * verdict's planes, `out_stride` words apart. Returns the sum of |n - 2 c| less the sum of n over
- * all elements, c of n ranks being negative. Bit-sliced: bit k of counter plane b is bit b of the
- * count of element k. */
+/* Adds up the votes of a tile: bit k of plane b is bit b of how many votes have bit k. */
+INLINE void add_votes(uint64_t plane[][TILE], const uint64_t *votes, int64_t stride, int ranks,
+                      int digits, int count)
+{
+    memset(plane, 0, sizeof plane[0] * (size_t)digits);
+    for (int rank = 0; rank < ranks; rank++) {
+        uint64_t carry[TILE];
+        memcpy(carry, votes + rank * stride, (size_t)count * sizeof *carry);
+        /* After so many votes only so many digits can be other than 0. */
+        for (int digit = 0; digit < digits && rank + 1 >= 1 << digit; digit++)
+            for (int k = 0; k < count; k++) {
+                uint64_t next = plane[digit][k] & carry[k];
+                plane[digit][k] ^= carry[k];
+                carry[k] = next;
+            }
+    }
+}
+
+/* Counts votes, `stride` words apart, and writes the verdict's planes, `out_stride` words apart.
+ * `totals` are bit-sliced, `totals_stride` words apart: how many ranks voted on each element; null
+ * where all of them did on all. Returns the sum of |n - 2 c| less the sum of n over all elements, c
+ * of n votes being negative. */
 int64_t dlion_count(const uint64_t *votes, int64_t stride, int ranks, int64_t words, int mode,
-                    uint64_t tie_word, uint64_t *out, int64_t out_stride)
+                    uint64_t tie_word, const uint64_t *totals, int64_t totals_stride,
+                    uint64_t *out, int64_t out_stride)
 {
     int digits = 32 - __builtin_clz((unsigned)ranks);
-    uint64_t ties = ranks % 2 ? 0 : ~0ull;
     int64_t change = 0;
     for (int64_t at = 0; at < words; at += TILE) {
-        uint64_t plane[MAX_DIGITS][TILE], greater[TILE], equal[TILE];
+        uint64_t plane[MAX_DIGITS][TILE], total[MAX_DIGITS][TILE];
+        uint64_t greater[TILE], equal[TILE], voted[TILE];
         int count = words - at < TILE ? (int)(words - at) : TILE;
-        memset(plane, 0, sizeof plane[0] * (size_t)digits);
-        for (int rank = 0; rank < ranks; rank++) {
-            uint64_t carry[TILE];
-            memcpy(carry, votes + rank * stride + at, (size_t)count * sizeof *carry);
-            /* After `rank` votes only so many digits can be other than 0. */
-            for (int digit = 0; digit < digits && rank + 1 >= 1 << digit; digit++)
-                for (int k = 0; k < count; k++) {
-                    uint64_t next = plane[digit][k] & carry[k];
-                    plane[digit][k] ^= carry[k];
-                    carry[k] = next;
-                }
-        }
+        add_votes(plane, votes + at, stride, ranks, digits, count);
+        for (int digit = 0; digit < digits; digit++)
+            for (int k = 0; k < count; k++)
+                total[digit][k] = totals ? totals[digit * totals_stride + at + k]
+                                         : 0 - (uint64_t)(ranks >> digit & 1);
         for (int k = 0; k < count; k++) {
             greater[k] = 0;
             equal[k] = ~0ull;
+            voted[k] = 0;
         }
-        for (int digit = digits - 1; digit >= 0; digit--) {
-            uint64_t half = (ranks / 2) >> digit & 1 ? ~0ull : 0;
+        /* Twice the count against the total, from the highest digit. */
+        for (int digit = digits; digit >= 0; digit--)
             for (int k = 0; k < count; k++) {
-                greater[k] |= equal[k] & plane[digit][k] & ~half;
-                equal[k] &= ~(plane[digit][k] ^ half);
+                uint64_t twice = digit ? plane[digit - 1][k] : 0;
+                uint64_t all = digit < digits ? total[digit][k] : 0;
+                greater[k] |= equal[k] & twice & ~all;
+                equal[k] &= ~(twice ^ all);
+                voted[k] |= all;
             }
-        }
-        for (int k = 0; k < count; k++)
-            change -= 2 * ranks * (int64_t)__builtin_popcountll(greater[k]);
         for (int digit = 0; digit < digits; digit++)
             for (int k = 0; k < count; k++)
                 change += (4 * (int64_t)__builtin_popcountll(plane[digit][k] & greater[k]) -
-                           2 * (int64_t)__builtin_popcountll(plane[digit][k])) *
+                           2 * (int64_t)__builtin_popcountll(plane[digit][k]) -
+                           2 * (int64_t)__builtin_popcountll(total[digit][k] & greater[k])) *
                           ((int64_t)1 << digit);
         if (mode == AVERAGE) {
             for (int digit = 0; digit < digits; digit++)
@@ -295,10 +320,10 @@ int64_t dlion_count(const uint64_t *votes, int64_t stride, int ranks, int64_t wo
             continue;
         }
         for (int k = 0; k < count; k++) {
-            uint64_t tied = equal[k] & ties;
-            out[at + k] = mode == ALTERNATE ? greater[k] | (tied & tie_word) : greater[k];
+            uint64_t tied = mode == ALTERNATE ? equal[k] & tie_word : 0;
+            out[at + k] = (greater[k] | tied) & voted[k];
             if (mode == ZERO)
-                out[out_stride + at + k] = ~tied;
+                out[out_stride + at + k] = ~equal[k] & voted[k];
         }
     }
     return change;

@@ -117,25 +117,30 @@ def library() -> ctypes.CDLL | None:
     for function in (found.dlion_encode, found.dlion_apply, found.dlion_alone):
         function.restype = None
     word = ctypes.c_uint64
-    found.dlion_count.argtypes = [pointer, size, flag, size, flag, word, pointer, size]
+    found.dlion_count.argtypes = [
+        *(pointer, size, flag, size, flag, word),
+        *(pointer, size, pointer, size),
+    ]
     found.dlion_count.restype = ctypes.c_int64
     return found
 
 
-def count_unanimous(votes: Tensor, out: Tensor, rule: StepRule) -> int | None:
-    """Counts votes of ranks that all voted on every row (design S4, S5).
+def count_votes(votes: Tensor, totals: Tensor | None, out: Tensor, rule: StepRule) -> int | None:
+    """Counts packed votes (design S4, S5).
 
     Args:
-        votes: int64 on the CPU, shape (N, words), each rank's row contiguous.
+        votes: int64 on the CPU, shape (N, words), rows contiguous.
+        totals: int64, shape (digits of N, words), rows contiguous: how many ranks voted on each
+            element, bit-sliced; None where all N did on all.
         out: int64, shape (planes, words), rows contiguous; receives the verdict's planes.
         rule: The step's constants.
 
     Returns:
-        The sum of |n - 2 c| less the sum of n over all elements, c of the n = N ranks being
-        negative, or None, with nothing done, where there is no compiled library.
+        The sum of |n - 2 c| less the sum of n over all elements, c of n votes being negative, or
+        None, with nothing done, where there is no compiled library.
     """
     found = library()
-    if found is None or votes.shape[1] == 0:
+    if found is None:
         return None
     mode = 2 if rule.aggregation == "average" else ("alternate", "zero").index(rule.ties)
     change: int = found.dlion_count(
@@ -145,6 +150,8 @@ def count_unanimous(votes: Tensor, out: Tensor, rule: StepRule) -> int | None:
         votes.shape[1],
         mode,
         alternating_word(rule.step) % 2**64,
+        None if totals is None else totals.data_ptr(),
+        0 if totals is None else totals.stride(0),
         out.data_ptr(),
         out.stride(0),
     )

@@ -7,12 +7,16 @@ that N votes of 64 elements take about 5 N word operations, and two votes take t
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from hf_dlion.codec import native
 from hf_dlion.codec.bits import expand_rows, popcount
-from hf_dlion.codec.native import count_unanimous
-from hf_dlion.layout import Shard
+from hf_dlion.layout import Run, Shard
 from hf_dlion.lion import alternating_word
 from hf_dlion.verdict import StepRule, Verdict
 
@@ -94,17 +98,39 @@ def count_votes(
     counts = active.sum(dim=0, dtype=torch.int32)
     out = torch.empty((rule.planes, shard.words), dtype=torch.int64, device=votes.device)
     agreement = int((counts * row_numels).sum())
-    totals = None
-    if not bool(active.all()):
-        totals = _spread(counts, shard, rule.world_size.bit_length(), votes)
-    change = None
-    if totals is None and votes.device.type == "cpu":
-        change = count_unanimous(votes, out, rule)
-    if change is None:
-        change = _count_in_chunks(votes, totals, out, rule)
+    change = 0
+    for words, totals in _stretches(counts, shard, rule.world_size):
+        found = None
+        if votes.device.type == "cpu":
+            found = native.count_votes(votes[:, words], totals, out[:, words], rule)
+        if found is None:
+            found = _count_in_chunks(votes[:, words], totals, out[:, words], rule)
+        change += found
     if rule.aggregation == "majority":
         counts = counts.clamp_(max=1)
     return Verdict(out, counts, agreement + change)
+
+
+def _stretches(
+    counts: Tensor, shard: Shard, world_size: int
+) -> Iterator[tuple[slice, Tensor | None]]:
+    """Yields the words of a shard in stretches, with the bit-sliced numbers of voters.
+
+    None stands for a stretch on all of whose rows every rank voted: the usual case, and the quick
+    one. On the CPU parameters with other rows (an embedding with unseen tokens) are told apart.
+    """
+    if not shard.runs or bool((counts == world_size).all()):
+        yield slice(0, shard.words), None
+        return
+    if counts.device.type != "cpu":
+        yield slice(0, shard.words), _spread(counts, shard.runs, world_size)
+        return
+    rows = np.array([run.row for run in shard.runs])
+    whole = np.minimum.reduceat(counts.numpy(), rows) == world_size
+    for same, runs in itertools.groupby(range(len(shard.runs)), lambda k: bool(whole[k])):
+        part = [shard.runs[k] for k in runs]
+        words = slice(part[0].word, part[-1].word + part[-1].words)
+        yield words, None if same else _spread(counts, part, world_size)
 
 
 def _count_in_chunks(votes: Tensor, totals: Tensor | None, out: Tensor, rule: StepRule) -> int:
@@ -168,14 +194,16 @@ def _any(totals: list[Tensor]) -> Tensor:
     return union
 
 
-def _spread(counts: Tensor, shard: Shard, digits: int, like: Tensor) -> Tensor:
-    """Returns the per-row counts as bit-sliced numbers per element, 0 in the padding."""
-    planes = torch.empty((digits, shard.words), dtype=torch.int64, device=like.device)
-    for run in shard.runs:
+def _spread(counts: Tensor, runs: Sequence[Run], world_size: int) -> Tensor:
+    """Returns the rows' counts as bit-sliced numbers per element of runs, 0 in the padding."""
+    first = runs[0].word
+    shape = (world_size.bit_length(), runs[-1].word + runs[-1].words - first)
+    planes = torch.empty(shape, dtype=torch.int64, device=counts.device)
+    for run in runs:
         rows = counts[run.row : run.row + run.rows]
-        words = slice(run.word, run.word + run.words)
-        for place in range(digits):
-            expand_rows((rows >> place & 1).to(torch.bool), run, planes[place, words])
+        words = slice(run.word - first, run.word - first + run.words)
+        for place, plane in enumerate(planes):
+            expand_rows((rows >> place & 1).to(torch.bool), run, plane[words])
     return planes
 
 
