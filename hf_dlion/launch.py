@@ -11,6 +11,7 @@ import (`HF_HOME`) must be set outside the script.
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import sys
@@ -47,6 +48,7 @@ def main(argv: list[str] | None = None) -> None:
         _register()
         sys.argv = argv[1:]
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        _end_process_group()
         return
     if argv[0].startswith("-"):
         _fail(f"{argv[0]} stands before the script; the script's options go after its name")
@@ -59,12 +61,22 @@ def main(argv: list[str] | None = None) -> None:
         # What `python script` puts there; -m left the current folder.
         sys.path[0] = os.path.dirname(os.path.realpath(script))
     runpy.run_path(script, run_name="__main__")
+    _end_process_group()
 
 
 def _register() -> None:
     from hf_dlion.trainer import register
 
     register()
+
+
+def _end_process_group() -> None:
+    """Ends what the script left: a gloo group that outlives Python may abort the process."""
+    import torch.distributed as dist
+
+    gc.collect()  # a DDP model that outlives its group may abort it too
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _fail(reason: str) -> NoReturn:

@@ -97,6 +97,12 @@ accelerator.backward(wrapped(torch.ones(2, 4)).sum())
 prepared.step()
 seen = (optimizer.world_size, optimizer.wire.exchanges, *model.weight.unique().tolist())
 print(f"{seen}\n", end="", flush=True)
+# gloo may abort a process whose group outlives Python.
+import gc
+accelerator.free_memory()
+del wrapped, prepared
+gc.collect()
+torch.distributed.destroy_process_group()
 """
 
 
