@@ -27,14 +27,17 @@ LAYERS = (
     {"accelerate"},
     {"trainer"},
     {"launch"},
+    {"bench"},
+    {"cli"},
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 
 # Who may import what is not needed for training with torch alone.
 OPTIONAL = {
-    "transformers": {"trainer"},
+    "transformers": {"trainer", "bench/model.py"},
     "accelerate": {"accelerate", "trainer"},
     "triton": {"codec/triton.py"},
+    "rich": {"bench/report.py"},
     "datasets": set(),
     "peft": set(),
     "trl": set(),
