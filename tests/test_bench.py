@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from spawn import run_command, run_script
 
 from hf_dlion import cli
+from hf_dlion.bench import emulate
 from hf_dlion.bench.cli import main
+from hf_dlion.bench.emulate import (
+    Emulation,
+    EmulationRefusedError,
+    Network,
+    namespaces,
+    remove_stale,
+)
+from hf_dlion.bench.methods import METHODS
+
+BENCH = [sys.executable, "-m", "hf_dlion.bench"]
 
 TIMES = {"repeats", "median_ms", "min_ms", "max_ms", "times_ms"}
 
@@ -50,3 +65,135 @@ def test_without_rich_the_command_says_what_to_install(monkeypatch, capsys):
 def test_the_console_script_names_its_commands(words, code, capsys):
     assert cli.main(words) == code
     assert "bench" in "".join(capsys.readouterr())
+
+
+@pytest.mark.multiproc
+def test_exchange_compares_both_strategies_with_all_reduces(tmp_path):
+    out = tmp_path / "exchange.json"
+    run_command([*BENCH, "exchange", "--parameters=70000", "--repeats=2", f"--json={out}"])
+    rows = {row["name"]: row for row in checked(out, "exchange")}
+    assert list(rows) == ["all-reduce fp32", "all-reduce bf16", "gather", "two_phase"]
+    assert rows["all-reduce fp32"]["bytes_per_step"] == 70000 * 4
+    assert rows["all-reduce bf16"]["bytes_per_step"] == 70000 * 2
+    assert 1 < rows["gather"]["bits_per_parameter"] < 1.2
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("launcher", ["spawned", "torchrun"])
+def test_train_compares_every_method(tmp_path, launcher):
+    out = tmp_path / "train.json"
+    words = ["train", "--parameters=5000", "--sequence=16", "--steps=3", f"--json={out}"]
+    if launcher == "torchrun":
+        run_script(2, ["-m", "hf_dlion.bench", *words])
+    else:
+        run_command([*BENCH, *words])
+    rows = checked(out, "train")
+    assert len(rows) == len(METHODS)
+    sent = [row["bytes_per_step"] for row in rows]
+    # None, fp32, bf16, PowerSGD, Lion, DistributedLion.
+    assert sent[0] == 0
+    assert sent[1] == 2 * sent[2] == sent[4]
+    assert 0 < sent[5] < sent[3] < sent[2]
+    assert rows[0]["ratio"] == 1.0
+    assert {"encode_ms", "exchange_ms", "apply_ms"} <= set(rows[-1])
+
+
+def test_a_network_is_written_as_hosts_and_rate():
+    assert Network.parse("4x2.5gbit") == Network(4, "2.5gbit", 2.5e9)
+    for bad in ("100mbit", "1x1gbit", "2x0mbit", "2x100", "2xfast"):
+        with pytest.raises(ValueError, match="for example 2x100mbit"):
+            Network.parse(bad)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.setattr(emulate.os, "geteuid", lambda: 1000), "needs root"),
+        (lambda m: m.setattr(emulate.sys, "platform", "darwin"), "needs Linux"),
+        (lambda m: m.setattr(emulate.shutil, "which", lambda tool: None), "install iproute2"),
+    ],
+    ids=["not root", "not Linux", "no tools"],
+)
+def test_emulation_refuses_where_it_cannot_work(change, message, monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(emulate.os, "geteuid", lambda: 0)
+        patched.setattr(emulate.shutil, "which", lambda tool: tool)
+        change(patched)
+        assert main(["train", "--emulate", "2x100mbit"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def possible() -> bool:
+    """Whether this machine builds networks."""
+    try:
+        with Emulation(Network.parse("2x1gbit")):
+            return True
+    except EmulationRefusedError:
+        return False
+
+
+@pytest.fixture
+def network() -> None:
+    """Skips where no network can be built."""
+    if not possible():
+        pytest.skip("no network can be built here (not root, no iproute2, or no tbf)")
+
+
+HOLD = """
+import time
+from hf_dlion.bench.emulate import Emulation, Network
+from hf_dlion.bench.ranks import _termination_raises
+with _termination_raises(), Emulation(Network.parse("2x1gbit")) as emulation:
+    print(*emulation.namespaces, flush=True)
+    time.sleep(60)
+"""
+
+
+def hold() -> tuple[subprocess.Popen[str], set[str]]:
+    """A process that keeps a network, and the names of its namespaces."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, set(process.stdout.readline().split())
+
+
+@pytest.mark.usefixtures("network")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_no_network(number):
+    process, names = hold()
+    with process:
+        assert len(names) == 2
+        assert names <= set(namespaces())
+        process.send_signal(number)
+        process.wait(30)
+    assert not names & set(namespaces())
+
+
+@pytest.mark.usefixtures("network")
+def test_what_a_killed_run_left_goes_at_the_next_start():
+    running, others = hold()
+    process, names = hold()
+    with process, running:
+        process.kill()
+        process.wait(30)
+        assert names <= set(namespaces())
+        remove_stale()
+        assert not names & set(namespaces())
+        assert others <= set(namespaces()), "the network of a live process stays"
+        running.terminate()
+    assert not others & set(namespaces())
+
+
+@pytest.mark.multiproc
+@pytest.mark.usefixtures("network")
+def test_a_slow_link_carries_the_same_bytes_more_slowly(tmp_path):
+    rows = []
+    for rate in ("2mbit", "1gbit"):
+        out = tmp_path / f"{rate}.json"
+        words = ["--parameters=100000", "--repeats=3", f"--json={out}", f"--emulate=2x{rate}"]
+        run_command([*BENCH, "exchange", *words])
+        rows.append(checked(out, "exchange")[0])
+    slow, fast = rows
+    assert slow["bytes_per_step"] == fast["bytes_per_step"] == 400_000
+    # 3.2 Mbit at 2 Mbit/s, less what the bucket lets through at once, on any machine.
+    assert slow["min_ms"] > 500

@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from hf_dlion.bench import codec
+from hf_dlion.bench import codec, exchange, ranks, train
+from hf_dlion.bench.emulate import EmulationRefusedError, Network
+from hf_dlion.bench.methods import METHODS
 from hf_dlion.bench.report import MissingPackageError, require_rich
+
+RUNS = {"exchange": exchange.run, "train": train.run}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -20,10 +24,22 @@ def main(argv: list[str] | None = None) -> int:
     args.json = args.json or f"outputs/bench_{args.bench}.json"
     try:
         require_rich()
-        codec.run(args)
-    except MissingPackageError as error:
+        return _run(args, words)
+    except (MissingPackageError, EmulationRefusedError) as error:
         print(f"hf_dlion.bench: {error}", file=sys.stderr)
         return 2
+
+
+def _run(args: argparse.Namespace, words: list[str]) -> int:
+    if args.bench == "codec":
+        codec.run(args)
+        return 0
+    network: Network | None = args.emulate
+    if not ranks.started_by_launcher():
+        count = args.ranks if network is None else network.hosts
+        return ranks.launch(words, count, args.threads, network)
+    ranks.refuse_under_launcher(network)
+    ranks.take_part(RUNS[args.bench], args)
     return 0
 
 
@@ -37,6 +53,29 @@ def _parser() -> argparse.ArgumentParser:
     one = benches.add_parser("codec", parents=[common], help=codec.__doc__)
     one.add_argument("--parameters", type=_positive, default=50_000_000)
     one.add_argument("--repeats", type=_positive, default=7)
+
+    several = argparse.ArgumentParser(add_help=False, parents=[common])
+    several.add_argument("--ranks", type=_positive, default=2, help="processes to start (2)")
+    several.add_argument(
+        "--emulate",
+        type=_network,
+        metavar="2x100mbit",
+        help="ranks on hosts of one core with links of this rate; root, Linux",
+    )
+    several.add_argument(
+        "--seconds", type=float, default=25.0, help="a method stops after 3 repeats beyond this"
+    )
+    wire = benches.add_parser("exchange", parents=[several], help=exchange.__doc__)
+    wire.add_argument("--parameters", type=_positive, default=29_500_000)
+    wire.add_argument("--repeats", type=_positive, default=7)
+
+    step = benches.add_parser("train", parents=[several], help=train.__doc__)
+    step.add_argument("--parameters", type=_positive, default=29_500_000)
+    step.add_argument("--batch", type=_positive, default=1, help="sequences per rank (1)")
+    step.add_argument("--sequence", type=_positive, default=128, help="tokens in each (128)")
+    step.add_argument("--warmup", type=_positive, default=2)
+    step.add_argument("--steps", type=_positive, default=5, help="measured steps (5)")
+    step.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     return parser
 
 
@@ -45,3 +84,10 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} must be at least 1")
     return value
+
+
+def _network(text: str) -> Network:
+    try:
+        return Network.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
