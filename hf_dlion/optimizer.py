@@ -72,8 +72,9 @@ class DistributedLion(Optimizer):
 
     The optimizer finds the DDP wrapper of its parameters by itself at the wrapper's first forward
     and keeps it from reducing gradients. Gradients may be accumulated under `no_sync()` and
-    clipped as usual: they are this rank's own until `step()`. Every rank must call `step()`
-    together; what fails on one rank is raised on all of them.
+    clipped as usual: they are this rank's own until `step()`. A parameter takes part on a rank
+    where autograd gave it a gradient, or where one that is not all zeros was assigned. Every rank
+    must call `step()` together; what fails on one rank before the header is raised on all of them.
 
     Example:
         >>> import torch
