@@ -51,6 +51,8 @@ class Attachment:
         """Has seen nothing."""
         self.params = {id(param) for param in ddp.module.parameters()}
         self.used_for: set[int] = set()
+        self._skips_buckets = _can_skip_buckets(ddp)
+        self._sync_is_off = False
         self._group = ddp.process_group
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._expected = 0
@@ -60,7 +62,7 @@ class Attachment:
         self._owners = weakref.WeakSet(owners)
         self._expected = len(self._owners)
 
-    def note_forward(self, module: nn.Module, args: Any) -> None:
+    def note_forward(self, module: Any, args: Any) -> None:
         """Forward pre-hook of the wrapper.
 
         Raises:
@@ -74,13 +76,28 @@ class Attachment:
                 "DistributedLion does not work inside join(): a rank that has run out of data "
                 "would not vote, and the others would wait for it; give every rank as many batches"
             )
+        if self._skips_buckets and module.require_backward_grad_sync and self._alive():
+            # For this forward only, as under no_sync(): backward does what forward prepared.
+            module.require_backward_grad_sync = False
+            self._sync_is_off = True
+
+    def after_forward(self, module: Any, args: Any, output: Any) -> None:
+        """Forward hook of the wrapper: leaves it as a forward outside of no_sync() would."""
+        if self._sync_is_off:
+            self._sync_is_off = False
+            module.require_backward_grad_sync = True
+            # Buffers (BatchNorm's averages) go on being broadcast before the next forward.
+            module.require_forward_param_sync = True
+
+    def _alive(self) -> bool:
+        return len(self._owners) >= self._expected
 
     def reduced(
         self,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> torch.futures.Future[Tensor] | None:
         """Starts DDP's own averaging if an owner is gone, or returns None."""
-        if len(self._owners) >= self._expected:
+        if self._alive():
             return None
         warn_once(
             "reduced",
@@ -88,6 +105,16 @@ class Attachment:
             "gradients again",
         )
         return allreduce_hook(self._group, bucket)
+
+
+def _can_skip_buckets(ddp: DistributedDataParallel) -> bool:
+    """Returns whether gradients may stay out of DDP's buckets altogether.
+
+    Nothing is reduced, so that the copies into the buckets and back are lost time (a tenth of a
+    step on a CPU). But where gradients are views of the buckets, these are their only memory, and
+    a static graph and DDP's own mixed precision are prepared in the reducer.
+    """
+    return not (ddp.gradient_as_bucket_view or ddp.static_graph or ddp.mixed_precision)
 
 
 def local_gradients(
@@ -244,6 +271,7 @@ def _registered(ddp: DistributedDataParallel) -> Attachment:
     attachment = Attachment(ddp)
     ddp.register_comm_hook(attachment, local_gradients)
     ddp.register_forward_pre_hook(attachment.note_forward)
+    ddp.register_forward_hook(attachment.after_forward, always_call=True)
     _attachments[ddp] = attachment
     weakref.finalize(ddp, _wrapper_is_gone).atexit = False
     return attachment

@@ -588,3 +588,91 @@ def split_unlike(rank: int, world_size: int) -> str:
 def test_ranks_that_would_send_other_messages_are_refused(ranks: RankPools) -> None:
     for message in ranks(2).run(split_unlike):
         assert message.startswith("Disagreement: ranks differ in trainable parameters")
+
+
+class Normed(nn.Module):
+    """A model with a buffer that DDP broadcasts before a forward: BatchNorm's running mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.last = nn.Linear(4, 1)
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise ValueError("this forward fails")
+        return self.last(self.norm(x)).square().mean()
+
+
+def train_with_buffers(rank: int, world_size: int, lion: bool) -> tuple[Tensor, list[bool], int]:
+    """Returns the running mean as the last forward found it, and what the wrapper says of sync."""
+    torch.manual_seed(0)
+    model = Normed()
+    calls: list[int] = []
+    if lion:
+        optimizer: torch.optim.Optimizer = optimizer_of(model)
+    else:
+        # The same without a reduction, by DDP's own means.
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    holder = [DistributedDataParallel(model)]
+    found: list[Tensor] = []
+    sync: list[bool] = []
+    generator = torch.Generator().manual_seed(rank)
+    with released(holder):
+        if lion:
+            optimizer.attach(holder[0])
+            reduced = comm_hook._attachments[holder[0]].reduced
+            comm_hook._attachments[holder[0]].reduced = lambda b: calls.append(1) or reduced(b)
+        model.norm.register_forward_pre_hook(
+            lambda module, args: found.append(module.running_mean.clone())
+        )
+        for micro_step in range(6):
+            quiet = holder[0].no_sync() if micro_step % 3 == 0 else contextlib.nullcontext()
+            with quiet:
+                loss = holder[0](torch.randn(5, 4, generator=generator))
+            sync.append(holder[0].require_backward_grad_sync)
+            loss.backward()
+            if micro_step % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        model.fails = True
+        with contextlib.suppress(ValueError):
+            holder[0](torch.randn(5, 4, generator=generator))
+        sync.append(holder[0].require_backward_grad_sync)
+    return torch.stack(found), sync, len(calls)
+
+
+def test_buffers_are_broadcast_when_ddp_would_and_its_buckets_are_left_alone(
+    ranks: RankPools,
+) -> None:
+    ours, theirs = ranks(2).run(train_with_buffers, True), ranks(2).run(train_with_buffers, False)
+    for (means, sync, calls), (expected, expected_sync, _) in zip(ours, theirs, strict=True):
+        assert torch.equal(means, expected)
+        assert sync == expected_sync == [True] * 7
+        assert calls == 0
+
+
+def bucket_calls(rank: int, world_size: int, ddp_options: dict[str, Any]) -> int:
+    model = new_model()
+    optimizer = optimizer_of(model)
+    calls: list[int] = []
+    holder = [DistributedDataParallel(model, **ddp_options)]
+    with released(holder):
+        optimizer.attach(holder[0])
+        attachment = comm_hook._attachments[holder[0]]
+        reduced = attachment.reduced
+        attachment.reduced = lambda bucket: calls.append(1) or reduced(bucket)
+        holder[0](batches(rank, 1)[0][0]).backward()
+        optimizer.step()
+    return len(calls)
+
+
+@pytest.mark.parametrize(
+    ("ddp_options", "used"),
+    [({}, 0), ({"gradient_as_bucket_view": True}, 1), ({"static_graph": True}, 1)],
+)
+def test_gradients_go_through_buckets_only_where_they_must(
+    ranks: RankPools, ddp_options: dict[str, Any], used: int
+) -> None:
+    assert ranks(2).run(bucket_calls, ddp_options) == [used] * 2
