@@ -124,6 +124,48 @@ def test_encode_equals_the_reference(
     assert same_bits(exp_avg, expected)
 
 
+@CODECS
+@settings(max_examples=100, deadline=None)
+@given(
+    shape=SHAPES,
+    seed=st.integers(0, 10**6),
+    zero_share=st.sampled_from([0.0, 0.1, 0.7]),
+    scale=st.sampled_from([1.0, 0.5, float(np.float32(0.3)), 0.0, float(np.float32(1e-30))]),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+    momentum_dtype=st.sampled_from([None, torch.float32, torch.bfloat16]),
+)
+def test_preview_and_advance_are_the_halves_of_encode(
+    codec: Codec,
+    shape: tuple[int, ...],
+    seed: int,
+    zero_share: float,
+    scale: float,
+    dtype: torch.dtype,
+    momentum_dtype: torch.dtype | None,
+) -> None:
+    if dtype == torch.float64:
+        momentum_dtype = None
+    grad = gradients(shape, seed, zero_share, dtype)
+    exp_avg = gradients(shape, seed + 1, zero_share, momentum_dtype or dtype)
+    before = exp_avg.clone()
+    words = torch.full((words_for(grad.numel()),), -1)
+    active = torch.ones(reference.row_count(shape), dtype=torch.bool)
+
+    codec.preview(grad, exp_avg, words, active, rule(), scale)
+
+    assert same_bits(exp_avg, before)
+    wide = np.float64 if dtype == torch.float64 else np.float32
+    scaled = wide(scale) * widened(grad).astype(wide)
+    direction = reference.direction(widened(exp_avg).astype(wide), scaled, 0.9)
+    expected_words, expected_active = reference.pack_signs(direction, t=3, rank=1, world_size=3)
+    np.testing.assert_array_equal(active.numpy(), expected_active)
+    np.testing.assert_array_equal(words.numpy().view(np.uint64), expected_words)
+
+    codec.advance(grad, exp_avg, rule())
+    codec.encode(grad, before, words, active, rule())
+    assert same_bits(exp_avg, before)
+
+
 def rounded(
     values: np.ndarray[Any, Any], dtype: torch.dtype, tensor_rule: TensorRule, stream: int
 ) -> Tensor:

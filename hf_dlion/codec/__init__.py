@@ -33,6 +33,35 @@ class Codec(Protocol):
             rule: The step's constants for this parameter.
         """
 
+    def preview(
+        self,
+        grad: Tensor,
+        exp_avg: Tensor,
+        words: Tensor,
+        active: Tensor,
+        rule: TensorRule,
+        scale: float,
+    ) -> None:
+        """Writes a parameter's votes as `encode` does, and leaves its momentum as it is.
+
+        Args:
+            grad: Gradient, the parameter's shape, dense.
+            exp_avg: Momentum, same shape; not changed.
+            words: int64, shape (ceil(numel / 64),); receives the signs.
+            active: bool, shape (rows,); receives which rows vote.
+            rule: The step's constants for this parameter.
+            scale: The direction is that of fl(scale * grad), in the dtype of the computation.
+        """
+
+    def advance(self, grad: Tensor, exp_avg: Tensor, rule: TensorRule) -> None:
+        """Advances a parameter's momentum as `encode` does, and writes no votes.
+
+        Args:
+            grad: Gradient, the parameter's shape, dense.
+            exp_avg: Momentum, same shape; advanced in place.
+            rule: The step's constants for this parameter.
+        """
+
     def apply(self, param: Tensor, verdict: Verdict, rule: TensorRule) -> None:
         """Moves a parameter by the verdict, in place (design S7).
 

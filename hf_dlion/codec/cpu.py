@@ -108,6 +108,14 @@ def _advance(grad: Tensor, exp_avg: Tensor, start: int, rule: TensorRule) -> Ten
     return direction
 
 
+def _foreseen(grad: Tensor, exp_avg: Tensor, rule: TensorRule, scale: float) -> Tensor:
+    """Returns a chunk's direction for the gradient times `scale`, in a buffer."""
+    direction, scratch, new, wide_avg = _buffers.floating(compute_dtype(grad.dtype), grad.numel())
+    new.copy_(grad).mul_(scale)
+    old = _widened(exp_avg, wide_avg)
+    return interpolate(old, new, rule.betas[0], out=direction, scratch=scratch)
+
+
 def _move(param: Tensor, move: Tensor, start: int, rule: TensorRule) -> None:
     """Applies decay and a move to a chunk of a parameter."""
     value = _widened(param, _buffers.floating(move.dtype, param.numel())[3])
@@ -125,6 +133,36 @@ class CpuCodec:
         self, grad: Tensor, exp_avg: Tensor, words: Tensor, active: Tensor, rule: TensorRule
     ) -> None:
         """See `Codec.encode`."""
+        self._encode_in_chunks(grad, exp_avg, words, active, rule)
+
+    def preview(
+        self,
+        grad: Tensor,
+        exp_avg: Tensor,
+        words: Tensor,
+        active: Tensor,
+        rule: TensorRule,
+        scale: float,
+    ) -> None:
+        """See `Codec.preview`."""
+        self._encode_in_chunks(grad, exp_avg, words, active, rule, scale)
+
+    def advance(self, grad: Tensor, exp_avg: Tensor, rule: TensorRule) -> None:
+        """See `Codec.advance`."""
+        new, old = grad.contiguous().view(-1), exp_avg.view(-1)
+        for chunk in _chunks(new.numel()):
+            _advance(new[chunk], old[chunk], chunk.start, rule)
+
+    def _encode_in_chunks(
+        self,
+        grad: Tensor,
+        exp_avg: Tensor,
+        words: Tensor,
+        active: Tensor,
+        rule: TensorRule,
+        scale: float | None = None,
+    ) -> None:
+        """Encodes; with a `scale`, previews."""
         if grad.numel() == 0:
             return
         run = whole_run(grad.shape)
@@ -136,7 +174,10 @@ class CpuCodec:
         votes[:] = False
         as_bytes[-8:] = 0
         for chunk in _chunks(new.numel()):
-            direction = _advance(new[chunk], old[chunk], chunk.start, rule).numpy()
+            if scale is None:
+                direction = _advance(new[chunk], old[chunk], chunk.start, rule).numpy()
+            else:
+                direction = _foreseen(new[chunk], old[chunk], rule, scale).numpy()
             count = direction.size
             flags = np.less(direction, 0, out=_buffers.flags[:count])
             zeros = np.equal(direction, 0, out=_buffers.zeros[:count])

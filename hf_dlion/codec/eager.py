@@ -43,6 +43,36 @@ class EagerCodec:
         self, grad: Tensor, exp_avg: Tensor, words: Tensor, active: Tensor, rule: TensorRule
     ) -> None:
         """See `Codec.encode`."""
+        self._encode(grad, exp_avg, words, active, rule)
+
+    def preview(
+        self,
+        grad: Tensor,
+        exp_avg: Tensor,
+        words: Tensor,
+        active: Tensor,
+        rule: TensorRule,
+        scale: float,
+    ) -> None:
+        """See `Codec.preview`."""
+        self._encode(grad, exp_avg, words, active, rule, scale)
+
+    def advance(self, grad: Tensor, exp_avg: Tensor, rule: TensorRule) -> None:
+        """See `Codec.advance`."""
+        new, old = grad.contiguous().view(-1), exp_avg.view(-1)
+        for chunk in _chunks(new.numel()):
+            _advance(new[chunk], old[chunk], chunk.start, rule)
+
+    @staticmethod
+    def _encode(
+        grad: Tensor,
+        exp_avg: Tensor,
+        words: Tensor,
+        active: Tensor,
+        rule: TensorRule,
+        scale: float | None = None,
+    ) -> None:
+        """Encodes; with a `scale`, previews."""
         if grad.numel() == 0:
             return
         step = rule.step_rule
@@ -51,7 +81,10 @@ class EagerCodec:
         new, old = grad.contiguous().view(-1), exp_avg.view(-1)
         votes = torch.zeros(run.rows, dtype=torch.uint8, device=grad.device)
         for chunk in _chunks(new.numel()):
-            direction = _advance(new[chunk], old[chunk], chunk.start, rule)
+            if scale is None:
+                direction = _advance(new[chunk], old[chunk], chunk.start, rule)
+            else:
+                direction = _foreseen(new[chunk], old[chunk], rule, scale)
             zero = direction == 0
             votes.scatter_reduce_(0, _row_of(run, chunk, grad.device), (~zero).byte(), "amax")
             part = words[chunk.start // 64 : words_for(chunk.stop)]
@@ -120,6 +153,14 @@ def _advance(grad: Tensor, exp_avg: Tensor, start: int, rule: TensorRule) -> Ten
     saturate(following, exp_avg.dtype)
     _store(exp_avg, following, start, rule, momentum_stream(rule.step_rule.rank))
     return direction
+
+
+def _foreseen(grad: Tensor, exp_avg: Tensor, rule: TensorRule, scale: float) -> Tensor:
+    """Returns a chunk's direction for the gradient times `scale`."""
+    dtype = compute_dtype(grad.dtype)
+    new, old = grad.to(dtype, copy=True).mul_(scale), exp_avg.to(dtype)
+    direction = torch.empty_like(new)
+    return interpolate(old, new, rule.betas[0], out=direction, scratch=torch.empty_like(new))
 
 
 def _move(param: Tensor, move: Tensor, start: int, rule: TensorRule) -> None:

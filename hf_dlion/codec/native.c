@@ -71,18 +71,22 @@ INLINE void store(void *to, const float *values, int64_t start, int count, int n
     }
 }
 
-/* The directions of a block; advances the momentum, which saturates where it is narrow. */
-INLINE void advance(float *u, const void *grad, void *exp_avg, int64_t start, int count,
-                    int narrow_grad, int narrow_avg, const Rule *rule)
+/* The directions of a block. */
+INLINE void direct(float *u, const float *g, const float *m, int count, const Rule *rule)
 {
-    float g[BLOCK], m[BLOCK];
-    load(g, grad, start, count, narrow_grad);
-    load(m, exp_avg, start, count, narrow_avg);
     for (int k = 0; k < count; k++) {
         float kept = rule->beta1 * m[k], new = rule->rest1 * g[k];
         u[k] = kept + new;
-        float kept2 = rule->beta2 * m[k], new2 = rule->rest2 * g[k];
-        m[k] = kept2 + new2;
+    }
+}
+
+/* Advances a block of the momentum, held in m, which saturates where it is narrow. */
+INLINE void advance(const float *g, float *m, void *exp_avg, int64_t start, int count,
+                    int narrow_avg, const Rule *rule)
+{
+    for (int k = 0; k < count; k++) {
+        float kept = rule->beta2 * m[k], new = rule->rest2 * g[k];
+        m[k] = kept + new;
     }
     if (narrow_avg) {
         const float limit = as_float(0x7f7f0000u);
@@ -104,13 +108,11 @@ INLINE uint64_t packed(const uint8_t *flags)
     return word;
 }
 
-INLINE void encode_block(const void *grad, void *exp_avg, uint64_t *words, uint8_t *active,
-                         int64_t row_numel, int64_t start, int count, int narrow_grad,
-                         int narrow_avg, const Rule *rule)
+/* Packs the signs of a block's directions and marks the rows that vote. */
+INLINE void vote_block(const float *u, uint64_t *words, uint8_t *active, int64_t row_numel,
+                       int64_t start, int count, const Rule *rule)
 {
-    float u[BLOCK];
     uint8_t negative[BLOCK] = {0}, zero[BLOCK] = {0};
-    advance(u, grad, exp_avg, start, count, narrow_grad, narrow_avg, rule);
     for (int k = 0; k < count; k++) {
         negative[k] = u[k] < 0;
         zero[k] = u[k] == 0;
@@ -132,6 +134,27 @@ INLINE void encode_block(const void *grad, void *exp_avg, uint64_t *words, uint8
         if (!zero[k])
             active[row] = 1;
     }
+}
+
+/* What a call on a block does; every combination is compiled by itself. */
+enum { VOTE = 1, ADVANCE = 2 };
+
+INLINE void encode_block(const void *grad, void *exp_avg, uint64_t *words, uint8_t *active,
+                         int64_t row_numel, int64_t start, int count, float scale, int what,
+                         int narrow_grad, int narrow_avg, const Rule *rule)
+{
+    float u[BLOCK], g[BLOCK], m[BLOCK];
+    load(g, grad, start, count, narrow_grad);
+    load(m, exp_avg, start, count, narrow_avg);
+    if (what == VOTE) /* Times 1 changes no bit. */
+        for (int k = 0; k < count; k++)
+            g[k] = scale * g[k];
+    if (what & VOTE)
+        direct(u, g, m, count, rule);
+    if (what & ADVANCE)
+        advance(g, m, exp_avg, start, count, narrow_avg, rule);
+    if (what & VOTE)
+        vote_block(u, words, active, row_numel, start, count, rule);
 }
 
 /* v is -1 where `negative` has a 1 and +1 elsewhere, but 0 where `nonzero` has a 0. */
@@ -172,8 +195,11 @@ static uint64_t voted(const int32_t *counts, int64_t row_numel, int64_t start, i
 INLINE void alone_block(void *param, const void *grad, void *exp_avg, int64_t start, int count,
                         int narrow, int narrow_avg, const Rule *rule)
 {
-    float u[BLOCK], p[BLOCK];
-    advance(u, grad, exp_avg, start, count, narrow, narrow_avg, rule);
+    float u[BLOCK], p[BLOCK], g[BLOCK], m[BLOCK];
+    load(g, grad, start, count, narrow);
+    load(m, exp_avg, start, count, narrow_avg);
+    direct(u, g, m, count, rule);
+    advance(g, m, exp_avg, start, count, narrow_avg, rule);
     load(p, param, start, count, narrow);
     for (int k = 0; k < count; k++) {
         float move = rule->lr * (float)((u[k] > 0) - (u[k] < 0));
@@ -193,24 +219,36 @@ INLINE void alone_block(void *param, const void *grad, void *exp_avg, int64_t st
             call_rest;                                                                             \
     } while (0)
 
-#define ENCODE(gn, mn)                                                                             \
-    FOR_BLOCKS(encode_block(grad, exp_avg, words, active, row_numel, at, BLOCK, gn, mn, rule),     \
-               encode_block(grad, exp_avg, words, active, row_numel, at, (int)(stop - at), gn, mn, \
-                            rule))
+#define ENCODE(what, gn, mn)                                                                       \
+    FOR_BLOCKS(encode_block(grad, exp_avg, words, active, row_numel, at, BLOCK, scale, what, gn,   \
+                            mn, rule),                                                             \
+               encode_block(grad, exp_avg, words, active, row_numel, at, (int)(stop - at), scale,  \
+                            what, gn, mn, rule))
 
-/* Encodes elements start to stop; start is a multiple of 64. `active` is set, never cleared. */
+#define ENCODE_ANY(what)                                                                           \
+    do {                                                                                           \
+        if (narrow_grad && narrow_avg)                                                             \
+            ENCODE(what, 1, 1);                                                                    \
+        else if (narrow_grad)                                                                      \
+            ENCODE(what, 1, 0);                                                                    \
+        else if (narrow_avg)                                                                       \
+            ENCODE(what, 0, 1);                                                                    \
+        else                                                                                       \
+            ENCODE(what, 0, 0);                                                                    \
+    } while (0)
+
+/* Elements start to stop; start is a multiple of 64. VOTE writes signs and sets `active`, which it
+ * never clears; ADVANCE moves the momentum on. VOTE alone takes the gradient times `scale`. */
 void dlion_encode(const void *grad, void *exp_avg, uint64_t *words, uint8_t *active,
-                  int64_t row_numel, int64_t start, int64_t stop, int narrow_grad, int narrow_avg,
-                  const Rule *rule)
+                  int64_t row_numel, int64_t start, int64_t stop, float scale, int what,
+                  int narrow_grad, int narrow_avg, const Rule *rule)
 {
-    if (narrow_grad && narrow_avg)
-        ENCODE(1, 1);
-    else if (narrow_grad)
-        ENCODE(1, 0);
-    else if (narrow_avg)
-        ENCODE(0, 1);
+    if (what == VOTE)
+        ENCODE_ANY(VOTE);
+    else if (what == ADVANCE)
+        ENCODE_ANY(ADVANCE);
     else
-        ENCODE(0, 0);
+        ENCODE_ANY(VOTE | ADVANCE);
 }
 
 #define APPLY(pn)                                                                                  \

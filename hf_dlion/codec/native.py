@@ -51,6 +51,7 @@ ENVIRONMENT = "HF_DLION_NATIVE"
 PART = 1 << 18
 
 _NARROW = {torch.float32: 0, torch.bfloat16: 1}
+_VOTE, _ADVANCE = 1, 2
 
 
 class _Rule(ctypes.Structure):
@@ -110,8 +111,9 @@ def library() -> ctypes.CDLL | None:
         )
         return None
     pointer, size, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    scale = ctypes.c_float
     rule = ctypes.POINTER(_Rule)
-    found.dlion_encode.argtypes = [*[pointer] * 4, *[size] * 3, flag, flag, rule]
+    found.dlion_encode.argtypes = [*[pointer] * 4, *[size] * 3, scale, *[flag] * 3, rule]
     found.dlion_apply.argtypes = [*[pointer] * 4, *[size] * 3, flag, rule]
     found.dlion_alone.argtypes = [*[pointer] * 3, *[size] * 2, flag, flag, rule]
     for function in (found.dlion_encode, found.dlion_apply, found.dlion_alone):
@@ -225,19 +227,59 @@ class NativeCodec(CpuCodec):
         if not _supported(grad, exp_avg):
             super().encode(grad, exp_avg, words, active, rule)
             return
+        active.zero_()
+        self._encode(grad, exp_avg, words, active, rule, _VOTE | _ADVANCE)
+        self._clear_inactive(words, active, whole_run(grad.shape))
+
+    def preview(
+        self,
+        grad: Tensor,
+        exp_avg: Tensor,
+        words: Tensor,
+        active: Tensor,
+        rule: TensorRule,
+        scale: float,
+    ) -> None:
+        """See `Codec.preview`."""
+        if grad.numel() == 0:
+            return
+        if not _supported(grad, exp_avg):
+            super().preview(grad, exp_avg, words, active, rule, scale)
+            return
+        active.zero_()
+        self._encode(grad, exp_avg, words, active, rule, _VOTE, scale)
+        self._clear_inactive(words, active, whole_run(grad.shape))
+
+    def advance(self, grad: Tensor, exp_avg: Tensor, rule: TensorRule) -> None:
+        """See `Codec.advance`."""
+        if grad.numel() == 0:
+            return
+        if not _supported(grad, exp_avg):
+            super().advance(grad, exp_avg, rule)
+            return
+        self._encode(grad, exp_avg, None, None, rule, _ADVANCE)
+
+    def _encode(
+        self,
+        grad: Tensor,
+        exp_avg: Tensor,
+        words: Tensor | None,
+        active: Tensor | None,
+        rule: TensorRule,
+        what: int,
+        scale: float = 1.0,
+    ) -> None:
         run, native_rule = whole_run(grad.shape), _rule_for(rule, grad, exp_avg)
         grad = grad.contiguous()
-        active.zero_()
+        places = [None if tensor is None else tensor.data_ptr() for tensor in (words, active)]
 
         def work(start: int, stop: int) -> None:
             self._library.dlion_encode(
-                grad.data_ptr(), exp_avg.data_ptr(), words.data_ptr(), active.data_ptr(),
-                run.row_numel, start, stop, _NARROW[grad.dtype], _NARROW[exp_avg.dtype],
-                native_rule,
+                grad.data_ptr(), exp_avg.data_ptr(), *places, run.row_numel, start, stop, scale,
+                what, _NARROW[grad.dtype], _NARROW[exp_avg.dtype], native_rule,
             )  # fmt: skip
 
         _in_parts(grad.numel(), work)
-        self._clear_inactive(words, active, run)
 
     def apply(self, param: Tensor, verdict: Verdict, rule: TensorRule) -> None:
         """See `Codec.apply`."""
