@@ -88,9 +88,9 @@ class Verdict:
     """What every rank applies to the parameters of a message, or to one of them.
 
     Attributes:
-        planes: int64, shape (P, words), bit-sliced. Majority: plane 0 is 1 where the verdict is
-            -1, and under ties="zero" plane 1 is 1 where it is not 0. Average: the binary digits,
-            lowest first, of the number of ranks that voted -1.
+        planes: int64, shape (P, words), rows contiguous, bit-sliced. Majority: plane 0 is 1 where
+            the verdict is -1, and under ties="zero" plane 1 is 1 where it is not 0. Average: the
+            binary digits, lowest first, of the number of ranks that voted -1.
         counts: int32, shape (rows,). Average: how many ranks voted on the row. Majority: 1 if
             any did, else 0.
         agreement: Sum over the elements of |sum of the signs|, or -1 for a part of a message.

@@ -130,6 +130,8 @@ def signs_in(
 ) -> list[np.ndarray[Any, Any]]:
     """Returns the verdict on each parameter as numbers: signs, or sums of signs for average."""
     found = []
+    # The compiled codec reads a plane's words one after another.
+    assert all(plane.is_contiguous() for plane in verdict.planes)
     for slot, shape in zip(layout.slots, shapes, strict=True):
         planes = verdict.planes[:, slot.word : slot.word + slot.words]
         bits = [unpack_bits(plane, slot.numel).numpy().astype(np.int64) for plane in planes]

@@ -32,6 +32,8 @@ class TwoPhase:
     methods in this order, with messages in the same order.
     """
 
+    rounds = 2
+
     def __init__(
         self, layout: MessageLayout, wire: Wire, device: torch.device, planes: tuple[int, int]
     ) -> None:
@@ -103,6 +105,8 @@ class TwoPhase:
         signs = self._verdicts[:, : self._sign_planes * self._size]
         signs = signs.view(self._wire.world_size, self._sign_planes, self._size)
         planes = signs.transpose(0, 1).reshape(self._sign_planes, -1)[:, : layout.words]
+        # Shards of one word make reshape() return a view with gaps.
+        planes = planes.contiguous()
         counts = torch.zeros(layout.rows, dtype=torch.int32, device=place)
         for segment, shard in zip(self._verdicts, self._shards, strict=True):
             rows = segment[self._sign_planes * self._size : -1].view(self._row_planes, -1)
