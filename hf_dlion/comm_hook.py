@@ -38,6 +38,9 @@ class Owner(Protocol):
     def watch_gradients(self) -> None:
         """Begins to watch parameters that were frozen before."""
 
+    def note_forward(self, sync: bool) -> None:
+        """Takes note of a wrapper's forward pass; `sync` is False under no_sync()."""
+
 
 class Attachment:
     """The state of our comm hook on one DDP wrapper.
@@ -76,6 +79,8 @@ class Attachment:
                 "DistributedLion does not work inside join(): a rank that has run out of data "
                 "would not vote, and the others would wait for it; give every rank as many batches"
             )
+        for owner in self._owners:
+            owner.note_forward(module.require_backward_grad_sync)
         if self._skips_buckets and module.require_backward_grad_sync and self._alive():
             # For this forward only, as under no_sync(): backward does what forward prepared.
             module.require_backward_grad_sync = False

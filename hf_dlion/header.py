@@ -20,7 +20,7 @@ from hf_dlion.layout import WORD_BYTES, words_for
 
 WIRE_VERSION = 1
 
-_FINITE, _FAILED = 1, 2
+_FINITE, _FAILED, _STALE, _ORDERED = 1, 2, 4, 8
 _FIXED_WORDS = 6
 
 
@@ -42,6 +42,8 @@ class Header:
         options: Hash of the options.
         groups: Hash of every group's lr, betas and weight decay.
         present: bool, shape (P,): the parameters for which autograd saw a gradient.
+        stale: Whether votes that left during backward do not hold any more.
+        ordered: Whether its messages follow an agreed order of gradients.
     """
 
     finite: bool
@@ -51,6 +53,8 @@ class Header:
     options: int
     groups: int
     present: Tensor
+    stale: bool = False
+    ordered: bool = False
 
     @staticmethod
     def of_failure(step: int) -> Header:
@@ -63,6 +67,7 @@ class Header:
     def packed(self, parameters: int) -> Tensor:
         """Returns the header as int64 words, with room for `parameters` presence bits."""
         status = _FINITE * self.finite | _FAILED * self.failed
+        status |= _STALE * self.stale | _ORDERED * self.ordered
         fixed = (WIRE_VERSION, status, self.step, self.layout, self.options, self.groups)
         words = torch.zeros(_FIXED_WORDS + words_for(parameters), dtype=torch.int64, device="cpu")
         words[:_FIXED_WORDS] = torch.tensor(fixed, dtype=torch.int64)
@@ -83,6 +88,8 @@ class Header:
             options=options,
             groups=groups,
             present=unpack_bits(words[_FIXED_WORDS:], parameters),
+            stale=bool(status & _STALE),
+            ordered=bool(status & _ORDERED),
         )
 
 

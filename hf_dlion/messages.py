@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from hf_dlion.verdict import StepRule, TensorRule, Verdict
 # Parameters per message: few enough messages that latency does not count, and enough of them that
 # one travels while the next is encoded. 2**25 signs are 4 MiB.
 MESSAGE_NUMEL = 1 << 25
+# During backward smaller ones leave earlier.
+OVERLAPPED_NUMEL = 1 << 22
 
 
 def split_into_messages(
@@ -47,7 +50,11 @@ def split_into_messages(
 
 
 class Message:
-    """Some parameters of one device, their packed votes, and the exchange that carries them."""
+    """Some parameters of one device, their packed votes, and the exchange that carries them.
+
+    Attributes:
+        device: Of the parameters.
+    """
 
     def __init__(
         self,
@@ -64,12 +71,22 @@ class Message:
             exchange: Carries the votes.
             codec: Makes the votes and applies the verdict.
         """
-        device = params[0][1].device
+        self.device = device = params[0][1].device
         self._params = list(zip(layout.slots, (param for _, param in params), strict=True))
         self._layout, self._exchange, self._codec = layout, exchange, codec
         self._words = torch.empty(layout.words, dtype=torch.int64, device=device)
         self._active = torch.empty(layout.rows, dtype=torch.bool, device=device)
         self._row_numels = layout.shard(0, layout.words).row_numels(device)
+
+    @property
+    def params(self) -> list[tuple[int, Tensor]]:
+        """Pairs of parameter index and parameter."""
+        return [(slot.index, param) for slot, param in self._params]
+
+    @property
+    def rounds(self) -> int:
+        """Number of collectives that the exchange makes, one after another."""
+        return self._exchange.rounds
 
     def encode(self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]) -> None:
         """Packs this rank's votes and advances its momenta; a parameter not voting abstains.
@@ -87,6 +104,38 @@ class Message:
             else:
                 words.zero_()
                 active.zero_()
+
+    def preview(
+        self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule], scale: float
+    ) -> None:
+        """Packs this rank's votes for gradients times `scale`, and leaves its momenta alone.
+
+        Args:
+            voting: As for `encode`.
+            rules: As for `encode`.
+            scale: Factor of the gradients.
+        """
+        for slot, param in self._params:
+            words, active = self._views(slot)
+            if slot.index in voting:
+                assert param.grad is not None, "a parameter that votes has a gradient"
+                momentum = voting[slot.index]
+                self._codec.preview(param.grad, momentum, words, active, rules[slot.index], scale)
+            else:
+                words.zero_()
+                active.zero_()
+
+    def advance(self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]) -> None:
+        """Advances the momenta of the parameters on which this rank votes.
+
+        Args:
+            voting: As for `encode`.
+            rules: As for `encode`.
+        """
+        for slot, param in self._params:
+            if slot.index in voting:
+                assert param.grad is not None, "a parameter that votes has a gradient"
+                self._codec.advance(param.grad, voting[slot.index], rules[slot.index])
 
     def send(self) -> None:
         """Starts the exchange of the packed votes."""
@@ -126,16 +175,38 @@ class Message:
         )
 
 
+@dataclass(frozen=True)
+class ReadyOrder:
+    """How gradients become ready in backward, on all ranks alike.
+
+    Attributes:
+        indices: Of parameters, the first one ready first.
+        late: Of parameters that some rank's backward often does not deliver: they come last, and
+            share no message with others.
+        wires: A process group of their own for votes that leave during backward, and one for the
+            verdicts on them: so that neither needs an order among the other's collectives.
+    """
+
+    indices: Sequence[int]
+    late: Sequence[int]
+    wires: tuple[Wire, Wire]
+
+
 class Plan:
     """The messages of a set of trainable parameters, kept until that set changes.
 
     Attributes:
         messages: With buffers for one step; none for one rank.
         layout: Hash of everything that decides which collectives of what size a step makes.
+        ordered: Whether the messages follow an order in which gradients become ready.
     """
 
     def __init__(
-        self, params: Sequence[tuple[int, Tensor]], wire: Wire | None, options: Options
+        self,
+        params: Sequence[tuple[int, Tensor]],
+        wire: Wire | None,
+        options: Options,
+        order: ReadyOrder | None = None,
     ) -> None:
         """Checks the parameters and makes the messages.
 
@@ -143,6 +214,7 @@ class Plan:
             params: Pairs of parameter index and parameter, those with requires_grad.
             wire: The process group, or None for one rank.
             options: Give the exchange and what it carries.
+            order: How the messages of an exchange during backward are cut, and where they travel.
 
         Raises:
             NotImplementedError: If a parameter is sharded.
@@ -151,7 +223,12 @@ class Plan:
         for _, param in params:
             check_trainable(param)
         self._wire, self._key = wire, _key_of(params)
+        self.ordered = order is not None
         groups = split_into_messages(params)
+        up, down = wire, wire
+        if order is not None:
+            up, down = order.wires
+            groups = _ordered(params, order)
         layouts = [MessageLayout.of([(i, p.shape) for i, p in group]) for group in groups]
         world_size = 1 if wire is None else wire.world_size
         name = choose_exchange(layouts, world_size, options)
@@ -159,16 +236,32 @@ class Plan:
         kinds = [(index, tuple(p.shape), str(p.dtype)) for index, p in params]
         self.layout = digest((kinds, split, name))
         self.messages: list[Message] = []
-        if wire is None or world_size == 1:
+        if up is None or world_size == 1:
             return
         for group, layout in zip(groups, layouts, strict=True):
             device = group[0][1].device
-            exchange = make_exchange(name, layout, wire, device, options)
+            exchange = make_exchange(name, layout, up, device, options, down)
             self.messages.append(Message(group, layout, exchange, codec_for(device)))
 
     def fits(self, params: Sequence[tuple[int, Tensor]], wire: Wire | None) -> bool:
         """Returns whether these are the parameters and the wire of the plan."""
         return self._wire is wire and self._key == _key_of(params)
+
+
+def _ordered(
+    params: Sequence[tuple[int, Tensor]], order: ReadyOrder
+) -> list[list[tuple[int, Tensor]]]:
+    """Returns the messages of parameters in the order in which gradients become ready."""
+    place = {index: number for number, index in enumerate(order.indices)}
+    # Where autograd was not seen, the last parameter's gradient is taken to be first.
+    sequence = sorted(params, key=lambda pair: (place.get(pair[0], len(place)), -pair[0]))
+    late = set(order.late)
+    in_time = [pair for pair in sequence if pair[0] not in late]
+    rest = [pair for pair in sequence if pair[0] in late]
+    return [
+        *split_into_messages(in_time, OVERLAPPED_NUMEL),
+        *split_into_messages(rest, OVERLAPPED_NUMEL),
+    ]
 
 
 def _key_of(params: Sequence[tuple[int, Tensor]]) -> list[tuple[object, ...]]:
@@ -194,7 +287,7 @@ def exchange_all(
         rule: The step's constants.
         stats: Receives times and agreement.
     """
-    clock = _Clock()
+    clock = Clock()
     for message in messages:
         message.encode(voting, rules)
         stats.encode_s += clock.lap()
@@ -202,6 +295,24 @@ def exchange_all(
         stats.exchange_s += clock.lap()
     for message in messages:
         message.count(rule)
+    apply_all(messages, rules, rule, stats)
+
+
+def apply_all(
+    messages: Sequence[Message],
+    rules: Mapping[int, TensorRule],
+    rule: StepRule,
+    stats: WireStats,
+) -> None:
+    """Applies each verdict as it arrives.
+
+    Args:
+        messages: Counted, in the order in which they were sent.
+        rules: The step's constants of every parameter on which any rank votes.
+        rule: The step's constants.
+        stats: Receives times and agreement.
+    """
+    clock = Clock()
     agreement = voted = 0
     for message in messages:
         verdict = message.verdict()
@@ -214,7 +325,7 @@ def exchange_all(
     stats.agreement = agreement / (rule.world_size * voted) if voted else math.nan
 
 
-class _Clock:
+class Clock:
     """A stop watch."""
 
     def __init__(self) -> None:

@@ -17,6 +17,7 @@ from hf_dlion import comm_hook
 from hf_dlion.abstention import Abstentions, all_finite, unscale
 from hf_dlion.codec import codec_for
 from hf_dlion.exchange import Wire, WireStats
+from hf_dlion.flight import Flight
 from hf_dlion.groups import (
     details_of,
     flat_params,
@@ -37,6 +38,7 @@ from hf_dlion.options import (
     Ties,
     check_group,
 )
+from hf_dlion.overlap import Overlap
 from hf_dlion.presence import Presence
 from hf_dlion.state import (
     check_gradient,
@@ -96,6 +98,11 @@ class DistributedLion(Optimizer):
         ties: A tied majority: "alternate" (+1 and -1 in turns over elements and steps, one bit on
             the way down) or "zero" (no move, two bits).
         exchange: "gather", "two_phase", or "auto", which takes the one that sends fewer bytes.
+        overlap: Exchange votes during backward, as gradients become ready, from the second step
+            on. The momentum is advanced in `step()`, from the gradient as the loop left it; the
+            direction takes the factor by which the gradients of the step before were scaled
+            between backward and `step()` (by clipping or GradScaler), since that of this step is
+            not known yet. Costs one more pass over gradients and momenta.
         stochastic_rounding: Round bfloat16 and float16 parameters and momenta stochastically, the
             parameters with the same random bits on every rank. Nearest rounding loses every
             update smaller than half a unit in the last place: most steps of a fine-tuning.
@@ -136,6 +143,7 @@ class DistributedLion(Optimizer):
         aggregation: Aggregation = "majority",
         ties: Ties = "alternate",
         exchange: ExchangeName = "auto",
+        overlap: bool = False,
         stochastic_rounding: bool = True,
         momentum_dtype: torch.dtype | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -148,6 +156,7 @@ class DistributedLion(Optimizer):
             aggregation=aggregation,
             ties=ties,
             exchange=exchange,
+            overlap=overlap,
             stochastic_rounding=stochastic_rounding,
             momentum_dtype=momentum_dtype,
             seed=seed,
@@ -176,7 +185,8 @@ class DistributedLion(Optimizer):
         self._abstentions = Abstentions(1, self.options.max_abstained_steps)
         self._origin = MomentumOrigin()
         self._plan: Plan | None = None
-        self._presence = Presence()
+        self._overlap = Overlap(self) if self.options.overlap else None
+        self._presence = Presence(None if self._overlap is None else self._overlap.note_gradient)
         self._presence.remove_with(self)
 
     @property
@@ -223,6 +233,8 @@ class DistributedLion(Optimizer):
             device = params[0].device if params else torch.device("cpu")
             self._wire = Wire(group, self.wire, device)
             self._agreement = Agreement()
+            if self._overlap is not None:
+                self._overlap.reset()
             limit = self.options.max_abstained_steps
             self._abstentions = Abstentions(self._wire.world_size, limit)
             comm_hook.watch(self)
@@ -250,6 +262,11 @@ class DistributedLion(Optimizer):
         if not any(id(param) in mine for param in ddp.module.parameters()):
             raise ValueError("the DDP wrapper holds none of this optimizer's parameters")
         comm_hook.attach(ddp)
+
+    def note_forward(self, sync: bool) -> None:
+        """Takes note of a DDP wrapper's forward pass; `sync` is False under no_sync()."""
+        if self._overlap is not None:
+            self._overlap.note_forward(sync)
 
     def watch_gradients(self) -> None:
         """Begins to watch parameters that were frozen before; called at each attachment."""
@@ -317,20 +334,52 @@ class DistributedLion(Optimizer):
             if wire is None or wire.world_size == 1:
                 raise
             failure, header = error, Header.of_failure(self.steps)
-        headers = [header] if wire is None else self._agreed(header, wire, failure)
+        flight = None
+        if self._overlap is not None and wire is not None and wire.world_size > 1:
+            header, flight, failure = self._completed(header, failure)
+            sent = sent if flight is None else flight.bytes_before
+        headers = [header] if wire is None else self._agreed(header, wire, failure, flight)
+        if flight is not None and any(h.stale or not h.finite for h in headers):
+            flight.discard()
+            flight = None
         finite = [other.finite for other in headers]
         self.wire.abstentions += self._abstentions.note(finite, self.rank)
         heard = [other.present for other in headers if other.finite]
         voters = torch.stack(heard).any(dim=0) if heard else torch.zeros(0)
         if bool(voters.any()):
-            self._move(wire, voters, header)
+            self._move(wire, voters, header, flight)
             self.steps += 1
+        elif flight is not None:
+            flight.discard()
+        if self._overlap is not None and wire is not None and wire.world_size > 1:
+            assert self._plan is not None, "the header made the plan"
+            params = trainable(self.param_groups)
+            self._plan = self._overlap.prepare(headers, self._plan, params, wire)
         comm_hook.after_step(self, self._presence.seen(flat_params(self.param_groups)))
         self._presence.clear()
         self.wire.last_bytes_sent = self.wire.bytes_sent - sent
         return loss
 
-    def _agreed(self, mine: Header, wire: Wire, failure: Exception | None) -> list[Header]:
+    def _completed(
+        self, header: Header, failure: Exception | None
+    ) -> tuple[Header, Flight | None, Exception | None]:
+        """Sends the votes that did not leave during backward, and says so in the header."""
+        assert self._overlap is not None, "asked for by the options"
+        params = trainable(self.param_groups)
+        votes = header.present.tolist() if header.finite else []
+        present = {index: has for (index, _), has in zip(params, votes, strict=False)}
+        flight = self._overlap.complete(present)
+        if flight is not None and flight.failure is not None and failure is None:
+            failure, header = flight.failure, Header.of_failure(self.steps)
+        ordered = self._plan is not None and self._plan.ordered and not self._overlap.wants_order
+        stale = flight is not None and (
+            flight.stale or self._plan is None or flight.messages is not self._plan.messages
+        )
+        return dataclasses.replace(header, stale=stale, ordered=ordered), flight, failure
+
+    def _agreed(
+        self, mine: Header, wire: Wire, failure: Exception | None, flight: Flight | None
+    ) -> list[Header]:
         """Returns all ranks' headers once they fit; a rank that failed raises its own error."""
         if wire.world_size == 1:
             return [mine]
@@ -338,6 +387,8 @@ class DistributedLion(Optimizer):
         try:
             headers = self._agreement.agree(mine, wire, details)
         except Disagreement:
+            if flight is not None:
+                flight.discard()
             if failure is not None:
                 raise failure from None
             raise
@@ -358,7 +409,7 @@ class DistributedLion(Optimizer):
         self._presence.watch(param for _, param in params)
         voting = [param for (_, param), has in zip(params, present, strict=True) if has]
         for param in voting:
-            self._momentum_of(param)
+            self.momentum_of(param)
         grads = [cast(Tensor, param.grad) for param in voting]
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         return Header(
@@ -371,7 +422,7 @@ class DistributedLion(Optimizer):
             present=torch.tensor(present, dtype=torch.bool),
         )
 
-    def _momentum_of(self, param: Tensor) -> Tensor:
+    def momentum_of(self, param: Tensor) -> Tensor:
         """Returns the parameter's momentum, made at its first use."""
         state = self.state[param]
         if "exp_avg" not in state:
@@ -379,24 +430,27 @@ class DistributedLion(Optimizer):
             state["exp_avg"] = torch.zeros(param.shape, dtype=dtype, device=param.device)
         return cast(Tensor, state["exp_avg"])
 
-    def _move(self, wire: Wire | None, voters: Tensor, mine: Header) -> None:
+    def _move(self, wire: Wire | None, voters: Tensor, mine: Header, flight: Flight | None) -> None:
         """Exchanges votes and applies the verdict to the parameters that any rank votes on."""
         params = trainable(self.param_groups)
         voted = {
             index for (index, _), any_rank in zip(params, voters.tolist(), strict=True) if any_rank
         }
-        rule = self._step_rule(wire)
+        rule = self.step_rule()
         rules = tensor_rules(self.param_groups, voted, rule)
         voting: dict[int, Tensor] = {}
         for (index, param), present in zip(params, mine.present.tolist(), strict=True):
             if index not in voted:
                 continue
             # Also where this rank does not vote: the state has the same entries on all ranks.
-            momentum = self._momentum_of(param)
+            momentum = self.momentum_of(param)
             if present and mine.finite:
                 voting[index] = momentum
         if wire is not None and wire.world_size > 1:
             assert self._plan is not None, "the header made the plan"
+            if flight is not None:
+                flight.land(voting, rules, rule)
+                return
             exchange_all(self._plan.messages, voting, rules, rule, self.wire)
             return
         start = time.perf_counter()
@@ -406,7 +460,9 @@ class DistributedLion(Optimizer):
                 codec.step_alone(param, cast(Tensor, param.grad), voting[index], rules[index])
         self.wire.apply_s += time.perf_counter() - start
 
-    def _step_rule(self, wire: Wire | None) -> StepRule:
+    def step_rule(self) -> StepRule:
+        """Returns the constants of the coming step."""
+        wire = self._resolved()
         return StepRule(
             step=self.steps + 1,
             rank=0 if wire is None else wire.rank,
@@ -440,8 +496,13 @@ class DistributedLion(Optimizer):
             raise Disagreement(
                 "ranks hold momenta of different parameters: load the same checkpoint on every rank"
             )
+        self._disturb()
         average_over_ranks([tensor for _, tensor in held], wire)
         self._origin.averaged(self.steps)
+
+    def _disturb(self) -> None:
+        if self._overlap is not None:
+            self._overlap.disturb()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns torch's state dict with an entry "dlion"; it holds this rank's momentum only.
@@ -490,6 +551,7 @@ class DistributedLion(Optimizer):
         finally:
             before.remove()
             after.remove()
+        self._disturb()
         # Accelerate loads a state whenever it prepares: a new DDP wrapper may be at hand.
         comm_hook.watch(self)
 

@@ -28,6 +28,7 @@ class Options:
         ties: The verdict of a tied majority: "alternate" (+1 and -1 in turns, one bit on the way
             down) or "zero" (no move, two bits).
         exchange: How votes travel: "gather", "two_phase", or "auto" (the one with fewer bytes).
+        overlap: Exchange votes during backward, as gradients become ready, or in the step.
         stochastic_rounding: Round parameters and momenta below float32 stochastically; False
             rounds to nearest.
         momentum_dtype: dtype of `exp_avg`; None keeps each parameter's own.
@@ -45,6 +46,7 @@ class Options:
     aggregation: Aggregation = "majority"
     ties: Ties = "alternate"
     exchange: ExchangeName = "auto"
+    overlap: bool = False
     stochastic_rounding: bool = True
     momentum_dtype: torch.dtype | None = None
     seed: int = 0
@@ -57,11 +59,12 @@ class Options:
         _check_choice("ties", self.ties, get_args(Ties))
         _check_choice("exchange", self.exchange, get_args(ExchangeName))
         _check_choice("checkpoint", self.checkpoint, get_args(CheckpointMode))
-        if not isinstance(self.stochastic_rounding, bool):
-            raise TypeError(
-                f"stochastic_rounding={self.stochastic_rounding!r} must be True or False, "
-                f"got {type(self.stochastic_rounding).__name__}"
-            )
+        for name in ("overlap", "stochastic_rounding"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(
+                    f"{name}={value!r} must be True or False, got {type(value).__name__}"
+                )
         if self.momentum_dtype is not None and self.momentum_dtype not in MOMENTUM_DTYPES:
             kind = ValueError if isinstance(self.momentum_dtype, torch.dtype) else TypeError
             allowed = ", ".join(map(str, MOMENTUM_DTYPES))

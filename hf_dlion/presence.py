@@ -7,7 +7,7 @@ reduction its `grad` is None; both must train alike.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -17,8 +17,14 @@ from torch.utils.hooks import RemovableHandle
 class Presence:
     """Remembers the parameters for which autograd accumulated a gradient since `clear`."""
 
-    def __init__(self) -> None:
-        """Watches nothing yet."""
+    def __init__(self, listener: Callable[[Tensor], None] | None = None) -> None:
+        """Watches nothing yet.
+
+        Args:
+            listener: Called with each parameter when its gradient of a backward pass is ready;
+                must not keep the optimizer alive.
+        """
+        self._listener = listener
         self._seen: set[int] = set()
         self._zeros: dict[int, tuple[int, int]] = {}
         self._handles: dict[int, RemovableHandle] = {}
@@ -27,7 +33,7 @@ class Presence:
         """Watches those parameters that require a gradient and are not watched yet."""
         for param in params:
             if param.requires_grad and id(param) not in self._handles:
-                hook = _Hook(self._seen, id(param))
+                hook = _Hook(self._seen, id(param), self._listener)
                 handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._handles[id(param)] = handle
 
@@ -67,11 +73,13 @@ class Presence:
 class _Hook:
     """The hook on a parameter; it keeps neither the optimizer nor the parameter alive."""
 
-    def __init__(self, seen: set[int], key: int) -> None:
-        self._seen, self._key = seen, key
+    def __init__(self, seen: set[int], key: int, listener: Callable[[Tensor], None] | None) -> None:
+        self._seen, self._key, self._listener = seen, key, listener
 
     def __call__(self, param: Tensor) -> None:
         self._seen.add(self._key)
+        if self._listener is not None:
+            self._listener(param)
 
 
 def _mark(grad: Tensor) -> tuple[int, int]:

@@ -7,7 +7,7 @@ NumPy has no bfloat16. Whatever the optimizer does on N ranks must equal this bi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -73,8 +73,14 @@ class OracleLion:
         self.agreement = math.nan
         self.abstentions = [0] * world_size
 
-    def step(self, grads: Sequence[Sequence[Tensor | None]]) -> None:
+    def step(
+        self,
+        grads: Sequence[Sequence[Tensor | None]],
+        foreseen: Sequence[Mapping[int, Array]] | None = None,
+    ) -> None:
         """Takes one step with `grads[rank][index]`; None where autograd saw no gradient.
+
+        The direction takes `foreseen[rank][index]` instead, where there is one (overlap).
 
         Raises:
             RuntimeError: If a rank has abstained `max_abstained_steps` times in a row.
@@ -96,7 +102,7 @@ class OracleLion:
             if not ranks:
                 continue
             shape = tuple(self.params[index].shape)
-            ballots = self._vote(index, ranks, grads)
+            ballots = self._vote(index, ranks, grads, foreseen)
             if self.world_size > 1:
                 self._apply(index, self._verdict(index, ballots))
                 total = np.abs(reference.count_votes(ballots, shape)).reshape(-1)
@@ -107,18 +113,23 @@ class OracleLion:
             self.agreement = agreed / (self.world_size * voted)
 
     def _vote(
-        self, index: int, voters: Sequence[int], grads: Sequence[Sequence[Tensor | None]]
+        self,
+        index: int,
+        voters: Sequence[int],
+        grads: Sequence[Sequence[Tensor | None]],
+        foreseen: Sequence[Mapping[int, Array]] | None,
     ) -> list[reference.Ballot]:
         """Advances the momenta of the voters and returns their ballots (S1 to S3)."""
         beta1, beta2 = self._group_of[index].betas
-        dtype = _compute_dtype(self.params[index])
+        dtype = compute_dtype(self.params[index])
         ballots = []
         for rank in voters:
             grad = grads[rank][index]
             assert grad is not None
-            g = _widen(grad).astype(dtype)
-            m = _widen(self.exp_avg[rank][index]).astype(dtype)
-            u = reference.direction(m, g, beta1)
+            g = widen(grad).astype(dtype)
+            m = widen(self.exp_avg[rank][index]).astype(dtype)
+            seen = foreseen[rank].get(index, g) if foreseen else g
+            u = reference.direction(m, seen, beta1)
             new = reference.updated_momentum(m, g, beta2)
             momentum_dtype = self.exp_avg[rank][index].dtype
             if momentum_dtype.itemsize < new.dtype.itemsize:
@@ -136,13 +147,13 @@ class OracleLion:
         shape = tuple(self.params[index].shape)
         if self.aggregation == "majority":
             return reference.majority(ballots, shape, t=self.steps, ties=self.ties)
-        dtype = _compute_dtype(self.params[index])
+        dtype = compute_dtype(self.params[index])
         return reference.average(ballots, shape, world_size=self.world_size, dtype=dtype)
 
     def _apply(self, index: int, verdict: Array) -> None:
         """Moves a parameter by the verdict (S7)."""
         group = self._group_of[index]
-        p = _widen(self.params[index]).astype(_compute_dtype(self.params[index]))
+        p = widen(self.params[index]).astype(compute_dtype(self.params[index]))
         new = reference.apply_verdict(p, verdict, group.lr, group.weight_decay)
         self._store(self.params, index, new, stream=0)
 
@@ -174,15 +185,15 @@ def bits_of(tensor: Tensor) -> bytes:
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
-def _compute_dtype(param: Tensor) -> type[np.floating[Any]]:
+def compute_dtype(param: Tensor) -> type[np.floating[Any]]:
     return np.float64 if param.dtype == torch.float64 else np.float32
 
 
 def _is_finite(grad: Tensor | None) -> bool:
-    return grad is None or bool(np.isfinite(_widen(grad)).all())
+    return grad is None or bool(np.isfinite(widen(grad)).all())
 
 
-def _widen(tensor: Tensor) -> Array:
+def widen(tensor: Tensor) -> Array:
     """Returns the values as float32, or as float64 if that is what they are; exact."""
     tensor = tensor.detach().contiguous()
     if tensor.dtype in (torch.bfloat16, torch.float16):

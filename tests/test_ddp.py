@@ -7,7 +7,7 @@ import copy
 import gc
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -82,11 +82,13 @@ def train(
     wrap: str,
     ddp_options: dict[str, Any],
     loop: dict[str, Any],
+    make: Callable[..., DistributedLion] = optimizer_of,
 ) -> tuple[list[Tensor], int]:
     """Trains a few steps and returns the parameters' bits and the bytes of a step."""
     model = new_model(loop.get("recompute", False))
     early = loop.get("optimizer_first", True)
-    optimizer = optimizer_of(model) if early else None
+    options = {"overlap": loop.get("overlap", False)}
+    optimizer = make(model, **options) if early else None
     holder: list[Any] = [model]
     with released(holder):
         if wrap == "compile_inside":
@@ -96,7 +98,7 @@ def train(
         if wrap == "compile_outside":
             holder[0] = torch.compile(holder[0], backend="eager")
         if optimizer is None:
-            optimizer = optimizer_of(model)
+            optimizer = make(model, **options)
         if loop.get("attach", False) and wrap != "bare":
             optimizer.attach(holder[0])
         for step, micro_batches in enumerate(batches(rank, loop.get("micro_steps", 1))):

@@ -22,6 +22,8 @@ LAYERS = (
     {"exchange"},
     {"header", "momentum_sync", "comm_hook"},
     {"messages", "groups"},
+    {"flight", "scale_probes"},
+    {"overlap"},
     {"optimizer"},
     {"checkpoint"},
     {"accelerate"},

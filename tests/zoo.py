@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from oracle import OracleGroup, OracleLion, bits_of
+from oracle import OracleGroup, OracleLion, bits_of, widen
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -97,6 +97,12 @@ class Zoo(nn.Module):
         return loss
 
 
+ORACLE_OPTIONS = (
+    *("aggregation", "ties", "stochastic_rounding", "momentum_dtype", "seed"),
+    "max_abstained_steps",
+)
+
+
 @dataclass
 class Record:
     """What one rank saw and made in one step; lists in the order of the flattened groups."""
@@ -107,6 +113,8 @@ class Record:
     steps: int
     agreement: float
     bytes_sent: int
+    # With overlap: the gradients times the scale on which votes left during backward, if they held.
+    foreseen: dict[int, Any]
 
 
 def uses(rank: int, world_size: int, t: int) -> tuple[bool, bool]:
@@ -159,6 +167,7 @@ def train(
             optimizer.param_groups[1]["lr"] *= 0.5
         use_last, use_sometimes = uses(rank, world_size, t)
         called(batch(rank, t), use_last, use_sometimes).backward()
+        foreseen = _foreseen(optimizer, params)
         # Clipping changes local gradients between backward and step, as every loop does.
         used = [p for p in params if p.grad is not None and p.dtype == torch.float32]
         nn.utils.clip_grad_norm_(used, 1.0)
@@ -172,6 +181,7 @@ def train(
         unused |= set() if use_sometimes else {id(zoo.sometimes)}
         grads = [None if id(p) in unused or p.grad is None else p.grad.clone() for p in params]
         assert sum(grad is None for grad in grads) == len(unused)
+        overlapped = optimizer.wire.overlapped
         optimizer.step()
         records.append(
             Record(
@@ -184,11 +194,22 @@ def train(
                 steps=optimizer.steps,
                 agreement=optimizer.wire.agreement,
                 bytes_sent=optimizer.wire.last_bytes_sent,
+                foreseen=foreseen if optimizer.wire.overlapped > overlapped else {},
             )
         )
         # False leaves zeros where a rank later has no gradient: absent all the same (S11).
         optimizer.zero_grad(set_to_none=t % 2 == 0)
     return records
+
+
+def _foreseen(optimizer: Any, params: Sequence[Tensor]) -> dict[int, Any]:
+    """Returns fl(scale * gradient) of the parameters whose votes have left, by index."""
+    flight = optimizer._overlap and optimizer._overlap._flight
+    if not flight:
+        return {}
+    left = [index for m in flight.messages[: flight._sent] for index, _ in m.params]
+    seen = {index: widen(params[index].grad) for index in left}
+    return {index: grad * grad.dtype.type(flight._scale) for index, grad in seen.items()}
 
 
 def train_ddp(
@@ -216,7 +237,7 @@ def train_in_subgroups(
 
 def replay(ranks: Sequence[list[Record]], options: dict[str, Any]) -> OracleLion:
     """Takes the recorded steps with the oracle and holds every rank to it, after every step."""
-    oracle_options = {k: v for k, v in options.items() if k not in ("exchange", "process_group")}
+    oracle_options = {k: v for k, v in options.items() if k in ORACLE_OPTIONS}
     zoo = Zoo()
     names = {id(p): name for name, p in zoo.named_parameters()}
     params = [p for group in zoo.groups() for p in group]
@@ -228,7 +249,7 @@ def replay(ranks: Sequence[list[Record]], options: dict[str, Any]) -> OracleLion
     for t, records in enumerate(zip(*ranks, strict=True)):
         if t == LR_STEP:
             oracle.groups[1].lr *= 0.5
-        oracle.step([record.grads for record in records])
+        oracle.step([record.grads for record in records], [record.foreseen for record in records])
         for rank, record in enumerate(records):
             assert record.steps == oracle.steps, f"rank {rank}, step {t}"
             for k, p in enumerate(params):

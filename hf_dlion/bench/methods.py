@@ -146,6 +146,13 @@ def distributed_lion(make: Callable[[], nn.Module]) -> Method:
     return Method("DistributedLion", ddp, optimizer)
 
 
+def overlapped_lion(make: Callable[[], nn.Module]) -> Method:
+    """Returns DistributedLion that exchanges votes during backward."""
+    ddp = _wrapped(make())
+    optimizer = DistributedLion(ddp.named_parameters(), lr=1e-4, weight_decay=0.1, overlap=True)
+    return Method("DistributedLion, overlap", ddp, optimizer)
+
+
 METHODS = {
     "none": no_communication,
     "fp32": ddp_fp32,
@@ -153,6 +160,7 @@ METHODS = {
     "powersgd": power_sgd,
     "lion": reduced_lion,
     "dlion": distributed_lion,
+    "overlap": overlapped_lion,
 }
 
 

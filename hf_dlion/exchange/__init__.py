@@ -29,7 +29,13 @@ __all__ = [
 
 
 class Exchange(Protocol):
-    """One message's way over the wire, once per step; the methods are called in this order."""
+    """One message's way over the wire, once per step; the methods are called in this order.
+
+    Attributes:
+        rounds: Number of collectives, one after another; with two, `count` starts the second.
+    """
+
+    rounds: int
 
     def start(self, words: Tensor, active: Tensor) -> None:
         """Sends the votes."""
@@ -70,10 +76,24 @@ def choose_exchange(layouts: Sequence[MessageLayout], world_size: int, options: 
 
 
 def make_exchange(
-    name: str, layout: MessageLayout, wire: Wire, device: torch.device, options: Options
+    name: str,
+    layout: MessageLayout,
+    wire: Wire,
+    device: torch.device,
+    options: Options,
+    down: Wire | None = None,
 ) -> Exchange:
-    """Returns a message's exchange by the name of its strategy."""
+    """Returns a message's exchange.
+
+    Args:
+        name: Of the strategy.
+        layout: The message.
+        wire: The process group.
+        device: Where the votes are made and the verdict is wanted.
+        options: Give what a verdict holds.
+        down: Another process group of the same ranks for a second round, None for `wire`.
+    """
     if name == "gather":
         return Gather(layout, wire, device)
     planes = verdict_planes(options.aggregation, options.ties, wire.world_size)
-    return TwoPhase(layout, wire, device, planes)
+    return TwoPhase(layout, wire, device, planes, down)

@@ -23,6 +23,8 @@ class Gather:
     the group must call the three methods in this order, with messages in the same order.
     """
 
+    rounds = 1
+
     def __init__(self, layout: MessageLayout, wire: Wire, device: torch.device) -> None:
         """Makes the buffers.
 

@@ -35,7 +35,12 @@ class TwoPhase:
     rounds = 2
 
     def __init__(
-        self, layout: MessageLayout, wire: Wire, device: torch.device, planes: tuple[int, int]
+        self,
+        layout: MessageLayout,
+        wire: Wire,
+        device: torch.device,
+        planes: tuple[int, int],
+        down: Wire | None = None,
     ) -> None:
         """Makes the buffers.
 
@@ -44,21 +49,24 @@ class TwoPhase:
             wire: The process group.
             device: Where the votes are made and the verdict is wanted.
             planes: Bits per parameter and bits per row of a verdict (`verdict_planes`).
+            down: Another process group of the same ranks for the verdicts: `count` may then be
+                called on another thread than `start`.
         """
+        self._down = down or wire
         self._wire, self._layout, self._device = wire, layout, device
         self._sign_planes, self._row_planes = planes
         self._shards = shards_of(layout, wire.world_size)
         self._mine = self._shards[wire.rank]
         self._size = -(-layout.words // wire.world_size)
         self._row_words = words_for(max(shard.rows for shard in self._shards))
-        up = self._size + self._row_words
-        down = self._sign_planes * self._size + self._row_planes * self._row_words + 1
+        up_words = self._size + self._row_words
+        down_words = self._sign_planes * self._size + self._row_planes * self._row_words + 1
         place = wire.device_for(device)
         # Zeros, because the ends of short shards are sent without ever being written.
-        self._send = torch.zeros((wire.world_size, up), dtype=torch.int64, device=place)
+        self._send = torch.zeros((wire.world_size, up_words), dtype=torch.int64, device=place)
         self._received = torch.empty_like(self._send)
-        self._found = torch.zeros(down, dtype=torch.int64, device=place)
-        self._verdicts = torch.empty((wire.world_size, down), dtype=torch.int64, device=place)
+        self._found = torch.zeros(down_words, dtype=torch.int64, device=place)
+        self._verdicts = torch.empty((wire.world_size, down_words), dtype=torch.int64, device=place)
         self._row_numels = self._mine.row_numels(place)
         self._work: dist.Work | None = None
 
@@ -94,7 +102,7 @@ class TwoPhase:
             bits = (found.counts >> place & 1).to(torch.bool)
             pack_bits(bits, rows[place, : words_for(mine.rows)])
         self._found[-1] = found.agreement
-        self._work = self._wire.all_gather(self._verdicts, self._found)
+        self._work = self._down.all_gather(self._verdicts, self._found)
 
     def verdict(self) -> Verdict:
         """Returns the verdict on the whole message, on the message's device."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 import pickle
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,9 @@ from torch import Tensor
 
 # torch 2.13 renamed it and warns of the old name.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# An overlapped exchange sends from two threads.
+_counting = threading.Lock()
 
 
 @dataclass
@@ -27,6 +32,8 @@ class WireStats:
         bytes_received: Bytes that this rank received.
         last_bytes_sent: Bytes sent in the last step.
         exchanges: Steps in which votes were exchanged.
+        overlapped: Those of them in which the votes that left during backward held.
+        sent_in_backward: Messages of the last step that left during backward.
         abstentions: Ranks that abstained from a whole step, summed over ranks and steps.
         agreement: Mean of |sum of the signs| / world_size in the last exchange, over the
             elements of the rows on which any rank voted; NaN before the first.
@@ -39,6 +46,8 @@ class WireStats:
     bytes_received: int = 0
     last_bytes_sent: int = 0
     exchanges: int = 0
+    overlapped: int = 0
+    sent_in_backward: int = 0
     abstentions: int = 0
     agreement: float = math.nan
     encode_s: float = 0.0
@@ -100,6 +109,18 @@ class Wire:
         """Where small control messages lie: the CPU where the group can send from it."""
         # Never "the current device": that is cuda:0 on every rank until somebody sets it.
         return torch.device("cpu") if "cpu" in self._backends else self._device
+
+    def sibling(self) -> Wire:
+        """Returns a wire of the same ranks in a process group of its own; all ranks call this.
+
+        Collectives of the two need no common order.
+        """
+        config = dist.get_backend_config(self.group)
+        options: dict[str, Any] = {"backend": str(config), "timeout": _timeout(self.group)}
+        if self.group is not dist.group.WORLD:
+            ranks = dist.get_process_group_ranks(self.group)
+            options.update(ranks=ranks, use_local_synchronization=True)
+        return Wire(dist.new_group(**options), self.stats, self._device)
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> dist.Work:
         """Starts the gathering of every rank's tensor.
@@ -170,13 +191,24 @@ class Wire:
         return [pickle.loads(row[:length].numpy().tobytes()) for row, length in rows]
 
     def _count(self, size: int) -> None:
-        self.stats.bytes_sent += size
-        self.stats.bytes_received += size
+        with _counting:
+            self.stats.bytes_sent += size
+            self.stats.bytes_received += size
 
 
 def _started(work: dist.Work | None) -> dist.Work:
     assert work is not None, "a member of the group gets a handle for an asynchronous collective"
     return work
+
+
+def _timeout(group: dist.ProcessGroup) -> datetime.timedelta | None:
+    """Returns a group's timeout; a new group would have the default one instead."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, datetime.timedelta):
+            return timeout
+    return None
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:

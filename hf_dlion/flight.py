@@ -1,0 +1,186 @@
+"""One step's messages, on their way while backward runs (design section 5)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Container, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hf_dlion.exchange import WireStats
+from hf_dlion.groups import group_values, tensor_rules
+from hf_dlion.messages import Clock, Message, apply_all
+from hf_dlion.options import Options
+from hf_dlion.state import check_gradient
+from hf_dlion.verdict import StepRule, TensorRule
+
+
+class Owner(Protocol):
+    """What the exchange needs of its optimizer."""
+
+    param_groups: list[dict[str, Any]]
+    options: Options
+    wire: WireStats
+
+    def momentum_of(self, param: Tensor) -> Tensor:
+        """Returns the parameter's `exp_avg`, made at its first use."""
+
+    def step_rule(self) -> StepRule:
+        """Returns the constants of the coming step."""
+
+
+class Flight:
+    """The messages of one step, some of which left during backward.
+
+    Attributes:
+        messages: All of them, in the order in which they leave.
+        stale: Whether the votes that left do not hold any more.
+        failure: What failed during backward, to be raised on all ranks together.
+        missing: ids of the parameters whose gradients backward did not deliver.
+        bytes_before: `WireStats.bytes_sent` before the first of them left.
+    """
+
+    def __init__(
+        self, messages: Sequence[Message], owner: Owner, scale: float, counter: ThreadPoolExecutor
+    ) -> None:
+        """Takes the constants of the step as they are when its first gradient is ready.
+
+        Args:
+            messages: Agreed by all ranks.
+            owner: The optimizer.
+            scale: Factor of the gradients, as far as it is known.
+            counter: One thread, which waits for votes and counts them.
+        """
+        self.messages = messages
+        self.stale = False
+        self.failure: Exception | None = None
+        self.bytes_before = owner.wire.bytes_sent
+        self._owner, self._scale = owner, scale
+        self._rule = owner.step_rule()
+        self._betas = _betas(owner)
+        indices = {index for message in messages for index, _ in message.params}
+        self._rules = tensor_rules(owner.param_groups, indices, self._rule)
+        self._missing = [{id(param) for _, param in message.params} for message in messages]
+        self._place = {key: place for place, keys in enumerate(self._missing) for key in keys}
+        self.missing: set[int] = set()
+        self._sent = 0
+        self._counter = counter
+        self._counts: list[Future[None]] = []
+        self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+
+    def note(self, param: Tensor) -> None:
+        """Takes note that a gradient is ready, and sends what is complete."""
+        key, place = id(param), self._place.get(id(param))
+        if place is None:
+            return
+        if key not in self._missing[place]:
+            # Accumulated into once more, perhaps after its vote left.
+            self.stale = True
+        self._missing[place].discard(key)
+        while self._sent < len(self.messages) and not self._missing[self._sent]:
+            self._send(self._place.keys(), self._scale)
+
+    def complete(self, present: Mapping[int, bool]) -> None:
+        """Sends what backward did not: from gradients that the loop is done with.
+
+        Args:
+            present: By parameter index, whether this rank votes on it now.
+        """
+        self._owner.wire.sent_in_backward = self._sent
+        self.missing = set().union(*self._missing)
+        for message in self.messages[: self._sent]:
+            if not all(present.get(index, False) for index, _ in message.params):
+                self.stale = True
+        if _betas(self._owner) != self._betas or self._owner.step_rule() != self._rule:
+            self.stale = True
+        while self._sent < len(self.messages):
+            message = self.messages[self._sent]
+            self._send({id(param) for index, param in message.params if present.get(index)}, 1.0)
+
+    def land(
+        self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule], rule: StepRule
+    ) -> None:
+        """Advances the momenta and applies the verdicts; all ranks' votes hold."""
+        stats, clock = self._owner.wire, Clock()
+        for message in self.messages:
+            # The last messages are still on the wire.
+            message.advance(voting, rules)
+        stats.encode_s += clock.lap()
+        self._counted(rule)
+        stats.exchange_s += clock.lap()
+        apply_all(self.messages, rules, rule, stats)
+        stats.overlapped += 1
+
+    def discard(self) -> None:
+        """Waits for everything that is on its way, and drops it; every rank must call this."""
+        self._counted(self._rule)
+        for message in self.messages:
+            message.verdict()
+
+    def _counted(self, rule: StepRule) -> None:
+        """Waits until all messages are counted."""
+        for count in self._counts:
+            count.result()
+        for message in self.messages:
+            if message.rounds == 1:
+                message.count(rule)
+        for device in {message.device for message in self.messages}:
+            self._join_streams(device)
+
+    def _send(self, voting: Container[int], scale: float) -> None:
+        """Sends the next message, with votes on the parameters of these ids."""
+        message, stats, clock = self.messages[self._sent], self._owner.wire, Clock()
+        with torch.no_grad(), self._beside(message.device, "encode"):
+            momenta: dict[int, Tensor] = {}
+            try:
+                if self.failure is None:
+                    for index, param in message.params:
+                        if id(param) in voting:
+                            check_gradient(param)
+                            momenta[index] = self._owner.momentum_of(param)
+                message.preview(momenta, self._rules, scale)
+            except Exception as error:  # The other ranks wait for this message all the same.
+                self.failure = error
+                message.preview({}, self._rules, scale)
+            stats.encode_s += clock.lap()
+            message.send()
+        self._sent += 1
+        if message.rounds > 1:
+            self._counts.append(self._counter.submit(self._count, message))
+        stats.exchange_s += clock.lap()
+
+    def _count(self, message: Message) -> None:
+        """Counts a message's votes and sends the verdict; on the counter's thread.
+
+        Backward must not wait for another rank's votes: that rank may be waiting for this one's
+        backward in a collective of the model's own.
+        """
+        with torch.no_grad(), self._beside(message.device, "count"):
+            message.count(self._rule)
+
+    @contextlib.contextmanager
+    def _beside(self, device: torch.device, what: str) -> Iterator[None]:
+        """Runs on a stream of its own: waiting for a collective must not hold up backward."""
+        if device.type != "cuda":
+            yield
+            return
+        if (device, what) not in self._streams:
+            # From torch's pool of streams: cheap, and few of them however many steps.
+            self._streams[device, what] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = self._streams[device, what]
+        if what == "encode":
+            stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            yield
+
+    def _join_streams(self, device: torch.device) -> None:
+        for (other, _), stream in self._streams.items():
+            if other == device:
+                torch.cuda.current_stream(device).wait_stream(stream)
+
+
+def _betas(owner: Owner) -> list[tuple[float, float]]:
+    return [values["betas"] for values in group_values(owner.param_groups)]

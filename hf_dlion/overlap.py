@@ -1,0 +1,185 @@
+"""The exchange that runs while backward does (design section 5).
+
+    backward:  .. gradients of message 0 ready -> votes 0 leave
+               .. gradients of message 1 ready -> votes 1 leave      (0 is on the wire)
+    step():    the rest leaves; headers; momenta; verdicts are applied as they arrive
+
+What leaves is fixed beforehand: from the step after the ranks agreed on messages and their order,
+every rank hands exactly these messages, in this order, to a process group of their own, whatever
+happens on it. A thread counts votes and sends verdicts in another one, in the same order. What
+backward did not deliver (a parameter that was not used, a backward that never ran) leaves in
+`step()`. So no rank can wait for a message that another one never sends.
+
+The momentum is advanced in `step()` from the gradient as the loop left it. The direction is needed
+before the loop has clipped or unscaled this gradient, so that it takes the factor by which the last
+step's gradients were scaled between backward and `step()`.
+
+Verdicts are provisional until the headers say that every rank was finite and its votes still hold;
+otherwise all ranks discard them and exchange again in the step.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from torch import Tensor
+
+from hf_dlion.exchange import Wire
+from hf_dlion.flight import Flight, Owner
+from hf_dlion.header import Header
+from hf_dlion.messages import Message, Plan, ReadyOrder
+from hf_dlion.scale_probes import ScaleProbes
+from hf_dlion.warn_once import warn_once
+
+# After so many stale steps in a row the ranks give up exchanging during backward, and after so many
+# incomplete ones they put the parameters that were missing last.
+PATIENCE = 3
+
+
+class Overlap:
+    """Lets one optimizer's messages leave during backward."""
+
+    def __init__(self, owner: Owner) -> None:
+        """Holds the optimizer weakly: the parameters' hooks hold this."""
+        self._owner = weakref.ref(owner)
+        # With parameters on several devices autograd calls hooks from several threads.
+        self._lock = threading.Lock()
+        self._probes = ScaleProbes()
+        self._counter = ThreadPoolExecutor(1, thread_name_prefix="hf_dlion_count")
+        self._gave_up = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets what was agreed: the process group is another one."""
+        self._sync = True
+        self._stale_in_a_row = self._incomplete_in_a_row = 0
+        self._wires: tuple[Wire, Wire] | None = None
+        self._order: list[int] = []
+        self._late: set[int] = set()
+        self._new_late: set[int] = set()
+        self._messages: Sequence[Message] = ()
+        self._flight: Flight | None = None
+        self._ready: list[int] = []
+
+    @property
+    def scale(self) -> float:
+        """Factor by which the last gradients were scaled between backward and step."""
+        return self._probes.scale
+
+    def note_forward(self, sync: bool) -> None:
+        """Takes note of a forward pass; `sync` is False under no_sync()."""
+        self._sync = sync
+
+    def note_gradient(self, param: Tensor) -> None:
+        """Takes note that the gradient of a parameter is ready; called during backward."""
+        owner = self._owner()
+        if owner is None or self._gave_up:
+            return
+        with self._lock:
+            if self._flight is None and not self._sync:
+                return
+            self._probes.before(param, owner.param_groups)
+            if not self._messages:
+                self._ready.append(id(param))
+                return
+            if self._flight is None:
+                self._flight = Flight(self._messages, owner, self.scale, self._counter)
+            self._flight.note(param)
+
+    def disturb(self) -> None:
+        """Takes note that momenta or parameters changed: votes that left do not hold any more."""
+        if self._flight is not None:
+            self._flight.stale = True
+
+    def complete(self, present: Mapping[int, bool]) -> Flight | None:
+        """Sends what backward did not; every rank calls this, and before its header leaves.
+
+        Args:
+            present: By parameter index, whether this rank votes on it; empty if it failed.
+
+        Returns:
+            The step's messages, or None where votes leave in the step.
+        """
+        owner = self._owner()
+        if owner is None or not self._messages:
+            return None
+        began = self._flight is not None
+        flight = self._flight or Flight(self._messages, owner, self.scale, self._counter)
+        self._flight = None
+        flight.complete(present)
+        self._probes.after()
+        if began:
+            self._note_missing(flight)
+        return flight
+
+    def _note_missing(self, flight: Flight) -> None:
+        pairs = [pair for message in flight.messages for pair in message.params]
+        missing = {index for index, param in pairs if id(param) in flight.missing} - self._late
+        self._incomplete_in_a_row = self._incomplete_in_a_row + 1 if missing else 0
+        self._new_late |= missing
+        if not missing:
+            self._new_late.clear()
+
+    @property
+    def wants_order(self) -> bool:
+        """Whether parameters were missing so often that they had better come last."""
+        return self._incomplete_in_a_row >= PATIENCE
+
+    def prepare(
+        self,
+        headers: Sequence[Header],
+        plan: Plan,
+        params: Sequence[tuple[int, Tensor]],
+        wire: Wire,
+    ) -> Plan:
+        """Returns the plan of the next step; every rank calls this with the same headers.
+
+        Unless all ranks are content with an agreed order, they take that in which gradients became
+        ready on rank 0, and put last what was often missing. Bytes per rank:
+        `Wire.gather_objects` then, else none.
+
+        Args:
+            headers: Of this step.
+            plan: Of this step.
+            params: Pairs of parameter index and parameter, those with requires_grad.
+            wire: The ranks.
+        """
+        owner = self._owner()
+        assert owner is not None, "it is the owner that calls"
+        self._probes.after()
+        ready, self._ready = self._ready, []
+        stale = any(header.stale for header in headers)
+        self._stale_in_a_row = self._stale_in_a_row + 1 if stale else 0
+        if self._stale_in_a_row >= PATIENCE:
+            self._give_up()
+        if self._gave_up or all(header.ordered for header in headers):
+            return plan
+        index_of = {id(param): index for index, param in params}
+        if ready:
+            self._order = [index_of[key] for key in dict.fromkeys(ready) if key in index_of]
+        late = sorted(self._new_late) if self.wants_order else []
+        answers = wire.gather_objects((self._order, late))
+        self._order = answers[0][0]
+        self._late.update(*(their_late for _, their_late in answers))
+        self._new_late.clear()
+        self._incomplete_in_a_row = 0
+        if self._wires is None:
+            self._wires = wire.sibling(), wire.sibling()
+        order = ReadyOrder(self._order, sorted(self._late), self._wires)
+        plan = Plan(params, wire, owner.options, order)
+        self._messages = plan.messages
+        return plan
+
+    def _give_up(self) -> None:
+        self._gave_up = True
+        self._messages = ()
+        warn_once(
+            "overlap",
+            f"overlap=True does not pay here: in {PATIENCE} steps in a row gradients changed after "
+            f"their votes had left, and votes go in the step from now on. Run all but the last "
+            f"backward of an accumulation under the DDP wrapper's no_sync(), and do not step() "
+            f"after several backward passes without it",
+        )
