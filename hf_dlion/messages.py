@@ -84,6 +84,11 @@ class Message:
         return [(slot.index, param) for slot, param in self._params]
 
     @property
+    def wire_bytes(self) -> int:
+        """Bytes that a rank sends for the message."""
+        return self._exchange.bytes_per_rank
+
+    @property
     def rounds(self) -> int:
         """Number of collectives that the exchange makes, one after another."""
         return self._exchange.rounds

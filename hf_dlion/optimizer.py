@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast, overload
 
 import torch
@@ -27,7 +27,7 @@ from hf_dlion.groups import (
     trainable,
 )
 from hf_dlion.header import Agreement, Disagreement, Header, digest
-from hf_dlion.messages import Plan, exchange_all
+from hf_dlion.messages import Message, Plan, exchange_all
 from hf_dlion.momentum_origin import MomentumOrigin
 from hf_dlion.momentum_sync import average_over_ranks
 from hf_dlion.options import (
@@ -205,6 +205,11 @@ class DistributedLion(Optimizer):
         """Returns the process group in use, or None where torch.distributed is not initialised."""
         wire = self._resolved()
         return None if wire is None else wire.group
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """The messages of the coming step as far as they are known, in the order they leave."""
+        return () if self._plan is None else self._plan.messages
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Returns every rank's `value`, in rank order; every rank must call this.

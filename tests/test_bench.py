@@ -15,6 +15,7 @@ from spawn import run_command, run_script
 
 from hf_dlion import cli
 from hf_dlion.bench import emulate
+from hf_dlion.bench.bound import Departure, exposed_wire_s
 from hf_dlion.bench.cli import main
 from hf_dlion.bench.emulate import (
     Emulation,
@@ -90,12 +91,32 @@ def test_train_compares_every_method(tmp_path, launcher):
     rows = checked(out, "train")
     assert len(rows) == len(METHODS)
     sent = [row["bytes_per_step"] for row in rows]
-    # None, fp32, bf16, PowerSGD, Lion, DistributedLion.
-    assert sent[0] == 0
-    assert sent[1] == 2 * sent[2] == sent[4]
-    assert 0 < sent[5] < sent[3] < sent[2]
+    bytes_of = dict(zip(METHODS, sent, strict=True))
+    assert bytes_of["none"] == bytes_of["alone"] == 0
+    assert bytes_of["fp32"] == 2 * bytes_of["bf16"] == bytes_of["lion"]
+    assert 0 < bytes_of["dlion"] <= bytes_of["overlap"] < bytes_of["powersgd"] < bytes_of["bf16"]
     assert rows[0]["ratio"] == 1.0
     assert {"encode_ms", "exchange_ms", "apply_ms"} <= set(rows[-1])
+
+
+def test_the_bound_is_the_wire_that_cannot_overlap():
+    # 1 MB takes 0.1 s. Three messages leave at 0.05, 0.2 and 0.3 s; the first two travel in time.
+    leave = [Departure(0.05, 1_000_000), Departure(0.2, 1_000_000), Departure(0.3, 500_000)]
+    assert exposed_wire_s(leave, 0.3, 80e6) == pytest.approx(0.05)
+    assert exposed_wire_s(leave, 0.5, 80e6) == 0.0
+    # On a link of a tenth of the rate the wire never rests.
+    assert exposed_wire_s(leave, 0.3, 8e6) == pytest.approx(0.05 + 2.5 - 0.3)
+
+
+@pytest.mark.multiproc
+@pytest.mark.usefixtures("network")
+def test_train_prints_the_bound_of_the_overlapped_exchange(tmp_path):
+    out = tmp_path / "train.json"
+    words = ["--parameters=5000", "--sequence=16", "--steps=3", f"--json={out}"]
+    run_command([*BENCH, "train", *words, "--emulate=2x1gbit", "--methods", "alone", "overlap"])
+    row = checked(out, "train")[1]
+    assert row["bound_ms"] > checked(out, "train")[0]["median_ms"]
+    assert row["x_bound"] == pytest.approx(row["median_ms"] / row["bound_ms"])
 
 
 def test_a_network_is_written_as_hosts_and_rate():

@@ -280,12 +280,11 @@ def count_bytes(rank: int, world_size: int, exchange: str) -> list[tuple[int, in
             model(step[0]).backward()
             optimizer.step()
             optimizer.zero_grad()
-            plan = optimizer._plan
-            assert plan is not None
             formula = sum(
                 m._exchange.wire_bytes(m._layout, world_size, *_planes(exchange))
-                for m in plan.messages
+                for m in optimizer.messages
             )
+            assert formula == sum(m.wire_bytes for m in optimizer.messages)
             found.append((optimizer.wire.last_bytes_sent, formula + 8 * (world_size - 1) * 7))
     return found[2:]
 
@@ -317,7 +316,7 @@ def accumulate(rank: int, world_size: int) -> list[int]:
                 left.append(flight._sent if flight else 0)
             optimizer.step()
             optimizer.zero_grad()
-        total = len(optimizer._plan.messages)
+        total = len(optimizer.messages)
     return [*left[-3:], total]
 
 

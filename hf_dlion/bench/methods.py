@@ -20,6 +20,9 @@ POWER_RANK = 4
 POWER_START = 2
 ONE_BUCKET_MB = 1 << 20
 
+ALONE = "one host alone, Lion"
+OVERLAPPED = "DistributedLion, overlap"
+
 
 class LocalLion:
     """Lion on the gradients as they are, with the codec that DistributedLion uses alone."""
@@ -58,19 +61,24 @@ class Method:
 
     Attributes:
         name: For the table.
-        model: The wrapper.
+        model: The wrapper, or the bare model.
         optimizer: With `step` and `zero_grad`.
         bytes_sent: Bytes that a rank sends in a step; an all-reduce counts as a ring.
     """
 
-    def __init__(self, name: str, model: DistributedDataParallel, optimizer: Any) -> None:
+    def __init__(self, name: str, model: nn.Module, optimizer: Any) -> None:
         """Sends nothing until told otherwise."""
         self.name, self.model, self.optimizer = name, model, optimizer
         self.bytes_sent = 0
 
+    def loss(self, tokens: Tensor) -> Tensor:
+        """Returns the loss on tokens."""
+        loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
+        return loss
+
     def step(self, tokens: Tensor) -> None:
         """Takes one training step."""
-        self.model(input_ids=tokens, labels=tokens).loss.backward()
+        self.loss(tokens).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad()
         if isinstance(self.optimizer, DistributedLion):
@@ -102,6 +110,12 @@ def no_communication(make: Callable[[], nn.Module]) -> Method:
     ddp = _wrapped(make())
     ddp.register_comm_hook(None, keep_local)
     return Method("no communication, AdamW", ddp, _adamw(ddp))
+
+
+def alone(make: Callable[[], nn.Module]) -> Method:
+    """Returns the step of a host by itself: no wrapper, no network, plain Lion."""
+    model = make()
+    return Method(ALONE, model, LocalLion(list(model.parameters())))
 
 
 def ddp_fp32(make: Callable[[], nn.Module]) -> Method:
@@ -150,11 +164,12 @@ def overlapped_lion(make: Callable[[], nn.Module]) -> Method:
     """Returns DistributedLion that exchanges votes during backward."""
     ddp = _wrapped(make())
     optimizer = DistributedLion(ddp.named_parameters(), lr=1e-4, weight_decay=0.1, overlap=True)
-    return Method("DistributedLion, overlap", ddp, optimizer)
+    return Method(OVERLAPPED, ddp, optimizer)
 
 
 METHODS = {
     "none": no_communication,
+    "alone": alone,
     "fp32": ddp_fp32,
     "bf16": ddp_bf16,
     "powersgd": power_sgd,

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_dlion.bench.bound import departures_of, exposed_wire_s
 from hf_dlion.bench.emulate import INTERFACE
-from hf_dlion.bench.methods import METHODS, Method
+from hf_dlion.bench.methods import ALONE, METHODS, OVERLAPPED, Method
 from hf_dlion.bench.model import llama, vocabulary
 from hf_dlion.bench.ranks import device_of_rank
 from hf_dlion.bench.report import environment, publish, summary
@@ -28,6 +29,7 @@ COLUMNS = {
     "max_ms": "max",
     "repeats": "steps",
     "ratio": "x no comm.",
+    "bound_ms": "bound",
     "bytes_per_step": "bytes sent",
     "interface_bytes": "on the link",
     "encode_ms": "encode",
@@ -52,6 +54,8 @@ def run(args: argparse.Namespace) -> None:
     batch = torch.randint(tokens, shape, generator=generator).to(device)
     methods = [METHODS[name](make) for name in args.methods]
     rows = _measured(methods, args, functools.partial(_step, batch=batch, device=device))
+    if args.emulate:
+        _add_bound(rows, methods, batch, args.emulate.bits_per_s)
     # gloo may abort the process if a DDP model outlives its process group.
     methods.clear()
     gc.collect()
@@ -69,6 +73,23 @@ def _step(method: Method, batch: torch.Tensor, device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def _add_bound(
+    rows: list[dict[str, Any]], methods: list[Method], batch: torch.Tensor, bits_per_s: float
+) -> None:
+    """Adds to the overlapped row what it could take at least; every rank calls this."""
+    by_name = {method.name: method for method in methods}
+    alone = next((row["median_ms"] for row in rows if row["name"] == ALONE), None)
+    if alone is None or OVERLAPPED not in by_name:
+        return
+    found = departures_of(by_name[OVERLAPPED], by_name[ALONE], batch)
+    for row in rows:
+        if row["name"] == OVERLAPPED and found is not None:
+            departures, backward_s = found
+            row["exposed_wire_ms"] = 1e3 * exposed_wire_s(departures, backward_s, bits_per_s)
+            row["bound_ms"] = alone + row["exposed_wire_ms"]
+            row["x_bound"] = row["median_ms"] / row["bound_ms"]
+
+
 def _measured(
     methods: list[Method], args: argparse.Namespace, step: Callable[[Method], None]
 ) -> list[dict[str, Any]]:
@@ -78,7 +99,7 @@ def _measured(
             step(method)
     times: list[list[float]] = [[] for _ in methods]
     links: list[list[int]] = [[] for _ in methods]
-    parts: list[dict[str, float]] = []
+    parts: list[list[dict[str, float]]] = [[] for _ in methods]
     for _ in range(args.steps):
         for place, method in enumerate(methods):
             # Every rank has the same times, so that all of them stop together.
@@ -89,14 +110,14 @@ def _measured(
             links[place].append(_interface_bytes() - link)
             if before:
                 after = _parts(method)
-                parts.append({part: after[part] - before[part] for part in PARTS})
+                parts[place].append({part: after[part] - before[part] for part in PARTS})
     rows = []
-    for method, found, sent in zip(methods, times, links, strict=True):
+    for method, found, sent, laps in zip(methods, times, links, parts, strict=True):
         row = {"name": method.name, **summary(found), "bytes_per_step": method.bytes_sent}
         row["interface_bytes"] = sorted(sent)[len(sent) // 2] if args.emulate else None
         if isinstance(method.optimizer, DistributedLion):
             for part in PARTS:
-                row[f"{part}_ms"] = summary([lap[part] for lap in parts])["median_ms"]
+                row[f"{part}_ms"] = summary([lap[part] for lap in laps])["median_ms"]
         rows.append(row)
     free = next((row["median_ms"] for row in rows if row["name"].startswith("no comm")), None)
     for row in rows:

@@ -33,9 +33,11 @@ class Exchange(Protocol):
 
     Attributes:
         rounds: Number of collectives, one after another; with two, `count` starts the second.
+        bytes_per_rank: Bytes that a rank sends for the message, and receives.
     """
 
     rounds: int
+    bytes_per_rank: int
 
     def start(self, words: Tensor, active: Tensor) -> None:
         """Sends the votes."""

@@ -35,6 +35,7 @@ class Gather:
         """
         self._wire, self._layout, self._device = wire, layout, device
         words = layout.words + words_for(layout.rows)
+        self.bytes_per_rank = WORD_BYTES * (wire.world_size - 1) * words
         place = wire.device_for(device)
         self._send = torch.empty(words, dtype=torch.int64, device=place)
         self._received = torch.empty((wire.world_size, words), dtype=torch.int64, device=place)

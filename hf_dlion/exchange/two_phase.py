@@ -61,6 +61,7 @@ class TwoPhase:
         self._row_words = words_for(max(shard.rows for shard in self._shards))
         up_words = self._size + self._row_words
         down_words = self._sign_planes * self._size + self._row_planes * self._row_words + 1
+        self.bytes_per_rank = WORD_BYTES * (wire.world_size - 1) * (up_words + down_words)
         place = wire.device_for(device)
         # Zeros, because the ends of short shards are sent without ever being written.
         self._send = torch.zeros((wire.world_size, up_words), dtype=torch.int64, device=place)
