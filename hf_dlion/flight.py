@@ -39,6 +39,8 @@ class Flight:
         messages: All of them, in the order in which they leave.
         stale: Whether the votes that left do not hold any more.
         failure: What failed during backward, to be raised on all ranks together.
+        finite: id and version of gradients that were finite when their votes left, by the ids of
+            their parameters.
         missing: ids of the parameters whose gradients backward did not deliver.
         bytes_before: `WireStats.bytes_sent` before the first of them left.
     """
@@ -65,6 +67,7 @@ class Flight:
         self._rules = tensor_rules(owner.param_groups, indices, self._rule)
         self._missing = [{id(param) for _, param in message.params} for message in messages]
         self._place = {key: place for place, keys in enumerate(self._missing) for key in keys}
+        self.finite: dict[int, tuple[int, int]] = {}
         self.missing: set[int] = set()
         self._sent = 0
         self._counter = counter
@@ -82,6 +85,10 @@ class Flight:
         self._missing[place].discard(key)
         while self._sent < len(self.messages) and not self._missing[self._sent]:
             self._send(self._place.keys(), self._scale)
+
+    def known_finite(self, param: Tensor) -> bool:
+        """Returns whether a gradient was finite when its vote left, and is still the same."""
+        return self.finite.get(id(param)) == _mark(param)
 
     def complete(self, present: Mapping[int, bool]) -> None:
         """Sends what backward did not: from gradients that the loop is done with.
@@ -141,7 +148,8 @@ class Flight:
                         if id(param) in voting:
                             check_gradient(param)
                             momenta[index] = self._owner.momentum_of(param)
-                message.preview(momenta, self._rules, scale)
+                for param in message.preview(momenta, self._rules, scale):
+                    self.finite[id(param)] = _mark(param)
             except Exception as error:  # The other ranks wait for this message all the same.
                 self.failure = error
                 message.preview({}, self._rules, scale)
@@ -180,6 +188,12 @@ class Flight:
         for (other, _), stream in self._streams.items():
             if other == device:
                 torch.cuda.current_stream(device).wait_stream(stream)
+
+
+def _mark(param: Tensor) -> tuple[int, int]:
+    """Returns what changes when a gradient is replaced or written to."""
+    grad = param.grad
+    return (0, 0) if grad is None else (id(grad), grad._version)
 
 
 def _betas(owner: Owner) -> list[tuple[float, float]]:

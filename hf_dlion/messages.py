@@ -112,23 +112,30 @@ class Message:
 
     def preview(
         self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule], scale: float
-    ) -> None:
+    ) -> list[Tensor]:
         """Packs this rank's votes for gradients times `scale`, and leaves its momenta alone.
 
         Args:
             voting: As for `encode`.
             rules: As for `encode`.
             scale: Factor of the gradients.
+
+        Returns:
+            Those of the parameters whose gradients are known to be finite.
         """
+        finite = []
         for slot, param in self._params:
             words, active = self._views(slot)
             if slot.index in voting:
                 assert param.grad is not None, "a parameter that votes has a gradient"
                 momentum = voting[slot.index]
-                self._codec.preview(param.grad, momentum, words, active, rules[slot.index], scale)
+                rule = rules[slot.index]
+                if self._codec.preview(param.grad, momentum, words, active, rule, scale):
+                    finite.append(param)
             else:
                 words.zero_()
                 active.zero_()
+        return finite
 
     def advance(self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]) -> None:
         """Advances the momenta of the parameters on which this rank votes.

@@ -417,8 +417,11 @@ class DistributedLion(Optimizer):
             self.momentum_of(param)
         grads = [cast(Tensor, param.grad) for param in voting]
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        finite = unscale(grads, scale, found_inf)
+        if self._overlap is not None:
+            voting = self._overlap.unknown(voting)
         return Header(
-            finite=unscale(grads, scale, found_inf) and all_finite(grads),
+            finite=finite and all_finite([cast(Tensor, param.grad) for param in voting]),
             failed=False,
             step=self.steps,
             layout=self._plan.layout,

@@ -94,6 +94,17 @@ class Overlap:
         if self._flight is not None:
             self._flight.stale = True
 
+    def unknown(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Returns those of the parameters whose gradients are not known to be finite.
+
+        A gradient that was finite when its vote left need not be read once more, unless the loop
+        has touched any since: an in-place change through `.data` leaves no other trace.
+        """
+        flight = self._flight
+        if flight is None or self._probes.after() != 1.0:
+            return list(params)
+        return [param for param in params if not flight.known_finite(param)]
+
     def complete(self, present: Mapping[int, bool]) -> Flight | None:
         """Sends what backward did not; every rank calls this, and before its header leaves.
 

@@ -41,8 +41,12 @@ class ScaleProbes:
         if id(param) in self._probed and (seen := _magnitude(param)) is not None:
             self._before[id(param)] = (param, seen)
 
-    def after(self) -> None:
-        """Looks at the same gradients as the loop leaves them."""
+    def after(self) -> float:
+        """Looks at the same gradients as the loop leaves them.
+
+        Returns:
+            The ratio of their magnitudes to those before, NaN where none was seen.
+        """
         pairs = [(old, _magnitude(param)) for param, old in self._before.values()]
         self._before.clear()
         self._probed.clear()
@@ -52,6 +56,7 @@ class ScaleProbes:
         ratio = _sum([new for _, new in both]) / total if total else math.nan
         if math.isfinite(ratio) and ratio > 0.0:
             self.scale = float(torch.tensor(ratio, dtype=torch.float32))
+        return ratio
 
 
 def _magnitude(param: Tensor) -> Tensor | None:

@@ -151,7 +151,7 @@ def test_preview_and_advance_are_the_halves_of_encode(
     words = torch.full((words_for(grad.numel()),), -1)
     active = torch.ones(reference.row_count(shape), dtype=torch.bool)
 
-    codec.preview(grad, exp_avg, words, active, rule(), scale)
+    finite = codec.preview(grad, exp_avg, words, active, rule(), scale)
 
     assert same_bits(exp_avg, before)
     wide = np.float64 if dtype == torch.float64 else np.float32
@@ -161,9 +161,25 @@ def test_preview_and_advance_are_the_halves_of_encode(
     np.testing.assert_array_equal(active.numpy(), expected_active)
     np.testing.assert_array_equal(words.numpy().view(np.uint64), expected_words)
 
+    if isinstance(codec, NativeCodec) and dtype in (torch.float32, torch.bfloat16):
+        assert finite == bool(np.isfinite(scaled).all())
+    assert not finite or np.isfinite(scaled).all()
+
     codec.advance(grad, exp_avg, rule())
     codec.encode(grad, before, words, active, rule())
     assert same_bits(exp_avg, before)
+
+
+@CODECS
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3e38])
+@pytest.mark.parametrize("place", [0, 63, 64, 149])
+def test_a_gradient_that_is_not_finite_is_never_said_to_be(
+    codec: Codec, bad: float, place: int
+) -> None:
+    grad = torch.ones(150)
+    grad[place] = bad
+    words, active = torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
+    assert not codec.preview(grad, torch.zeros(150), words, active, rule(), 2.0)
 
 
 def rounded(

@@ -117,6 +117,10 @@ def misbehave(rank: int, world_size: int, overlap: bool, what: str) -> dict[str,
                 model(tokens[0]).backward()
             if t == 3 and what == "one_dropped" and rank == 0:
                 model.second.weight.grad = None
+            if t == 3 and what == "nan" and rank == 0:
+                model.second.weight.grad[-1, -1] = float("nan")
+            if t == 3 and what == "nan_in_data" and rank == 0:
+                model.second.weight.grad.data.fill_(float("nan"))
             if t == 3 and what == "nobody":
                 optimizer.zero_grad()
             if t == 3 and what == "betas":
@@ -166,6 +170,8 @@ def _generator(rank: int, t: int) -> torch.Generator:
         ("twice", 1),
         ("dropped", 6),
         ("one_dropped", 6),
+        ("nan", 6),
+        ("nan_in_data", 6),
         ("nobody", 6),
         ("betas", 6),
         ("lr", 7),
@@ -269,6 +275,30 @@ def test_two_optimizers_need_no_common_order(ranks: RankPools) -> None:
     for models in results:
         for bits in models:
             assert all(map(torch.equal, bits, results[0][0]))
+
+
+def use_sometimes(rank: int, world_size: int) -> list[tuple[int, int]]:
+    """Rank 1 leaves out the branch from the second step on: it was ready early in the first."""
+    model = new_model()
+    optimizer = optimizer_of(model, overlap=True, exchange="two_phase")
+    left = []
+    with short_messages():
+        for t in range(8):
+            tokens = torch.randint(0, 11, (3, 5), generator=_generator(rank, t))
+            model(tokens, branch=rank == 0 or t == 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            left.append((optimizer.wire.sent_in_backward, len(optimizer.messages)))
+    assert optimizer.wire.overlapped == 7
+    return left
+
+
+def test_parameters_that_are_often_unused_come_last(ranks: RankPools) -> None:
+    first, second = ranks(2).run(use_sometimes)
+    assert [sent for sent, _ in second[1:4]] == [0, 0, 0]
+    # The branch's weight and bias have messages of their own at the end.
+    assert second[-1][0] == second[-1][1] - 2 > 3
+    assert first[-1][0] == first[-1][1]
 
 
 def count_bytes(rank: int, world_size: int, exchange: str) -> list[tuple[int, int]]:

@@ -41,7 +41,7 @@ class Codec(Protocol):
         active: Tensor,
         rule: TensorRule,
         scale: float,
-    ) -> None:
+    ) -> bool:
         """Writes a parameter's votes as `encode` does, and leaves its momentum as it is.
 
         Args:
@@ -51,6 +51,9 @@ class Codec(Protocol):
             active: bool, shape (rows,); receives which rows vote.
             rule: The step's constants for this parameter.
             scale: The direction is that of fl(scale * grad), in the dtype of the computation.
+
+        Returns:
+            True if fl(scale * grad) is known to be finite; False if it is not, or unknown.
         """
 
     def advance(self, grad: Tensor, exp_avg: Tensor, rule: TensorRule) -> None:

@@ -143,9 +143,10 @@ class CpuCodec:
         active: Tensor,
         rule: TensorRule,
         scale: float,
-    ) -> None:
+    ) -> bool:
         """See `Codec.preview`."""
         self._encode_in_chunks(grad, exp_avg, words, active, rule, scale)
+        return False
 
     def advance(self, grad: Tensor, exp_avg: Tensor, rule: TensorRule) -> None:
         """See `Codec.advance`."""

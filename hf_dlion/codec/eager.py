@@ -53,9 +53,10 @@ class EagerCodec:
         active: Tensor,
         rule: TensorRule,
         scale: float,
-    ) -> None:
+    ) -> bool:
         """See `Codec.preview`."""
         self._encode(grad, exp_avg, words, active, rule, scale)
+        return False
 
     def advance(self, grad: Tensor, exp_avg: Tensor, rule: TensorRule) -> None:
         """See `Codec.advance`."""

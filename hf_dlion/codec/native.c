@@ -139,22 +139,33 @@ INLINE void vote_block(const float *u, uint64_t *words, uint8_t *active, int64_t
 /* What a call on a block does; every combination is compiled by itself. */
 enum { VOTE = 1, ADVANCE = 2 };
 
-INLINE void encode_block(const void *grad, void *exp_avg, uint64_t *words, uint8_t *active,
-                         int64_t row_numel, int64_t start, int count, float scale, int what,
-                         int narrow_grad, int narrow_avg, const Rule *rule)
+INLINE uint32_t larger(uint32_t a, uint32_t b)
+{
+    return a > b ? a : b;
+}
+
+/* Returns the largest magnitude of the gradients voted on, as bits: from 0x7f800000 on, not finite. */
+INLINE uint32_t encode_block(const void *grad, void *exp_avg, uint64_t *words, uint8_t *active,
+                             int64_t row_numel, int64_t start, int count, float scale, int what,
+                             int narrow_grad, int narrow_avg, const Rule *rule)
 {
     float u[BLOCK], g[BLOCK], m[BLOCK];
+    uint32_t largest = 0;
     load(g, grad, start, count, narrow_grad);
     load(m, exp_avg, start, count, narrow_avg);
     if (what == VOTE) /* Times 1 changes no bit. */
-        for (int k = 0; k < count; k++)
+        for (int k = 0; k < count; k++) {
             g[k] = scale * g[k];
+            uint32_t magnitude = as_bits(g[k]) & 0x7fffffffu;
+            largest = magnitude > largest ? magnitude : largest;
+        }
     if (what & VOTE)
         direct(u, g, m, count, rule);
     if (what & ADVANCE)
         advance(g, m, exp_avg, start, count, narrow_avg, rule);
     if (what & VOTE)
         vote_block(u, words, active, row_numel, start, count, rule);
+    return largest;
 }
 
 /* v is -1 where `negative` has a 1 and +1 elsewhere, but 0 where `nonzero` has a 0. */
@@ -220,10 +231,10 @@ INLINE void alone_block(void *param, const void *grad, void *exp_avg, int64_t st
     } while (0)
 
 #define ENCODE(what, gn, mn)                                                                       \
-    FOR_BLOCKS(encode_block(grad, exp_avg, words, active, row_numel, at, BLOCK, scale, what, gn,   \
-                            mn, rule),                                                             \
-               encode_block(grad, exp_avg, words, active, row_numel, at, (int)(stop - at), scale,  \
-                            what, gn, mn, rule))
+    FOR_BLOCKS(largest = larger(largest, encode_block(grad, exp_avg, words, active, row_numel, at, \
+                                                      BLOCK, scale, what, gn, mn, rule)),          \
+               largest = larger(largest, encode_block(grad, exp_avg, words, active, row_numel, at, \
+                                                      (int)(stop - at), scale, what, gn, mn, rule)))
 
 #define ENCODE_ANY(what)                                                                           \
     do {                                                                                           \
@@ -238,17 +249,20 @@ INLINE void alone_block(void *param, const void *grad, void *exp_avg, int64_t st
     } while (0)
 
 /* Elements start to stop; start is a multiple of 64. VOTE writes signs and sets `active`, which it
- * never clears; ADVANCE moves the momentum on. VOTE alone takes the gradient times `scale`. */
-void dlion_encode(const void *grad, void *exp_avg, uint64_t *words, uint8_t *active,
+ * never clears; ADVANCE moves the momentum on. VOTE alone takes the gradient times `scale`, and
+ * returns whether that is finite everywhere. */
+int dlion_encode(const void *grad, void *exp_avg, uint64_t *words, uint8_t *active,
                   int64_t row_numel, int64_t start, int64_t stop, float scale, int what,
                   int narrow_grad, int narrow_avg, const Rule *rule)
 {
+    uint32_t largest = 0;
     if (what == VOTE)
         ENCODE_ANY(VOTE);
     else if (what == ADVANCE)
         ENCODE_ANY(ADVANCE);
     else
         ENCODE_ANY(VOTE | ADVANCE);
+    return what == VOTE && largest < 0x7f800000u;
 }
 
 #define APPLY(pn)                                                                                  \

@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -49,6 +50,8 @@ ENVIRONMENT = "HF_DLION_NATIVE"
 
 # Elements per thread: below, starting a thread costs more than it saves. A multiple of 64.
 PART = 1 << 18
+
+T = TypeVar("T")
 
 _NARROW = {torch.float32: 0, torch.bfloat16: 1}
 _VOTE, _ADVANCE = 1, 2
@@ -116,8 +119,9 @@ def library() -> ctypes.CDLL | None:
     found.dlion_encode.argtypes = [*[pointer] * 4, *[size] * 3, scale, *[flag] * 3, rule]
     found.dlion_apply.argtypes = [*[pointer] * 4, *[size] * 3, flag, rule]
     found.dlion_alone.argtypes = [*[pointer] * 3, *[size] * 2, flag, flag, rule]
-    for function in (found.dlion_encode, found.dlion_apply, found.dlion_alone):
+    for function in (found.dlion_apply, found.dlion_alone):
         function.restype = None
+    found.dlion_encode.restype = flag
     word = ctypes.c_uint64
     found.dlion_count.argtypes = [
         *(pointer, size, flag, size, flag, word),
@@ -195,16 +199,15 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="hf_dlion")
 
 
-def _in_parts(numel: int, work: Callable[[int, int], None]) -> None:
-    """Calls `work(start, stop)` for all elements, on as many threads as torch uses."""
+def _in_parts(numel: int, work: Callable[[int, int], T]) -> list[T]:
+    """Returns what `work(start, stop)` does for all elements, on as many threads as torch uses."""
     threads = min(torch.get_num_threads(), -(-numel // PART))
     if threads <= 1:
-        work(0, numel)
-        return
+        return [work(0, numel)]
     size = -(-numel // (threads * 64)) * 64
     starts = range(0, numel, size)
     # ctypes lets go of the interpreter's lock during a call.
-    list(_pool(threads).map(lambda start: work(start, min(start + size, numel)), starts))
+    return list(_pool(threads).map(lambda start: work(start, min(start + size, numel)), starts))
 
 
 class NativeCodec(CpuCodec):
@@ -239,16 +242,16 @@ class NativeCodec(CpuCodec):
         active: Tensor,
         rule: TensorRule,
         scale: float,
-    ) -> None:
+    ) -> bool:
         """See `Codec.preview`."""
         if grad.numel() == 0:
-            return
+            return True
         if not _supported(grad, exp_avg):
-            super().preview(grad, exp_avg, words, active, rule, scale)
-            return
+            return super().preview(grad, exp_avg, words, active, rule, scale)
         active.zero_()
-        self._encode(grad, exp_avg, words, active, rule, _VOTE, scale)
+        finite = self._encode(grad, exp_avg, words, active, rule, _VOTE, scale)
         self._clear_inactive(words, active, whole_run(grad.shape))
+        return finite
 
     def advance(self, grad: Tensor, exp_avg: Tensor, rule: TensorRule) -> None:
         """See `Codec.advance`."""
@@ -268,18 +271,20 @@ class NativeCodec(CpuCodec):
         rule: TensorRule,
         what: int,
         scale: float = 1.0,
-    ) -> None:
+    ) -> bool:
+        """Encodes; a vote alone tells whether the gradient times `scale` is finite."""
         run, native_rule = whole_run(grad.shape), _rule_for(rule, grad, exp_avg)
         grad = grad.contiguous()
         places = [None if tensor is None else tensor.data_ptr() for tensor in (words, active)]
 
-        def work(start: int, stop: int) -> None:
-            self._library.dlion_encode(
+        def work(start: int, stop: int) -> bool:
+            finite: int = self._library.dlion_encode(
                 grad.data_ptr(), exp_avg.data_ptr(), *places, run.row_numel, start, stop, scale,
                 what, _NARROW[grad.dtype], _NARROW[exp_avg.dtype], native_rule,
             )  # fmt: skip
+            return bool(finite)
 
-        _in_parts(grad.numel(), work)
+        return all(_in_parts(grad.numel(), work))
 
     def apply(self, param: Tensor, verdict: Verdict, rule: TensorRule) -> None:
         """See `Codec.apply`."""
