@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_dlion.bench.traffic import POWER_RANK, power_numel, ring_bytes
 from hf_dlion.codec import codec_for
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.verdict import StepRule, TensorRule
 
-POWER_RANK = 4
 # PowerSGD's warm start needs two plain steps before the first compressed one.
 POWER_START = 2
 ONE_BUCKET_MB = 1 << 20
@@ -122,7 +122,7 @@ def ddp_fp32(make: Callable[[], nn.Module]) -> Method:
     """Returns DDP as it comes."""
     ddp = _wrapped(make())
     method = Method("DDP fp32, AdamW", ddp, _adamw(ddp))
-    method.bytes_sent = ring_bytes(_numel(ddp), 4)
+    method.bytes_sent = _reduced(_numel(ddp), 4)
     return method
 
 
@@ -131,7 +131,7 @@ def ddp_bf16(make: Callable[[], nn.Module]) -> Method:
     ddp = _wrapped(make())
     ddp.register_comm_hook(None, reduce_in_bf16)
     method = Method("DDP bf16 hook, AdamW", ddp, _adamw(ddp))
-    method.bytes_sent = ring_bytes(_numel(ddp), 2)
+    method.bytes_sent = _reduced(_numel(ddp), 2)
     return method
 
 
@@ -141,7 +141,7 @@ def power_sgd(make: Callable[[], nn.Module]) -> Method:
     state = powerSGD_hook.PowerSGDState(None, POWER_RANK, start_powerSGD_iter=POWER_START)
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     method = Method(f"PowerSGD rank {POWER_RANK}, AdamW", ddp, _adamw(ddp))
-    method.bytes_sent = ring_bytes(sum(_power_numel(p) for p in ddp.parameters()), 4)
+    method.bytes_sent = _reduced(sum(power_numel(p.shape) for p in ddp.parameters()), 4)
     return method
 
 
@@ -149,7 +149,7 @@ def reduced_lion(make: Callable[[], nn.Module]) -> Method:
     """Returns Lion on DDP's averaged gradients."""
     ddp = _wrapped(make())
     method = Method("DDP fp32, Lion", ddp, LocalLion(list(ddp.parameters())))
-    method.bytes_sent = ring_bytes(_numel(ddp), 4)
+    method.bytes_sent = _reduced(_numel(ddp), 4)
     return method
 
 
@@ -179,10 +179,8 @@ METHODS = {
 }
 
 
-def ring_bytes(numel: int, size: int) -> int:
-    """Returns the bytes that a rank sends in a ring all-reduce of `numel` elements."""
-    ranks = dist.get_world_size()
-    return 2 * (ranks - 1) * -(-numel // ranks) * size
+def _reduced(numel: int, size: int) -> int:
+    return ring_bytes(numel, size, dist.get_world_size())
 
 
 def _wrapped(model: nn.Module, **options: Any) -> DistributedDataParallel:
@@ -196,13 +194,3 @@ def _adamw(model: nn.Module) -> torch.optim.AdamW:
 
 def _numel(model: nn.Module) -> int:
     return sum(param.numel() for param in model.parameters())
-
-
-def _power_numel(param: Tensor) -> int:
-    """Returns the elements that PowerSGD reduces for a parameter: two factors, or all of it."""
-    if param.dim() < 2:
-        return param.numel()
-    rows, columns = param.shape[0], param[0].numel()
-    rank = min(rows, columns, POWER_RANK)
-    factors = (rows + columns) * rank
-    return factors if factors * 2 < rows * columns else param.numel()

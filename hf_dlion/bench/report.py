@@ -86,7 +86,6 @@ def publish(
         columns: Titles of the printed columns by the rows' keys.
     """
     from rich.console import Console
-    from rich.table import Table
 
     result = {
         "bench": name,
@@ -98,20 +97,38 @@ def publish(
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(result, indent=1) + "\n")
-    table = Table(title=f"hf_dlion bench {name}")
-    for place, title in enumerate(columns.values()):
-        table.add_column(title, justify="right" if place else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*(_cell(row.get(key)) for key in columns))
-    # Piped output is not cut to the width that a terminal would have.
-    console = Console(width=None if os.isatty(1) else 160)
-    console.print(table)
+    print_table(f"hf_dlion bench {name}", columns, rows)
+    console = Console(width=_width())
     where = [before["processor"], f"{before['usable_cores']} of {before['cores']} cores"]
     versions = f"torch {before['torch']}, {before['threads']} threads"
     load = f"load {before['load_average'][0]:.1f} before, {os.getloadavg()[0]:.1f} after"
     console.print(f"{', '.join(where)}, {versions}, {load}", highlight=False)
     console.print(" ".join(f"{key}={value}" for key, value in config.items()), highlight=False)
     console.print(f"written: {target}", highlight=False)
+
+
+def print_table(title: str, columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Prints rows under their titles, numbers to the right.
+
+    Args:
+        title: Of the table.
+        columns: Titles of the printed columns by the rows' keys.
+        rows: One mapping per line.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    for place, heading in enumerate(columns.values()):
+        table.add_column(heading, justify="right" if place else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(_cell(row.get(key)) for key in columns))
+    Console(width=_width()).print(table)
+
+
+def _width() -> int | None:
+    """Returns None in a terminal; piped output is not cut to the width that one would have."""
+    return None if os.isatty(1) else 160
 
 
 def _cell(value: Any) -> str:
