@@ -6,8 +6,10 @@ import sys
 
 USAGE = """\
 usage: hf-dlion bench {codec,exchange,train} [OPTIONS...]
+       hf-dlion plan MODEL --ranks N --link RATE [OPTIONS...]
 
-  bench    measure on this machine or cluster (hf-dlion bench --help)"""
+  bench    measure on this machine or cluster (hf-dlion bench --help)
+  plan     predict what a step costs, and whether 1-bit exchange pays (hf-dlion plan --help)"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -21,6 +23,10 @@ def main(argv: list[str] | None = None) -> int:
         from hf_dlion.bench.cli import main as bench
 
         return bench(words[1:])
+    if words[:1] == ["plan"]:
+        from hf_dlion.plan.cli import main as plan
+
+        return plan(words[1:])
     asked = words[:1] in (["-h"], ["--help"])
     print(USAGE, file=sys.stdout if asked else sys.stderr)
     return 0 if asked else 2

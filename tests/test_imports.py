@@ -30,16 +30,18 @@ LAYERS = (
     {"trainer"},
     {"launch"},
     {"bench"},
+    {"plan"},
     {"cli"},
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 
 # Who may import what is not needed for training with torch alone.
 OPTIONAL = {
-    "transformers": {"trainer", "bench/model.py"},
+    "transformers": {"trainer", "bench/model.py", "plan/model.py"},
     "accelerate": {"accelerate", "trainer"},
     "triton": {"codec/triton.py"},
     "rich": {"bench/report.py"},
+    "matplotlib": {"plan/plot.py"},
     "datasets": set(),
     "peft": set(),
     "trl": set(),

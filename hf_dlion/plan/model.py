@@ -1,0 +1,149 @@
+"""What is trained: the shapes of the trainable tensors of a count, a folder or a name."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+# A transformer of width h has about h / 128 layers of 12 h^2 elements each.
+_WIDTH_PER_LAYER, _LAYER = 128, 12
+
+
+class UnknownModelError(ValueError):
+    """There is no such model; the text says what to give instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What one training step works on.
+
+    Attributes:
+        name: For people.
+        parameters: Elements of all parameters; they decide how long forward and backward take.
+        shapes: Of the trainable tensors, in the order of their registration.
+        note: What was assumed, or "".
+    """
+
+    name: str
+    parameters: int
+    shapes: tuple[tuple[int, ...], ...]
+    note: str = ""
+
+    @property
+    def numels(self) -> list[int]:
+        """Elements of each trainable tensor."""
+        return [math.prod(shape) for shape in self.shapes]
+
+    @property
+    def trainable(self) -> int:
+        """Elements of all trainable tensors."""
+        return sum(self.numels)
+
+
+def workload(model: str, trainable: int | None = None) -> Workload:
+    """Returns what `model` stands for.
+
+    Args:
+        model: A count ("7b"), a folder with a config.json, or a name on the Hugging Face hub.
+        trainable: Elements that are trained, where these are not all: LoRA's, for example.
+
+    Raises:
+        UnknownModelError: If there is no such model, or it has fewer elements than `trainable`.
+    """
+    count = parse_count(model)
+    if count is None:
+        with torch.device("meta"):
+            built = build(load_config(model))
+        shapes = tuple(tuple(p.shape) for p in built.parameters() if p.requires_grad)
+        found = Workload(
+            name=model, parameters=sum(p.numel() for p in built.parameters()), shapes=shapes
+        )
+    else:
+        shapes = usual_shapes(count)
+        found = Workload(name=model, parameters=count, shapes=shapes, note=_assumption(shapes))
+    if trainable is None:
+        return found
+    if trainable > found.parameters:
+        raise UnknownModelError(
+            f"--trainable {trainable:,} is more than the {found.parameters:,} parameters of {model}"
+        )
+    shapes = usual_shapes(trainable)
+    return replace(found, shapes=shapes, note=_assumption(shapes))
+
+
+def parse_count(text: str) -> int | None:
+    """Returns the number that "7b", "29.5M" or "350000000" stands for, or None for other texts.
+
+    >>> parse_count("29.5M"), parse_count("gpt2")
+    (29500000, None)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmbt]?)", text.lower().replace("_", ""))
+    count = round(float(found[1]) * _UNITS[found[2]]) if found else 0
+    return count or None
+
+
+def usual_shapes(count: int) -> tuple[tuple[int, ...], ...]:
+    """Returns square matrices as wide as a transformer of `count` elements, and a vector.
+
+    Args:
+        count: Elements of all tensors.
+    """
+    width = max(1, round(math.cbrt(_WIDTH_PER_LAYER * count / _LAYER)))
+    matrices, rest = divmod(count, width * width)
+    return ((width, width),) * matrices + (((rest,),) if rest else ())
+
+
+def load_config(model: str) -> Any:
+    """Returns the transformers config of a folder or of a name.
+
+    Raises:
+        UnknownModelError: If it cannot be read.
+    """
+    from transformers import AutoConfig
+
+    folder = Path(model)
+    looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1 or folder.exists()
+    if looks_local and not (folder / "config.json").is_file():
+        missing = "has no config.json" if folder.is_dir() else "is no folder"
+        raise UnknownModelError(
+            f"{model} {missing}: give a folder written by save_pretrained(), a name on the "
+            f"Hugging Face hub, or a parameter count such as 7b"
+        )
+    try:
+        return AutoConfig.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        hint = "" if looks_local else " Without a network, give a folder or a count such as 7b."
+        raise UnknownModelError(f"cannot read the config of {model}: {reason}{hint}") from error
+
+
+def build(config: Any) -> nn.Module:
+    """Returns the model of a config, with the head that it was saved with, on torch's device.
+
+    Raises:
+        UnknownModelError: If transformers has no class for it.
+    """
+    import transformers
+
+    model: nn.Module
+    for name in config.architectures or ():
+        if hasattr(transformers, name):
+            model = getattr(transformers, name)(config)
+            return model
+    try:
+        model = transformers.AutoModel.from_config(config)  # type: ignore[no-untyped-call]
+    except ValueError as error:
+        raise UnknownModelError(f"transformers cannot build {config.model_type!r}") from error
+    return model
+
+
+def _assumption(shapes: tuple[tuple[int, ...], ...]) -> str:
+    width = shapes[0][0]
+    return f"shapes are assumed: {len(shapes)} tensors, matrices of {width} x {width}"
