@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from hf_dlion.bench import codec, exchange, ranks, train
+from hf_dlion.bench import codec, exchange, memory, ranks, train
 from hf_dlion.bench.emulate import EmulationRefusedError, Network
 from hf_dlion.bench.methods import METHODS
 from hf_dlion.bench.report import MissingPackageError, require_rich
 
-RUNS = {"exchange": exchange.run, "train": train.run}
+RUNS = {"exchange": exchange.run, "train": train.run, "memory": memory.run}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -68,6 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     wire = benches.add_parser("exchange", parents=[several], help=exchange.__doc__)
     wire.add_argument("--parameters", type=_positive, default=29_500_000)
     wire.add_argument("--repeats", type=_positive, default=7)
+
+    peak = benches.add_parser("memory", parents=[several], help=memory.__doc__)
+    peak.add_argument("--parameters", type=_positive, default=29_500_000)
 
     step = benches.add_parser("train", parents=[several], help=train.__doc__)
     step.add_argument("--parameters", type=_positive, default=29_500_000)

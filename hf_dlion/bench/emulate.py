@@ -24,6 +24,8 @@ from types import TracebackType
 
 PREFIX = "hfdlion"
 INTERFACE = "eth0"
+CONGESTION_CONTROL = "cubic"
+
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
@@ -142,6 +144,10 @@ class Emulation:
             _run("ip", "-n", name, "addr", "add", f"10.9.0.{host + 1}/24", "dev", INTERFACE)
             _run("ip", "-n", name, "link", "set", INTERFACE, "up")
             _run("ip", "-n", name, "link", "set", "lo", "up")
+            # Linux's default, whatever this host prefers. 3.7 MB both ways at 100 Mbit/s take 305
+            # to 318 ms with it, and 180 to 510 ms with bbr, whose probing does not suit bursts.
+            route = ["10.9.0.0/24", "dev", INTERFACE, "congctl", CONGESTION_CONTROL]
+            _run("ip", "-n", name, "route", "replace", *route)
             for where, device in ((name, INTERFACE), (switch, port)):
                 self._limit(where, device)
 
