@@ -307,6 +307,7 @@ def exchange_all(
         stats.exchange_s += clock.lap()
     for message in messages:
         message.count(rule)
+    stats.exchange_s += clock.lap()
     apply_all(messages, rules, rule, stats)
 
 
