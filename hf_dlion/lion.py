@@ -45,7 +45,7 @@ def interpolate(old: Tensor, new: Tensor, beta: float, *, out: Tensor, scratch: 
     return out.add_(scratch)
 
 
-def _signed(value: int) -> int:
+def signed32(value: int) -> int:
     """Returns the int32 with the bits of the uint32 `value`: torch has no uint32 arithmetic."""
     value &= _MASK
     return value - (1 << 32) if value >> 31 else value
@@ -70,8 +70,16 @@ def rounding_key(seed: int, step: int, index: int, stream: int, high: int = 0) -
         stream: `PARAMETER_STREAM` or `momentum_stream(rank)`.
         high: Element index divided by 2**32.
     """
-    key = 0
-    for word in (seed & _MASK, seed >> 32, step & _MASK, step >> 32, index, stream, high):
+    return _extended(step_key(seed, step), index, stream, high)
+
+
+def step_key(seed: int, step: int) -> int:
+    """Returns the part of `rounding_key` that a step's tensors share."""
+    return _extended(0, seed & _MASK, seed >> 32, step & _MASK, step >> 32)
+
+
+def _extended(key: int, *words: int) -> int:
+    for word in words:
         key = mix(((key ^ word) + _GOLDEN) & _MASK)
     return key
 
@@ -85,13 +93,13 @@ def random_bits(counter: Tensor, key: int, *, out: Tensor, scratch: Tensor) -> T
         out: int32 of the same shape, receives the result.
         scratch: int32 of the same shape, overwritten.
     """
-    torch.bitwise_xor(counter, _signed(key), out=out)
+    torch.bitwise_xor(counter, signed32(key), out=out)
     for shift, factor in ((16, _MIX_1), (15, _MIX_2), (16, None)):
         # torch shifts int32 arithmetically; the mask drops the copies of the sign bit.
         torch.bitwise_right_shift(out, shift, out=scratch)
         out.bitwise_xor_(scratch.bitwise_and_((1 << (32 - shift)) - 1))
         if factor is not None:
-            out.mul_(_signed(factor))
+            out.mul_(signed32(factor))
     return out
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_dlion.codec import Codec, codec_for
+from hf_dlion.codec import ApplyJob, Codec, EncodeJob, codec_for
 from hf_dlion.exchange import Exchange, Wire, WireStats, choose_exchange, make_exchange
 from hf_dlion.header import digest
 from hf_dlion.layout import MessageLayout, Slot
@@ -100,15 +100,16 @@ class Message:
             voting: `exp_avg` of every parameter, by index, on which this rank votes.
             rules: The step's constants by parameter index.
         """
+        if any(slot.index not in voting for slot, _ in self._params):
+            self._words.zero_()
+            self._active.zero_()
+        jobs = []
         for slot, param in self._params:
-            words, active = self._views(slot)
             if slot.index in voting:
                 assert param.grad is not None, "a parameter that votes has a gradient"
-                momentum = voting[slot.index]
-                self._codec.encode(param.grad, momentum, words, active, rules[slot.index])
-            else:
-                words.zero_()
-                active.zero_()
+                momentum, rule = voting[slot.index], rules[slot.index]
+                jobs.append(EncodeJob(param.grad, momentum, *self._views(slot), rule))
+        self._codec.encode_all(jobs)
 
     def preview(
         self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule], scale: float
@@ -168,13 +169,15 @@ class Message:
             verdict: Of the whole message.
             rules: The step's constants by parameter index.
         """
+        jobs = []
         for slot, param in self._params:
             if slot.index in rules:
                 part = Verdict(
                     verdict.planes[:, slot.word : slot.word + slot.words],
                     verdict.counts[slot.row : slot.row + slot.rows],
                 )
-                self._codec.apply(param, part, rules[slot.index])
+                jobs.append(ApplyJob(param, part, rules[slot.index]))
+        self._codec.apply_all(jobs)
 
     def voted_elements(self, verdict: Verdict) -> int:
         """Returns the number of elements in rows on which any rank voted."""

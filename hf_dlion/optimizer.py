@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from hf_dlion import comm_hook
 from hf_dlion.abstention import Abstentions, all_finite, unscale
-from hf_dlion.codec import codec_for
+from hf_dlion.codec import AloneJob, codec_for
 from hf_dlion.exchange import Wire, WireStats
 from hf_dlion.flight import Flight
 from hf_dlion.groups import (
@@ -462,10 +462,13 @@ class DistributedLion(Optimizer):
             exchange_all(self._plan.messages, voting, rules, rule, self.wire)
             return
         start = time.perf_counter()
+        jobs: dict[torch.device, list[AloneJob]] = {}
         for index, param in params:
             if index in voting:
-                codec = codec_for(param.device)
-                codec.step_alone(param, cast(Tensor, param.grad), voting[index], rules[index])
+                job = AloneJob(param, cast(Tensor, param.grad), voting[index], rules[index])
+                jobs.setdefault(param.device, []).append(job)
+        for device, of_device in jobs.items():
+            codec_for(device).step_alone_all(of_device)
         self.wire.apply_s += time.perf_counter() - start
 
     def step_rule(self) -> StepRule:

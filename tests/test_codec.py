@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,10 @@ from hf_dlion.codec import Codec, reference
 from hf_dlion.codec import bits as bits_module
 from hf_dlion.codec import cpu as cpu_codec
 from hf_dlion.codec import eager as eager_codec
+from hf_dlion.codec import tables
 from hf_dlion.codec.bits import pack_bits, popcount, unpack_bits
 from hf_dlion.codec.cpu import CpuCodec
+from hf_dlion.codec.cuda import TritonCodec, kernels
 from hf_dlion.codec.eager import EagerCodec
 from hf_dlion.codec.native import NativeCodec, library
 from hf_dlion.layout import words_for
@@ -29,9 +32,12 @@ NATIVE = pytest.param(
     id="native",
     marks=pytest.mark.skipif(COMPILED is None, reason="there is no C compiler"),
 )
+# In Triton's interpreter, which takes CPU tensors; tests/test_triton.py starts pytest so.
+KERNELS = kernels() if os.environ.get("TRITON_INTERPRET") == "1" else None
+TRITON = [] if KERNELS is None else [pytest.param(TritonCodec(KERNELS), id="triton")]
 CODECS = pytest.mark.parametrize(
     "codec",
-    [pytest.param(CpuCodec(), id="cpu"), NATIVE, pytest.param(EagerCodec(), id="eager")],
+    [pytest.param(CpuCodec(), id="cpu"), NATIVE, pytest.param(EagerCodec(), id="eager"), *TRITON],
 )
 SHAPES = st.one_of(
     st.tuples(),
@@ -76,6 +82,7 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_codec, "CHUNK", 128)
     monkeypatch.setattr(cpu_codec, "_buffers", cpu_codec._Buffers())
     monkeypatch.setattr(eager_codec, "CHUNK", 128)
+    monkeypatch.setattr(tables, "BLOCK", 128)
 
 
 @CODECS

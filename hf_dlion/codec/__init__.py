@@ -2,23 +2,70 @@
 
 `reference` is the definition, in NumPy; `cpu` works in chunks that stay in cache, and `native` does
 the same in C where there is a compiler; `eager` is plain torch for every other device. All agree
-bit for bit.
+bit for bit. `cuda` launches Triton kernels on many tensors at once.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from hf_dlion.verdict import TensorRule, Verdict
 
-__all__ = ["Codec", "codec_for"]
+__all__ = ["AloneJob", "ApplyJob", "Codec", "EncodeJob", "codec_for"]
+
+
+class EncodeJob(NamedTuple):
+    """The arguments of `Codec.encode`."""
+
+    grad: Tensor
+    exp_avg: Tensor
+    words: Tensor
+    active: Tensor
+    rule: TensorRule
+
+
+class ApplyJob(NamedTuple):
+    """The arguments of `Codec.apply`."""
+
+    param: Tensor
+    verdict: Verdict
+    rule: TensorRule
+
+
+class AloneJob(NamedTuple):
+    """The arguments of `Codec.step_alone`."""
+
+    param: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    rule: TensorRule
 
 
 class Codec(Protocol):
-    """What every backend does; see `hf_dlion.codec.eager` for the shortest one."""
+    """What every backend does; see `hf_dlion.codec.eager` for the shortest one.
+
+    A call on many tensors, of one device and one step, does what a call on each would. A backend
+    for which a call costs more than a small tensor's work overrides those.
+    """
+
+    def encode_all(self, jobs: Sequence[EncodeJob]) -> None:
+        """Does `encode` on each."""
+        for job in jobs:
+            self.encode(*job)
+
+    def apply_all(self, jobs: Sequence[ApplyJob]) -> None:
+        """Does `apply` on each."""
+        for job in jobs:
+            self.apply(*job)
+
+    def step_alone_all(self, jobs: Sequence[AloneJob]) -> None:
+        """Does `step_alone` on each."""
+        for job in jobs:
+            self.step_alone(*job)
 
     def encode(
         self, grad: Tensor, exp_avg: Tensor, words: Tensor, active: Tensor, rule: TensorRule
@@ -93,6 +140,12 @@ def codec_for(device: torch.device) -> Codec:
 
         compiled = library()
         return CpuCodec() if compiled is None else NativeCodec(compiled)
+    if device.type == "cuda":
+        from hf_dlion.codec.cuda import TritonCodec, kernels
+
+        found = kernels()
+        if found is not None:
+            return TritonCodec(found)
     from hf_dlion.codec.eager import EagerCodec
 
     return EagerCodec()

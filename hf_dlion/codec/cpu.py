@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_dlion.codec import Codec
 from hf_dlion.codec.bits import expand_rows
 from hf_dlion.codec.eager import whole_run
 from hf_dlion.layout import Run
@@ -126,7 +127,7 @@ def _move(param: Tensor, move: Tensor, start: int, rule: TensorRule) -> None:
         _store(param, value, start, rule, PARAMETER_STREAM)
 
 
-class CpuCodec:
+class CpuCodec(Codec):
     """Implements `hf_dlion.codec.Codec` for CPU tensors."""
 
     def encode(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from hf_dlion.codec import Codec
 from hf_dlion.codec.bits import expand_rows, pack_bits, unpack_bits
 from hf_dlion.layout import MessageLayout, Run, words_for
 from hf_dlion.lion import (
@@ -36,7 +37,7 @@ def whole_run(shape: torch.Size) -> Run:
     return layout.shard(0, layout.words).runs[0]
 
 
-class EagerCodec:
+class EagerCodec(Codec):
     """Implements `hf_dlion.codec.Codec` without buffers of its own."""
 
     def encode(
