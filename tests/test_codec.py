@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_dlion.codec import Codec, reference
+from hf_dlion.codec import Codec, reference, tables
 from hf_dlion.codec import bits as bits_module
 from hf_dlion.codec import cpu as cpu_codec
 from hf_dlion.codec import eager as eager_codec
-from hf_dlion.codec import tables
 from hf_dlion.codec.bits import pack_bits, popcount, unpack_bits
 from hf_dlion.codec.cpu import CpuCodec
 from hf_dlion.codec.cuda import TritonCodec, kernels
@@ -33,7 +32,7 @@ NATIVE = pytest.param(
     marks=pytest.mark.skipif(COMPILED is None, reason="there is no C compiler"),
 )
 # In Triton's interpreter, which takes CPU tensors; tests/test_triton.py starts pytest so.
-KERNELS = kernels() if os.environ.get("TRITON_INTERPRET") == "1" else None
+KERNELS = kernels(torch.device("cpu")) if os.environ.get("TRITON_INTERPRET") == "1" else None
 TRITON = [] if KERNELS is None else [pytest.param(TritonCodec(KERNELS), id="triton")]
 CODECS = pytest.mark.parametrize(
     "codec",
@@ -243,6 +242,7 @@ def verdict_of(
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
     stochastic_rounding=st.booleans(),
     weight_decay=st.sampled_from([0.0, 0.1]),
+    lr=st.sampled_from([0.01, 0.0]),
     transposed=st.booleans(),
 )
 def test_apply_equals_the_reference(
@@ -255,6 +255,7 @@ def test_apply_equals_the_reference(
     dtype: torch.dtype,
     stochastic_rounding: bool,
     weight_decay: float,
+    lr: float,
     transposed: bool,
 ) -> None:
     param = gradients(shape, seed, 0.1, dtype)
@@ -271,6 +272,7 @@ def test_apply_equals_the_reference(
         ties=combination[1],
         stochastic_rounding=stochastic_rounding,
         weight_decay=weight_decay,
+        lr=lr,
     )
     step_rule = tensor_rule.step_rule
     if combination == ("majority", "alternate"):

@@ -143,7 +143,7 @@ def codec_for(device: torch.device) -> Codec:
     if device.type == "cuda":
         from hf_dlion.codec.cuda import TritonCodec, kernels
 
-        found = kernels()
+        found = kernels(device)
         if found is not None:
             return TritonCodec(found)
     from hf_dlion.codec.eager import EagerCodec

@@ -10,14 +10,14 @@ import importlib
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_dlion.codec import AloneJob, ApplyJob, Codec, EncodeJob
-from hf_dlion.codec import tables
-from hf_dlion.codec.tables import Entry, Launch, entry_of, launches
+from hf_dlion.codec import AloneJob, ApplyJob, Codec, EncodeJob, tables
+from hf_dlion.codec.tables import Launch, entry_of, launches
 from hf_dlion.lion import momentum_stream, signed32, step_key, zero_phase
 from hf_dlion.verdict import StepRule, TensorRule, Verdict
 
@@ -36,15 +36,15 @@ class Kernels(NamedTuple):
 
 
 @functools.cache
-def kernels() -> Kernels | None:
-    """Returns the Triton kernels, or None, and says so once, where they cannot be had."""
+def kernels(device: torch.device) -> Kernels | None:
+    """Returns the Triton kernels, or None, and says so once, where a device cannot have them."""
     if os.environ.get(ENVIRONMENT) == "0":
         return None
     names = ("triton", "triton_kernels", "triton_count")
     try:
         found = Kernels(*(importlib.import_module(f"hf_dlion.codec.{name}") for name in names))
-        if torch.cuda.is_available():
-            _try_out(found)
+        if device.type == "cuda" and torch.cuda.is_available():
+            _try_out(found, device)
     # Triton needs a C compiler and a driver that fits; what it raises without them is its own.
     except Exception as error:
         logger.warning(
@@ -59,10 +59,17 @@ def kernels() -> Kernels | None:
     return found
 
 
-def _try_out(found: Kernels) -> None:
+def _try_out(found: Kernels, device: torch.device) -> None:
     """Compiles and launches a kernel on nothing: this is where Triton fails, if it does."""
-    nothing = torch.zeros(1, dtype=torch.int64, device="cuda")
-    run(found.codec.clear, 1, nothing, nothing.int(), nothing.byte())
+    with on_device(device):
+        nothing = torch.zeros(1, dtype=torch.int64, device=device)
+        run(found.codec.clear, 1, nothing, nothing.int(), nothing.byte())
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Returns a context in which kernels are launched on `device`; Triton takes the current one."""
+    # In the interpreter tensors are on the CPU.
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def run(kernel: Any, blocks: int, *args: object, **constants: object) -> None:
@@ -143,7 +150,7 @@ class TritonCodec(Codec):
             )
             for job, grad in zip(jobs, grads, strict=True)
         ]
-        with torch.cuda.device_of(grads[0]):
+        with on_device(grads[0].device):
             torch._foreach_zero_([job.active.view(torch.uint8) for job in jobs])
             for on in launches(entries, grads[0].device):
                 zeros_in = torch.empty(on.blocks, dtype=torch.uint8, device=grads[0].device)
@@ -161,14 +168,12 @@ class TritonCodec(Codec):
             entry_of(job.rule, grad=grad, exp_avg=job.exp_avg.view(-1))
             for job, grad in zip(jobs, grads, strict=True)
         ]
-        with torch.cuda.device_of(grads[0]):
+        with on_device(grads[0].device):
             for on in launches(entries, grads[0].device):
                 flags = {"ADVANCE": True, "VOTE": False, "SCALED": False}
                 self._encode(on, on.job_of, jobs[0].rule.step_rule, flags)
 
-    def _encode(
-        self, on: Launch, zeros_in: Tensor, step: StepRule, flags: dict[str, bool]
-    ) -> None:
+    def _encode(self, on: Launch, zeros_in: Tensor, step: StepRule, flags: dict[str, bool]) -> None:
         phase = zero_phase(step.step, step.rank, step.world_size) % 2
         run(
             self._kernels.encode, on.blocks, on.jobs, on.job_of, zeros_in,
@@ -186,7 +191,7 @@ class TritonCodec(Codec):
             entry_of(job.rule, param=flat, words=job.verdict.planes, rows=job.verdict.counts)
             for job, flat in zip(jobs, flats, strict=True)
         ]
-        with torch.cuda.device_of(flats[0]):
+        with on_device(flats[0].device):
             for on in launches(entries, flats[0].device):
                 run(
                     self._kernels.apply, on.blocks, on.jobs, on.job_of, _key(step),
@@ -207,7 +212,7 @@ class TritonCodec(Codec):
             entry_of(job.rule, param=flat, grad=grad, exp_avg=job.exp_avg.view(-1))
             for job, flat, grad in zip(jobs, flats, grads, strict=True)
         ]
-        with torch.cuda.device_of(flats[0]):
+        with on_device(flats[0].device):
             for on in launches(entries, flats[0].device):
                 run(
                     self._kernels.step_alone, on.blocks, on.jobs, on.job_of, _key(step),

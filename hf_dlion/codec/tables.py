@@ -44,9 +44,9 @@ class Kind(NamedTuple):
         aligned: Whether all of them begin at multiples of 16 bytes.
     """
 
-    dtypes: tuple[tuple[str, torch.dtype], ...] = ()
-    wide: bool = False
-    aligned: bool = False
+    dtypes: tuple[tuple[str, torch.dtype], ...]
+    wide: bool
+    aligned: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Entry:
     `hf_dlion.codec.triton` names the columns.
     """
 
-    kind: Kind = Kind()
+    kind: Kind
     tensors: tuple[int, ...] = (0, 0, 0)
     words: int
     rows: int

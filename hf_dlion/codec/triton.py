@@ -169,7 +169,9 @@ def round_to(
         bits = values.to(tl.uint32, bitcast=True)
         random = bits
         if STOCHASTIC:
-            random = _mix((start + elements(BLOCK)).to(tl.uint32) ^ rounding_key(key, job, stream, start))
+            random = _mix(
+                (start + elements(BLOCK)).to(tl.uint32) ^ rounding_key(key, job, stream, start)
+            )
         if TYPE == tl.bfloat16:
             rounded = _bfloat16(bits, random, STOCHASTIC)
         elif STOCHASTIC:

@@ -90,9 +90,11 @@ def count(
     planes = ()
     for _ in tl.static_range(DIGITS):
         planes = planes + (none,)
-    for rank in range(ranks):
-        vote = tl.load(votes + rank.to(tl.int64) * votes_stride + at, mask=held, other=0)
+    row = votes + at
+    for _ in range(ranks):
+        vote = tl.load(row, mask=held, other=0)
         planes = _plus(planes, vote.to(tl.uint64, bitcast=True), DIGITS)
+        row += votes_stride
 
     voters = ()
     for digit in tl.static_range(DIGITS):

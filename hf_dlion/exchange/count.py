@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_dlion.codec import native
+from hf_dlion.codec import cuda_count, native
 from hf_dlion.codec.bits import expand_rows, popcount
+from hf_dlion.codec.cuda import kernels
 from hf_dlion.layout import Run, Shard
 from hf_dlion.lion import alternating_word
 from hf_dlion.verdict import StepRule, Verdict
@@ -97,7 +98,22 @@ def count_votes(
     """
     counts = active.sum(dim=0, dtype=torch.int32)
     out = torch.empty((rule.planes, shard.words), dtype=torch.int64, device=votes.device)
-    agreement = int((counts * row_numels).sum())
+    most = (counts * row_numels).sum()
+    found_kernels = kernels(votes.device) if votes.device.type == "cuda" else None
+    if found_kernels is not None:
+        change = cuda_count.count_votes(found_kernels, votes, counts, shard, out, rule)
+        agreement = int(most + change)
+    else:
+        agreement = int(most) + _count_in_stretches(votes, counts, shard, out, rule)
+    if rule.aggregation == "majority":
+        counts = counts.clamp_(max=1)
+    return Verdict(out, counts, agreement)
+
+
+def _count_in_stretches(
+    votes: Tensor, counts: Tensor, shard: Shard, out: Tensor, rule: StepRule
+) -> int:
+    """Counts in C or with torch; returns as `cuda_count.count_votes` does."""
     change = 0
     for words, totals in _stretches(counts, shard, rule.world_size):
         found = None
@@ -106,9 +122,7 @@ def count_votes(
         if found is None:
             found = _count_in_chunks(votes[:, words], totals, out[:, words], rule)
         change += found
-    if rule.aggregation == "majority":
-        counts = counts.clamp_(max=1)
-    return Verdict(out, counts, agreement + change)
+    return change
 
 
 def _stretches(
