@@ -14,10 +14,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_codec import gradients, rule, same_bits, widened
+from test_codec import gradients, rounded, rule, same_bits, widened
 from torch import Tensor
 
 from hf_dlion.codec import AloneJob, ApplyJob, EncodeJob, cuda_count, reference, tables
+from hf_dlion.codec.bits import pack_bits
 from hf_dlion.codec.cpu import CpuCodec
 from hf_dlion.codec.cuda import TritonCodec, kernels, run
 from hf_dlion.exchange import count as count_module
@@ -143,6 +144,59 @@ def test_many_tensors_at_once_are_treated_as_each_alone() -> None:
         assert torch.equal(ours.signbit(), theirs.signbit())
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # the interpreter's
+@settings(max_examples=100)
+@given(
+    patterns=st.lists(
+        st.one_of(
+            st.integers(0, 2**31 - 1),
+            # Around the bounds of float16: 2**-24, 2**-14, its largest number, 2**16; and NaN.
+            st.builds(
+                lambda bound, step: bound + step,
+                st.sampled_from([0x33800000, 0x38800000, 0x477FE000, 0x47800000, 0x7F800000]),
+                st.integers(-(2**14), 2**14),
+            ),
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    negative=st.booleans(),
+    stochastic_rounding=st.booleans(),
+)
+def test_rounding_equals_the_reference_on_every_bit_pattern(
+    patterns: list[int], dtype: torch.dtype, negative: bool, stochastic_rounding: bool
+) -> None:
+    # A parameter of 0 becomes its learning rate, times the verdict.
+    values = np.array(patterns, dtype=np.uint32).view(np.float32)
+    params = [torch.zeros(1, dtype=dtype) for _ in values]
+    verdict = Verdict(torch.tensor([[0 if negative else 1]]), torch.ones(1, dtype=torch.int32))
+    rules = [
+        rule(index=k, lr=float(v), weight_decay=0.0, stochastic_rounding=stochastic_rounding)
+        for k, v in enumerate(values)
+    ]
+    jobs = zip(params, rules, strict=True)
+    CODEC.apply_all([ApplyJob(param, verdict, constants) for param, constants in jobs])
+    for value, param, constants in zip(values, params, rules, strict=True):
+        expected = np.array([-value if negative else value])
+        if not np.isfinite(value):
+            assert param.isnan().all()  # 1 - lr * 0, the decay, is a NaN too
+        elif value != 0:
+            assert same_bits(param, rounded(expected, dtype, constants, stream=0)), value
+
+
+def test_tensors_off_the_grid_of_16_bytes_are_launched_apart() -> None:
+    room = torch.zeros(9)
+    kinds = [tables.entry_of(rule(), param=room[k : k + 4]).kind.aligned for k in range(6)]
+    assert kinds == [True, False, False, False, True, False]
+    words, counts = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int32)
+    entries = [
+        tables.entry_of(rule(), param=room[k : k + 4], words=words, rows=counts) for k in range(6)
+    ]
+    found = list(tables.launches(entries, torch.device("cpu")))
+    assert [(on.kind.aligned, on.blocks) for on in found] == [(True, 2), (False, 4)]
+
+
 @pytest.mark.parametrize("first", [2**32 - 128, 2**32])
 def test_elements_beyond_32_bits_have_random_bits_of_their_own(first: int) -> None:
     param = gradients((128,), 0, 0.1, torch.bfloat16)
@@ -242,5 +296,10 @@ def test_counts_equal_those_of_torch_operations(
     planes = torch.full((step.planes, shard.words), 7)
     change = cuda_count.count_votes(KERNELS, of_shard, counts, shard, planes, step)
 
-    assert torch.equal(planes, expected.planes)
+    # What a plane holds past a tensor's end is nobody's business.
+    held = torch.zeros(shard.words, dtype=torch.int64)
+    for part in shard.runs:
+        flags = torch.ones(part.stop - part.start, dtype=torch.bool)
+        held[part.word : part.word + part.words] = pack_bits(flags)
+    assert torch.equal(planes & held, expected.planes & held)
     assert int((counts * row_numels).sum() + change) == expected.agreement

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import signal
@@ -14,7 +15,7 @@ import pytest
 from spawn import run_command, run_script
 
 from hf_dlion import cli
-from hf_dlion.bench import emulate
+from hf_dlion.bench import codec, codec_device, emulate
 from hf_dlion.bench.bound import Departure, exposed_wire_s
 from hf_dlion.bench.cli import main
 from hf_dlion.bench.emulate import (
@@ -54,6 +55,15 @@ def test_codec_times_every_backend_beside_fused_adamw(tmp_path, capfd):
         wanted = {"fused AdamW step", "copy", "eager, 2 ranks", "eager, 4 ranks"}
         assert {(name, dtype) for name in wanted} <= names
     assert "fused AdamW step" in capfd.readouterr().out
+
+
+def test_on_a_device_codecs_are_timed_beside_a_copy_of_as_many_bytes(tmp_path):
+    out = tmp_path / "codec.json"
+    args = argparse.Namespace(device="cpu", parameters=5000, repeats=2, json=str(out))
+    codec_device.run(args, codec.shapes(5000), codec.DTYPES)
+    rows = {(row["name"], row["dtype"]): row for row in checked(out, "codec")}
+    assert rows["encode", "float32"]["megabytes"] == (3 * 4 * 5000 + 8 * 79) / 1e6
+    assert rows["eager apply", "bfloat16"]["ratio"] > 0
 
 
 def test_without_rich_the_command_says_what_to_install(monkeypatch, capsys):

@@ -19,9 +19,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion import DistributedLion
-from hf_dlion.codec import eager, reference
+from hf_dlion.codec import ApplyJob, EncodeJob, codec_for, eager, reference, tables
+from hf_dlion.codec.bits import expand_rows, unpack_bits
 from hf_dlion.codec.cpu import CpuCodec
-from hf_dlion.layout import words_for
+from hf_dlion.codec.cuda import TritonCodec
+from hf_dlion.exchange.count import count_votes
+from hf_dlion.layout import MessageLayout, words_for
 from hf_dlion.verdict import Verdict
 
 # With "cpu" and "gloo" the same tests run where there is no GPU, which shows that they can run.
@@ -39,12 +42,15 @@ DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def same_on_both(call: Callable[..., None], *tensors: Tensor) -> None:
     """Calls with each codec and its copies of the tensors; the copies must end equal."""
     ours = [tensor.clone() for tensor in tensors]
-    theirs = [tensor.to(DEVICE, copy=True) for tensor in tensors]
     call(CpuCodec(), *ours)
-    with mock.patch.object(eager, "CHUNK", 128):  # which small tensors cross
-        call(eager.EagerCodec(), *theirs)
-    for position, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert bits_of(mine) == bits_of(other), f"argument {position}, {tuple(mine.shape)}"
+    for codec in (eager.EagerCodec(), codec_for(torch.device(DEVICE))):
+        theirs = [tensor.to(DEVICE, copy=True) for tensor in tensors]
+        # Small tensors cross these.
+        with mock.patch.object(eager, "CHUNK", 128), mock.patch.object(tables, "BLOCK", 128):
+            call(codec, *theirs)
+        for position, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+            where = f"{type(codec).__name__}, argument {position}, {tuple(mine.shape)}"
+            assert bits_of(mine) == bits_of(other), where
 
 
 @DTYPE
@@ -80,6 +86,60 @@ def test_apply(dtype: torch.dtype, stochastic: bool, options: dict[str, str]) ->
         param = gradients(shape, seed, 0.1, dtype)
         tensors = param, made.planes, made.counts
         same_on_both(lambda c, p, *parts: c.apply(p, Verdict(*parts), constants), *tensors)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the CPU has no Triton")
+def test_triton_is_used() -> None:
+    assert type(codec_for(torch.device(DEVICE))) is TritonCodec
+
+
+@DTYPE
+def test_large_tensors_and_blocks_of_full_length(dtype: torch.dtype) -> None:
+    for shape in [(3, 70_001), (1000, 7), (300_000,), (5, 64, 512)]:
+        grad = gradients(shape, 1, 0.1, dtype)
+        exp_avg = torch.where(grad == 0, 0.0, gradients(shape, 2, 0.0, dtype).double()).to(dtype)
+        words = torch.full((words_for(grad.numel()),), -1)
+        active = torch.ones(reference.row_count(shape), dtype=torch.bool)
+        param = gradients(shape, 3, 0.1, dtype)
+
+        def both(codec: Any, param: Tensor, grad: Tensor, *rest: Tensor) -> None:
+            exp_avg, words, active = rest
+            codec.encode_all([EncodeJob(grad, exp_avg, words, active, rule())])
+            codec.apply_all([ApplyJob(param, Verdict(words[None], active.int()), rule())])
+
+        same_on_both(both, param, grad, exp_avg, words, active)
+
+
+@pytest.mark.parametrize("absent_share", [0.0, 0.3])
+@pytest.mark.parametrize("options", [{}, {"ties": "zero"}, {"aggregation": "average"}], ids=str)
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_count(absent_share: float, options: dict[str, str], world_size: int) -> None:
+    step = rule(world_size=world_size, **options).step_rule
+    layout = MessageLayout.of([(k, torch.Size(shape)) for k, shape in enumerate(SHAPES)])
+    generator = torch.Generator().manual_seed(0)
+    votes = torch.randint(-(2**63), 2**63 - 1, (world_size, layout.words), generator=generator)
+    active = torch.rand(world_size, layout.rows, generator=generator) >= absent_share
+    shard = layout.shard(1, layout.words - 1)
+    active = active[:, shard.first_row : shard.first_row + shard.rows]
+    votes = votes[:, 1:-1].clone()
+    for run in shard.runs:  # rows that abstain, and what lies past a tensor's end, vote 0
+        held = torch.empty(run.words, dtype=torch.int64)
+        for own, rows in zip(votes, active, strict=True):
+            expand_rows(rows[run.row : run.row + run.rows], run, held)
+            own[run.word : run.word + run.words] &= held
+    found = [
+        count_votes(
+            votes.to(device), active.to(device), shard, shard.row_numels(torch.device(device)), step
+        )
+        for device in ("cpu", DEVICE)
+    ]
+    assert found[0].agreement == found[1].agreement
+    assert torch.equal(found[0].counts, found[1].counts.cpu())
+    for run in shard.runs:
+        count = run.stop - run.start
+        for mine, other in zip(found[0].planes, found[1].planes.cpu(), strict=True):
+            words = slice(run.word, run.word + run.words)
+            assert torch.equal(unpack_bits(mine[words], count), unpack_bits(other[words], count))
 
 
 class Weighted(nn.Module):

@@ -53,6 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     one = benches.add_parser("codec", parents=[common], help=codec.__doc__)
     one.add_argument("--parameters", type=_positive, default=50_000_000)
     one.add_argument("--repeats", type=_positive, default=7)
+    one.add_argument(
+        "--device", default="cpu", help='"cuda" times the Triton kernels beside a copy (cpu)'
+    )
 
     several = argparse.ArgumentParser(add_help=False, parents=[common])
     several.add_argument("--ranks", type=_positive, default=2, help="processes to start (2)")

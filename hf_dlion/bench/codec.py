@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_dlion.bench import codec_device
 from hf_dlion.bench.report import environment, publish, summary
 from hf_dlion.codec import Codec, codec_for, native
 from hf_dlion.exchange.count import count_votes
@@ -122,6 +123,9 @@ class Work:
 def run(args: argparse.Namespace) -> None:
     """Measures, prints and writes."""
     torch.set_num_threads(args.threads)
+    if args.device != "cpu":
+        codec_device.run(args, shapes(args.parameters), DTYPES)
+        return
     torch.manual_seed(0)
     before = environment()
     rows: list[dict[str, Any]] = []

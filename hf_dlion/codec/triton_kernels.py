@@ -166,7 +166,7 @@ def apply(
     words = address(job, WORDS_AT, start // 32, tl.uint32, False) + word
     stride = tl.load(job + STRIDE)
     lane = tl.arange(0, 32)[None, :].to(tl.uint32)
-    # -lr would be 0 - lr in Triton: +0 for a learning rate of 0.
+    # A negation may be 0 - lr, by version of Triton: +0 for a learning rate of 0.
     lr = constant(job, LR, WIDE)
     if AVERAGE:
         negative = tl.full((BLOCK // 32, 32), 0, tl.int32)
