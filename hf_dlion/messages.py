@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_dlion.codec import ApplyJob, Codec, EncodeJob, codec_for
+from hf_dlion.codec import AdvanceJob, ApplyJob, Codec, EncodeJob, codec_for
 from hf_dlion.exchange import Exchange, Wire, WireStats, choose_exchange, make_exchange
 from hf_dlion.header import digest
 from hf_dlion.layout import MessageLayout, Slot
@@ -100,16 +100,7 @@ class Message:
             voting: `exp_avg` of every parameter, by index, on which this rank votes.
             rules: The step's constants by parameter index.
         """
-        if any(slot.index not in voting for slot, _ in self._params):
-            self._words.zero_()
-            self._active.zero_()
-        jobs = []
-        for slot, param in self._params:
-            if slot.index in voting:
-                assert param.grad is not None, "a parameter that votes has a gradient"
-                momentum, rule = voting[slot.index], rules[slot.index]
-                jobs.append(EncodeJob(param.grad, momentum, *self._views(slot), rule))
-        self._codec.encode_all(jobs)
+        self._codec.encode_all([job for _, job in self._jobs(voting, rules)])
 
     def preview(
         self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule], scale: float
@@ -124,19 +115,9 @@ class Message:
         Returns:
             Those of the parameters whose gradients are known to be finite.
         """
-        finite = []
-        for slot, param in self._params:
-            words, active = self._views(slot)
-            if slot.index in voting:
-                assert param.grad is not None, "a parameter that votes has a gradient"
-                momentum = voting[slot.index]
-                rule = rules[slot.index]
-                if self._codec.preview(param.grad, momentum, words, active, rule, scale):
-                    finite.append(param)
-            else:
-                words.zero_()
-                active.zero_()
-        return finite
+        found = self._jobs(voting, rules)
+        finite = self._codec.preview_all([job for _, job in found], scale)
+        return [param for (param, _), known in zip(found, finite, strict=True) if known]
 
     def advance(self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]) -> None:
         """Advances the momenta of the parameters on which this rank votes.
@@ -145,10 +126,12 @@ class Message:
             voting: As for `encode`.
             rules: As for `encode`.
         """
+        jobs = []
         for slot, param in self._params:
             if slot.index in voting:
                 assert param.grad is not None, "a parameter that votes has a gradient"
-                self._codec.advance(param.grad, voting[slot.index], rules[slot.index])
+                jobs.append(AdvanceJob(param.grad, voting[slot.index], rules[slot.index]))
+        self._codec.advance_all(jobs)
 
     def send(self) -> None:
         """Starts the exchange of the packed votes."""
@@ -182,6 +165,22 @@ class Message:
     def voted_elements(self, verdict: Verdict) -> int:
         """Returns the number of elements in rows on which any rank voted."""
         return int(self._row_numels[verdict.counts > 0].sum())
+
+    def _jobs(
+        self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]
+    ) -> list[tuple[Tensor, EncodeJob]]:
+        """Returns the parameters that vote and their jobs; the others' votes become 0."""
+        if any(slot.index not in voting for slot, _ in self._params):
+            self._words.zero_()
+            self._active.zero_()
+        found = []
+        for slot, param in self._params:
+            if slot.index in voting:
+                assert param.grad is not None, "a parameter that votes has a gradient"
+                momentum, rule = voting[slot.index], rules[slot.index]
+                job = EncodeJob(param.grad, momentum, *self._views(slot), rule)
+                found.append((param, job))
+        return found
 
     def _views(self, slot: Slot) -> tuple[Tensor, Tensor]:
         return (

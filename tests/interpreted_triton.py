@@ -144,7 +144,6 @@ def test_many_tensors_at_once_are_treated_as_each_alone() -> None:
         assert torch.equal(ours.signbit(), theirs.signbit())
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # the interpreter's
 @settings(max_examples=100)
 @given(
     patterns=st.lists(

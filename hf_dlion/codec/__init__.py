@@ -15,16 +15,24 @@ from torch import Tensor
 
 from hf_dlion.verdict import TensorRule, Verdict
 
-__all__ = ["AloneJob", "ApplyJob", "Codec", "EncodeJob", "codec_for"]
+__all__ = ["AdvanceJob", "AloneJob", "ApplyJob", "Codec", "EncodeJob", "codec_for"]
 
 
 class EncodeJob(NamedTuple):
-    """The arguments of `Codec.encode`."""
+    """The arguments of `Codec.encode`, and of `Codec.preview` but for the scale."""
 
     grad: Tensor
     exp_avg: Tensor
     words: Tensor
     active: Tensor
+    rule: TensorRule
+
+
+class AdvanceJob(NamedTuple):
+    """The arguments of `Codec.advance`."""
+
+    grad: Tensor
+    exp_avg: Tensor
     rule: TensorRule
 
 
@@ -56,6 +64,15 @@ class Codec(Protocol):
         """Does `encode` on each."""
         for job in jobs:
             self.encode(*job)
+
+    def preview_all(self, jobs: Sequence[EncodeJob], scale: float) -> list[bool]:
+        """Does `preview` on each, and returns what each returns."""
+        return [self.preview(*job, scale) for job in jobs]
+
+    def advance_all(self, jobs: Sequence[AdvanceJob]) -> None:
+        """Does `advance` on each."""
+        for job in jobs:
+            self.advance(*job)
 
     def apply_all(self, jobs: Sequence[ApplyJob]) -> None:
         """Does `apply` on each."""

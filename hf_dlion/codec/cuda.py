@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_dlion.codec import AloneJob, ApplyJob, Codec, EncodeJob, tables
+from hf_dlion.codec import AdvanceJob, AloneJob, ApplyJob, Codec, EncodeJob, tables
 from hf_dlion.codec.tables import Launch, entry_of, launches
 from hf_dlion.lion import momentum_stream, signed32, step_key, zero_phase
 from hf_dlion.verdict import StepRule, TensorRule, Verdict
@@ -79,14 +79,6 @@ def run(kernel: Any, blocks: int, *args: object, **constants: object) -> None:
     kernel[(blocks,)](*args, **(options | constants))
 
 
-class AdvanceJob(NamedTuple):
-    """The arguments of `TritonCodec.advance`."""
-
-    grad: Tensor
-    exp_avg: Tensor
-    rule: TensorRule
-
-
 class TritonCodec(Codec):
     """Implements `hf_dlion.codec.Codec` for CUDA tensors of every dtype that can be trained."""
 
@@ -109,12 +101,12 @@ class TritonCodec(Codec):
         active: Tensor,
         rule: TensorRule,
         scale: float,
-    ) -> None:
-        """Writes the votes that `encode` would for fl(scale * grad); `exp_avg` is only read."""
-        self.preview_all([EncodeJob(grad, exp_avg, words, active, rule)], scale)
+    ) -> bool:
+        """See `Codec.preview`."""
+        return self.preview_all([EncodeJob(grad, exp_avg, words, active, rule)], scale)[0]
 
     def advance(self, grad: Tensor, exp_avg: Tensor, rule: TensorRule) -> None:
-        """Advances the momentum as `encode` does, and writes no votes."""
+        """See `Codec.advance`."""
         self.advance_all([AdvanceJob(grad, exp_avg, rule)])
 
     def apply(self, param: Tensor, verdict: Verdict, rule: TensorRule) -> None:
@@ -129,9 +121,11 @@ class TritonCodec(Codec):
         """See `Codec.encode_all`."""
         self._vote(jobs, ADVANCE=True)
 
-    def preview_all(self, jobs: Sequence[EncodeJob], scale: float) -> None:
-        """Does `preview` on each."""
+    def preview_all(self, jobs: Sequence[EncodeJob], scale: float) -> list[bool]:
+        """See `Codec.preview_all`."""
         self._vote(jobs, scale, ADVANCE=False)
+        # To know better the host would have to wait.
+        return [False] * len(jobs)
 
     def _vote(self, jobs: Sequence[EncodeJob], scale: float = 1.0, *, ADVANCE: bool) -> None:
         jobs = [job for job in jobs if job.grad.numel()]
@@ -159,7 +153,7 @@ class TritonCodec(Codec):
                 run(self._kernels.clear, on.blocks, on.jobs, on.job_of, zeros_in)
 
     def advance_all(self, jobs: Sequence[AdvanceJob]) -> None:
-        """Does `advance` on each."""
+        """See `Codec.advance_all`."""
         jobs = [job for job in jobs if job.grad.numel()]
         if not jobs:
             return
