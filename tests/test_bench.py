@@ -140,7 +140,7 @@ def test_train_prints_the_bound_of_the_overlapped_exchange(tmp_path):
     words = ["--parameters=5000", "--sequence=16", "--steps=3", f"--json={out}"]
     run_command([*BENCH, "train", *words, "--emulate=2x1gbit", "--methods", "alone", "overlap"])
     row = checked(out, "train")[1]
-    assert row["bound_ms"] > checked(out, "train")[0]["median_ms"]
+    assert row["bound_ms"] >= checked(out, "train")[0]["median_ms"]
     assert row["x_bound"] == pytest.approx(row["median_ms"] / row["bound_ms"])
 
 
