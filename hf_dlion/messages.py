@@ -26,7 +26,7 @@ OVERLAPPED_NUMEL = 1 << 22
 
 
 def split_into_messages(
-    params: Sequence[tuple[int, Tensor]], limit: int = MESSAGE_NUMEL
+    params: Sequence[tuple[int, Tensor]], limit: int | None = None
 ) -> list[list[tuple[int, Tensor]]]:
     """Returns runs of parameters of one device with at most `limit` elements each.
 
@@ -34,8 +34,9 @@ def split_into_messages(
 
     Args:
         params: Pairs of parameter index and parameter.
-        limit: Elements per message.
+        limit: Elements per message, None for MESSAGE_NUMEL.
     """
+    limit = MESSAGE_NUMEL if limit is None else limit
     messages: list[list[tuple[int, Tensor]]] = []
     room, device = 0, None
     for index, param in params:

@@ -81,6 +81,12 @@ def _parser() -> argparse.ArgumentParser:
     step.add_argument("--sequence", type=_positive, default=128, help="tokens in each (128)")
     step.add_argument("--warmup", type=_positive, default=2)
     step.add_argument("--steps", type=_positive, default=5, help="measured steps (5)")
+    step.add_argument(
+        "--message-numel",
+        type=_positive,
+        metavar="N",
+        help="elements per message, in place of the package's own numbers",
+    )
     step.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     return parser
 

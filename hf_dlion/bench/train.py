@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_dlion import messages
 from hf_dlion.bench.bound import departures_of, exposed_wire_s
 from hf_dlion.bench.emulate import INTERFACE
 from hf_dlion.bench.methods import ALONE, METHODS, OVERLAPPED, Method
@@ -52,6 +53,8 @@ def run(args: argparse.Namespace) -> None:
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     shape = (args.batch, args.sequence)
     batch = torch.randint(tokens, shape, generator=generator).to(device)
+    if args.message_numel is not None:
+        messages.MESSAGE_NUMEL = messages.OVERLAPPED_NUMEL = args.message_numel
     methods = [METHODS[name](make) for name in args.methods]
     rows = _measured(methods, args, functools.partial(_step, batch=batch, device=device))
     if args.emulate:
@@ -63,6 +66,7 @@ def run(args: argparse.Namespace) -> None:
         config = {key: getattr(args, key) for key in ("batch", "sequence", "warmup", "threads")}
         config = {"parameters": size, "ranks": dist.get_world_size(), "steps": args.steps, **config}
         config["emulate"] = args.emulate and f"{args.emulate.hosts}x{args.emulate.rate}"
+        config["message_numel"] = args.message_numel
         config["backend"] = dist.get_backend()
         publish("train", args.json, config, before, rows, COLUMNS)
 
