@@ -577,13 +577,13 @@ def split_unlike(rank: int, world_size: int) -> str:
     params = [nn.Parameter(torch.ones(70)) for _ in range(4)]
     for param in params:
         param.grad = torch.ones(70)
-    messages.split_into_messages.__defaults__ = (100 if rank else limit,)
+    messages.MESSAGE_NUMEL = 100 if rank else limit
     try:
         DistributedLion(params).step()
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        messages.split_into_messages.__defaults__ = (limit,)
+        messages.MESSAGE_NUMEL = limit
     return "accepted"
 
 
