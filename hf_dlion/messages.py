@@ -18,25 +18,44 @@ from hf_dlion.options import Options
 from hf_dlion.state import check_trainable
 from hf_dlion.verdict import StepRule, TensorRule, Verdict
 
-# Parameters per message: few enough messages that latency does not count, and enough of them that
-# one travels while the next is encoded. 2**25 signs are 4 MiB.
-MESSAGE_NUMEL = 1 << 25
-# During backward smaller ones leave earlier.
-OVERLAPPED_NUMEL = 1 << 22
+# A step has about so many messages: enough of them that one travels while the next is encoded, and
+# few enough that calls and latency do not count ...
+MESSAGES = 32
+# ... none of fewer elements than that, and than so many for each rank. At 100 Mbit/s messages of
+# 2**20 elements reached 1.03 of the bound, of 2**22 1.11 (29.5 million parameters, two hosts).
+FEWEST_NUMEL, FEWEST_NUMEL_PER_RANK = 1 << 20, 1 << 17
+# Elements per message whatever the model: for benchmarks and tests.
+MESSAGE_NUMEL: int | None = None
+
+
+def message_numel(params: Sequence[tuple[int, Tensor]], world_size: int) -> int:
+    """Returns how many elements a message should have at most.
+
+    Args:
+        params: Pairs of parameter index and parameter.
+        world_size: Number of ranks that exchange votes.
+    """
+    if MESSAGE_NUMEL is not None:
+        return MESSAGE_NUMEL
+    total = sum(param.numel() for _, param in params)
+    return max(FEWEST_NUMEL, FEWEST_NUMEL_PER_RANK * world_size, -(-total // MESSAGES))
 
 
 def split_into_messages(
-    params: Sequence[tuple[int, Tensor]], limit: int | None = None
+    params: Sequence[tuple[int, Tensor]], world_size: int
 ) -> list[list[tuple[int, Tensor]]]:
-    """Returns runs of parameters of one device with at most `limit` elements each.
+    """Returns runs of parameters of one device with at most `message_numel` elements each.
 
     A larger parameter is a message of its own; a parameter without elements is left out.
 
     Args:
         params: Pairs of parameter index and parameter.
-        limit: Elements per message, None for MESSAGE_NUMEL.
+        world_size: Number of ranks that exchange votes.
     """
-    limit = MESSAGE_NUMEL if limit is None else limit
+    return _runs(params, message_numel(params, world_size))
+
+
+def _runs(params: Sequence[tuple[int, Tensor]], limit: int) -> list[list[tuple[int, Tensor]]]:
     messages: list[list[tuple[int, Tensor]]] = []
     room, device = 0, None
     for index, param in params:
@@ -239,13 +258,13 @@ class Plan:
             check_trainable(param)
         self._wire, self._key = wire, _key_of(params)
         self.ordered = order is not None
-        groups = split_into_messages(params)
+        world_size = 1 if wire is None else wire.world_size
+        groups = split_into_messages(params, world_size)
         up, down = wire, wire
         if order is not None:
             up, down = order.wires
-            groups = _ordered(params, order)
+            groups = _ordered(params, order, world_size)
         layouts = [MessageLayout.of([(i, p.shape) for i, p in group]) for group in groups]
-        world_size = 1 if wire is None else wire.world_size
         name = choose_exchange(layouts, world_size, options)
         split = [[index for index, _ in group] for group in groups]
         kinds = [(index, tuple(p.shape), str(p.dtype)) for index, p in params]
@@ -264,7 +283,7 @@ class Plan:
 
 
 def _ordered(
-    params: Sequence[tuple[int, Tensor]], order: ReadyOrder
+    params: Sequence[tuple[int, Tensor]], order: ReadyOrder, world_size: int
 ) -> list[list[tuple[int, Tensor]]]:
     """Returns the messages of parameters in the order in which gradients become ready."""
     place = {index: number for number, index in enumerate(order.indices)}
@@ -273,10 +292,8 @@ def _ordered(
     late = set(order.late)
     in_time = [pair for pair in sequence if pair[0] not in late]
     rest = [pair for pair in sequence if pair[0] in late]
-    return [
-        *split_into_messages(in_time, OVERLAPPED_NUMEL),
-        *split_into_messages(rest, OVERLAPPED_NUMEL),
-    ]
+    limit = message_numel(params, world_size)
+    return [*_runs(in_time, limit), *_runs(rest, limit)]
 
 
 def _key_of(params: Sequence[tuple[int, Tensor]]) -> list[tuple[object, ...]]:

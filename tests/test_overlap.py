@@ -26,11 +26,11 @@ SHORT = 100
 
 @contextlib.contextmanager
 def short_messages() -> Any:
-    before, messages.OVERLAPPED_NUMEL = messages.OVERLAPPED_NUMEL, SHORT
+    before, messages.MESSAGE_NUMEL = messages.MESSAGE_NUMEL, SHORT
     try:
         yield
     finally:
-        messages.OVERLAPPED_NUMEL = before
+        messages.MESSAGE_NUMEL = before
 
 
 def train_zoo(

@@ -53,8 +53,7 @@ def run(args: argparse.Namespace) -> None:
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     shape = (args.batch, args.sequence)
     batch = torch.randint(tokens, shape, generator=generator).to(device)
-    if args.message_numel is not None:
-        messages.MESSAGE_NUMEL = messages.OVERLAPPED_NUMEL = args.message_numel
+    messages.MESSAGE_NUMEL = args.message_numel
     methods = [METHODS[name](make) for name in args.methods]
     rows = _measured(methods, args, functools.partial(_step, batch=batch, device=device))
     if args.emulate:

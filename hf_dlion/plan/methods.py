@@ -14,7 +14,7 @@ from hf_dlion.exchange import choose_exchange, message_wire_bytes
 from hf_dlion.exchange.two_phase import TwoPhase
 from hf_dlion.header import header_wire_bytes
 from hf_dlion.layout import WORD_BYTES, MessageLayout
-from hf_dlion.messages import OVERLAPPED_NUMEL, split_into_messages
+from hf_dlion.messages import split_into_messages
 from hf_dlion.options import Options
 from hf_dlion.plan.cost import (
     FORWARD_SHARE,
@@ -278,13 +278,13 @@ class _Messages:
 
 @lru_cache(maxsize=64)
 def _step_messages(shapes: tuple[tuple[int, ...], ...], ranks: int) -> _Messages:
-    return _messages(split_into_messages(_tensors(shapes)), ranks)
+    return _messages(split_into_messages(_tensors(shapes), ranks), ranks)
 
 
 @lru_cache(maxsize=64)
 def _overlapped_messages(shapes: tuple[tuple[int, ...], ...], ranks: int) -> _Messages:
     # The last tensor's gradient is taken to be ready first.
-    return _messages(split_into_messages(_tensors(shapes)[::-1], OVERLAPPED_NUMEL), ranks)
+    return _messages(split_into_messages(_tensors(shapes)[::-1], ranks), ranks)
 
 
 def _tensors(shapes: tuple[tuple[int, ...], ...]) -> list[tuple[int, Tensor]]:
