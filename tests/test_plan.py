@@ -14,11 +14,12 @@ import torch.distributed as dist
 import transformers
 from spawn import RankPools, run_command, run_script
 
-from hf_dlion import cli
+from hf_dlion import cli, messages
 from hf_dlion.bench.model import llama
 from hf_dlion.exchange import choose_exchange, message_wire_bytes
 from hf_dlion.header import header_wire_bytes
 from hf_dlion.layout import MessageLayout
+from hf_dlion.messages import split_into_messages
 from hf_dlion.options import Options
 from hf_dlion.plan import compute, link, machine, methods, validate
 from hf_dlion.plan.cost import (
@@ -91,15 +92,17 @@ def within(predicted: float, measured: float, percent: float = 15.0) -> bool:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 16, 1024])
 def test_bytes_are_those_of_the_packages_formulas(bench_llama, ranks):
     sent = {p.name: p.wire_bytes for p in predict(a_case(bench_llama, ranks))}
-    layout = [MessageLayout.of([(i, torch.Size(s)) for i, s in enumerate(bench_llama.shapes)])]
-    exchange = choose_exchange(layout, ranks, Options())
-    votes = message_wire_bytes(layout, ranks, Options(), exchange)
+    params = [(i, torch.empty(s, device="meta")) for i, s in enumerate(bench_llama.shapes)]
+    groups = split_into_messages(params, ranks)
+    layouts = [MessageLayout.of([(i, p.shape) for i, p in group]) for group in groups]
+    exchange = choose_exchange(layouts, ranks, Options())
+    votes = message_wire_bytes(layouts, ranks, Options(), exchange)
     assert sent[DLION] == votes + header_wire_bytes(len(bench_llama.shapes), ranks)
     assert sent[PUBLIC] == (ranks - 1) * NUMEL
     assert sent[methods.FP32] >= 2 * (ranks - 1) * NUMEL * 4 // ranks
     assert sent[methods.FP32] == 2 * sent[methods.BF16]
-    # More messages, each with activity and shards of its own, send a little more in all.
-    assert 1 <= sent[OVERLAPPED] / sent[DLION] < 1.05
+    # Cut in another order, messages have other shards and other padding.
+    assert 0.99 < sent[OVERLAPPED] / sent[DLION] < 1.01
 
 
 @pytest.mark.multiproc
@@ -120,6 +123,20 @@ def test_a_measured_run_sent_the_predicted_bytes(tmp_path, capsys, quick_machine
 
 
 # Times: the tables that were measured before the cost model was written
+
+
+@pytest.fixture
+def one_message(monkeypatch):
+    """A step whose votes leave as one message, as they did when these were measured."""
+
+    def forget():
+        methods._step_messages.cache_clear()
+        methods._overlapped_messages.cache_clear()
+
+    forget()
+    monkeypatch.setattr(messages, "MESSAGE_NUMEL", 1 << 25)
+    yield
+    forget()
 
 
 def from_no_communication(work: Workload, own: Machine, rate: str, free_ms: float) -> Case:
@@ -143,6 +160,7 @@ def test_the_first_table_is_predicted(bench_llama, rate, free, measured):
         assert within(predicted[name], value), (name, predicted[name], value)
 
 
+@pytest.mark.usefixtures("one_message")
 @pytest.mark.parametrize(
     ("rate", "free", "measured"), [("100 Mbit/s", 453, 964), ("1 Gbit/s", 448, 537)]
 )
@@ -167,6 +185,7 @@ def test_the_public_implementation_is_predicted_at_one_rate_from_the_other(bench
     assert within(times(slow)[PUBLIC], 4998)
 
 
+@pytest.mark.usefixtures("one_message")
 @pytest.mark.parametrize(
     ("rate", "free", "encode", "apply", "measured"),
     [
@@ -240,7 +259,8 @@ def test_overlap_hides_all_but_what_is_ready_last(bench_llama):
     exposed = 1e3 * case.link.seconds(bench_llama.numels[0] / 8, 1)
     assert exposed < 5
     assert slow[OVERLAPPED] - local[OVERLAPPED] == pytest.approx(exposed + 0.1, rel=0.05)
-    assert 31 < slow[DLION] - local[DLION] < 32
+    # In the step messages travel while others are encoded, applied, or on the wire.
+    assert exposed < slow[DLION] - local[DLION] < 31
 
 
 def test_two_phase_count_does_not_grow_with_the_ranks(bench_llama):
