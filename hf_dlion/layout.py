@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,32 +15,6 @@ WORD_BYTES = 8
 def words_for(bits: int) -> int:
     """Returns the number of 64-bit words that hold `bits` bits."""
     return -(-bits // WORD_BITS)
-
-
-@dataclass(frozen=True)
-class Slot:
-    """The place of one parameter in a message.
-
-    Attributes:
-        index: Position of the parameter in the flattened groups.
-        numel: Number of elements.
-        rows: Number of rows: the first dimension, or 1 for a 0-D or 1-D tensor, or 0 if empty.
-        row_numel: Elements per row.
-        word: First word of the parameter's signs.
-        row: First row of the parameter's activity.
-    """
-
-    index: int
-    numel: int
-    rows: int
-    row_numel: int
-    word: int
-    row: int
-
-    @property
-    def words(self) -> int:
-        """Number of words of signs; every parameter starts a new word."""
-        return words_for(self.numel)
 
 
 @dataclass(frozen=True)
@@ -69,6 +43,55 @@ class Run:
     def words(self) -> int:
         """Number of words that the stretch covers."""
         return words_for(self.stop - self.start)
+
+    def chunks(self, size: int) -> Iterator[slice]:
+        """Yields the stretch in pieces of elements of the parameter, cut at multiples of `size`."""
+        for begin in range(self.start - self.start % size, self.stop, size):
+            yield slice(max(begin, self.start), min(begin + size, self.stop))
+
+    def within(self, piece: slice) -> slice:
+        """Returns where a piece of the parameter's elements lies, counted from `start`."""
+        return slice(piece.start - self.start, piece.stop - self.start)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one parameter, or of a stretch of it, in a message.
+
+    Attributes:
+        index: Position of the parameter in the flattened groups.
+        numel: Number of elements.
+        rows: Number of rows: the first dimension, or 1 for a 0-D or 1-D tensor, or 0 if empty; of
+            a stretch, the rows that it touches.
+        row_numel: Elements per row.
+        word: First word of the signs.
+        row: First row of the activity.
+        start: First element of the parameter that lies here, a multiple of 64.
+        first_row: Row, within the parameter, of element `start`.
+    """
+
+    index: int
+    numel: int
+    rows: int
+    row_numel: int
+    word: int
+    row: int
+    start: int = 0
+    first_row: int = 0
+
+    @property
+    def words(self) -> int:
+        """Number of words of signs; every parameter starts a new word."""
+        return words_for(self.numel)
+
+    @property
+    def stop(self) -> int:
+        """One past the last element of the parameter that lies here."""
+        return self.start + self.numel
+
+    def run(self) -> Run:
+        """Returns the slot as a stretch that is a shard of its own."""
+        return Run(self.start, self.stop, self.row_numel, self.first_row, 0, 0, self.rows)
 
 
 @dataclass(frozen=True)
@@ -147,13 +170,36 @@ class MessageLayout:
         for slot in filled[position:]:
             if slot.word >= stop_word:
                 break
-            start = max(first_word - slot.word, 0) * WORD_BITS
-            stop = min(slot.numel, (stop_word - slot.word) * WORD_BITS)
+            skipped = max(first_word - slot.word, 0)
+            start = slot.start + skipped * WORD_BITS
+            stop = min(slot.stop, slot.start + (stop_word - slot.word) * WORD_BITS)
             first_row = start // slot.row_numel
             touched = (stop - 1) // slot.row_numel - first_row + 1
             if shard_row < 0:
-                shard_row = slot.row + first_row
-            word = slot.word + start // WORD_BITS - first_word
+                shard_row = slot.row + first_row - slot.first_row
+            word = slot.word + skipped - first_word
             runs.append(Run(start, stop, slot.row_numel, first_row, word, rows, touched))
             rows += touched
         return Shard(first_word, stop_word - first_word, shard_row, rows, tuple(runs))
+
+    def part(self, shard: Shard) -> MessageLayout:
+        """Returns a shard of this message as a message of its own."""
+        slots: list[Slot] = []
+        filled = [slot for slot in self.slots if slot.numel]
+        words = [slot.word for slot in filled]
+        for run in shard.runs:
+            slot = filled[bisect_right(words, shard.first_word + run.word) - 1]
+            numel = run.stop - run.start
+            slots.append(
+                Slot(
+                    slot.index, numel, run.rows, run.row_numel, run.word, run.row,
+                    run.start, run.first_row,
+                )
+            )  # fmt: skip
+        return MessageLayout(tuple(slots), shard.words, shard.rows)
+
+
+def shards_of(layout: MessageLayout, count: int) -> list[Shard]:
+    """Returns `count` shards of ceil(W / count) words each but for the last ones."""
+    size = -(-layout.words // count)
+    return [layout.shard(k * size, (k + 1) * size) for k in range(count)]

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from hf_dlion.layout import Run
 from hf_dlion.verdict import TensorRule, Verdict
 
 __all__ = ["AdvanceJob", "AloneJob", "ApplyJob", "Codec", "EncodeJob", "codec_for"]
@@ -85,16 +86,24 @@ class Codec(Protocol):
             self.step_alone(*job)
 
     def encode(
-        self, grad: Tensor, exp_avg: Tensor, words: Tensor, active: Tensor, rule: TensorRule
+        self,
+        grad: Tensor,
+        exp_avg: Tensor,
+        words: Tensor,
+        active: Tensor,
+        rule: TensorRule,
+        run: Run | None = None,
     ) -> None:
         """Writes a parameter's votes and advances its momentum.
 
         Args:
-            grad: Gradient, the parameter's shape, dense.
+            grad: Gradient, the parameter's shape, dense; of a stretch, shape (numel,).
             exp_avg: Momentum, same shape; advanced in place.
             words: int64, shape (ceil(numel / 64),); receives the signs.
-            active: bool, shape (rows,); receives which rows vote.
+            active: bool, shape (rows,); receives which rows vote. Of a row that lies only partly
+                in the stretch, whether that part does.
             rule: The step's constants for this parameter.
+            run: The stretch of the parameter that these are, or None for the whole of it.
         """
 
     def preview(
@@ -138,14 +147,22 @@ class Codec(Protocol):
             rule: The step's constants for this parameter.
         """
 
-    def step_alone(self, param: Tensor, grad: Tensor, exp_avg: Tensor, rule: TensorRule) -> None:
+    def step_alone(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        rule: TensorRule,
+        run: Run | None = None,
+    ) -> None:
         """Takes one step of plain Lion, in place: what a single rank does (design S9).
 
         Args:
-            param: The parameter.
+            param: The parameter; of a stretch, shape (numel,).
             grad: Gradient, same shape, dense.
             exp_avg: Momentum, same shape; advanced in place.
             rule: The step's constants for this parameter.
+            run: The stretch of the parameter that these are, or None for the whole of it.
         """
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -61,16 +60,11 @@ class _Buffers(threading.local):
 _buffers = _Buffers()
 
 
-def _chunks(numel: int) -> Iterator[slice]:
-    for start in range(0, numel, CHUNK):
-        yield slice(start, min(start + CHUNK, numel))
-
-
 def _rows_of(run: Run, chunk: slice) -> tuple[slice, np.ndarray]:
-    """Returns the rows that a chunk touches, and where each begins inside the chunk."""
+    """Returns the stretch's rows that a chunk touches, and where each begins inside the chunk."""
     first, last = chunk.start // run.row_numel, (chunk.stop - 1) // run.row_numel
     starts = np.arange(first, last + 1) * run.row_numel - chunk.start
-    return slice(first, last + 1), np.maximum(starts, 0)
+    return slice(first - run.first_row, last + 1 - run.first_row), np.maximum(starts, 0)
 
 
 def _store(target: Tensor, value: Tensor, start: int, rule: TensorRule, stream: int) -> None:
@@ -131,10 +125,16 @@ class CpuCodec(Codec):
     """Implements `hf_dlion.codec.Codec` for CPU tensors."""
 
     def encode(
-        self, grad: Tensor, exp_avg: Tensor, words: Tensor, active: Tensor, rule: TensorRule
+        self,
+        grad: Tensor,
+        exp_avg: Tensor,
+        words: Tensor,
+        active: Tensor,
+        rule: TensorRule,
+        run: Run | None = None,
     ) -> None:
         """See `Codec.encode`."""
-        self._encode_in_chunks(grad, exp_avg, words, active, rule)
+        self._encode_in_chunks(grad, exp_avg, words, active, rule, run=run)
 
     def preview(
         self,
@@ -151,8 +151,10 @@ class CpuCodec(Codec):
 
     def advance(self, grad: Tensor, exp_avg: Tensor, rule: TensorRule) -> None:
         """See `Codec.advance`."""
+        if grad.numel() == 0:
+            return
         new, old = grad.contiguous().view(-1), exp_avg.view(-1)
-        for chunk in _chunks(new.numel()):
+        for chunk in whole_run(grad.shape).chunks(CHUNK):
             _advance(new[chunk], old[chunk], chunk.start, rule)
 
     def _encode_in_chunks(
@@ -163,11 +165,12 @@ class CpuCodec(Codec):
         active: Tensor,
         rule: TensorRule,
         scale: float | None = None,
+        run: Run | None = None,
     ) -> None:
         """Encodes; with a `scale`, previews."""
         if grad.numel() == 0:
             return
-        run = whole_run(grad.shape)
+        run = run or whole_run(grad.shape)
         step = rule.step_rule
         phase = zero_phase(step.step, step.rank, step.world_size)
         new, old = grad.contiguous().view(-1), exp_avg.view(-1)
@@ -175,11 +178,12 @@ class CpuCodec(Codec):
         votes = active.numpy()
         votes[:] = False
         as_bytes[-8:] = 0
-        for chunk in _chunks(new.numel()):
+        for chunk in run.chunks(CHUNK):
+            here = run.within(chunk)
             if scale is None:
-                direction = _advance(new[chunk], old[chunk], chunk.start, rule).numpy()
+                direction = _advance(new[here], old[here], chunk.start, rule).numpy()
             else:
-                direction = _foreseen(new[chunk], old[chunk], rule, scale).numpy()
+                direction = _foreseen(new[here], old[here], rule, scale).numpy()
             count = direction.size
             flags = np.less(direction, 0, out=_buffers.flags[:count])
             zeros = np.equal(direction, 0, out=_buffers.zeros[:count])
@@ -192,7 +196,7 @@ class CpuCodec(Codec):
             else:
                 votes[rows] = True
             packed = np.packbits(flags, bitorder="little")
-            as_bytes[chunk.start // 8 : chunk.start // 8 + packed.size] = packed
+            as_bytes[here.start // 8 : here.start // 8 + packed.size] = packed
         self._clear_inactive(words, active, run)
 
     @staticmethod
@@ -216,7 +220,7 @@ class CpuCodec(Codec):
         counts = verdict.counts.numpy()
         same = int(counts[0]) if (counts == counts[0]).all() else None
         flat = param.contiguous().view(-1)
-        for chunk in _chunks(flat.numel()):
+        for chunk in run.chunks(CHUNK):
             count = chunk.stop - chunk.start
             move = _buffers.floating(dtype, count)[0]
             size = -(-count // 8)
@@ -241,16 +245,25 @@ class CpuCodec(Codec):
         if not param.is_contiguous():
             param.copy_(flat.view(param.shape))
 
-    def step_alone(self, param: Tensor, grad: Tensor, exp_avg: Tensor, rule: TensorRule) -> None:
+    def step_alone(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        rule: TensorRule,
+        run: Run | None = None,
+    ) -> None:
         """See `Codec.step_alone`."""
         if param.numel() == 0:
             return
+        run = run or whole_run(param.shape)
         new, old = grad.contiguous().view(-1), exp_avg.view(-1)
         flat = param.contiguous().view(-1)
-        for chunk in _chunks(flat.numel()):
-            direction = _advance(new[chunk], old[chunk], chunk.start, rule)
+        for chunk in run.chunks(CHUNK):
+            here = run.within(chunk)
+            direction = _advance(new[here], old[here], chunk.start, rule)
             move = direction.sign_().mul_(rule.lr)
-            _move(flat[chunk], move, chunk.start, rule)
+            _move(flat[here], move, chunk.start, rule)
         if not param.is_contiguous():
             param.copy_(flat.view(param.shape))
 

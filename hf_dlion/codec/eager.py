@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -41,10 +40,16 @@ class EagerCodec(Codec):
     """Implements `hf_dlion.codec.Codec` without buffers of its own."""
 
     def encode(
-        self, grad: Tensor, exp_avg: Tensor, words: Tensor, active: Tensor, rule: TensorRule
+        self,
+        grad: Tensor,
+        exp_avg: Tensor,
+        words: Tensor,
+        active: Tensor,
+        rule: TensorRule,
+        run: Run | None = None,
     ) -> None:
         """See `Codec.encode`."""
-        self._encode(grad, exp_avg, words, active, rule)
+        self._encode(grad, exp_avg, words, active, rule, run=run)
 
     def preview(
         self,
@@ -61,8 +66,10 @@ class EagerCodec(Codec):
 
     def advance(self, grad: Tensor, exp_avg: Tensor, rule: TensorRule) -> None:
         """See `Codec.advance`."""
+        if grad.numel() == 0:
+            return
         new, old = grad.contiguous().view(-1), exp_avg.view(-1)
-        for chunk in _chunks(new.numel()):
+        for chunk in whole_run(grad.shape).chunks(CHUNK):
             _advance(new[chunk], old[chunk], chunk.start, rule)
 
     @staticmethod
@@ -73,23 +80,25 @@ class EagerCodec(Codec):
         active: Tensor,
         rule: TensorRule,
         scale: float | None = None,
+        run: Run | None = None,
     ) -> None:
         """Encodes; with a `scale`, previews."""
         if grad.numel() == 0:
             return
         step = rule.step_rule
         fill = alternating_word(zero_phase(step.step, step.rank, step.world_size))
-        run = whole_run(grad.shape)
+        run = run or whole_run(grad.shape)
         new, old = grad.contiguous().view(-1), exp_avg.view(-1)
         votes = torch.zeros(run.rows, dtype=torch.uint8, device=grad.device)
-        for chunk in _chunks(new.numel()):
+        for chunk in run.chunks(CHUNK):
+            here = run.within(chunk)
             if scale is None:
-                direction = _advance(new[chunk], old[chunk], chunk.start, rule)
+                direction = _advance(new[here], old[here], chunk.start, rule)
             else:
-                direction = _foreseen(new[chunk], old[chunk], rule, scale)
+                direction = _foreseen(new[here], old[here], rule, scale)
             zero = direction == 0
             votes.scatter_reduce_(0, _row_of(run, chunk, grad.device), (~zero).byte(), "amax")
-            part = words[chunk.start // 64 : words_for(chunk.stop)]
+            part = words[here.start // 64 : words_for(here.stop)]
             pack_bits(direction < 0, part)
             part |= pack_bits(zero) & fill
         active.copy_(votes)
@@ -104,7 +113,7 @@ class EagerCodec(Codec):
         run = whole_run(param.shape)
         moves = rule.moves(compute_dtype(param.dtype)).to(param.device)
         flat = param.contiguous().view(-1)
-        for chunk in _chunks(flat.numel()):
+        for chunk in run.chunks(CHUNK):
             count = chunk.stop - chunk.start
             planes = verdict.planes[:, chunk.start // 64 : words_for(chunk.stop)]
             bits = [unpack_bits(plane, count) for plane in planes]
@@ -121,28 +130,32 @@ class EagerCodec(Codec):
         if not param.is_contiguous():
             param.copy_(flat.view(param.shape))
 
-    def step_alone(self, param: Tensor, grad: Tensor, exp_avg: Tensor, rule: TensorRule) -> None:
+    def step_alone(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        rule: TensorRule,
+        run: Run | None = None,
+    ) -> None:
         """See `Codec.step_alone`."""
         if param.numel() == 0:
             return
+        run = run or whole_run(param.shape)
         new, old = grad.contiguous().view(-1), exp_avg.view(-1)
         flat = param.contiguous().view(-1)
-        for chunk in _chunks(flat.numel()):
-            direction = _advance(new[chunk], old[chunk], chunk.start, rule)
-            _move(flat[chunk], direction.sign_().mul_(rule.lr), chunk.start, rule)
+        for chunk in run.chunks(CHUNK):
+            here = run.within(chunk)
+            direction = _advance(new[here], old[here], chunk.start, rule)
+            _move(flat[here], direction.sign_().mul_(rule.lr), chunk.start, rule)
         if not param.is_contiguous():
             param.copy_(flat.view(param.shape))
 
 
-def _chunks(numel: int) -> Iterator[slice]:
-    for start in range(0, numel, CHUNK):
-        yield slice(start, min(start + CHUNK, numel))
-
-
 def _row_of(run: Run, chunk: slice, device: torch.device) -> Tensor:
-    """Returns the row of every element of a chunk, int64."""
+    """Returns the row, among those of the stretch, of every element of a chunk, int64."""
     element = torch.arange(chunk.start, chunk.stop, device=device)
-    return element.div_(run.row_numel, rounding_mode="floor")
+    return element.div_(run.row_numel, rounding_mode="floor").sub_(run.first_row)
 
 
 def _advance(grad: Tensor, exp_avg: Tensor, start: int, rule: TensorRule) -> Tensor:

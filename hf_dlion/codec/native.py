@@ -29,6 +29,7 @@ from torch import Tensor
 
 from hf_dlion.codec.cpu import CpuCodec
 from hf_dlion.codec.eager import whole_run
+from hf_dlion.layout import Run
 from hf_dlion.lion import (
     PARAMETER_STREAM,
     alternating_word,
@@ -199,15 +200,21 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="hf_dlion")
 
 
-def _in_parts(numel: int, work: Callable[[int, int], T]) -> list[T]:
+def _in_parts(run: Run, work: Callable[[int, int], T]) -> list[T]:
     """Returns what `work(start, stop)` does for all elements, on as many threads as torch uses."""
+    numel = run.stop - run.start
     threads = min(torch.get_num_threads(), -(-numel // PART))
     if threads <= 1:
-        return [work(0, numel)]
+        return [work(run.start, run.stop)]
     size = -(-numel // (threads * 64)) * 64
-    starts = range(0, numel, size)
+    starts = range(run.start, run.stop, size)
     # ctypes lets go of the interpreter's lock during a call.
-    return list(_pool(threads).map(lambda start: work(start, min(start + size, numel)), starts))
+    return list(_pool(threads).map(lambda start: work(start, min(start + size, run.stop)), starts))
+
+
+def _element_0(tensor: Tensor, run: Run) -> int:
+    """Returns where the parameter's element 0 would lie, if `tensor` holds those of a stretch."""
+    return tensor.data_ptr() - run.start * tensor.element_size()
 
 
 class NativeCodec(CpuCodec):
@@ -222,17 +229,24 @@ class NativeCodec(CpuCodec):
         self._library = library
 
     def encode(
-        self, grad: Tensor, exp_avg: Tensor, words: Tensor, active: Tensor, rule: TensorRule
+        self,
+        grad: Tensor,
+        exp_avg: Tensor,
+        words: Tensor,
+        active: Tensor,
+        rule: TensorRule,
+        run: Run | None = None,
     ) -> None:
         """See `Codec.encode`."""
         if grad.numel() == 0:
             return
-        if not _supported(grad, exp_avg):
-            super().encode(grad, exp_avg, words, active, rule)
+        if not _supported(grad, exp_avg, run=run):
+            super().encode(grad, exp_avg, words, active, rule, run)
             return
+        run = run or whole_run(grad.shape)
         active.zero_()
-        self._encode(grad, exp_avg, words, active, rule, _VOTE | _ADVANCE)
-        self._clear_inactive(words, active, whole_run(grad.shape))
+        self._encode(grad, exp_avg, words, active, rule, _VOTE | _ADVANCE, run=run)
+        self._clear_inactive(words, active, run)
 
     def preview(
         self,
@@ -271,20 +285,23 @@ class NativeCodec(CpuCodec):
         rule: TensorRule,
         what: int,
         scale: float = 1.0,
+        run: Run | None = None,
     ) -> bool:
         """Encodes; a vote alone tells whether the gradient times `scale` is finite."""
-        run, native_rule = whole_run(grad.shape), _rule_for(rule, grad, exp_avg)
+        run, native_rule = run or whole_run(grad.shape), _rule_for(rule, grad, exp_avg)
         grad = grad.contiguous()
-        places = [None if tensor is None else tensor.data_ptr() for tensor in (words, active)]
+        # Where those of the parameter's first element and row would be.
+        signs = None if words is None else words.data_ptr() - run.start // 8
+        rows = None if active is None else active.data_ptr() - run.first_row
 
         def work(start: int, stop: int) -> bool:
             finite: int = self._library.dlion_encode(
-                grad.data_ptr(), exp_avg.data_ptr(), *places, run.row_numel, start, stop, scale,
-                what, _NARROW[grad.dtype], _NARROW[exp_avg.dtype], native_rule,
+                _element_0(grad, run), _element_0(exp_avg, run), signs, rows, run.row_numel,
+                start, stop, scale, what, _NARROW[grad.dtype], _NARROW[exp_avg.dtype], native_rule,
             )  # fmt: skip
             return bool(finite)
 
-        return all(_in_parts(grad.numel(), work))
+        return all(_in_parts(run, work))
 
     def apply(self, param: Tensor, verdict: Verdict, rule: TensorRule) -> None:
         """See `Codec.apply`."""
@@ -305,30 +322,39 @@ class NativeCodec(CpuCodec):
                 _NARROW[flat.dtype], native_rule,
             )  # fmt: skip
 
-        _in_parts(flat.numel(), work)
+        _in_parts(run, work)
         if flat is not param:
             param.copy_(flat)
 
-    def step_alone(self, param: Tensor, grad: Tensor, exp_avg: Tensor, rule: TensorRule) -> None:
+    def step_alone(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        rule: TensorRule,
+        run: Run | None = None,
+    ) -> None:
         """See `Codec.step_alone`."""
         if param.numel() == 0:
             return
-        if param.dtype != grad.dtype or not _supported(param, exp_avg):
-            super().step_alone(param, grad, exp_avg, rule)
+        if param.dtype != grad.dtype or not _supported(param, exp_avg, run=run):
+            super().step_alone(param, grad, exp_avg, rule, run)
             return
+        run = run or whole_run(param.shape)
         native_rule = _rule_for(rule, param, exp_avg)
         flat, grad = param.contiguous(), grad.contiguous()
 
         def work(start: int, stop: int) -> None:
             self._library.dlion_alone(
-                flat.data_ptr(), grad.data_ptr(), exp_avg.data_ptr(), start, stop,
+                _element_0(flat, run), _element_0(grad, run), _element_0(exp_avg, run), start, stop,
                 _NARROW[flat.dtype], _NARROW[exp_avg.dtype], native_rule,
             )  # fmt: skip
 
-        _in_parts(flat.numel(), work)
+        _in_parts(run, work)
         if flat is not param:
             param.copy_(flat)
 
 
-def _supported(*tensors: Tensor) -> bool:
-    return tensors[0].numel() < 1 << 32 and all(tensor.dtype in _NARROW for tensor in tensors)
+def _supported(*tensors: Tensor, run: Run | None = None) -> bool:
+    stop = tensors[0].numel() if run is None else run.stop
+    return stop < 1 << 32 and all(tensor.dtype in _NARROW for tensor in tensors)

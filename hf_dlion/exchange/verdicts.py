@@ -1,0 +1,97 @@
+"""Verdicts on the shards of a message, each counted by one rank -> the verdict on all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from hf_dlion.codec.bits import pack_bits, unpack_bits
+from hf_dlion.exchange.wire import Wire
+from hf_dlion.layout import WORD_BYTES, MessageLayout, Shard, words_for
+from hf_dlion.verdict import Verdict
+
+
+class VerdictGather:
+    """Gathers one message's verdict from the ranks that counted its shards.
+
+        rank 0: verdict v0  ->  rank 0: v0 v1
+        rank 1: verdict v1      rank 1: v0 v1
+
+    A segment has P bits per parameter of the largest shard (S words), Q per row (A words each) and
+    one word that carries the sum for `WireStats.agreement`. Bytes per rank:
+    8 * (N - 1) * (P * S + Q * A + 1). Every rank of the group must call both methods.
+    """
+
+    def __init__(
+        self,
+        layout: MessageLayout,
+        shards: Sequence[Shard],
+        wire: Wire,
+        device: torch.device,
+        planes: tuple[int, int],
+    ) -> None:
+        """Makes the buffers.
+
+        Args:
+            layout: The message.
+            shards: One per rank of the group; all but the last ones are equally long.
+            wire: The process group.
+            device: Where the verdicts lie, and can be sent from.
+            planes: Bits per parameter and bits per row of a verdict (`verdict_planes`).
+        """
+        self._wire, self._layout, self._shards = wire, layout, shards
+        self._sign_planes, self._row_planes = planes
+        self._size, self._row_words = sizes_of(shards)
+        down = self._sign_planes * self._size + self._row_planes * self._row_words + 1
+        # Zeros, because the ends of short shards are sent without ever being written.
+        self._found = torch.zeros(down, dtype=torch.int64, device=device)
+        self._verdicts = torch.empty((wire.world_size, down), dtype=torch.int64, device=device)
+        self._work: dist.Work | None = None
+
+    @staticmethod
+    def wire_bytes(shards: Sequence[Shard], planes: tuple[int, int]) -> int:
+        """Returns the bytes that a rank sends for one message, and receives."""
+        size, row_words = sizes_of(shards)
+        return WORD_BYTES * (len(shards) - 1) * (planes[0] * size + planes[1] * row_words + 1)
+
+    def start(self, found: Verdict) -> None:
+        """Sends the verdict on this rank's shard; it is copied."""
+        mine = self._shards[self._wire.rank]
+        for place, plane in enumerate(found.planes):
+            self._found[place * self._size :][: mine.words] = plane
+        rows = self._found[self._sign_planes * self._size : -1].view(self._row_planes, -1)
+        for place in range(self._row_planes):
+            bits = (found.counts >> place & 1).to(torch.bool)
+            pack_bits(bits, rows[place, : words_for(mine.rows)])
+        self._found[-1] = found.agreement
+        self._work = self._wire.all_gather(self._verdicts, self._found)
+
+    def verdict(self) -> Verdict:
+        """Waits for the verdict on the whole message and returns it, where it was received."""
+        assert self._work is not None, "verdict() follows start()"
+        self._work.wait()
+        self._work = None
+        layout, place = self._layout, self._verdicts.device
+        signs = self._verdicts[:, : self._sign_planes * self._size]
+        signs = signs.view(self._wire.world_size, self._sign_planes, self._size)
+        planes = signs.transpose(0, 1).reshape(self._sign_planes, -1)[:, : layout.words]
+        # Shards of one word make reshape() return a view with gaps.
+        planes = planes.contiguous()
+        counts = torch.zeros(layout.rows, dtype=torch.int32, device=place)
+        for segment, shard in zip(self._verdicts, self._shards, strict=True):
+            rows = segment[self._sign_planes * self._size : -1].view(self._row_planes, -1)
+            part = counts[shard.first_row : shard.first_row + shard.rows]
+            found = torch.zeros_like(part)
+            for digit in range(self._row_planes):
+                found |= unpack_bits(rows[digit], shard.rows).to(torch.int32) << digit
+            # A row that two shards share has the same count in both.
+            part.copy_(found)
+        return Verdict(planes, counts, int(self._verdicts[:, -1].sum()))
+
+
+def sizes_of(shards: Sequence[Shard]) -> tuple[int, int]:
+    """Returns the words of signs, and of row activity, that the largest of the shards needs."""
+    words = max(shard.words for shard in shards)
+    return words, words_for(max(shard.rows for shard in shards))
