@@ -16,14 +16,15 @@ class Abstentions:
     All ranks count from the same headers, so that all raise together.
     """
 
-    def __init__(self, world_size: int, limit: int) -> None:
+    def __init__(self, world_size: int, limit: int, voter: str = "rank") -> None:
         """Starts at none.
 
         Args:
             world_size: Number of ranks.
             limit: Steps in a row after which `note` raises.
+            voter: What a rank is called here.
         """
-        self._limit = limit
+        self._limit, self._voter = limit, voter
         self._in_a_row = [0] * world_size
 
     def note(self, finite: Sequence[bool], rank: int) -> int:
@@ -41,15 +42,16 @@ class Abstentions:
         if not finite[rank]:
             warn_once(
                 "abstention",
-                f"gradients of rank {rank} hold a NaN or an Inf: it abstains from this step and "
-                f"keeps its momentum; said once, `optimizer.wire.abstentions` goes on counting",
+                f"gradients of {self._voter} {rank} hold a NaN or an Inf: it abstains from this "
+                f"step and keeps its momentum; said once, `optimizer.wire.abstentions` goes on "
+                f"counting",
             )
         stuck = [other for other, count in enumerate(self._in_a_row) if count >= self._limit]
         if stuck:
             raise RuntimeError(
-                f"gradients of rank {', '.join(map(str, stuck))} held a NaN or an Inf in "
+                f"gradients of {self._voter} {', '.join(map(str, stuck))} held a NaN or an Inf in "
                 f"{self._limit} steps in a row (max_abstained_steps={self._limit}): lower the "
-                f"learning rate, check that rank's data, or raise max_abstained_steps"
+                f"learning rate, check that {self._voter}'s data, or raise max_abstained_steps"
             )
         return sum(not good for good in finite)
 

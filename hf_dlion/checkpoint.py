@@ -70,8 +70,10 @@ def save_momentum(
         for index, p in enumerate(_parameters(lion))
         if "exp_avg" in lion.state.get(p, {})
     }
+    shard = lion.state_dict()["dlion"].get("shard", {"members": [], "ranges": {}})
     content = replace(
         _identity(lion),
+        **shard,
         exp_avg=exp_avg,
         scaler=scaler.state_dict() if scaler is not None else None,
     )
@@ -109,8 +111,9 @@ def load_momentum(
 
     Every rank must call it: the ranks agree that all of them can load before one of them changes
     anything (one small all_gather_object on the optimizer's process group). With as many ranks as
-    saved, each takes its own file, bit for bit. With another number every rank takes the mean of
-    all files, added in float32 in the order of the ranks, and rank 0 warns.
+    saved, and the same nodes where nodes vote, each takes its own file, bit for bit. Otherwise
+    every rank takes the mean of all files, or nodes, added in float32 in the order of the ranks,
+    and rank 0 warns.
 
     Args:
         optimizer: A DistributedLion, or Accelerate's wrapper around one.
@@ -129,22 +132,29 @@ def load_momentum(
     """
     lion = _require(optimizer)
     content, problem = None, failure
+    node = lion.join_node()
+    ours = replace(_identity(lion), members=[list(ranks) for ranks in node.members] if node else [])
     if problem is None:
         try:
-            content = momentum_for(_identity(lion), Path(folder), name)
+            content = momentum_for(ours, Path(folder), name)
         except Exception as error:  # Whatever it is, the other ranks wait for this one below.
             problem = error
     _agree(lion, problem, found=content and (content.world_size, content.steps))
     assert content is not None
-    if content.world_size != lion.world_size and lion.rank == 0:
+    if _voters(content) != _voters(ours) and lion.rank == 0:
         warnings.warn(
-            f"{folder} was saved by {content.world_size} ranks and is loaded by {lion.world_size}: "
+            f"{folder} was saved by {_voters(content)} and is loaded by {_voters(ours)}: "
             "every rank continues with the mean of the saved momenta, so this run is not the "
             "continuation, bit for bit, of the saved one",
             stacklevel=2,
         )
     _apply(lion, content)
-    return content.scaler if content.world_size == lion.world_size else None
+    return content.scaler
+
+
+def _voters(content: MomentumFile) -> str:
+    nodes = f" on the nodes {content.members}" if content.members else ""
+    return f"{content.world_size} ranks{nodes}"
 
 
 def resume_momentum(
@@ -262,5 +272,7 @@ def _apply(lion: DistributedLion, content: MomentumFile) -> None:
         index: {"exp_avg": momentum.to(dtypes[index])}
         for index, momentum in content.exp_avg.items()
     }
-    state["dlion"] = {**state["dlion"], "steps": content.steps, "rank": lion.rank}
+    state["dlion"] = {**state["dlion"], "steps": content.steps, "rank": lion.rank, "shard": None}
+    if content.ranges:
+        state["dlion"]["shard"] = {"members": content.members, "ranges": content.ranges}
     lion.load_state_dict(state)

@@ -41,6 +41,23 @@ class Owner(Protocol):
     def note_forward(self, sync: bool) -> None:
         """Takes note of a wrapper's forward pass; `sync` is False under no_sync()."""
 
+    def join_node(self) -> "Averager | None":
+        """Returns the ranks of this node if they vote as one; found on all ranks together."""
+
+    def note_reduced(self, params: Iterable[Tensor]) -> None:
+        """Remembers the parameters whose gradients a wrapper has just averaged in the node."""
+
+
+class Averager(Protocol):
+    """What the hooks need to know of a node: `hf_dlion.node.Node`."""
+
+    @property
+    def members(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each node."""
+
+    def start_average(self, gradient: Tensor) -> torch.futures.Future[Tensor]:
+        """Starts the averaging of a gradient over the node's ranks, in place."""
+
 
 class Attachment:
     """The state of our comm hook on one DDP wrapper.
@@ -58,18 +75,22 @@ class Attachment:
         self._sync_is_off = False
         self._group = ddp.process_group
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._in_order: list[weakref.ref[Any]] = []
         self._expected = 0
+        self._node: Averager | None = None
 
     def belongs_to(self, owners: Iterable[Owner]) -> None:
         """Sets the optimizers that own the wrapper's trainable parameters, held weakly."""
+        owners = list(owners)
         self._owners = weakref.WeakSet(owners)
+        self._in_order = [weakref.ref(owner) for owner in owners]
         self._expected = len(self._owners)
 
     def note_forward(self, module: Any, args: Any) -> None:
         """Forward pre-hook of the wrapper.
 
         Raises:
-            RuntimeError: If uneven inputs are being joined.
+            RuntimeError: If uneven inputs are being joined, or owners see different nodes.
         """
         if not torch.is_grad_enabled():
             return
@@ -81,7 +102,10 @@ class Attachment:
             )
         for owner in self._owners:
             owner.note_forward(module.require_backward_grad_sync)
-        if self._skips_buckets and module.require_backward_grad_sync and self._alive():
+        self._node = self._joined()
+        # The buckets are how gradients are averaged inside a node.
+        skips = self._skips_buckets and self._node is None
+        if skips and module.require_backward_grad_sync and self._alive():
             # For this forward only, as under no_sync(): backward does what forward prepared.
             module.require_backward_grad_sync = False
             self._sync_is_off = True
@@ -94,6 +118,16 @@ class Attachment:
             # Buffers (BatchNorm's averages) go on being broadcast before the next forward.
             module.require_forward_param_sync = True
 
+    def _joined(self) -> Averager | None:
+        """Returns the node inside which the wrapper averages; in one order on every rank."""
+        nodes = [owner.join_node() for ref in self._in_order if (owner := ref()) is not None]
+        if len({None if node is None else node.members for node in nodes}) > 1:
+            raise RuntimeError(
+                "the optimizers of this DDP wrapper have different local_group: a wrapper averages "
+                "all its gradients over the same ranks, so pass the same local_group to all of them"
+            )
+        return nodes[0] if nodes else None
+
     def _alive(self) -> bool:
         return len(self._owners) >= self._expected
 
@@ -101,9 +135,13 @@ class Attachment:
         self,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> torch.futures.Future[Tensor] | None:
-        """Starts DDP's own averaging if an owner is gone, or returns None."""
+        """Starts averaging in the node, or DDP's own if an owner is gone, or returns None."""
         if self._alive():
-            return None
+            if self._node is None:
+                return None
+            for owner in self._owners:
+                owner.note_reduced(bucket.parameters())
+            return self._node.start_average(bucket.buffer())
         warn_once(
             "reduced",
             "a DistributedLion of this DDP wrapper no longer exists: the wrapper averages "
@@ -126,7 +164,9 @@ def local_gradients(
     state: Attachment,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[Tensor]:
-    """DDP comm hook that leaves every rank its local gradients: nothing is sent.
+    """DDP comm hook that leaves every rank, or every node, its local gradients.
+
+    Nothing is sent, but for the average inside a node that votes as one (`local_group`).
 
     A hook cannot be taken back: once an optimizer of the wrapper is gone, whatever follows it needs
     the average that DDP stands for, and gets it.

@@ -20,7 +20,7 @@ from hf_dlion.layout import WORD_BYTES, words_for
 
 WIRE_VERSION = 1
 
-_FINITE, _FAILED, _STALE, _ORDERED = 1, 2, 4, 8
+_FINITE, _FAILED, _STALE, _ORDERED, _UNAVERAGED, _DISPLACED = 1, 2, 4, 8, 16, 32
 _FIXED_WORDS = 6
 
 
@@ -44,6 +44,8 @@ class Header:
         present: bool, shape (P,): the parameters for which autograd saw a gradient.
         stale: Whether votes that left during backward do not hold any more.
         ordered: Whether its messages follow an agreed order of gradients.
+        unaveraged: Whether it has gradients that are yet to be averaged with those of its node.
+        displaced: Whether it lacks a part of the momentum that it must hold for its node.
     """
 
     finite: bool
@@ -55,6 +57,8 @@ class Header:
     present: Tensor
     stale: bool = False
     ordered: bool = False
+    unaveraged: bool = False
+    displaced: bool = False
 
     @staticmethod
     def of_failure(step: int) -> Header:
@@ -68,6 +72,7 @@ class Header:
         """Returns the header as int64 words, with room for `parameters` presence bits."""
         status = _FINITE * self.finite | _FAILED * self.failed
         status |= _STALE * self.stale | _ORDERED * self.ordered
+        status |= _UNAVERAGED * self.unaveraged | _DISPLACED * self.displaced
         fixed = (WIRE_VERSION, status, self.step, self.layout, self.options, self.groups)
         words = torch.zeros(_FIXED_WORDS + words_for(parameters), dtype=torch.int64, device="cpu")
         words[:_FIXED_WORDS] = torch.tensor(fixed, dtype=torch.int64)
@@ -90,6 +95,8 @@ class Header:
             present=unpack_bits(words[_FIXED_WORDS:], parameters),
             stale=bool(status & _STALE),
             ordered=bool(status & _ORDERED),
+            unaveraged=bool(status & _UNAVERAGED),
+            displaced=bool(status & _DISPLACED),
         )
 
 
@@ -146,12 +153,7 @@ class Agreement:
             Disagreement: On every rank, if something failed on one, or they differ in wire
                 version, layout, parameters (when a layout is new), options, groups or step.
         """
-        headers = self._gather(mine, wire)
-        if any(header.failed for header in headers):
-            _raise_failure(wire.gather_objects(details.failure()))
-        if any(header.options != mine.options for header in headers):
-            options = wire.gather_objects(details.options())
-            raise Disagreement(_first_difference("options", options))
+        headers = self.agree_on_options(mine, wire, details)
         if any(header.layout != self._layout for header in headers):
             self._agree_on_layout(mine, wire, details)
             headers = self._gather(mine, wire)
@@ -167,6 +169,22 @@ class Agreement:
                 f"ranks are at different steps, {[header.step for header in headers]} in rank "
                 f"order: load the same checkpoint on every rank"
             )
+        return headers
+
+    def agree_on_options(self, mine: Header, wire: Wire, details: Details) -> list[Header]:
+        """Returns every rank's header after checking that none failed and that options agree.
+
+        It is how `agree` begins, so that ranks may meet in either.
+
+        Raises:
+            Disagreement: On every rank, as `agree`.
+        """
+        headers = self._gather(mine, wire)
+        if any(header.failed for header in headers):
+            _raise_failure(wire.gather_objects(details.failure()))
+        if any(header.options != mine.options for header in headers):
+            options = wire.gather_objects(details.options())
+            raise Disagreement(_first_difference("options", options))
         return headers
 
     def _gather(self, mine: Header, wire: Wire) -> list[Header]:

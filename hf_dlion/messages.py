@@ -254,9 +254,7 @@ class Plan:
             NotImplementedError: If a parameter is sharded.
             TypeError: If one is not dense or not floating.
         """
-        for _, param in params:
-            check_trainable(param)
-        self._wire, self._key = wire, _key_of(params)
+        self._take_params(params, wire)
         self.ordered = order is not None
         world_size = 1 if wire is None else wire.world_size
         groups = split_into_messages(params, world_size)
@@ -276,6 +274,11 @@ class Plan:
             device = group[0][1].device
             exchange = make_exchange(name, layout, up, device, options, down)
             self.messages.append(Message(group, layout, exchange, codec_for(device)))
+
+    def _take_params(self, params: Sequence[tuple[int, Tensor]], wire: Wire | None) -> None:
+        for _, param in params:
+            check_trainable(param)
+        self._wire, self._key = wire, _key_of(params)
 
     def fits(self, params: Sequence[tuple[int, Tensor]], wire: Wire | None) -> bool:
         """Returns whether these are the parameters and the wire of the plan."""

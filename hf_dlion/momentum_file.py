@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 FORMAT = "hf_dlion momentum"
-VERSION = 1
+VERSION = 2
+# Before nodes could vote as one; such a file holds whole momenta.
+_VERSIONS = (1, VERSION)
 
 
 class CheckpointError(RuntimeError):
@@ -33,6 +35,10 @@ class MomentumFile:
         exp_avg: Momenta on the CPU, by the parameter's index; a parameter that has not been
             stepped has none.
         scaler: State of this rank's GradScaler, if there is one.
+        members: The ranks of each node, where a node votes as one and its ranks share out its
+            momentum; else empty.
+        ranges: Start and stop of each momentum that is a stretch, by the parameter's index: then
+            it is 1-D; the others are whole.
     """
 
     rank: int
@@ -42,6 +48,8 @@ class MomentumFile:
     shapes: list[list[int]]
     exp_avg: dict[int, torch.Tensor] = field(default_factory=dict)
     scaler: dict[str, Any] | None = None
+    members: list[list[int]] = field(default_factory=list)
+    ranges: dict[int, list[int]] = field(default_factory=dict)
 
 
 def file_name(name: str, rank: int, world_size: int) -> str:
@@ -98,11 +106,14 @@ def read(path: Path) -> MomentumFile:
         raise CheckpointError(f"{path} is damaged: {reason}") from error
     if not isinstance(payload, Mapping) or payload.get("format") != FORMAT:
         raise CheckpointError(f"{path} does not hold the momentum of a DistributedLion")
-    if payload.get("version") != VERSION:
+    if payload.get("version") not in _VERSIONS:
         raise CheckpointError(
-            f"{path} has version {payload.get('version')}, this hf_dlion reads version {VERSION}"
+            f"{path} has version {payload.get('version')}, this hf_dlion reads versions up to "
+            f"{VERSION}"
         )
     fields = MomentumFile.__dataclass_fields__
+    if payload["version"] == 1:
+        payload = {"members": [], "ranges": {}, **payload}
     if payload.keys() != {"format", "version", "crc32", *fields}:
         raise CheckpointError(f"{path} is damaged: it holds {', '.join(sorted(payload))}")
     content = MomentumFile(**{name: payload[name] for name in fields})

@@ -123,7 +123,9 @@ def _convert(name: str, value: str, kind: Any) -> Any:
     if get_origin(kind) in (Union, types.UnionType):
         if value.lower() == "none":
             return None
-        kind = next(part for part in get_args(kind) if part is not type(None))
+        parts = [part for part in get_args(kind) if part is not type(None)]
+        # Where a number or a name will do, what is no name is meant as a number.
+        kind = int if int in parts and value[-1:].isdigit() else parts[0]
     if kind is bool:
         return _boolean(name, value)
     if kind is int:

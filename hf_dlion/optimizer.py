@@ -30,16 +30,21 @@ from hf_dlion.header import Agreement, Disagreement, Header, digest
 from hf_dlion.messages import Message, Plan, exchange_all
 from hf_dlion.momentum_origin import MomentumOrigin
 from hf_dlion.momentum_sync import average_over_ranks
+from hf_dlion.node import LocalGroup, Node, find_node
+from hf_dlion.node_gradients import average_gradients
+from hf_dlion.node_messages import NodePlan, step_alone_in_node
 from hf_dlion.options import (
     Aggregation,
     CheckpointMode,
     ExchangeName,
+    NodeName,
     Options,
     Ties,
     check_group,
 )
 from hf_dlion.overlap import Overlap
 from hf_dlion.presence import Presence
+from hf_dlion.shards import Range, Shards
 from hf_dlion.state import (
     check_gradient,
     check_state,
@@ -114,9 +119,16 @@ class DistributedLion(Optimizer):
             when one does so this many steps in a row, all ranks raise.
         checkpoint: "per_rank" has the integrations save every rank's momentum; "mean" has them
             average the momenta before rank 0 saves.
+        local_group: Ranks that cast one vote together, because fast links join them: "node" (as
+            many as LOCAL_WORLD_SIZE says, ranks of a node following one another), their number,
+            or the process group of this rank's node. Gradients are averaged in full precision
+            inside a node, by DDP's backward or else in `step()`, and the momentum is shared out
+            among its ranks; in the rule above N is then the number of nodes. None: every rank
+            votes.
 
     Attributes:
-        state: `state[p]["exp_avg"]`, shape of p, is this rank's momentum.
+        state: `state[p]["exp_avg"]`, shape of p, is this rank's momentum; with `local_group` its
+            share of the node's, 1-D.
         options: The options, as `Options`.
         steps: Number of the last step that moved anything.
         wire: Bytes, times and agreement, as `WireStats`.
@@ -150,8 +162,10 @@ class DistributedLion(Optimizer):
         seed: int = 0,
         max_abstained_steps: int = 20,
         checkpoint: CheckpointMode = "per_rank",
+        local_group: NodeName | int | dist.ProcessGroup | None = None,
     ) -> None:
         """See the class."""
+        self._local_group: LocalGroup = local_group
         self.options = Options(
             aggregation=aggregation,
             ties=ties,
@@ -162,6 +176,7 @@ class DistributedLion(Optimizer):
             seed=seed,
             max_abstained_steps=max_abstained_steps,
             checkpoint=checkpoint,
+            local_group=_plain(local_group),
         )
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
             raise TypeError(
@@ -172,6 +187,7 @@ class DistributedLion(Optimizer):
         check_group(defaults)
         self._process_group = process_group
         self._lost_group = False
+        self._shards = Shards()
         self.steps = 0
         self._begin()
         super().__init__(cast(Any, params), defaults)
@@ -180,7 +196,10 @@ class DistributedLion(Optimizer):
     def _begin(self) -> None:
         """Makes what belongs to this process and is neither copied nor saved."""
         self.wire = WireStats()
+        self._sent_inside = 0
         self._wire: Wire | None = None
+        self._node: Node | None = None
+        self._joined = False
         self._agreement = Agreement()
         self._abstentions = Abstentions(1, self.options.max_abstained_steps)
         self._origin = MomentumOrigin()
@@ -228,8 +247,8 @@ class DistributedLion(Optimizer):
         if self._lost_group:
             raise RuntimeError(
                 "this DistributedLion was copied or unpickled from one with a process group of its "
-                "own, which a copy does not carry: make a new one with process_group=... and load "
-                "the state dict into it"
+                "own, which a copy does not carry: make a new one with process_group=... (or "
+                "local_group=...) and load the state dict into it"
             )
         group = self._process_group or dist.group.WORLD
         assert group is not None, "an initialised torch.distributed has a default group"
@@ -237,6 +256,7 @@ class DistributedLion(Optimizer):
             params = flat_params(self.param_groups)
             device = params[0].device if params else torch.device("cpu")
             self._wire = Wire(group, self.wire, device)
+            self._node, self._joined = None, False
             self._agreement = Agreement()
             if self._overlap is not None:
                 self._overlap.reset()
@@ -244,6 +264,47 @@ class DistributedLion(Optimizer):
             self._abstentions = Abstentions(self._wire.world_size, limit)
             comm_hook.watch(self)
         return self._wire
+
+    def join_node(self) -> Node | None:
+        """Returns this rank's node, or None where every rank votes.
+
+        Every rank must call this at the same point of its program. The first time, with
+        `local_group`, the ranks agree on who shares a node and make process groups; later nothing
+        is sent.
+
+        Raises:
+            Disagreement: On every rank, if the ranks cannot be divided into equal nodes.
+        """
+        wire = self._resolved()
+        if wire is None or wire.world_size == 1 or self.options.local_group in (None, 1):
+            return None
+        if not self._joined:
+            self._node, self._joined = self._found_node(wire), True
+        return self._node
+
+    def _found_node(self, wire: Wire) -> Node | None:
+        params = flat_params(self.param_groups)
+        device = params[0].device if params else torch.device("cpu")
+
+        def agree(failure: Exception | None) -> None:
+            header = dataclasses.replace(
+                Header.of_failure(self.steps),
+                failed=failure is not None,
+                options=digest(option_values(self.options)),
+            )
+            # As a step begins, so that a rank without local_group, which is there, hears of it.
+            details = details_of(self.param_groups, self.options, failure)
+            self._agreement.agree_on_options(header, wire, details)
+
+        node = find_node(self._local_group, wire, agree, self.wire, device)
+        if node is not None:
+            limit = self.options.max_abstained_steps
+            self._abstentions = Abstentions(len(node.members), limit, "node")
+        return node
+
+    def note_reduced(self, params: Iterable[Tensor]) -> None:
+        """Remembers the parameters whose gradients a wrapper has just averaged in the node."""
+        self._presence.note_reduced(params)
 
     def attach(self, ddp_model: nn.Module) -> None:
         """Keeps a DDP wrapper from reducing gradients; done automatically at its first forward.
@@ -327,18 +388,21 @@ class DistributedLion(Optimizer):
             RuntimeError: On every rank, if one abstained `max_abstained_steps` times in a row.
         """
         wire = self._resolved()
-        sent = self.wire.bytes_sent
+        sent, sent_inside = self.wire.bytes_sent, self._sent_inside
         loss: float | None = None
         failure: Exception | None = None
         try:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            header = self._header(wire)
+            node = self.join_node()
+            header = self._header(wire, node)
+        except Disagreement:
+            raise  # On every rank together.
         except Exception as error:
             if wire is None or wire.world_size == 1:
                 raise
-            failure, header = error, Header.of_failure(self.steps)
+            failure, header, node = error, Header.of_failure(self.steps), self._node
         flight = None
         if self._overlap is not None and wire is not None and wire.world_size > 1:
             header, flight, failure = self._completed(header, failure)
@@ -347,12 +411,15 @@ class DistributedLion(Optimizer):
         if flight is not None and any(h.stale or not h.finite for h in headers):
             flight.discard()
             flight = None
+        voice = self.rank
+        if node is not None:
+            headers, voice = node.heard(headers), node.index
         finite = [other.finite for other in headers]
-        self.wire.abstentions += self._abstentions.note(finite, self.rank)
+        self.wire.abstentions += self._abstentions.note(finite, voice)
         heard = [other.present for other in headers if other.finite]
         voters = torch.stack(heard).any(dim=0) if heard else torch.zeros(0)
         if bool(voters.any()):
-            self._move(wire, voters, header, flight)
+            self._move(wire, node, voters, headers[voice], header.present, flight)
             self.steps += 1
         elif flight is not None:
             flight.discard()
@@ -363,6 +430,8 @@ class DistributedLion(Optimizer):
         comm_hook.after_step(self, self._presence.seen(flat_params(self.param_groups)))
         self._presence.clear()
         self.wire.last_bytes_sent = self.wire.bytes_sent - sent
+        self.wire.last_node_bytes_sent = self.wire.node_bytes_sent - sent_inside
+        self._sent_inside = self.wire.node_bytes_sent
         return loss
 
     def _completed(
@@ -400,22 +469,36 @@ class DistributedLion(Optimizer):
         self._origin.warn_if_foreign(wire.rank)
         return headers
 
-    def _header(self, wire: Wire | None) -> Header:
+    def _header(self, wire: Wire | None, node: Node | None) -> Header:
         """Returns what this rank says of itself, after all that can fail on it alone."""
         for group in self.param_groups:
             check_group(group)
+        if node is None and self._shards.held:
+            self._hold(self._shards.filled_up(self._momenta(), flat_params(self.param_groups)))
+        self._shards.warn_of_gap()
         params = trainable(self.param_groups)
         if self._plan is None or not self._plan.fits(params, wire):
             self._plan = None
-            self._plan = Plan(params, wire, self.options)
+            if node is None or wire is None:
+                self._plan = Plan(params, wire, self.options)
+            else:
+                self._plan = NodePlan(params, wire, self.options, node)
         for _, param in params:
             check_gradient(param)
         present = self._presence.of([param for _, param in params])
         self._presence.watch(param for _, param in params)
-        voting = [param for (_, param), has in zip(params, present, strict=True) if has]
-        for param in voting:
-            self.momentum_of(param)
-        grads = [cast(Tensor, param.grad) for param in voting]
+        for (index, param), has in zip(params, present, strict=True):
+            if has:
+                self.momentum_of(param, index)
+        # A wrapper gives the node's gradient also to a rank that did not use the parameter.
+        grads = [
+            cast(Tensor, param.grad)
+            for (_, param), has in zip(params, present, strict=True)
+            if has or (node is not None and self._presence.reduced(param))
+        ]
+        unaveraged = False
+        if node is not None:
+            unaveraged = any(self._presence.unaveraged([param for _, param in params], present))
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         finite = unscale(grads, scale, found_inf)
         if self._overlap is not None:
@@ -428,34 +511,96 @@ class DistributedLion(Optimizer):
             options=digest(option_values(self.options)),
             groups=digest(group_values(self.param_groups)),
             present=torch.tensor(present, dtype=torch.bool),
+            unaveraged=unaveraged,
+            displaced=self._shards.displaced(self._momenta(), self._owned()),
         )
 
-    def momentum_of(self, param: Tensor) -> Tensor:
-        """Returns the parameter's momentum, made at its first use."""
+    def momentum_of(self, param: Tensor, index: int = -1) -> Tensor:
+        """Returns the parameter's momentum, or this rank's share of it, made at its first use."""
         state = self.state[param]
         if "exp_avg" not in state:
             dtype = self.options.momentum_dtype or param.dtype
-            state["exp_avg"] = torch.zeros(param.shape, dtype=dtype, device=param.device)
+            shape: Sequence[int] = param.shape
+            if index in (owned := self._owned()):
+                self._shards.held[index] = owned[index]
+                shape = (owned[index][1] - owned[index][0],)
+            state["exp_avg"] = torch.zeros(shape, dtype=dtype, device=param.device)
         return cast(Tensor, state["exp_avg"])
 
-    def _move(self, wire: Wire | None, voters: Tensor, mine: Header, flight: Flight | None) -> None:
-        """Exchanges votes and applies the verdict to the parameters that any rank votes on."""
+    def _momenta(self) -> dict[int, Tensor]:
+        """Returns what this rank holds of each momentum, by parameter index."""
+        return {
+            index: cast(Tensor, self.state[param]["exp_avg"])
+            for index, param in enumerate(flat_params(self.param_groups))
+            if "exp_avg" in self.state.get(param, {})
+        }
+
+    def _owned(self) -> dict[int, Range]:
+        """Returns the stretch of each parameter that this rank owns; none where it has all."""
+        if isinstance(self._plan, NodePlan) and self._node is not None:
+            return self._plan.owners[self._node.local.rank]
+        return {}
+
+    def _hold(self, momenta: Mapping[int, Tensor]) -> None:
+        """Keeps momenta, by parameter index."""
+        params = flat_params(self.param_groups)
+        for index, momentum in momenta.items():
+            self.state[params[index]]["exp_avg"] = momentum
+
+    def _share_out(self, plan: NodePlan, node: Node, displaced: bool) -> None:
+        """Gives every rank of the node the momentum that it owns."""
+        momenta, shards = self._momenta(), self._shards
+        if displaced:
+            params, dtype = flat_params(self.param_groups), self.options.momentum_dtype
+            momenta = shards.shared_out(momenta, plan.owners, params, dtype, node.local)
+        self._hold(shards.cut(momenta, plan.owners[node.local.rank]))
+        shards.members = node.members
+
+    def _move(
+        self,
+        wire: Wire | None,
+        node: Node | None,
+        voters: Tensor,
+        mine: Header,
+        present: Tensor,
+        flight: Flight | None,
+    ) -> None:
+        """Exchanges votes and applies the verdict to the parameters that any rank votes on.
+
+        Args:
+            wire: The process group.
+            node: Who votes together with this rank.
+            voters: bool, shape (P,), the parameters on which any rank votes.
+            mine: What this rank, or its node, said of itself.
+            present: bool, shape (P,), the parameters that this rank itself has.
+            flight: The messages that left already, or None.
+        """
         params = trainable(self.param_groups)
+        if node is not None:
+            assert isinstance(self._plan, NodePlan), "a node's ranks have a plan of shards"
+            self._share_out(self._plan, node, mine.displaced)
+            if mine.unaveraged and mine.finite:
+                members = [param for _, param in params]
+                flags = self._presence.unaveraged(members, present.tolist())
+                average_gradients(members, torch.tensor(flags), node)
         voted = {
             index for (index, _), any_rank in zip(params, voters.tolist(), strict=True) if any_rank
         }
         rule = self.step_rule()
         rules = tensor_rules(self.param_groups, voted, rule)
         voting: dict[int, Tensor] = {}
-        for (index, param), present in zip(params, mine.present.tolist(), strict=True):
+        for (index, param), votes in zip(params, mine.present.tolist(), strict=True):
             if index not in voted:
                 continue
             # Also where this rank does not vote: the state has the same entries on all ranks.
-            momentum = self.momentum_of(param)
-            if present and mine.finite:
+            momentum = self.momentum_of(param, index)
+            if votes and mine.finite:
                 voting[index] = momentum
+        assert self._plan is not None, "the header made the plan"
+        if isinstance(self._plan, NodePlan) and self._plan.alone:
+            step_alone_in_node(self._plan.alone, voting, rules, self.wire)
+            return
         if wire is not None and wire.world_size > 1:
-            assert self._plan is not None, "the header made the plan"
             if flight is not None:
                 flight.land(voting, rules, rule)
                 return
@@ -473,11 +618,14 @@ class DistributedLion(Optimizer):
 
     def step_rule(self) -> StepRule:
         """Returns the constants of the coming step."""
-        wire = self._resolved()
+        wire, node = self._resolved(), self._node
+        rank, voters = (0, 1) if wire is None else (wire.rank, wire.world_size)
+        if node is not None:
+            rank, voters = node.index, len(node.members)
         return StepRule(
             step=self.steps + 1,
-            rank=0 if wire is None else wire.rank,
-            world_size=1 if wire is None else wire.world_size,
+            rank=rank,
+            world_size=voters,
             aggregation=self.options.aggregation,
             ties=self.options.ties,
             stochastic_rounding=self.options.stochastic_rounding,
@@ -487,28 +635,33 @@ class DistributedLion(Optimizer):
     def synchronize_momentum(self) -> None:
         """Replaces every momentum by its mean over the ranks; every rank must call this.
 
-        The state dict of any rank is then that of all: the way to save one file by hand. Bytes
-        per rank: 8 * (N - 1) / N per element.
+        The state dict of any rank is then that of all: the way to save one file by hand. With
+        `local_group` it is the mean over the nodes, and every rank holds the whole of it until the
+        next step. Bytes per rank: 8 * (N - 1) / N per element; with `local_group` of this rank's
+        share among the N nodes, and inside the node those of `hf_dlion.shards.exchange_shards`.
 
         Raises:
             Disagreement: On every rank, if they have momenta of different parameters.
         """
-        wire = self._resolved()
+        wire, node = self._resolved(), self.join_node()
         if wire is None or wire.world_size == 1:
             self._origin.averaged(self.steps)
             return
-        held = [
-            (index, cast(Tensor, self.state[param]["exp_avg"]))
-            for index, param in enumerate(flat_params(self.param_groups))
-            if "exp_avg" in self.state.get(param, {})
-        ]
-        shapes = [(index, tuple(tensor.shape)) for index, tensor in held]
-        if len(set(wire.gather_objects(digest(shapes)))) > 1:
+        held = self._momenta()
+        told = wire.gather_objects((list(held), digest(self._shards.ranges(held))))
+        # The ranks of a node hold different shares, those with one place on all nodes the same.
+        places = (range(wire.world_size),) if node is None else zip(*node.members, strict=True)
+        if len({repr(indices) for indices, _ in told}) > 1 or any(
+            len({told[rank][1] for rank in ranks}) > 1 for ranks in places
+        ):
             raise Disagreement(
                 "ranks hold momenta of different parameters: load the same checkpoint on every rank"
             )
         self._disturb()
-        average_over_ranks([tensor for _, tensor in held], wire)
+        average_over_ranks(list(held.values()), wire if node is None else node.peers)
+        if node is not None:
+            params, dtype = flat_params(self.param_groups), self.options.momentum_dtype
+            self._hold(self._shards.made_whole(held, params, dtype, node.local))
         self._origin.averaged(self.steps)
 
     def _disturb(self) -> None:
@@ -528,6 +681,8 @@ class DistributedLion(Optimizer):
             "checkpoint": self.options.checkpoint,
             **self._origin.entry(self.steps, self.rank, self.world_size),
         }
+        if self._shards.held:
+            state_dict["dlion"]["shard"] = self._shards.entry()
         return state_dict
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -548,6 +703,10 @@ class DistributedLion(Optimizer):
 
         def restore(_: Optimizer) -> None:
             restore_momentum(self, found["state_dict"], self.options.momentum_dtype)
+            self._shards = Shards.loaded((found["own"] or {}).get("shard"))
+            if self.options.local_group is None:
+                params = flat_params(self.param_groups)
+                self._hold(self._shards.filled_up(self._momenta(), params))
             if found["own"] is not None:
                 self.steps = found["own"]["steps"]
                 if found["state_dict"]["state"]:
@@ -572,7 +731,11 @@ class DistributedLion(Optimizer):
             **super().__getstate__(),
             "options": self.options,
             "steps": self.steps,
-            "_lost_group": self._process_group is not None or self._lost_group,
+            "_shards": self._shards,
+            "_local_group": _plain(self._local_group),
+            "_lost_group": self._lost_group
+            or self._process_group is not None
+            or isinstance(self._local_group, dist.ProcessGroup),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -583,3 +746,12 @@ class DistributedLion(Optimizer):
             self._begin()
             self._presence.watch(flat_params(self.param_groups))
             comm_hook.watch(self)
+
+
+def _plain(local_group: LocalGroup) -> NodeName | int | None:
+    """Returns `local_group` as ranks can compare it: of a process group its size."""
+    if isinstance(local_group, dist.ProcessGroup):
+        return dist.get_world_size(local_group)
+    if local_group == dist.GroupMember.NON_GROUP_MEMBER:
+        return 2  # Refused on all ranks together, at the first use.
+    return cast("NodeName | int | None", local_group)

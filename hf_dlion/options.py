@@ -14,6 +14,7 @@ Aggregation = Literal["majority", "average"]
 Ties = Literal["alternate", "zero"]
 ExchangeName = Literal["auto", "gather", "two_phase"]
 CheckpointMode = Literal["per_rank", "mean"]
+NodeName = Literal["node"]
 
 MOMENTUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -37,6 +38,8 @@ class Options:
             or an Inf, all ranks raise.
         checkpoint: "per_rank" (every rank saves its momentum) or "mean" (ranks average their
             momenta before rank 0 saves).
+        local_group: Ranks per node, which cast one vote together, or "node" for as many as the
+            launcher started on each; None lets every rank vote.
 
     Raises:
         ValueError: If a value is not one of those allowed.
@@ -52,6 +55,7 @@ class Options:
     seed: int = 0
     max_abstained_steps: int = 20
     checkpoint: CheckpointMode = "per_rank"
+    local_group: NodeName | int | None = None
 
     def __post_init__(self) -> None:
         """Check every value, so that a bad one is refused where it was written."""
@@ -71,6 +75,16 @@ class Options:
             raise kind(f"momentum_dtype={self.momentum_dtype!r} must be None or one of {allowed}")
         _check_integer("seed", self.seed, low=0, high=2**64 - 1)
         _check_integer("max_abstained_steps", self.max_abstained_steps, low=1, high=2**31 - 1)
+        if isinstance(self.local_group, str):
+            _check_choice("local_group", self.local_group, get_args(NodeName))
+        elif self.local_group is not None:
+            _check_integer("local_group", self.local_group, low=1, high=2**31 - 1)
+        if self.overlap and self.local_group not in (None, 1):
+            raise NotImplementedError(
+                f"overlap=True and local_group={self.local_group!r} do not work together yet: "
+                f"the ranks of a node vote on their average, which backward finishes last; "
+                f"choose one of the two"
+            )
 
 
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

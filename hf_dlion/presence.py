@@ -26,6 +26,7 @@ class Presence:
         """
         self._listener = listener
         self._seen: set[int] = set()
+        self._reduced: set[int] = set()
         self._zeros: dict[int, tuple[int, int]] = {}
         self._handles: dict[int, RemovableHandle] = {}
 
@@ -33,7 +34,7 @@ class Presence:
         """Watches those parameters that require a gradient and are not watched yet."""
         for param in params:
             if param.requires_grad and id(param) not in self._handles:
-                hook = _Hook(self._seen, id(param), self._listener)
+                hook = _Hook(self._seen, self._reduced, id(param), self._listener)
                 handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._handles[id(param)] = handle
 
@@ -50,6 +51,25 @@ class Presence:
         """Returns those of the parameters for which autograd saw a gradient."""
         return [p for p in params if id(p) in self._seen]
 
+    def note_reduced(self, params: Iterable[Tensor]) -> None:
+        """Remembers the parameters whose gradients a wrapper has just averaged."""
+        self._reduced.update(map(id, params))
+
+    def reduced(self, param: Tensor) -> bool:
+        """Returns whether a wrapper averaged the gradient after autograd last added to it."""
+        return param.grad is not None and id(param) in self._reduced
+
+    def unaveraged(self, params: list[Tensor], present: list[bool]) -> list[bool]:
+        """Returns, for each parameter, whether its gradient is yet to be averaged in the node.
+
+        So it is where a gradient came from elsewhere than a wrapper, and where somebody dropped
+        the wrapper's: the other ranks still have theirs.
+        """
+        return [
+            (has and not self.reduced(p)) or (p.grad is None and id(p) in self._reduced)
+            for p, has in zip(params, present, strict=True)
+        ]
+
     def _counts(self, param: Tensor, grad: Tensor) -> bool:
         if id(param) in self._seen:
             return True
@@ -64,6 +84,7 @@ class Presence:
     def clear(self) -> None:
         """Forgets what was seen."""
         self._seen.clear()
+        self._reduced.clear()
 
     def remove_with(self, owner: object) -> None:
         """Removes the hooks from the parameters once `owner` is gone."""
@@ -73,11 +94,19 @@ class Presence:
 class _Hook:
     """The hook on a parameter; it keeps neither the optimizer nor the parameter alive."""
 
-    def __init__(self, seen: set[int], key: int, listener: Callable[[Tensor], None] | None) -> None:
-        self._seen, self._key, self._listener = seen, key, listener
+    def __init__(
+        self,
+        seen: set[int],
+        reduced: set[int],
+        key: int,
+        listener: Callable[[Tensor], None] | None,
+    ) -> None:
+        self._seen, self._reduced, self._key, self._listener = seen, reduced, key, listener
 
     def __call__(self, param: Tensor) -> None:
         self._seen.add(self._key)
+        # A wrapper averages after this hook, or, under no_sync(), not at all.
+        self._reduced.discard(self._key)
         if self._listener is not None:
             self._listener(param)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,20 @@ from typing import Any
 import torch
 
 from hf_dlion.momentum_file import CheckpointError, MomentumFile, file_name, read, saved_ranks
+from hf_dlion.shards import assemble
 
 # Wrappers put these before a parameter's name, which does not make it another parameter.
 _WRAPPER_PREFIXES = ("module.", "_orig_mod.")
 
 
 def momentum_for(ours: MomentumFile, folder: Path, name: str) -> MomentumFile:
-    """Returns this rank's file, or the mean of all files if another number of ranks saved.
+    """Returns this rank's file, or the mean of all files if other ranks or other nodes saved.
+
+    Where nodes voted, the shares of each node's ranks are put together, and the mean is that over
+    the nodes. A mean has no `ranges`, whatever its `members` say.
 
     Args:
-        ours: The rank, world size, step, names and shapes of the optimizer that loads.
+        ours: The rank, world size, nodes, step, names and shapes of the optimizer that loads.
         folder: Where the files are.
         name: How their names start.
 
@@ -32,7 +37,10 @@ def momentum_for(ours: MomentumFile, folder: Path, name: str) -> MomentumFile:
             "the momenta of the ranks were not saved there"
         )
     if ours.world_size in saved:
-        return _checked(ours, folder / file_name(name, ours.rank, ours.world_size))
+        own = _checked(ours, folder / file_name(name, ours.rank, ours.world_size))
+        if own.members == ours.members:
+            return own
+        saved = {ours.world_size: saved[ours.world_size]}
     if len(saved) > 1:
         raise CheckpointError(
             f"{folder} holds the momenta of runs with {sorted(saved)} ranks; remove all but one"
@@ -51,7 +59,11 @@ def _checked(ours: MomentumFile, path: Path) -> MomentumFile:
     if all(names) and names[0] != names[1]:
         raise CheckpointError(f"{path} is of other parameters: {_difference(content, ours)}")
     for index, momentum in content.exp_avg.items():
-        if list(momentum.shape) != ours.shapes[index]:
+        shape = ours.shapes[index]
+        if index in content.ranges:
+            start, stop = content.ranges[index]
+            shape = [stop - start] if 0 <= start <= stop <= math.prod(shape) else []
+        if list(momentum.shape) != shape:
             raise CheckpointError(f"{path} is damaged: parameter {index} has {momentum.shape}")
     # A fresh optimizer may load its momentum alone and goes on from the step of the file.
     if ours.steps not in (0, content.steps):
@@ -63,23 +75,47 @@ def _checked(ours: MomentumFile, path: Path) -> MomentumFile:
 
 
 def _mean(ours: MomentumFile, paths: list[Path]) -> MomentumFile:
+    first = _checked(ours, paths[0])
+    nodes = first.members or [[rank] for rank in range(len(paths))]
+    if sorted(rank for ranks in nodes for rank in ranks) != list(range(len(paths))):
+        raise CheckpointError(f"{paths[0]} is damaged: its nodes are {first.members}")
     # In the order of the ranks, so that every rank gets the same bits.
     total: dict[int, torch.Tensor] = {}
-    first: MomentumFile | None = None
-    for path in paths:
-        content = _checked(ours, path)
-        first = first or content
-        if content.steps != first.steps:
-            raise CheckpointError(
-                f"{path} was saved after step {content.steps}, {paths[0]} after step "
-                f"{first.steps}: they do not belong together"
-            )
-        for index, momentum in content.exp_avg.items():
+    for ranks in nodes:
+        for index, momentum in _whole_of([paths[rank] for rank in ranks], first, ours).items():
             wide = momentum.to(torch.promote_types(momentum.dtype, torch.float32))
             total[index] = total[index].add_(wide) if index in total else wide.clone()
-    assert first is not None
-    mean = {index: momentum.div_(len(paths)) for index, momentum in total.items()}
-    return replace(first, exp_avg=mean)
+    mean = {index: momentum.div_(len(nodes)) for index, momentum in total.items()}
+    return replace(first, exp_avg=mean, ranges={}, scaler=None)
+
+
+def _whole_of(
+    paths: list[Path], first: MomentumFile, ours: MomentumFile
+) -> dict[int, torch.Tensor]:
+    """Returns a node's momenta, put together from the files of its ranks."""
+    pieces: dict[int, list[tuple[tuple[int, int], torch.Tensor]]] = {}
+    for path in paths:
+        content = _checked(ours, path)
+        if (content.steps, content.members) != (first.steps, first.members):
+            raise CheckpointError(
+                f"{path} was saved after step {content.steps} by nodes {content.members}, the "
+                f"file of rank {first.rank} after step {first.steps} by nodes {first.members}: "
+                f"they do not belong together"
+            )
+        for index, momentum in content.exp_avg.items():
+            start, stop = content.ranges.get(index, (0, momentum.numel()))
+            pieces.setdefault(index, []).append(((start, stop), momentum))
+    found = {}
+    for index, parts in pieces.items():
+        shape = ours.shapes[index]
+        whole, gap = assemble(parts, math.prod(shape))
+        if gap:
+            raise CheckpointError(
+                f"{paths[0]} and its node's other files lack a part of the momentum of parameter "
+                f"{index}"
+            )
+        found[index] = whole.view(shape)
+    return found
 
 
 def _bare(name: str) -> str:

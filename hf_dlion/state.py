@@ -79,6 +79,7 @@ def check_state(
     _check_groups(state_dict["param_groups"], param_groups)
     params = [param for group in param_groups for param in group["params"]]
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    ranges = _ranges_in(own, len(params))
     for position, (key, param) in enumerate(zip(keys, params, strict=True)):
         saved = state_dict["state"].get(key)
         if saved is None:
@@ -86,7 +87,15 @@ def check_state(
         momentum = saved.get("exp_avg") if isinstance(saved, Mapping) else None
         if not isinstance(momentum, Tensor):
             raise ValueError(f"the state of parameter {position} has no tensor 'exp_avg'")
-        if momentum.shape != param.shape:
+        if position in ranges:
+            start, stop = ranges[position]
+            if not 0 <= start <= stop <= param.numel() or momentum.shape != (stop - start,):
+                raise ValueError(
+                    f"the momentum of parameter {position} has shape {tuple(momentum.shape)} and "
+                    f"is said to be elements {start} to {stop} of {param.numel()}: is it the same "
+                    f"model?"
+                )
+        elif momentum.shape != param.shape:
             raise ValueError(
                 f"the momentum of parameter {position} has shape {tuple(momentum.shape)}, the "
                 f"parameter {tuple(param.shape)}: is it the same model?"
@@ -111,6 +120,21 @@ def _check_own(own: object, version: int) -> None:
             raise ValueError(
                 f"the state's {name}={value!r} must be an integer from 0 to {limit - 1}"
             )
+
+
+def _ranges_in(own: Mapping[str, Any] | None, count: int) -> dict[int, tuple[int, int]]:
+    """Returns start and stop of the momenta that are stretches, by position."""
+    shard = None if own is None else own.get("shard")
+    if shard is None:
+        return {}
+    try:
+        ranges = {int(k): (int(start), int(stop)) for k, (start, stop) in shard["ranges"].items()}
+        members = [[int(rank) for rank in ranks] for ranks in shard["members"]]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"the state dict's entry 'shard' is damaged: {error!r}") from error
+    if not members or not set(ranges) <= set(range(count)):
+        raise ValueError("the state dict's entry 'shard' is of other parameters")
+    return ranges
 
 
 def _check_groups(saved: Any, groups: Sequence[Mapping[str, Any]]) -> None:

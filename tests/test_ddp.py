@@ -87,7 +87,7 @@ def train(
     """Trains a few steps and returns the parameters' bits and the bytes of a step."""
     model = new_model(loop.get("recompute", False))
     early = loop.get("optimizer_first", True)
-    options = {"overlap": loop.get("overlap", False)}
+    options = {"overlap": loop.get("overlap", False), **loop.get("options", {})}
     optimizer = make(model, **options) if early else None
     holder: list[Any] = [model]
     with released(holder):

@@ -17,11 +17,13 @@ PACKAGE = Path(hf_dlion.__file__).parent
 # folder also from itself; a new module gets its place here first.
 LAYERS = (
     {"options", "lion", "layout", "fingerprint", "presence", "state", "momentum_file", "warn_once"},
-    {"verdict", "abstention", "momentum_origin", "saved_momentum", "optim_args"},
+    {"verdict", "abstention", "momentum_origin", "optim_args"},
     {"codec"},
     {"exchange"},
-    {"header", "momentum_sync", "comm_hook"},
-    {"messages", "groups"},
+    {"header", "momentum_sync", "comm_hook", "shards"},
+    {"node", "saved_momentum"},
+    {"messages", "groups", "node_gradients"},
+    {"node_messages"},
     {"flight", "scale_probes"},
     {"overlap"},
     {"optimizer"},

@@ -125,18 +125,40 @@ def _message_bytes(
     shapes: list[torch.Size], world_size: int, exchange: str, aggregation: str, ties: str
 ) -> int:
     """The formulas in the docstrings of Gather and TwoPhase, from the shapes alone."""
+    return bytes_of_words(rows_of_words(shapes), world_size, exchange, aggregation, ties)
+
+
+def rows_of_words(shapes: list[torch.Size]) -> list[set[tuple[int, int]]]:
+    """The rows, as parameter and number, that each word of a message touches."""
     row_of_word: list[set[tuple[int, int]]] = []
     for index, shape in enumerate(shapes):
         rows = shape[0] if len(shape) >= 2 else 1
         for first in range(0, shape.numel(), 64):
             elements = range(first, min(first + 64, shape.numel()))
             row_of_word.append({(index, k * rows // shape.numel()) for k in elements})
+    return row_of_word
+
+
+def planes_of(world_size: int, aggregation: str, ties: str) -> tuple[int, int]:
+    """Bits per element and per row of a verdict."""
+    if aggregation == "average":
+        digits = math.ceil(math.log2(world_size + 1))
+        return digits, digits
+    return (2, 1) if ties == "zero" else (1, 1)
+
+
+def bytes_of_words(
+    row_of_word: list[set[tuple[int, int]]],
+    world_size: int,
+    exchange: str,
+    aggregation: str,
+    ties: str,
+) -> int:
+    """The bytes that a rank sends for words that touch these rows."""
     words, rows = len(row_of_word), len(set().union(*row_of_word))
     if exchange == "gather":
         return 8 * (world_size - 1) * (words + _words(rows))
-    per_element, per_row = (2, 1) if ties == "zero" else (1, 1)
-    if aggregation == "average":
-        per_element = per_row = math.ceil(math.log2(world_size + 1))
+    per_element, per_row = planes_of(world_size, aggregation, ties)
     size = -(-words // world_size)
     shards = [row_of_word[k : k + size] for k in range(0, words, size)]
     activity = _words(max(len(set().union(*shard)) for shard in shards))

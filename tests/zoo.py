@@ -7,7 +7,7 @@ with the oracle: `train(...)` on the ranks, `replay(...)` in the test.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -115,6 +115,9 @@ class Record:
     bytes_sent: int
     # With overlap: the gradients times the scale on which votes left during backward, if they held.
     foreseen: dict[int, Any]
+    grads_after: list[Tensor | None]
+    ranges: dict[int, list[int]]
+    node_bytes_sent: int
 
 
 def uses(rank: int, world_size: int, t: int) -> tuple[bool, bool]:
@@ -195,6 +198,9 @@ def train(
                 agreement=optimizer.wire.agreement,
                 bytes_sent=optimizer.wire.last_bytes_sent,
                 foreseen=foreseen if optimizer.wire.overlapped > overlapped else {},
+                grads_after=[None if p.grad is None else p.grad.clone() for p in params],
+                ranges=optimizer.state_dict()["dlion"].get("shard", {}).get("ranges", {}),
+                node_bytes_sent=optimizer.wire.last_node_bytes_sent,
             )
         )
         # False leaves zeros where a rank later has no gradient: absent all the same (S11).
@@ -266,3 +272,74 @@ def replay(ranks: Sequence[list[Record]], options: dict[str, Any]) -> OracleLion
             if len(ranks) > 1 and t not in (ALL_INF_STEP,):
                 assert abs(record.agreement - oracle.agreement) < 1e-6, f"agreement in step {t}"
     return oracle
+
+
+def as_nodes(
+    ranks: Sequence[list[Record]], members: Sequence[Sequence[int]], *, averaged: bool = False
+) -> list[list[Record]]:
+    """Returns a list of records per node, as if each were one rank, for `replay`.
+
+    Args:
+        ranks: The records of every rank.
+        members: The ranks of each node.
+        averaged: Whether the recorded gradients are the node's already (DDP averaged them).
+    """
+    return [
+        [_as_one(records, averaged) for records in zip(*(ranks[r] for r in node), strict=True)]
+        for node in members
+    ]
+
+
+def _as_one(records: Sequence[Record], averaged: bool) -> Record:
+    first = records[0]
+    for record in records:
+        assert record.params == first.params, "replicas differ inside a node"
+        assert (record.steps, record.agreement) == (first.steps, first.agreement) or (
+            first.agreement != first.agreement
+        )
+    grads, momenta = [], []
+    for k in range(len(first.params)):
+        grads.append(_mean_grad(records, k, averaged))
+        pieces = [(r.ranges.get(k), r.exp_avg[k]) for r in records if r.exp_avg[k] is not None]
+        momenta.append(_joined(pieces, Zoo().groups(), k) if pieces else None)
+    return replace(first, grads=grads, exp_avg=momenta)
+
+
+def _mean_grad(records: Sequence[Record], k: int, averaged: bool) -> Tensor | None:
+    own = [record.grads[k] for record in records]
+    present = [grad for grad in own if grad is not None]
+    if not present:
+        return None
+    if averaged:
+        # What a rank's loop wrote into the gradient afterwards (a NaN) is the node's too.
+        bad = [grad for grad in present if not bool(grad.isfinite().all())]
+        if not bad:
+            assert all(bits_of(grad) == bits_of(present[0]) for grad in present)
+        return bad[0] if bad else present[0]
+    # With two ranks there is one way to add; with more the sum depends on the order, which is not
+    # ours: what the step made of it must be close, and the same on all ranks.
+    mean = torch.stack([grad / len(records) for grad in present]).double().sum(dim=0)
+    after = [record.grads_after[k] for record in records]
+    if len(records) == 2 or mean.numel() == 0 or not bool(mean.isfinite().all()):
+        exact = sum((grad / len(records) for grad in present[1:]), present[0] / len(records))
+        assert isinstance(exact, Tensor)
+        return exact
+    if all(grad is not None and bits_of(grad) == bits_of(after[0]) for grad in after):
+        assert after[0] is not None
+        unit = float(torch.finfo(after[0].dtype).eps) * float(mean.abs().max())
+        assert float((after[0].double() - mean).abs().max()) <= 4 * unit + 1e-7
+        return after[0]
+    # A node that abstains averages nothing.
+    return mean.to(present[0].dtype)
+
+
+def _joined(
+    pieces: Sequence[tuple[list[int] | None, Tensor | None]], groups: Any, k: int
+) -> Tensor:
+    shape = [p.shape for group in groups for p in group][k]
+    filled = [piece for piece in pieces if piece[0] is not None]
+    assert len(filled) == len(pieces), "a node's ranks hold stretches"
+    parts = [tensor for _, tensor in sorted(filled, key=lambda piece: piece[0] or [])]
+    whole = torch.cat([part for part in parts if part is not None])
+    assert whole.numel() == shape.numel(), "the stretches are the whole, without overlaps"
+    return whole.view(shape)

@@ -6,6 +6,7 @@ import datetime
 import math
 import pickle
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +26,16 @@ class WireStats:
     """What an optimizer sent and received so far, and where its time went.
 
     Bytes are those handed to a collective that another rank must receive; an all-reduce counts as
-    a ring. Times are host seconds: on a GPU they hold what the host waited for.
+    a ring. Without `local_group` every rank is a node of its own. Times are host seconds: on a GPU
+    they hold what the host waited for.
 
     Attributes:
-        bytes_sent: Bytes that this rank sent.
-        bytes_received: Bytes that this rank received.
-        last_bytes_sent: Bytes sent in the last step.
+        bytes_sent: Bytes that this rank sent to other nodes.
+        bytes_received: Bytes that this rank received from other nodes.
+        last_bytes_sent: Bytes sent to other nodes in the last step.
+        node_bytes_sent: Bytes that this rank sent to the other ranks of its node, the averaging
+            of gradients included.
+        last_node_bytes_sent: Those since the end of the step before the last.
         exchanges: Steps in which votes were exchanged.
         overlapped: Those of them in which the votes that left during backward held.
         sent_in_backward: Messages of the last step that left during backward.
@@ -45,6 +50,8 @@ class WireStats:
     bytes_sent: int = 0
     bytes_received: int = 0
     last_bytes_sent: int = 0
+    node_bytes_sent: int = 0
+    last_node_bytes_sent: int = 0
     exchanges: int = 0
     overlapped: int = 0
     sent_in_backward: int = 0
@@ -65,6 +72,7 @@ class Wire:
         stats: Receives the counts.
         rank: This rank in the group.
         world_size: Number of ranks in the group.
+        neighbours: How many of the other ranks are on this rank's node.
     """
 
     def __init__(
@@ -72,6 +80,7 @@ class Wire:
         group: dist.ProcessGroup,
         stats: WireStats,
         device: torch.device = torch.device("cpu"),  # noqa: B008 (immutable)
+        neighbours: int = 0,
     ) -> None:
         """Takes the group as it is; communicates nothing.
 
@@ -79,8 +88,10 @@ class Wire:
             group: The process group.
             stats: Receives the counts.
             device: That of the parameters; control messages go there where the CPU cannot send.
+            neighbours: How many of the other ranks are on this rank's node.
         """
         self.group = group
+        self.neighbours = neighbours
         self._device = device
         self.stats = stats
         self.rank = dist.get_rank(group)
@@ -122,6 +133,21 @@ class Wire:
             options.update(ranks=ranks, use_local_synchronization=True)
         return Wire(dist.new_group(**options), self.stats, self._device)
 
+    def subgroup(self, members: Sequence[int]) -> dist.ProcessGroup:
+        """Returns a new process group of some of the ranks, which all call this, and no other.
+
+        Args:
+            members: Ranks in this wire's group.
+        """
+        everyone = dist.get_process_group_ranks(self.group)
+        group: dist.ProcessGroup = dist.new_group(
+            [everyone[rank] for rank in members],
+            backend=str(dist.get_backend_config(self.group)),
+            timeout=_timeout(self.group),
+            use_local_synchronization=True,
+        )
+        return group
+
     def all_gather(self, out: Tensor, tensor: Tensor) -> dist.Work:
         """Starts the gathering of every rank's tensor.
 
@@ -134,8 +160,7 @@ class Wire:
             out: Shape (N, *tensor.shape), receives all; do not touch until the work is done.
             tensor: Contiguous, same shape and dtype on every rank.
         """
-        size = tensor.numel() * tensor.element_size() * (self.world_size - 1)
-        self._count(size)
+        self._count_to_each(tensor.numel() * tensor.element_size())
         return _started(
             _all_gather_single(out.view(-1), tensor.view(-1), group=self.group, async_op=True)
         )
@@ -152,8 +177,7 @@ class Wire:
             out: Shape of `tensor`, receives; do not touch until the work is done.
             tensor: Contiguous, shape (N, ...), same shape and dtype on every rank.
         """
-        size = tensor[0].numel() * tensor.element_size() * (self.world_size - 1)
-        self._count(size)
+        self._count_to_each(tensor[0].numel() * tensor.element_size())
         return _started(
             dist.all_to_all_single(out.view(-1), tensor.view(-1), group=self.group, async_op=True)
         )
@@ -166,9 +190,15 @@ class Wire:
         Args:
             tensor: Contiguous, same shape and dtype on every rank.
         """
+        self.start_all_reduce(tensor).wait()
+
+    def start_all_reduce(self, tensor: Tensor) -> dist.Work:
+        """Starts `all_reduce`; do not touch `tensor` until the work is done."""
         per_rank = -(-tensor.numel() // self.world_size)
-        self._count(2 * (self.world_size - 1) * per_rank * tensor.element_size())
-        dist.all_reduce(tensor, group=self.group)
+        size = 2 * (self.world_size - 1) * per_rank * tensor.element_size()
+        # A ring passes on to the next rank only, which is a neighbour if all others are.
+        self._count(size, inside=0 < self.neighbours == self.world_size - 1)
+        return _started(dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Returns every rank's `value`, in rank order: for error messages, not for the hot path.
@@ -190,10 +220,30 @@ class Wire:
         rows = zip(everyone.cpu(), sizes.view(-1).tolist(), strict=True)
         return [pickle.loads(row[:length].numpy().tobytes()) for row, length in rows]
 
-    def _count(self, size: int) -> None:
+    def found_neighbours(self, neighbours: int, sent: int) -> None:
+        """Counts bytes apart from now on, and those already sent, as many to every other rank.
+
+        Args:
+            neighbours: How many of the other ranks are on this rank's node.
+            sent: Bytes that were counted as sent to other nodes.
+        """
+        self.neighbours = neighbours
+        inside = sent * neighbours // (self.world_size - 1)
+        self._count(-inside, inside=False)
+        self._count(inside, inside=True)
+
+    def _count_to_each(self, size: int) -> None:
+        """Counts `size` bytes to every other rank."""
+        self._count(size * self.neighbours, inside=True)
+        self._count(size * (self.world_size - 1 - self.neighbours), inside=False)
+
+    def _count(self, size: int, *, inside: bool) -> None:
         with _counting:
-            self.stats.bytes_sent += size
-            self.stats.bytes_received += size
+            if inside:
+                self.stats.node_bytes_sent += size
+            else:
+                self.stats.bytes_sent += size
+                self.stats.bytes_received += size
 
 
 def _started(work: dist.Work | None) -> dist.Work:

@@ -1,0 +1,169 @@
+"""One vote per node: each of its ranks exchanges and counts a shard of the words for all."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hf_dlion.codec.bits import expand_rows
+from hf_dlion.exchange import Exchange, choose_exchange, make_exchange
+from hf_dlion.exchange.verdicts import VerdictGather
+from hf_dlion.exchange.wire import Wire
+from hf_dlion.layout import MessageLayout, Shard, shards_of
+from hf_dlion.lion import alternating_word, zero_phase
+from hf_dlion.options import Options
+from hf_dlion.verdict import StepRule, Verdict, verdict_planes
+
+
+class NodeExchange:
+    """Exchanges one message between nodes, by shards: node 0 has ranks a and b, node 1 c and d.
+
+        rank a: its node's votes v0     ->  v0 w0 (with c)  ->  verdict x0  ->  x0 x1 (with b)
+        rank b: its node's votes    v1  ->  v1 w1 (with d)  ->  verdict x1  ->  x0 x1 (with a)
+
+    A shard is ceil(W / L) words of the message; it travels among the ranks that own the same shard
+    on the M nodes by one of the other strategies. To other nodes a rank sends that strategy's
+    bytes for its shard and M ranks; inside the node those of `VerdictGather` for L ranks.
+    Every rank of all nodes must call the three methods in this order.
+    """
+
+    rounds = 3
+
+    def __init__(
+        self,
+        name: str,
+        layout: MessageLayout,
+        peers: Wire,
+        local: Wire,
+        device: torch.device,
+        options: Options,
+    ) -> None:
+        """Makes the buffers.
+
+        Args:
+            name: "gather" or "two_phase", between the nodes.
+            layout: The message.
+            peers: The ranks that own the same shard, one on each node.
+            local: The ranks of this node.
+            device: Where the votes are made and the verdict is wanted.
+            options: Give aggregation and ties.
+        """
+        shards = shards_of(layout, local.world_size)
+        self.own = layout.part(shards[local.rank])
+        planes = verdict_planes(options.aggregation, options.ties, peers.world_size)
+        self._device, self._place = device, local.device_for(device)
+        # Of a short message the last ranks own nothing: on all nodes alike.
+        self._inner: Exchange | None = None
+        if self.own.words:
+            self._inner = make_exchange(name, self.own, peers, device, options)
+        self._nothing = Verdict(
+            torch.empty((planes[0], 0), dtype=torch.int64, device=self._place),
+            torch.empty(0, dtype=torch.int32, device=self._place),
+            0,
+        )
+        self._gather = VerdictGather(layout, shards, local, self._place, planes)
+
+    def start(self, words: Tensor, active: Tensor) -> None:
+        """Sends the votes on this rank's shard: words int64, active bool; both are copied."""
+        if self._inner is not None:
+            self._inner.start(words, active)
+
+    def count(self, rule: StepRule) -> None:
+        """Waits for the other nodes' votes on the shard and counts them."""
+        if self._inner is not None:
+            self._inner.count(rule)
+
+    def verdict(self) -> Verdict:
+        """Returns the verdict on the whole message, on the message's device."""
+        found = self._nothing if self._inner is None else self._inner.verdict()
+        place = self._place
+        self._gather.start(Verdict(found.planes.to(place), found.counts.to(place), found.agreement))
+        found = self._gather.verdict()
+        return Verdict(
+            found.planes.to(self._device), found.counts.to(self._device), found.agreement
+        )
+
+
+def choose_node_exchange(
+    layouts: Sequence[MessageLayout], nodes: int, local_size: int, options: Options
+) -> str:
+    """Returns the strategy between nodes: "auto" takes the one with fewer bytes from a node."""
+    shards = [layout.part(s) for layout in layouts for s in shards_of(layout, local_size)]
+    return choose_exchange([shard for shard in shards if shard.words], nodes, options)
+
+
+class RowEdges:
+    """The activity of the rows that lie in several shards of a message.
+
+    A row abstains only if its direction is zero everywhere (design S3), and of a row that is cut a
+    rank sees a part. So each rank tells the others of its node whether the first and the last row
+    of its shard vote. Where a row votes in another shard only, the zeros of the part in this one
+    vote by their rule. Bytes inside the node, per rank: 2 * (L - 1); none if no row is cut.
+    """
+
+    def __init__(
+        self, layout: MessageLayout, shards: Sequence[Shard], wire: Wire, device: torch.device
+    ) -> None:
+        """Finds the rows that are cut.
+
+        Args:
+            layout: The message.
+            shards: One per rank of the node.
+            wire: The ranks of the node.
+            device: Where the votes are made.
+        """
+        self._wire, self._place = wire, wire.device_for(device)
+        self._mine = shards[wire.rank]
+        # Row of the message -> the ends, numbered 2 * rank (+ 1), that lie in it.
+        ends: dict[int, list[int]] = {}
+        for rank, shard in enumerate(shards):
+            if shard.rows:
+                ends.setdefault(shard.first_row, []).append(2 * rank)
+                ends.setdefault(shard.first_row + shard.rows - 1, []).append(2 * rank + 1)
+        self._cut = any(len({end // 2 for end in sharing}) > 1 for sharing in ends.values())
+        self._sharing = [
+            ends[row]
+            for row in (self._mine.first_row, self._mine.first_row + self._mine.rows - 1)
+            if self._mine.rows
+        ]
+
+    @staticmethod
+    def wire_bytes(shards: Sequence[Shard]) -> int:
+        """Returns the bytes that a rank sends inside its node for one message."""
+        filled = [shard for shard in shards if shard.rows]
+        touching = itertools.pairwise(filled)
+        cut = any(a.first_row + a.rows > b.first_row for a, b in touching)
+        return 2 * (len(shards) - 1) * cut
+
+    def complete(self, words: Tensor, active: Tensor, rule: StepRule) -> None:
+        """Makes the votes of cut rows those of whole rows, in place; the node's ranks all call it.
+
+        Args:
+            words: int64, this rank's signs; 0 where its part of a row is zero everywhere.
+            active: bool, the rows of this rank's shard; of a cut row, whether its part votes.
+            rule: The step's constants.
+        """
+        if not self._cut:
+            return
+        ends = torch.zeros(2, dtype=torch.uint8, device=self._place)
+        if self._mine.rows:
+            ends.copy_(active[[0, -1]])
+        everyone = torch.empty((self._wire.world_size, 2), dtype=torch.uint8, device=self._place)
+        self._wire.all_gather(everyone, ends).wait()
+        if not self._mine.rows:
+            return
+        whole = everyone.view(-1)
+        woken = torch.zeros_like(active)
+        for row, sharing in zip((0, -1), self._sharing, strict=True):
+            woken[row] = whole[sharing].any().to(active.device) & ~active[row]
+        fill = alternating_word(zero_phase(rule.step, rule.rank, rule.world_size))
+        for run in {id(run): run for run in (self._mine.runs[0], self._mine.runs[-1])}.values():
+            rows = woken[run.row : run.row + run.rows]
+            zeros = torch.empty(run.words, dtype=torch.int64, device=words.device)
+            if bool(rows.any()):
+                expand_rows(rows, run, zeros)
+                words[run.word : run.word + run.words] |= zeros & fill
+        active |= woken

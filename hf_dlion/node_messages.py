@@ -1,0 +1,223 @@
+"""A step's messages where a node votes as one: each rank encodes its own shard of each message."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from hf_dlion.codec import Codec, codec_for
+from hf_dlion.exchange import Wire, WireStats
+from hf_dlion.exchange.node import NodeExchange, RowEdges, choose_node_exchange
+from hf_dlion.header import digest
+from hf_dlion.layout import MessageLayout, Slot, shards_of
+from hf_dlion.messages import Message, Plan, split_into_messages
+from hf_dlion.node import Node
+from hf_dlion.options import Options
+from hf_dlion.shards import Range
+from hf_dlion.verdict import TensorRule
+
+Params = Sequence[tuple[int, Tensor]]
+
+
+class NodeMessage(Message):
+    """A message of which this rank encodes one shard and applies the whole verdict."""
+
+    def __init__(
+        self,
+        params: Params,
+        layout: MessageLayout,
+        exchange: NodeExchange,
+        codec: Codec,
+        edges: RowEdges,
+    ) -> None:
+        """Makes the buffers of the shard's votes.
+
+        Args:
+            params: Pairs of parameter index and parameter, all on one device.
+            layout: Their places in the whole message.
+            exchange: Carries the votes on the shard.
+            codec: Makes the votes and applies the verdict.
+            edges: Knows the rows that the shards cut.
+        """
+        super().__init__(params, layout, exchange, codec)
+        own, device = exchange.own, params[0][1].device
+        self._own = _with_params(own, params)
+        self._edges = edges
+        self._words = torch.empty(own.words, dtype=torch.int64, device=device)
+        self._active = torch.empty(own.rows, dtype=torch.bool, device=device)
+
+    def encode(self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]) -> None:
+        """Packs the node's votes on this rank's shard and advances its momenta.
+
+        Every rank of the node must call this. Gradients are the node's by now.
+
+        Args:
+            voting: This rank's stretch of `exp_avg` of every parameter, by index, on which the
+                node votes.
+            rules: The step's constants by parameter index.
+        """
+        for slot, param in self._own:
+            words, active = self._views(slot)
+            if slot.index in voting:
+                grad, rule = _stretch(cast(Tensor, param.grad), slot), rules[slot.index]
+                momentum = voting[slot.index]
+                self._codec.encode(grad, momentum, words, active, rule, slot.run())
+            else:
+                words.zero_()
+                active.zero_()
+        step = next(iter(rules.values())).step_rule
+        self._edges.complete(self._words, self._active, step)
+
+
+class AloneMessage:
+    """A message where there is one node only: each rank moves its shard, then all share them.
+
+        rank a: moves p0  ->  p0 p1        no vote: plain Lion on the node's gradient
+        rank b: moves p1      p0 p1
+
+    Bytes inside the node, per rank: L - 1 times those of the largest shard of the parameters that
+    moved, each stretch rounded up to 8.
+    """
+
+    def __init__(
+        self, params: Params, layouts: Sequence[MessageLayout], wire: Wire, codec: Codec
+    ) -> None:
+        """Remembers who owns what.
+
+        Args:
+            params: Pairs of parameter index and parameter, all on one device.
+            layouts: The shard of each rank of the node.
+            wire: The ranks of the node.
+            codec: Moves the parameters.
+        """
+        self._shards = [_with_params(layout, params) for layout in layouts]
+        self._wire, self._codec = wire, codec
+        self._params = params
+
+    def step(self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]) -> None:
+        """Moves the parameters that have a rule; every rank of the node must call this.
+
+        Args:
+            voting: This rank's stretch of `exp_avg` of every such parameter, by index.
+            rules: The step's constants by parameter index.
+        """
+        shards = [[(slot, p) for slot, p in shard if slot.index in rules] for shard in self._shards]
+        size = max(sum(_bytes(slot, p) for slot, p in shard) for shard in shards)
+        if size == 0:
+            return
+        place = self._wire.device_for(self._params[0][1].device)
+        send = torch.zeros(size, dtype=torch.uint8, device=place)
+        start = 0
+        for slot, param in shards[self._wire.rank]:
+            moved = _stretch(param.detach(), slot)
+            grad = _stretch(cast(Tensor, param.grad), slot)
+            rule, momentum = rules[slot.index], voting[slot.index]
+            self._codec.step_alone(moved, grad, momentum, rule, slot.run())
+            data = moved.view(torch.uint8)
+            send[start : start + data.numel()] = data
+            start += _bytes(slot, param)
+        received = torch.empty((self._wire.world_size, size), dtype=torch.uint8, device=place)
+        self._wire.all_gather(received, send).wait()
+        self._take(shards, received)
+
+    def _take(self, shards: Sequence[Sequence[tuple[Slot, Tensor]]], received: Tensor) -> None:
+        """Writes all ranks' stretches into the parameters."""
+        flat: dict[int, tuple[Tensor, Tensor]] = {}
+        for row, shard in zip(received, shards, strict=True):
+            start = 0
+            for slot, param in shard:
+                if slot.index not in flat:
+                    flat[slot.index] = (param, param.detach().contiguous().view(-1))
+                data = row[start : start + slot.numel * param.element_size()]
+                flat[slot.index][1][slot.start : slot.stop] = data.view(param.dtype)
+                start += _bytes(slot, param)
+        for param, values in flat.values():
+            if not param.is_contiguous():
+                param.copy_(values.view(param.shape))
+
+
+class NodePlan(Plan):
+    """The messages of a node's ranks, kept until the trainable parameters change.
+
+    Attributes:
+        alone: Where there is one node only, instead of `messages`.
+        owners: For each rank of the node, the stretch of every parameter that it owns.
+    """
+
+    def __init__(self, params: Params, wire: Wire, options: Options, node: Node) -> None:
+        """Checks the parameters and makes the messages.
+
+        Args:
+            params: Pairs of parameter index and parameter, those with requires_grad.
+            wire: The process group.
+            options: Give the exchange and what it carries.
+            node: Who shares the work.
+
+        Raises:
+            NotImplementedError: If a parameter is sharded.
+            TypeError: If one is not dense or not floating.
+        """
+        self._take_params(params, wire)
+        nodes, size = node.peers.world_size, node.local.world_size
+        groups = split_into_messages(params)
+        layouts = [MessageLayout.of([(i, p.shape) for i, p in group]) for group in groups]
+        name = choose_node_exchange(layouts, nodes, size, options)
+        split = [[index for index, _ in group] for group in groups]
+        kinds = [(index, tuple(p.shape), str(p.dtype)) for index, p in params]
+        self.layout = digest((kinds, split, name, node.members))
+        self.messages: list[Message] = []
+        self.alone: list[AloneMessage] = []
+        self.owners: list[dict[int, Range]] = [
+            {index: (0, 0) for index, _ in params} for _ in range(size)
+        ]
+        for group, layout in zip(groups, layouts, strict=True):
+            device = group[0][1].device
+            codec, shards = codec_for(device), shards_of(layout, size)
+            parts = [layout.part(shard) for shard in shards]
+            for owned, part in zip(self.owners, parts, strict=True):
+                owned.update({slot.index: (slot.start, slot.stop) for slot in part.slots})
+            if nodes == 1:
+                self.alone.append(AloneMessage(group, parts, node.local, codec))
+                continue
+            exchange = NodeExchange(name, layout, node.peers, node.local, device, options)
+            edges = RowEdges(layout, shards, node.local, device)
+            self.messages.append(NodeMessage(group, layout, exchange, codec, edges))
+
+
+def step_alone_in_node(
+    messages: Sequence[AloneMessage],
+    voting: Mapping[int, Tensor],
+    rules: Mapping[int, TensorRule],
+    stats: WireStats,
+) -> None:
+    """Takes a step of plain Lion by shards; every rank of the only node calls this.
+
+    Args:
+        messages: Of all trainable parameters.
+        voting: This rank's stretch of `exp_avg` of every parameter that moves, by index.
+        rules: The step's constants of the same parameters.
+        stats: Receives the time.
+    """
+    begin = time.perf_counter()
+    for message in messages:
+        message.step(voting, rules)
+    stats.apply_s += time.perf_counter() - begin
+
+
+def _with_params(layout: MessageLayout, params: Params) -> list[tuple[Slot, Tensor]]:
+    by_index = dict(params)
+    return [(slot, by_index[slot.index]) for slot in layout.slots]
+
+
+def _stretch(tensor: Tensor, slot: Slot) -> Tensor:
+    """Returns a slot's elements, 1-D: a view where the tensor is contiguous."""
+    return tensor.reshape(-1)[slot.start : slot.stop]
+
+
+def _bytes(slot: Slot, param: Tensor) -> int:
+    """Returns the room of a slot's elements, such that the next one's are aligned."""
+    return -(-slot.numel * param.element_size() // 8) * 8
