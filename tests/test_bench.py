@@ -25,7 +25,7 @@ from hf_dlion.bench.emulate import (
     namespaces,
     remove_stale,
 )
-from hf_dlion.bench.methods import METHODS
+from hf_dlion.bench.methods import METHODS, NODE
 
 BENCH = [sys.executable, "-m", "hf_dlion.bench"]
 
@@ -99,9 +99,10 @@ def test_train_compares_every_method(tmp_path, launcher):
     else:
         run_command([*BENCH, *words])
     rows = checked(out, "train")
-    assert len(rows) == len(METHODS)
+    # One vote per node is for several nodes.
+    names = [name for name in METHODS if name != NODE]
     sent = [row["bytes_per_step"] for row in rows]
-    bytes_of = dict(zip(METHODS, sent, strict=True))
+    bytes_of = dict(zip(names, sent, strict=True))
     assert bytes_of["none"] == bytes_of["alone"] == 0
     assert bytes_of["fp32"] == 2 * bytes_of["bf16"] == bytes_of["lion"]
     assert 0 < bytes_of["dlion"] <= bytes_of["overlap"] < bytes_of["powersgd"] < bytes_of["bf16"]
@@ -122,6 +123,34 @@ def test_votes_take_less_than_six_tenths_of_a_byte_per_parameter(tmp_path):
         # pages of DDP's buckets that are never written to are never there.
         assert 0.3 < used["DistributedLion"] - used["one host alone, Lion"] < 0.6
         assert used["DistributedLion"] < used["DDP fp32, Lion"]
+
+
+@pytest.mark.multiproc
+def test_train_measures_one_vote_per_node(tmp_path):
+    out = tmp_path / "train.json"
+    words = ["train", "--parameters=5000", "--sequence=16", "--steps=3", f"--json={out}"]
+    nodes = ["--ranks=4", "--local-ranks=2", "--methods", "dlion", NODE]
+    run_command([*BENCH, *words, *nodes])
+    flat, node = checked(out, "train")
+    assert node["name"] == "DistributedLion, a vote per node"
+    assert 0 < node["bytes_per_step"] < flat["bytes_per_step"] / 2
+
+
+@pytest.mark.multiproc
+@pytest.mark.usefixtures("network")
+def test_an_emulated_host_may_have_several_ranks(tmp_path):
+    out = tmp_path / "train.json"
+    words = ["train", "--parameters=5000", "--sequence=16", "--steps=3", f"--json={out}"]
+    nodes = ["--emulate=2x1gbit", "--local-ranks=2", "--methods", "dlion", NODE]
+    run_command([*BENCH, *words, *nodes])
+    flat, node = checked(out, "train")
+    assert 0 < node["interface_bytes"] < flat["interface_bytes"]
+
+
+def test_ranks_that_nodes_do_not_divide_are_refused(monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["train", "--ranks=3", "--local-ranks=2"]) == 2
+    assert "--ranks=3 cannot be divided" in capsys.readouterr().err
 
 
 def test_the_bound_is_the_wire_that_cannot_overlap():

@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         require_rich()
         return _run(args, words)
-    except (MissingPackageError, EmulationRefusedError) as error:
+    except (MissingPackageError, EmulationRefusedError, ValueError) as error:
         print(f"hf_dlion.bench: {error}", file=sys.stderr)
         return 2
 
@@ -36,8 +36,13 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
         return 0
     network: Network | None = args.emulate
     if not ranks.started_by_launcher():
-        count = args.ranks if network is None else network.hosts
-        return ranks.launch(words, count, args.threads, network)
+        count = args.ranks if network is None else network.hosts * args.local_ranks
+        if count % args.local_ranks:
+            raise ValueError(
+                f"--ranks={count} cannot be divided into nodes of --local-ranks={args.local_ranks}"
+            )
+        local_ranks = None if network is None and args.local_ranks == 1 else args.local_ranks
+        return ranks.launch(words, count, args.threads, network, local_ranks)
     ranks.refuse_under_launcher(network)
     ranks.take_part(RUNS[args.bench], args)
     return 0
@@ -66,6 +71,12 @@ def _parser() -> argparse.ArgumentParser:
         help="ranks on hosts of one core with links of this rate; root, Linux",
     )
     several.add_argument(
+        "--local-ranks",
+        type=_positive,
+        default=1,
+        help="ranks on each emulated host; without --emulate, of --ranks, on each pretended node",
+    )
+    several.add_argument(
         "--seconds", type=float, default=25.0, help="a method stops after 3 repeats beyond this"
     )
     wire = benches.add_parser("exchange", parents=[several], help=exchange.__doc__)
@@ -87,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="elements per message, in place of the package's own numbers",
     )
-    step.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    step.add_argument("--methods", nargs="+", choices=list(METHODS))
     return parser
 
 

@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: DDP compares the hooks' annotations with classes.
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ ONE_BUCKET_MB = 1 << 20
 
 ALONE = "one host alone, Lion"
 OVERLAPPED = "DistributedLion, overlap"
+NODE = "dlion-node"
 
 
 class LocalLion:
@@ -167,6 +169,14 @@ def overlapped_lion(make: Callable[[], nn.Module]) -> Method:
     return Method(OVERLAPPED, ddp, optimizer)
 
 
+def node_lion(make: Callable[[], nn.Module]) -> Method:
+    """Returns DistributedLion with one vote per node (LOCAL_WORLD_SIZE)."""
+    ddp = _wrapped(make())
+    options: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1, "local_group": "node"}
+    optimizer = DistributedLion(ddp.named_parameters(), **options)
+    return Method("DistributedLion, a vote per node", ddp, optimizer)
+
+
 METHODS = {
     "none": no_communication,
     "alone": alone,
@@ -175,8 +185,15 @@ METHODS = {
     "powersgd": power_sgd,
     "lion": reduced_lion,
     "dlion": distributed_lion,
+    NODE: node_lion,
     "overlap": overlapped_lion,
 }
+
+
+def sensible_methods() -> list[str]:
+    """Returns the methods that differ here: nodes matter where there are several, of several."""
+    size, ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), dist.get_world_size()
+    return [name for name in METHODS if name != NODE or 1 < size < ranks]
 
 
 def _reduced(numel: int, size: int) -> int:

@@ -65,18 +65,27 @@ def take_part(run: Callable[[argparse.Namespace], None], args: argparse.Namespac
 def device_of_rank() -> torch.device:
     """Returns the GPU of this rank, or the CPU where there is none."""
     if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        # Of ranks that were started here all are on this machine, whatever node they stand for.
+        place = "RANK" if RENDEZVOUS in os.environ else "LOCAL_RANK"
+        return torch.device("cuda", int(os.environ.get(place, "0")) % torch.cuda.device_count())
     return torch.device("cpu")
 
 
-def launch(words: Sequence[str], count: int, threads: int, network: Network | None) -> int:
+def launch(
+    words: Sequence[str],
+    count: int,
+    threads: int,
+    network: Network | None,
+    local_ranks: int | None = None,
+) -> int:
     """Runs this command once more on every rank, and ends all of them whatever happens.
 
     Args:
         words: The command line of the benchmark.
         count: Number of ranks.
         threads: torch's threads per rank.
-        network: Where each rank is a host with one core, or None.
+        network: Of hosts with one core, or None.
+        local_ranks: Ranks on each host, or node; None for all.
 
     Returns:
         The first exit code that is not 0, or 0.
@@ -86,28 +95,32 @@ def launch(words: Sequence[str], count: int, threads: int, network: Network | No
     """
     with _termination_raises(), contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hf_dlion_bench_"))
+        size = local_ranks or count
         prefixes: list[list[str]] = [[] for _ in range(count)]
         if network is not None:
             emulation = stack.enter_context(Emulation(network))
-            prefixes = [["ip", "netns", "exec", name] for name in emulation.namespaces]
+            names = emulation.namespaces
+            prefixes = [["ip", "netns", "exec", names[rank // size]] for rank in range(count)]
         processes: list[subprocess.Popen[bytes]] = []
         stack.callback(_end, processes)
         for rank, prefix in enumerate(prefixes):
-            env = _environment(rank, count, threads, Path(folder, "rendezvous"))
+            env = _environment(rank, count, size, threads, Path(folder, "rendezvous"))
             env["GLOO_SOCKET_IFNAME"] = "lo" if network is None else INTERFACE
             command = [*prefix, sys.executable, "-m", "hf_dlion.bench", *words]
-            prepare = _preparation(None if network is None else rank)
+            prepare = _preparation(None if network is None else rank // size)
             processes.append(subprocess.Popen(command, env=env, preexec_fn=prepare))
         return _wait(processes)
 
 
-def _environment(rank: int, count: int, threads: int, rendezvous: Path) -> dict[str, str]:
+def _environment(
+    rank: int, count: int, local_ranks: int, threads: int, rendezvous: Path
+) -> dict[str, str]:
     return {
         **os.environ,
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(rank % local_ranks),
         "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(local_ranks),
         "OMP_NUM_THREADS": str(threads),
         RENDEZVOUS: str(rendezvous),
     }

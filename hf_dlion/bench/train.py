@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hf_dlion import messages
 from hf_dlion.bench.bound import departures_of, exposed_wire_s
 from hf_dlion.bench.emulate import INTERFACE
-from hf_dlion.bench.methods import ALONE, METHODS, OVERLAPPED, Method
+from hf_dlion.bench.methods import ALONE, METHODS, OVERLAPPED, Method, sensible_methods
 from hf_dlion.bench.model import llama, vocabulary
 from hf_dlion.bench.ranks import device_of_rank
 from hf_dlion.bench.report import environment, publish, summary
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
     shape = (args.batch, args.sequence)
     batch = torch.randint(tokens, shape, generator=generator).to(device)
     messages.MESSAGE_NUMEL = args.message_numel
-    methods = [METHODS[name](make) for name in args.methods]
+    methods = [METHODS[name](make) for name in args.methods or sensible_methods()]
     rows = _measured(methods, args, functools.partial(_step, batch=batch, device=device))
     if args.emulate:
         _add_bound(rows, methods, batch, args.emulate.bits_per_s)
@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> None:
     if dist.get_rank() == 0:
         config = {key: getattr(args, key) for key in ("batch", "sequence", "warmup", "threads")}
         config = {"parameters": size, "ranks": dist.get_world_size(), "steps": args.steps, **config}
+        config["local_ranks"] = args.local_ranks
         config["emulate"] = args.emulate and f"{args.emulate.hosts}x{args.emulate.rate}"
         config["message_numel"] = args.message_numel
         config["backend"] = dist.get_backend()

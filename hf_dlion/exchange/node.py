@@ -59,6 +59,7 @@ class NodeExchange:
         self._inner: Exchange | None = None
         if self.own.words:
             self._inner = make_exchange(name, self.own, peers, device, options)
+        self.bytes_per_rank = 0 if self._inner is None else self._inner.bytes_per_rank
         self._nothing = Verdict(
             torch.empty((planes[0], 0), dtype=torch.int64, device=self._place),
             torch.empty(0, dtype=torch.int32, device=self._place),
