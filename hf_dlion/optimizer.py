@@ -491,14 +491,16 @@ class DistributedLion(Optimizer):
             if has:
                 self.momentum_of(param, index)
         # A wrapper gives the node's gradient also to a rank that did not use the parameter.
-        grads = [
-            cast(Tensor, param.grad)
+        voting = [
+            param
             for (_, param), has in zip(params, present, strict=True)
             if has or (node is not None and self._presence.reduced(param))
         ]
-        unaveraged = False
+        grads = [cast(Tensor, param.grad) for param in voting]
+        unaveraged = displaced = False
         if node is not None:
             unaveraged = any(self._presence.unaveraged([param for _, param in params], present))
+            displaced = self._shards.displaced(self._momenta(), self._owned())
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         finite = unscale(grads, scale, found_inf)
         if self._overlap is not None:
@@ -512,7 +514,7 @@ class DistributedLion(Optimizer):
             groups=digest(group_values(self.param_groups)),
             present=torch.tensor(present, dtype=torch.bool),
             unaveraged=unaveraged,
-            displaced=self._shards.displaced(self._momenta(), self._owned()),
+            displaced=displaced,
         )
 
     def momentum_of(self, param: Tensor, index: int = -1) -> Tensor:

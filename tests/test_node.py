@@ -434,8 +434,8 @@ def test_a_node_that_always_abstains_is_named_on_every_rank(ranks: RankPools) ->
         assert "gradients of node 1 held a NaN or an Inf in 3 steps in a row" in said
 
 
-def see_the_gradient(rank: int, world_size: int, micro_steps: int) -> tuple[Tensor, Tensor]:
-    """The gradient that a loop clips and logs, and this rank's own."""
+def see_the_gradient(rank: int, world_size: int, micro_steps: int) -> tuple[Tensor, Tensor, float]:
+    """The gradient that a loop clips and logs, this rank's own, and how often all were sent."""
     model, alone = test_ddp.new_model(), test_ddp.new_model()
     optimizer = test_ddp.optimizer_of(model, local_group=2)
     holder = [DistributedDataParallel(model)]
@@ -448,14 +448,17 @@ def see_the_gradient(rank: int, world_size: int, micro_steps: int) -> tuple[Tens
             alone(tokens).backward()
         seen = model.first.weight.grad.clone()
         optimizer.step()
-    return seen, alone.first.weight.grad
+    # With two ranks a ring sends as many bytes as there are.
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    return seen, alone.first.weight.grad, optimizer.wire.last_node_bytes_sent / total
 
 
 @pytest.mark.parametrize("micro_steps", [1, 3])
 def test_the_loop_sees_the_nodes_gradient(ranks: RankPools, micro_steps: int) -> None:
     results = ranks(4).run(see_the_gradient, micro_steps)
     for first in (0, 2):
-        (seen, own), (other_seen, other_own) = results[first : first + 2]
+        (seen, own, sent), (other_seen, other_own, _) = results[first : first + 2]
+        assert 1.0 <= sent < 1.5, "averaged once"
         assert torch.equal(seen, other_seen)
         assert torch.equal(seen, own / 2 + other_own / 2)
     assert not torch.equal(results[0][0], results[2][0])
