@@ -11,7 +11,7 @@ from hf_dlion.optim_args import parse_optim_args
 from hf_dlion.options import Options
 
 EXAMPLES = {
-    "local_group": ("local_group=node", "node"),
+    "local_group": ("node", "node"),
     "aggregation": ("average", "average"),
     "ties": ("zero", "zero"),
     "exchange": ("two_phase", "two_phase"),
