@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from hf_dlion.codec import Codec, codec_for
+from hf_dlion.codec import AloneJob, Codec, EncodeJob, codec_for
 from hf_dlion.exchange import Wire, WireStats
 from hf_dlion.exchange.node import NodeExchange, RowEdges, choose_node_exchange
 from hf_dlion.header import digest
@@ -60,15 +60,17 @@ class NodeMessage(Message):
                 node votes.
             rules: The step's constants by parameter index.
         """
+        jobs = []
         for slot, param in self._own:
             words, active = self._views(slot)
             if slot.index in voting:
                 grad, rule = _stretch(cast(Tensor, param.grad), slot), rules[slot.index]
                 momentum = voting[slot.index]
-                self._codec.encode(grad, momentum, words, active, rule, slot.run())
+                jobs.append(EncodeJob(grad, momentum, words, active, rule, slot.run()))
             else:
                 words.zero_()
                 active.zero_()
+        self._codec.encode_all(jobs)
         step = next(iter(rules.values())).step_rule
         self._edges.complete(self._words, self._active, step)
 
@@ -111,13 +113,21 @@ class AloneMessage:
             return
         place = self._wire.device_for(self._params[0][1].device)
         send = torch.zeros(size, dtype=torch.uint8, device=place)
+        own = shards[self._wire.rank]
+        jobs = [
+            AloneJob(
+                _stretch(param.detach(), slot),
+                _stretch(cast(Tensor, param.grad), slot),
+                voting[slot.index],
+                rules[slot.index],
+                slot.run(),
+            )
+            for slot, param in own
+        ]
+        self._codec.step_alone_all(jobs)
         start = 0
-        for slot, param in shards[self._wire.rank]:
-            moved = _stretch(param.detach(), slot)
-            grad = _stretch(cast(Tensor, param.grad), slot)
-            rule, momentum = rules[slot.index], voting[slot.index]
-            self._codec.step_alone(moved, grad, momentum, rule, slot.run())
-            data = moved.view(torch.uint8)
+        for (slot, param), job in zip(own, jobs, strict=True):
+            data = job.param.view(torch.uint8)
             send[start : start + data.numel()] = data
             start += _bytes(slot, param)
         received = torch.empty((self._wire.world_size, size), dtype=torch.uint8, device=place)

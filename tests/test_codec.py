@@ -21,7 +21,7 @@ from hf_dlion.codec.cpu import CpuCodec
 from hf_dlion.codec.cuda import TritonCodec, kernels
 from hf_dlion.codec.eager import EagerCodec
 from hf_dlion.codec.native import NativeCodec, library
-from hf_dlion.layout import words_for
+from hf_dlion.layout import MessageLayout, words_for
 from hf_dlion.lion import momentum_stream, random_bits, round_stochastically, rounding_key
 from hf_dlion.verdict import StepRule, TensorRule, Verdict
 
@@ -385,3 +385,46 @@ def test_a_momentum_saturates_instead_of_voting_one_way_for_ever(
     words, active = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
     codec.encode(grad, exp_avg, words, active, rule(stochastic_rounding=stochastic_rounding))
     assert exp_avg.tolist() == [65504.0, -65504.0]
+
+
+@CODECS
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.sampled_from([(300,), (5, 70), (3, 128), (1, 400), (130, 3)]),
+    cut=st.integers(0, 7),
+    seed=st.integers(0, 10**6),
+    zero_share=st.sampled_from([0.0, 0.3]),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+)
+def test_stretches_of_a_parameter_give_what_the_whole_gives(
+    codec: Codec,
+    shape: tuple[int, ...],
+    cut: int,
+    seed: int,
+    zero_share: float,
+    dtype: torch.dtype,
+) -> None:
+    grad, tensor_rule = gradients(shape, seed, zero_share, dtype), rule()
+    # No row without a sign: of a row that is cut only one part may have one.
+    grad.view(-1)[::3] = 0.5
+    exp_avg, param = torch.zeros_like(grad), gradients(shape, seed + 1, 0.0, dtype)
+    layout = MessageLayout.of([(0, grad.shape)])
+    words, active = torch.zeros(layout.words).long(), torch.zeros(layout.rows, dtype=torch.bool)
+    codec.encode(grad, exp_avg, words, active, tensor_rule)
+    alone, alone_avg = param.clone(), torch.zeros_like(grad)
+    codec.step_alone(alone, grad, alone_avg, tensor_rule)
+    for first, stop in ((0, cut), (cut, layout.words)):
+        part = layout.part(layout.shard(first, stop))
+        for slot in part.slots:
+            own = slice(slot.start, slot.stop)
+            momentum, signs = torch.zeros(slot.numel, dtype=dtype), torch.full((slot.words,), -1)
+            votes, piece = torch.zeros(slot.rows, dtype=torch.bool), grad.view(-1)[own]
+            codec.encode(piece, momentum, signs, votes, tensor_rule, slot.run())
+            assert same_bits(momentum, exp_avg.view(-1)[own])
+            assert torch.equal(signs, words[first:stop][: slot.words])
+            rows = active[slot.first_row : slot.first_row + slot.rows]
+            assert torch.equal(votes[1:-1], rows[1:-1])
+            moved, momentum = param.view(-1)[own].clone(), torch.zeros(slot.numel, dtype=dtype)
+            codec.step_alone(moved, piece, momentum, tensor_rule, slot.run())
+            assert same_bits(moved, alone.view(-1)[own])
+            assert same_bits(momentum, alone_avg.view(-1)[own])

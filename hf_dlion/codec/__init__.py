@@ -20,13 +20,14 @@ __all__ = ["AdvanceJob", "AloneJob", "ApplyJob", "Codec", "EncodeJob", "codec_fo
 
 
 class EncodeJob(NamedTuple):
-    """The arguments of `Codec.encode`, and of `Codec.preview` but for the scale."""
+    """The arguments of `Codec.encode`, and of `Codec.preview` but for the scale and the run."""
 
     grad: Tensor
     exp_avg: Tensor
     words: Tensor
     active: Tensor
     rule: TensorRule
+    run: Run | None = None
 
 
 class AdvanceJob(NamedTuple):
@@ -52,6 +53,7 @@ class AloneJob(NamedTuple):
     grad: Tensor
     exp_avg: Tensor
     rule: TensorRule
+    run: Run | None = None
 
 
 class Codec(Protocol):
@@ -67,8 +69,8 @@ class Codec(Protocol):
             self.encode(*job)
 
     def preview_all(self, jobs: Sequence[EncodeJob], scale: float) -> list[bool]:
-        """Does `preview` on each, and returns what each returns."""
-        return [self.preview(*job, scale) for job in jobs]
+        """Does `preview` on each, and returns what each returns; of whole parameters only."""
+        return [self.preview(*job[:5], scale) for job in jobs]
 
     def advance_all(self, jobs: Sequence[AdvanceJob]) -> None:
         """Does `advance` on each."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hf_dlion.codec import AdvanceJob, AloneJob, ApplyJob, Codec, EncodeJob, tables
 from hf_dlion.codec.tables import Launch, entry_of, launches
+from hf_dlion.layout import Run
 from hf_dlion.lion import momentum_stream, signed32, step_key, zero_phase
 from hf_dlion.verdict import StepRule, TensorRule, Verdict
 
@@ -88,10 +89,16 @@ class TritonCodec(Codec):
         self._language = found.triton.tl
 
     def encode(
-        self, grad: Tensor, exp_avg: Tensor, words: Tensor, active: Tensor, rule: TensorRule
+        self,
+        grad: Tensor,
+        exp_avg: Tensor,
+        words: Tensor,
+        active: Tensor,
+        rule: TensorRule,
+        run: Run | None = None,
     ) -> None:
         """See `Codec.encode`."""
-        self.encode_all([EncodeJob(grad, exp_avg, words, active, rule)])
+        self.encode_all([EncodeJob(grad, exp_avg, words, active, rule, run)])
 
     def preview(
         self,
@@ -113,9 +120,16 @@ class TritonCodec(Codec):
         """See `Codec.apply`."""
         self.apply_all([ApplyJob(param, verdict, rule)])
 
-    def step_alone(self, param: Tensor, grad: Tensor, exp_avg: Tensor, rule: TensorRule) -> None:
+    def step_alone(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        rule: TensorRule,
+        run: Run | None = None,
+    ) -> None:
         """See `Codec.step_alone`."""
-        self.step_alone_all([AloneJob(param, grad, exp_avg, rule)])
+        self.step_alone_all([AloneJob(param, grad, exp_avg, rule, run)])
 
     def encode_all(self, jobs: Sequence[EncodeJob]) -> None:
         """See `Codec.encode_all`."""
@@ -141,6 +155,7 @@ class TritonCodec(Codec):
                 words=job.words,
                 rows=job.active,
                 scale=scale,
+                run=job.run,
             )
             for job, grad in zip(jobs, grads, strict=True)
         ]
@@ -203,7 +218,7 @@ class TritonCodec(Codec):
         flats = [job.param.contiguous() for job in jobs]
         grads = [job.grad.contiguous() for job in jobs]
         entries = [
-            entry_of(job.rule, param=flat, grad=grad, exp_avg=job.exp_avg.view(-1))
+            entry_of(job.rule, param=flat, grad=grad, exp_avg=job.exp_avg.view(-1), run=job.run)
             for job, flat, grad in zip(jobs, flats, grads, strict=True)
         ]
         with on_device(flats[0].device):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_dlion.codec.eager import whole_run
+from hf_dlion.layout import Run
 from hf_dlion.lion import compute_dtype
 from hf_dlion.verdict import TensorRule
 
@@ -66,6 +67,7 @@ class Entry:
     stride: int
     constants: Sequence[int] = (0,) * len(Constants._fields)
     skipped: int = 0
+    start: int = 0
 
     @property
     def blocks(self) -> int:
@@ -76,7 +78,7 @@ class Entry:
         """Returns all columns."""
         return (
             *(*self.tensors, self.words, self.rows, self.numel, self.row_numel, first_block),
-            *(self.index, self.stride, *self.constants, self.skipped),
+            *(self.index, self.stride, *self.constants, self.skipped, self.start),
         )
 
 
@@ -89,6 +91,7 @@ def entry_of(
     words: Tensor | None = None,
     rows: Tensor | None = None,
     scale: float = 1.0,
+    run: Run | None = None,
 ) -> Entry:
     """Returns the job of a codec's call on one parameter, which is not empty.
 
@@ -100,12 +103,13 @@ def entry_of(
         words: int64, the votes, or the planes of a verdict, of contiguous rows.
         rows: The rows' activity or counts, contiguous.
         scale: Of the gradient.
+        run: The stretch of the parameter that the tensors are, or None for the whole of it.
     """
     found = {"PARAM": param, "GRAD": grad, "AVG": exp_avg}
     seen = {name: tensor for name, tensor in found.items() if tensor is not None}
     first = param if grad is None else grad
     assert first is not None, "a job has a parameter or a gradient"
-    run, dtype = whole_run(first.shape), compute_dtype(first.dtype)
+    run, dtype = run or whole_run(first.shape), compute_dtype(first.dtype)
     beta1, beta2 = rule.betas
     constants = Constants(beta1, 1.0 - beta1, beta2, 1.0 - beta2, rule.decay, rule.lr, scale)
     return Entry(
@@ -117,12 +121,14 @@ def entry_of(
         tensors=tuple(0 if tensor is None else tensor.data_ptr() for tensor in found.values()),
         words=0 if words is None else words.data_ptr(),
         rows=0 if rows is None else rows.data_ptr(),
-        numel=run.stop,
+        numel=run.stop - run.start,
         row_numel=run.row_numel,
         index=rule.index,
         # Kernels take words of 32 bits.
         stride=0 if words is None else 2 * words.stride(0),
         constants=_bits(constants, dtype),
+        skipped=run.start - run.first_row * run.row_numel,
+        start=run.start,
     )
 
 

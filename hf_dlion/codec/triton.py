@@ -39,7 +39,8 @@ DECAY = tl.constexpr(14)
 LR = tl.constexpr(15)
 SCALE = tl.constexpr(16)  # of the gradient
 SKIPPED = tl.constexpr(17)  # elements of the first row that lie before the job
-COLUMNS = tl.constexpr(18)
+START = tl.constexpr(18)  # elements of the parameter that lie before the job
+COLUMNS = tl.constexpr(19)
 
 
 @triton.jit
@@ -53,12 +54,12 @@ def _mix(x):
 
 
 @triton.jit
-def rounding_key(key, job, stream, start):
-    """Returns the uint32 key of a block's random bits; no block crosses element 2**32."""
+def rounding_key(key, job, stream, element):
+    """Returns the uint32 key of the random bits of an element, counted in its parameter."""
     key = key.to(tl.uint32, bitcast=True)
     key = _mix((key ^ tl.load(job + INDEX).to(tl.uint32)) + 0x9E3779B9)
     key = _mix((key ^ stream.to(tl.uint32)) + 0x9E3779B9)
-    return _mix((key ^ (start >> 32).to(tl.uint32)) + 0x9E3779B9)
+    return _mix((key ^ (element >> 32).to(tl.uint32)) + 0x9E3779B9)
 
 
 @triton.jit
@@ -169,9 +170,16 @@ def round_to(
         bits = values.to(tl.uint32, bitcast=True)
         random = bits
         if STOCHASTIC:
-            random = _mix(
-                (start + elements(BLOCK)).to(tl.uint32) ^ rounding_key(key, job, stream, start)
+            # Of a stretch a block may cross element 2**32, where the key changes.
+            element = start + tl.load(job + START)
+            before = tl.minimum(0x100000000 - (element & 0xFFFFFFFF), BLOCK).to(tl.int32)
+            offset = elements(BLOCK)
+            keys = tl.where(
+                offset < before,
+                rounding_key(key, job, stream, element),
+                rounding_key(key, job, stream, element + BLOCK - 1),
             )
+            random = _mix((element + offset).to(tl.uint32) ^ keys)
         if TYPE == tl.bfloat16:
             rounded = _bfloat16(bits, random, STOCHASTIC)
         elif STOCHASTIC:
