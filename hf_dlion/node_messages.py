@@ -173,7 +173,7 @@ class NodePlan(Plan):
         """
         self._take_params(params, wire)
         nodes, size = node.peers.world_size, node.local.world_size
-        groups = split_into_messages(params)
+        groups = split_into_messages(params, wire.world_size)
         layouts = [MessageLayout.of([(i, p.shape) for i, p in group]) for group in groups]
         name = choose_node_exchange(layouts, nodes, size, options)
         split = [[index for index, _ in group] for group in groups]
