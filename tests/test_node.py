@@ -20,7 +20,7 @@ from test_rule_multirank import bytes_of_words, planes_of, rows_of_words
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_dlion import DistributedLion
+from hf_dlion import DistributedLion, messages
 from hf_dlion.exchange.node import RowEdges
 from hf_dlion.layout import MessageLayout, shards_of
 
@@ -516,3 +516,15 @@ def test_an_exchange_during_backward_is_refused_by_name() -> None:
     with pytest.raises(NotImplementedError, match="overlap=True and local_group=2 do not work"):
         DistributedLion([param], overlap=True, local_group=2)
     assert DistributedLion([param], overlap=True, local_group=1).options.overlap
+
+
+def train_with_small_messages(rank: int, world_size: int, size: int) -> list[zoo.Record]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(messages, "MESSAGE_NUMEL", 150)
+        return zoo.train(rank, world_size, STEPS, {"local_group": size})
+
+
+@pytest.mark.parametrize(("nodes", "size"), [(2, 2), (2, 3), (1, 2)])
+def test_many_messages_train_as_one(ranks: RankPools, nodes: int, size: int) -> None:
+    records = ranks(nodes * size).run(train_with_small_messages, size)
+    zoo.replay(zoo.as_nodes(records, nodes_of(nodes, size)), {})
