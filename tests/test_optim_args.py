@@ -15,6 +15,7 @@ EXAMPLES = {
     "aggregation": ("average", "average"),
     "ties": ("zero", "zero"),
     "exchange": ("two_phase", "two_phase"),
+    "overlap": ("true", True),
     "stochastic_rounding": ("false", False),
     "momentum_dtype": ("bfloat16", torch.bfloat16),
     "seed": ("7", 7),
