@@ -40,7 +40,7 @@ class Exchange(Protocol):
     bytes_per_rank: int
 
     def start(self, words: Tensor, active: Tensor) -> None:
-        """Sends the votes."""
+        """Sends the votes; both are copied, and `words` is then free to hold the verdict."""
 
     def count(self, rule: StepRule) -> None:
         """Waits for votes, counts them, and sends what other ranks need of the result."""

@@ -85,7 +85,12 @@ def compare_twice(counters: list[Tensor], totals: list[Tensor]) -> tuple[Tensor,
 
 
 def count_votes(
-    votes: Tensor, active: Tensor, shard: Shard, row_numels: Tensor, rule: StepRule
+    votes: Tensor,
+    active: Tensor,
+    shard: Shard,
+    row_numels: Tensor,
+    rule: StepRule,
+    out: Tensor | None = None,
 ) -> Verdict:
     """Returns the verdict on a shard (design S3, S4, S5).
 
@@ -95,9 +100,11 @@ def count_votes(
         shard: Which words and rows these are.
         row_numels: `shard.row_numels`.
         rule: The step's constants.
+        out: int64, shape (planes, shard.words), receives the verdict's planes; else a new tensor.
     """
     counts = active.sum(dim=0, dtype=torch.int32)
-    out = torch.empty((rule.planes, shard.words), dtype=torch.int64, device=votes.device)
+    if out is None:
+        out = torch.empty((rule.planes, shard.words), dtype=torch.int64, device=votes.device)
     most = (counts * row_numels).sum()
     found_kernels = kernels(votes.device) if votes.device.type == "cuda" else None
     if found_kernels is not None:

@@ -43,6 +43,7 @@ class Gather:
         self._row_numels = self._shard.row_numels(place)
         self._work: dist.Work | None = None
         self._verdict: Verdict | None = None
+        self._free: Tensor | None = None
 
     @staticmethod
     def wire_bytes(layout: MessageLayout, world_size: int, planes: tuple[int, int]) -> int:
@@ -51,7 +52,8 @@ class Gather:
         return WORD_BYTES * (world_size - 1) * (layout.words + words_for(layout.rows))
 
     def start(self, words: Tensor, active: Tensor) -> None:
-        """Sends the votes: words int64 (W,), active bool (R,); both are copied."""
+        """Sends the votes: words int64 (W,), active bool (R,); `words` will hold the verdict."""
+        self._free = words.view(1, -1)
         self._send[: self._layout.words] = words
         self._send[self._layout.words :] = pack_bits(active)
         self._work = self._wire.all_gather(self._received, self._send)
@@ -63,7 +65,11 @@ class Gather:
         votes = self._received[:, : self._layout.words]
         rows = self._received[:, self._layout.words :]
         active = torch.stack([unpack_bits(row, self._layout.rows) for row in rows])
-        self._verdict = count_votes(votes, active, self._shard, self._row_numels, rule)
+        out = self._free
+        if out is None or rule.planes > 1 or out.device != votes.device:
+            out = None
+        self._verdict = count_votes(votes, active, self._shard, self._row_numels, rule, out)
+        self._free = None
 
     def verdict(self) -> Verdict:
         """Returns the verdict on the whole message, on the message's device."""

@@ -61,6 +61,7 @@ class TwoPhase:
         self._row_numels = self._mine.row_numels(place)
         self._gather = VerdictGather(layout, self._shards, down or wire, place, planes)
         self._work: dist.Work | None = None
+        self._free: Tensor | None = None
 
     @staticmethod
     def wire_bytes(layout: MessageLayout, world_size: int, planes: tuple[int, int]) -> int:
@@ -70,7 +71,8 @@ class TwoPhase:
         return up + VerdictGather.wire_bytes(shards, planes)
 
     def start(self, words: Tensor, active: Tensor) -> None:
-        """Sends the votes: words int64 (W,), active bool (R,); both are copied."""
+        """Sends the votes: words int64 (W,), active bool (R,); `words` will hold the verdict."""
+        self._free = words.view(1, -1)
         for segment, shard in zip(self._send, self._shards, strict=True):
             segment[: shard.words] = words[shard.first_word : shard.first_word + shard.words]
             rows = active[shard.first_row : shard.first_row + shard.rows]
@@ -90,7 +92,8 @@ class TwoPhase:
 
     def verdict(self) -> Verdict:
         """Returns the verdict on the whole message, on the message's device."""
-        found = self._gather.verdict()
+        found = self._gather.verdict(self._free)
+        self._free = None
         return Verdict(
             found.planes.to(self._device), found.counts.to(self._device), found.agreement
         )

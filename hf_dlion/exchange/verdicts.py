@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hf_dlion.codec.bits import pack_bits, unpack_bits
 from hf_dlion.exchange.wire import Wire
@@ -68,17 +69,22 @@ class VerdictGather:
         self._found[-1] = found.agreement
         self._work = self._wire.all_gather(self._verdicts, self._found)
 
-    def verdict(self) -> Verdict:
-        """Waits for the verdict on the whole message and returns it, where it was received."""
+    def verdict(self, out: Tensor | None = None) -> Verdict:
+        """Waits for the verdict on the whole message and returns it, where it was received.
+
+        Args:
+            out: int64, shape (1, W), for the planes of a verdict that has one; overwritten.
+        """
         assert self._work is not None, "verdict() follows start()"
         self._work.wait()
         self._work = None
         layout, place = self._layout, self._verdicts.device
-        signs = self._verdicts[:, : self._sign_planes * self._size]
-        signs = signs.view(self._wire.world_size, self._sign_planes, self._size)
-        planes = signs.transpose(0, 1).reshape(self._sign_planes, -1)[:, : layout.words]
-        # Shards of one word make reshape() return a view with gaps.
-        planes = planes.contiguous()
+        shape = (self._sign_planes, layout.words)
+        if out is None or out.shape != shape or out.device != place:
+            out = torch.empty(shape, dtype=torch.int64, device=place)
+        for segment, shard in zip(self._verdicts, self._shards, strict=True):
+            planes = segment[: self._sign_planes * self._size].view(self._sign_planes, -1)
+            out[:, shard.first_word : shard.first_word + shard.words] = planes[:, : shard.words]
         counts = torch.zeros(layout.rows, dtype=torch.int32, device=place)
         for segment, shard in zip(self._verdicts, self._shards, strict=True):
             rows = segment[self._sign_planes * self._size : -1].view(self._row_planes, -1)
@@ -88,7 +94,7 @@ class VerdictGather:
                 found |= unpack_bits(rows[digit], shard.rows).to(torch.int32) << digit
             # A row that two shards share has the same count in both.
             part.copy_(found)
-        return Verdict(planes, counts, int(self._verdicts[:, -1].sum()))
+        return Verdict(out, counts, int(self._verdicts[:, -1].sum()))
 
 
 def sizes_of(shards: Sequence[Shard]) -> tuple[int, int]:
