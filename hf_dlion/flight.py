@@ -13,7 +13,9 @@ from torch import Tensor
 from hf_dlion.exchange import WireStats
 from hf_dlion.groups import group_values, tensor_rules
 from hf_dlion.messages import Clock, Message, apply_all
+from hf_dlion.node import Node
 from hf_dlion.options import Options
+from hf_dlion.shards import Range
 from hf_dlion.state import check_gradient
 from hf_dlion.verdict import StepRule, TensorRule
 
@@ -25,8 +27,12 @@ class Owner(Protocol):
     options: Options
     wire: WireStats
 
-    def momentum_of(self, param: Tensor) -> Tensor:
-        """Returns the parameter's `exp_avg`, made at its first use."""
+    @property
+    def node(self) -> Node | None:
+        """Who votes together with this rank, as far as that is known."""
+
+    def stretch_of(self, param: Tensor, index: int, wanted: Range) -> Tensor | None:
+        """Returns a stretch of the parameter's momentum, or None if this rank does not hold it."""
 
     def step_rule(self) -> StepRule:
         """Returns the constants of the coming step."""
@@ -70,6 +76,9 @@ class Flight:
         self.finite: dict[int, tuple[int, int]] = {}
         self.missing: set[int] = set()
         self._sent = 0
+        # A node's gradient is there where a wrapper has averaged it, and nowhere else.
+        self._in_buckets = owner.node is not None
+        self._averaged: dict[int, Tensor] = {}
         self._counter = counter
         self._counts: list[Future[None]] = []
         self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
@@ -85,6 +94,21 @@ class Flight:
         self._missing[place].discard(key)
         while self._sent < len(self.messages) and not self._missing[self._sent]:
             self._send(self._place.keys(), self._scale)
+
+    def note_bucket(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Takes note that a wrapper has averaged some gradients in the node, and sends as `note`.
+
+        Args:
+            params: The parameters of a bucket of the wrapper's.
+            grads: Their gradients, which are not in `.grad` yet.
+        """
+        for param, grad in zip(params, grads, strict=True):
+            self._averaged[id(param)] = grad
+            self.note(param)
+        # What backward does next, or the loop, may write to the bucket.
+        for (device, what), stream in list(self._streams.items()):
+            if what == "encode":
+                torch.cuda.current_stream(device).wait_stream(stream)
 
     def known_finite(self, param: Tensor) -> bool:
         """Returns whether a gradient was finite when its vote left, and is still the same."""
@@ -105,6 +129,10 @@ class Flight:
             self.stale = True
         while self._sent < len(self.messages):
             message = self.messages[self._sent]
+            if self._in_buckets:
+                self.stale = True
+                self._send((), 1.0)
+                continue
             self._send({id(param) for index, param in message.params if present.get(index)}, 1.0)
 
     def land(
@@ -141,24 +169,39 @@ class Flight:
         """Sends the next message, with votes on the parameters of these ids."""
         message, stats, clock = self.messages[self._sent], self._owner.wire, Clock()
         with torch.no_grad(), self._beside(message.device, "encode"):
-            momenta: dict[int, Tensor] = {}
             try:
-                if self.failure is None:
-                    for index, param in message.params:
-                        if id(param) in voting:
-                            check_gradient(param)
-                            momenta[index] = self._owner.momentum_of(param)
-                for param in message.preview(momenta, self._rules, scale):
+                momenta, grads = self._ballot(message, voting)
+                for param in message.preview(momenta, self._rules, scale, grads):
                     self.finite[id(param)] = _mark(param)
             except Exception as error:  # The other ranks wait for this message all the same.
                 self.failure = error
-                message.preview({}, self._rules, scale)
+                message.preview({}, self._rules, scale, {})
             stats.encode_s += clock.lap()
             message.send()
         self._sent += 1
         if message.rounds > 1:
             self._counts.append(self._counter.submit(self._count, message))
         stats.exchange_s += clock.lap()
+
+    def _ballot(
+        self, message: Message, voting: Container[int]
+    ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Returns momenta and gradients, by index, of the parameters on which this rank votes."""
+        momenta: dict[int, Tensor] = {}
+        grads: dict[int, Tensor] = {}
+        stretches = message.stretches
+        for index, param in message.params:
+            if self.failure is not None or id(param) not in voting or index not in stretches:
+                continue
+            check_gradient(param)
+            grad = self._averaged.get(id(param), param.grad)
+            momentum = self._owner.stretch_of(param, index, stretches[index])
+            if momentum is None:
+                # Loaded, and yet to be shared out in the step.
+                self.stale = True
+            elif grad is not None:
+                momenta[index], grads[index] = momentum, grad
+        return momenta, grads
 
     def _count(self, message: Message) -> None:
         """Counts a message's votes and sends the verdict; on the counter's thread.

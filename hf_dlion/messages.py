@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from hf_dlion.exchange import Exchange, Wire, WireStats, choose_exchange, make_e
 from hf_dlion.header import digest
 from hf_dlion.layout import MessageLayout, Slot
 from hf_dlion.options import Options
+from hf_dlion.shards import Range
 from hf_dlion.state import check_trainable
 from hf_dlion.verdict import StepRule, TensorRule, Verdict
 
@@ -104,6 +105,11 @@ class Message:
         return [(slot.index, param) for slot, param in self._params]
 
     @property
+    def stretches(self) -> dict[int, Range]:
+        """Start and stop of what this rank votes on of each parameter, by index."""
+        return {slot.index: (0, slot.numel) for slot, _ in self._params}
+
+    @property
     def wire_bytes(self) -> int:
         """Bytes that a rank sends for the message."""
         return self._exchange.bytes_per_rank
@@ -120,10 +126,15 @@ class Message:
             voting: `exp_avg` of every parameter, by index, on which this rank votes.
             rules: The step's constants by parameter index.
         """
-        self._codec.encode_all([job for _, job in self._jobs(voting, rules)])
+        found = self._jobs(voting, rules, self._gradients(voting))
+        self._codec.encode_all([job for _, job in found])
 
     def preview(
-        self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule], scale: float
+        self,
+        voting: Mapping[int, Tensor],
+        rules: Mapping[int, TensorRule],
+        scale: float,
+        grads: Mapping[int, Tensor],
     ) -> list[Tensor]:
         """Packs this rank's votes for gradients times `scale`, and leaves its momenta alone.
 
@@ -131,11 +142,12 @@ class Message:
             voting: As for `encode`.
             rules: As for `encode`.
             scale: Factor of the gradients.
+            grads: The gradient of every parameter, by index, on which this rank votes.
 
         Returns:
             Those of the parameters whose gradients are known to be finite.
         """
-        found = self._jobs(voting, rules)
+        found = self._jobs(voting, rules, grads)
         finite = self._codec.preview_all([job for _, job in found], scale)
         return [param for (param, _), known in zip(found, finite, strict=True) if known]
 
@@ -146,11 +158,8 @@ class Message:
             voting: As for `encode`.
             rules: As for `encode`.
         """
-        jobs = []
-        for slot, param in self._params:
-            if slot.index in voting:
-                assert param.grad is not None, "a parameter that votes has a gradient"
-                jobs.append(AdvanceJob(param.grad, voting[slot.index], rules[slot.index]))
+        grads = self._gradients(voting)
+        jobs = [AdvanceJob(grads[index], voting[index], rules[index]) for index in grads]
         self._codec.advance_all(jobs)
 
     def send(self) -> None:
@@ -186,8 +195,20 @@ class Message:
         """Returns the number of elements in rows on which any rank voted."""
         return int(self._row_numels[verdict.counts > 0].sum())
 
+    def _gradients(self, voting: Container[int]) -> dict[int, Tensor]:
+        """Returns the gradients of the parameters that vote, by index."""
+        grads = {}
+        for slot, param in self._params:
+            if slot.index in voting:
+                assert param.grad is not None, "a parameter that votes has a gradient"
+                grads[slot.index] = param.grad
+        return grads
+
     def _jobs(
-        self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]
+        self,
+        voting: Mapping[int, Tensor],
+        rules: Mapping[int, TensorRule],
+        grads: Mapping[int, Tensor],
     ) -> list[tuple[Tensor, EncodeJob]]:
         """Returns the parameters that vote and their jobs; the others' votes become 0."""
         if any(slot.index not in voting for slot, _ in self._params):
@@ -196,9 +217,8 @@ class Message:
         found = []
         for slot, param in self._params:
             if slot.index in voting:
-                assert param.grad is not None, "a parameter that votes has a gradient"
                 momentum, rule = voting[slot.index], rules[slot.index]
-                job = EncodeJob(param.grad, momentum, *self._views(slot), rule)
+                job = EncodeJob(grads[slot.index], momentum, *self._views(slot), rule)
                 found.append((param, job))
         return found
 
@@ -219,11 +239,14 @@ class ReadyOrder:
             share no message with others.
         wires: A process group of their own for votes that leave during backward, and one for the
             verdicts on them: so that neither needs an order among the other's collectives.
+        inside: Where a node votes as one, a process group of its ranks for what they tell one
+            another before a vote leaves.
     """
 
     indices: Sequence[int]
     late: Sequence[int]
     wires: tuple[Wire, Wire]
+    inside: Wire | None = None
 
 
 class Plan:
@@ -261,7 +284,7 @@ class Plan:
         up, down = wire, wire
         if order is not None:
             up, down = order.wires
-            groups = _ordered(params, order, world_size)
+            groups = split_in_order(params, order, world_size)
         layouts = [MessageLayout.of([(i, p.shape) for i, p in group]) for group in groups]
         name = choose_exchange(layouts, world_size, options)
         split = [[index for index, _ in group] for group in groups]
@@ -285,10 +308,16 @@ class Plan:
         return self._wire is wire and self._key == _key_of(params)
 
 
-def _ordered(
+def split_in_order(
     params: Sequence[tuple[int, Tensor]], order: ReadyOrder, world_size: int
 ) -> list[list[tuple[int, Tensor]]]:
-    """Returns the messages of parameters in the order in which gradients become ready."""
+    """Returns messages as `split_into_messages`, in the order in which gradients become ready.
+
+    Args:
+        params: Pairs of parameter index and parameter.
+        order: That of the gradients.
+        world_size: Number of ranks that exchange votes.
+    """
     place = {index: number for number, index in enumerate(order.indices)}
     # Where autograd was not seen, the last parameter's gradient is taken to be first.
     sequence = sorted(params, key=lambda pair: (place.get(pair[0], len(place)), -pair[0]))

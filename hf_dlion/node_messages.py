@@ -9,12 +9,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from hf_dlion.codec import AloneJob, Codec, EncodeJob, codec_for
+from hf_dlion.codec import AdvanceJob, AloneJob, Codec, EncodeJob, codec_for
 from hf_dlion.exchange import Wire, WireStats
 from hf_dlion.exchange.node import NodeExchange, RowEdges, choose_node_exchange
 from hf_dlion.header import digest
 from hf_dlion.layout import MessageLayout, Slot, shards_of
-from hf_dlion.messages import Message, Plan, split_into_messages
+from hf_dlion.messages import Message, Plan, ReadyOrder, split_in_order, split_into_messages
 from hf_dlion.node import Node
 from hf_dlion.options import Options
 from hf_dlion.shards import Range
@@ -50,6 +50,11 @@ class NodeMessage(Message):
         self._words = torch.empty(own.words, dtype=torch.int64, device=device)
         self._active = torch.empty(own.rows, dtype=torch.bool, device=device)
 
+    @property
+    def stretches(self) -> dict[int, Range]:
+        """Start and stop of what this rank votes on of each parameter, by index."""
+        return {slot.index: (slot.start, slot.stop) for slot, _ in self._own}
+
     def encode(self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]) -> None:
         """Packs the node's votes on this rank's shard and advances its momenta.
 
@@ -60,17 +65,74 @@ class NodeMessage(Message):
                 node votes.
             rules: The step's constants by parameter index.
         """
+        self._codec.encode_all(self._shard_jobs(voting, rules, self._gradients(voting)))
+        self._complete_rows(rules)
+
+    def preview(
+        self,
+        voting: Mapping[int, Tensor],
+        rules: Mapping[int, TensorRule],
+        scale: float,
+        grads: Mapping[int, Tensor],
+    ) -> list[Tensor]:
+        """Packs the node's votes on this rank's shard for gradients times `scale`.
+
+        Every rank of the node must call this; momenta stay as they are.
+
+        Args:
+            voting: As for `encode`.
+            rules: As for `encode`.
+            scale: Factor of the gradients.
+            grads: The node's gradient of every parameter, by index, on which the node votes.
+
+        Returns:
+            None of the parameters: of most of them this rank has seen a part.
+        """
+        self._codec.preview_all(self._shard_jobs(voting, rules, grads), scale)
+        self._complete_rows(rules)
+        return []
+
+    def advance(self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]) -> None:
+        """Advances this rank's momenta of the parameters on which the node votes.
+
+        Args:
+            voting: As for `encode`.
+            rules: As for `encode`.
+        """
+        grads = self._gradients(voting)
+        self._codec.advance_all(
+            [
+                AdvanceJob(
+                    _stretch(grads[slot.index], slot),
+                    voting[slot.index],
+                    rules[slot.index],
+                    slot.run(),
+                )
+                for slot, _ in self._own
+                if slot.index in voting
+            ]
+        )
+
+    def _shard_jobs(
+        self,
+        voting: Mapping[int, Tensor],
+        rules: Mapping[int, TensorRule],
+        grads: Mapping[int, Tensor],
+    ) -> list[EncodeJob]:
+        """Returns the jobs of this rank's stretches that vote; the others' votes become 0."""
         jobs = []
-        for slot, param in self._own:
+        for slot, _ in self._own:
             words, active = self._views(slot)
             if slot.index in voting:
-                grad, rule = _stretch(cast(Tensor, param.grad), slot), rules[slot.index]
+                grad, rule = _stretch(grads[slot.index], slot), rules[slot.index]
                 momentum = voting[slot.index]
                 jobs.append(EncodeJob(grad, momentum, words, active, rule, slot.run()))
             else:
                 words.zero_()
                 active.zero_()
-        self._codec.encode_all(jobs)
+        return jobs
+
+    def _complete_rows(self, rules: Mapping[int, TensorRule]) -> None:
         step = next(iter(rules.values())).step_rule
         self._edges.complete(self._words, self._active, step)
 
@@ -158,7 +220,14 @@ class NodePlan(Plan):
         owners: For each rank of the node, the stretch of every parameter that it owns.
     """
 
-    def __init__(self, params: Params, wire: Wire, options: Options, node: Node) -> None:
+    def __init__(
+        self,
+        params: Params,
+        wire: Wire,
+        options: Options,
+        node: Node,
+        order: ReadyOrder | None = None,
+    ) -> None:
         """Checks the parameters and makes the messages.
 
         Args:
@@ -166,6 +235,7 @@ class NodePlan(Plan):
             wire: The process group.
             options: Give the exchange and what it carries.
             node: Who shares the work.
+            order: How the messages of an exchange during backward are cut, and where they travel.
 
         Raises:
             NotImplementedError: If a parameter is sharded.
@@ -173,7 +243,13 @@ class NodePlan(Plan):
         """
         self._take_params(params, wire)
         nodes, size = node.peers.world_size, node.local.world_size
+        self.ordered = order is not None
+        peers, down, inside = node.peers, node.peers, node.local
         groups = split_into_messages(params, wire.world_size)
+        if order is not None:
+            assert order.inside is not None, "a node's ranks have a group for cut rows"
+            (peers, down), inside = order.wires, order.inside
+            groups = split_in_order(params, order, wire.world_size)
         layouts = [MessageLayout.of([(i, p.shape) for i, p in group]) for group in groups]
         name = choose_node_exchange(layouts, nodes, size, options)
         split = [[index for index, _ in group] for group in groups]
@@ -193,8 +269,8 @@ class NodePlan(Plan):
             if nodes == 1:
                 self.alone.append(AloneMessage(group, parts, node.local, codec))
                 continue
-            exchange = NodeExchange(name, layout, node.peers, node.local, device, options)
-            edges = RowEdges(layout, shards, node.local, device)
+            exchange = NodeExchange(name, layout, peers, node.local, device, options, down)
+            edges = RowEdges(layout, shards, inside, device)
             self.messages.append(NodeMessage(group, layout, exchange, codec, edges))
 
 

@@ -282,6 +282,11 @@ class DistributedLion(Optimizer):
             self._node, self._joined = self._found_node(wire), True
         return self._node
 
+    @property
+    def node(self) -> Node | None:
+        """Who votes together with this rank, as far as `join_node` has found out."""
+        return self._node
+
     def _found_node(self, wire: Wire) -> Node | None:
         params = flat_params(self.param_groups)
         device = params[0].device if params else torch.device("cpu")
@@ -305,6 +310,17 @@ class DistributedLion(Optimizer):
     def note_reduced(self, params: Iterable[Tensor]) -> None:
         """Remembers the parameters whose gradients a wrapper has just averaged in the node."""
         self._presence.note_reduced(params)
+
+    def note_bucket(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        averaged: torch.futures.Future[Tensor],
+    ) -> torch.futures.Future[Tensor]:
+        """Returns what a wrapper waits for: the averaging of a bucket, and votes on it to leave."""
+        if self._overlap is None:
+            return averaged
+        return self._overlap.note_bucket(params, grads, averaged)
 
     def attach(self, ddp_model: nn.Module) -> None:
         """Keeps a DDP wrapper from reducing gradients; done automatically at its first forward.
@@ -425,14 +441,20 @@ class DistributedLion(Optimizer):
             flight.discard()
         if self._overlap is not None and wire is not None and wire.world_size > 1:
             assert self._plan is not None, "the header made the plan"
-            params = trainable(self.param_groups)
-            self._plan = self._overlap.prepare(headers, self._plan, params, wire)
+            self._prepare(self._overlap, self._plan, headers, wire)
         comm_hook.after_step(self, self._presence.seen(flat_params(self.param_groups)))
         self._presence.clear()
         self.wire.last_bytes_sent = self.wire.bytes_sent - sent
         self.wire.last_node_bytes_sent = self.wire.node_bytes_sent - sent_inside
         self._sent_inside = self.wire.node_bytes_sent
         return loss
+
+    def _prepare(self, overlap: Overlap, plan: Plan, headers: Sequence[Header], wire: Wire) -> None:
+        """Makes the next step's messages, and gives momenta to the ranks that vote on them."""
+        self._plan = overlap.prepare(headers, plan, trainable(self.param_groups), wire)
+        if self._node is not None and self._plan is not plan:
+            assert isinstance(self._plan, NodePlan), "a node's ranks have a plan of shards"
+            self._share_out(self._plan, self._node, displaced=True)
 
     def _completed(
         self, header: Header, failure: Exception | None
@@ -447,7 +469,10 @@ class DistributedLion(Optimizer):
             failure, header = flight.failure, Header.of_failure(self.steps)
         ordered = self._plan is not None and self._plan.ordered and not self._overlap.wants_order
         stale = flight is not None and (
-            flight.stale or self._plan is None or flight.messages is not self._plan.messages
+            flight.stale
+            or header.unaveraged
+            or self._plan is None
+            or flight.messages is not self._plan.messages
         )
         return dataclasses.replace(header, stale=stale, ordered=ordered), flight, failure
 
@@ -528,6 +553,10 @@ class DistributedLion(Optimizer):
                 shape = (owned[index][1] - owned[index][0],)
             state["exp_avg"] = torch.zeros(shape, dtype=dtype, device=param.device)
         return cast(Tensor, state["exp_avg"])
+
+    def stretch_of(self, param: Tensor, index: int, wanted: Range) -> Tensor | None:
+        """Returns a stretch of a parameter's momentum, or None if this rank does not hold it."""
+        return self._shards.stretch(index, self.momentum_of(param, index), wanted)
 
     def _momenta(self) -> dict[int, Tensor]:
         """Returns what this rank holds of each momentum, by parameter index."""

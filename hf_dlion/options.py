@@ -79,12 +79,6 @@ class Options:
             _check_choice("local_group", self.local_group, get_args(NodeName))
         elif self.local_group is not None:
             _check_integer("local_group", self.local_group, low=1, high=2**31 - 1)
-        if self.overlap and self.local_group not in (None, 1):
-            raise NotImplementedError(
-                f"overlap=True and local_group={self.local_group!r} do not work together yet: "
-                f"the ranks of a node vote on their average, which backward finishes last; "
-                f"choose one of the two"
-            )
 
 
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -10,6 +10,11 @@ happens on it. A thread counts votes and sends verdicts in another one, in the s
 backward did not deliver (a parameter that was not used, a backward that never ran) leaves in
 `step()`. So no rank can wait for a message that another one never sends.
 
+Where a node votes as one, its gradient is there once DDP has averaged a bucket inside it. A thread
+waits for that, sends votes from the bucket, and lets DDP go on: backward returns after the last
+vote has left. Of a wrapper that finds unused parameters a node learns only later which gradients it
+has, and then votes leave in the step.
+
 The momentum is advanced in `step()` from the gradient as the loop left it. The direction is needed
 before the loop has clipped or unscaled this gradient, so that it takes the factor by which the last
 step's gradients were scaled between backward and `step()`.
@@ -20,23 +25,39 @@ otherwise all ranks discard them and exchange again in the step.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
+import torch
 from torch import Tensor
 
 from hf_dlion.exchange import Wire
 from hf_dlion.flight import Flight, Owner
 from hf_dlion.header import Header
 from hf_dlion.messages import Message, Plan, ReadyOrder
+from hf_dlion.node_messages import NodePlan
 from hf_dlion.scale_probes import ScaleProbes
 from hf_dlion.warn_once import warn_once
 
 # After so many stale steps in a row the ranks give up exchanging during backward, and after so many
 # incomplete ones they put the parameters that were missing last.
 PATIENCE = 3
+
+CHANGED = (
+    f"overlap=True does not pay here: in {PATIENCE} steps in a row gradients changed after their "
+    f"votes had left. Run all but the last backward of an accumulation under the DDP wrapper's "
+    f"no_sync(), and do not step() after several backward passes without it"
+)
+UNAVERAGED = (
+    "overlap=True with local_group needs gradients that a DDP wrapper averages in every backward "
+    "pass, and here it does not, or not all of them. Wrap the whole model in "
+    "DistributedDataParallel with find_unused_parameters=False and static_graph=False (in Trainer: "
+    "ddp_find_unused_parameters=False), or leave out overlap"
+)
 
 
 class Overlap:
@@ -49,20 +70,24 @@ class Overlap:
         self._lock = threading.Lock()
         self._probes = ScaleProbes()
         self._counter = ThreadPoolExecutor(1, thread_name_prefix="hf_dlion_count")
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="hf_dlion_send")
+        self._sending: list[Future[None]] = []
         self._gave_up = False
         self.reset()
 
     def reset(self) -> None:
         """Forgets what was agreed: the process group is another one."""
         self._sync = True
-        self._stale_in_a_row = self._incomplete_in_a_row = 0
+        self._stale_in_a_row = self._incomplete_in_a_row = self._unaveraged_in_a_row = 0
         self._wires: tuple[Wire, Wire] | None = None
+        self._inside: Wire | None = None
         self._order: list[int] = []
         self._late: set[int] = set()
         self._new_late: set[int] = set()
         self._messages: Sequence[Message] = ()
         self._flight: Flight | None = None
         self._ready: list[int] = []
+        self._in_buckets: set[int] = set()
 
     @property
     def scale(self) -> float:
@@ -81,13 +106,86 @@ class Overlap:
         with self._lock:
             if self._flight is None and not self._sync:
                 return
-            self._probes.before(param, owner.param_groups)
             if not self._messages:
                 self._ready.append(id(param))
+            if owner.node is not None:
+                return  # This rank's own gradient; the node's comes in a bucket.
+            self._probes.before(param, owner.param_groups)
+            if not self._messages:
                 return
             if self._flight is None:
                 self._flight = Flight(self._messages, owner, self.scale, self._counter)
             self._flight.note(param)
+
+    def note_bucket(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        averaged: torch.futures.Future[Tensor],
+    ) -> torch.futures.Future[Tensor]:
+        """Takes note of gradients that a wrapper is averaging in the node.
+
+        Args:
+            params: Of a bucket, all of which the wrapper averages in every backward pass.
+            grads: Views of the bucket, in the shapes of the parameters.
+            averaged: Completed with the bucket.
+
+        Returns:
+            What the wrapper waits for: completed with the bucket once votes have left.
+        """
+        owner = self._owner()
+        if owner is None or self._gave_up:
+            return averaged
+        with self._lock:
+            self._in_buckets.update(map(id, params))
+            if self._flight is None and self._messages:
+                self._flight = Flight(self._messages, owner, self.scale, self._counter)
+        device = grads[0].device
+        done: torch.futures.Future[Tensor] = torch.futures.Future(
+            devices=None if device.type == "cpu" else [device]
+        )
+        send = functools.partial(
+            self._send_bucket, owner, self._flight, params, grads, averaged, done
+        )
+        self._sending.append(self._sender.submit(send))
+        return done
+
+    def _send_bucket(
+        self,
+        owner: Owner,
+        flight: Flight | None,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        averaged: torch.futures.Future[Tensor],
+        done: torch.futures.Future[Tensor],
+    ) -> None:
+        """Sends what a bucket completes; on the sender's thread, in the order of the buckets."""
+        device = grads[0].device
+        # A new thread has another current device than the one that runs backward.
+        current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+        with torch.no_grad(), current:
+            try:
+                bucket = averaged.wait()
+            except Exception as error:
+                done.set_exception(error)  # type: ignore[arg-type]
+                return
+            try:
+                for param, grad in zip(params, grads, strict=True):
+                    self._probes.before(param, owner.param_groups, grad)
+                if flight is not None:
+                    flight.note_bucket(params, grads)
+            except Exception as error:
+                if flight is None:
+                    done.set_exception(error)  # type: ignore[arg-type]
+                    return
+                flight.failure = error
+            done.set_result(bucket)
+
+    def _all_sent(self) -> None:
+        """Waits for the sender, as backward did unless it failed."""
+        for sending in self._sending:
+            sending.result()
+        self._sending.clear()
 
     def disturb(self) -> None:
         """Takes note that momenta or parameters changed: votes that left do not hold any more."""
@@ -100,6 +198,7 @@ class Overlap:
         A gradient that was finite when its vote left need not be read once more, unless the loop
         has touched any since: an in-place change through `.data` leaves no other trace.
         """
+        self._all_sent()
         flight = self._flight
         if flight is None or self._probes.after() != 1.0:
             return list(params)
@@ -114,6 +213,7 @@ class Overlap:
         Returns:
             The step's messages, or None where votes leave in the step.
         """
+        self._all_sent()
         owner = self._owner()
         if owner is None or not self._messages:
             return None
@@ -122,7 +222,7 @@ class Overlap:
         self._flight = None
         flight.complete(present)
         self._probes.after()
-        if began:
+        if began and owner.node is None:
             self._note_missing(flight)
         return flight
 
@@ -149,8 +249,8 @@ class Overlap:
         """Returns the plan of the next step; every rank calls this with the same headers.
 
         Unless all ranks are content with an agreed order, they take that in which gradients became
-        ready on rank 0, and put last what was often missing. Bytes per rank:
-        `Wire.gather_objects` then, else none.
+        ready on rank 0, and put last what was often missing; nodes do so only if wrappers average
+        all gradients in every backward pass. Bytes per rank: `Wire.gather_objects` then, else none.
 
         Args:
             headers: Of this step.
@@ -162,35 +262,48 @@ class Overlap:
         assert owner is not None, "it is the owner that calls"
         self._probes.after()
         ready, self._ready = self._ready, []
+        averaged = all(id(param) in self._in_buckets for _, param in params if param.numel())
+        self._in_buckets.clear()
         stale = any(header.stale for header in headers)
         self._stale_in_a_row = self._stale_in_a_row + 1 if stale else 0
         if self._stale_in_a_row >= PATIENCE:
-            self._give_up()
+            self._give_up(CHANGED)
         if self._gave_up or all(header.ordered for header in headers):
             return plan
+        node = owner.node
+        if node is not None and node.peers.world_size == 1:
+            return plan  # One node exchanges no votes.
         index_of = {id(param): index for index, param in params}
         if ready:
             self._order = [index_of[key] for key in dict.fromkeys(ready) if key in index_of]
         late = sorted(self._new_late) if self.wants_order else []
-        answers = wire.gather_objects((self._order, late))
+        answers = wire.gather_objects((self._order, late, averaged))
         self._order = answers[0][0]
-        self._late.update(*(their_late for _, their_late in answers))
+        if node is not None and not all(theirs for _, _, theirs in answers):
+            self._messages = ()
+            self._unaveraged_in_a_row += 1
+            if self._unaveraged_in_a_row >= PATIENCE:
+                self._give_up(UNAVERAGED)
+            return plan
+        self._unaveraged_in_a_row = 0
+        self._late.update(*(their_late for _, their_late, _ in answers))
         self._new_late.clear()
         self._incomplete_in_a_row = 0
         if self._wires is None:
-            self._wires = wire.sibling(), wire.sibling()
-        order = ReadyOrder(self._order, sorted(self._late), self._wires)
-        plan = Plan(params, wire, owner.options, order)
+            if node is not None:
+                # First those inside nodes, then those between them, on every rank.
+                self._inside = node.local.sibling()
+            votes = wire if node is None else node.peers
+            self._wires = votes.sibling(), votes.sibling()
+        order = ReadyOrder(self._order, sorted(self._late), self._wires, self._inside)
+        if node is None:
+            plan = Plan(params, wire, owner.options, order)
+        else:
+            plan = NodePlan(params, wire, owner.options, node, order)
         self._messages = plan.messages
         return plan
 
-    def _give_up(self) -> None:
+    def _give_up(self, why: str) -> None:
         self._gave_up = True
         self._messages = ()
-        warn_once(
-            "overlap",
-            f"overlap=True does not pay here: in {PATIENCE} steps in a row gradients changed after "
-            f"their votes had left, and votes go in the step from now on. Run all but the last "
-            f"backward of an accumulation under the DDP wrapper's no_sync(), and do not step() "
-            f"after several backward passes without it",
-        )
+        warn_once("overlap", f"{why}. Votes go in the step from now on")

@@ -27,18 +27,22 @@ class ScaleProbes:
         self._probed: set[int] = set()
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def before(self, param: Tensor, groups: Groups) -> None:
+    def before(self, param: Tensor, groups: Groups, grad: Tensor | None = None) -> None:
         """Looks at a gradient as backward leaves it.
 
         Args:
             param: Its gradient is ready.
             groups: The parameter groups, whose largest parameters are probed.
+            grad: The gradient, where it is not in `param.grad` yet.
         """
         if not self._probed:
             params = [p for p in flat_params(groups) if p.requires_grad]
             largest = sorted(params, key=Tensor.numel, reverse=True)[:PROBED_PARAMS]
             self._probed = {id(p) for p in largest}
-        if id(param) in self._probed and (seen := _magnitude(param)) is not None:
+        seen = (
+            _magnitude(param.grad if grad is None else grad) if id(param) in self._probed else None
+        )
+        if seen is not None:
             self._before[id(param)] = (param, seen)
 
     def after(self) -> float:
@@ -47,7 +51,7 @@ class ScaleProbes:
         Returns:
             The ratio of their magnitudes to those before, NaN where none was seen.
         """
-        pairs = [(old, _magnitude(param)) for param, old in self._before.values()]
+        pairs = [(old, _magnitude(param.grad)) for param, old in self._before.values()]
         self._before.clear()
         self._probed.clear()
         # A gradient that was dropped says nothing of the others.
@@ -59,9 +63,8 @@ class ScaleProbes:
         return ratio
 
 
-def _magnitude(param: Tensor) -> Tensor | None:
+def _magnitude(grad: Tensor | None) -> Tensor | None:
     """Returns the sum of the magnitudes of some elements of the gradient, 0-D float64."""
-    grad = param.grad
     if grad is None or grad.layout != torch.strided or not grad.is_contiguous():
         return None
     return grad.detach().view(-1)[:PROBED].abs().sum(dtype=torch.float64)

@@ -56,6 +56,19 @@ class Shards:
         """Returns start and stop of what is held of each momentum, by parameter index."""
         return {i: self.held.get(i, (0, momentum.numel())) for i, momentum in momenta.items()}
 
+    def stretch(self, index: int, momentum: Tensor, wanted: Range) -> Tensor | None:
+        """Returns a stretch of a momentum, 1-D, a view; None if this rank does not hold all of it.
+
+        Args:
+            index: Of the parameter.
+            momentum: What this rank holds.
+            wanted: Start and stop, not the same.
+        """
+        start, stop = self.held.get(index, (0, momentum.numel()))
+        if not _contains((start, stop), wanted):
+            return None
+        return momentum.view(-1)[wanted[0] - start : wanted[1] - start]
+
     def displaced(self, momenta: Momenta, owned: Mapping[int, Range]) -> bool:
         """Returns whether this rank lacks a part of what it must own.
 

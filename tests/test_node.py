@@ -511,13 +511,6 @@ def test_the_option_is_reachable_from_optim_args() -> None:
             parse_optim_args(f"local_group={bad}")
 
 
-def test_an_exchange_during_backward_is_refused_by_name() -> None:
-    param = nn.Parameter(torch.ones(2))
-    with pytest.raises(NotImplementedError, match="overlap=True and local_group=2 do not work"):
-        DistributedLion([param], overlap=True, local_group=2)
-    assert DistributedLion([param], overlap=True, local_group=1).options.overlap
-
-
 def train_with_small_messages(rank: int, world_size: int, size: int) -> list[zoo.Record]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(messages, "MESSAGE_NUMEL", 150)

@@ -73,7 +73,9 @@ class Zoo(nn.Module):
         matrices = [p for p in rest if p.dim() >= 2]
         return [matrices, [p for p in rest if p.dim() < 2], [small[0]], [small[1]]]
 
-    def forward(self, tokens: Tensor, use_last: bool, use_sometimes: bool) -> Tensor:
+    def forward(
+        self, tokens: Tensor, use_last: bool, use_sometimes: bool, use_never: bool = False
+    ) -> Tensor:
         x = self.embedding[tokens]
         x = functional.linear(x, self.frozen + self.lora_b @ self.lora_a)
         x = torch.tanh(functional.linear(functional.linear(x, self.tied), self.tied))
@@ -94,6 +96,8 @@ class Zoo(nn.Module):
             loss = loss + (self.not_on_last_rank * wave[:33]).sum()
         if use_sometimes:
             loss = loss + (self.sometimes * wave[:15].view(5, 3)).sum()
+        if use_never:
+            loss = loss + (self.never * wave[:4]).sum()
         return loss
 
 
@@ -145,6 +149,7 @@ def train(
     *,
     model: nn.Module | None = None,
     wrap: Callable[[nn.Module], nn.Module] | None = None,
+    everything: bool = False,
 ) -> list[Record]:
     """Trains a Zoo with DistributedLion for some steps; a rank function by itself.
 
@@ -155,6 +160,7 @@ def train(
         options: Of DistributedLion.
         model: The Zoo, if not a new one.
         wrap: Makes the module that is called out of the Zoo (DDP).
+        everything: Whether every step uses every parameter.
     """
     from hf_dlion import DistributedLion
 
@@ -169,7 +175,8 @@ def train(
         if t == LR_STEP:
             optimizer.param_groups[1]["lr"] *= 0.5
         use_last, use_sometimes = uses(rank, world_size, t)
-        called(batch(rank, t), use_last, use_sometimes).backward()
+        use_last, use_sometimes = use_last or everything, use_sometimes or everything
+        called(batch(rank, t), use_last, use_sometimes, everything).backward()
         foreseen = _foreseen(optimizer, params)
         # Clipping changes local gradients between backward and step, as every loop does.
         used = [p for p in params if p.grad is not None and p.dtype == torch.float32]
@@ -179,7 +186,7 @@ def train(
             zoo.word.grad[5] = float("nan")
         if t == ALL_INF_STEP:
             zoo.word.grad[rank] = float("-inf")
-        unused = {id(zoo.never)}
+        unused = set() if everything else {id(zoo.never)}
         unused |= set() if use_last else {id(zoo.not_on_last_rank)}
         unused |= set() if use_sometimes else {id(zoo.sometimes)}
         grads = [None if id(p) in unused or p.grad is None else p.grad.clone() for p in params]
@@ -219,7 +226,12 @@ def _foreseen(optimizer: Any, params: Sequence[Tensor]) -> dict[int, Any]:
 
 
 def train_ddp(
-    rank: int, world_size: int, steps: int, options: dict[str, Any], ddp: dict[str, Any]
+    rank: int,
+    world_size: int,
+    steps: int,
+    options: dict[str, Any],
+    ddp: dict[str, Any],
+    everything: bool = False,
 ) -> list[Record]:
     """Trains as `train`, inside DistributedDataParallel; a rank function."""
     return train(
@@ -228,6 +240,7 @@ def train_ddp(
         steps,
         options,
         wrap=lambda zoo: nn.parallel.DistributedDataParallel(zoo, **ddp),
+        everything=everything,
     )
 
 

@@ -20,7 +20,7 @@ __all__ = ["AdvanceJob", "AloneJob", "ApplyJob", "Codec", "EncodeJob", "codec_fo
 
 
 class EncodeJob(NamedTuple):
-    """The arguments of `Codec.encode`, and of `Codec.preview` but for the scale and the run."""
+    """The arguments of `Codec.encode`, and of `Codec.preview` but for the scale."""
 
     grad: Tensor
     exp_avg: Tensor
@@ -36,6 +36,7 @@ class AdvanceJob(NamedTuple):
     grad: Tensor
     exp_avg: Tensor
     rule: TensorRule
+    run: Run | None = None
 
 
 class ApplyJob(NamedTuple):
@@ -69,8 +70,8 @@ class Codec(Protocol):
             self.encode(*job)
 
     def preview_all(self, jobs: Sequence[EncodeJob], scale: float) -> list[bool]:
-        """Does `preview` on each, and returns what each returns; of whole parameters only."""
-        return [self.preview(*job[:5], scale) for job in jobs]
+        """Does `preview` on each, and returns what each returns."""
+        return [self.preview(*job[:5], scale, job.run) for job in jobs]
 
     def advance_all(self, jobs: Sequence[AdvanceJob]) -> None:
         """Does `advance` on each."""
@@ -116,28 +117,33 @@ class Codec(Protocol):
         active: Tensor,
         rule: TensorRule,
         scale: float,
+        run: Run | None = None,
     ) -> bool:
         """Writes a parameter's votes as `encode` does, and leaves its momentum as it is.
 
         Args:
-            grad: Gradient, the parameter's shape, dense.
+            grad: As for `encode`.
             exp_avg: Momentum, same shape; not changed.
-            words: int64, shape (ceil(numel / 64),); receives the signs.
-            active: bool, shape (rows,); receives which rows vote.
+            words: As for `encode`.
+            active: As for `encode`.
             rule: The step's constants for this parameter.
             scale: The direction is that of fl(scale * grad), in the dtype of the computation.
+            run: As for `encode`.
 
         Returns:
             True if fl(scale * grad) is known to be finite; False if it is not, or unknown.
         """
 
-    def advance(self, grad: Tensor, exp_avg: Tensor, rule: TensorRule) -> None:
+    def advance(
+        self, grad: Tensor, exp_avg: Tensor, rule: TensorRule, run: Run | None = None
+    ) -> None:
         """Advances a parameter's momentum as `encode` does, and writes no votes.
 
         Args:
-            grad: Gradient, the parameter's shape, dense.
+            grad: As for `encode`.
             exp_avg: Momentum, same shape; advanced in place.
             rule: The step's constants for this parameter.
+            run: As for `encode`.
         """
 
     def apply(self, param: Tensor, verdict: Verdict, rule: TensorRule) -> None:

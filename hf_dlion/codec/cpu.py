@@ -144,18 +144,23 @@ class CpuCodec(Codec):
         active: Tensor,
         rule: TensorRule,
         scale: float,
+        run: Run | None = None,
     ) -> bool:
         """See `Codec.preview`."""
-        self._encode_in_chunks(grad, exp_avg, words, active, rule, scale)
+        self._encode_in_chunks(grad, exp_avg, words, active, rule, scale, run)
         return False
 
-    def advance(self, grad: Tensor, exp_avg: Tensor, rule: TensorRule) -> None:
+    def advance(
+        self, grad: Tensor, exp_avg: Tensor, rule: TensorRule, run: Run | None = None
+    ) -> None:
         """See `Codec.advance`."""
         if grad.numel() == 0:
             return
+        run = run or whole_run(grad.shape)
         new, old = grad.contiguous().view(-1), exp_avg.view(-1)
-        for chunk in whole_run(grad.shape).chunks(CHUNK):
-            _advance(new[chunk], old[chunk], chunk.start, rule)
+        for chunk in run.chunks(CHUNK):
+            here = run.within(chunk)
+            _advance(new[here], old[here], chunk.start, rule)
 
     def _encode_in_chunks(
         self,

@@ -108,13 +108,16 @@ class TritonCodec(Codec):
         active: Tensor,
         rule: TensorRule,
         scale: float,
+        run: Run | None = None,
     ) -> bool:
         """See `Codec.preview`."""
-        return self.preview_all([EncodeJob(grad, exp_avg, words, active, rule)], scale)[0]
+        return self.preview_all([EncodeJob(grad, exp_avg, words, active, rule, run)], scale)[0]
 
-    def advance(self, grad: Tensor, exp_avg: Tensor, rule: TensorRule) -> None:
+    def advance(
+        self, grad: Tensor, exp_avg: Tensor, rule: TensorRule, run: Run | None = None
+    ) -> None:
         """See `Codec.advance`."""
-        self.advance_all([AdvanceJob(grad, exp_avg, rule)])
+        self.advance_all([AdvanceJob(grad, exp_avg, rule, run)])
 
     def apply(self, param: Tensor, verdict: Verdict, rule: TensorRule) -> None:
         """See `Codec.apply`."""
@@ -174,7 +177,7 @@ class TritonCodec(Codec):
             return
         grads = [job.grad.contiguous() for job in jobs]
         entries = [
-            entry_of(job.rule, grad=grad, exp_avg=job.exp_avg.view(-1))
+            entry_of(job.rule, grad=grad, exp_avg=job.exp_avg.view(-1), run=job.run)
             for job, grad in zip(jobs, grads, strict=True)
         ]
         with on_device(grads[0].device):

@@ -256,25 +256,29 @@ class NativeCodec(CpuCodec):
         active: Tensor,
         rule: TensorRule,
         scale: float,
+        run: Run | None = None,
     ) -> bool:
         """See `Codec.preview`."""
         if grad.numel() == 0:
             return True
-        if not _supported(grad, exp_avg):
-            return super().preview(grad, exp_avg, words, active, rule, scale)
+        if not _supported(grad, exp_avg, run=run):
+            return super().preview(grad, exp_avg, words, active, rule, scale, run)
+        run = run or whole_run(grad.shape)
         active.zero_()
-        finite = self._encode(grad, exp_avg, words, active, rule, _VOTE, scale)
-        self._clear_inactive(words, active, whole_run(grad.shape))
+        finite = self._encode(grad, exp_avg, words, active, rule, _VOTE, scale, run)
+        self._clear_inactive(words, active, run)
         return finite
 
-    def advance(self, grad: Tensor, exp_avg: Tensor, rule: TensorRule) -> None:
+    def advance(
+        self, grad: Tensor, exp_avg: Tensor, rule: TensorRule, run: Run | None = None
+    ) -> None:
         """See `Codec.advance`."""
         if grad.numel() == 0:
             return
-        if not _supported(grad, exp_avg):
-            super().advance(grad, exp_avg, rule)
+        if not _supported(grad, exp_avg, run=run):
+            super().advance(grad, exp_avg, rule, run)
             return
-        self._encode(grad, exp_avg, None, None, rule, _ADVANCE)
+        self._encode(grad, exp_avg, None, None, rule, _ADVANCE, run=run)
 
     def _encode(
         self,

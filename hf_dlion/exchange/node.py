@@ -40,6 +40,7 @@ class NodeExchange:
         local: Wire,
         device: torch.device,
         options: Options,
+        down: Wire | None = None,
     ) -> None:
         """Makes the buffers.
 
@@ -50,6 +51,8 @@ class NodeExchange:
             local: The ranks of this node.
             device: Where the votes are made and the verdict is wanted.
             options: Give aggregation and ties.
+            down: Another process group of the peers for a second round between nodes: `count` may
+                then be called on another thread than `start`.
         """
         shards = shards_of(layout, local.world_size)
         self.own = layout.part(shards[local.rank])
@@ -58,7 +61,7 @@ class NodeExchange:
         # Of a short message the last ranks own nothing: on all nodes alike.
         self._inner: Exchange | None = None
         if self.own.words:
-            self._inner = make_exchange(name, self.own, peers, device, options)
+            self._inner = make_exchange(name, self.own, peers, device, options, down)
         self.bytes_per_rank = 0 if self._inner is None else self._inner.bytes_per_rank
         self._nothing = Verdict(
             torch.empty((planes[0], 0), dtype=torch.int64, device=self._place),

@@ -131,7 +131,7 @@ class Wire:
         if self.group is not dist.group.WORLD:
             ranks = dist.get_process_group_ranks(self.group)
             options.update(ranks=ranks, use_local_synchronization=True)
-        return Wire(dist.new_group(**options), self.stats, self._device)
+        return Wire(dist.new_group(**options), self.stats, self._device, self.neighbours)
 
     def subgroup(self, members: Sequence[int]) -> dist.ProcessGroup:
         """Returns a new process group of some of the ranks, which all call this, and no other.
