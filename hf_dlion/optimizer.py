@@ -107,7 +107,9 @@ class DistributedLion(Optimizer):
             on. The momentum is advanced in `step()`, from the gradient as the loop left it; the
             direction takes the factor by which the gradients of the step before were scaled
             between backward and `step()` (by clipping or GradScaler), since that of this step is
-            not known yet. Costs one more pass over gradients and momenta.
+            not known yet. Costs one more pass over gradients and momenta. With `local_group` it
+            takes a DDP wrapper of the whole model, made with find_unused_parameters=False and
+            static_graph=False; otherwise votes go in the step, with a warning.
         stochastic_rounding: Round bfloat16 and float16 parameters and momenta stochastically, the
             parameters with the same random bits on every rank. Nearest rounding loses every
             update smaller than half a unit in the last place: most steps of a fine-tuning.

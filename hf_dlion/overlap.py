@@ -109,7 +109,9 @@ class Overlap:
             if not self._messages:
                 self._ready.append(id(param))
             if owner.node is not None:
-                return  # This rank's own gradient; the node's comes in a bucket.
+                # This rank's own gradient; the node's comes in a bucket.
+                self._probes.forget(param)
+                return
             self._probes.before(param, owner.param_groups)
             if not self._messages:
                 return

@@ -39,11 +39,15 @@ class ScaleProbes:
             params = [p for p in flat_params(groups) if p.requires_grad]
             largest = sorted(params, key=Tensor.numel, reverse=True)[:PROBED_PARAMS]
             self._probed = {id(p) for p in largest}
-        seen = (
-            _magnitude(param.grad if grad is None else grad) if id(param) in self._probed else None
-        )
+        if id(param) not in self._probed:
+            return
+        seen = _magnitude(param.grad if grad is None else grad)
         if seen is not None:
             self._before[id(param)] = (param, seen)
+
+    def forget(self, param: Tensor) -> None:
+        """Drops what was seen of a gradient: it is accumulated into once more."""
+        self._before.pop(id(param), None)
 
     def after(self) -> float:
         """Looks at the same gradients as the loop leaves them.

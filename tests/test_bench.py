@@ -27,7 +27,7 @@ from hf_dlion.bench.emulate import (
     namespaces,
     remove_stale,
 )
-from hf_dlion.bench.methods import METHODS, NODE
+from hf_dlion.bench.methods import METHODS, NODE, NODE_OVERLAP, OF_NODES
 
 BENCH = [sys.executable, "-m", "hf_dlion.bench"]
 
@@ -102,7 +102,7 @@ def test_train_compares_every_method(tmp_path, launcher):
         run_command([*BENCH, *words])
     rows = checked(out, "train")
     # One vote per node is for several nodes.
-    names = [name for name in METHODS if name != NODE]
+    names = [name for name in METHODS if name not in OF_NODES]
     sent = [row["bytes_per_step"] for row in rows]
     bytes_of = dict(zip(names, sent, strict=True))
     assert bytes_of["none"] == bytes_of["alone"] == 0
@@ -161,6 +161,35 @@ def test_the_messages_keep_less_than_six_tenths_of_a_byte_per_parameter(
 ) -> None:
     for found in ranks(world_size).run(buffer_bytes, exchange):
         assert 0.4 < found < 0.6
+
+
+@pytest.mark.multiproc
+def test_train_measures_one_vote_per_node(tmp_path):
+    out = tmp_path / "train.json"
+    words = ["train", "--parameters=5000", "--sequence=16", "--steps=3", f"--json={out}"]
+    nodes = ["--ranks=4", "--local-ranks=2", "--methods", "dlion", NODE, NODE_OVERLAP]
+    run_command([*BENCH, *words, *nodes])
+    flat, node, overlapped = checked(out, "train")
+    assert node["name"] == "DistributedLion, a vote per node"
+    assert overlapped["name"] == "DistributedLion, a vote per node, overlap"
+    assert 0 < node["bytes_per_step"] == overlapped["bytes_per_step"] < flat["bytes_per_step"] / 2
+
+
+@pytest.mark.multiproc
+@pytest.mark.usefixtures("network")
+def test_an_emulated_host_may_have_several_ranks(tmp_path):
+    out = tmp_path / "train.json"
+    words = ["train", "--parameters=5000", "--sequence=16", "--steps=3", f"--json={out}"]
+    nodes = ["--emulate=2x1gbit", "--local-ranks=2", "--methods", "dlion", NODE]
+    run_command([*BENCH, *words, *nodes])
+    flat, node = checked(out, "train")
+    assert 0 < node["interface_bytes"] < flat["interface_bytes"]
+
+
+def test_ranks_that_nodes_do_not_divide_are_refused(monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["train", "--ranks=3", "--local-ranks=2"]) == 2
+    assert "--ranks=3 cannot be divided" in capsys.readouterr().err
 
 
 def test_the_bound_is_the_wire_that_cannot_overlap():

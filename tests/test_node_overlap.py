@@ -19,7 +19,7 @@ from test_node import nodes_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_dlion import Disagreement, DistributedLion, messages
+from hf_dlion import Disagreement, DistributedLion, messages, warn_once
 from hf_dlion.exchange.node import NodeExchange, RowEdges
 from hf_dlion.header import header_wire_bytes
 from hf_dlion.layout import shards_of
@@ -85,12 +85,6 @@ def momenta_of(optimizer: DistributedLion, model: nn.Module) -> list[Tensor]:
     """Returns whole momenta, after the last step: ranges depend on how messages are cut."""
     optimizer.synchronize_momentum()
     return [optimizer.state[p]["exp_avg"].clone() for p in model.parameters()]
-
-
-def quietly(wrapped: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    if isinstance(wrapped, DistributedDataParallel):
-        return wrapped.no_sync()
-    return contextlib.nullcontext()
 
 
 Happening = Callable[[int, Model, nn.Module, DistributedLion], None]
@@ -173,6 +167,7 @@ def train(
     optimizer = optimizer_of(model, overlap=overlap, local_group=size, **options)
     holder: list[Any] = [DistributedDataParallel(model, **ddp)]
     happening, sent = HAPPENINGS[what][0], []
+    warn_once._given.discard("overlap")
     with released(holder), short_messages(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for t in range(STEPS):
@@ -257,6 +252,7 @@ def test_a_wrapper_that_may_leave_gradients_out_exchanges_in_the_step(
 def train_unwrapped(rank: int, world_size: int, overlap: bool) -> list[Tensor]:
     model = new_model()
     optimizer = optimizer_of(model, overlap=overlap, local_group=2)
+    warn_once._given.discard("overlap")
     with short_messages(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for t in range(STEPS):
@@ -290,7 +286,7 @@ def fail_once(rank: int, world_size: int, how: str) -> tuple[list[str], list[Ten
     optimizer = optimizer_of(model, overlap=True, local_group=2, exchange="two_phase")
     holder = [DistributedDataParallel(model, **MANY_BUCKETS)]
     raised: list[str] = []
-    with released(holder), short_messages(), pytest.MonkeyPatch.context() as patch:
+    with released(holder), short_messages():
         for t in range(STEPS):
             bad = t == ODD and rank == 1
             with pytest.MonkeyPatch.context() as patch:
@@ -405,8 +401,6 @@ def share_a_wrapper(rank: int, world_size: int) -> list[Tensor]:
         optimizer_of(model, overlap=overlap, local_group=2)
         for model, overlap in zip(models, (True, False), strict=True)
     ]
-    both = optimizer_of(new_model(), overlap=True)
-    assert both.options.overlap
     holder = [DistributedDataParallel(Both(), **MANY_BUCKETS)]
     with released(holder), short_messages():
         for t in range(STEPS):

@@ -24,6 +24,9 @@ ONE_BUCKET_MB = 1 << 20
 ALONE = "one host alone, Lion"
 OVERLAPPED = "DistributedLion, overlap"
 NODE = "dlion-node"
+NODE_OVERLAP = "dlion-node-overlap"
+# These differ from the others only where there are several nodes of several ranks.
+OF_NODES = (NODE, NODE_OVERLAP)
 
 
 class LocalLion:
@@ -177,6 +180,14 @@ def node_lion(make: Callable[[], nn.Module]) -> Method:
     return Method("DistributedLion, a vote per node", ddp, optimizer)
 
 
+def overlapped_node_lion(make: Callable[[], nn.Module]) -> Method:
+    """Returns DistributedLion with one vote per node, which leaves during backward."""
+    ddp = _wrapped(make())
+    options: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1, "local_group": "node"}
+    optimizer = DistributedLion(ddp.named_parameters(), **options, overlap=True)
+    return Method("DistributedLion, a vote per node, overlap", ddp, optimizer)
+
+
 METHODS = {
     "none": no_communication,
     "alone": alone,
@@ -186,6 +197,7 @@ METHODS = {
     "lion": reduced_lion,
     "dlion": distributed_lion,
     NODE: node_lion,
+    NODE_OVERLAP: overlapped_node_lion,
     "overlap": overlapped_lion,
 }
 
@@ -193,7 +205,7 @@ METHODS = {
 def sensible_methods() -> list[str]:
     """Returns the methods that differ here: nodes matter where there are several, of several."""
     size, ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), dist.get_world_size()
-    return [name for name in METHODS if name != NODE or 1 < size < ranks]
+    return [name for name in METHODS if name not in OF_NODES or 1 < size < ranks]
 
 
 def _reduced(numel: int, size: int) -> int:
