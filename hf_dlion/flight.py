@@ -81,7 +81,7 @@ class Flight:
         self._averaged: dict[int, Tensor] = {}
         self._counter = counter
         self._counts: list[Future[None]] = []
-        self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def note(self, param: Tensor) -> None:
         """Takes note that a gradient is ready, and sends what is complete."""
@@ -105,10 +105,6 @@ class Flight:
         for param, grad in zip(params, grads, strict=True):
             self._averaged[id(param)] = grad
             self.note(param)
-        # What backward does next, or the loop, may write to the bucket.
-        for (device, what), stream in list(self._streams.items()):
-            if what == "encode":
-                torch.cuda.current_stream(device).wait_stream(stream)
 
     def known_finite(self, param: Tensor) -> bool:
         """Returns whether a gradient was finite when its vote left, and is still the same."""
@@ -168,7 +164,8 @@ class Flight:
     def _send(self, voting: Container[int], scale: float) -> None:
         """Sends the next message, with votes on the parameters of these ids."""
         message, stats, clock = self.messages[self._sent], self._owner.wire, Clock()
-        with torch.no_grad(), self._beside(message.device, "encode"):
+        # On the stream that backward is on: nothing may touch a gradient before it is read.
+        with torch.no_grad():
             try:
                 momenta, grads = self._ballot(message, voting)
                 for param in message.preview(momenta, self._rules, scale, grads):
@@ -209,28 +206,24 @@ class Flight:
         Backward must not wait for another rank's votes: that rank may be waiting for this one's
         backward in a collective of the model's own.
         """
-        with torch.no_grad(), self._beside(message.device, "count"):
+        with torch.no_grad(), self._beside(message.device):
             message.count(self._rule)
 
     @contextlib.contextmanager
-    def _beside(self, device: torch.device, what: str) -> Iterator[None]:
-        """Runs on a stream of its own: waiting for a collective must not hold up backward."""
+    def _beside(self, device: torch.device) -> Iterator[None]:
+        """Runs on a stream of its own: waiting for votes must not hold up backward's."""
         if device.type != "cuda":
             yield
             return
-        if (device, what) not in self._streams:
+        if device not in self._streams:
             # From torch's pool of streams: cheap, and few of them however many steps.
-            self._streams[device, what] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream = self._streams[device, what]
-        if what == "encode":
-            stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._streams[device]):
             yield
 
     def _join_streams(self, device: torch.device) -> None:
-        for (other, _), stream in self._streams.items():
-            if other == device:
-                torch.cuda.current_stream(device).wait_stream(stream)
+        if device in self._streams:
+            torch.cuda.current_stream(device).wait_stream(self._streams[device])
 
 
 def _mark(param: Tensor) -> tuple[int, int]:
