@@ -28,6 +28,10 @@ class Owner(Protocol):
     wire: WireStats
 
     @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    @property
     def node(self) -> Node | None:
         """Who votes together with this rank, as far as that is known."""
 
@@ -52,7 +56,12 @@ class Flight:
     """
 
     def __init__(
-        self, messages: Sequence[Message], owner: Owner, scale: float, counter: ThreadPoolExecutor
+        self,
+        messages: Sequence[Message],
+        owner: Owner,
+        scale: float,
+        counter: ThreadPoolExecutor,
+        streams: dict[torch.device, torch.cuda.Stream],
     ) -> None:
         """Takes the constants of the step as they are when its first gradient is ready.
 
@@ -61,6 +70,7 @@ class Flight:
             owner: The optimizer.
             scale: Factor of the gradients, as far as it is known.
             counter: One thread, which waits for votes and counts them.
+            streams: By device, on which it does so; kept, since the allocator has a pool for each.
         """
         self.messages = messages
         self.stale = False
@@ -81,7 +91,7 @@ class Flight:
         self._averaged: dict[int, Tensor] = {}
         self._counter = counter
         self._counts: list[Future[None]] = []
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams = streams
 
     def note(self, param: Tensor) -> None:
         """Takes note that a gradient is ready, and sends what is complete."""
@@ -110,17 +120,19 @@ class Flight:
         """Returns whether a gradient was finite when its vote left, and is still the same."""
         return self.finite.get(id(param)) == _mark(param)
 
-    def complete(self, present: Mapping[int, bool]) -> None:
+    def complete(self, present: Mapping[int, bool], odd: Container[int]) -> None:
         """Sends what backward did not: from gradients that the loop is done with.
 
         Args:
             present: By parameter index, whether this rank votes on it now.
+            odd: ids of the parameters whose gradients the loop did not scale like the others.
         """
         self._owner.wire.sent_in_backward = self._sent
         self.missing = set().union(*self._missing)
         for message in self.messages[: self._sent]:
-            if not all(present.get(index, False) for index, _ in message.params):
-                self.stale = True
+            for index, param in message.params:
+                if id(param) in odd or not present.get(index, False):
+                    self.stale = True
         if _betas(self._owner) != self._betas or self._owner.step_rule() != self._rule:
             self.stale = True
         while self._sent < len(self.messages):
@@ -216,7 +228,6 @@ class Flight:
             yield
             return
         if device not in self._streams:
-            # From torch's pool of streams: cheap, and few of them however many steps.
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._streams[device]):
             yield

@@ -38,7 +38,7 @@ class Header:
         finite: Whether all its gradients are finite.
         failed: Whether something failed on it; then all ranks raise.
         step: Number of the last step that it took.
-        layout: Hash of the parameters' shapes and dtypes.
+        layout: Hash of all that decides which collectives of what size a step makes.
         options: Hash of the options.
         groups: Hash of every group's lr, betas and weight decay.
         present: bool, shape (P,): the parameters for which autograd saw a gradient.

@@ -68,15 +68,16 @@ class Overlap:
         self._owner = weakref.ref(owner)
         # With parameters on several devices autograd calls hooks from several threads.
         self._lock = threading.Lock()
-        self._probes = ScaleProbes()
         self._counter = ThreadPoolExecutor(1, thread_name_prefix="hf_dlion_count")
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="hf_dlion_send")
         self._sending: list[Future[None]] = []
-        self._gave_up = False
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self.reset()
 
     def reset(self) -> None:
         """Forgets what was agreed: the process group is another one."""
+        self._gave_up = False
+        self._probes = ScaleProbes()
         self._sync = True
         self._stale_in_a_row = self._incomplete_in_a_row = self._unaveraged_in_a_row = 0
         self._wires: tuple[Wire, Wire] | None = None
@@ -86,7 +87,7 @@ class Overlap:
         self._new_late: set[int] = set()
         self._messages: Sequence[Message] = ()
         self._flight: Flight | None = None
-        self._ready: list[int] = []
+        self._ready: dict[int, None] = {}
         self._in_buckets: set[int] = set()
 
     @property
@@ -101,22 +102,24 @@ class Overlap:
     def note_gradient(self, param: Tensor) -> None:
         """Takes note that the gradient of a parameter is ready; called during backward."""
         owner = self._owner()
-        if owner is None or self._gave_up:
+        if owner is None or self._gave_up or owner.world_size == 1:
             return
         with self._lock:
             if self._flight is None and not self._sync:
                 return
             if not self._messages:
-                self._ready.append(id(param))
+                self._ready[id(param)] = None
             if owner.node is not None:
                 # This rank's own gradient; the node's comes in a bucket.
                 self._probes.forget(param)
                 return
-            self._probes.before(param, owner.param_groups)
+            self._probes.before(param)
             if not self._messages:
                 return
             if self._flight is None:
-                self._flight = Flight(self._messages, owner, self.scale, self._counter)
+                self._flight = Flight(
+                    self._messages, owner, self.scale, self._counter, self._streams
+                )
             self._flight.note(param)
 
     def note_bucket(
@@ -141,7 +144,9 @@ class Overlap:
         with self._lock:
             self._in_buckets.update(map(id, params))
             if self._flight is None and self._messages:
-                self._flight = Flight(self._messages, owner, self.scale, self._counter)
+                self._flight = Flight(
+                    self._messages, owner, self.scale, self._counter, self._streams
+                )
         device = grads[0].device
         done: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=None if device.type == "cpu" else [device]
@@ -173,7 +178,7 @@ class Overlap:
                 return
             try:
                 for param, grad in zip(params, grads, strict=True):
-                    self._probes.before(param, owner.param_groups, grad)
+                    self._probes.before(param, grad)
                 if flight is not None:
                     flight.note_bucket(params, grads)
             except Exception as error:
@@ -190,7 +195,7 @@ class Overlap:
         self._sending.clear()
 
     def disturb(self) -> None:
-        """Takes note that momenta or parameters changed: votes that left do not hold any more."""
+        """Takes note that momenta changed: votes that left do not hold any more."""
         if self._flight is not None:
             self._flight.stale = True
 
@@ -220,10 +225,12 @@ class Overlap:
         if owner is None or not self._messages:
             return None
         began = self._flight is not None
-        flight = self._flight or Flight(self._messages, owner, self.scale, self._counter)
+        flight = self._flight or Flight(
+            self._messages, owner, self.scale, self._counter, self._streams
+        )
         self._flight = None
-        flight.complete(present)
         self._probes.after()
+        flight.complete(present, self._probes.odd)
         if began and owner.node is None:
             self._note_missing(flight)
         return flight
@@ -263,11 +270,14 @@ class Overlap:
         owner = self._owner()
         assert owner is not None, "it is the owner that calls"
         self._probes.after()
-        ready, self._ready = self._ready, []
+        ready, self._ready = self._ready, {}
+        self._probes.odd = set()
         averaged = all(id(param) in self._in_buckets for _, param in params if param.numel())
         self._in_buckets.clear()
-        stale = any(header.stale for header in headers)
-        self._stale_in_a_row = self._stale_in_a_row + 1 if stale else 0
+        # A rank that is not finite has nothing to say of its votes.
+        if all(header.finite for header in headers):
+            stale = any(header.stale for header in headers)
+            self._stale_in_a_row = self._stale_in_a_row + 1 if stale else 0
         if self._stale_in_a_row >= PATIENCE:
             self._give_up(CHANGED)
         if self._gave_up or all(header.ordered for header in headers):
@@ -277,7 +287,7 @@ class Overlap:
             return plan  # One node exchanges no votes.
         index_of = {id(param): index for index, param in params}
         if ready:
-            self._order = [index_of[key] for key in dict.fromkeys(ready) if key in index_of]
+            self._order = [index_of[key] for key in ready if key in index_of]
         late = sorted(self._new_late) if self.wants_order else []
         answers = wire.gather_objects((self._order, late, averaged))
         self._order = answers[0][0]
@@ -297,6 +307,8 @@ class Overlap:
                 self._inside = node.local.sibling()
             votes = wire if node is None else node.peers
             self._wires = votes.sibling(), votes.sibling()
+            for fresh in (*self._wires, *([self._inside] if self._inside else ())):
+                fresh.meet()
         order = ReadyOrder(self._order, sorted(self._late), self._wires, self._inside)
         if node is None:
             plan = Plan(params, wire, owner.options, order)

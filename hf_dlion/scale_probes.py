@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_dlion.groups import Groups, flat_params
-
-# So many elements of so many gradients are looked at.
-PROBED, PROBED_PARAMS = 1024, 8
+# So many elements of each gradient, evenly spaced, are looked at.
+PROBED = 128
+# Scaling rounds every element; below float32 by up to half a percent.
+TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3}
+NARROW_TOLERANCE = 2e-2
 
 
 class ScaleProbes:
@@ -19,28 +20,23 @@ class ScaleProbes:
 
     Attributes:
         scale: The factor, a float32 number; 1 until it is known.
+        odd: ids of the parameters whose gradients were changed otherwise since (a mask, noise,
+            clipping by layer), as far as the elements looked at can tell.
     """
 
     def __init__(self) -> None:
         """Has seen nothing."""
         self.scale = 1.0
-        self._probed: set[int] = set()
+        self.odd: set[int] = set()
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def before(self, param: Tensor, groups: Groups, grad: Tensor | None = None) -> None:
+    def before(self, param: Tensor, grad: Tensor | None = None) -> None:
         """Looks at a gradient as backward leaves it.
 
         Args:
             param: Its gradient is ready.
-            groups: The parameter groups, whose largest parameters are probed.
             grad: The gradient, where it is not in `param.grad` yet.
         """
-        if not self._probed:
-            params = [p for p in flat_params(groups) if p.requires_grad]
-            largest = sorted(params, key=Tensor.numel, reverse=True)[:PROBED_PARAMS]
-            self._probed = {id(p) for p in largest}
-        if id(param) not in self._probed:
-            return
         seen = _magnitude(param.grad if grad is None else grad)
         if seen is not None:
             self._before[id(param)] = (param, seen)
@@ -53,16 +49,27 @@ class ScaleProbes:
         """Looks at the same gradients as the loop leaves them.
 
         Returns:
-            The ratio of their magnitudes to those before, NaN where none was seen.
+            The ratio of their magnitudes to those before, NaN where none was seen. It becomes the
+            scale unless some gradient is odd.
         """
-        pairs = [(old, _magnitude(param.grad)) for param, old in self._before.values()]
-        self._before.clear()
-        self._probed.clear()
         # A gradient that was dropped says nothing of the others.
-        both = [(old, new) for old, new in pairs if new is not None]
-        total = _sum([old for old, _ in both])
-        ratio = _sum([new for _, new in both]) / total if total else math.nan
-        if math.isfinite(ratio) and ratio > 0.0:
+        both = [
+            (param, old, new)
+            for param, old in self._before.values()
+            if (new := _magnitude(param.grad)) is not None
+        ]
+        self._before.clear()
+        if not both:
+            return math.nan
+        before, after = _floats([old for _, old, _ in both]), _floats([new for *_, new in both])
+        total = math.fsum(before)
+        ratio = math.fsum(after) / total if total else math.nan
+        self.odd = {
+            id(param)
+            for (param, _, _), old, new in zip(both, before, after, strict=True)
+            if not abs(new - ratio * old) <= TOLERANCE.get(param.dtype, NARROW_TOLERANCE) * new
+        }
+        if not self.odd and math.isfinite(ratio) and ratio > 0.0:
             self.scale = float(torch.tensor(ratio, dtype=torch.float32))
         return ratio
 
@@ -71,11 +78,17 @@ def _magnitude(grad: Tensor | None) -> Tensor | None:
     """Returns the sum of the magnitudes of some elements of the gradient, 0-D float64."""
     if grad is None or grad.layout != torch.strided or not grad.is_contiguous():
         return None
-    return grad.detach().view(-1)[:PROBED].abs().sum(dtype=torch.float64)
+    flat = grad.detach().view(-1)
+    return flat[:: -(-flat.numel() // PROBED) or 1].abs().sum(dtype=torch.float64)
 
 
-def _sum(values: Sequence[Tensor]) -> float:
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for value in values:
-        by_device.setdefault(value.device, []).append(value)
-    return sum(float(torch.stack(found).sum()) for found in by_device.values())
+def _floats(values: Sequence[Tensor]) -> list[float]:
+    """Returns 0-D tensors as numbers, with one wait per device."""
+    places: dict[torch.device, list[int]] = {}
+    for place, value in enumerate(values):
+        places.setdefault(value.device, []).append(place)
+    found = [0.0] * len(values)
+    for own in places.values():
+        for place, number in zip(own, torch.stack([values[k] for k in own]).tolist(), strict=True):
+            found[place] = number
+    return found

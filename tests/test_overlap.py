@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
-from spawn import RankPools
+from spawn import RankPools, run_ranks
 from test_ddp import CASES, STEPS, batches, bits_of, new_model, optimizer_of, released, train
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -121,6 +121,12 @@ def misbehave(rank: int, world_size: int, overlap: bool, what: str) -> dict[str,
                 model.second.weight.grad[-1, -1] = float("nan")
             if t == 3 and what == "nan_in_data" and rank == 0:
                 model.second.weight.grad.data.fill_(float("nan"))
+            if t == 3 and what == "masked":
+                model.embedding.weight.grad[:4] = 0.0
+            if t == 3 and what == "replaced":
+                model.second.weight.grad = torch.ones_like(model.second.weight)
+            if t in (3, 4, 5) and what == "overflows" and rank == 0:
+                model.second.weight.grad.fill_(float("inf"))
             if t == 3 and what == "nobody":
                 optimizer.zero_grad()
             if t == 3 and what == "betas":
@@ -172,6 +178,9 @@ def _generator(rank: int, t: int) -> torch.Generator:
         ("one_dropped", 6),
         ("nan", 6),
         ("nan_in_data", 6),
+        ("masked", 6),
+        ("replaced", 6),
+        ("overflows", 4),
         ("nobody", 6),
         ("betas", 6),
         ("lr", 7),
@@ -250,6 +259,41 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_the_next_step_is_whole(
         assert others in message
         assert all(map(torch.equal, bits, results[0][1]))
         assert overlapped == 6
+
+
+def with_a_group_more(rank: int, world_size: int) -> str:
+    """Rank 0 alone is a member of one more group."""
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    group = dist.new_group(list(range(world_size)))
+    model = new_model()
+    optimizer = optimizer_of(model, overlap=True, process_group=group)
+    model(batches(rank, 1)[0][0]).backward()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_ranks_with_different_numbers_of_groups_are_told_instead_of_hanging() -> None:
+    # In processes of its own: the numbers stay different.
+    for message in run_ranks(2, with_a_group_more):
+        assert message.startswith("ranks are members of different numbers of process groups")
+
+
+def alone(rank: int, world_size: int) -> int:
+    model = new_model()
+    optimizer = optimizer_of(model, overlap=True)
+    for step in batches(rank, 1):
+        model(step[0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return len(optimizer._overlap._ready) + len(optimizer._overlap._probes._before)
+
+
+def test_one_rank_keeps_no_account_of_gradients(ranks: RankPools) -> None:
+    assert ranks(1).run(alone) == [0]
 
 
 def train_two(rank: int, world_size: int) -> list[list[Tensor]]:
@@ -359,11 +403,10 @@ def test_votes_leave_in_the_last_backward_of_an_accumulation(ranks: RankPools) -
 @pytest.mark.parametrize("factor", [1.0, 0.25, 2.0**-16, 0.3])
 def test_the_scale_is_that_between_backward_and_step(factor: float) -> None:
     params = [nn.Parameter(torch.randn(40, 9)) for _ in range(12)]
-    groups = [{"params": params}]
     probes = ScaleProbes()
     for param in params:
         param.grad = torch.randn(40, 9)
-        probes.before(param, groups)
+        probes.before(param)
     for param in params:
         param.grad *= factor
     probes.after()
@@ -378,17 +421,25 @@ def test_a_scale_that_is_no_number_is_not_taken(after: float) -> None:
     param.grad = torch.ones(5)
     probes = ScaleProbes()
     probes.scale = 0.5
-    probes.before(param, [{"params": [param]}])
+    probes.before(param)
     param.grad.fill_(after)
     probes.after()
     assert probes.scale == 0.5
 
 
-def test_a_large_gradient_is_probed_in_its_beginning_only() -> None:
-    param = nn.Parameter(torch.ones(5000))
-    param.grad = torch.ones(5000)
+def test_a_gradient_that_was_not_scaled_like_the_others_is_odd() -> None:
+    params = [nn.Parameter(torch.ones(5000)) for _ in range(4)]
     probes = ScaleProbes()
-    probes.before(param, [{"params": [param]}])
-    param.grad[4000:] = 7.0
+    for param in params:
+        param.grad = torch.randn(5000)
+        probes.before(param)
+        param.grad *= 0.3
+    params[1].grad[:400] = 0.0
+    params[2].grad *= 0.5
     probes.after()
-    assert probes.scale == 1.0
+    assert {id(params[1]), id(params[2])} <= probes.odd
+    for param in params:
+        probes.before(param)
+        param.grad *= 0.1
+    probes.after()
+    assert probes.odd == set()

@@ -180,7 +180,10 @@ def train(
         foreseen = _foreseen(optimizer, params)
         # Clipping changes local gradients between backward and step, as every loop does.
         used = [p for p in params if p.grad is not None and p.dtype == torch.float32]
-        nn.utils.clip_grad_norm_(used, 1.0)
+        norm = nn.utils.clip_grad_norm_(used, 1.0)
+        for p in params:
+            if p.grad is not None and p.dtype != torch.float32:
+                p.grad.mul_(float((1.0 / (norm + 1e-6)).clamp(max=1.0)))
         assert zoo.word.grad is not None
         if t == ONE_NAN_STEP and rank == world_size - 1:
             zoo.word.grad[5] = float("nan")

@@ -71,7 +71,7 @@ class NodeExchange:
         self._gather = VerdictGather(layout, shards, local, self._place, planes)
 
     def start(self, words: Tensor, active: Tensor) -> None:
-        """Sends the votes on this rank's shard: words int64, active bool; both are copied."""
+        """Sends the votes on this rank's shard: words int64, active bool; as `Exchange.start`."""
         if self._inner is not None:
             self._inner.start(words, active)
 
