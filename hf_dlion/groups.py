@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_dlion.fingerprint import fingerprint
+from hf_dlion.fingerprint import fingerprints
 from hf_dlion.header import Details
 from hf_dlion.options import Options
 from hf_dlion.verdict import StepRule, TensorRule
@@ -81,8 +81,9 @@ def details_of(groups: Groups, options: Options, failure: Exception | None) -> D
     """Returns what a rank can say of itself should the ranks disagree."""
 
     def parameters() -> list[tuple[str, int]]:
-        names = names_of(groups)
-        return [(names[index], fingerprint(param)) for index, param in trainable(groups)]
+        names, held = names_of(groups), trainable(groups)
+        hashes = fingerprints([param for _, param in held])
+        return [(names[index], value) for (index, _), value in zip(held, hashes, strict=True)]
 
     return Details(
         layout=lambda: layout_lines(groups),

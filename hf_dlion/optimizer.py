@@ -38,12 +38,14 @@ from hf_dlion.options import (
     CheckpointMode,
     ExchangeName,
     NodeName,
+    OnDivergence,
     Options,
     Ties,
     check_group,
 )
 from hf_dlion.overlap import Overlap
 from hf_dlion.presence import Presence
+from hf_dlion.replicas import check_replicas
 from hf_dlion.shards import Range, Shards
 from hf_dlion.state import (
     check_gradient,
@@ -127,6 +129,11 @@ class DistributedLion(Optimizer):
             inside a node, by DDP's backward or else in `step()`, and the momentum is shared out
             among its ranks; in the rule above N is then the number of nodes. None: every rank
             votes.
+        check_replicas_every: After every so many steps the ranks compare a hash of all
+            parameters of the groups, frozen ones too; 0 never does.
+        on_divergence: What to do should they differ: "raise" an error on every rank that names
+            the first such parameter, or "repair": warn, and give all ranks the values that most
+            of them have.
 
     Attributes:
         state: `state[p]["exp_avg"]`, shape of p, is this rank's momentum; with `local_group` its
@@ -165,6 +172,8 @@ class DistributedLion(Optimizer):
         max_abstained_steps: int = 20,
         checkpoint: CheckpointMode = "per_rank",
         local_group: NodeName | int | dist.ProcessGroup | None = None,
+        check_replicas_every: int = 0,
+        on_divergence: OnDivergence = "raise",
     ) -> None:
         """See the class."""
         self._local_group: LocalGroup = local_group
@@ -179,6 +188,8 @@ class DistributedLion(Optimizer):
             max_abstained_steps=max_abstained_steps,
             checkpoint=checkpoint,
             local_group=_plain(local_group),
+            check_replicas_every=check_replicas_every,
+            on_divergence=on_divergence,
         )
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
             raise TypeError(
@@ -391,7 +402,8 @@ class DistributedLion(Optimizer):
         """Takes one step, together with all ranks of the process group.
 
         Bytes per rank: `hf_dlion.header.header_wire_bytes` and, for each message, what the
-        exchange's `wire_bytes` says. A rank whose gradients hold a NaN or an Inf abstains and
+        exchange's `wire_bytes` says; with `check_replicas_every=k`, in every k-th step those of
+        `hf_dlion.replicas.check_replicas`. A rank whose gradients hold a NaN or an Inf abstains and
         keeps its momentum; if all do, nothing changes and the step is not counted.
 
         Args:
@@ -405,7 +417,7 @@ class DistributedLion(Optimizer):
                 others if one failed; that one raises what failed.
             RuntimeError: On every rank, if one abstained `max_abstained_steps` times in a row.
         """
-        wire = self._resolved()
+        wire, steps_before = self._resolved(), self.steps
         sent, sent_inside = self.wire.bytes_sent, self._sent_inside
         loss: float | None = None
         failure: Exception | None = None
@@ -446,6 +458,8 @@ class DistributedLion(Optimizer):
             self._prepare(self._overlap, self._plan, headers, wire)
         comm_hook.after_step(self, self._presence.seen(flat_params(self.param_groups)))
         self._presence.clear()
+        if wire is not None and wire.world_size > 1 and self.steps > steps_before:
+            self._check_replicas(wire, node)
         self.wire.last_bytes_sent = self.wire.bytes_sent - sent
         self.wire.last_node_bytes_sent = self.wire.node_bytes_sent - sent_inside
         self._sent_inside = self.wire.node_bytes_sent
@@ -457,6 +471,14 @@ class DistributedLion(Optimizer):
         if self._node is not None and self._plan is not plan:
             assert isinstance(self._plan, NodePlan), "a node's ranks have a plan of shards"
             self._share_out(self._plan, self._node, displaced=True)
+
+    def _check_replicas(self, wire: Wire, node: Node | None) -> None:
+        """Compares the ranks' parameters when it is time to."""
+        every = self.options.check_replicas_every
+        if every == 0 or self.steps % every:
+            return
+        near = () if node is None else node.members[node.index]
+        check_replicas(self.param_groups, wire, self.steps, self.options.on_divergence, near)
 
     def _completed(
         self, header: Header, failure: Exception | None

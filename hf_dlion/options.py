@@ -15,6 +15,7 @@ Ties = Literal["alternate", "zero"]
 ExchangeName = Literal["auto", "gather", "two_phase"]
 CheckpointMode = Literal["per_rank", "mean"]
 NodeName = Literal["node"]
+OnDivergence = Literal["raise", "repair"]
 
 MOMENTUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -40,6 +41,10 @@ class Options:
             momenta before rank 0 saves).
         local_group: Ranks per node, which cast one vote together, or "node" for as many as the
             launcher started on each; None lets every rank vote.
+        check_replicas_every: After every so many steps the ranks compare hashes of all their
+            parameters; 0 never does.
+        on_divergence: Should they differ: "raise" on every rank, or "repair" by broadcasting the
+            majority's values.
 
     Raises:
         ValueError: If a value is not one of those allowed.
@@ -56,6 +61,8 @@ class Options:
     max_abstained_steps: int = 20
     checkpoint: CheckpointMode = "per_rank"
     local_group: NodeName | int | None = None
+    check_replicas_every: int = 0
+    on_divergence: OnDivergence = "raise"
 
     def __post_init__(self) -> None:
         """Check every value, so that a bad one is refused where it was written."""
@@ -75,6 +82,8 @@ class Options:
             raise kind(f"momentum_dtype={self.momentum_dtype!r} must be None or one of {allowed}")
         _check_integer("seed", self.seed, low=0, high=2**64 - 1)
         _check_integer("max_abstained_steps", self.max_abstained_steps, low=1, high=2**31 - 1)
+        _check_integer("check_replicas_every", self.check_replicas_every, low=0, high=2**31 - 1)
+        _check_choice("on_divergence", self.on_divergence, get_args(OnDivergence))
         if isinstance(self.local_group, str):
             _check_choice("local_group", self.local_group, get_args(NodeName))
         elif self.local_group is not None:

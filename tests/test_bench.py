@@ -55,6 +55,7 @@ def test_codec_times_every_backend_beside_fused_adamw(tmp_path, capfd):
     names = {(row["name"], row["dtype"]) for row in rows}
     for dtype in ("float32", "bfloat16"):
         wanted = {"fused AdamW step", "copy", "eager, 2 ranks", "eager, 4 ranks"}
+        wanted |= {"hash of all parameters"}
         assert {(name, dtype) for name in wanted} <= names
     assert "fused AdamW step" in capfd.readouterr().out
 
@@ -66,6 +67,7 @@ def test_on_a_device_codecs_are_timed_beside_a_copy_of_as_many_bytes(tmp_path):
     rows = {(row["name"], row["dtype"]): row for row in checked(out, "codec")}
     assert rows["encode", "float32"]["megabytes"] == (3 * 4 * 5000 + 8 * 79) / 1e6
     assert rows["eager apply", "bfloat16"]["ratio"] > 0
+    assert rows["hash", "bfloat16"]["megabytes"] == 2 * 5000 / 1e6
 
 
 def test_without_rich_the_command_says_what_to_install(monkeypatch, capsys):

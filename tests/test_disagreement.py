@@ -81,6 +81,8 @@ def _raised_everywhere(results: list[tuple[str, bool]], *words: str) -> None:
         ("seed", 0, 1),
         ("max_abstained_steps", 20, 3),
         ("checkpoint", "per_rank", "mean"),
+        ("check_replicas_every", 2, 3),
+        ("on_divergence", "raise", "repair"),
     ],
 )
 def test_an_option_that_differs_on_one_rank(

@@ -23,7 +23,7 @@ LAYERS = (
     {"header", "momentum_sync", "comm_hook", "shards"},
     {"node", "saved_momentum"},
     {"messages", "groups", "node_gradients"},
-    {"node_messages"},
+    {"node_messages", "replicas"},
     {"flight", "scale_probes"},
     {"overlap"},
     {"optimizer"},

@@ -21,6 +21,8 @@ EXAMPLES = {
     "seed": ("7", 7),
     "max_abstained_steps": ("3", 3),
     "checkpoint": ("mean", "mean"),
+    "check_replicas_every": ("50", 50),
+    "on_divergence": ("repair", "repair"),
 }
 
 
@@ -92,6 +94,8 @@ def test_booleans_are_written_as_usual(text, value):
         ("momentum_dtype=int8", ["momentum_dtype=torch.int8", "bfloat16"]),
         ("seed=one", ["seed=one", "integer"]),
         ("seed=-1", ["seed=-1", "between 0"]),
+        ("check_replicas_every=-1", ["check_replicas_every=-1", "between 0"]),
+        ("on_divergence=mend", ["on_divergence='mend'", "raise, repair"]),
         ("max_abstained_steps=0", ["max_abstained_steps=0", "between 1"]),
         ("beta1=high", ["beta1=high", "number"]),
         ("beta2=1", ["beta2=1", "below 1"]),

@@ -54,6 +54,11 @@ BAD_OPTIONS: list[tuple[str, Any, type[Exception]]] = [
     ("max_abstained_steps", 2.0, TypeError),
     ("checkpoint", "rank0", ValueError),
     ("checkpoint", None, TypeError),
+    ("check_replicas_every", -1, ValueError),
+    ("check_replicas_every", True, TypeError),
+    ("check_replicas_every", None, TypeError),
+    ("on_divergence", "ignore", ValueError),
+    ("on_divergence", None, TypeError),
 ]
 
 

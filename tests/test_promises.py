@@ -36,7 +36,8 @@ def provoke(rank: int, world_size: int, what: str) -> str:
     """Does on rank 1 what a row of the README's table of errors is about."""
     odd = rank == 1
     params = [random_param(4, 5, seed=7 if odd and what == "parameter values" else 0)]
-    optimizer = DistributedLion([("weight", params[0])], lr=0.2 if odd and "lr" in what else 0.1)
+    lr, every = 0.2 if odd and "lr" in what else 0.1, int("replicas differ" in what)
+    optimizer = DistributedLion([("weight", params[0])], lr=lr, check_replicas_every=every)
     if odd and what == "trainable parameters":
         optimizer.add_param_group({"params": [("more", random_param(3))]})
     if odd and what == "different steps":
@@ -54,6 +55,8 @@ def provoke(rank: int, world_size: int, what: str) -> str:
             backward(params, step)
             assert params[0].grad is not None
             params[0].grad *= bad
+            if odd and what == "replicas differ" and step == 2:
+                params[0].data[3, 4] *= 1.5
             try:
                 optimizer.step(closure)
             except Exception as error:
@@ -73,6 +76,7 @@ def state_at_step_7(optimizer: DistributedLion) -> dict[str, Any]:
     [
         "'group 0 lr'",
         "parameter values",
+        "replicas differ",
         "trainable parameters",
         "different steps",
         "step failed",

@@ -73,7 +73,11 @@ def test_options_reach_the_optimizer(tmp_path):
     trainer = tiny_trainer(tiny_args(tmp_path, optim_args=text, learning_rate=3e-4))
     lion = optimizer_of(trainer)
     assert lion.options == hf_dlion.Options(
-        aggregation="average", exchange="gather", stochastic_rounding=False, seed=5
+        aggregation="average",
+        exchange="gather",
+        stochastic_rounding=False,
+        seed=5,
+        check_replicas_every=100,
     )
     assert {group["lr"] for group in lion.param_groups} == {3e-4}
 
@@ -136,7 +140,15 @@ def test_the_factory_takes_options_that_win(tmp_path):
     args = tiny_args(tmp_path, optim="adamw_torch", optim_args="beta2=0.5,seed=1")
     cls, kwargs = optimizer_cls_and_kwargs(args, seed=2, betas=(0.8, 0.9), lr=0.5)
     assert cls is DistributedLion
-    assert kwargs == {"lr": 0.5, "betas": (0.8, 0.9), "seed": 2}
+    checked = {"check_replicas_every": 100}
+    assert kwargs == {"lr": 0.5, "betas": (0.8, 0.9), "seed": 2, **checked}
+
+
+def test_replicas_are_compared_every_100_steps_unless_the_user_says_otherwise(tmp_path):
+    assert lion_kwargs(tiny_args(tmp_path))["check_replicas_every"] == 100
+    args = tiny_args(tmp_path, optim_args="check_replicas_every=0")
+    assert lion_kwargs(args)["check_replicas_every"] == 0
+    assert optimizer_cls_and_kwargs(args, check_replicas_every=7)[1]["check_replicas_every"] == 7
 
 
 @pytest.mark.parametrize(

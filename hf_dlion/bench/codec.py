@@ -1,4 +1,4 @@
-"""Encode, count and apply on one core, beside a fused AdamW step and a copy of the same tensors."""
+"""Encode, count, apply and hash on one core, beside a fused AdamW step and a copy of them all."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hf_dlion.bench import codec_device
 from hf_dlion.bench.report import environment, publish, summary
 from hf_dlion.codec import Codec, codec_for, native
 from hf_dlion.exchange.count import count_votes
+from hf_dlion.fingerprint import fingerprints
 from hf_dlion.layout import MessageLayout
 from hf_dlion.verdict import StepRule, TensorRule, Verdict
 
@@ -145,6 +146,7 @@ def _rows_of(name: str, parameters: int, repeats: int) -> list[dict[str, Any]]:
     tasks: dict[str, Callable[[], Lap]] = {
         "fused AdamW step": lambda: _timed(adamw.step),
         "copy": lambda: _timed(lambda: _copy(copies, params)),
+        "hash of all parameters": lambda: _timed(lambda: fingerprints(params)),
     }
     compiled = native.library() is not None
     for world_size in WORLD_SIZES:

@@ -15,6 +15,7 @@ from hf_dlion.bench.report import environment, publish, summary
 from hf_dlion.codec import ApplyJob, Codec, EncodeJob, codec_for
 from hf_dlion.codec.eager import EagerCodec
 from hf_dlion.exchange.count import count_votes
+from hf_dlion.fingerprint import fingerprints
 from hf_dlion.layout import MessageLayout
 from hf_dlion.verdict import StepRule, TensorRule, Verdict
 
@@ -81,12 +82,17 @@ class Step:
         """Counts all ranks' votes. It waits for the device: its time has the host's in it."""
         count_votes(self._votes, self._active, self._shard, self._row_numels, self._rule)
 
+    def hash(self) -> None:
+        """Hashes all parameters. It waits for the device too."""
+        fingerprints(self._params)
+
     def bytes_of(self, name: str) -> int:
         """Returns the bytes that the work must read and write."""
         values = sum(param.numel() * param.element_size() for param in self._params)
         words = 8 * self._layout.words
         encoded, counted = 3 * values + words, (WORLD_SIZE + 1) * words
-        return {"encode": encoded, "count": counted, "apply": 2 * values + words}[name]
+        applied = 2 * values + words
+        return {"encode": encoded, "count": counted, "apply": applied, "hash": values}[name]
 
 
 def run(args: argparse.Namespace, shapes: list[torch.Size], dtypes: dict[str, Any]) -> None:
@@ -108,6 +114,7 @@ def run(args: argparse.Namespace, shapes: list[torch.Size], dtypes: dict[str, An
             ("encode", "encode", partial(step.encode, codec)),
             ("apply", "apply", partial(step.apply, codec)),
             ("count", "count", step.count),
+            ("hash", "hash", step.hash),
             ("eager encode", "encode", partial(step.encode, EagerCodec())),
             ("eager apply", "apply", partial(step.apply, EagerCodec())),
         ]

@@ -39,6 +39,7 @@ class WireStats:
         exchanges: Steps in which votes were exchanged.
         overlapped: Those of them in which the votes that left during backward held.
         sent_in_backward: Messages of the last step that left during backward.
+        repairs: How often parameters that had drifted apart were made equal again.
         abstentions: Ranks that abstained from a whole step, summed over ranks and steps.
         agreement: Mean of |sum of the signs| / world_size in the last exchange, over the
             elements of the rows on which any rank voted; NaN before the first.
@@ -55,6 +56,7 @@ class WireStats:
     exchanges: int = 0
     overlapped: int = 0
     sent_in_backward: int = 0
+    repairs: int = 0
     abstentions: int = 0
     agreement: float = math.nan
     encode_s: float = 0.0
@@ -230,6 +232,34 @@ class Wire:
         self._count(size, inside=0 < self.neighbours == self.world_size - 1)
         return _started(dist.all_reduce(tensor, group=self.group, async_op=True))
 
+    def broadcast(self, tensor: Tensor, source: int, *, near: bool = False) -> None:
+        """Gives every rank the tensor of one of them, in place, and waits for it.
+
+            rank 0: a     ->  rank 0: b
+            rank 1: b         rank 1: b     (source 1)
+
+        Bytes: the source sends (N - 1) * bytes of `tensor`, every other rank receives one of them.
+
+        Args:
+            tensor: Contiguous, same shape and dtype on every rank.
+            source: The rank whose values all get.
+            near: Whether the source is another rank of this rank's node.
+        """
+        size = tensor.numel() * tensor.element_size()
+        if self.rank == source:
+            self._count(size * self.neighbours, inside=True)
+            self._count(size * (self.world_size - 1 - self.neighbours), inside=False, received=0)
+        elif not near:
+            self._count(0, inside=False, received=size)
+        # As bytes, which every backend sends whatever they mean.
+        work = dist.broadcast(
+            tensor.view(-1).view(torch.uint8),
+            dist.get_global_rank(self.group, source),
+            group=self.group,
+            async_op=True,
+        )
+        _started(work).wait()
+
     def gather_objects(self, value: Any) -> list[Any]:
         """Returns every rank's `value`, in rank order: for error messages, not for the hot path.
 
@@ -267,13 +297,14 @@ class Wire:
         self._count(size * self.neighbours, inside=True)
         self._count(size * (self.world_size - 1 - self.neighbours), inside=False)
 
-    def _count(self, size: int, *, inside: bool) -> None:
+    def _count(self, size: int, *, inside: bool, received: int | None = None) -> None:
+        """Counts `size` bytes sent, and as many received unless that is said apart."""
         with _counting:
             if inside:
                 self.stats.node_bytes_sent += size
             else:
                 self.stats.bytes_sent += size
-                self.stats.bytes_received += size
+                self.stats.bytes_received += size if received is None else received
 
 
 def _started(work: dist.Work | None) -> dist.Work:

@@ -19,6 +19,8 @@ logger = logging.get_logger(__name__)
 # TrainingArguments' defaults, which are AdamW's: a run that has them did not choose them.
 ADAM_BETAS = (0.9, 0.999)
 LION_BETAS = (0.9, 0.99)
+# A Trainer runs unattended, and what a comparison costs is nothing among so many steps.
+CHECK_REPLICAS_EVERY = 100
 
 
 def optimizer_cls_and_kwargs(
@@ -44,8 +46,10 @@ def optimizer_cls_and_kwargs(
         >>> from transformers import TrainingArguments
         >>> args = TrainingArguments(output_dir="out", learning_rate=1e-4, use_cpu=True)
         >>> cls, kwargs = optimizer_cls_and_kwargs(args, aggregation="average")
-        >>> cls.__name__, kwargs
-        ('DistributedLion', {'lr': 0.0001, 'betas': (0.9, 0.99), 'aggregation': 'average'})
+        >>> cls.__name__, kwargs["lr"], kwargs["betas"]
+        ('DistributedLion', 0.0001, (0.9, 0.99))
+        >>> kwargs["aggregation"], kwargs["check_replicas_every"]
+        ('average', 100)
     """
     install_seams()
     check_names(list(options))
@@ -58,6 +62,7 @@ def lion_kwargs(args: TrainingArguments) -> dict[str, Any]:
     """Returns the keyword arguments of `DistributedLion` that `args` ask for.
 
     `optim_args` wins over `adam_beta1` and `adam_beta2`; AdamW's default betas count as unset.
+    Replicas are compared every 100 steps unless `optim_args` says otherwise.
 
     Raises:
         TypeError: If a value in `optim_args` has the wrong type.
@@ -75,4 +80,5 @@ def lion_kwargs(args: TrainingArguments) -> dict[str, Any]:
             if beta != given:
                 logger.info(f"adam_{name}={given} is AdamW's default; dlion uses {name}={lion}")
         betas.append(beta)
+    options.setdefault("check_replicas_every", CHECK_REPLICAS_EVERY)
     return {"lr": args.learning_rate, "betas": tuple(betas), **options}
