@@ -24,6 +24,7 @@ from hf_dlion.codec.bits import expand_rows, unpack_bits
 from hf_dlion.codec.cpu import CpuCodec
 from hf_dlion.codec.cuda import TritonCodec
 from hf_dlion.exchange.count import count_votes
+from hf_dlion.fingerprint import ROW, fingerprints
 from hf_dlion.layout import MessageLayout, words_for
 from hf_dlion.verdict import Verdict
 
@@ -142,6 +143,15 @@ def test_count(absent_share: float, options: dict[str, str], world_size: int) ->
             assert torch.equal(unpack_bits(mine[words], count), unpack_bits(other[words], count))
 
 
+@DTYPE
+def test_hash(dtype: Any) -> None:
+    lengths = [0, 1, 63, ROW + 1, 2 * ROW - 1, 130 * ROW, 150 * ROW + 7]
+    tensors = [normal(length, seed=k, dtype=dtype) for k, length in enumerate(lengths)]
+    tensors.append(normal(50, 70, seed=9, dtype=dtype).t())
+    theirs = [tensor.to(DEVICE) for tensor in tensors]
+    assert fingerprints([*theirs, *tensors]) == 2 * fingerprints(tensors)
+
+
 class Weighted(nn.Module):
     """A parameter's gradient is the weight it is given: the same bits on every device."""
 
@@ -196,7 +206,7 @@ NEEDS_TWO = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize(
     "options",
     [
-        {"exchange": "gather"},
+        {"exchange": "gather", "check_replicas_every": 2},
         {"exchange": "two_phase", "aggregation": "average", "momentum_dtype": torch.bfloat16},
         {"exchange": "two_phase", "ties": "zero", "stochastic_rounding": False},
     ],
