@@ -62,16 +62,22 @@ class ScaleProbes:
         if not both:
             return math.nan
         before, after = _floats([old for _, old, _ in both]), _floats([new for *_, new in both])
-        total = math.fsum(before)
-        ratio = math.fsum(after) / total if total else math.nan
+        # Nor does one that is not finite: its rank abstains anyway.
+        seen = [
+            (param, old, new)
+            for (param, _, _), old, new in zip(both, before, after, strict=True)
+            if math.isfinite(old) and math.isfinite(new)
+        ]
+        total = math.fsum(old for _, old, _ in seen)
+        ratio = math.fsum(new for *_, new in seen) / total if total else math.nan
         self.odd = {
             id(param)
-            for (param, _, _), old, new in zip(both, before, after, strict=True)
+            for param, old, new in seen
             if not abs(new - ratio * old) <= TOLERANCE.get(param.dtype, NARROW_TOLERANCE) * new
         }
         if not self.odd and math.isfinite(ratio) and ratio > 0.0:
             self.scale = float(torch.tensor(ratio, dtype=torch.float32))
-        return ratio
+        return ratio if len(seen) == len(both) else math.nan
 
 
 def _magnitude(grad: Tensor | None) -> Tensor | None:
