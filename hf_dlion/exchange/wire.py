@@ -165,11 +165,8 @@ class Wire:
         """Returns a new process group of some of the ranks, which all call this, and no other.
 
         Args:
-            members: Ranks in this wire's group.
-
-        Raises:
-            RuntimeError: On every rank of this wire, if they made different numbers of process
-                groups before.
+            members: Ranks in this wire's group, all with equally many process groups so far:
+                torch names the new one by that number, and would wait under different names.
         """
         everyone = dist.get_process_group_ranks(self.group)
         group: dist.ProcessGroup = dist.new_group(
