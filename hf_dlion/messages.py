@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -256,7 +257,13 @@ class Plan:
         messages: With buffers for one step; none for one rank.
         layout: Hash of everything that decides which collectives of what size a step makes.
         ordered: Whether the messages follow an order in which gradients become ready.
+        owners: For each rank of this rank's node, the stretch of every parameter whose momentum it
+            keeps; empty where every rank keeps all of it.
+        owned: The same of this rank.
     """
+
+    owners: Sequence[Mapping[int, Range]] = ()
+    owned: Mapping[int, Range] = MappingProxyType({})
 
     def __init__(
         self,

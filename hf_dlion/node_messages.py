@@ -217,7 +217,6 @@ class NodePlan(Plan):
 
     Attributes:
         alone: Where there is one node only, instead of `messages`.
-        owners: For each rank of the node, the stretch of every parameter that it owns.
     """
 
     def __init__(
@@ -257,14 +256,15 @@ class NodePlan(Plan):
         self.layout = digest((kinds, split, name, node.members))
         self.messages: list[Message] = []
         self.alone: list[AloneMessage] = []
-        self.owners: list[dict[int, Range]] = [
+        owners: list[dict[int, Range]] = [
             {index: (0, 0) for index, _ in params} for _ in range(size)
         ]
+        self.owners, self.owned = owners, owners[node.local.rank]
         for group, layout in zip(groups, layouts, strict=True):
             device = group[0][1].device
             codec, shards = codec_for(device), shards_of(layout, size)
             parts = [layout.part(shard) for shard in shards]
-            for owned, part in zip(self.owners, parts, strict=True):
+            for owned, part in zip(owners, parts, strict=True):
                 owned.update({slot.index: (slot.start, slot.stop) for slot in part.slots})
             if nodes == 1:
                 self.alone.append(AloneMessage(group, parts, node.local, codec))
@@ -272,6 +272,24 @@ class NodePlan(Plan):
             exchange = NodeExchange(name, layout, peers, node.local, device, options, down)
             edges = RowEdges(layout, shards, inside, device)
             self.messages.append(NodeMessage(group, layout, exchange, codec, edges))
+
+
+def make_plan(
+    params: Params,
+    wire: Wire | None,
+    options: Options,
+    node: Node | None,
+    order: ReadyOrder | None = None,
+) -> Plan:
+    """Returns the messages of a set of trainable parameters; arguments as for `NodePlan`.
+
+    Raises:
+        NotImplementedError: If a parameter is sharded.
+        TypeError: If one is not dense or not floating.
+    """
+    if node is None or wire is None:
+        return Plan(params, wire, options, order)
+    return NodePlan(params, wire, options, node, order)
 
 
 def step_alone_in_node(

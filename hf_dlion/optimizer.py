@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast, overload
 
@@ -14,25 +13,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hf_dlion import comm_hook
-from hf_dlion.abstention import Abstentions, all_finite, unscale
-from hf_dlion.codec import AloneJob, codec_for
+from hf_dlion.ballot import Ballot, move
 from hf_dlion.exchange import Wire, WireStats
 from hf_dlion.flight import Flight
-from hf_dlion.groups import (
-    details_of,
-    flat_params,
-    group_values,
-    option_values,
-    tensor_rules,
-    trainable,
-)
-from hf_dlion.header import Agreement, Disagreement, Header, digest
-from hf_dlion.messages import Message, Plan, exchange_all
+from hf_dlion.groups import details_of, flat_params, trainable
+from hf_dlion.header import Disagreement, Header
+from hf_dlion.loading import checked_loading
+from hf_dlion.messages import Message, Plan
+from hf_dlion.momenta import Momenta
 from hf_dlion.momentum_origin import MomentumOrigin
-from hf_dlion.momentum_sync import average_over_ranks
-from hf_dlion.node import LocalGroup, Node, find_node
+from hf_dlion.node import Node
 from hf_dlion.node_gradients import average_gradients
-from hf_dlion.node_messages import NodePlan, step_alone_in_node
+from hf_dlion.node_messages import make_plan
 from hf_dlion.options import (
     Aggregation,
     CheckpointMode,
@@ -44,15 +36,12 @@ from hf_dlion.options import (
     check_group,
 )
 from hf_dlion.overlap import Overlap
+from hf_dlion.own_header import Scaling, agreed, completed, own_header
 from hf_dlion.presence import Presence
+from hf_dlion.ranks import Ranks, plain
 from hf_dlion.replicas import check_replicas
 from hf_dlion.shards import Range, Shards
-from hf_dlion.state import (
-    check_gradient,
-    check_state,
-    check_trainable,
-    restore_momentum,
-)
+from hf_dlion.state import check_trainable, restore_momentum
 from hf_dlion.verdict import StepRule
 
 STATE_VERSION = 1
@@ -176,7 +165,6 @@ class DistributedLion(Optimizer):
         on_divergence: OnDivergence = "raise",
     ) -> None:
         """See the class."""
-        self._local_group: LocalGroup = local_group
         self.options = Options(
             aggregation=aggregation,
             ties=ties,
@@ -187,19 +175,13 @@ class DistributedLion(Optimizer):
             seed=seed,
             max_abstained_steps=max_abstained_steps,
             checkpoint=checkpoint,
-            local_group=_plain(local_group),
+            local_group=plain(local_group),
             check_replicas_every=check_replicas_every,
             on_divergence=on_divergence,
         )
-        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-            raise TypeError(
-                f"process_group={process_group!r} must be a torch.distributed process group of "
-                f"which this rank is a member, or None"
-            )
+        self._ranks = Ranks(process_group, local_group, max_abstained_steps)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         check_group(defaults)
-        self._process_group = process_group
-        self._lost_group = False
         self._shards = Shards()
         self.steps = 0
         self._begin()
@@ -210,11 +192,6 @@ class DistributedLion(Optimizer):
         """Makes what belongs to this process and is neither copied nor saved."""
         self.wire = WireStats()
         self._sent_inside = 0
-        self._wire: Wire | None = None
-        self._node: Node | None = None
-        self._joined = False
-        self._agreement = Agreement()
-        self._abstentions = Abstentions(1, self.options.max_abstained_steps)
         self._origin = MomentumOrigin()
         self._plan: Plan | None = None
         self._overlap = Overlap(self) if self.options.overlap else None
@@ -254,29 +231,12 @@ class DistributedLion(Optimizer):
 
     def _resolved(self) -> Wire | None:
         """Returns the wire, looked up late: an optimizer may be built before the process group."""
-        if not (dist.is_available() and dist.is_initialized()):
-            self._wire = None
-            return None
-        if self._lost_group:
-            raise RuntimeError(
-                "this DistributedLion was copied or unpickled from one with a process group of its "
-                "own, which a copy does not carry: make a new one with process_group=... (or "
-                "local_group=...) and load the state dict into it"
-            )
-        group = self._process_group or dist.group.WORLD
-        assert group is not None, "an initialised torch.distributed has a default group"
-        if self._wire is None or self._wire.group is not group:
-            params = flat_params(self.param_groups)
-            device = params[0].device if params else torch.device("cpu")
-            self._wire = Wire(group, self.wire, device)
-            self._node, self._joined = None, False
-            self._agreement = Agreement()
+        wire, new = self._ranks.look_up(self.param_groups, self.wire)
+        if new:
             if self._overlap is not None:
                 self._overlap.reset()
-            limit = self.options.max_abstained_steps
-            self._abstentions = Abstentions(self._wire.world_size, limit)
             comm_hook.watch(self)
-        return self._wire
+        return wire
 
     def join_node(self) -> Node | None:
         """Returns this rank's node, or None where every rank votes.
@@ -289,36 +249,12 @@ class DistributedLion(Optimizer):
             Disagreement: On every rank, if the ranks cannot be divided into equal nodes.
         """
         wire = self._resolved()
-        if wire is None or wire.world_size == 1 or self.options.local_group in (None, 1):
-            return None
-        if not self._joined:
-            self._node, self._joined = self._found_node(wire), True
-        return self._node
+        return self._ranks.join(wire, self.param_groups, self.options, self.steps, self.wire)
 
     @property
     def node(self) -> Node | None:
         """Who votes together with this rank, as far as `join_node` has found out."""
-        return self._node
-
-    def _found_node(self, wire: Wire) -> Node | None:
-        params = flat_params(self.param_groups)
-        device = params[0].device if params else torch.device("cpu")
-
-        def agree(failure: Exception | None) -> None:
-            header = dataclasses.replace(
-                Header.of_failure(self.steps),
-                failed=failure is not None,
-                options=digest(option_values(self.options)),
-            )
-            # As a step begins, so that a rank without local_group, which is there, hears of it.
-            details = details_of(self.param_groups, self.options, failure)
-            self._agreement.agree_on_options(header, wire, details)
-
-        node = find_node(self._local_group, wire, agree, self.wire, device)
-        if node is not None:
-            limit = self.options.max_abstained_steps
-            self._abstentions = Abstentions(len(node.members), limit, "node")
-        return node
+        return self._ranks.node
 
     def note_reduced(self, params: Iterable[Tensor]) -> None:
         """Remembers the parameters whose gradients a wrapper has just averaged in the node."""
@@ -432,12 +368,14 @@ class DistributedLion(Optimizer):
         except Exception as error:
             if wire is None or wire.world_size == 1:
                 raise
-            failure, header, node = error, Header.of_failure(self.steps), self._node
+            failure, header, node = error, Header.of_failure(self.steps), self.node
         flight = None
         if self._overlap is not None and wire is not None and wire.world_size > 1:
-            header, flight, failure = self._completed(header, failure)
+            header, flight, failure = completed(
+                header, failure, self.param_groups, self._plan, self._overlap
+            )
             sent = sent if flight is None else flight.bytes_before
-        headers = [header] if wire is None else self._agreed(header, wire, failure, flight)
+        headers = self._agreed(header, wire, failure, flight)
         if flight is not None and any(h.stale or not h.finite for h in headers):
             flight.discard()
             flight = None
@@ -445,7 +383,7 @@ class DistributedLion(Optimizer):
         if node is not None:
             headers, voice = node.heard(headers), node.index
         finite = [other.finite for other in headers]
-        self.wire.abstentions += self._abstentions.note(finite, voice)
+        self.wire.abstentions += self._ranks.abstentions.note(finite, voice)
         heard = [other.present for other in headers if other.finite]
         voters = torch.stack(heard).any(dim=0) if heard else torch.zeros(0)
         if bool(voters.any()):
@@ -454,8 +392,7 @@ class DistributedLion(Optimizer):
         elif flight is not None:
             flight.discard()
         if self._overlap is not None and wire is not None and wire.world_size > 1:
-            assert self._plan is not None, "the header made the plan"
-            self._prepare(self._overlap, self._plan, headers, wire)
+            self._prepare(self._overlap, headers, wire)
         comm_hook.after_step(self, self._presence.seen(flat_params(self.param_groups)))
         self._presence.clear()
         if wire is not None and wire.world_size > 1 and self.steps > steps_before:
@@ -465,151 +402,40 @@ class DistributedLion(Optimizer):
         self._sent_inside = self.wire.node_bytes_sent
         return loss
 
-    def _prepare(self, overlap: Overlap, plan: Plan, headers: Sequence[Header], wire: Wire) -> None:
-        """Makes the next step's messages, and gives momenta to the ranks that vote on them."""
-        self._plan = overlap.prepare(headers, plan, trainable(self.param_groups), wire)
-        if self._node is not None and self._plan is not plan:
-            assert isinstance(self._plan, NodePlan), "a node's ranks have a plan of shards"
-            self._share_out(self._plan, self._node, displaced=True)
-
-    def _check_replicas(self, wire: Wire, node: Node | None) -> None:
-        """Compares the ranks' parameters when it is time to."""
-        every = self.options.check_replicas_every
-        if every == 0 or self.steps % every:
-            return
-        near = () if node is None else node.members[node.index]
-        check_replicas(self.param_groups, wire, self.steps, self.options.on_divergence, near)
-
-    def _completed(
-        self, header: Header, failure: Exception | None
-    ) -> tuple[Header, Flight | None, Exception | None]:
-        """Sends the votes that did not leave during backward, and says so in the header."""
-        assert self._overlap is not None, "asked for by the options"
-        params = trainable(self.param_groups)
-        votes = header.present.tolist() if header.finite else []
-        present = {index: has for (index, _), has in zip(params, votes, strict=False)}
-        flight = self._overlap.complete(present)
-        if flight is not None and flight.failure is not None and failure is None:
-            failure, header = flight.failure, Header.of_failure(self.steps)
-        ordered = self._plan is not None and self._plan.ordered and not self._overlap.wants_order
-        stale = flight is not None and (
-            flight.stale
-            or header.unaveraged
-            or self._plan is None
-            or flight.messages is not self._plan.messages
-        )
-        return dataclasses.replace(header, stale=stale, ordered=ordered), flight, failure
-
-    def _agreed(
-        self, mine: Header, wire: Wire, failure: Exception | None, flight: Flight | None
-    ) -> list[Header]:
-        """Returns all ranks' headers once they fit; a rank that failed raises its own error."""
-        if wire.world_size == 1:
-            return [mine]
-        details = details_of(self.param_groups, self.options, failure)
-        try:
-            headers = self._agreement.agree(mine, wire, details)
-        except Disagreement:
-            if flight is not None:
-                flight.discard()
-            if failure is not None:
-                raise failure from None
-            raise
-        self._origin.warn_if_foreign(wire.rank)
-        return headers
-
     def _header(self, wire: Wire | None, node: Node | None) -> Header:
         """Returns what this rank says of itself, after all that can fail on it alone."""
         for group in self.param_groups:
             check_group(group)
-        if node is None and self._shards.held:
-            self._hold(self._shards.filled_up(self._momenta(), flat_params(self.param_groups)))
+        momenta = self._momenta()
+        if node is None:
+            momenta.fill_up()
         self._shards.warn_of_gap()
         params = trainable(self.param_groups)
         if self._plan is None or not self._plan.fits(params, wire):
             self._plan = None
-            if node is None or wire is None:
-                self._plan = Plan(params, wire, self.options)
-            else:
-                self._plan = NodePlan(params, wire, self.options, node)
-        for _, param in params:
-            check_gradient(param)
-        present = self._presence.of([param for _, param in params])
-        self._presence.watch(param for _, param in params)
-        for (index, param), has in zip(params, present, strict=True):
-            if has:
-                self.momentum_of(param, index)
-        # A wrapper gives the node's gradient also to a rank that did not use the parameter.
-        voting = [
-            param
-            for (_, param), has in zip(params, present, strict=True)
-            if has or (node is not None and self._presence.reduced(param))
-        ]
-        grads = [cast(Tensor, param.grad) for param in voting]
-        unaveraged = displaced = False
-        if node is not None:
-            unaveraged = any(self._presence.unaveraged([param for _, param in params], present))
-            displaced = self._shards.displaced(self._momenta(), self._owned())
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        finite = unscale(grads, scale, found_inf)
-        if self._overlap is not None:
-            voting = self._overlap.unknown(voting)
-        return Header(
-            finite=finite and all_finite([cast(Tensor, param.grad) for param in voting]),
-            failed=False,
-            step=self.steps,
-            layout=self._plan.layout,
-            options=digest(option_values(self.options)),
-            groups=digest(group_values(self.param_groups)),
-            present=torch.tensor(present, dtype=torch.bool),
-            unaveraged=unaveraged,
-            displaced=displaced,
+            self._plan = make_plan(params, wire, self.options, node)
+        scaling = Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        return own_header(
+            momenta,
+            self.options,
+            self.steps,
+            self._plan,
+            self._presence,
+            node,
+            self._overlap,
+            scaling,
         )
 
-    def momentum_of(self, param: Tensor, index: int = -1) -> Tensor:
-        """Returns the parameter's momentum, or this rank's share of it, made at its first use."""
-        state = self.state[param]
-        if "exp_avg" not in state:
-            dtype = self.options.momentum_dtype or param.dtype
-            shape: Sequence[int] = param.shape
-            if index in (owned := self._owned()):
-                self._shards.held[index] = owned[index]
-                shape = (owned[index][1] - owned[index][0],)
-            state["exp_avg"] = torch.zeros(shape, dtype=dtype, device=param.device)
-        return cast(Tensor, state["exp_avg"])
-
-    def stretch_of(self, param: Tensor, index: int, wanted: Range) -> Tensor | None:
-        """Returns a stretch of a parameter's momentum, or None if this rank does not hold it."""
-        return self._shards.stretch(index, self.momentum_of(param, index), wanted)
-
-    def _momenta(self) -> dict[int, Tensor]:
-        """Returns what this rank holds of each momentum, by parameter index."""
-        return {
-            index: cast(Tensor, self.state[param]["exp_avg"])
-            for index, param in enumerate(flat_params(self.param_groups))
-            if "exp_avg" in self.state.get(param, {})
-        }
-
-    def _owned(self) -> dict[int, Range]:
-        """Returns the stretch of each parameter that this rank owns; none where it has all."""
-        if isinstance(self._plan, NodePlan) and self._node is not None:
-            return self._plan.owners[self._node.local.rank]
-        return {}
-
-    def _hold(self, momenta: Mapping[int, Tensor]) -> None:
-        """Keeps momenta, by parameter index."""
-        params = flat_params(self.param_groups)
-        for index, momentum in momenta.items():
-            self.state[params[index]]["exp_avg"] = momentum
-
-    def _share_out(self, plan: NodePlan, node: Node, displaced: bool) -> None:
-        """Gives every rank of the node the momentum that it owns."""
-        momenta, shards = self._momenta(), self._shards
-        if displaced:
-            params, dtype = flat_params(self.param_groups), self.options.momentum_dtype
-            momenta = shards.shared_out(momenta, plan.owners, params, dtype, node.local)
-        self._hold(shards.cut(momenta, plan.owners[node.local.rank]))
-        shards.members = node.members
+    def _agreed(
+        self, mine: Header, wire: Wire | None, failure: Exception | None, flight: Flight | None
+    ) -> list[Header]:
+        """Returns all ranks' headers once they fit; a rank that failed raises its own error."""
+        if wire is None or wire.world_size == 1:
+            return [mine]
+        details = details_of(self.param_groups, self.options, failure)
+        headers = agreed(mine, wire, self._ranks.agreement, details, failure, flight)
+        self._origin.warn_if_foreign(wire.rank)
+        return headers
 
     def _move(
         self,
@@ -630,50 +456,46 @@ class DistributedLion(Optimizer):
             present: bool, shape (P,), the parameters that this rank itself has.
             flight: The messages that left already, or None.
         """
-        params = trainable(self.param_groups)
+        assert self._plan is not None, "the header made the plan"
+        params, momenta = trainable(self.param_groups), self._momenta()
         if node is not None:
-            assert isinstance(self._plan, NodePlan), "a node's ranks have a plan of shards"
-            self._share_out(self._plan, node, mine.displaced)
+            momenta.share_out(self._plan.owners, node, mine.displaced)
             if mine.unaveraged and mine.finite:
                 members = [param for _, param in params]
                 flags = self._presence.unaveraged(members, present.tolist())
                 average_gradients(members, torch.tensor(flags), node)
-        voted = {
-            index for (index, _), any_rank in zip(params, voters.tolist(), strict=True) if any_rank
-        }
-        rule = self.step_rule()
-        rules = tensor_rules(self.param_groups, voted, rule)
-        voting: dict[int, Tensor] = {}
-        for (index, param), votes in zip(params, mine.present.tolist(), strict=True):
-            if index not in voted:
-                continue
-            # Also where this rank does not vote: the state has the same entries on all ranks.
-            momentum = self.momentum_of(param, index)
-            if votes and mine.finite:
-                voting[index] = momentum
+        ballot = Ballot.of(momenta, self._plan, voters, mine, self.step_rule())
+        move(ballot, self._plan, params, wire, flight, self.wire)
+
+    def _prepare(self, overlap: Overlap, headers: Sequence[Header], wire: Wire) -> None:
+        """Makes the next step's messages, and gives momenta to the ranks that vote on them."""
         assert self._plan is not None, "the header made the plan"
-        if isinstance(self._plan, NodePlan) and self._plan.alone:
-            step_alone_in_node(self._plan.alone, voting, rules, self.wire)
+        before, node = self._plan, self.node
+        self._plan = overlap.prepare(headers, before, trainable(self.param_groups), wire)
+        if node is not None and self._plan is not before:
+            self._momenta().share_out(self._plan.owners, node, displaced=True)
+
+    def _check_replicas(self, wire: Wire, node: Node | None) -> None:
+        """Compares the ranks' parameters when it is time to."""
+        every = self.options.check_replicas_every
+        if every == 0 or self.steps % every:
             return
-        if wire is not None and wire.world_size > 1:
-            if flight is not None:
-                flight.land(voting, rules, rule)
-                return
-            exchange_all(self._plan.messages, voting, rules, rule, self.wire)
-            return
-        start = time.perf_counter()
-        jobs: dict[torch.device, list[AloneJob]] = {}
-        for index, param in params:
-            if index in voting:
-                job = AloneJob(param, cast(Tensor, param.grad), voting[index], rules[index])
-                jobs.setdefault(param.device, []).append(job)
-        for device, of_device in jobs.items():
-            codec_for(device).step_alone_all(of_device)
-        self.wire.apply_s += time.perf_counter() - start
+        near = () if node is None else node.members[node.index]
+        check_replicas(self.param_groups, wire, self.steps, self.options.on_divergence, near)
+
+    def stretch_of(self, param: Tensor, index: int, wanted: Range) -> Tensor | None:
+        """Returns a stretch of a parameter's momentum, or None if this rank does not hold it."""
+        owned = {} if self._plan is None else self._plan.owned
+        momentum = self._momenta().of(param, index, owned)
+        return self._shards.stretch(index, momentum, wanted)
+
+    def _momenta(self) -> Momenta:
+        dtype = self.options.momentum_dtype
+        return Momenta(self.state, self.param_groups, self._shards, dtype)
 
     def step_rule(self) -> StepRule:
         """Returns the constants of the coming step."""
-        wire, node = self._resolved(), self._node
+        wire, node = self._resolved(), self.node
         rank, voters = (0, 1) if wire is None else (wire.rank, wire.world_size)
         if node is not None:
             rank, voters = node.index, len(node.members)
@@ -702,21 +524,10 @@ class DistributedLion(Optimizer):
         if wire is None or wire.world_size == 1:
             self._origin.averaged(self.steps)
             return
-        held = self._momenta()
-        told = wire.gather_objects((list(held), digest(self._shards.ranges(held))))
-        # The ranks of a node hold different shares, those with one place on all nodes the same.
-        places = (range(wire.world_size),) if node is None else zip(*node.members, strict=True)
-        if len({repr(indices) for indices, _ in told}) > 1 or any(
-            len({told[rank][1] for rank in ranks}) > 1 for ranks in places
-        ):
-            raise Disagreement(
-                "ranks hold momenta of different parameters: load the same checkpoint on every rank"
-            )
+        momenta = self._momenta()
+        momenta.check_alike(wire, node)
         self._disturb()
-        average_over_ranks(list(held.values()), wire if node is None else node.peers)
-        if node is not None:
-            params, dtype = flat_params(self.param_groups), self.options.momentum_dtype
-            self._hold(self._shards.made_whole(held, params, dtype, node.local))
+        momenta.average(wire, node)
         self._origin.averaged(self.steps)
 
     def _disturb(self) -> None:
@@ -750,35 +561,23 @@ class DistributedLion(Optimizer):
             ValueError: If it is of another optimizer or version, or does not fit the parameters;
                 nothing is changed then.
         """
-        found: dict[str, Any] = {}
-
-        def check(_: Optimizer, hooked: dict[str, Any]) -> None:
-            own = check_state(hooked, self.param_groups, STATE_VERSION)
-            found.update(state_dict=hooked, own=own)
-
-        def restore(_: Optimizer) -> None:
-            restore_momentum(self, found["state_dict"], self.options.momentum_dtype)
-            self._shards = Shards.loaded((found["own"] or {}).get("shard"))
-            if self.options.local_group is None:
-                params = flat_params(self.param_groups)
-                self._hold(self._shards.filled_up(self._momenta(), params))
-            if found["own"] is not None:
-                self.steps = found["own"]["steps"]
-                if found["state_dict"]["state"]:
-                    self._origin.loaded(found["own"])
-                self.options = dataclasses.replace(self.options, seed=found["own"]["seed"])
-
-        # As hooks, so that what the user's own hooks return is checked and restored.
-        before = self.register_load_state_dict_pre_hook(check)
-        after = self.register_load_state_dict_post_hook(restore, prepend=True)
-        try:
+        with checked_loading(self, STATE_VERSION, self._restore):
             super().load_state_dict(dict(state_dict))
-        finally:
-            before.remove()
-            after.remove()
         self._disturb()
         # Accelerate loads a state whenever it prepares: a new DDP wrapper may be at hand.
         comm_hook.watch(self)
+
+    def _restore(self, state_dict: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+        """Takes what torch's loading leaves out: dtypes, stretches, and our entry."""
+        restore_momentum(self, state_dict, self.options.momentum_dtype)
+        self._shards = Shards.loaded((own or {}).get("shard"))
+        if self.options.local_group is None:
+            self._momenta().fill_up()
+        if own is not None:
+            self.steps = own["steps"]
+            if state_dict["state"]:
+                self._origin.loaded(own)
+            self.options = dataclasses.replace(self.options, seed=own["seed"])
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what pickle and deepcopy carry: never the process group."""
@@ -787,26 +586,13 @@ class DistributedLion(Optimizer):
             "options": self.options,
             "steps": self.steps,
             "_shards": self._shards,
-            "_local_group": _plain(self._local_group),
-            "_lost_group": self._lost_group
-            or self._process_group is not None
-            or isinstance(self._local_group, dist.ProcessGroup),
+            "_ranks": self._ranks.carried(),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a pickled or copied optimizer, or torch's part of a loaded state."""
         super().__setstate__(state)
         if "_presence" not in self.__dict__:
-            self._process_group = None
             self._begin()
             self._presence.watch(flat_params(self.param_groups))
             comm_hook.watch(self)
-
-
-def _plain(local_group: LocalGroup) -> NodeName | int | None:
-    """Returns `local_group` as ranks can compare it: of a process group its size."""
-    if isinstance(local_group, dist.ProcessGroup):
-        return dist.get_world_size(local_group)
-    if local_group == dist.GroupMember.NON_GROUP_MEMBER:
-        return 2  # Refused on all ranks together, at the first use.
-    return cast("NodeName | int | None", local_group)

@@ -39,7 +39,7 @@ from hf_dlion.exchange import Wire
 from hf_dlion.flight import Flight, Owner
 from hf_dlion.header import Header
 from hf_dlion.messages import Message, Plan, ReadyOrder
-from hf_dlion.node_messages import NodePlan
+from hf_dlion.node_messages import make_plan
 from hf_dlion.scale_probes import ScaleProbes
 from hf_dlion.warn_once import warn_once
 
@@ -310,10 +310,7 @@ class Overlap:
             for fresh in (*self._wires, *([self._inside] if self._inside else ())):
                 fresh.meet()
         order = ReadyOrder(self._order, sorted(self._late), self._wires, self._inside)
-        if node is None:
-            plan = Plan(params, wire, owner.options, order)
-        else:
-            plan = NodePlan(params, wire, owner.options, node, order)
+        plan = make_plan(params, wire, owner.options, node, order)
         self._messages = plan.messages
         return plan
 
