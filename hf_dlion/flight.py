@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from hf_dlion.ballot import Ballot
 from hf_dlion.exchange import WireStats
 from hf_dlion.groups import group_values, tensor_rules
 from hf_dlion.messages import Clock, Message, apply_all
@@ -17,7 +18,7 @@ from hf_dlion.node import Node
 from hf_dlion.options import Options
 from hf_dlion.shards import Range
 from hf_dlion.state import check_gradient
-from hf_dlion.verdict import StepRule, TensorRule
+from hf_dlion.verdict import StepRule
 
 
 class Owner(Protocol):
@@ -143,18 +144,16 @@ class Flight:
                 continue
             self._send({id(param) for index, param in message.params if present.get(index)}, 1.0)
 
-    def land(
-        self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule], rule: StepRule
-    ) -> None:
+    def land(self, ballot: Ballot) -> None:
         """Advances the momenta and applies the verdicts; all ranks' votes hold."""
         stats, clock = self._owner.wire, Clock()
         for message in self.messages:
             # The last messages are still on the wire.
-            message.advance(voting, rules)
+            message.advance(ballot.voting, ballot.rules)
         stats.encode_s += clock.lap()
-        self._counted(rule)
+        self._counted(ballot.rule)
         stats.exchange_s += clock.lap()
-        apply_all(self.messages, rules, rule, stats)
+        apply_all(self.messages, ballot, stats)
         stats.overlapped += 1
 
     def discard(self) -> None:

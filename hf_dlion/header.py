@@ -100,6 +100,16 @@ class Header:
         )
 
 
+def voted_on(headers: Sequence[Header]) -> Tensor:
+    """Returns bool, shape (P,): the parameters on which any rank votes; P is 0 if none is finite.
+
+    Args:
+        headers: Of all ranks; one that is not finite abstains.
+    """
+    heard = [header.present for header in headers if header.finite]
+    return torch.stack(heard).any(dim=0) if heard else torch.zeros(0, dtype=torch.bool)
+
+
 def header_wire_bytes(parameters: int, world_size: int) -> int:
     """Returns the bytes of one header that a rank sends, for `parameters` trainable ones."""
     return WORD_BYTES * (world_size - 1) * (_FIXED_WORDS + words_for(parameters))

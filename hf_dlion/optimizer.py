@@ -13,18 +13,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hf_dlion import comm_hook
-from hf_dlion.ballot import Ballot, move
 from hf_dlion.exchange import Wire, WireStats
 from hf_dlion.flight import Flight
 from hf_dlion.groups import details_of, flat_params, trainable
-from hf_dlion.header import Disagreement, Header
+from hf_dlion.header import Disagreement, Header, voted_on
 from hf_dlion.loading import checked_loading
-from hf_dlion.messages import Message, Plan
+from hf_dlion.messages import Message
 from hf_dlion.momenta import Momenta
 from hf_dlion.momentum_origin import MomentumOrigin
+from hf_dlion.move import ballot_of, move
 from hf_dlion.node import Node
 from hf_dlion.node_gradients import average_gradients
-from hf_dlion.node_messages import make_plan
+from hf_dlion.node_plan import make_plan
 from hf_dlion.options import (
     Aggregation,
     CheckpointMode,
@@ -42,6 +42,7 @@ from hf_dlion.ranks import Ranks, plain
 from hf_dlion.replicas import check_replicas
 from hf_dlion.shards import Range, Shards
 from hf_dlion.state import check_trainable, restore_momentum
+from hf_dlion.step_plan import Plan
 from hf_dlion.verdict import StepRule
 
 STATE_VERSION = 1
@@ -238,6 +239,11 @@ class DistributedLion(Optimizer):
             comm_hook.watch(self)
         return wire
 
+    def _others(self) -> Wire | None:
+        """Returns the wire, or None where this rank is alone."""
+        wire = self._resolved()
+        return None if wire is None or wire.world_size == 1 else wire
+
     def join_node(self) -> Node | None:
         """Returns this rank's node, or None where every rank votes.
 
@@ -353,7 +359,7 @@ class DistributedLion(Optimizer):
                 others if one failed; that one raises what failed.
             RuntimeError: On every rank, if one abstained `max_abstained_steps` times in a row.
         """
-        wire, steps_before = self._resolved(), self.steps
+        wire, steps_before = self._others(), self.steps
         sent, sent_inside = self.wire.bytes_sent, self._sent_inside
         loss: float | None = None
         failure: Exception | None = None
@@ -366,16 +372,16 @@ class DistributedLion(Optimizer):
         except Disagreement:
             raise  # On every rank together.
         except Exception as error:
-            if wire is None or wire.world_size == 1:
+            if wire is None:
                 raise
             failure, header, node = error, Header.of_failure(self.steps), self.node
         flight = None
-        if self._overlap is not None and wire is not None and wire.world_size > 1:
+        if self._overlap is not None and wire is not None:
             header, flight, failure = completed(
                 header, failure, self.param_groups, self._plan, self._overlap
             )
             sent = sent if flight is None else flight.bytes_before
-        headers = self._agreed(header, wire, failure, flight)
+        headers = [header] if wire is None else self._agreed(header, wire, failure, flight)
         if flight is not None and any(h.stale or not h.finite for h in headers):
             flight.discard()
             flight = None
@@ -384,19 +390,13 @@ class DistributedLion(Optimizer):
             headers, voice = node.heard(headers), node.index
         finite = [other.finite for other in headers]
         self.wire.abstentions += self._ranks.abstentions.note(finite, voice)
-        heard = [other.present for other in headers if other.finite]
-        voters = torch.stack(heard).any(dim=0) if heard else torch.zeros(0)
+        voters = voted_on(headers)
         if bool(voters.any()):
             self._move(wire, node, voters, headers[voice], header.present, flight)
             self.steps += 1
         elif flight is not None:
             flight.discard()
-        if self._overlap is not None and wire is not None and wire.world_size > 1:
-            self._prepare(self._overlap, headers, wire)
-        comm_hook.after_step(self, self._presence.seen(flat_params(self.param_groups)))
-        self._presence.clear()
-        if wire is not None and wire.world_size > 1 and self.steps > steps_before:
-            self._check_replicas(wire, node)
+        self._end_step(headers, wire, node, moved=self.steps > steps_before)
         self.wire.last_bytes_sent = self.wire.bytes_sent - sent
         self.wire.last_node_bytes_sent = self.wire.node_bytes_sent - sent_inside
         self._sent_inside = self.wire.node_bytes_sent
@@ -427,11 +427,9 @@ class DistributedLion(Optimizer):
         )
 
     def _agreed(
-        self, mine: Header, wire: Wire | None, failure: Exception | None, flight: Flight | None
+        self, mine: Header, wire: Wire, failure: Exception | None, flight: Flight | None
     ) -> list[Header]:
         """Returns all ranks' headers once they fit; a rank that failed raises its own error."""
-        if wire is None or wire.world_size == 1:
-            return [mine]
         details = details_of(self.param_groups, self.options, failure)
         headers = agreed(mine, wire, self._ranks.agreement, details, failure, flight)
         self._origin.warn_if_foreign(wire.rank)
@@ -449,7 +447,7 @@ class DistributedLion(Optimizer):
         """Exchanges votes and applies the verdict to the parameters that any rank votes on.
 
         Args:
-            wire: The process group.
+            wire: The process group, or None where this rank is alone.
             node: Who votes together with this rank.
             voters: bool, shape (P,), the parameters on which any rank votes.
             mine: What this rank, or its node, said of itself.
@@ -464,8 +462,19 @@ class DistributedLion(Optimizer):
                 members = [param for _, param in params]
                 flags = self._presence.unaveraged(members, present.tolist())
                 average_gradients(members, torch.tensor(flags), node)
-        ballot = Ballot.of(momenta, self._plan, voters, mine, self.step_rule())
+        ballot = ballot_of(momenta, self._plan, voters, mine, self.step_rule())
         move(ballot, self._plan, params, wire, flight, self.wire)
+
+    def _end_step(
+        self, headers: Sequence[Header], wire: Wire | None, node: Node | None, moved: bool
+    ) -> None:
+        """Makes ready for the next step, and looks after the replicas."""
+        if self._overlap is not None and wire is not None:
+            self._prepare(self._overlap, headers, wire)
+        comm_hook.after_step(self, self._presence.seen(flat_params(self.param_groups)))
+        self._presence.clear()
+        if wire is not None and moved:
+            self._check_replicas(wire, node)
 
     def _prepare(self, overlap: Overlap, headers: Sequence[Header], wire: Wire) -> None:
         """Makes the next step's messages, and gives momenta to the ranks that vote on them."""
@@ -520,8 +529,8 @@ class DistributedLion(Optimizer):
         Raises:
             Disagreement: On every rank, if they have momenta of different parameters.
         """
-        wire, node = self._resolved(), self.join_node()
-        if wire is None or wire.world_size == 1:
+        wire, node = self._others(), self.join_node()
+        if wire is None:
             self._origin.averaged(self.steps)
             return
         momenta = self._momenta()

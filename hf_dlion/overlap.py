@@ -38,9 +38,10 @@ from torch import Tensor
 from hf_dlion.exchange import Wire
 from hf_dlion.flight import Flight, Owner
 from hf_dlion.header import Header
-from hf_dlion.messages import Message, Plan, ReadyOrder
-from hf_dlion.node_messages import make_plan
+from hf_dlion.messages import Message
+from hf_dlion.node_plan import make_plan
 from hf_dlion.scale_probes import ScaleProbes
+from hf_dlion.step_plan import Plan, ReadyOrder
 from hf_dlion.warn_once import warn_once
 
 # After so many stale steps in a row the ranks give up exchanging during backward, and after so many

@@ -13,13 +13,13 @@ from hf_dlion.exchange import Wire
 from hf_dlion.flight import Flight
 from hf_dlion.groups import Groups, group_values, option_values, trainable
 from hf_dlion.header import Agreement, Details, Disagreement, Header, digest
-from hf_dlion.messages import Plan
 from hf_dlion.momenta import Momenta
 from hf_dlion.node import Node
 from hf_dlion.options import Options
 from hf_dlion.overlap import Overlap
 from hf_dlion.presence import Presence
 from hf_dlion.state import check_gradient
+from hf_dlion.step_plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)

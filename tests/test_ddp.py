@@ -571,19 +571,19 @@ def test_a_gradient_set_by_hand_counts_beside_those_of_autograd(ranks: RankPools
 
 
 def split_unlike(rank: int, world_size: int) -> str:
-    from hf_dlion import messages
+    from hf_dlion import step_plan
 
-    limit = messages.MESSAGE_NUMEL
+    limit = step_plan.MESSAGE_NUMEL
     params = [nn.Parameter(torch.ones(70)) for _ in range(4)]
     for param in params:
         param.grad = torch.ones(70)
-    messages.MESSAGE_NUMEL = 100 if rank else limit
+    step_plan.MESSAGE_NUMEL = 100 if rank else limit
     try:
         DistributedLion(params).step()
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        messages.MESSAGE_NUMEL = limit
+        step_plan.MESSAGE_NUMEL = limit
     return "accepted"
 
 

@@ -20,7 +20,7 @@ from test_rule_multirank import bytes_of_words, planes_of, rows_of_words
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_dlion import DistributedLion, messages
+from hf_dlion import DistributedLion, step_plan
 from hf_dlion.exchange.node import RowEdges
 from hf_dlion.layout import MessageLayout, shards_of
 
@@ -513,7 +513,7 @@ def test_the_option_is_reachable_from_optim_args() -> None:
 
 def train_with_small_messages(rank: int, world_size: int, size: int) -> list[zoo.Record]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(messages, "MESSAGE_NUMEL", 150)
+        patch.setattr(step_plan, "MESSAGE_NUMEL", 150)
         return zoo.train(rank, world_size, STEPS, {"local_group": size})
 
 

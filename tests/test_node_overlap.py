@@ -19,7 +19,7 @@ from test_node import nodes_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_dlion import Disagreement, DistributedLion, messages, warn_once
+from hf_dlion import Disagreement, DistributedLion, step_plan, warn_once
 from hf_dlion.exchange.node import NodeExchange, RowEdges
 from hf_dlion.header import header_wire_bytes
 from hf_dlion.layout import shards_of
@@ -36,7 +36,7 @@ MANY_BUCKETS = {"bucket_cap_mb": 0.001}
 @contextlib.contextmanager
 def short_messages() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(messages, "MESSAGE_NUMEL", SHORT)
+        patch.setattr(step_plan, "MESSAGE_NUMEL", SHORT)
         yield
 
 

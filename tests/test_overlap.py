@@ -15,7 +15,7 @@ from test_ddp import CASES, STEPS, batches, bits_of, new_model, optimizer_of, re
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_dlion import Disagreement, messages
+from hf_dlion import Disagreement, step_plan
 from hf_dlion.scale_probes import ScaleProbes
 
 pytestmark = pytest.mark.multiproc
@@ -26,11 +26,11 @@ SHORT = 100
 
 @contextlib.contextmanager
 def short_messages() -> Any:
-    before, messages.MESSAGE_NUMEL = messages.MESSAGE_NUMEL, SHORT
+    before, step_plan.MESSAGE_NUMEL = step_plan.MESSAGE_NUMEL, SHORT
     try:
         yield
     finally:
-        messages.MESSAGE_NUMEL = before
+        step_plan.MESSAGE_NUMEL = before
 
 
 def train_zoo(

@@ -14,12 +14,11 @@ import torch.distributed as dist
 import transformers
 from spawn import RankPools, run_command, run_script
 
-from hf_dlion import cli, messages
+from hf_dlion import cli, step_plan
 from hf_dlion.bench.model import llama
 from hf_dlion.exchange import choose_exchange, message_wire_bytes
 from hf_dlion.header import header_wire_bytes
 from hf_dlion.layout import MessageLayout
-from hf_dlion.messages import split_into_messages
 from hf_dlion.options import Options
 from hf_dlion.plan import compute, link, machine, methods, validate
 from hf_dlion.plan.cost import (
@@ -37,6 +36,7 @@ from hf_dlion.plan.machine import Machine
 from hf_dlion.plan.methods import DLION, OVERLAPPED, POWER, PUBLIC, Case, predict
 from hf_dlion.plan.model import UnknownModelError, Workload, parse_count, usual_shapes, workload
 from hf_dlion.plan.report import gain, verdict
+from hf_dlion.step_plan import split_into_messages
 
 NUMEL = 29_499_904
 
@@ -134,7 +134,7 @@ def one_message(monkeypatch):
         methods._overlapped_messages.cache_clear()
 
     forget()
-    monkeypatch.setattr(messages, "MESSAGE_NUMEL", 1 << 25)
+    monkeypatch.setattr(step_plan, "MESSAGE_NUMEL", 1 << 25)
     yield
     forget()
 

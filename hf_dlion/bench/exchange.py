@@ -15,8 +15,8 @@ from hf_dlion.bench.report import environment, publish, summary
 from hf_dlion.bench.train import FEWEST, slowest
 from hf_dlion.exchange import Exchange, Wire, WireStats, make_exchange
 from hf_dlion.layout import MessageLayout
-from hf_dlion.messages import split_into_messages
 from hf_dlion.options import Options
+from hf_dlion.step_plan import split_into_messages
 from hf_dlion.verdict import StepRule
 
 COLUMNS = {

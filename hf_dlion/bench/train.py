@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_dlion import messages
+from hf_dlion import step_plan
 from hf_dlion.bench.bound import departures_of, exposed_wire_s
 from hf_dlion.bench.emulate import INTERFACE
 from hf_dlion.bench.methods import ALONE, METHODS, OVERLAPPED, Method, sensible_methods
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     shape = (args.batch, args.sequence)
     batch = torch.randint(tokens, shape, generator=generator).to(device)
-    messages.MESSAGE_NUMEL = args.message_numel
+    step_plan.MESSAGE_NUMEL = args.message_numel
     methods = [METHODS[name](make) for name in args.methods or sensible_methods()]
     rows = _measured(methods, args, functools.partial(_step, batch=batch, device=device))
     if args.emulate:

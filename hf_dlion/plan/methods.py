@@ -14,7 +14,6 @@ from hf_dlion.exchange import choose_exchange, message_wire_bytes
 from hf_dlion.exchange.two_phase import TwoPhase
 from hf_dlion.header import header_wire_bytes
 from hf_dlion.layout import WORD_BYTES, MessageLayout
-from hf_dlion.messages import split_into_messages
 from hf_dlion.options import Options
 from hf_dlion.plan.cost import (
     FORWARD_SHARE,
@@ -30,6 +29,7 @@ from hf_dlion.plan.cost import (
 )
 from hf_dlion.plan.machine import Machine
 from hf_dlion.plan.model import Workload
+from hf_dlion.step_plan import split_into_messages
 
 NONE = "no communication, AdamW"
 FP32 = "DDP fp32, AdamW"

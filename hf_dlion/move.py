@@ -1,0 +1,96 @@
+"""One step of the parameters: votes are exchanged, the verdict is applied."""
+
+from __future__ import annotations
+
+import time
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from hf_dlion.ballot import Ballot
+from hf_dlion.codec import AloneJob, codec_for
+from hf_dlion.exchange import Wire, WireStats
+from hf_dlion.flight import Flight
+from hf_dlion.groups import tensor_rules, trainable
+from hf_dlion.header import Header
+from hf_dlion.messages import exchange_all
+from hf_dlion.momenta import Momenta
+from hf_dlion.node_messages import step_alone_in_node
+from hf_dlion.node_plan import NodePlan
+from hf_dlion.step_plan import Plan
+from hf_dlion.verdict import StepRule
+
+
+def ballot_of(momenta: Momenta, plan: Plan, voters: Tensor, mine: Header, rule: StepRule) -> Ballot:
+    """Returns what moves in a step; momenta are made where there are none.
+
+    Args:
+        momenta: Of this rank, with the parameter groups.
+        plan: Of the step.
+        voters: bool, shape (P,), the parameters on which any rank votes.
+        mine: What this rank, or its node, said of itself.
+        rule: The step's constants.
+    """
+    pairs = trainable(momenta.groups)
+    voted = {index for (index, _), any_rank in zip(pairs, voters.tolist(), strict=True) if any_rank}
+    voting: dict[int, Tensor] = {}
+    for (index, param), votes in zip(pairs, mine.present.tolist(), strict=True):
+        if index not in voted:
+            continue
+        # Also where this rank does not vote: the state has the same entries on all ranks.
+        momentum = momenta.of(param, index, plan.owned)
+        if votes and mine.finite:
+            voting[index] = momentum
+    return Ballot(voting, tensor_rules(momenta.groups, voted, rule), rule)
+
+
+def move(
+    ballot: Ballot,
+    plan: Plan,
+    params: list[tuple[int, Tensor]],
+    wire: Wire | None,
+    flight: Flight | None,
+    stats: WireStats,
+) -> None:
+    """Exchanges votes and applies the verdict to the parameters of the ballot.
+
+    Every rank must call this with the same `ballot.rules` and plan. Messages leave alone what is
+    not in the ballot, and what is not theirs.
+
+    Args:
+        ballot: What moves.
+        plan: Carries it.
+        params: Pairs of parameter index and parameter, those with requires_grad.
+        wire: The process group, or None where this rank is alone.
+        flight: The plan's messages if they left already, or None.
+        stats: Receives times and agreement.
+    """
+    if isinstance(plan, NodePlan) and plan.alone:
+        step_alone_in_node(plan.alone, ballot, stats)
+    elif wire is None:
+        step_alone(params, ballot, stats)
+    elif flight is not None:
+        flight.land(ballot)
+    else:
+        exchange_all(plan.messages, ballot, stats)
+
+
+def step_alone(params: list[tuple[int, Tensor]], ballot: Ballot, stats: WireStats) -> None:
+    """Takes a step of plain Lion on this rank alone; nothing is sent.
+
+    Args:
+        params: Pairs of parameter index and parameter.
+        ballot: What moves.
+        stats: Receives the time.
+    """
+    start = time.perf_counter()
+    jobs: dict[torch.device, list[AloneJob]] = {}
+    for index, param in params:
+        if index in ballot.voting:
+            momentum, rule = ballot.voting[index], ballot.rules[index]
+            job = AloneJob(param, cast(Tensor, param.grad), momentum, rule)
+            jobs.setdefault(param.device, []).append(job)
+    for device, of_device in jobs.items():
+        codec_for(device).step_alone_all(of_device)
+    stats.apply_s += time.perf_counter() - start
