@@ -38,8 +38,9 @@ def names_of(groups: Groups) -> list[str]:
 def layout_lines(groups: Groups) -> list[str]:
     """Returns a line with name, shape and dtype for every trainable parameter."""
     names = names_of(groups)
+    # Without the number of the device, which differs between ranks that agree.
     return [
-        f"{names[index]}: {tuple(p.shape)} {p.dtype} on {p.device}"
+        f"{names[index]}: {tuple(p.shape)} {p.dtype} on {p.device.type}"
         for index, p in trainable(groups)
     ]
 
@@ -53,6 +54,14 @@ def group_values(groups: Groups) -> list[dict[str, Any]]:
             "weight_decay": float(group["weight_decay"]),
         }
         for group in groups
+    ]
+
+
+def agreed_values(groups: Groups) -> list[dict[str, Any]]:
+    """Returns what all ranks must agree on of each group: who has which hyperparameters."""
+    return [
+        {**values, "parameters": len(group["params"])}
+        for group, values in zip(groups, group_values(groups), strict=True)
     ]
 
 
@@ -88,7 +97,7 @@ def details_of(groups: Groups, options: Options, failure: Exception | None) -> D
     return Details(
         layout=lambda: layout_lines(groups),
         options=lambda: option_values(options),
-        groups=lambda: group_values(groups),
+        groups=lambda: agreed_values(groups),
         parameters=parameters,
         failure=lambda: None if failure is None else f"{type(failure).__name__}: {failure}",
     )

@@ -40,7 +40,7 @@ class Header:
         step: Number of the last step that it took.
         layout: Hash of all that decides which collectives of what size a step makes.
         options: Hash of the options.
-        groups: Hash of every group's lr, betas and weight decay.
+        groups: Hash of every group's lr, betas, weight decay and number of parameters.
         present: bool, shape (P,): the parameters for which autograd saw a gradient.
         stale: Whether votes that left during backward do not hold any more.
         ordered: Whether its messages follow an agreed order of gradients.
@@ -171,8 +171,8 @@ class Agreement:
             groups = wire.gather_objects(details.groups())
             raise Disagreement(
                 _first_difference("parameter groups", [_flat(group) for group in groups])
-                + "; schedulers must be stepped alike on every rank, for example with a metric "
-                "that is reduced over the ranks"
+                + "; parameters must be divided into groups, and schedulers stepped, alike on "
+                "every rank: with a metric that is reduced over the ranks, for example"
             )
         if any(header.step != mine.step for header in headers):
             raise Disagreement(
@@ -213,10 +213,10 @@ class Agreement:
         return [Header.unpacked(row, self.parameters) for row in table]
 
     def _agree_on_layout(self, mine: Header, wire: Wire, details: Details) -> None:
-        """Compares layouts, and parameters' values, which must start equal."""
+        """Compares layouts, and parameters' names and values, which must start equal."""
         values = details.parameters()
         words = torch.tensor(
-            [mine.layout, digest([value for _, value in values])],
+            [mine.layout, digest(values)],
             dtype=torch.int64,
             device=wire.control_device,
         )
@@ -233,6 +233,12 @@ class Agreement:
             )
         if len(set(hashes)) > 1:
             named = wire.gather_objects(values)
+            orders = [dict(enumerate(name for name, _ in pairs)) for pairs in named]
+            if any(order != orders[0] for order in orders):
+                raise Disagreement(
+                    _first_difference("names of trainable parameters", orders)
+                    + "; pass the parameters in the same order on every rank"
+                )
             difference = _first_difference("parameter values", [dict(pairs) for pairs in named])
             raise Disagreement(
                 f"{difference} (hashes): replicas must start equal; wrap the model in "

@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_dlion.abstention import all_finite, unscale
 from hf_dlion.exchange import Wire
 from hf_dlion.flight import Flight
-from hf_dlion.groups import Groups, group_values, option_values, trainable
+from hf_dlion.groups import Groups, agreed_values, option_values, trainable
 from hf_dlion.header import Agreement, Details, Disagreement, Header, digest
 from hf_dlion.momenta import Momenta
 from hf_dlion.node import Node
@@ -90,7 +90,7 @@ def own_header(
         step=steps,
         layout=plan.layout,
         options=digest(option_values(options)),
-        groups=digest(group_values(momenta.groups)),
+        groups=digest(agreed_values(momenta.groups)),
         present=torch.tensor(present, dtype=torch.bool),
         unaveraged=unaveraged,
         displaced=displaced,
