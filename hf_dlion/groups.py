@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_dlion.fingerprint import fingerprints
-from hf_dlion.header import Details
+from hf_dlion.header import Details, told
 from hf_dlion.options import Options
 from hf_dlion.verdict import StepRule, TensorRule
 
@@ -99,5 +99,5 @@ def details_of(groups: Groups, options: Options, failure: Exception | None) -> D
         options=lambda: option_values(options),
         groups=lambda: agreed_values(groups),
         parameters=parameters,
-        failure=lambda: None if failure is None else f"{type(failure).__name__}: {failure}",
+        failure=lambda: None if failure is None else told(failure),
     )

@@ -18,6 +18,7 @@ from hf_dlion.codec.bits import pack_bits, unpack_bits
 from hf_dlion.exchange.wire import Wire
 from hf_dlion.layout import WORD_BYTES, words_for
 
+# Of what is sent, hashed and rounded. The first header has one size in every version.
 WIRE_VERSION = 1
 
 _FINITE, _FAILED, _STALE, _ORDERED, _UNAVERAGED, _DISPLACED = 1, 2, 4, 8, 16, 32
@@ -249,10 +250,35 @@ class Agreement:
         self.parameters = mine.present.numel()
 
 
-def _raise_failure(failures: Sequence[str | None]) -> None:
+def raise_together(failure: Exception | None, wire: Wire, what: str) -> None:
+    """Raises on every rank if something failed on one; every rank must call this.
+
+    Bytes per rank: `Wire.gather_objects`.
+
+    Args:
+        failure: What failed on this rank, which raises it, or None.
+        wire: The ranks.
+        what: The name of what they did.
+
+    Raises:
+        Disagreement: On the others.
+    """
+    failures = wire.gather_objects(None if failure is None else told(failure))
+    if failure is not None:
+        raise failure
+    if any(text is not None for text in failures):
+        _raise_failure(failures, what)
+
+
+def told(failure: Exception) -> str:
+    """Returns what other ranks tell of a failure."""
+    return f"{type(failure).__name__}: {failure}"
+
+
+def _raise_failure(failures: Sequence[str | None], what: str = "the step") -> None:
     failed = {rank: text for rank, text in enumerate(failures) if text is not None}
-    told = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
-    raise Disagreement(f"the step failed on {len(failed)} of {len(failures)} ranks: {told}")
+    named = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+    raise Disagreement(f"{what} failed on {len(failed)} of {len(failures)} ranks: {named}")
 
 
 def _flat(groups: list[dict[str, Any]]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_dlion.exchange import Wire, WireStats
+from hf_dlion.group_counts import check_group_counts, group_counts
 from hf_dlion.header import Disagreement, Header
 
 ENVIRONMENT = "LOCAL_WORLD_SIZE"
@@ -41,6 +42,11 @@ class Node:
     index: int
     local: Wire
     peers: Wire
+
+    @property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks with the same place on all nodes, by place."""
+        return tuple(zip(*self.members, strict=True))
 
     def heard(self, headers: Sequence[Header]) -> list[Header]:
         """Returns one header per node from those of all ranks, which fit together.
@@ -182,7 +188,8 @@ def find_node(
         device: That of the parameters.
 
     Raises:
-        Disagreement: On every rank, if the ranks cannot be divided into equal nodes.
+        Disagreement: On every rank, if the ranks cannot be divided into equal nodes, or torch
+            cannot make their process groups.
     """
     before, claim, failure = stats.bytes_sent, None, None
     try:
@@ -191,16 +198,23 @@ def find_node(
         failure = error
     agree(failure)
     ranks = dist.get_process_group_ranks(wire.group)
-    members = members_of(wire.gather_objects(claim), ranks)
+    told = wire.gather_objects((claim, group_counts()))
+    members = members_of([theirs for theirs, _ in told], ranks)
     size = len(members[0])
     if size == 1:
         return None
     index = next(number for number, own in enumerate(members) if wire.rank in own)
+    places = tuple(zip(*members, strict=True))
     place = members[index].index(wire.rank)
+    made = _made.setdefault(wire.group, {})
+    given = isinstance(choice, dist.ProcessGroup) or members[index] in made
+    # What exists does so on all ranks of a group, and each new one counts for every rank.
+    fresh = (() if given else members) + (() if places[place] in made else places)
+    check_group_counts([counts for _, counts in told], fresh)
     # First all local groups, then all peers: in one order on every rank, so that none waits for
     # another one that waits for it.
     local = choice if isinstance(choice, dist.ProcessGroup) else _group(wire, members[index])
-    peers = _group(wire, tuple(own[place] for own in members))
+    peers = _group(wire, places[place])
     wire.found_neighbours(size - 1, stats.bytes_sent - before)
     return Node(
         members,

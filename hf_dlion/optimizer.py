@@ -469,10 +469,11 @@ class DistributedLion(Optimizer):
         self, headers: Sequence[Header], wire: Wire | None, node: Node | None, moved: bool
     ) -> None:
         """Makes ready for the next step, and looks after the replicas."""
-        if self._overlap is not None and wire is not None:
-            self._prepare(self._overlap, headers, wire)
         comm_hook.after_step(self, self._presence.seen(flat_params(self.param_groups)))
         self._presence.clear()
+        # Last but for comparisons: where it fails the step has been taken, on every rank.
+        if self._overlap is not None and wire is not None:
+            self._prepare(self._overlap, headers, wire)
         if wire is not None and moved:
             self._check_replicas(wire, node)
 

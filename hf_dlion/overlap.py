@@ -33,12 +33,15 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hf_dlion.exchange import Wire
 from hf_dlion.flight import Flight, Owner
-from hf_dlion.header import Header
+from hf_dlion.group_counts import check_group_counts, group_counts
+from hf_dlion.header import Header, raise_together
 from hf_dlion.messages import Message
+from hf_dlion.node import Node
 from hf_dlion.node_plan import make_plan
 from hf_dlion.scale_probes import ScaleProbes
 from hf_dlion.step_plan import Plan, ReadyOrder
@@ -267,6 +270,11 @@ class Overlap:
             plan: Of this step.
             params: Pairs of parameter index and parameter, those with requires_grad.
             wire: The ranks.
+
+        Raises:
+            Disagreement: On every rank, if torch cannot make their process groups, or if making
+                the plan failed on another one; one on which it failed raises what failed. The plan
+                before still holds.
         """
         owner = self._owner()
         assert owner is not None, "it is the owner that calls"
@@ -290,30 +298,50 @@ class Overlap:
         if ready:
             self._order = [index_of[key] for key in ready if key in index_of]
         late = sorted(self._new_late) if self.wants_order else []
-        answers = wire.gather_objects((self._order, late, averaged))
+        answers = wire.gather_objects((self._order, late, averaged, group_counts()))
         self._order = answers[0][0]
-        if node is not None and not all(theirs for _, _, theirs in answers):
+        if node is not None and not all(theirs for _, _, theirs, _ in answers):
             self._messages = ()
             self._unaveraged_in_a_row += 1
             if self._unaveraged_in_a_row >= PATIENCE:
                 self._give_up(UNAVERAGED)
             return plan
         self._unaveraged_in_a_row = 0
-        self._late.update(*(their_late for _, their_late, _ in answers))
+        self._late.update(*(their_late for _, their_late, _, _ in answers))
         self._new_late.clear()
         self._incomplete_in_a_row = 0
         if self._wires is None:
-            if node is not None:
-                # First those inside nodes, then those between them, on every rank.
-                self._inside = node.local.sibling()
-            votes = wire if node is None else node.peers
-            self._wires = votes.sibling(), votes.sibling()
-            for fresh in (*self._wires, *([self._inside] if self._inside else ())):
-                fresh.meet()
+            self._wires = self._new_wires(wire, node, [counts for *_, counts in answers])
         order = ReadyOrder(self._order, sorted(self._late), self._wires, self._inside)
-        plan = make_plan(params, wire, owner.options, node, order)
+        failure: Exception | None = None
+        try:
+            plan = make_plan(params, wire, owner.options, node, order)
+        except Exception as error:  # Memory, say; the others would send what this one does not.
+            failure = error
+        raise_together(failure, wire, "preparing the next step")
         self._messages = plan.messages
         return plan
+
+    def _new_wires(
+        self, wire: Wire, node: Node | None, counts: Sequence[tuple[int, int]]
+    ) -> tuple[Wire, Wire]:
+        """Returns wires for votes and for verdicts, and makes that inside the node.
+
+        Raises:
+            Disagreement: On every rank, if torch cannot make their process groups.
+        """
+        if node is None:
+            of_all = wire.group is dist.group.WORLD
+            check_group_counts(counts, [range(wire.world_size)], of_all=of_all)
+        else:
+            check_group_counts(counts, (*node.members, *node.places))
+            # First those inside nodes, then those between them, on every rank.
+            self._inside = node.local.sibling()
+        votes = wire if node is None else node.peers
+        wires = votes.sibling(), votes.sibling()
+        for fresh in (*wires, *([self._inside] if self._inside else ())):
+            fresh.meet()
+        return wires
 
     def _give_up(self, why: str) -> None:
         self._gave_up = True

@@ -126,15 +126,11 @@ class Wire:
     def sibling(self) -> Wire:
         """Returns a wire of the same ranks in a process group of its own; all ranks call this.
 
-        Collectives of the two need no common order.
-
-        Raises:
-            RuntimeError: On every rank, if they made different numbers of process groups before.
+        Collectives of the two need no common order. Check `hf_dlion.group_counts` before.
         """
         config = dist.get_backend_config(self.group)
         options: dict[str, Any] = {"backend": str(config), "timeout": _timeout(self.group)}
         if self.group is not dist.group.WORLD:
-            self._check_group_count()
             ranks = dist.get_process_group_ranks(self.group)
             options.update(ranks=ranks, use_local_synchronization=True)
         return Wire(dist.new_group(**options), self.stats, self._device, self.neighbours)
@@ -149,24 +145,13 @@ class Wire:
         everyone = torch.empty((self.world_size, 1), dtype=torch.int64, device=place)
         self.all_gather(everyone, word).wait()
 
-    def _check_group_count(self) -> None:
-        # torch names such a group by its ranks and by how many groups this process has: ranks
-        # that count differently would wait for one another under different names.
-        counts = self.gather_objects(len(dist.distributed_c10d._world.pg_names))
-        if len(set(counts)) > 1:
-            raise RuntimeError(
-                f"ranks are members of different numbers of process groups, {counts} in rank "
-                f"order, and torch cannot make another one for these ranks alone: make groups of "
-                f"some ranks on all of them with torch.distributed.new_group(), or train in the "
-                f"default group"
-            )
-
     def subgroup(self, members: Sequence[int]) -> dist.ProcessGroup:
         """Returns a new process group of some of the ranks, which all call this, and no other.
 
+        Check `hf_dlion.group_counts` before.
+
         Args:
-            members: Ranks in this wire's group, all with equally many process groups so far:
-                torch names the new one by that number, and would wait under different names.
+            members: Ranks in this wire's group.
         """
         everyone = dist.get_process_group_ranks(self.group)
         group: dist.ProcessGroup = dist.new_group(
