@@ -359,7 +359,7 @@ class DistributedLion(Optimizer):
                 others if one failed; that one raises what failed.
             RuntimeError: On every rank, if one abstained `max_abstained_steps` times in a row.
         """
-        wire, steps_before = self._others(), self.steps
+        wire, steps_before, plan_before = self._others(), self.steps, self._plan
         sent, sent_inside = self.wire.bytes_sent, self._sent_inside
         loss: float | None = None
         failure: Exception | None = None
@@ -381,7 +381,12 @@ class DistributedLion(Optimizer):
                 header, failure, self.param_groups, self._plan, self._overlap
             )
             sent = sent if flight is None else flight.bytes_before
-        headers = [header] if wire is None else self._agreed(header, wire, failure, flight)
+        try:
+            headers = [header] if wire is None else self._agreed(header, wire, failure, flight)
+        except Exception:
+            # This rank alone may have made another; the step can be taken once it is mended.
+            self._plan = plan_before
+            raise
         if flight is not None and any(h.stale or not h.finite for h in headers):
             flight.discard()
             flight = None
