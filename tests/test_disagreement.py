@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from spawn import RankPools
+from test_optim_args import EXAMPLES
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_dlion import DistributedLion
+from hf_dlion import DistributedLion, header
+from hf_dlion.groups import layout_lines
+from hf_dlion.options import Options
 
 pytestmark = pytest.mark.multiproc
 
@@ -41,20 +48,41 @@ def _attempt(step: Callable[[], Any], params: list[nn.Parameter]) -> tuple[str, 
     return message, all(torch.equal(p, old) for p, old in zip(params, before, strict=True))
 
 
+def _options_with(options: Options, name: str) -> Options:
+    """Returns options of which the one named has another value."""
+    other = EXAMPLES[name][1]
+    if other == getattr(options, name):
+        other = getattr(Options(), name)
+    return dataclasses.replace(options, **{name: other})
+
+
 def _with_options(
-    rank: int, world_size: int, options: dict[str, Any], odd: dict[str, Any]
+    rank: int, world_size: int, name: str, overlap: bool, late: bool
 ) -> tuple[str, bool]:
     params = _parameters()
-    optimizer = DistributedLion(params, **(odd if rank == 1 else options))
+    chosen = Options(overlap=overlap)
+    if rank == 1 and not late:
+        chosen = _options_with(chosen, name)
+    optimizer = DistributedLion(params, **vars(chosen))
+    if late:
+        for seed in range(3):
+            _backward(params, seed)
+            optimizer.step()
+    if rank == 1 and late:
+        optimizer.options = _options_with(chosen, name)
+        optimizer._local_group = optimizer.options.local_group
     _backward(params, rank)
     return _attempt(optimizer.step, params)
 
 
-def _with_group_value(rank: int, world_size: int, key: str, value: Any) -> tuple[str, bool]:
+def _with_group_value(
+    rank: int, world_size: int, key: str, value: Any, late: bool
+) -> tuple[str, bool]:
     params = _parameters()
-    optimizer = DistributedLion(params, lr=0.1)
-    _backward(params, rank)
-    optimizer.step()
+    optimizer = DistributedLion(params, lr=0.125)
+    if late:
+        _backward(params, rank)
+        optimizer.step()
     if rank == world_size - 1:
         optimizer.param_groups[0][key] = value
     _backward(params, rank)
@@ -69,51 +97,120 @@ def _raised_everywhere(results: list[tuple[str, bool]], *words: str) -> None:
             assert word in message, f"rank {rank}: {message}"
 
 
+# Every field, so that an option added later is compared or fails here.
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Options)])
 @pytest.mark.parametrize(
-    ("name", "value", "odd"),
-    [
-        ("aggregation", "majority", "average"),
-        ("ties", "alternate", "zero"),
-        ("exchange", "gather", "two_phase"),
-        ("exchange", "auto", "two_phase"),
-        ("stochastic_rounding", True, False),
-        ("momentum_dtype", None, torch.bfloat16),
-        ("seed", 0, 1),
-        ("max_abstained_steps", 20, 3),
-        ("checkpoint", "per_rank", "mean"),
-        ("check_replicas_every", 2, 3),
-        ("on_divergence", "raise", "repair"),
-    ],
+    ("world_size", "overlap", "late"),
+    [(3, False, False), (2, False, True), (2, True, False), (3, True, True)],
+    ids=["first step", "later", "overlap, first step", "overlap, later"],
 )
 def test_an_option_that_differs_on_one_rank(
-    ranks: RankPools, name: str, value: Any, odd: Any
+    ranks: RankPools, name: str, world_size: int, overlap: bool, late: bool
 ) -> None:
-    results = ranks(WORLD_SIZE).run(_with_options, {name: value}, {name: odd}, timeout=20)
-    _raised_everywhere(results, name, "rank 1")
+    results = ranks(world_size).run(_with_options, name, overlap, late, timeout=20)
+    _raised_everywhere(results, f"options, first in '{name}'", "rank 1")
 
 
+def _with_loaded_seed(rank: int, world_size: int) -> tuple[str, bool]:
+    params = _parameters()
+    optimizer = DistributedLion(params, seed=5)
+    if rank == 1:
+        optimizer.load_state_dict(DistributedLion(params, seed=6).state_dict())
+    _backward(params, rank)
+    return _attempt(optimizer.step, params)
+
+
+def test_a_seed_that_one_rank_loaded(ranks: RankPools) -> None:
+    results = ranks(2).run(_with_loaded_seed, timeout=20)
+    _raised_everywhere(results, "'seed': rank 0: 5, rank 1: 6")
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["first step", "later"])
 @pytest.mark.parametrize(
-    ("name", "odd"), [("lr", 0.2), ("betas", (0.9, 0.999)), ("weight_decay", 0.5)]
+    ("name", "odd"),
+    [
+        ("lr", 0.2),
+        ("lr", torch.tensor(0.1)),
+        ("lr", float("nan")),
+        ("betas", (0.8, 0.99)),
+        ("betas", (0.9, 0.999)),
+        ("weight_decay", 0.5),
+    ],
+    ids=str,
 )
-def test_a_group_value_that_differs_on_one_rank(ranks: RankPools, name: str, odd: Any) -> None:
-    results = ranks(WORLD_SIZE).run(_with_group_value, name, odd, timeout=20)
-    _raised_everywhere(results, name, "rank 2")
+def test_a_group_value_that_differs_on_one_rank(
+    ranks: RankPools, name: str, odd: Any, late: bool
+) -> None:
+    results = ranks(WORLD_SIZE).run(_with_group_value, name, odd, late, timeout=20)
+    _raised_everywhere(results[:-1], name, "rank 2")
+    _raised_everywhere(results[-1:], name)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["first step", "later"])
+@pytest.mark.parametrize(
+    ("name", "equal"),
+    [
+        ("lr", torch.tensor(0.125)),
+        ("lr", np.float32(0.125)),
+        ("betas", [0.9, 0.99]),
+        ("weight_decay", torch.tensor(0.0)),
+    ],
+    ids=["tensor", "NumPy number", "list", "tensor of zero"],
+)
+def test_an_equal_value_of_another_type_is_no_difference(
+    ranks: RankPools, name: str, equal: Any, late: bool
+) -> None:
+    results = ranks(2).run(_with_group_value, name, equal, late, timeout=20)
+    assert results == [("", False)] * 2
+
+
+def _with_local_plateau(rank: int, world_size: int) -> tuple[str, bool, int]:
+    params = _parameters()
+    optimizer = DistributedLion(params, lr=0.125)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1)
+    for t in range(10):
+        _backward(params, t)
+        message, untouched = _attempt(optimizer.step, params)
+        if message:
+            return message, untouched, t
+        # The loss of the last rank's own data does not fall.
+        scheduler.step(1.0 if rank == world_size - 1 else 1.0 / (t + 1))
+    return "", False, 10
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_schedule_on_each_ranks_own_metric(ranks: RankPools, world_size: int) -> None:
+    results = ranks(world_size).run(_with_local_plateau, timeout=20)
+    odd = f"rank {world_size - 1}: 0.0625"
+    told = "'group 0 lr': rank 0: 0.125"
+    _raised_everywhere([found[:2] for found in results], told, odd, "metric that is reduced")
+    # It lasts two steps without progress after the first, and the next one does not begin.
+    assert [t for _, _, t in results] == [3] * world_size
 
 
 def _with_layout(rank: int, world_size: int, kind: str, late: bool) -> tuple[str, bool]:
     params = _parameters()
+    thawed = nn.Parameter(torch.ones(3), requires_grad=False)
     extra = nn.Parameter(torch.ones(200, 3))
+    params.append(thawed)
     optimizer = DistributedLion(params, lr=0.1)
     if late:
-        _backward(params, rank)
+        _backward(params[:2], rank)
         optimizer.step()
     if rank == 1:
         if kind == "added":
             params.append(extra)
             optimizer.add_param_group({"params": [extra]})
+        elif kind == "fewer":
+            optimizer.param_groups[0]["params"].pop(1)
+            params.pop(1)
         elif kind == "frozen":
             params[0].requires_grad_(False)
             params[0].grad = None
+        elif kind == "thawed":
+            thawed.requires_grad_(True)
+        elif kind == "order":
+            optimizer.param_groups[0]["params"].reverse()
         elif kind == "shape":
             params[1].data = torch.ones(9)
             params[1].grad = None
@@ -124,11 +221,101 @@ def _with_layout(rank: int, world_size: int, kind: str, late: bool) -> tuple[str
     return _attempt(optimizer.step, params)
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("late", [False, True], ids=["first step", "later"])
-@pytest.mark.parametrize("kind", ["added", "frozen", "shape", "dtype"])
-def test_parameters_that_differ_on_one_rank(ranks: RankPools, kind: str, late: bool) -> None:
-    results = ranks(WORLD_SIZE).run(_with_layout, kind, late, timeout=20)
-    _raised_everywhere(results, "parameters", "rank 1")
+@pytest.mark.parametrize("kind", ["added", "fewer", "frozen", "thawed", "order", "shape", "dtype"])
+def test_parameters_that_differ_on_one_rank(
+    ranks: RankPools, kind: str, late: bool, world_size: int
+) -> None:
+    results = ranks(world_size).run(_with_layout, kind, late, timeout=20)
+    _raised_everywhere(results, "trainable parameters, first in", "rank 1")
+
+
+def _with_equal_tensors(rank: int, world_size: int, names: list[list[str]]) -> tuple[str, bool]:
+    """Two parameters of one shape and value, which only their names tell apart."""
+    params = {name: nn.Parameter(torch.zeros(5)) for name in names[rank]}
+    optimizer = DistributedLion(params.items(), lr=0.1)
+    for name in sorted(params):
+        (params[name] * (1.0 if name == "a" else -1.0)).sum().backward()
+    return _attempt(optimizer.step, list(params.values()))
+
+
+def test_equal_parameters_in_another_order_are_told_apart_by_their_names(ranks: RankPools) -> None:
+    results = ranks(3).run(_with_equal_tensors, [["a", "b"], ["b", "a"], ["a", "b"]], timeout=20)
+    told = "names of trainable parameters, first in 0: rank 0: 'a', rank 1: 'b', rank 2: 'a'"
+    _raised_everywhere(results, told)
+
+
+def _with_groups(
+    rank: int, world_size: int, sizes: list[int], odd: list[int], late: bool
+) -> tuple[str, bool]:
+    """Groups of so many of six equal parameters; the first has a learning rate of its own."""
+    params = [nn.Parameter(torch.zeros(5)) for _ in range(6)]
+
+    def groups_of(sizes: list[int]) -> list[dict[str, Any]]:
+        left = iter(params)
+        groups = [{"params": list(itertools.islice(left, size)), "lr": 0.1} for size in sizes]
+        groups[0]["lr"] = 0.2
+        return groups
+
+    optimizer = DistributedLion(groups_of(sizes if late or rank else odd))
+    if late:
+        _backward(params, 0)
+        optimizer.step()
+        for group, own in zip(optimizer.param_groups, groups_of(odd), strict=True):
+            group["params"] = group["params"] if rank else own["params"]
+    _backward(params, rank)
+    return _attempt(optimizer.step, params)
+
+
+@pytest.mark.parametrize(
+    ("odd", "late", "told"),
+    [
+        ([4, 2], False, "'group 0 parameters': rank 0: 4, rank 1: 3"),
+        ([4, 2], True, "'group 0 parameters': rank 0: 4, rank 1: 3"),
+        ([3, 1, 2], False, "'group 1 parameters': rank 0: 1, rank 1: 3"),
+        ([3, 3, 0], False, "'group 2 lr': rank 0: 0.1, rank 1: 'missing'"),
+    ],
+    ids=["divided otherwise", "divided otherwise later", "one more", "an empty one more"],
+)
+def test_groups_that_differ_on_one_rank(
+    ranks: RankPools, odd: list[int], late: bool, told: str
+) -> None:
+    results = ranks(2).run(_with_groups, [3, 3], odd, late, timeout=20)
+    _raised_everywhere(results, "ranks differ in parameter groups, first in", told)
+
+
+def test_devices_are_compared_by_their_kind() -> None:
+    with FakeTensorMode():
+        devices = ["cuda:0", "cuda:1", "cpu"]
+        alike, same, other = (
+            layout_lines([{"params": [nn.Parameter(torch.empty(3, device=device))]}])
+            for device in devices
+        )
+    assert alike == same != other
+
+
+def _with_wire_version(rank: int, world_size: int, late: bool) -> tuple[str, bool]:
+    params = _parameters()
+    optimizer = DistributedLion(params, lr=0.1)
+    if late:
+        _backward(params, rank)
+        optimizer.step()
+    _backward(params, rank)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(header, "WIRE_VERSION", header.WIRE_VERSION + 1)
+        return _attempt(optimizer.step, params)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["first step", "later"])
+def test_a_rank_that_speaks_another_version_of_the_wire_format(
+    ranks: RankPools, late: bool
+) -> None:
+    results = ranks(3).run(_with_wire_version, late, timeout=20)
+    v = header.WIRE_VERSION
+    told = f"[{v}, {v + 1}, {v}] in rank order: install the same hf_dlion"
+    _raised_everywhere(results, "different versions of the wire format", told)
 
 
 def _with_values(rank: int, world_size: int, change: float) -> tuple[str, bool]:
@@ -223,32 +410,41 @@ def test_a_rank_that_abstains_too_often_in_a_row(ranks: RankPools) -> None:
         assert "rank 1" in attempts[5][0]
 
 
-def _go_on_after_an_error(rank: int, world_size: int) -> list[Tensor]:
+def _go_on(
+    rank: int, world_size: int, what: str, overlap: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns parameters and momenta after four steps, one of which raised and was repeated."""
     params = _parameters()
-    optimizer = DistributedLion(params, lr=0.1)
-    _backward(params, 10 + rank)
-    optimizer.step()
-    optimizer.param_groups[0]["lr"] = 0.1 + rank
-    _backward(params, 20 + rank)
-    with pytest.raises(RuntimeError, match="lr"):
+    optimizer = DistributedLion(params, lr=0.1, overlap=overlap)
+    for t in range(4):
+        _backward(params, 10 * t + rank)
+        if t == 2 and what != "nothing":
+            group, options = optimizer.param_groups[0], optimizer.options
+            if what == "lr":
+                group["lr"] = 0.1 + rank
+            elif what == "option":
+                optimizer.options = Options(overlap=overlap, seed=rank)
+            elif rank == 1:
+                params[0].requires_grad_(False)
+            momenta = [optimizer.state[p]["exp_avg"].clone() for p in params]
+            message, untouched = _attempt(optimizer.step, params)
+            assert message.startswith("Disagreement"), message
+            assert untouched, "parameters moved"
+            assert optimizer.steps == 2
+            assert all(torch.equal(optimizer.state[p]["exp_avg"], m)
+                       for p, m in zip(params, momenta, strict=True))  # fmt: skip
+            group["lr"], optimizer.options = 0.1, options
+            params[0].requires_grad_(True)
         optimizer.step()
-    optimizer.param_groups[0]["lr"] = 0.1
-    optimizer.step()
-    assert optimizer.steps == 2
-    return [p.detach() for p in params]
+    return [p.detach() for p in params], [optimizer.state[p]["exp_avg"] for p in params]
 
 
-def _never_err(rank: int, world_size: int) -> list[Tensor]:
-    params = _parameters()
-    optimizer = DistributedLion(params, lr=0.1)
-    for seed in (10, 20):
-        _backward(params, seed + rank)
-        optimizer.step()
-    return [p.detach() for p in params]
-
-
-def test_a_difference_that_is_mended_leaves_no_trace(ranks: RankPools) -> None:
-    mended = ranks(WORLD_SIZE).run(_go_on_after_an_error, timeout=20)
-    clean = ranks(WORLD_SIZE).run(_never_err, timeout=20)
-    for rank in range(WORLD_SIZE):
-        assert all(torch.equal(a, b) for a, b in zip(mended[rank], clean[rank], strict=True))
+@pytest.mark.parametrize("overlap", [False, True], ids=["step", "overlap"])
+@pytest.mark.parametrize("what", ["lr", "option", "layout"])
+def test_a_difference_that_is_mended_leaves_no_trace(
+    ranks: RankPools, what: str, overlap: bool
+) -> None:
+    mended = ranks(WORLD_SIZE).run(_go_on, what, overlap, timeout=20)
+    clean = ranks(WORLD_SIZE).run(_go_on, "nothing", overlap, timeout=20)
+    for own, expected in zip(mended, clean, strict=True):
+        assert all(map(torch.equal, itertools.chain(*own), itertools.chain(*expected)))
