@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import gc
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from spawn import RankPools
+import torch.distributed as dist
+from spawn import RankPools, run_ranks
 from test_optim_args import EXAMPLES
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion import DistributedLion, header
 from hf_dlion.groups import layout_lines
@@ -229,6 +234,43 @@ def test_parameters_that_differ_on_one_rank(
 ) -> None:
     results = ranks(world_size).run(_with_layout, kind, late, timeout=20)
     _raised_everywhere(results, "trainable parameters, first in", "rank 1")
+
+
+def _never_meet(rank: int, world_size: int, what: str) -> tuple[str, float]:
+    """Returns the error and the seconds until it; rank 1 never enters what rank 0 waits in."""
+    limit = datetime.timedelta(seconds=2)
+    everyone = dist.new_group(list(range(world_size)), timeout=limit)
+    some = dist.new_group([0, 1], timeout=limit)
+    holder: list[nn.Module] = [nn.Linear(40, 3)]
+    begin = time.monotonic()
+    optimizer: torch.optim.Optimizer
+    if what == "another group":
+        group = some if rank == 0 else everyone
+        optimizer = DistributedLion(holder[0].parameters(), process_group=group)
+    else:
+        holder = [DistributedDataParallel(holder[0], process_group=everyone)]
+        optimizer = DistributedLion(holder[0].parameters(), process_group=everyone)
+        if rank == 1:
+            optimizer = torch.optim.AdamW(holder[0].parameters())
+    said = "accepted"
+    try:
+        for _ in range(2):
+            holder[0](torch.ones(2, 40)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except Exception as error:
+        said = type(error).__name__
+    holder.clear()
+    gc.collect()
+    return said, time.monotonic() - begin
+
+
+@pytest.mark.parametrize(("what", "world_size"), [("another group", 3), ("another optimizer", 2)])
+def test_ranks_that_never_meet_end_at_the_timeout(what: str, world_size: int) -> None:
+    # Nothing can be compared then. In processes of its own: the groups are broken.
+    for said, seconds in run_ranks(world_size, _never_meet, what):
+        assert said == "RuntimeError"
+        assert seconds < 20
 
 
 def _with_equal_tensors(rank: int, world_size: int, names: list[list[str]]) -> tuple[str, bool]:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import zoo
 from oracle import OracleGroup, OracleLion, bits_of
-from spawn import RankPools
+from spawn import RankPools, run_ranks
 from test_rule_multirank import bytes_of_words, planes_of, rows_of_words
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -323,6 +323,55 @@ def test_nodes_that_do_not_fit_are_refused_on_every_rank(
     for said in ranks(4).run(fail_to_find_nodes, what):
         assert said.startswith("Disagreement")
         assert message in said
+
+
+def find_nodes_beside_other_groups(rank: int, world_size: int) -> list[str]:
+    """Finds nodes of two again and again while some ranks alone join more groups."""
+
+    def join(*members: int) -> None:
+        dist.new_group(list(members), use_local_synchronization=True)
+
+    def train(local_group: Any, process_group: dist.ProcessGroup | None = None) -> str:
+        param = nn.Parameter(torch.zeros(70))
+        param.grad = torch.full((70,), 1.0 - rank % 2 * 3)
+        options = {"local_group": local_group, "process_group": process_group}
+        said = say_why(DistributedLion([param], lr=0.5, betas=(0.0, 0.0), **options).step)
+        return f"{said} {param[0].item():g}"
+
+    given = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    everyone = [dist.new_group(list(range(world_size))) for _ in range(3)]
+    found = [train(2, everyone[0])]
+    if rank == 0:
+        join(0)
+    found.append(train(2, everyone[0]))  # The groups of that process group exist.
+    found.append(train(2))
+    found.append(train(given))
+    if rank == 2:
+        join(2)
+    found.append(train(2))
+    found.append(train(given))  # Peers count alike, neighbours do not.
+    if rank in (1, 3):
+        join(rank)
+    if rank in (0, 1):
+        join(0, 1)
+    found.append(train(2, everyone[1]))
+    found.append(train(given, everyone[1]))
+    if rank in (2, 3):
+        join(2, 3)
+    found.append(train(2, everyone[2]))
+    return found
+
+
+def test_nodes_are_found_wherever_torch_can_make_their_groups_and_refused_elsewhere() -> None:
+    refused = "Disagreement: ranks are members of different numbers of process groups, [{}] in rank"
+    counts = ["8, 7, 7, 7", "8, 7, 7, 7", "8, 7, 8, 7", "10, 10, 9, 9", "10, 10, 9, 9"]
+    outcomes = [None, None, 0, 1, 2, None, 3, 4, None]
+    # In processes of its own: the numbers stay different.
+    for said in run_ranks(4, find_nodes_beside_other_groups):
+        for step, (text, outcome) in enumerate(zip(said, outcomes, strict=True)):
+            expected = "accepted" if outcome is None else refused.format(counts[outcome])
+            assert text.startswith(expected), (step, said)
+            assert text.endswith(" 0" if outcome is not None else " 0.5"), (step, said)
 
 
 def fail_in_the_first_forward(rank: int, world_size: int) -> str:

@@ -261,25 +261,79 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_the_next_step_is_whole(
         assert overlapped == 6
 
 
-def with_a_group_more(rank: int, world_size: int) -> str:
-    """Rank 0 alone is a member of one more group."""
-    if rank == 0:
-        dist.new_group([0], use_local_synchronization=True)
-    group = dist.new_group(list(range(world_size)))
+def fail_to_prepare(rank: int, world_size: int, bad: bool) -> tuple[list[str], list[Tensor], int]:
+    """Rank 1 cannot make the messages of the second step; all go on."""
     model = new_model()
-    optimizer = optimizer_of(model, overlap=True, process_group=group)
-    model(batches(rank, 1)[0][0]).backward()
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        return str(error)
-    return "accepted"
+    optimizer = optimizer_of(model, overlap=True)
+    raised: list[str] = []
+    with short_messages():
+        for t in range(8):
+            model(torch.randint(0, 11, (3, 5), generator=_generator(rank, t))).backward()
+            try:
+                with pytest.MonkeyPatch.context() as patch:
+                    if bad and t == 0 and rank == 1:
+                        patch.setattr("hf_dlion.overlap.Plan", _raise_memory_error)
+                    optimizer.step()
+            except (Disagreement, MemoryError) as error:
+                raised.append(f"{t} {type(error).__name__}: {error}")
+            optimizer.zero_grad()
+            assert optimizer.steps == t + 1
+    return raised, bits_of(model), optimizer.wire.overlapped
 
 
-def test_ranks_with_different_numbers_of_groups_are_told_instead_of_hanging() -> None:
+def _raise_memory_error(*args: object) -> None:
+    raise MemoryError("no room for buffers")
+
+
+def test_what_fails_on_one_rank_while_the_next_step_is_prepared_is_raised_on_all(
+    ranks: RankPools,
+) -> None:
+    (_, expected, _), *_ = ranks(3).run(fail_to_prepare, False)
+    for rank, (raised, bits, overlapped) in enumerate(ranks(3).run(fail_to_prepare, True)):
+        told = "Disagreement: preparing the next step failed on 1 of 3 ranks: rank 1: "
+        own = "MemoryError: no room for buffers"
+        assert raised == [f"0 {own}" if rank == 1 else f"0 {told}{own}"]
+        # The step itself has been taken, and the ones after it; all but two while backward ran.
+        assert overlapped == 6
+        assert all(map(torch.equal, bits, expected))
+
+
+def with_a_group_more(rank: int, world_size: int, what: str) -> tuple[str, int]:
+    """Rank 0 alone makes one more group."""
+    model, options, holder = new_model(), {}, []
+    if what == "subgroup":
+        options = {"process_group": dist.new_group(list(range(world_size)))}
+    if what == "nodes":
+        options = {"local_group": 2}
+        holder = [DistributedDataParallel(model)]
+    optimizer = optimizer_of(model, overlap=True, **options)
+    optimizer.join_node()
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=what != "everyone")
+    with released(holder):
+        (holder[0] if holder else model)(batches(rank, 1)[0][0]).backward()
+        try:
+            optimizer.step()
+        except Disagreement as error:
+            return str(error), optimizer.steps
+    return "accepted", optimizer.steps
+
+
+@pytest.mark.parametrize(
+    ("what", "world_size", "message"),
+    [
+        ("subgroup", 2, "ranks are members of different numbers of process groups, [3, 2]"),
+        ("nodes", 4, "ranks are members of different numbers of process groups, [4, 3, 3, 3]"),
+        ("everyone", 2, "ranks made different numbers of process groups, [2, 1]"),
+    ],
+)
+def test_ranks_with_different_numbers_of_groups_are_told_instead_of_hanging(
+    what: str, world_size: int, message: str
+) -> None:
     # In processes of its own: the numbers stay different.
-    for message in run_ranks(2, with_a_group_more):
-        assert message.startswith("ranks are members of different numbers of process groups")
+    for said, steps in run_ranks(world_size, with_a_group_more, what):
+        assert said.startswith(message)
+        assert steps == 1, "the step has been taken"
 
 
 def alone(rank: int, world_size: int) -> int:
