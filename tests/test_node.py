@@ -282,6 +282,11 @@ def fail_to_find_nodes(rank: int, world_size: int, what: str) -> str:
         local_group = 3
     if what == "one_without":
         local_group = None if rank == 2 else 2
+    if what == "other_size":
+        local_group = 4 if rank == 1 else 2
+    if what == "group_and_number":
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        local_group = groups[0] if rank == 1 else 2
     if what == "not_a_member":
         groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         local_group = groups[0]
@@ -311,6 +316,8 @@ def fail_to_find_nodes(rank: int, world_size: int, what: str) -> str:
         ("not_consecutive", "LOCAL_RANK is [0, 0, 1, 1] in rank order"),
         ("not_divisible", "4 ranks cannot be divided into nodes of 3"),
         ("one_without", "ranks differ in options, first in 'local_group': rank 0: 2"),
+        ("other_size", "first in 'local_group': rank 0: 2, rank 1: 4, rank 2: 2, rank 3: 2"),
+        ("group_and_number", "local_group must hold the rank that passes it, got by rank [(), (0"),
         ("not_a_member", "local_group is a process group of which this rank is not a member"),
         ("unequal", "first in 'local_group': rank 0: 3, rank 1: 3, rank 2: 3, rank 3: 1"),
         ("overlapping", "the local groups must share out the ranks [0, 1, 2, 3]"),
