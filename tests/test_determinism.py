@@ -15,7 +15,7 @@ from random_training import backward, random_param
 from spawn import RankPools
 
 import hf_dlion
-from hf_dlion import DistributedLion, messages
+from hf_dlion import DistributedLion, step_plan
 from hf_dlion.codec import native
 from hf_dlion.codec.eager import EagerCodec
 
@@ -52,10 +52,10 @@ def computed(codec: str = "native", threads: int = 1, numel: int | None = None) 
         if codec == "numpy":
             patch.setattr(native, "library", lambda: None)
         if codec == "eager":
-            for module in ("messages", "node_messages", "optimizer"):
+            for module in ("step_plan", "node_plan", "move"):
                 patch.setattr(f"hf_dlion.{module}.codec_for", lambda device: EagerCodec())
         if numel is not None:
-            patch.setattr(messages, "MESSAGE_NUMEL", numel)
+            patch.setattr(step_plan, "MESSAGE_NUMEL", numel)
         torch.set_num_threads(threads)
         try:
             yield

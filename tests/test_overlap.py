@@ -272,7 +272,7 @@ def fail_to_prepare(rank: int, world_size: int, bad: bool) -> tuple[list[str], l
             try:
                 with pytest.MonkeyPatch.context() as patch:
                     if bad and t == 0 and rank == 1:
-                        patch.setattr("hf_dlion.overlap.Plan", _raise_memory_error)
+                        patch.setattr("hf_dlion.overlap.make_plan", _raise_memory_error)
                     optimizer.step()
             except (Disagreement, MemoryError) as error:
                 raised.append(f"{t} {type(error).__name__}: {error}")
