@@ -11,9 +11,14 @@ from hf_dlion.warn_once import warn_once
 
 
 class Abstentions:
-    """Counts, for every rank, the steps in a row from which it abstained.
+    """Counts, for every rank, the steps from which it abstained.
 
-    All ranks count from the same headers, so that all raise together.
+    All ranks count from the same headers, so that all raise together. A state dict does not carry
+    the counts, and loading one does not change them: a resumed process starts at none.
+
+    Attributes:
+        steps: For each rank, the number of steps from which it abstained.
+        in_a_row: For each rank, how many of them were the last ones, without one in between.
     """
 
     def __init__(self, world_size: int, limit: int, voter: str = "rank") -> None:
@@ -21,24 +26,27 @@ class Abstentions:
 
         Args:
             world_size: Number of ranks.
-            limit: Steps in a row after which `note` raises.
+            limit: Steps in a row after which `note` raises; after half of them it warns.
             voter: What a rank is called here.
         """
         self._limit, self._voter = limit, voter
-        self._in_a_row = [0] * world_size
+        self.steps = [0] * world_size
+        self.in_a_row = [0] * world_size
 
-    def note(self, finite: Sequence[bool], rank: int) -> int:
+    def note(self, finite: Sequence[bool], rank: int, *, tells: bool) -> int:
         """Counts one step and returns how many ranks abstained.
 
         Args:
             finite: For each rank, whether its gradients were finite.
             rank: This rank, which warns of its own abstention, once per process.
+            tells: Whether it also warns of ranks that have abstained for half of the limit.
 
         Raises:
             RuntimeError: If a rank reached the limit.
         """
         for other, good in enumerate(finite):
-            self._in_a_row[other] = 0 if good else self._in_a_row[other] + 1
+            self.steps[other] += not good
+            self.in_a_row[other] = 0 if good else self.in_a_row[other] + 1
         if not finite[rank]:
             warn_once(
                 "abstention",
@@ -46,14 +54,35 @@ class Abstentions:
                 f"step and keeps its momentum; said once, `optimizer.wire.abstentions` goes on "
                 f"counting",
             )
-        stuck = [other for other, count in enumerate(self._in_a_row) if count >= self._limit]
+        self._raise_at_limit()
+        if tells:
+            self._warn_at_half()
+        return sum(not good for good in finite)
+
+    def _raise_at_limit(self) -> None:
+        stuck = [other for other, count in enumerate(self.in_a_row) if count >= self._limit]
         if stuck:
             raise RuntimeError(
-                f"gradients of {self._voter} {', '.join(map(str, stuck))} held a NaN or an Inf in "
+                f"gradients of {self._voter} {_told(stuck)} held a NaN or an Inf in "
                 f"{self._limit} steps in a row (max_abstained_steps={self._limit}): lower the "
                 f"learning rate, check that {self._voter}'s data, or raise max_abstained_steps"
             )
-        return sum(not good for good in finite)
+
+    def _warn_at_half(self) -> None:
+        half = self._limit // 2
+        stuck = [other for other, count in enumerate(self.in_a_row) if count == half]
+        # Of one step the first warning has just told.
+        if stuck and half > 1:
+            warn_once(
+                f"abstention {self._voter} {_told(stuck)}",
+                f"gradients of {self._voter} {_told(stuck)} held a NaN or an Inf in {half} steps "
+                f"in a row, so that the others train without; at {self._limit} "
+                f"(max_abstained_steps) all ranks raise",
+            )
+
+
+def _told(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def all_finite(grads: Sequence[Tensor]) -> bool:

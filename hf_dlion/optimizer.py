@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hf_dlion import comm_hook
+from hf_dlion.abstention import Abstentions
 from hf_dlion.exchange import Wire, WireStats
 from hf_dlion.flight import Flight
 from hf_dlion.groups import details_of, flat_params, trainable
@@ -211,6 +212,11 @@ class DistributedLion(Optimizer):
         wire = self._resolved()
         return 1 if wire is None else wire.world_size
 
+    @property
+    def abstentions(self) -> Abstentions:
+        """Who abstained from whole steps, by rank, or by node where nodes vote as one."""
+        return self._ranks.abstentions
+
     def group(self) -> dist.ProcessGroup | None:
         """Returns the process group in use, or None where torch.distributed is not initialised."""
         wire = self._resolved()
@@ -394,7 +400,8 @@ class DistributedLion(Optimizer):
         if node is not None:
             headers, voice = node.heard(headers), node.index
         finite = [other.finite for other in headers]
-        self.wire.abstentions += self._ranks.abstentions.note(finite, voice)
+        abstained = self._ranks.abstentions.note(finite, voice, tells=self.rank == 0)
+        self.wire.abstentions += abstained
         voters = voted_on(headers)
         if bool(voters.any()):
             self._move(wire, node, voters, headers[voice], header.present, flight)

@@ -72,25 +72,31 @@ def test_the_log_says_what_the_wire_says(ranks, tmp_path):
 
 
 class PoisonRankOne(TrainerCallback):
-    """Puts a NaN into the gradient of rank 1 in the second step."""
+    """Puts a NaN into the gradient of rank 1 in three steps, and of rank 0 in another one."""
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        if state.global_step == 1 and dist.get_rank() == 1:
+        if state.global_step in {1: (3, 4, 5), 0: (1,)}[dist.get_rank()]:
             next(model.parameters()).grad.view(-1)[0] = math.nan
 
 
 def train_with_a_nan(rank, world_size, folder):
     hf_dlion.register()
-    trainer = tiny_trainer(tiny_args(folder), callbacks=[PoisonRankOne()])
+    args = tiny_args(folder, max_steps=8, logging_steps=2)
+    trainer = tiny_trainer(args, callbacks=[PoisonRankOne()])
     trainer.train()
     return outcome(trainer)
 
 
-def test_an_abstention_is_logged_by_all(ranks, tmp_path):
+def test_the_log_names_the_rank_that_abstained(ranks, tmp_path):
     (left, entries, _), (right, others, _) = ranks(2).run(train_with_a_nan, str(tmp_path))
     assert left == right
     for seen in (entries, others):
-        assert [entry["dlion/abstained"] for entry in seen] == [0.0, 1.0, 0.0, 0.0]
+        figures = [
+            [entry.get(f"dlion/abstained{name}") for name in ("", "_rank", "_in_a_row")]
+            for entry in seen
+        ]
+        # Rank 0 in step 2 of the first entry; rank 1 from step 2 of the second one on.
+        assert figures == [[1.0, 0.0, 1.0], [1.0, 1.0, 1.0], [2.0, 1.0, 3.0], [0.0, None, None]]
 
 
 def train_by_factory(rank, world_size, folder):

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hf_dlion.abstention import Abstentions
 from hf_dlion.checkpoint import unwrap
 from hf_dlion.optimizer import DistributedLion
 
@@ -14,7 +15,7 @@ MEGABYTE = 1e6
 
 
 class DistributedLionCallback(TrainerCallback):
-    """Adds three figures to every entry that logs a training loss.
+    """Adds figures to every entry that logs a training loss.
 
     - `dlion/wire_mb_per_step`: megabytes (10^6 bytes) that this rank handed to collectives for
       another rank, per optimizer step since the last entry.
@@ -23,6 +24,10 @@ class DistributedLionCallback(TrainerCallback):
       where nothing was exchanged (a single rank).
     - `dlion/abstained`: how many times a rank abstained from a whole step, because its gradient
       held a NaN or an Inf, since the last entry.
+    - `dlion/abstained_rank`: the rank that did so most often (of equally many the lowest; with
+      `local_group` the node). Left out if none did.
+    - `dlion/abstained_in_a_row`: from how many steps in a row, up to this entry, that rank has
+      abstained; at `max_abstained_steps` all ranks raise. Left out if none did.
 
     Trainer gets one by itself where it trains with a DistributedLion after `hf_dlion.register()` or
     `optimizer_cls_and_kwargs`. It comes first among the callbacks, so that TensorBoard and the
@@ -36,6 +41,7 @@ class DistributedLionCallback(TrainerCallback):
         self._agreement_sum = 0.0
         self._bytes_before = 0
         self._abstentions_before = 0
+        self._abstained_before: list[int] = []
 
     def on_train_begin(
         self,
@@ -87,6 +93,7 @@ class DistributedLionCallback(TrainerCallback):
         if self._exchanges:
             figures["dlion/agreement"] = self._agreement_sum / self._exchanges
         figures["dlion/abstained"] = float(wire.abstentions - self._abstentions_before)
+        figures.update(self._most_abstained(lion.abstentions))
         logs.update(figures)
         # Trainer has put a copy of `logs` there before it calls the callbacks.
         if state.log_history and state.log_history[-1].get("loss") is logs["loss"]:
@@ -98,3 +105,18 @@ class DistributedLionCallback(TrainerCallback):
         self._agreement_sum = 0.0
         self._bytes_before = lion.wire.bytes_sent
         self._abstentions_before = lion.wire.abstentions
+        self._abstained_before = lion.abstentions.steps.copy()
+
+    def _most_abstained(self, abstentions: Abstentions) -> dict[str, float]:
+        """Returns the figures of the rank that abstained most often since the last entry."""
+        # It may be only after the start that the optimizer learns how many ranks there are.
+        before = [*self._abstained_before, *[0] * len(abstentions.steps)]
+        since = [now - then for now, then in zip(abstentions.steps, before, strict=False)]
+        most = max(since)
+        if most <= 0:
+            return {}
+        rank = since.index(most)
+        return {
+            "dlion/abstained_rank": float(rank),
+            "dlion/abstained_in_a_row": float(abstentions.in_a_row[rank]),
+        }
