@@ -91,16 +91,13 @@ class Attachment:
         """Forward pre-hook of the wrapper.
 
         Raises:
-            RuntimeError: If uneven inputs are being joined, or owners see different nodes.
+            RuntimeError: If a rank that joins early could not shadow this wrapper's collectives, or
+                owners see different nodes.
         """
         if not torch.is_grad_enabled():
             return
         self.used_for = {id(owner) for owner in self._owners}
-        if getattr(getattr(module, "_join_config", None), "enable", False):
-            raise RuntimeError(
-                "DistributedLion does not work inside join(): a rank that has run out of data "
-                "would not vote, and the others would wait for it; give every rank as many batches"
-            )
+        self._check_join(module)
         for owner in self._owners:
             owner.note_forward(module.require_backward_grad_sync)
         self._node = self._joined()
@@ -110,6 +107,30 @@ class Attachment:
             # For this forward only, as under no_sync(): backward does what forward prepared.
             module.require_backward_grad_sync = False
             self._sync_is_off = True
+
+    def _check_join(self, module: Any) -> None:
+        """Refuses a `Join` in which a rank without data would miss what the wrapper sends."""
+        if _joins(module):
+            raise RuntimeError(
+                "DistributedLion does not work inside join() of a DDP wrapper: a rank that has run "
+                "out of data would average gradients instead of taking part in steps. Give Join "
+                "the optimizer alone, `with torch.distributed.algorithms.Join([optimizer]):`, or "
+                "give every rank as many batches"
+            )
+        if not any(map(_joins, self._owners)):
+            return
+        if module.broadcast_buffers and module.modules_buffers:
+            raise RuntimeError(
+                "this DDP wrapper broadcasts buffers at every forward, and a rank that has run out "
+                "of data makes none: inside Join([optimizer]) make the wrapper with "
+                "broadcast_buffers=False, or give every rank as many batches"
+            )
+        if not self._skips_buckets:
+            raise RuntimeError(
+                "inside Join([optimizer]) make the DDP wrapper without gradient_as_bucket_view, "
+                "static_graph and mixed_precision, whose buckets take part of every rank, or give "
+                "every rank as many batches"
+            )
 
     def after_forward(self, module: Any, args: Any, output: Any) -> None:
         """Forward hook of the wrapper: leaves it as a forward outside of no_sync() would."""
@@ -156,6 +177,11 @@ class Attachment:
             "gradients again",
         )
         return allreduce_hook(self._group, bucket)
+
+
+def _joins(joinable: Any) -> bool:
+    """Returns whether a wrapper or an optimizer is inside a `Join`."""
+    return bool(getattr(getattr(joinable, "_join_config", None), "enable", False))
 
 
 def _can_skip_buckets(ddp: DistributedDataParallel) -> bool:

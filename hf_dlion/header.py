@@ -21,6 +21,11 @@ from hf_dlion.layout import WORD_BYTES, words_for
 # Of what is sent, hashed and rounded. The first header has one size in every version.
 WIRE_VERSION = 1
 
+FEWER_BATCHES = (
+    "if a rank left the training loop earlier, because it has fewer batches, train inside `with "
+    "torch.distributed.algorithms.Join([optimizer]):`, or give every rank as many"
+)
+
 _FINITE, _FAILED, _STALE, _ORDERED, _UNAVERAGED, _DISPLACED = 1, 2, 4, 8, 16, 32
 _FIXED_WORDS = 6
 
@@ -173,7 +178,9 @@ class Agreement:
             raise Disagreement(
                 _first_difference("parameter groups", [_flat(group) for group in groups])
                 + "; parameters must be divided into groups, and schedulers stepped, alike on "
-                "every rank: with a metric that is reduced over the ranks, for example"
+                "every rank: with a metric that is reduced over the ranks, for example; inside "
+                "Join, where a rank without data makes no loop, by "
+                "optimizer.register_step_post_hook(lambda *_: scheduler.step())"
             )
         if any(header.step != mine.step for header in headers):
             raise Disagreement(
@@ -203,13 +210,18 @@ class Agreement:
         everyone = torch.empty(
             (wire.world_size, words.numel()), dtype=torch.int64, device=words.device
         )
-        wire.all_gather(everyone, words).wait()
+        try:
+            wire.all_gather(everyone, words).wait()
+        except RuntimeError as error:
+            # It is here that ranks with different numbers of batches miss one another.
+            error.add_note(FEWER_BATCHES)
+            raise
         table = everyone.cpu()
         versions = table[:, 0].tolist()
         if any(version != WIRE_VERSION for version in versions):
             raise Disagreement(
                 f"ranks speak different versions of the wire format, {versions} in rank order: "
-                f"install the same hf_dlion everywhere"
+                f"install the same hf_dlion everywhere. Or these are no headers: {FEWER_BATCHES}"
             )
         return [Header.unpacked(row, self.parameters) for row in table]
 

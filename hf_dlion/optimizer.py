@@ -9,6 +9,7 @@ from typing import Any, cast, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -18,6 +19,7 @@ from hf_dlion.exchange import Wire, WireStats
 from hf_dlion.flight import Flight
 from hf_dlion.groups import details_of, flat_params, trainable
 from hf_dlion.header import Disagreement, Header, voted_on
+from hf_dlion.join import JoinableOptimizer
 from hf_dlion.loading import checked_loading
 from hf_dlion.messages import Message
 from hf_dlion.momenta import Momenta
@@ -51,7 +53,7 @@ STATE_VERSION = 1
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
-class DistributedLion(Optimizer):
+class DistributedLion(Optimizer, JoinableOptimizer):
     r"""Lion for data-parallel training in which every rank sends one bit per parameter.
 
     Rank r of N keeps a momentum m of its own and never reduces its gradient g:
@@ -75,6 +77,8 @@ class DistributedLion(Optimizer):
     clipped as usual: they are this rank's own until `step()`. A parameter takes part on a rank
     where autograd gave it a gradient, or where one that is not all zeros was assigned. Every rank
     must call `step()` together; what fails on one rank before the header is raised on all of them.
+    Ranks with different numbers of batches train inside `torch.distributed.algorithms.Join`, given
+    the optimizer and not the model.
 
     Example:
         >>> import torch
@@ -192,6 +196,7 @@ class DistributedLion(Optimizer):
 
     def _begin(self) -> None:
         """Makes what belongs to this process and is neither copied nor saved."""
+        self.leave_join()
         self.wire = WireStats()
         self._sent_inside = 0
         self._origin = MomentumOrigin()
@@ -221,6 +226,12 @@ class DistributedLion(Optimizer):
         """Returns the process group in use, or None where torch.distributed is not initialised."""
         wire = self._resolved()
         return None if wire is None else wire.group
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the number lies in which `Join` counts the ranks that still have data."""
+        wire = self._resolved()
+        return torch.device("cpu") if wire is None else wire.control_device
 
     @property
     def messages(self) -> Sequence[Message]:
@@ -365,6 +376,7 @@ class DistributedLion(Optimizer):
                 others if one failed; that one raises what failed.
             RuntimeError: On every rank, if one abstained `max_abstained_steps` times in a row.
         """
+        Join.notify_join_context(self)
         wire, steps_before, plan_before = self._others(), self.steps, self._plan
         sent, sent_inside = self.wire.bytes_sent, self._sent_inside
         loss: float | None = None

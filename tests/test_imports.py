@@ -17,7 +17,7 @@ PACKAGE = Path(hf_dlion.__file__).parent
 # folder also from itself; a new module gets its place here first.
 LAYERS = (
     {"options", "lion", "layout", "fingerprint", "presence", "state", "momentum_file", "warn_once"},
-    {"verdict", "abstention", "momentum_origin", "optim_args", "loading", "attachment"},
+    {"join", "verdict", "abstention", "momentum_origin", "optim_args", "loading", "attachment"},
     {"ballot", "codec"},
     {"exchange"},
     {"header", "momentum_sync", "comm_hook", "shards"},
