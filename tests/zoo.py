@@ -177,7 +177,7 @@ def train(
         use_last, use_sometimes = uses(rank, world_size, t)
         use_last, use_sometimes = use_last or everything, use_sometimes or everything
         called(batch(rank, t), use_last, use_sometimes, everything).backward()
-        foreseen = _foreseen(optimizer, params)
+        foreseen = foreseen_of(optimizer, params)
         # Clipping changes local gradients between backward and step, as every loop does.
         used = [p for p in params if p.grad is not None and p.dtype == torch.float32]
         norm = nn.utils.clip_grad_norm_(used, 1.0)
@@ -218,7 +218,7 @@ def train(
     return records
 
 
-def _foreseen(optimizer: Any, params: Sequence[Tensor]) -> dict[int, Any]:
+def foreseen_of(optimizer: Any, params: Sequence[Tensor]) -> dict[int, Any]:
     """Returns fl(scale * gradient) of the parameters whose votes have left, by index."""
     flight = optimizer._overlap and optimizer._overlap._flight
     if not flight:
