@@ -15,6 +15,8 @@ from hf_dlion.header import Disagreement
 from hf_dlion.momentum_file import CheckpointError
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options import Options
+from hf_dlion.saving import saving
+from hf_dlion.whole_checkpoint import last_whole_checkpoint
 
 if TYPE_CHECKING:
     from hf_dlion import accelerate, trainer
@@ -30,10 +32,12 @@ __all__ = [
     "WireStats",
     "__version__",
     "accelerate",
+    "last_whole_checkpoint",
     "load_momentum",
     "optimizer_cls_and_kwargs",
     "register",
     "save_momentum",
+    "saving",
     "trainer",
 ]
 

@@ -9,11 +9,16 @@
 from __future__ import annotations
 
 import functools
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_dlion import checkpoint
+from hf_dlion import checkpoint, whole_checkpoint
+from hf_dlion.agreed_checkpoint import agreed_checkpoint
 from hf_dlion.optimizer import DistributedLion
+from hf_dlion.saving import Save
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -37,6 +42,10 @@ def attach(accelerator: Accelerator) -> None:
     loads them is in `hf_dlion.checkpoint`. With `checkpoint="mean"` the ranks average their momenta
     before rank 0 saves, and no such files are written.
 
+    What fails on one rank in `save_state` is raised on all of them, a state counts as complete
+    only when all ranks have written it (`hf_dlion.saving`), and `total_limit` deletes older ones
+    only then. `load_state()` takes the newest whole one, and refuses one that is not.
+
     Raises:
         NotImplementedError: If the accelerator shards the model (FSDP, DeepSpeed, tensor parallel).
     """
@@ -44,9 +53,12 @@ def attach(accelerator: Accelerator) -> None:
     if getattr(accelerator, _ATTACHED, False):
         return
     folders: list[str] = []
+    saves: list[Save] = []
 
     def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
         # Every rank calls this hook, before rank 0 writes the optimizers' states.
+        with saves[0].part() if saves else nullcontext():
+            whole_checkpoint.begin(Path(output_dir))
         for suffix, lion in _lions(accelerator):
             name = checkpoint.MOMENTUM_NAME + suffix
             if lion.options.checkpoint == "mean":
@@ -59,21 +71,77 @@ def attach(accelerator: Accelerator) -> None:
         # The folder that load_state chose; it is too early to load, since rank 0's state follows.
         folders[:] = [input_dir]
 
-    load_state = accelerator.load_state
+    save_state, load_state = accelerator.save_state, accelerator.load_state
+
+    @functools.wraps(save_state)
+    def save_all(*args: Any, **kwargs: Any) -> Any:
+        lions = _lions(accelerator)
+        if not lions:
+            return save_state(*args, **kwargs)
+        saves[:] = [Save(lions[0][1])]
+        try:
+            with saves[0].part():
+                with _all_kept(accelerator):
+                    place = save_state(*args, **kwargs)
+                saves[0].sync(Path(place))
+            with saves[0].part():
+                whole_checkpoint.finish(Path(place))
+                _delete_superseded(accelerator)
+        finally:
+            saves.clear()
+        return place
 
     @functools.wraps(load_state)
-    def load_all(*args: Any, **kwargs: Any) -> None:
+    def load_all(input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         failure: Exception | None = None
+        input_dir = _whole(accelerator, input_dir)
         try:
-            load_state(*args, **kwargs)
+            load_state(input_dir, *args, **kwargs)
         except Exception as error:  # The others hear of it below, instead of waiting for this rank.
             failure = error
         _load(accelerator, folders.pop() if folders else "", failure)
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(remember)
-    accelerator.load_state = load_all
+    accelerator.save_state, accelerator.load_state = save_all, load_all
     setattr(accelerator, _ATTACHED, True)
+
+
+@contextmanager
+def _all_kept(accelerator: Accelerator) -> Iterator[None]:
+    """Keeps Accelerate from deleting older states before the new one is written."""
+    project = accelerator.project_configuration
+    limit, project.total_limit = project.total_limit, None
+    try:
+        yield
+    finally:
+        project.total_limit = limit
+
+
+def _delete_superseded(accelerator: Accelerator) -> None:
+    project = accelerator.project_configuration
+    if not project.automatic_checkpoint_naming or not project.total_limit:
+        return
+    if accelerator.is_main_process:
+        names = whole_checkpoint.checkpoint_names(_automatic_folder(accelerator))
+        for name in names[project.total_limit :]:
+            shutil.rmtree(_automatic_folder(accelerator) / name)
+
+
+def _automatic_folder(accelerator: Accelerator) -> Path:
+    return Path(accelerator.project_dir, "checkpoints")
+
+
+def _whole(accelerator: Accelerator, input_dir: str | None) -> str | None:
+    """Returns the folder to load, after all ranks agreed that it is whole."""
+    lions = _lions(accelerator)
+    automatic = accelerator.project_configuration.automatic_checkpoint_naming
+    if not lions or (input_dir is None and not automatic):
+        return input_dir
+    lion = lions[0][1]
+    named = None if input_dir is None else Path(input_dir).expanduser()
+    place = _automatic_folder(accelerator) if automatic else "."
+    return agreed_checkpoint(lion.gather_objects, lion.rank, named, place)
 
 
 def refuse_sharded(accelerator: Accelerator) -> None:

@@ -60,7 +60,7 @@ def save_momentum(
         TypeError: If `optimizer` is another optimizer.
         OSError: If the file cannot be written.
     """
-    lion = _require(optimizer)
+    lion = require(optimizer)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     remove_momentum(folder, name=name, keep_world_size=lion.world_size)
@@ -130,7 +130,7 @@ def load_momentum(
         CheckpointError: On every rank, if a file that one of them needs is missing, damaged, from
             another step or of other parameters. Nothing has changed then.
     """
-    lion = _require(optimizer)
+    lion = require(optimizer)
     content, problem = None, failure
     node = lion.join_node()
     ours = replace(_identity(lion), members=[list(ranks) for ranks in node.members] if node else [])
@@ -232,7 +232,12 @@ def _agree(lion: DistributedLion, problem: BaseException | None, *, found: objec
         )
 
 
-def _require(optimizer: object) -> DistributedLion:
+def require(optimizer: object) -> DistributedLion:
+    """Returns the DistributedLion inside Accelerate's wrapper.
+
+    Raises:
+        TypeError: If it is another optimizer.
+    """
     lion = unwrap(optimizer)
     if lion is None:
         raise TypeError(f"optimizer must be a DistributedLion, got {type(optimizer).__name__}")

@@ -135,6 +135,7 @@ class Details:
         groups: Returns one dictionary per parameter group.
         parameters: Returns (name, hash) of every trainable parameter's values.
         failure: Returns what failed, or None.
+        doing: What it failed in.
     """
 
     layout: Callable[[], list[str]]
@@ -142,6 +143,7 @@ class Details:
     groups: Callable[[], list[dict[str, Any]]]
     parameters: Callable[[], list[tuple[str, int]]]
     failure: Callable[[], str | None]
+    doing: str = "the step"
 
 
 class Agreement:
@@ -199,7 +201,7 @@ class Agreement:
         """
         headers = self._gather(mine, wire)
         if any(header.failed for header in headers):
-            _raise_failure(wire.gather_objects(details.failure()))
+            _raise_failure(wire.gather_objects(details.failure()), details.doing)
         if any(header.options != mine.options for header in headers):
             options = wire.gather_objects(details.options())
             raise Disagreement(_first_difference("options", options))
@@ -287,7 +289,7 @@ def told(failure: Exception) -> str:
     return f"{type(failure).__name__}: {failure}"
 
 
-def _raise_failure(failures: Sequence[str | None], what: str = "the step") -> None:
+def _raise_failure(failures: Sequence[str | None], what: str) -> None:
     failed = {rank: text for rank, text in enumerate(failures) if text is not None}
     named = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
     raise Disagreement(f"{what} failed on {len(failed)} of {len(failures)} ranks: {named}")

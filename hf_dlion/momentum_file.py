@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import zlib
 from collections.abc import Mapping
@@ -12,10 +11,13 @@ from typing import Any
 
 import torch
 
+from hf_dlion.durable import replace_file
+
 FORMAT = "hf_dlion momentum"
-VERSION = 2
-# Before nodes could vote as one; such a file holds whole momenta.
-_VERSIONS = (1, VERSION)
+VERSION = 3
+# Version 1 is from before nodes could vote as one: such a file holds whole momenta. Version 2 has
+# no checksum of what is not a tensor.
+_VERSIONS = (1, 2, VERSION)
 
 
 class CheckpointError(RuntimeError):
@@ -78,17 +80,9 @@ def write(path: Path, content: MomentumFile) -> None:
         "version": VERSION,
         **vars(content),
         "crc32": {index: _crc32(tensor) for index, tensor in content.exp_avg.items()},
+        "rest_crc32": _rest_crc32(content),
     }
-    # In the same folder, because a rename is atomic only within one file system.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            torch.save(payload, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_file(path, lambda file: torch.save(payload, file))
 
 
 def read(path: Path) -> MomentumFile:
@@ -97,14 +91,8 @@ def read(path: Path) -> MomentumFile:
     Raises:
         CheckpointError: If the file is missing, damaged, of another version, or something else.
     """
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing")
-    try:
-        payload = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises half a dozen types for a damaged file.
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise CheckpointError(f"{path} is damaged: {reason}") from error
-    if not isinstance(payload, Mapping) or payload.get("format") != FORMAT:
+    payload = _payload(path)
+    if payload is None:
         raise CheckpointError(f"{path} does not hold the momentum of a DistributedLion")
     if payload.get("version") not in _VERSIONS:
         raise CheckpointError(
@@ -114,16 +102,55 @@ def read(path: Path) -> MomentumFile:
     fields = MomentumFile.__dataclass_fields__
     if payload["version"] == 1:
         payload = {"members": [], "ranges": {}, **payload}
-    if payload.keys() != {"format", "version", "crc32", *fields}:
-        raise CheckpointError(f"{path} is damaged: it holds {', '.join(sorted(payload))}")
+    checksums = {"crc32"} if payload["version"] < 3 else {"crc32", "rest_crc32"}
+    if payload.keys() != {"format", "version", *checksums, *fields}:
+        raise CheckpointError(f"{path} is damaged: it holds {', '.join(map(str, payload))}")
     content = MomentumFile(**{name: payload[name] for name in fields})
+    if payload["version"] >= 3 and _rest_crc32(content) != payload["rest_crc32"]:
+        raise CheckpointError(f"{path} is damaged: what it says of the momenta changed")
     for index, tensor in content.exp_avg.items():
         if _crc32(tensor) != payload["crc32"].get(index):
             raise CheckpointError(f"{path} is damaged: the momentum of parameter {index} changed")
     return content
 
 
+def read_step(path: Path) -> int | None:
+    """Returns the step after which a file was saved, without reading tensors.
+
+    Returns:
+        The step, or None if the file is not of a DistributedLion.
+
+    Raises:
+        CheckpointError: If the file is missing or damaged.
+    """
+    payload = _payload(path, mmap=True)
+    if payload is None:
+        return None
+    if not isinstance(payload.get("steps"), int):
+        raise CheckpointError(f"{path} is damaged: it does not say of which step it is")
+    return int(payload["steps"])
+
+
+def _payload(path: Path, mmap: bool = False) -> Mapping[str, Any] | None:
+    """Returns the mapping in a file, or None if it is none of ours."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    try:
+        payload = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except Exception as error:  # torch raises half a dozen types for a damaged file.
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CheckpointError(f"{path} is damaged: {reason}") from error
+    ours = isinstance(payload, Mapping) and payload.get("format") == FORMAT
+    return payload if ours else None
+
+
 def _crc32(tensor: torch.Tensor) -> int:
     # torch.load does not check the checksums that its own format has.
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return zlib.crc32(flat.numpy().data)
+
+
+def _rest_crc32(content: MomentumFile) -> int:
+    """Returns a checksum of all that is not a tensor, whose kinds and shapes are in it, too."""
+    kinds = {i: (str(m.dtype), list(m.shape)) for i, m in content.exp_avg.items()}
+    return zlib.crc32(repr({**vars(content), "exp_avg": kinds}).encode())

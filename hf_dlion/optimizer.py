@@ -247,6 +247,24 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         wire = self._resolved()
         return [value] if wire is None else wire.gather_objects(value)
 
+    def meet_to_save(self, failure: Exception | None = None) -> None:
+        """Meets all ranks in the course of a save; every rank must call this.
+
+        It is a header, as a step begins with, so that a rank that takes a step meanwhile, because
+        it was not told to save, is found. Bytes per rank: `hf_dlion.header.header_wire_bytes`.
+
+        Args:
+            failure: What went wrong on this rank.
+
+        Raises:
+            Disagreement: On every rank, if something failed on one, or they do not all save after
+                the same step.
+        """
+        wire = self._others()
+        if wire is not None:
+            groups, options = self.param_groups, self.options
+            self._ranks.meet_to_save(wire, groups, options, self.steps, failure)
+
     def _resolved(self) -> Wire | None:
         """Returns the wire, looked up late: an optimizer may be built before the process group."""
         wire, new = self._ranks.look_up(self.param_groups, self.wire)

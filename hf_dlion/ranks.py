@@ -113,6 +113,39 @@ class Ranks:
             self.node, self._joined = self._found(wire, groups, options, steps, stats), True
         return self.node
 
+    def meet_to_save(
+        self,
+        wire: Wire,
+        groups: Groups,
+        options: Options,
+        steps: int,
+        failure: Exception | None,
+    ) -> None:
+        """Meets all ranks in the course of a save; every rank must call this.
+
+        Args:
+            wire: From `look_up`, of several ranks.
+            groups: The parameter groups.
+            options: The options.
+            steps: Number of the last step.
+            failure: What went wrong on this rank.
+
+        Raises:
+            Disagreement: On every rank, if something failed on one, or they do not all save after
+                the same step.
+        """
+        # As a step begins, so that a rank that steps, because it was not told to save, hears of it.
+        doing = {**option_values(options), "saving": f"after step {steps}"}
+        header = dataclasses.replace(
+            Header.of_failure(steps), failed=failure is not None, options=digest(doing)
+        )
+        details = dataclasses.replace(
+            details_of(groups, options, failure),
+            options=lambda: doing,
+            doing="saving a checkpoint",
+        )
+        self.agreement.agree_on_options(header, wire, details)
+
     def _found(
         self, wire: Wire, groups: Groups, options: Options, steps: int, stats: WireStats
     ) -> Node | None:

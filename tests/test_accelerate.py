@@ -182,7 +182,7 @@ def test_a_missing_file_is_refused_on_every_rank(ranks, tmp_path):
 
 def fail_on_one_rank(rank, world_size, folder):
     loop = Loop()
-    with pytest.raises(CheckpointError, match=r"rank 1: ValueError: .*does not exist"):
+    with pytest.raises(CheckpointError, match="rank 1: there is no /nonexistent"):
         loop.accelerator.load_state(folder if rank == 0 else "/nonexistent")
 
 

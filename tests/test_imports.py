@@ -16,10 +16,10 @@ PACKAGE = Path(hf_dlion.__file__).parent
 # From the mathematics up to the integrations. A module imports from the rows above its own, a
 # folder also from itself; a new module gets its place here first.
 LAYERS = (
-    {"options", "lion", "layout", "fingerprint", "presence", "state", "momentum_file", "warn_once"},
-    {"join", "verdict", "abstention", "momentum_origin", "optim_args", "loading", "attachment"},
-    {"ballot", "codec"},
-    {"exchange"},
+    {"options", "lion", "layout", "fingerprint", "presence", "state", "durable", "warn_once"},
+    {"join", "verdict", "abstention", "momentum_origin", "momentum_file", "optim_args", "loading"},
+    {"attachment", "ballot", "codec", "whole_checkpoint"},
+    {"exchange", "agreed_checkpoint"},
     {"header", "momentum_sync", "comm_hook", "shards"},
     {"group_counts", "saved_momentum"},
     {"node"},
@@ -31,6 +31,7 @@ LAYERS = (
     {"own_header"},
     {"optimizer"},
     {"checkpoint"},
+    {"saving"},
     {"accelerate"},
     {"trainer"},
     {"launch"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tiny import tiny_args, tiny_data, tiny_trainer, weights_digest
 from transformers import TrainerCallback
 
 import hf_dlion
+from hf_dlion import momentum_file
 from hf_dlion.momentum_file import CheckpointError
 from hf_dlion.trainer import DistributedLionCallback
 
@@ -100,8 +102,7 @@ def test_a_resumed_run_ends_with_the_same_bits(whole, half, ranks):
 
 def test_losing_a_momentum_would_show(whole, half, ranks):
     first, second = (half / "checkpoint-20" / f"dlion_momentum_{r}_of_2.pt" for r in range(2))
-    content = torch.load(first, weights_only=True)
-    torch.save({**content, "rank": 1}, second)
+    momentum_file.write(second, replace(momentum_file.read(first), rank=1))
     results = ranks(2).run(run_rest, str(half))
     assert results[0][0] == results[1][0] != whole[1][0][0]
 
@@ -124,7 +125,7 @@ def refused(rank, world_size, folder):
 def test_missing_or_damaged_files_are_refused_on_every_rank(half, ranks, which):
     if which == "optimizer":
         (half / "checkpoint-20" / "optimizer.pt").write_bytes(b"junk")
-        words = "rank 1: "
+        words = "optimizer.pt is damaged"
     else:
         (half / "checkpoint-20" / "dlion_momentum_1_of_2.pt").unlink()
         words = "dlion_momentum_1_of_2.pt is missing"
@@ -269,26 +270,3 @@ def scaler_goes_along(rank, world_size, folder):
 
 def test_every_rank_gets_its_own_scaler_back(ranks, tmp_path):
     assert ranks(2).run(scaler_goes_along, str(tmp_path)) == [8.0, 16.0]
-
-
-def deleted_meanwhile(rank, world_size, folder):
-    hf_dlion.register()
-    trainer = tiny_trainer(tiny_args(folder))
-    trainer.train()
-    checkpoint = Path(folder, "checkpoint-1")
-    original = hf_dlion.checkpoint.save_momentum
-
-    def delete_first(lion, output_dir, **kwargs):
-        shutil.rmtree(output_dir)
-        raise FileNotFoundError(output_dir)
-
-    hf_dlion.checkpoint.save_momentum = delete_first
-    try:
-        trainer._save_rng_state(str(checkpoint))
-    finally:
-        hf_dlion.checkpoint.save_momentum = original
-    return checkpoint.exists()
-
-
-def test_a_checkpoint_deleted_by_rank_0_is_no_error(ranks, tmp_path):
-    assert ranks(1).run(deleted_meanwhile, str(tmp_path)) == [False]

@@ -4,29 +4,37 @@ Each method below is one that every rank enters, whatever asked for it. In parti
 saved where Trainer saves the random state of every rank: `save_strategy` steps, epoch and best, a
 callback that sets `should_save` and a just-in-time checkpoint all come through there, and
 `save_only_model` does not. The wrappers act only where the optimizer is a DistributedLion.
+
+Every rank must enter a save: the ranks meet in it three times, in one header each, so that a
+checkpoint is finished, and older ones are deleted, only when the files of all ranks are there, and
+so that what fails on one rank is raised on all of them.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import transformers
 from transformers import Trainer
-from transformers.utils import logging
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_dlion.checkpoint as momenta
 from hf_dlion import comm_hook
 from hf_dlion.checkpoint import unwrap
+from hf_dlion.durable import sync_tree
 from hf_dlion.optimizer import DistributedLion
+from hf_dlion.saving import Save
 from hf_dlion.trainer.callback import DistributedLionCallback
+from hf_dlion.trainer.resume import whole_checkpoint_for
 from hf_dlion.trainer.unsupported import refuse_unsupported
-
-logger = logging.get_logger(__name__)
+from hf_dlion.whole_checkpoint import TRAINER_STATE
 
 OPTIMIZER_FILE = "optimizer.pt"
 
@@ -34,6 +42,9 @@ _INSTALLED = "_hf_dlion_seams"
 
 # This rank's GradScaler state, between the two methods that load the optimizer and the scaler.
 _scaler_states: WeakKeyDictionary[Trainer, dict[str, Any]] = WeakKeyDictionary()
+
+# The save that a Trainer is in the middle of.
+_saves: WeakKeyDictionary[Trainer, Save] = WeakKeyDictionary()
 
 
 def missing_seam(what: str) -> RuntimeError:
@@ -74,12 +85,20 @@ def _wrap(name: str, around: Callable[..., Any]) -> None:
     setattr(Trainer, name, wrapper)
 
 
-def _around_train(trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _around_train(
+    trainer: Trainer,
+    original: Callable[..., Any],
+    resume_from_checkpoint: str | bool | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     if _trains_with_lion(trainer):
         refuse_unsupported(trainer)
         # Here too, for a subclass that creates the optimizer all by itself.
         _put_callback_first(trainer.callback_handler)
-    return original(*args, **kwargs)
+        if resume_from_checkpoint:
+            resume_from_checkpoint = whole_checkpoint_for(trainer, resume_from_checkpoint)
+    return original(resume_from_checkpoint, *args, **kwargs)
 
 
 def _trains_with_lion(trainer: Trainer) -> bool:
@@ -123,6 +142,43 @@ def _put_callback_first(handler: Any) -> None:
     handler.callbacks.insert(0, present[0] if present else DistributedLionCallback())
 
 
+def _around_save_checkpoint(
+    trainer: Trainer, original: Callable[..., Any], model: Any, trial: Any
+) -> None:
+    lion = unwrap(trainer.optimizer)
+    if lion is None:
+        original(model, trial)
+        return
+    name = f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+    folder = os.path.join(trainer._get_output_dir(trial=trial), name)
+    _saves[trainer] = save = Save(lion)
+    try:
+        with save.part():
+            # Rank 0 writes it last: without it no older state is taken for what is being written.
+            Path(folder, TRAINER_STATE).unlink(missing_ok=True)
+            original(model, trial)
+    finally:
+        del _saves[trainer]
+
+
+def _part_of_save(trainer: Trainer) -> AbstractContextManager[None]:
+    return _saves[trainer].part() if trainer in _saves else nullcontext()
+
+
+def _around_save_model(
+    trainer: Trainer,
+    original: Callable[..., Any],
+    output_dir: str | None = None,
+    _internal_call: bool = False,
+) -> None:
+    if not _internal_call:
+        original(output_dir, _internal_call)
+        return
+    # Before the barrier that Trainer enters next if there is a best model: rank 0 may fail before.
+    with _part_of_save(trainer):
+        original(output_dir, _internal_call)
+
+
 def _around_save_optimizer_and_scheduler(
     trainer: Trainer, original: Callable[..., Any], output_dir: str
 ) -> None:
@@ -135,17 +191,14 @@ def _around_save_optimizer_and_scheduler(
 
 
 def _around_save_rng_state(trainer: Trainer, original: Callable[..., Any], output_dir: str) -> None:
-    original(output_dir)
     lion = unwrap(trainer.optimizer)
-    if lion is None or lion.options.checkpoint == "mean":
-        return
-    try:
-        momenta.save_momentum(lion, output_dir, scaler=_scaler(trainer))
-    except FileNotFoundError:
-        # Rank 0 deletes a superseded checkpoint (save_total_limit) without waiting for the others.
-        if Path(output_dir).is_dir():
-            raise
-        logger.warning(f"{output_dir} was deleted while this rank saved its momentum there")
+    # Rank 0 goes on to write trainer_state.json, and to delete older checkpoints.
+    with _part_of_save(trainer):
+        original(output_dir)
+        if lion is not None and lion.options.checkpoint != "mean":
+            momenta.save_momentum(lion, output_dir, scaler=_scaler(trainer))
+        if trainer in _saves and trainer.args.should_save:
+            sync_tree(Path(output_dir))
 
 
 def _around_load_optimizer_and_scheduler(
@@ -182,8 +235,10 @@ def _scaler(trainer: Trainer) -> Any:
 
 # The methods that are wrapped, by what, and the parameters that the wrappers rely on.
 _SEAMS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-    "train": (_around_train, ()),
+    "train": (_around_train, ("resume_from_checkpoint",)),
     "create_optimizer": (_around_create_optimizer, ()),
+    "_save_checkpoint": (_around_save_checkpoint, ("model", "trial")),
+    "save_model": (_around_save_model, ("output_dir", "_internal_call")),
     "_save_optimizer_and_scheduler": (_around_save_optimizer_and_scheduler, ("output_dir",)),
     "_save_rng_state": (_around_save_rng_state, ("output_dir",)),
     "_load_optimizer_and_scheduler": (_around_load_optimizer_and_scheduler, ("checkpoint",)),

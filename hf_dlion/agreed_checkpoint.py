@@ -1,0 +1,75 @@
+"""The checkpoint from which all ranks resume: a whole one, and the same one."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from hf_dlion.momentum_file import CheckpointError
+from hf_dlion.whole_checkpoint import checkpoint_names, number_of, passed_over, problems_in
+
+# Gets a value, returns those of all ranks in their order.
+Gather = Callable[[Any], list[Any]]
+RanksOf = Callable[[int], Iterable[int]]
+
+
+def agreed_checkpoint(
+    gather: Gather,
+    rank: int,
+    folder: str | os.PathLike[str] | None,
+    output_dir: str | os.PathLike[str],
+    ranks_of: RanksOf = range,
+) -> str | None:
+    """Returns a checkpoint that is whole on all ranks, or None where there is none at all.
+
+    Every rank must call it. Rank 0 warns of newer ones that are not whole, and says why.
+
+    Args:
+        gather: A collective over the ranks.
+        rank: This rank.
+        folder: The checkpoint that was asked for, or None for the newest.
+        output_dir: Where to look for the newest; may be another folder on another machine.
+        ranks_of: As for `problems_in`.
+
+    Raises:
+        CheckpointError: On every rank, if the one that was asked for is not whole on all of them,
+            or if there are some and none is.
+    """
+    names = [] if folder is not None else checkpoint_names(output_dir)
+    told = gather((folder is None, names))
+    if len({newest for newest, _ in told}) > 1:
+        raise CheckpointError("cannot load: some ranks want the newest checkpoint, others name one")
+    if folder is not None:
+        if problems := _problems_on_ranks(gather, folder, ranks_of):
+            raise CheckpointError(f"cannot load {folder}, it is not whole: {'; '.join(problems)}")
+        return os.fspath(folder)
+    complaints: list[str] = []
+    found = {name for _, names in told for name in names}
+    for name in sorted(found, key=number_of, reverse=True):
+        place = Path(output_dir, name)
+        problems = _problems_on_ranks(gather, place, ranks_of)
+        if not problems:
+            if complaints and rank == 0:
+                warnings.warn("\n".join([*complaints, f"taking {place}"]), stacklevel=2)
+            return str(place)
+        complaints.append(passed_over(place, problems))
+    if complaints:
+        raise CheckpointError("\n".join(["cannot load, no checkpoint is whole", *complaints]))
+    return None
+
+
+def _problems_on_ranks(
+    gather: Gather, folder: str | os.PathLike[str], ranks_of: RanksOf
+) -> list[str]:
+    """Returns what is wrong with a checkpoint, once if all ranks see the same."""
+    try:
+        problems = problems_in(folder, ranks_of)
+    except Exception as error:  # The others wait for this rank below.
+        problems = [f"{type(error).__name__}: {error}"]
+    everyone = gather(problems)
+    if all(other == everyone[0] for other in everyone):
+        return list(everyone[0])
+    return [f"rank {rank}: {'; '.join(said)}" for rank, said in enumerate(everyone) if said]
