@@ -41,6 +41,7 @@ _JSON_FILES = (TRAINER_STATE, "config.json", "adapter_config.json", "*.index.jso
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model*.bin")
 _FOLDER = re.compile(r"checkpoint[-_](\d+)")
 _TRAINERS_FOLDER = re.compile(r"checkpoint-\d+")
+_SHARD = re.compile(r"(.+)-0*1-of-\d+(\.safetensors|\.bin)")
 _MOMENTUM = re.compile(r"(.+)_(\d+)_of_(\d+)\.pt")
 
 
@@ -125,6 +126,10 @@ def problems_in(
         problems.append(f"{TRAINER_STATE} is missing")
     if of_trainer and not any(_is_like(path.name, _WEIGHTS) for path in files):
         problems.append("the model's weights are missing")
+    for name in sorted(names):
+        if match := _SHARD.fullmatch(name):
+            index = f"{match[1]}{match[2]}.index.json"
+            problems += [f"{index} is missing"] if index not in names else []
     saved = _saved_momenta(names)
     state = {"optimizer.pt", "scheduler.pt"}
     if of_trainer and (saved or state & names):

@@ -1,0 +1,192 @@
+"""Half checkpoints are not taken for whole ones, whatever is missing or damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from hf_dlion import DistributedLion, last_whole_checkpoint, momentum_file, save_momentum
+from hf_dlion.durable import replace_file
+from hf_dlion.whole_checkpoint import COMPLETE, INCOMPLETE, begin, finish, problems_in
+
+
+def write_checkpoint(folder: Path, world_size: int = 2, steps: int = 3) -> Path:
+    """Writes what Trainer writes on so many ranks."""
+    folder.mkdir(parents=True)
+    model = nn.Linear(20, 3)
+    optimizer = DistributedLion(model.named_parameters())
+    for _ in range(steps):
+        model(torch.ones(1, 20)).sum().backward()
+        optimizer.step()
+    shards = {
+        "model-00001-of-00002.safetensors": "weight",
+        "model-00002-of-00002.safetensors": "bias",
+    }
+    for name, parameter in shards.items():
+        save_file({parameter: model.state_dict()[parameter]}, folder / name)
+    weight_map = {parameter: name for name, parameter in shards.items()}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    torch.save({"last_epoch": 3}, folder / "scheduler.pt")
+    own = momentum_file.read(save_momentum(optimizer, folder))
+    (folder / "dlion_momentum_0_of_1.pt").unlink()
+    for rank in range(world_size):
+        name = f"dlion_momentum_{rank}_of_{world_size}.pt"
+        content = {**vars(own), "rank": rank, "world_size": world_size}
+        momentum_file.write(folder / name, momentum_file.MomentumFile(**content))
+        torch.save({"cpu": torch.get_rng_state()}, folder / f"rng_state_{rank}.pth")
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 3}))
+    return folder
+
+
+FILES = (
+    "model-00001-of-00002.safetensors",
+    "model.safetensors.index.json",
+    "optimizer.pt",
+    "scheduler.pt",
+    "rng_state_1.pth",
+    "dlion_momentum_0_of_2.pt",
+    "dlion_momentum_1_of_2.pt",
+    "trainer_state.json",
+)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def cut_by_one(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def zero(path: Path) -> None:
+    """What a power cut leaves of a file whose size was written before its content."""
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def zero_the_end(path: Path) -> None:
+    content = path.read_bytes()
+    half = len(content) // 2
+    path.write_bytes(content[:half] + bytes(len(content) - half))
+
+
+DAMAGES = [
+    (name, damage)
+    for name in FILES
+    for damage in (Path.unlink, cut, cut_by_one, empty, zero, zero_the_end)
+    # Zeros are weights like others.
+    if damage is not zero_the_end or not name.endswith(".safetensors")
+]
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGES, ids=lambda v: getattr(v, "__name__", v))
+def test_a_checkpoint_without_one_of_its_files_is_passed_over(
+    tmp_path: Path, name: str, damage: Callable[[Path], None]
+) -> None:
+    whole = write_checkpoint(tmp_path / "checkpoint-9")
+    half = Path(shutil.copytree(whole, tmp_path / "checkpoint-10"))
+    assert last_whole_checkpoint(tmp_path) == str(half)
+    assert problems_in(half) == []
+    damage(half / name)
+    with pytest.warns(UserWarning, match=f"checkpoint-10, which is not whole: .*{name}"):
+        assert last_whole_checkpoint(tmp_path) == str(whole)
+
+
+def test_no_checkpoint_is_none(tmp_path: Path) -> None:
+    assert last_whole_checkpoint(tmp_path) is None
+    assert last_whole_checkpoint(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize("what", ["momentum", "optimizer"])
+def test_files_of_different_steps_are_no_checkpoint(tmp_path: Path, what: str) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint-3")
+    other = write_checkpoint(tmp_path / "other", steps=2)
+    name = "dlion_momentum_1_of_2.pt" if what == "momentum" else "optimizer.pt"
+    shutil.copy(other / name, folder / name)
+    (problem,) = problems_in(folder)
+    assert "of different steps" in problem
+    assert f"{name} after step 2" in problem
+
+
+def test_momenta_of_two_runs_are_no_checkpoint(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint-3")
+    other = write_checkpoint(tmp_path / "other", world_size=3)
+    for path in other.glob("*_of_3.pt"):
+        shutil.copy(path, folder)
+    assert any("runs with [2, 3] ranks" in problem for problem in problems_in(folder))
+
+
+def test_another_nodes_files_need_not_be_here(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint-3")
+    (folder / "dlion_momentum_1_of_2.pt").unlink()
+    (folder / "rng_state_1.pth").unlink()
+    assert problems_in(folder, lambda world_size: [0]) == []
+    assert len(problems_in(folder)) == 2
+
+
+def test_a_checkpoint_of_the_model_alone_is_whole(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint-3")
+    for name in ("optimizer.pt", "scheduler.pt"):
+        (folder / name).unlink()
+    for path in [*folder.glob("rng*"), *folder.glob("dlion*")]:
+        path.unlink()
+    assert problems_in(folder) == []
+    for path in folder.glob("model-*"):
+        path.unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    assert problems_in(folder) == ["the model's weights are missing"]
+
+
+def test_the_mark_of_a_save_decides_where_trainer_did_not_write(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint_7"
+    begin(folder)
+    assert problems_in(folder) == ["its saving did not end"]
+    finish(folder)
+    assert problems_in(folder) == []
+    finish(folder)  # Another rank does so, too.
+    begin(folder)
+    assert sorted(path.name for path in folder.iterdir()) == [INCOMPLETE]
+    (folder / INCOMPLETE).unlink()
+    with pytest.raises(FileNotFoundError):
+        finish(folder)
+    assert COMPLETE not in {path.name for path in folder.iterdir()}
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    (tmp_path / ".file.pt.123.tmp").write_bytes(b"half")
+    replace_file(path, lambda file: file.write(b"whole"))
+    assert [p.name for p in tmp_path.iterdir()] == ["file.pt"]
+    assert path.read_bytes() == b"whole"
+
+
+def test_a_file_and_its_name_are_on_the_disk_in_this_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    did: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def note_sync(descriptor: int) -> None:
+        did.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).suffix}")
+        fsync(descriptor)
+
+    def note_rename(path: Path, target: Path) -> Path:
+        did.append("rename")
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(Path, "replace", note_rename)
+    replace_file(tmp_path / "file.pt", lambda file: file.write(b"whole"))
+    assert did == ["sync .tmp", "rename", "sync "]
