@@ -44,7 +44,7 @@ from hf_dlion.presence import Presence
 from hf_dlion.ranks import Ranks, plain
 from hf_dlion.replicas import check_replicas
 from hf_dlion.shards import Range, Shards
-from hf_dlion.state import check_trainable, restore_momentum
+from hf_dlion.state import check_distinct, check_trainable, restore_momentum
 from hf_dlion.step_plan import Plan
 from hf_dlion.verdict import StepRule
 
@@ -348,13 +348,15 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         """Adds a parameter group, on every rank alike; see `torch.optim.Optimizer`.
 
         Raises:
-            ValueError: If a value of the group is out of its range.
+            ValueError: If a value of the group is out of its range or would be ignored, or it holds
+                a parameter twice.
             TypeError: If one has the wrong type, or a parameter's dtype is not floating.
             NotImplementedError: If a parameter is sharded.
         """
         check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         try:
+            check_distinct(self.param_groups[-1]["params"])
             for param in self.param_groups[-1]["params"]:
                 check_trainable(param)
         except Exception:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 import torch
@@ -16,6 +16,13 @@ ExchangeName = Literal["auto", "gather", "two_phase"]
 CheckpointMode = Literal["per_rank", "mean"]
 NodeName = Literal["node"]
 OnDivergence = Literal["raise", "repair"]
+
+# What groups written for another optimizer may hold. Keys of a user's own, or a scheduler's, pass.
+FOREIGN = (
+    *("maximize", "differentiable", "capturable", "foreach", "fused"),
+    *("amsgrad", "eps", "momentum", "dampening", "nesterov", "decoupled_weight_decay"),
+    *("beta1", "beta2", "learning_rate"),
+)
 
 MOMENTUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -112,8 +119,23 @@ def check_group(group: Mapping[str, Any]) -> None:
 
     Raises:
         TypeError: If one of them is not a number, or betas is not a pair.
-        ValueError: If one of them is out of its range.
+        ValueError: If one of them is out of its range, or the group holds what would be ignored:
+            an option of the whole optimizer, or one that only other optimizers have.
     """
+    for name in (*(field.name for field in fields(Options)), "process_group"):
+        if name in group:
+            raise ValueError(
+                f"{name}={group[name]!r} in a parameter group would have no effect: it holds for "
+                f"all groups, so give it to DistributedLion itself"
+            )
+    for name in FOREIGN:
+        # Off is what DistributedLion does; torch itself puts differentiable=False into groups.
+        if group.get(name):
+            raise ValueError(
+                f"{name}={group[name]!r} in a parameter group would have no effect: "
+                f"DistributedLion has no such option; a group may have its own lr, betas and "
+                f"weight_decay"
+            )
     _check_number("lr", group["lr"])
     _check_number("weight_decay", group["weight_decay"])
     betas = group["betas"]

@@ -41,12 +41,34 @@ def check_trainable(param: Tensor) -> None:
         )
 
 
+def check_distinct(params: Sequence[Tensor]) -> None:
+    """Checks that no parameter is there twice: it would vote, and move, twice in every step.
+
+    Raises:
+        ValueError: If one is; torch itself only warns.
+    """
+    seen: dict[int, int] = {}
+    for position, param in enumerate(params):
+        first = seen.setdefault(id(param), position)
+        if first != position:
+            raise ValueError(
+                f"parameters {first} and {position} of the group are one and the same: pass each "
+                f"once, as model.named_parameters() does with tied weights"
+            )
+
+
 def check_gradient(param: Tensor) -> None:
-    """Checks that a parameter's gradient, if it has one, is dense.
+    """Checks that a parameter's gradient, if it has one, is dense and has values.
 
     Raises:
         TypeError: If it is sparse.
+        RuntimeError: If it is on the meta device.
     """
+    if param.grad is not None and param.grad.is_meta:
+        raise RuntimeError(
+            "DistributedLion got a gradient on the meta device, which holds no values: load the "
+            "model's weights (or model.to_empty(...)) before the optimizer is made"
+        )
     if param.grad is not None and param.grad.layout != torch.strided:
         raise TypeError(
             "DistributedLion takes no sparse gradients: build the embedding with sparse=False; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -13,6 +14,7 @@ from random_training import (
 from torch import nn
 
 from hf_dlion import DistributedLion
+from hf_dlion.options import Options
 
 BAD_OPTIONS: list[tuple[str, Any, type[Exception]]] = [
     ("lr", -1e-3, ValueError),
@@ -140,3 +142,84 @@ def test_a_sparse_gradient_is_refused() -> None:
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises((TypeError, RuntimeError), match="sparse"):
         optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, True) for name in ("maximize", "capturable", "differentiable", "amsgrad")),
+        *((name, True) for name in ("foreach", "fused", "nesterov", "decoupled_weight_decay")),
+        *(("eps", 1e-8), ("momentum", 0.9), ("dampening", 0.1)),
+        *(("beta1", 0.9), ("beta2", 0.9), ("learning_rate", 0.1)),
+        *((field.name, field.default) for field in dataclasses.fields(Options)),
+        ("process_group", None),
+    ],
+    ids=str,
+)
+def test_what_a_group_cannot_choose_is_refused_and_not_ignored(name: str, value: Any) -> None:
+    message = f"{name}=.* in a parameter group would have no effect"
+    with pytest.raises(ValueError, match=message):
+        DistributedLion([{"params": [random_param(2)], name: value}])
+    p = random_param(2)
+    optimizer = DistributedLion([p], lr=0.1)
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [random_param(2)], name: value})
+    assert len(optimizer.param_groups) == 1
+    # So it is when a group gets it later.
+    optimizer.param_groups[0][name] = value
+    before = p.detach().clone()
+    p.sum().backward()
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert torch.equal(p, before)
+
+
+def test_other_keys_of_a_group_are_kept() -> None:
+    # Names and scales of a user's own, what schedulers write, what torch fills in.
+    own = {"name": "head", "lr_scale": 0.5, "initial_lr": 0.1, "differentiable": False}
+    optimizer = DistributedLion([{"params": [random_param(2)], **own}])
+    assert own.items() <= optimizer.param_groups[0].items()
+    assert own.items() <= optimizer.state_dict()["param_groups"][0].items()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_parameter_twice_in_a_group_is_refused(named: bool) -> None:
+    p, q = random_param(3), random_param(3)
+    twice: list[Any] = [("a", p), ("b", q), ("c", p)] if named else [p, q, p]
+    with (
+        pytest.warns(UserWarning, match="duplicate parameters"),  # torch's own
+        pytest.raises(ValueError, match="parameters 0 and 2 of the group are one and the same"),
+    ):
+        DistributedLion(twice)
+
+
+@pytest.mark.parametrize(
+    ("params", "error"),
+    [("weights", TypeError), (["w"], TypeError), ([1, 2], TypeError), ({}, ValueError)],
+    ids=str,
+)
+def test_what_is_no_list_of_tensors_is_refused(params: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        DistributedLion(params)
+
+
+def test_names_for_some_parameters_only_are_refused() -> None:
+    with pytest.raises(ValueError, match="with/without names"):
+        DistributedLion([("w", random_param(2)), random_param(3)])  # type: ignore[list-item]
+
+
+def test_parameters_may_come_from_a_generator() -> None:
+    optimizer = DistributedLion(random_param(k) for k in (2, 3))
+    assert len(optimizer.param_groups[0]["params"]) == 2
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a real one"])
+def test_a_gradient_on_the_meta_device_is_refused(beside: bool) -> None:
+    meta, real = nn.Parameter(torch.zeros(3, device="meta")), random_param(2)
+    optimizer = DistributedLion([real, meta] if beside else [meta], lr=0.1)
+    before = real.detach().clone()
+    real.sum().backward()
+    meta.grad = torch.zeros_like(meta)
+    with pytest.raises(RuntimeError, match="meta device, which holds no values"):
+        optimizer.step()
+    assert torch.equal(real, before)
