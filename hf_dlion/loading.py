@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from hf_dlion.group_entry import with_entry_from_groups
 from hf_dlion.state import check_state
 
 Own = Mapping[str, Any]
@@ -32,9 +33,11 @@ def checked_loading(
     """
     found: dict[str, Any] = {}
 
-    def check(_: Optimizer, hooked: dict[str, Any]) -> None:
-        own = check_state(hooked, optimizer.param_groups, version)
-        found.update(state_dict=hooked, own=own)
+    def check(_: Optimizer, hooked: dict[str, Any]) -> dict[str, Any]:
+        placed = with_entry_from_groups(hooked)
+        own = check_state(placed, optimizer.param_groups, version)
+        found.update(state_dict=placed, own=own)
+        return placed
 
     def take(_: Optimizer) -> None:
         restore(found["state_dict"], found["own"])

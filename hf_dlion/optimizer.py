@@ -17,6 +17,7 @@ from hf_dlion import comm_hook
 from hf_dlion.abstention import Abstentions
 from hf_dlion.exchange import Wire, WireStats
 from hf_dlion.flight import Flight
+from hf_dlion.group_entry import with_entry_in_groups
 from hf_dlion.groups import details_of, flat_params, trainable
 from hf_dlion.header import Disagreement, Header, voted_on
 from hf_dlion.join import JoinableOptimizer
@@ -603,7 +604,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         }
         if self._shards.held:
             state_dict["dlion"]["shard"] = self._shards.entry()
-        return state_dict
+        return with_entry_in_groups(state_dict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads what `state_dict` returned; momenta keep this optimizer's dtype.

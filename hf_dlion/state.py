@@ -94,7 +94,9 @@ def check_state(
     if own is None and state_dict["state"]:
         raise ValueError(
             "the state dict is not DistributedLion's (it has no entry 'dlion'): start with a new "
-            "optimizer, Lion's momentum cannot be taken from another one's state"
+            "optimizer, Lion's momentum cannot be taken from another one's state (if it comes from "
+            "get_optimizer_state_dict: flatten_optimizer_state_dict=True loses the entry, and so "
+            "does local_group unless synchronize_momentum() was called just before)"
         )
     if own is not None:
         _check_own(own, version)

@@ -17,9 +17,9 @@ PACKAGE = Path(hf_dlion.__file__).parent
 # folder also from itself; a new module gets its place here first.
 LAYERS = (
     {"options", "lion", "layout", "fingerprint", "presence", "state", "durable", "warn_once"},
-    {"join", "verdict", "abstention", "momentum_origin", "momentum_file", "optim_args", "loading"},
-    {"attachment", "ballot", "codec", "whole_checkpoint"},
-    {"exchange", "agreed_checkpoint"},
+    {"join", "verdict", "abstention", "momentum_origin", "momentum_file", "optim_args"},
+    {"attachment", "ballot", "codec", "group_entry", "whole_checkpoint"},
+    {"exchange", "agreed_checkpoint", "loading"},
     {"header", "momentum_sync", "comm_hook", "shards"},
     {"group_counts", "saved_momentum"},
     {"node"},
