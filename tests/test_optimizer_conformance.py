@@ -6,7 +6,6 @@ import copy
 import gc
 import math
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -73,27 +72,6 @@ def test_a_scheduler_changes_the_next_step() -> None:
         scheduler.step()
         moves.append(float((p.detach() - before).abs().max().round(decimals=4)))
     assert moves == [1.0, 0.5, 0.25]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=10, cycle_momentum=True),
-        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 5),
-        lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
-    ],
-    ids=["OneCycleLR", "CosineAnnealingLR", "ReduceLROnPlateau"],
-)
-def test_schedulers_of_torch_run(make: Callable[[DistributedLion], Any]) -> None:
-    p = random_param(4)
-    optimizer = DistributedLion([p], lr=0.1)
-    scheduler = make(optimizer)
-    for seed in range(4):
-        backward([p], seed)
-        optimizer.step()
-        takes_metric = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-        scheduler.step(*([1.0] if takes_metric else []))
-    assert optimizer.param_groups[0]["lr"] != 0.1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
