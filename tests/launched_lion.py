@@ -1,0 +1,60 @@
+"""Runs one of Accelerate's own test scripts with DistributedLion in the place of its optimizers.
+
+The scripts write `torch.optim.SGD` or `AdamW` into their loops; the installed files stay as they
+are. Prints, per rank, how many optimizers exchanged votes and what became of the script.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_dlion import DistributedLion
+
+# By weak reference they would be gone before they are counted.
+WIRES = []
+
+
+class Lion(DistributedLion):
+    """Takes the arguments of the optimizers that it stands for."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, lr=lr)
+        WIRES.append(self.wire)
+
+
+def replicas_are_equal(_: Any, ddp_model: torch.nn.Module, did_step: bool, *__: Any, **___: Any):
+    """Stands for the check that gradients were averaged, which is what is not done here."""
+    if not did_step:
+        return
+    for param in ddp_model.parameters():
+        everyone = [torch.empty_like(param) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, param.detach())
+        assert all(torch.equal(param, other) for other in everyone)
+
+
+def main() -> None:
+    name, *options = sys.argv[1:]
+    torch.optim.SGD = torch.optim.AdamW = Lion  # type: ignore[assignment, misc]
+    script = importlib.import_module(f"accelerate.test_utils.scripts.{name}")
+    if "replicas" in options:
+        script.check_model_parameters = replicas_are_equal
+    script.main()
+    exchanged = sum(wire.exchanges > 0 for wire in WIRES)
+    told = f"rank {os.environ['RANK']}: {exchanged} of {len(WIRES)} optimizers exchanged votes"
+    # One write, so that the ranks' lines do not mix.
+    sys.stdout.write(f"{told}\n")
+    sys.stdout.flush()
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
