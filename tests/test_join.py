@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
-from hf_dlion import DistributedLion, messages
+from hf_dlion import DistributedLion, step_plan
 
 pytestmark = pytest.mark.multiproc
 
@@ -62,7 +62,7 @@ class Trained:
 @contextlib.contextmanager
 def short_messages() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(messages, "MESSAGE_NUMEL", 40)
+        patch.setattr(step_plan, "MESSAGE_NUMEL", 40)
         yield
 
 

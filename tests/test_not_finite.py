@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from zoo import foreseen_of
 
-from hf_dlion import DistributedLion, messages
+from hf_dlion import DistributedLion, step_plan
 
 pytestmark = pytest.mark.multiproc
 
@@ -100,7 +100,7 @@ def train(rank: int, world_size: int, name: str, cause: str, everyone: bool) -> 
     scheduler = AcceleratedScheduler(schedule, [optimizer], split_batches=True)
     records = []
     with pytest.MonkeyPatch.context() as patch, ignored_warnings():
-        patch.setattr(messages, "MESSAGE_NUMEL", 1)
+        patch.setattr(step_plan, "MESSAGE_NUMEL", 1)
         for t in range(STEPS):
             fault = t == FAULT and (everyone or rank == world_size - 1)
             factor = 1000.0 if fault and cause == "overflow" else 1.0

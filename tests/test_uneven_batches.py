@@ -80,7 +80,8 @@ def run_without_launcher(script: Path, what: str) -> list[subprocess.CompletedPr
     """Runs the script on two ranks; no launcher ends the one when the other fails."""
 
     def run(rank: int) -> subprocess.CompletedProcess[str]:
-        env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        env = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         words = [sys.executable, script, what, script.with_name(what), str(TIMEOUT_S)]
         return run_command(words, env=env, cwd=script.parent, timeout=LIMIT_S, check=False)
 
