@@ -54,7 +54,8 @@ def fingerprint(tensor: Tensor) -> int:
 
 def _hash(tensor: Tensor) -> Tensor:
     """Returns the hash, int64 and 0-D, on the tensor's device."""
-    flat = tensor.contiguous().view(-1)
+    # Not view(-1): a single element passes for contiguous with any stride, and keeps it.
+    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
     rows_at_once = _ROWS_AT_ONCE.get(flat.device.type, _ROWS_ELSEWHERE)
     weights = _weights(ROW, _ELEMENTS, flat.device)
     per_row = ROW * WORD_BYTES // flat.element_size()

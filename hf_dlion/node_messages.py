@@ -187,7 +187,9 @@ class AloneMessage:
         self._codec.step_alone_all(jobs)
         start = 0
         for (slot, param), job in zip(own, jobs, strict=True):
-            data = job.param.view(torch.uint8)
+            # Of a parameter with gaps in memory the stretch is a view that has them, too.
+            stretch = job.param.contiguous().as_strided((slot.numel,), (1,))
+            data = stretch.view(torch.uint8)
             send[start : start + data.numel()] = data
             start += _bytes(slot, param)
         received = torch.empty((self._wire.world_size, size), dtype=torch.uint8, device=place)

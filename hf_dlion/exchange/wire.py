@@ -235,7 +235,7 @@ class Wire:
             self._count(0, inside=False, received=size)
         # As bytes, which every backend sends whatever they mean.
         work = dist.broadcast(
-            tensor.view(-1).view(torch.uint8),
+            tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8),
             dist.get_global_rank(self.group, source),
             group=self.group,
             async_op=True,
