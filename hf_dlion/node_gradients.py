@@ -35,6 +35,9 @@ def average_gradients(params: Sequence[Tensor], unaveraged: Tensor, node: Node) 
             continue
         if param.grad is None:
             param.grad = torch.zeros_like(param)
+        if 0 in param.grad.stride():
+            # Expanded: its elements share memory, so that no mean can be written there.
+            param.grad = param.grad.clone()
         full = sum(member.numel() for member in batch) + param.numel() > BATCH_NUMEL
         same = not batch or (batch[0].device, batch[0].dtype) == (param.device, param.dtype)
         if batch and (full or not same):
