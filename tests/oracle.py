@@ -181,7 +181,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def bits_of(tensor: Tensor) -> bytes:
     """Returns the bytes of a tensor in row-major order."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    # Not view(-1): a single element passes for contiguous with any stride, and keeps it.
+    flat = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
