@@ -83,7 +83,8 @@ class Options:
                 raise TypeError(
                     f"{name}={value!r} must be True or False, got {type(value).__name__}"
                 )
-        if self.momentum_dtype is not None and self.momentum_dtype not in MOMENTUM_DTYPES:
+        # By identity: an array compares element by element.
+        if not any(self.momentum_dtype is dtype for dtype in (None, *MOMENTUM_DTYPES)):
             kind = ValueError if isinstance(self.momentum_dtype, torch.dtype) else TypeError
             allowed = ", ".join(map(str, MOMENTUM_DTYPES))
             raise kind(f"momentum_dtype={self.momentum_dtype!r} must be None or one of {allowed}")
@@ -149,11 +150,18 @@ def check_group(group: Mapping[str, Any]) -> None:
 
 def _check_number(name: str, value: object) -> None:
     if isinstance(value, torch.Tensor):
-        if value.numel() != 1:
-            raise TypeError(f"{name} must hold one number, got a tensor of {tuple(value.shape)}")
+        if value.numel() != 1 or value.is_meta:
+            raise TypeError(
+                f"{name} must hold one number, got a tensor of {tuple(value.shape)} on {value.device}"
+            )
         value = value.item()
     # Real, because schedules written with NumPy make its floats.
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}={value!r} must be a number, got {type(value).__name__}")
-    if not (math.isfinite(value) and float(value) >= 0.0):
-        raise ValueError(f"{name}={value} must be a finite number, 0 or greater")
+    try:
+        number = float(value)
+    except OverflowError:  # An integer or a fraction beyond the largest float.
+        number = math.inf
+    if not (math.isfinite(number) and number >= 0.0):
+        shown = value if math.isfinite(number) else number
+        raise ValueError(f"{name}={shown} must be a finite number, 0 or greater")

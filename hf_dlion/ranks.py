@@ -168,7 +168,9 @@ def plain(local_group: LocalGroup) -> NodeName | int | None:
     """Returns `local_group` as ranks can compare it: of a process group its size."""
     if isinstance(local_group, dist.ProcessGroup):
         return dist.get_world_size(local_group)
-    if local_group == dist.GroupMember.NON_GROUP_MEMBER:
+    outside: object = dist.GroupMember.NON_GROUP_MEMBER
+    # Of the same type first: an array compares element by element.
+    if type(local_group) is type(outside) and local_group == outside:
         return 2  # Refused on all ranks together, at the first use.
     return cast("NodeName | int | None", local_group)
 
