@@ -79,6 +79,8 @@ def own_header(
     ]
     unaveraged = displaced = False
     if node is not None:
+        # At once: should all nodes abstain from their first step, nothing else is shared out in it.
+        momenta.shards.members = momenta.shards.members or node.members
         unaveraged = any(presence.unaveraged(params, present))
         displaced = momenta.displaced(plan.owned)
     finite = unscale(_gradients(voting), scaling.scale, scaling.found_inf)

@@ -66,8 +66,15 @@ def test_every_step_of_a_thousand_trainings_equals_the_simulation(
             (Step(odd=(Odd(rank=1, param=0, kind="normal", how="expanded"),)),),
             {"local_group": 2},
         ),
+        # A node that abstained from its first step saved a state that it refused to load.
+        Case(
+            2,
+            (Group((Param(),)),),
+            (Step(odd=(Odd(rank=0, param=0, kind="nan"),)), Step(reload=True)),
+            {"local_group": 2},
+        ),
     ],
-    ids=["stretch with gaps", "element with gaps", "expanded gradient"],
+    ids=["stretch with gaps", "element with gaps", "expanded gradient", "first step abstained"],
 )
 def test_what_was_found_once_stays_mended(ranks: RankPools, case: Case) -> None:
     replay(case, ranks(case.world_size).run(train, case))
