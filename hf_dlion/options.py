@@ -151,9 +151,8 @@ def check_group(group: Mapping[str, Any]) -> None:
 def _check_number(name: str, value: object) -> None:
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.is_meta:
-            raise TypeError(
-                f"{name} must hold one number, got a tensor of {tuple(value.shape)} on {value.device}"
-            )
+            where = f"{tuple(value.shape)} on {value.device}"
+            raise TypeError(f"{name} must hold one number, got a tensor of {where}")
         value = value.item()
     # Real, because schedules written with NumPy make its floats.
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
