@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from hf_dlion.options import check_group
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -90,8 +93,10 @@ def check_state(
     missing = {"state", "param_groups"} - set(state_dict)
     if missing:
         raise ValueError(f"not an optimizer's state dict: {sorted(missing)} missing")
-    own = state_dict.get("dlion")
-    if own is None and state_dict["state"]:
+    saved_state, own = state_dict["state"], state_dict.get("dlion")
+    if not isinstance(saved_state, Mapping):
+        raise ValueError(f"the state dict's 'state' is no dict but {type(saved_state).__name__}")
+    if own is None and saved_state:
         raise ValueError(
             "the state dict is not DistributedLion's (it has no entry 'dlion'): start with a new "
             "optimizer, Lion's momentum cannot be taken from another one's state (if it comes from "
@@ -105,45 +110,59 @@ def check_state(
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     ranges = _ranges_in(own, len(params))
     for position, (key, param) in enumerate(zip(keys, params, strict=True)):
-        saved = state_dict["state"].get(key)
-        if saved is None:
+        saved = saved_state.get(key)
+        if saved is None and key not in saved_state and position not in ranges:
             continue
         momentum = saved.get("exp_avg") if isinstance(saved, Mapping) else None
-        if not isinstance(momentum, Tensor):
-            raise ValueError(f"the state of parameter {position} has no tensor 'exp_avg'")
-        if position in ranges:
-            start, stop = ranges[position]
-            if not 0 <= start <= stop <= param.numel() or momentum.shape != (stop - start,):
-                raise ValueError(
-                    f"the momentum of parameter {position} has shape {tuple(momentum.shape)} and "
-                    f"is said to be elements {start} to {stop} of {param.numel()}: is it the same "
-                    f"model?"
-                )
-        elif momentum.shape != param.shape:
-            raise ValueError(
-                f"the momentum of parameter {position} has shape {tuple(momentum.shape)}, the "
-                f"parameter {tuple(param.shape)}: is it the same model?"
-            )
-    unknown = set(state_dict["state"]) - set(keys)
+        _check_momentum(momentum, param, position, ranges.get(position))
+    unknown = [key for key in saved_state if key not in keys]
     if unknown:
-        raise ValueError(f"the state has entries of no parameter group: {sorted(unknown)[:5]}")
+        raise ValueError(f"the state has entries of no parameter group: {unknown[:5]}")
     return own
+
+
+def _check_momentum(
+    momentum: object, param: Tensor, position: int, held: tuple[int, int] | None
+) -> None:
+    if not isinstance(momentum, Tensor):
+        raise ValueError(f"the state of parameter {position} has no tensor 'exp_avg'")
+    if momentum.dtype not in FLOATING or momentum.layout != torch.strided or momentum.is_meta:
+        raise ValueError(
+            f"the momentum of parameter {position} is {momentum.dtype}, {momentum.layout}, on "
+            f"{momentum.device}: it must hold dense floating numbers"
+        )
+    if held is not None:
+        start, stop = held
+        if not 0 <= start <= stop <= param.numel() or momentum.shape != (stop - start,):
+            raise ValueError(
+                f"the momentum of parameter {position} has shape {tuple(momentum.shape)} and "
+                f"is said to be elements {start} to {stop} of {param.numel()}: is it the same "
+                f"model?"
+            )
+    elif momentum.shape != param.shape:
+        raise ValueError(
+            f"the momentum of parameter {position} has shape {tuple(momentum.shape)}, the "
+            f"parameter {tuple(param.shape)}: is it the same model?"
+        )
 
 
 def _check_own(own: object, version: int) -> None:
     if not isinstance(own, Mapping) or not {"version", "steps", "seed"} <= set(own):
         raise ValueError("the state dict's entry 'dlion' lacks version, steps or seed")
-    if own["version"] != version:
+    if type(own["version"]) is not int or own["version"] != version:
         raise ValueError(
             f"the state has version {own['version']}, this hf_dlion reads version {version}: "
             f"install a newer one"
         )
     for name, limit in (("steps", 2**63), ("seed", 2**64)):
         value = own[name]
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < limit:
+        if type(value) is not int or not 0 <= value < limit:
             raise ValueError(
                 f"the state's {name}={value!r} must be an integer from 0 to {limit - 1}"
             )
+    rank, world_size = own.get("rank"), own.get("world_size", 1)
+    if type(world_size) is not int or not (rank is None or type(rank) is int):
+        raise ValueError(f"the state's rank={rank!r} of {world_size!r} must be integers")
 
 
 def _ranges_in(own: Mapping[str, Any] | None, count: int) -> dict[int, tuple[int, int]]:
@@ -151,27 +170,50 @@ def _ranges_in(own: Mapping[str, Any] | None, count: int) -> dict[int, tuple[int
     shard = None if own is None else own.get("shard")
     if shard is None:
         return {}
+    if not isinstance(shard, Mapping):
+        raise ValueError(f"the state dict's entry 'shard' is no dict but {type(shard).__name__}")
     try:
-        ranges = {int(k): (int(start), int(stop)) for k, (start, stop) in shard["ranges"].items()}
-        members = [[int(rank) for rank in ranks] for ranks in shard["members"]]
+        ranges = {index: (start, stop) for index, (start, stop) in shard["ranges"].items()}
+        members = [list(ranks) for ranks in shard["members"]]
+        numbers = [*ranges, *chain(*ranges.values()), *chain(*members)]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the state dict's entry 'shard' is damaged: {error!r}") from error
+    if any(type(number) is not int for number in numbers):
+        raise ValueError("the state dict's entry 'shard' is damaged: it holds what is no integer")
     if not members or not set(ranges) <= set(range(count)):
         raise ValueError("the state dict's entry 'shard' is of other parameters")
     return ranges
 
 
 def _check_groups(saved: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+    if not isinstance(saved, Sequence) or not all(isinstance(group, Mapping) for group in saved):
+        raise ValueError("the state dict's 'param_groups' are no list of dicts")
     if len(saved) != len(groups):
         raise ValueError(
             f"the state has {len(saved)} parameter groups, the optimizer {len(groups)}"
         )
+    keys: list[object] = []
     for position, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
-        if len(theirs["params"]) != len(ours["params"]):
-            raise ValueError(
-                f"group {position} of the state has {len(theirs['params'])} parameters, the "
-                f"optimizer's {len(ours['params'])}"
-            )
+        missing = {"params", "lr", "betas", "weight_decay"} - set(theirs)
+        if missing:
+            raise ValueError(f"group {position} of the state lacks {', '.join(sorted(missing))}")
+        counts = {"params": len(ours["params"]), "param_names": len(ours["params"])}
+        for name in counts.keys() & theirs.keys():
+            held = theirs[name]
+            if not isinstance(held, (list, tuple)) or len(held) != counts[name]:
+                count = len(held) if isinstance(held, (list, tuple)) else repr(held)
+                raise ValueError(
+                    f"group {position} of the state has {count} {name}, the optimizer's has "
+                    f"{counts[name]} parameters"
+                )
+        keys.extend(theirs["params"])
+        try:
+            check_group(theirs)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"group {position} of the state: {error}") from error
+    # torch numbers them; anything else may not even be hashable.
+    if any(type(key) is not int for key in keys) or len(set(keys)) < len(keys):
+        raise ValueError(f"the state's groups must number their parameters, each once: {keys[:8]}")
 
 
 def restore_momentum(
