@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hf_dlion.checkpoint import load_momentum, save_momentum
-from hf_dlion.exchange import WireStats
+from hf_dlion.exchange import LostRank, WireStats
 from hf_dlion.header import Disagreement
 from hf_dlion.momentum_file import CheckpointError
 from hf_dlion.optimizer import DistributedLion
@@ -28,6 +28,7 @@ __all__ = [
     "Disagreement",
     "DistributedLion",
     "DistributedLionCallback",
+    "LostRank",
     "Options",
     "WireStats",
     "__version__",

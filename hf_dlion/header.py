@@ -213,7 +213,7 @@ class Agreement:
             (wire.world_size, words.numel()), dtype=torch.int64, device=words.device
         )
         try:
-            wire.all_gather(everyone, words).wait()
+            wire.all_gather(everyone, words, "a header").wait()
         except RuntimeError as error:
             # It is here that ranks with different numbers of batches miss one another.
             error.add_note(FEWER_BATCHES)
@@ -236,7 +236,7 @@ class Agreement:
             device=wire.control_device,
         )
         everyone = torch.empty((wire.world_size, 2), dtype=torch.int64, device=words.device)
-        wire.all_gather(everyone, words).wait()
+        wire.all_gather(everyone, words, "a layout").wait()
         layouts, hashes = everyone.cpu().t().tolist()
         if len(set(layouts)) > 1:
             lines = wire.gather_objects(details.layout())

@@ -44,7 +44,7 @@ def _average(batch: list[Tensor], wire: Wire) -> None:
     place = wire.device_for(batch[0].device)
     dtype = torch.promote_types(batch[0].dtype, torch.float32)
     flat = torch.cat([tensor.view(-1).to(place, dtype) for tensor in batch])
-    wire.all_reduce(flat)
+    wire.all_reduce(flat, "momenta")
     flat /= wire.world_size
     start = 0
     for tensor in batch:

@@ -79,9 +79,7 @@ class Node:
         """
         # Divided first, because the sum of float16 gradients may overflow where the mean does not.
         gradient.div_(self.local.world_size)
-        future = self.local.start_all_reduce(gradient).get_future()
-        averaged: torch.futures.Future[Tensor] = future.then(lambda done: done.value()[0])
-        return averaged
+        return self.local.start_all_reduce(gradient, "gradients").get_future()
 
 
 def claim_of(choice: LocalGroup, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def _on_any_rank(flags: Tensor, wire: Wire) -> list[int]:
     everyone = torch.empty(
         (wire.world_size, words_for(flags.numel())), dtype=torch.int64, device=words.device
     )
-    wire.all_gather(everyone, words).wait()
+    wire.all_gather(everyone, words, "word of its gradients").wait()
     anywhere = torch.stack([unpack_bits(row, flags.numel()) for row in everyone.cpu()]).any(dim=0)
     return [position for position, flag in enumerate(anywhere.tolist()) if flag]
 

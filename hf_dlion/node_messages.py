@@ -193,7 +193,7 @@ class AloneMessage:
             send[start : start + data.numel()] = data
             start += _bytes(slot, param)
         received = torch.empty((self._wire.world_size, size), dtype=torch.uint8, device=place)
-        self._wire.all_gather(received, send).wait()
+        self._wire.all_gather(received, send, "moved parameters").wait()
         self._take(shards, received)
 
     def _take(self, shards: Sequence[Sequence[tuple[Slot, Tensor]]], received: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from hf_dlion import comm_hook
 from hf_dlion.abstention import Abstentions
-from hf_dlion.exchange import Wire, WireStats
+from hf_dlion.exchange import LostRank, Wire, WireStats
 from hf_dlion.flight import Flight
 from hf_dlion.group_entry import with_entry_in_groups
 from hf_dlion.groups import details_of, flat_params, trainable
@@ -395,6 +395,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         Raises:
             Disagreement: On every rank, if the ranks differ in what must be equal, and on the
                 others if one failed; that one raises what failed.
+            LostRank: If another rank ended or stalled.
             RuntimeError: On every rank, if one abstained `max_abstained_steps` times in a row.
         """
         Join.notify_join_context(self)
@@ -408,8 +409,8 @@ class DistributedLion(Optimizer, JoinableOptimizer):
                     loss = closure()
             node = self.join_node()
             header = self._header(wire, node)
-        except Disagreement:
-            raise  # On every rank together.
+        except (Disagreement, LostRank):
+            raise  # On every rank that is left.
         except Exception as error:
             if wire is None:
                 raise

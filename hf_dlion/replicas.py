@@ -81,7 +81,7 @@ def _gathered(value: int, wire: Wire) -> list[int]:
     """Returns every rank's 64-bit value, in rank order."""
     word = torch.tensor([value], dtype=torch.int64, device=wire.control_device)
     everyone = torch.empty((wire.world_size, 1), dtype=torch.int64, device=word.device)
-    wire.all_gather(everyone, word).wait()
+    wire.all_gather(everyone, word, "a hash of parameters").wait()
     values: list[int] = everyone.view(-1).tolist()
     return values
 

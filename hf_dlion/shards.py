@@ -217,7 +217,7 @@ def exchange_shards(
         if index in momenta:
             send[: momenta[index].numel()] = momenta[index].view(-1)
         received = torch.empty((wire.world_size, size), dtype=send.dtype, device=send.device)
-        wire.all_gather(received.view(torch.uint8), send.view(torch.uint8)).wait()
+        wire.all_gather(received.view(torch.uint8), send.view(torch.uint8), "momenta").wait()
         pieces = [((a, b), received[rank, : b - a]) for rank, (a, b) in held.items()]
         whole, gap = assemble(pieces, param.numel())
         if gap:

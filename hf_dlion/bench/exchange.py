@@ -117,7 +117,7 @@ def _rows(
 
 
 def _reduction(wire: Wire, gradient: torch.Tensor) -> Callable[[], None]:
-    return lambda: wire.all_reduce(gradient)
+    return lambda: wire.all_reduce(gradient, "gradients")
 
 
 def _finished(task: Callable[[], None], device: torch.device) -> Callable[[], None]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_dlion.exchange.gather import Gather
+from hf_dlion.exchange.pending import LostRank, Pending
 from hf_dlion.exchange.two_phase import TwoPhase
 from hf_dlion.exchange.wire import Wire, WireStats
 from hf_dlion.layout import MessageLayout
@@ -20,6 +21,8 @@ from hf_dlion.verdict import StepRule, Verdict, verdict_planes
 
 __all__ = [
     "Exchange",
+    "LostRank",
+    "Pending",
     "Wire",
     "WireStats",
     "choose_exchange",

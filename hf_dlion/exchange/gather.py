@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hf_dlion.codec.bits import pack_bits, unpack_bits
 from hf_dlion.exchange.count import count_votes
+from hf_dlion.exchange.pending import Pending
 from hf_dlion.exchange.wire import Wire
 from hf_dlion.layout import WORD_BYTES, MessageLayout, words_for
 from hf_dlion.verdict import StepRule, Verdict
@@ -41,7 +41,7 @@ class Gather:
         self._received = torch.empty((wire.world_size, words), dtype=torch.int64, device=place)
         self._shard = layout.shard(0, layout.words)
         self._row_numels = self._shard.row_numels(place)
-        self._work: dist.Work | None = None
+        self._work: Pending | None = None
         self._verdict: Verdict | None = None
         self._free: Tensor | None = None
 
@@ -56,7 +56,7 @@ class Gather:
         self._free = words.view(1, -1)
         self._send[: self._layout.words] = words
         self._send[self._layout.words :] = pack_bits(active)
-        self._work = self._wire.all_gather(self._received, self._send)
+        self._work = self._wire.all_gather(self._received, self._send, "votes")
 
     def count(self, rule: StepRule) -> None:
         """Waits for the votes and counts them."""

@@ -156,7 +156,7 @@ class RowEdges:
         if self._mine.rows:
             ends.copy_(active[[0, -1]])
         everyone = torch.empty((self._wire.world_size, 2), dtype=torch.uint8, device=self._place)
-        self._wire.all_gather(everyone, ends).wait()
+        self._wire.all_gather(everyone, ends, "votes on rows that are cut").wait()
         if not self._mine.rows:
             return
         whole = everyone.view(-1)

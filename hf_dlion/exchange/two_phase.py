@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hf_dlion.codec.bits import pack_bits, unpack_bits
 from hf_dlion.exchange.count import count_votes
+from hf_dlion.exchange.pending import Pending
 from hf_dlion.exchange.verdicts import VerdictGather, sizes_of
 from hf_dlion.exchange.wire import Wire
 from hf_dlion.layout import WORD_BYTES, MessageLayout, shards_of, words_for
@@ -60,7 +60,7 @@ class TwoPhase:
         self._received = torch.empty_like(self._send)
         self._row_numels = self._mine.row_numels(place)
         self._gather = VerdictGather(layout, self._shards, down or wire, place, planes)
-        self._work: dist.Work | None = None
+        self._work: Pending | None = None
         self._free: Tensor | None = None
 
     @staticmethod
@@ -77,7 +77,7 @@ class TwoPhase:
             segment[: shard.words] = words[shard.first_word : shard.first_word + shard.words]
             rows = active[shard.first_row : shard.first_row + shard.rows]
             segment[self._size : self._size + words_for(shard.rows)] = pack_bits(rows)
-        self._work = self._wire.all_to_all(self._received, self._send)
+        self._work = self._wire.all_to_all(self._received, self._send, "votes")
 
     def count(self, rule: StepRule) -> None:
         """Waits for the votes on this rank's shard, counts them and sends the verdict."""

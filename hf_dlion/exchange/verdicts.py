@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hf_dlion.codec.bits import pack_bits, unpack_bits
+from hf_dlion.exchange.pending import Pending
 from hf_dlion.exchange.wire import Wire
 from hf_dlion.layout import WORD_BYTES, MessageLayout, Shard, words_for
 from hf_dlion.verdict import Verdict
@@ -49,7 +49,7 @@ class VerdictGather:
         # Zeros, because the ends of short shards are sent without ever being written.
         self._found = torch.zeros(down, dtype=torch.int64, device=device)
         self._verdicts = torch.empty((wire.world_size, down), dtype=torch.int64, device=device)
-        self._work: dist.Work | None = None
+        self._work: Pending | None = None
 
     @staticmethod
     def wire_bytes(shards: Sequence[Shard], planes: tuple[int, int]) -> int:
@@ -67,7 +67,7 @@ class VerdictGather:
             bits = (found.counts >> place & 1).to(torch.bool)
             pack_bits(bits, rows[place, : words_for(mine.rows)])
         self._found[-1] = found.agreement
-        self._work = self._wire.all_gather(self._verdicts, self._found)
+        self._work = self._wire.all_gather(self._verdicts, self._found, "a verdict")
 
     def verdict(self, out: Tensor | None = None) -> Verdict:
         """Waits for the verdict on the whole message and returns it, where it was received.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 import pickle
 import threading
@@ -13,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from hf_dlion.exchange.pending import Pending, naming_losses, timeout_of
 
 # torch 2.13 renamed it and warns of the old name.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -129,11 +130,13 @@ class Wire:
         Collectives of the two need no common order. Check `hf_dlion.group_counts` before.
         """
         config = dist.get_backend_config(self.group)
-        options: dict[str, Any] = {"backend": str(config), "timeout": _timeout(self.group)}
+        options: dict[str, Any] = {"backend": str(config), "timeout": timeout_of(self.group)}
         if self.group is not dist.group.WORLD:
             ranks = dist.get_process_group_ranks(self.group)
             options.update(ranks=ranks, use_local_synchronization=True)
-        return Wire(dist.new_group(**options), self.stats, self._device, self.neighbours)
+        with naming_losses("a process group", self.group):
+            group = dist.new_group(**options)
+        return Wire(group, self.stats, self._device, self.neighbours)
 
     def meet(self) -> None:
         """Exchanges a number, so that a backend connects now and not in the middle of a backward.
@@ -143,7 +146,7 @@ class Wire:
         place = self.device_for(self._device)
         word = torch.zeros(1, dtype=torch.int64, device=place)
         everyone = torch.empty((self.world_size, 1), dtype=torch.int64, device=place)
-        self.all_gather(everyone, word).wait()
+        self.all_gather(everyone, word, "a first word").wait()
 
     def subgroup(self, members: Sequence[int]) -> dist.ProcessGroup:
         """Returns a new process group of some of the ranks, which all call this, and no other.
@@ -154,15 +157,16 @@ class Wire:
             members: Ranks in this wire's group.
         """
         everyone = dist.get_process_group_ranks(self.group)
-        group: dist.ProcessGroup = dist.new_group(
-            [everyone[rank] for rank in members],
-            backend=str(dist.get_backend_config(self.group)),
-            timeout=_timeout(self.group),
-            use_local_synchronization=True,
-        )
+        with naming_losses("a process group", self.group):
+            group: dist.ProcessGroup = dist.new_group(
+                [everyone[rank] for rank in members],
+                backend=str(dist.get_backend_config(self.group)),
+                timeout=timeout_of(self.group),
+                use_local_synchronization=True,
+            )
         return group
 
-    def all_gather(self, out: Tensor, tensor: Tensor) -> dist.Work:
+    def all_gather(self, out: Tensor, tensor: Tensor, what: str) -> Pending:
         """Starts the gathering of every rank's tensor.
 
             rank 0: a     ->  rank 0: a b
@@ -173,13 +177,14 @@ class Wire:
         Args:
             out: Shape (N, *tensor.shape), receives all; do not touch until the work is done.
             tensor: Contiguous, same shape and dtype on every rank.
+            what: What is gathered, for the message should a rank be lost.
         """
         self._count_to_each(tensor.numel() * tensor.element_size())
-        return _started(
-            _all_gather_single(out.view(-1), tensor.view(-1), group=self.group, async_op=True)
-        )
+        send, received = tensor.view(-1), out.view(-1)
+        work = _all_gather_single(received, send, group=self.group, async_op=True)
+        return self._pending(work, what)
 
-    def all_to_all(self, out: Tensor, tensor: Tensor) -> dist.Work:
+    def all_to_all(self, out: Tensor, tensor: Tensor, what: str) -> Pending:
         """Starts the exchange of segments: segment j of `tensor` goes to rank j.
 
             rank 0: a0 a1  ->  rank 0: a0 b0
@@ -190,29 +195,32 @@ class Wire:
         Args:
             out: Shape of `tensor`, receives; do not touch until the work is done.
             tensor: Contiguous, shape (N, ...), same shape and dtype on every rank.
+            what: As for `all_gather`.
         """
         self._count_to_each(tensor[0].numel() * tensor.element_size())
-        return _started(
-            dist.all_to_all_single(out.view(-1), tensor.view(-1), group=self.group, async_op=True)
-        )
+        send, received = tensor.view(-1), out.view(-1)
+        work = dist.all_to_all_single(received, send, group=self.group, async_op=True)
+        return self._pending(work, what)
 
-    def all_reduce(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor, what: str) -> None:
         """Sums `tensor` over the ranks, in place, and waits for it.
 
         Bytes per rank, as a ring: 2 * (N - 1) * ceil(numel / N) elements.
 
         Args:
             tensor: Contiguous, same shape and dtype on every rank.
+            what: As for `all_gather`.
         """
-        self.start_all_reduce(tensor).wait()
+        self.start_all_reduce(tensor, what).wait()
 
-    def start_all_reduce(self, tensor: Tensor) -> dist.Work:
+    def start_all_reduce(self, tensor: Tensor, what: str) -> Pending:
         """Starts `all_reduce`; do not touch `tensor` until the work is done."""
         per_rank = -(-tensor.numel() // self.world_size)
         size = 2 * (self.world_size - 1) * per_rank * tensor.element_size()
         # A ring passes on to the next rank only, which is a neighbour if all others are.
         self._count(size, inside=0 < self.neighbours == self.world_size - 1)
-        return _started(dist.all_reduce(tensor, group=self.group, async_op=True))
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return self._pending(work, what)
 
     def broadcast(self, tensor: Tensor, source: int, *, near: bool = False) -> None:
         """Gives every rank the tensor of one of them, in place, and waits for it.
@@ -234,13 +242,10 @@ class Wire:
         elif not near:
             self._count(0, inside=False, received=size)
         # As bytes, which every backend sends whatever they mean.
-        work = dist.broadcast(
-            tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8),
-            dist.get_global_rank(self.group, source),
-            group=self.group,
-            async_op=True,
-        )
-        _started(work).wait()
+        data = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        root = dist.get_global_rank(self.group, source)
+        work = dist.broadcast(data, root, group=self.group, async_op=True)
+        self._pending(work, "parameters").wait()
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Returns every rank's `value`, in rank order: for error messages, not for the hot path.
@@ -253,12 +258,12 @@ class Wire:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         size = torch.tensor([data.numel()], dtype=torch.int64, device=self.control_device)
         sizes = torch.empty((self.world_size, 1), dtype=torch.int64, device=self.control_device)
-        self.all_gather(sizes, size).wait()
+        self.all_gather(sizes, size, "an answer").wait()
         longest = int(sizes.max())
         mine = torch.zeros(longest, dtype=torch.uint8, device=self.control_device)
         mine[: data.numel()] = data
         everyone = torch.empty((self.world_size, longest), dtype=torch.uint8, device=mine.device)
-        self.all_gather(everyone, mine).wait()
+        self.all_gather(everyone, mine, "an answer").wait()
         rows = zip(everyone.cpu(), sizes.view(-1).tolist(), strict=True)
         return [pickle.loads(row[:length].numpy().tobytes()) for row, length in rows]
 
@@ -274,6 +279,10 @@ class Wire:
         self._count(-inside, inside=False)
         self._count(inside, inside=True)
 
+    def _pending(self, work: dist.Work | None, what: str) -> Pending:
+        assert work is not None, "a member of the group gets a handle for asynchronous work"
+        return Pending(work, what, self.group)
+
     def _count_to_each(self, size: int) -> None:
         """Counts `size` bytes to every other rank."""
         self._count(size * self.neighbours, inside=True)
@@ -287,21 +296,6 @@ class Wire:
             else:
                 self.stats.bytes_sent += size
                 self.stats.bytes_received += size if received is None else received
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "a member of the group gets a handle for an asynchronous collective"
-    return work
-
-
-def _timeout(group: dist.ProcessGroup) -> datetime.timedelta | None:
-    """Returns a group's timeout; a new group would have the default one instead."""
-    for device in group._device_types:
-        options = getattr(group._get_backend(device), "options", None)
-        timeout = getattr(options, "_timeout", None)
-        if isinstance(timeout, datetime.timedelta):
-            return timeout
-    return None
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
