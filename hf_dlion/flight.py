@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Container, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from hf_dlion.background import Background
 from hf_dlion.ballot import Ballot
 from hf_dlion.exchange import WireStats
 from hf_dlion.groups import group_values, tensor_rules
@@ -61,7 +63,7 @@ class Flight:
         messages: Sequence[Message],
         owner: Owner,
         scale: float,
-        counter: ThreadPoolExecutor,
+        counter: Background,
         streams: dict[torch.device, torch.cuda.Stream],
     ) -> None:
         """Takes the constants of the step as they are when its first gradient is ready.
@@ -188,7 +190,7 @@ class Flight:
             message.send()
         self._sent += 1
         if message.rounds > 1:
-            self._counts.append(self._counter.submit(self._count, message))
+            self._counts.append(self._counter.submit(functools.partial(self._count, message)))
         stats.exchange_s += clock.lap()
 
     def _ballot(

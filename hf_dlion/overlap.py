@@ -30,12 +30,13 @@ import functools
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_dlion.background import Background
 from hf_dlion.exchange import Wire
 from hf_dlion.flight import Flight, Owner
 from hf_dlion.group_counts import check_group_counts, group_counts
@@ -72,8 +73,8 @@ class Overlap:
         self._owner = weakref.ref(owner)
         # With parameters on several devices autograd calls hooks from several threads.
         self._lock = threading.Lock()
-        self._counter = ThreadPoolExecutor(1, thread_name_prefix="hf_dlion_count")
-        self._sender = ThreadPoolExecutor(1, thread_name_prefix="hf_dlion_send")
+        self._counter = Background("hf_dlion_count")
+        self._sender = Background("hf_dlion_send")
         self._sending: list[Future[None]] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self.reset()

@@ -1,0 +1,73 @@
+"""A thread that does one thing after another and does not keep the process from ending."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+
+# How long the end of the process waits for what is under way. A rank whose peers are gone waits for
+# them in vain, in a call that cannot be interrupted, until the process group's timeout: half an
+# hour by default, and as long would those wait that learn of its end from its closed connections.
+PATIENCE_S = 5.0
+
+_Tasks = SimpleQueue[tuple[Callable[[], None], Future[None]] | None]
+
+
+class Background:
+    """Does what is submitted in that order, on a thread of its own, started at the first use."""
+
+    def __init__(self, name: str) -> None:
+        """Starts nothing yet.
+
+        Args:
+            name: Of the thread.
+        """
+        self._name = name
+        self._tasks: _Tasks = SimpleQueue()
+        self._started = False
+
+    def submit(self, task: Callable[[], None]) -> Future[None]:
+        """Has the thread call `task`; returns a future that knows when that is done, or failed."""
+        if not self._started:
+            self._started = True
+            thread = threading.Thread(
+                target=_work, args=(self._tasks,), name=self._name, daemon=True
+            )
+            thread.start()
+            _running[thread] = self._tasks
+            weakref.finalize(self, self._tasks.put, None).atexit = False
+        future: Future[None] = Future()
+        self._tasks.put((task, future))
+        return future
+
+
+def _work(tasks: _Tasks) -> None:
+    while (item := tasks.get()) is not None:
+        task, future = item
+        try:
+            task()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        # Neither may live on until the next one comes.
+        del item, task, future
+
+
+_running: weakref.WeakKeyDictionary[threading.Thread, _Tasks] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _end() -> None:
+    """Ends the threads: one that woke up in an interpreter that is going would abort it."""
+    running = list(_running.items())
+    for _, tasks in running:
+        tasks.put(None)
+    deadline = time.monotonic() + PATIENCE_S
+    for thread, _ in running:
+        thread.join(max(0.0, deadline - time.monotonic()))
