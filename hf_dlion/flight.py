@@ -89,6 +89,7 @@ class Flight:
         self.finite: dict[int, tuple[int, int]] = {}
         self.missing: set[int] = set()
         self._sent = 0
+        self._broken: Exception | None = None
         # A node's gradient is there where a wrapper has averaged it, and nowhere else.
         self._in_buckets = owner.node is not None
         self._averaged: dict[int, Tensor] = {}
@@ -176,6 +177,8 @@ class Flight:
 
     def _send(self, voting: Container[int], scale: float) -> None:
         """Sends the next message, with votes on the parameters of these ids."""
+        if self._broken is not None:
+            raise self._broken
         message, stats, clock = self.messages[self._sent], self._owner.wire, Clock()
         # On the stream that backward is on: nothing may touch a gradient before it is read.
         with torch.no_grad():
@@ -187,7 +190,12 @@ class Flight:
                 self.failure = error
                 message.preview({}, self._rules, scale, {})
             stats.encode_s += clock.lap()
-            message.send()
+            try:
+                message.send()
+            except Exception as error:
+                # It may have left: once more, it would be taken for the message after it.
+                self._broken = error
+                raise
         self._sent += 1
         if message.rounds > 1:
             self._counts.append(self._counter.submit(functools.partial(self._count, message)))
