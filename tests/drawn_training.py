@@ -289,13 +289,13 @@ class Seen:
 @contextmanager
 def messages_of(numel: int | None) -> Iterator[None]:
     """Has messages of `numel` elements made."""
-    from hf_dlion import messages
+    from hf_dlion import step_plan
 
-    before, messages.MESSAGE_NUMEL = messages.MESSAGE_NUMEL, numel
+    before, step_plan.MESSAGE_NUMEL = step_plan.MESSAGE_NUMEL, numel
     try:
         yield
     finally:
-        messages.MESSAGE_NUMEL = before
+        step_plan.MESSAGE_NUMEL = before
 
 
 def train(rank: int, world_size: int, case: Case) -> list[Seen]:
