@@ -76,6 +76,11 @@ def zero(path: Path) -> None:
     path.write_bytes(bytes(path.stat().st_size))
 
 
+def zero_the_start(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(bytes(64) + content[64:])
+
+
 def zero_the_end(path: Path) -> None:
     content = path.read_bytes()
     half = len(content) // 2
@@ -85,7 +90,7 @@ def zero_the_end(path: Path) -> None:
 DAMAGES = [
     (name, damage)
     for name in FILES
-    for damage in (Path.unlink, cut, cut_by_one, empty, zero, zero_the_end)
+    for damage in (Path.unlink, cut, cut_by_one, empty, zero, zero_the_start, zero_the_end)
     # Zeros are weights like others.
     if damage is not zero_the_end or not name.endswith(".safetensors")
 ]
