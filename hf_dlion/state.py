@@ -211,9 +211,11 @@ def _check_groups(saved: Any, groups: Sequence[Mapping[str, Any]]) -> None:
             check_group(theirs)
         except (TypeError, ValueError) as error:
             raise ValueError(f"group {position} of the state: {error}") from error
-    # torch numbers them; anything else may not even be hashable.
-    if any(type(key) is not int for key in keys) or len(set(keys)) < len(keys):
-        raise ValueError(f"the state's groups must number their parameters, each once: {keys[:8]}")
+    # torch numbers them, its distributed checkpoints name them; a list could not be looked up.
+    if any(type(key) not in (int, str) for key in keys) or len(set(keys)) < len(keys):
+        raise ValueError(
+            f"the state's groups must number or name their parameters, each once: {keys[:8]}"
+        )
 
 
 def restore_momentum(

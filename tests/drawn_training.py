@@ -342,7 +342,7 @@ def _train(rank: int, case: Case) -> list[Seen]:
         given = [gradient(case, t, rank, index) for index in range(len(joined))]
         for number in range(step.passes):
             _backward(case, (t, rank, number), joined, given)
-        foreseen = zoo._foreseen(optimizer, joined)
+        foreseen = zoo.foreseen_of(optimizer, joined)
         for param, (grad, how) in zip(joined, given, strict=True):
             if grad is not None and how == "backward":
                 assert param.grad is not None

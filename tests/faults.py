@@ -47,7 +47,7 @@ SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTO
 DEADLINE_S = 90.0
 TIMEOUT_S = 600.0
 # Of process groups one of whose ranks stalls.
-SHORT_TIMEOUT_S = 5.0
+SHORT_TIMEOUT_S = 8.0
 
 # Tests may run several groups of ranks at a time, from threads.
 _starting = threading.Lock()
@@ -251,6 +251,10 @@ def run_struck(
         try:
             _join(processes, others, Path(scratch), fault)
             if stopped is not None:
+                early = (
+                    f"rank {stopped} ended before it stalled:\n{_output(Path(scratch), stopped)}"
+                )
+                assert processes[stopped].exitcode is None, early
                 os.kill(processes[stopped].pid or 0, signal.SIGCONT)
                 _join(processes, [stopped], Path(scratch), fault)
         finally:

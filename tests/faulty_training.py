@@ -14,7 +14,7 @@ from faults import Injector, Journal
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_dlion import DistributedLion, load_momentum, messages, save_momentum
+from hf_dlion import DistributedLion, load_momentum, save_momentum, step_plan
 
 # Such that the model makes several messages.
 SHORT = 40
@@ -115,7 +115,7 @@ def train(
     rank: int, world_size: int, job: Job, folder: Path, injector: Injector, journal: Journal
 ) -> None:
     """Trains from the last whole checkpoint on."""
-    messages.MESSAGE_NUMEL = SHORT
+    step_plan.MESSAGE_NUMEL = SHORT
     options, wrap = MODES[job.mode]
     model = Net().to(getattr(torch, job.dtype))
     wrapped = DistributedDataParallel(model, bucket_cap_mb=1e-4) if wrap else model

@@ -268,8 +268,11 @@ def _never_meet(rank: int, world_size: int, what: str) -> tuple[str, float]:
 @pytest.mark.parametrize(("what", "world_size"), [("another group", 3), ("another optimizer", 2)])
 def test_ranks_that_never_meet_end_at_the_timeout(what: str, world_size: int) -> None:
     # Nothing can be compared then. In processes of its own: the groups are broken.
-    for said, seconds in run_ranks(world_size, _never_meet, what):
-        assert said == "RuntimeError"
+    results = run_ranks(world_size, _never_meet, what)
+    # AdamW's rank is told by torch's own wrapper.
+    others = {1: "RuntimeError"} if what == "another optimizer" else {}
+    for rank, (said, seconds) in enumerate(results):
+        assert said == others.get(rank, "LostRank")
         assert seconds < 20
 
 

@@ -115,7 +115,7 @@ def test_a_fault_while_a_checkpoint_is_written_leaves_a_whole_one_or_none(
     assert names == {"step-2", "step-4", "step-6"}
 
 
-@pytest.mark.parametrize("name", ["ddp", "overlap", "node"])
+@pytest.mark.parametrize("name", ["overlap", "node"])
 def test_the_others_end_when_a_rank_stalls_beyond_the_timeout(
     reference: References, tmp_path: Path, name: str
 ) -> None:

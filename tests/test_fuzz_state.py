@@ -121,14 +121,16 @@ def hold(
         take_steps(twin, twins, range(2, 4))
         assert snapshot(optimizer)[1:] == snapshot(twin)[1:]
         return False
-    if "dlion" in state and state["dlion"] is not None:
-        assert optimizer.steps == state["dlion"]["steps"]
-        assert optimizer.options.seed == state["dlion"]["seed"]
+    copies = [group["dlion"] for group in state["param_groups"] if "dlion" in group]
+    own = state["dlion"] if "dlion" in state else copies[0] if copies else None
+    if own is not None:
+        assert optimizer.steps == own["steps"]
+        assert optimizer.options.seed == own["seed"]
     for ours, theirs in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for name in ("lr", "betas", "weight_decay"):
             assert ours[name] == theirs[name]
         for param, key in zip(ours["params"], theirs["params"], strict=True):
-            if key in state["state"] and not state["dlion"].get("shard"):
+            if key in state["state"] and own and not own.get("shard"):
                 loaded = state["state"][key]["exp_avg"].to(momentum_dtype or dtype)
                 assert bits_of(optimizer.state[param]["exp_avg"]) == bits_of(loaded)
     with ignored_warnings():
