@@ -257,9 +257,12 @@ def network() -> None:
 
 
 HOLD = """
+import signal
 import time
 from hf_dlion.bench.emulate import Emulation, Network
 from hf_dlion.bench.ranks import _termination_raises
+# A shell's background job, and all that it starts, ignores it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with _termination_raises(), Emulation(Network.parse("2x1gbit")) as emulation:
     print(*emulation.namespaces, flush=True)
     time.sleep(60)
