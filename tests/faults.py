@@ -28,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,9 @@ TIMEOUT_S = 600.0
 # Of process groups one of whose ranks stalls.
 SHORT_TIMEOUT_S = 8.0
 
-# Tests may run several groups of ranks at a time, from threads.
-_starting = threading.Lock()
+# Tests may run several groups of ranks at a time, from threads. To start a process reads the exit
+# codes of all others, and two threads that read one at a time leave one of them with 255.
+_processes = threading.Lock()
 
 METHODS: dict[str, tuple[Any, str]] = {
     "a process group": (dist, "new_group"),
@@ -237,7 +239,7 @@ def run_struck(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, "hf_dlion"])
     with tempfile.TemporaryDirectory(prefix="struck-") as scratch:
-        with _starting, _environment(RANK_ENV):
+        with _processes, _environment(RANK_ENV):
             multiprocessing.forkserver.ensure_running()
             arguments = (world_size, body, job, folder, fault, timeout_s, Path(scratch))
             processes = [
@@ -254,13 +256,14 @@ def run_struck(
                 early = (
                     f"rank {stopped} ended before it stalled:\n{_output(Path(scratch), stopped)}"
                 )
-                assert processes[stopped].exitcode is None, early
+                assert not _ended(processes[stopped]), early
                 os.kill(processes[stopped].pid or 0, signal.SIGCONT)
                 _join(processes, [stopped], Path(scratch), fault)
         finally:
             for process in processes:
-                process.kill()
-                process.join(10.0)
+                with _processes:
+                    process.kill()
+                _ended(process, 10.0)
         return [_fate(process, Path(scratch), rank) for rank, process in enumerate(processes)]
 
 
@@ -269,8 +272,8 @@ def _join(
 ) -> None:
     deadline = time.monotonic() + DEADLINE_S
     for rank in ranks:
-        processes[rank].join(max(0.0, deadline - time.monotonic()))
-    stuck = [rank for rank in ranks if processes[rank].exitcode is None]
+        _ended(processes[rank], max(0.0, deadline - time.monotonic()))
+    stuck = [rank for rank in ranks if not _ended(processes[rank])]
     if stuck:
         for rank in stuck:
             os.kill(processes[rank].pid or 0, signal.SIGUSR1)
@@ -281,13 +284,20 @@ def _join(
         )
 
 
+def _ended(process: ForkServerProcess, timeout_s: float = 0.0) -> bool:
+    """Returns whether a process ends within the timeout; leaves its exit code to be read."""
+    return bool(connection.wait([process.sentinel], timeout_s))
+
+
 def _output(scratch: Path, rank: int) -> str:
     path = scratch / f"rank{rank}.out"
     return path.read_text(errors="replace")[-6000:] if path.exists() else ""
 
 
 def _fate(process: ForkServerProcess, scratch: Path, rank: int) -> Fate:
-    fate = Fate(code=process.exitcode, output=_output(scratch, rank))
+    with _processes:
+        code = process.exitcode
+    fate = Fate(code=code, output=_output(scratch, rank))
     journal = scratch / f"rank{rank}.journal"
     for line in journal.read_text().splitlines() if journal.exists() else ():
         entry = json.loads(line)
