@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -21,8 +21,11 @@ class Ballot:
             rank, or its node, votes.
         rules: The step's constants of every parameter on which any rank votes, by index.
         rule: The step's constants.
+        full: `exp_avg`, and the number of ranks that have a gradient, of every parameter, by index,
+            that moves by the mean gradient.
     """
 
     voting: Mapping[int, Tensor]
     rules: Mapping[int, TensorRule]
     rule: StepRule
+    full: Mapping[int, tuple[Tensor, int]] = field(default_factory=dict)

@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_dlion.fingerprint import fingerprints
 from hf_dlion.header import Details, told
 from hf_dlion.options import Options
+from hf_dlion.routes import Routes
 from hf_dlion.verdict import StepRule, TensorRule
 
 Groups = Sequence[Mapping[str, Any]]
@@ -35,12 +37,12 @@ def names_of(groups: Groups) -> list[str]:
     return names
 
 
-def layout_lines(groups: Groups) -> list[str]:
+def layout_lines(groups: Groups, routes: Routes) -> list[str]:
     """Returns a line with name, shape and dtype for every trainable parameter."""
     names = names_of(groups)
     # Without the number of the device, which differs between ranks that agree.
     return [
-        f"{names[index]}: {tuple(p.shape)} {p.dtype} on {p.device.type}"
+        f"{names[index]}: {tuple(p.shape)} {p.dtype} on {p.device.type}{routes.told(index)}"
         for index, p in trainable(groups)
     ]
 
@@ -52,6 +54,7 @@ def group_values(groups: Groups) -> list[dict[str, Any]]:
             "lr": float(group["lr"]),
             "betas": tuple(map(float, group["betas"])),
             "weight_decay": float(group["weight_decay"]),
+            "exchange": group.get("exchange", "vote"),
         }
         for group in groups
     ]
@@ -68,10 +71,16 @@ def agreed_values(groups: Groups) -> list[dict[str, Any]]:
 def option_values(options: Options) -> dict[str, Any]:
     """Returns the options as plain values."""
     return {
-        field.name: str(value) if field.name == "momentum_dtype" else value
+        field.name: _plain(value)
         for field in dataclasses.fields(options)
         for value in [getattr(options, field.name)]
     }
+
+
+def _plain(value: object) -> object:
+    if callable(value):
+        return "a function"  # What it selects is part of the layout.
+    return str(value) if isinstance(value, torch.dtype) else value
 
 
 def tensor_rules(groups: Groups, indices: set[int], step_rule: StepRule) -> dict[int, TensorRule]:
@@ -79,6 +88,7 @@ def tensor_rules(groups: Groups, indices: set[int], step_rule: StepRule) -> dict
     rules: dict[int, TensorRule] = {}
     index = 0
     for group, values in zip(groups, group_values(groups), strict=True):
+        del values["exchange"]
         for _ in group["params"]:
             if index in indices:
                 rules[index] = TensorRule(step_rule=step_rule, index=index, **values)
@@ -86,8 +96,22 @@ def tensor_rules(groups: Groups, indices: set[int], step_rule: StepRule) -> dict
     return rules
 
 
-def details_of(groups: Groups, options: Options, failure: Exception | None) -> Details:
-    """Returns what a rank can say of itself should the ranks disagree."""
+def details_of(
+    groups: Groups,
+    options: Options,
+    failure: Exception | None,
+    routes: Routes | None = None,
+    beside: Sequence[dict[str, Any]] = (),
+) -> Details:
+    """Returns what a rank can say of itself should the ranks disagree.
+
+    Args:
+        groups: The parameter groups.
+        options: The options.
+        failure: What failed on this rank, or None.
+        routes: What is exchanged of each parameter besides votes.
+        beside: What ranks have in common like the values of their groups.
+    """
 
     def parameters() -> list[tuple[str, int]]:
         names, held = names_of(groups), trainable(groups)
@@ -95,9 +119,9 @@ def details_of(groups: Groups, options: Options, failure: Exception | None) -> D
         return [(names[index], value) for (index, _), value in zip(held, hashes, strict=True)]
 
     return Details(
-        layout=lambda: layout_lines(groups),
+        layout=lambda: layout_lines(groups, routes or Routes()),
         options=lambda: option_values(options),
-        groups=lambda: agreed_values(groups),
+        groups=lambda: [*agreed_values(groups), *beside],
         parameters=parameters,
         failure=lambda: None if failure is None else told(failure),
     )

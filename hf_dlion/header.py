@@ -27,6 +27,7 @@ FEWER_BATCHES = (
 )
 
 _FINITE, _FAILED, _STALE, _ORDERED, _UNAVERAGED, _DISPLACED = 1, 2, 4, 8, 16, 32
+_UNCOMMON = 64
 _FIXED_WORDS = 6
 
 
@@ -52,6 +53,8 @@ class Header:
         ordered: Whether its messages follow an agreed order of gradients.
         unaveraged: Whether it has gradients that are yet to be averaged with those of its node.
         displaced: Whether it lacks a part of the momentum that it must hold for its node.
+        uncommon: Whether it cannot tell that all ranks have one momentum of the parameters whose
+            gradients are averaged.
     """
 
     finite: bool
@@ -65,6 +68,7 @@ class Header:
     ordered: bool = False
     unaveraged: bool = False
     displaced: bool = False
+    uncommon: bool = False
 
     @staticmethod
     def of_failure(step: int) -> Header:
@@ -79,6 +83,7 @@ class Header:
         status = _FINITE * self.finite | _FAILED * self.failed
         status |= _STALE * self.stale | _ORDERED * self.ordered
         status |= _UNAVERAGED * self.unaveraged | _DISPLACED * self.displaced
+        status |= _UNCOMMON * self.uncommon
         fixed = (WIRE_VERSION, status, self.step, self.layout, self.options, self.groups)
         words = torch.zeros(_FIXED_WORDS + words_for(parameters), dtype=torch.int64, device="cpu")
         words[:_FIXED_WORDS] = torch.tensor(fixed, dtype=torch.int64)
@@ -103,17 +108,18 @@ class Header:
             ordered=bool(status & _ORDERED),
             unaveraged=bool(status & _UNAVERAGED),
             displaced=bool(status & _DISPLACED),
+            uncommon=bool(status & _UNCOMMON),
         )
 
 
-def voted_on(headers: Sequence[Header]) -> Tensor:
-    """Returns bool, shape (P,): the parameters on which any rank votes; P is 0 if none is finite.
+def votes_on(headers: Sequence[Header]) -> Tensor:
+    """Returns int64, shape (P,): how many ranks vote on each parameter; P is 0 if none is finite.
 
     Args:
         headers: Of all ranks; one that is not finite abstains.
     """
     heard = [header.present for header in headers if header.finite]
-    return torch.stack(heard).any(dim=0) if heard else torch.zeros(0, dtype=torch.bool)
+    return torch.stack(heard).sum(dim=0) if heard else torch.zeros(0, dtype=torch.int64)
 
 
 def header_wire_bytes(parameters: int, world_size: int) -> int:

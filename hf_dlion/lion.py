@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 PARAMETER_STREAM = 0  # the same rounding on every rank keeps replicas identical
+COMMON_STREAM = 0xFFFFFFFF  # of momenta that all ranks round alike
 
 _MASK = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9

@@ -12,6 +12,7 @@ from hf_dlion.ballot import Ballot
 from hf_dlion.codec import AloneJob, codec_for
 from hf_dlion.exchange import Wire, WireStats
 from hf_dlion.flight import Flight
+from hf_dlion.full_precision import step_in_full
 from hf_dlion.groups import tensor_rules, trainable
 from hf_dlion.header import Header
 from hf_dlion.messages import exchange_all
@@ -22,27 +23,31 @@ from hf_dlion.step_plan import Plan
 from hf_dlion.verdict import StepRule
 
 
-def ballot_of(momenta: Momenta, plan: Plan, voters: Tensor, mine: Header, rule: StepRule) -> Ballot:
+def ballot_of(momenta: Momenta, plan: Plan, votes: Tensor, mine: Header, rule: StepRule) -> Ballot:
     """Returns what moves in a step; momenta are made where there are none.
 
     Args:
         momenta: Of this rank, with the parameter groups.
         plan: Of the step.
-        voters: bool, shape (P,), the parameters on which any rank votes.
+        votes: int64, shape (P,), how many ranks vote on each parameter.
         mine: What this rank, or its node, said of itself.
         rule: The step's constants.
     """
     pairs = trainable(momenta.groups)
-    voted = {index for (index, _), any_rank in zip(pairs, voters.tolist(), strict=True) if any_rank}
+    counts = dict(zip((index for index, _ in pairs), votes.tolist(), strict=True))
     voting: dict[int, Tensor] = {}
-    for (index, param), votes in zip(pairs, mine.present.tolist(), strict=True):
-        if index not in voted:
+    full: dict[int, tuple[Tensor, int]] = {}
+    for (index, param), has in zip(pairs, mine.present.tolist(), strict=True):
+        if counts[index] == 0:
             continue
         # Also where this rank does not vote: the state has the same entries on all ranks.
         momentum = momenta.of(param, index, plan.owned)
-        if votes and mine.finite:
+        if has and mine.finite:
             voting[index] = momentum
-    return Ballot(voting, tensor_rules(momenta.groups, voted, rule), rule)
+        if index in plan.routes.full:
+            full[index] = momentum, counts[index]
+    voted = {index for index, count in counts.items() if count}
+    return Ballot(voting, tensor_rules(momenta.groups, voted, rule), rule, full)
 
 
 def move(
@@ -68,11 +73,14 @@ def move(
     """
     if isinstance(plan, NodePlan) and plan.alone:
         step_alone_in_node(plan.alone, ballot, stats)
-    elif wire is None:
+        return
+    if wire is None:
         step_alone(params, ballot, stats)
-    elif flight is not None:
+        return
+    step_in_full(plan.full, ballot, wire, stats)
+    if flight is not None:
         flight.land(ballot)
-    else:
+    elif plan.messages:
         exchange_all(plan.messages, ballot, stats)
 
 

@@ -11,8 +11,9 @@ from hf_dlion.messages import Message
 from hf_dlion.node import Node
 from hf_dlion.node_messages import AloneMessage, NodeMessage, Params
 from hf_dlion.options import Options
+from hf_dlion.routes import Routes
 from hf_dlion.shards import Range
-from hf_dlion.step_plan import Plan, ReadyOrder, split_in_order, split_into_messages
+from hf_dlion.step_plan import VOTES_ONLY, Plan, ReadyOrder, split_in_order, split_into_messages
 
 
 class NodePlan(Plan):
@@ -29,6 +30,7 @@ class NodePlan(Plan):
         options: Options,
         node: Node,
         order: ReadyOrder | None = None,
+        routes: Routes = VOTES_ONLY,
     ) -> None:
         """Checks the parameters and makes the messages.
 
@@ -38,12 +40,13 @@ class NodePlan(Plan):
             options: Give the exchange and what it carries.
             node: Who shares the work.
             order: How the messages of an exchange during backward are cut, and where they travel.
+            routes: Whose momenta are averaged now and then.
 
         Raises:
             NotImplementedError: If a parameter is sharded.
             TypeError: If one is not dense or not floating.
         """
-        self._take_params(params, wire)
+        self._take_params(params, wire, routes)
         nodes, size = node.peers.world_size, node.local.world_size
         self.ordered = order is not None
         peers, down, inside = node.peers, node.peers, node.local
@@ -56,7 +59,7 @@ class NodePlan(Plan):
         name = choose_node_exchange(layouts, nodes, size, options)
         split = [[index for index, _ in group] for group in groups]
         kinds = [(index, tuple(p.shape), str(p.dtype)) for index, p in params]
-        self.layout = digest((kinds, split, name, node.members))
+        self.layout = digest((kinds, split, name, node.members, routes.plain()))
         self.messages: list[Message] = []
         self.alone: list[AloneMessage] = []
         owners: list[dict[int, Range]] = [
@@ -83,6 +86,7 @@ def make_plan(
     options: Options,
     node: Node | None,
     order: ReadyOrder | None = None,
+    routes: Routes = VOTES_ONLY,
 ) -> Plan:
     """Returns the messages of a set of trainable parameters; arguments as for `NodePlan`.
 
@@ -91,5 +95,5 @@ def make_plan(
         TypeError: If one is not dense or not floating.
     """
     if node is None or wire is None:
-        return Plan(params, wire, options, order)
-    return NodePlan(params, wire, options, node, order)
+        return Plan(params, wire, options, order, routes)
+    return NodePlan(params, wire, options, node, order, routes)

@@ -17,14 +17,16 @@ from hf_dlion import comm_hook
 from hf_dlion.abstention import Abstentions
 from hf_dlion.exchange import LostRank, Wire, WireStats
 from hf_dlion.flight import Flight
+from hf_dlion.full_precision import momenta_differ
 from hf_dlion.group_entry import with_entry_in_groups
-from hf_dlion.groups import details_of, flat_params, trainable
-from hf_dlion.header import Disagreement, Header, voted_on
+from hf_dlion.groups import details_of, flat_params, names_of, tensor_rules, trainable
+from hf_dlion.header import Disagreement, Header, votes_on
 from hf_dlion.join import JoinableOptimizer
 from hf_dlion.loading import checked_loading
 from hf_dlion.messages import Message
 from hf_dlion.momenta import Momenta
 from hf_dlion.momentum_origin import MomentumOrigin
+from hf_dlion.momentum_sync import average_over_ranks
 from hf_dlion.move import ballot_of, move
 from hf_dlion.node import Node
 from hf_dlion.node_gradients import average_gradients
@@ -44,9 +46,13 @@ from hf_dlion.own_header import Scaling, agreed, completed, own_header
 from hf_dlion.presence import Presence
 from hf_dlion.ranks import Ranks, plain
 from hf_dlion.replicas import check_replicas
+from hf_dlion.routes import Routes, routes_by_name
+from hf_dlion.selection import Selection
+from hf_dlion.selective_sync import Held
 from hf_dlion.shards import Range, Shards
 from hf_dlion.state import check_distinct, check_trainable, restore_momentum
 from hf_dlion.step_plan import Plan
+from hf_dlion.sync_schedule import MomentumSync
 from hf_dlion.verdict import StepRule
 
 STATE_VERSION = 1
@@ -130,6 +136,16 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         on_divergence: What to do should they differ: "raise" an error on every rank that names
             the first such parameter, or "repair": warn, and give all ranks the values that most
             of them have.
+        momentum_sync_every: In every so many steps the ranks average the selected momenta once, an
+            equal part of them in each step (Lion Cub, arXiv 2411.16462); 0 never does.
+        momentum_sync: Which momenta: "all", "auto" (those that differ most between the ranks, as
+            many as `momentum_sync_budget` allows), patterns of parameter names ("*.bias;*norm*" or
+            a sequence; as `fnmatch`), or a function of name and parameter.
+        momentum_sync_dtype: How they travel: torch.bfloat16 or torch.float32.
+        momentum_sync_budget: For "auto": the most bytes that a rank sends for them in a step.
+        full_precision: Parameters whose gradients are averaged over the ranks instead of a vote, by
+            name as for `momentum_sync`; a parameter group with "exchange": "full" is the same.
+        warmup_full_steps: So many steps at the start are plain Lion on the mean gradient.
 
     Attributes:
         state: `state[p]["exp_avg"]`, shape of p, is this rank's momentum; with `local_group` its
@@ -170,6 +186,12 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         local_group: NodeName | int | dist.ProcessGroup | None = None,
         check_replicas_every: int = 0,
         on_divergence: OnDivergence = "raise",
+        momentum_sync_every: int = 0,
+        momentum_sync: Selection = "all",
+        momentum_sync_dtype: torch.dtype = torch.bfloat16,
+        momentum_sync_budget: int = 1_000_000,
+        full_precision: Selection | None = None,
+        warmup_full_steps: int = 0,
     ) -> None:
         """See the class."""
         self.options = Options(
@@ -185,14 +207,23 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             local_group=plain(local_group),
             check_replicas_every=check_replicas_every,
             on_divergence=on_divergence,
+            momentum_sync_every=momentum_sync_every,
+            momentum_sync=momentum_sync,
+            momentum_sync_dtype=momentum_sync_dtype,
+            momentum_sync_budget=momentum_sync_budget,
+            full_precision=full_precision,
+            warmup_full_steps=warmup_full_steps,
         )
         self._ranks = Ranks(process_group, local_group, max_abstained_steps)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         check_group(defaults)
         self._shards = Shards()
+        self._sync = MomentumSync()
+        self._routes = Routes()
         self.steps = 0
         self._begin()
         super().__init__(cast(Any, params), defaults)
+        routes_by_name(self.options, self.param_groups, complete=True)
         comm_hook.watch(self)
 
     def _begin(self) -> None:
@@ -202,6 +233,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         self._sent_inside = 0
         self._origin = MomentumOrigin()
         self._plan: Plan | None = None
+        self._common: frozenset[int] = frozenset()
         self._overlap = Overlap(self) if self.options.overlap else None
         self._presence = Presence(None if self._overlap is None else self._overlap.note_gradient)
         self._presence.remove_with(self)
@@ -360,6 +392,8 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             check_distinct(self.param_groups[-1]["params"])
             for param in self.param_groups[-1]["params"]:
                 check_trainable(param)
+            self._routes = routes_by_name(self.options, self.param_groups, complete=False)
+            self._routes.of_step(self.param_groups, self.options, self.steps + 1, ())
         except Exception:
             self.param_groups.pop()
             raise
@@ -436,9 +470,11 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         finite = [other.finite for other in headers]
         abstained = self._ranks.abstentions.note(finite, voice, tells=self.rank == 0)
         self.wire.abstentions += abstained
-        voters = voted_on(headers)
-        if bool(voters.any()):
-            self._move(wire, node, voters, headers[voice], header.present, flight)
+        votes = votes_on(headers)
+        if bool(votes.any()):
+            if wire is not None and any(other.uncommon for other in headers):
+                self._make_common(wire)
+            self._move(wire, node, votes, headers[voice], header.present, flight)
             self.steps += 1
         elif flight is not None:
             flight.discard()
@@ -457,9 +493,11 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             momenta.fill_up()
         self._shards.warn_of_gap()
         params = trainable(self.param_groups)
-        if self._plan is None or not self._plan.fits(params, wire):
+        indices = [index for index, _ in params]
+        routes = self._routes.of_step(self.param_groups, self.options, self.steps + 1, indices)
+        if self._plan is None or not self._plan.fits(params, wire, routes):
             self._plan = None
-            self._plan = make_plan(params, wire, self.options, node)
+            self._plan = make_plan(params, wire, self.options, node, routes=routes)
         scaling = Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         return own_header(
             momenta,
@@ -470,13 +508,16 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             node,
             self._overlap,
             scaling,
+            self._common,
+            self._sync,
         )
 
     def _agreed(
         self, mine: Header, wire: Wire, failure: Exception | None, flight: Flight | None
     ) -> list[Header]:
         """Returns all ranks' headers once they fit; a rank that failed raises its own error."""
-        details = details_of(self.param_groups, self.options, failure)
+        routes = None if self._plan is None else self._plan.routes
+        details = details_of(self.param_groups, self.options, failure, routes, self._sync.agreed())
         headers = agreed(mine, wire, self._ranks.agreement, details, failure, flight)
         self._origin.warn_if_foreign(wire.rank)
         return headers
@@ -485,7 +526,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         self,
         wire: Wire | None,
         node: Node | None,
-        voters: Tensor,
+        votes: Tensor,
         mine: Header,
         present: Tensor,
         flight: Flight | None,
@@ -495,7 +536,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         Args:
             wire: The process group, or None where this rank is alone.
             node: Who votes together with this rank.
-            voters: bool, shape (P,), the parameters on which any rank votes.
+            votes: int64, shape (P,), how many ranks vote on each parameter.
             mine: What this rank, or its node, said of itself.
             present: bool, shape (P,), the parameters that this rank itself has.
             flight: The messages that left already, or None.
@@ -508,15 +549,35 @@ class DistributedLion(Optimizer, JoinableOptimizer):
                 members = [param for _, param in params]
                 flags = self._presence.unaveraged(members, present.tolist())
                 average_gradients(members, torch.tensor(flags), node)
-        ballot = ballot_of(momenta, self._plan, voters, mine, self.step_rule())
+        ballot = ballot_of(momenta, self._plan, votes, mine, self.step_rule())
         move(ballot, self._plan, params, wire, flight, self.wire)
+
+    def _make_common(self, wire: Wire) -> None:
+        """Gives all ranks one momentum of the parameters whose gradients are averaged.
+
+        What was voted on before, or loaded, may differ. Every rank must call this. Bytes per rank:
+        8 * (N - 1), and if momenta differ those of `synchronize_momentum` for them.
+        """
+        assert self._plan is not None, "the header made the plan"
+        full, momenta = self._plan.routes.full, self._momenta()
+        # Also of parameters that this rank did not use: all must send the same.
+        held = {
+            index: momenta.of(param, index, {})
+            for index, param in trainable(self.param_groups)
+            if index in full
+        }
+        if momenta_differ(held, wire):
+            average_over_ranks(list(held.values()), wire)
+        self._common = full
 
     def _end_step(
         self, headers: Sequence[Header], wire: Wire | None, node: Node | None, moved: bool
     ) -> None:
-        """Makes ready for the next step, and looks after the replicas."""
+        """Makes ready for the next step, and looks after momenta and replicas."""
         comm_hook.after_step(self, self._presence.seen(flat_params(self.param_groups)))
         self._presence.clear()
+        if wire is not None and moved:
+            self._synchronize_some(wire if node is None else node.peers)
         # Last but for comparisons: where it fails the step has been taken, on every rank.
         if self._overlap is not None and wire is not None:
             self._prepare(self._overlap, headers, wire)
@@ -530,6 +591,36 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         self._plan = overlap.prepare(headers, before, trainable(self.param_groups), wire)
         if node is not None and self._plan is not before:
             self._momenta().share_out(self._plan.owners, node, displaced=True)
+
+    def _synchronize_some(self, wire: Wire) -> None:
+        """Averages the momenta that are due; what is averaged in full has nothing to average."""
+        assert self._plan is not None, "the header made the plan"
+        plan, momenta = self._plan, self._momenta()
+        self._common &= plan.routes.full
+        if not plan.routes.synced or wire.world_size == 1:
+            return
+        rule = dataclasses.replace(self.step_rule(), step=self.steps)
+        held = [
+            Held(index, momenta.of(param, index, plan.owned), plan.owned.get(index, (0, 0))[0])
+            for index, param in trainable(self.param_groups)
+            if index in plan.routes.synced
+        ]
+        rules = tensor_rules(self.param_groups, {piece.index for piece in held}, rule)
+        self._sync.after_step(held, rules, self.steps, self.options, wire)
+
+    @property
+    def momentum_divergence(self) -> dict[str, float]:
+        """How far each parameter's momenta differ between ranks, by name; `momentum_sync="auto"`.
+
+        As last measured, the variance across the ranks over the mean square: 0 where they are
+        equal, 1 - 1/N where they have nothing in common. Empty before the first measurement.
+        """
+        names = names_of(self.param_groups)
+        return {names[index]: value for index, value in self._sync.divergence.items()}
+
+    def momentum_report(self) -> str:
+        """Returns a table of the momenta that differ most, and how often each was synchronised."""
+        return self._sync.report(names_of(self.param_groups))
 
     def _check_replicas(self, wire: Wire, node: Node | None) -> None:
         """Compares the ranks' parameters when it is time to."""
@@ -603,6 +694,8 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             "checkpoint": self.options.checkpoint,
             **self._origin.entry(self.steps, self.rank, self.world_size),
         }
+        if self._sync.divergence:
+            state_dict["dlion"]["divergence"] = dict(self._sync.divergence)
         if self._shards.held:
             state_dict["dlion"]["shard"] = self._shards.entry()
         return with_entry_in_groups(state_dict)
@@ -627,6 +720,8 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         """Takes what torch's loading leaves out: dtypes, stretches, and our entry."""
         restore_momentum(self, state_dict, self.options.momentum_dtype)
         self._shards = Shards.loaded((own or {}).get("shard"))
+        self._sync = MomentumSync((own or {}).get("divergence"))
+        self._common = frozenset()
         if self.options.local_group is None:
             self._momenta().fill_up()
         if own is not None:
@@ -642,6 +737,8 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             "options": self.options,
             "steps": self.steps,
             "_shards": self._shards,
+            "_sync": self._sync,
+            "_routes": self._routes,
             "_ranks": self._ranks.carried(),
         }
 

@@ -10,12 +10,15 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from hf_dlion.selection import Selection, check_selection
+
 Aggregation = Literal["majority", "average"]
 Ties = Literal["alternate", "zero"]
 ExchangeName = Literal["auto", "gather", "two_phase"]
 CheckpointMode = Literal["per_rank", "mean"]
 NodeName = Literal["node"]
 OnDivergence = Literal["raise", "repair"]
+GroupExchange = Literal["vote", "full"]
 
 # What groups written for another optimizer may hold. Keys of a user's own, or a scheduler's, pass.
 FOREIGN = (
@@ -25,6 +28,9 @@ FOREIGN = (
 )
 
 MOMENTUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SYNC_DTYPES = (torch.bfloat16, torch.float32)
+# What momentum_sync may be besides a selection of parameters.
+SYNC_WORDS = ("all", "auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +58,15 @@ class Options:
             parameters; 0 never does.
         on_divergence: Should they differ: "raise" on every rank, or "repair" by broadcasting the
             majority's values.
+        momentum_sync_every: In how many steps the ranks average the selected momenta once; 0
+            never does.
+        momentum_sync: Which: "all", "auto" (the most divergent ones, within a budget), patterns of
+            parameter names, or a function of name and parameter.
+        momentum_sync_dtype: How they travel: torch.bfloat16 or torch.float32.
+        momentum_sync_budget: For "auto": the most bytes that a rank sends for it in a step.
+        full_precision: Patterns of the names of parameters whose gradients are averaged instead of
+            voted on, or a function of name and parameter; None selects none.
+        warmup_full_steps: In so many steps at the start all parameters are.
 
     Raises:
         ValueError: If a value is not one of those allowed.
@@ -70,6 +85,12 @@ class Options:
     local_group: NodeName | int | None = None
     check_replicas_every: int = 0
     on_divergence: OnDivergence = "raise"
+    momentum_sync_every: int = 0
+    momentum_sync: Selection = "all"
+    momentum_sync_dtype: torch.dtype = torch.bfloat16
+    momentum_sync_budget: int = 1_000_000
+    full_precision: Selection | None = None
+    warmup_full_steps: int = 0
 
     def __post_init__(self) -> None:
         """Check every value, so that a bad one is refused where it was written."""
@@ -96,6 +117,31 @@ class Options:
             _check_choice("local_group", self.local_group, get_args(NodeName))
         elif self.local_group is not None:
             _check_integer("local_group", self.local_group, low=1, high=2**31 - 1)
+        self._check_full_precision()
+
+    def _check_full_precision(self) -> None:
+        """Check what makes the step more exact than votes."""
+        for name in ("momentum_sync_every", "momentum_sync_budget", "warmup_full_steps"):
+            _check_integer(name, getattr(self, name), low=0, high=2**63 - 1)
+        check_selection("momentum_sync", self.momentum_sync)
+        if self.full_precision is not None:
+            check_selection("full_precision", self.full_precision)
+        if self.momentum_sync_dtype not in SYNC_DTYPES:
+            kind = ValueError if isinstance(self.momentum_sync_dtype, torch.dtype) else TypeError
+            allowed = ", ".join(map(str, SYNC_DTYPES))
+            raise kind(f"momentum_sync_dtype={self.momentum_sync_dtype!r} must be one of {allowed}")
+        if self.local_group in (None, 1):
+            return
+        if self.full_precision is not None or self.warmup_full_steps:
+            raise NotImplementedError(
+                f"local_group={self.local_group!r} does not go with full_precision or "
+                f"warmup_full_steps: gradients are averaged inside a node only"
+            )
+        if self.momentum_sync_every and self.momentum_sync == "auto":
+            raise NotImplementedError(
+                f"local_group={self.local_group!r} does not go with momentum_sync='auto': a rank "
+                f"holds a part of each momentum; use 'all' or patterns"
+            )
 
 
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -116,7 +162,8 @@ def check_group(group: Mapping[str, Any]) -> None:
     """Check the hyperparameters of one parameter group.
 
     Args:
-        group: A parameter group with "lr" (float or 0-D tensor), "betas" and "weight_decay".
+        group: A parameter group with "lr" (float or 0-D tensor), "betas" and "weight_decay", and
+            perhaps "exchange".
 
     Raises:
         TypeError: If one of them is not a number, or betas is not a pair.
@@ -139,6 +186,7 @@ def check_group(group: Mapping[str, Any]) -> None:
             )
     _check_number("lr", group["lr"])
     _check_number("weight_decay", group["weight_decay"])
+    _check_choice("exchange", group.get("exchange", "vote"), get_args(GroupExchange))
     betas = group["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise TypeError(f"betas={betas!r} must be a pair of numbers, for example (0.9, 0.99)")

@@ -20,6 +20,7 @@ from hf_dlion.overlap import Overlap
 from hf_dlion.presence import Presence
 from hf_dlion.state import check_gradient
 from hf_dlion.step_plan import Plan
+from hf_dlion.sync_schedule import MomentumSync
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,8 @@ def own_header(
     node: Node | None,
     overlap: Overlap | None,
     scaling: Scaling,
+    common: frozenset[int],
+    sync: MomentumSync,
 ) -> Header:
     """Returns what this rank says of itself, after all that can fail on it alone.
 
@@ -58,6 +61,8 @@ def own_header(
         node: Who votes together with this rank.
         overlap: Knows which gradients were finite when their votes left.
         scaling: What GradScaler left to do.
+        common: Indices of parameters of which all ranks are known to have one momentum.
+        sync: Knows what decides which momenta are averaged.
 
     Raises:
         TypeError: If a gradient is sparse.
@@ -92,10 +97,11 @@ def own_header(
         step=steps,
         layout=plan.layout,
         options=digest(option_values(options)),
-        groups=digest(agreed_values(momenta.groups)),
+        groups=digest([*agreed_values(momenta.groups), *sync.agreed()]),
         present=torch.tensor(present, dtype=torch.bool),
         unaveraged=unaveraged,
         displaced=displaced,
+        uncommon=not plan.routes.full <= common,
     )
 
 

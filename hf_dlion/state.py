@@ -109,6 +109,7 @@ def check_state(
     params = [param for group in param_groups for param in group["params"]]
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     ranges = _ranges_in(own, len(params))
+    _check_divergence((own or {}).get("divergence"), len(params))
     for position, (key, param) in enumerate(zip(keys, params, strict=True)):
         saved = saved_state.get(key)
         if saved is None and key not in saved_state and position not in ranges:
@@ -183,6 +184,25 @@ def _ranges_in(own: Mapping[str, Any] | None, count: int) -> dict[int, tuple[int
     if not members or not set(ranges) <= set(range(count)):
         raise ValueError("the state dict's entry 'shard' is of other parameters")
     return ranges
+
+
+def _check_divergence(entry: object, count: int) -> None:
+    """Checks the divergences of a state dict, None standing for none.
+
+    Args:
+        entry: What the state dict holds.
+        count: Number of parameters.
+
+    Raises:
+        ValueError: If it is damaged.
+    """
+    if entry is None:
+        return
+    if not isinstance(entry, Mapping) or not all(
+        isinstance(index, int) and 0 <= index < count and isinstance(value, float)
+        for index, value in entry.items()
+    ):
+        raise ValueError("the state dict's entry 'divergence' is damaged, or of other parameters")
 
 
 def _check_groups(saved: Any, groups: Sequence[Mapping[str, Any]]) -> None:

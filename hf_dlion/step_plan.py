@@ -10,10 +10,12 @@ from torch import Tensor
 
 from hf_dlion.codec import codec_for
 from hf_dlion.exchange import Wire, choose_exchange, make_exchange
+from hf_dlion.full_precision import Batch, split_alike
 from hf_dlion.header import digest
 from hf_dlion.layout import MessageLayout
 from hf_dlion.messages import Message
 from hf_dlion.options import Options
+from hf_dlion.routes import Routes
 from hf_dlion.shards import Range
 from hf_dlion.state import check_trainable
 
@@ -23,6 +25,7 @@ MESSAGES = 32
 # ... none of fewer elements than that, and than so many for each rank. At 100 Mbit/s messages of
 # 2**20 elements reached 1.03 of the bound, of 2**22 1.11 (29.5 million parameters, two hosts).
 FEWEST_NUMEL, FEWEST_NUMEL_PER_RANK = 1 << 20, 1 << 17
+VOTES_ONLY = Routes()
 # Elements per message whatever the model: for benchmarks and tests.
 MESSAGE_NUMEL: int | None = None
 
@@ -113,6 +116,8 @@ class Plan:
 
     Attributes:
         messages: With buffers for one step; none for one rank.
+        full: Parameters that have no place in a message: their gradients are averaged.
+        routes: What is exchanged of each parameter besides votes.
         layout: Hash of everything that decides which collectives of what size a step makes.
         ordered: Whether the messages follow an order in which gradients become ready.
         owners: For each rank of this rank's node, the stretch of every parameter whose momentum it
@@ -122,6 +127,7 @@ class Plan:
 
     owners: Sequence[Mapping[int, Range]] = ()
     owned: Mapping[int, Range] = MappingProxyType({})
+    full: Sequence[Batch] = ()
 
     def __init__(
         self,
@@ -129,6 +135,7 @@ class Plan:
         wire: Wire | None,
         options: Options,
         order: ReadyOrder | None = None,
+        routes: Routes = VOTES_ONLY,
     ) -> None:
         """Checks the parameters and makes the messages.
 
@@ -137,40 +144,47 @@ class Plan:
             wire: The process group, or None for one rank.
             options: Give the exchange and what it carries.
             order: How the messages of an exchange during backward are cut, and where they travel.
+            routes: What is exchanged of each parameter besides votes.
 
         Raises:
             NotImplementedError: If a parameter is sharded.
             TypeError: If one is not dense or not floating.
         """
-        self._take_params(params, wire)
+        self._take_params(params, wire, routes)
         self.ordered = order is not None
         world_size = 1 if wire is None else wire.world_size
-        groups = split_into_messages(params, world_size)
+        voted = [pair for pair in params if pair[0] not in routes.full]
+        groups = split_into_messages(voted, world_size)
         up, down = wire, wire
         if order is not None:
             up, down = order.wires
-            groups = split_in_order(params, order, world_size)
+            groups = split_in_order(voted, order, world_size)
         layouts = [MessageLayout.of([(i, p.shape) for i, p in group]) for group in groups]
         name = choose_exchange(layouts, world_size, options)
         split = [[index for index, _ in group] for group in groups]
         kinds = [(index, tuple(p.shape), str(p.dtype)) for index, p in params]
-        self.layout = digest((kinds, split, name))
+        self.layout = digest((kinds, split, name, routes.plain()))
         self.messages: list[Message] = []
         if up is None or world_size == 1:
             return
+        averaged = [pair for pair in params if pair[0] in routes.full]
+        self.full = split_alike(averaged, message_numel(params, world_size))
         for group, layout in zip(groups, layouts, strict=True):
             device = group[0][1].device
             exchange = make_exchange(name, layout, up, device, options, down)
             self.messages.append(Message(group, layout, exchange, codec_for(device)))
 
-    def _take_params(self, params: Sequence[tuple[int, Tensor]], wire: Wire | None) -> None:
+    def _take_params(
+        self, params: Sequence[tuple[int, Tensor]], wire: Wire | None, routes: Routes
+    ) -> None:
         for _, param in params:
             check_trainable(param)
+        self.routes = routes
         self._wire, self._key = wire, _key_of(params)
 
-    def fits(self, params: Sequence[tuple[int, Tensor]], wire: Wire | None) -> bool:
-        """Returns whether these are the parameters and the wire of the plan."""
-        return self._wire is wire and self._key == _key_of(params)
+    def fits(self, params: Sequence[tuple[int, Tensor]], wire: Wire | None, routes: Routes) -> bool:
+        """Returns whether these are the parameters, the wire and the routes of the plan."""
+        return self._wire is wire and self.routes == routes and self._key == _key_of(params)
 
 
 def _key_of(params: Sequence[tuple[int, Tensor]]) -> list[tuple[object, ...]]:

@@ -7,7 +7,7 @@ NumPy has no bfloat16. Whatever the optimizer does on N ranks must equal this bi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -54,6 +54,11 @@ class OracleLion:
         momentum_dtype: torch.dtype | None = None,
         seed: int = 0,
         max_abstained_steps: int = 20,
+        momentum_sync_every: int = 0,
+        momentum_sync_dtype: torch.dtype = torch.bfloat16,
+        synced: Collection[int] | None = None,
+        full: Collection[int] = (),
+        warmup_full_steps: int = 0,
     ) -> None:
         self.groups = list(groups)
         self.world_size = world_size
@@ -69,6 +74,10 @@ class OracleLion:
             [torch.zeros_like(p, dtype=momentum_dtype or p.dtype) for p in self.params]
             for _ in range(world_size)
         ]
+        self.momentum_sync_every = momentum_sync_every
+        self.momentum_sync_dtype = momentum_sync_dtype
+        self.synced = range(len(self.params)) if synced is None else synced
+        self.full, self.warmup_full_steps = frozenset(full), warmup_full_steps
         self.steps = 0
         self.agreement = math.nan
         self.abstentions = [0] * world_size
@@ -98,8 +107,13 @@ class OracleLion:
             return
         self.steps += 1
         agreed = voted = 0
+        warm = self.steps <= self.warmup_full_steps
+        full = set(voters) if warm else self.full
         for index, ranks in voters.items():
             if not ranks:
+                continue
+            if index in full and self.world_size > 1:
+                self._move_in_full(index, ranks, grads)
                 continue
             shape = tuple(self.params[index].shape)
             ballots = self._vote(index, ranks, grads, foreseen)
@@ -111,6 +125,70 @@ class OracleLion:
                 voted += int(counted[reference.row_of_element(shape)].sum())
         if voted:
             self.agreement = agreed / (self.world_size * voted)
+        if self.momentum_sync_every and self.world_size > 1 and not warm:
+            self._synchronize(sorted(set(self.synced) - full))
+
+    def _move_in_full(
+        self, index: int, voters: Sequence[int], grads: Sequence[Sequence[Tensor | None]]
+    ) -> None:
+        """Takes a step of Lion on the mean gradient of the voters; one momentum on all ranks."""
+        dtype = compute_dtype(self.params[index])
+        total = np.zeros(tuple(self.params[index].shape), dtype=dtype)
+        for rank in voters:
+            grad = grads[rank][index]
+            assert grad is not None
+            total = total + widen(grad).astype(dtype)
+        limit = torch.finfo(self.params[index].dtype).max
+        exact = np.clip(total / dtype(len(voters)), -limit, limit).astype(dtype)
+        mean = to_nearest(exact, self.params[index].dtype)
+        assert all(same_bits(other[index], self.exp_avg[0][index]) for other in self.exp_avg)
+        beta1, beta2 = self._group_of[index].betas
+        g = widen(mean).astype(dtype)
+        m = widen(self.exp_avg[0][index]).astype(dtype)
+        new = reference.updated_momentum(m, g, beta2)
+        momentum_dtype = self.exp_avg[0][index].dtype
+        if momentum_dtype.itemsize < new.dtype.itemsize:
+            new = reference.saturated(new, torch.finfo(momentum_dtype).max)
+        self._store(self.exp_avg[0], index, new, stream=1)
+        for other in self.exp_avg[1:]:
+            other[index] = self.exp_avg[0][index].clone()
+        self._apply(index, np.sign(reference.direction(m, g, beta1)))
+
+    def _synchronize(self, synced: Sequence[int]) -> None:
+        """Averages one slice of the momenta, element by element of the whole."""
+        numels = [self.params[index].numel() for index in synced]
+        every, n = self.momentum_sync_every, sum(numels)
+        part = self.steps % every
+        due = np.arange(part * n // every, (part + 1) * n // every)
+        bounds = np.cumsum([0, *numels])
+        for index, first, last in zip(synced, bounds, bounds[1:], strict=False):
+            where = due[(due >= first) & (due < last)] - first
+            if not where.size:
+                continue
+            dtype = compute_dtype(self.exp_avg[0][index])
+            limit = torch.finfo(self.momentum_sync_dtype).max
+            wide = [widen(own[index]).astype(dtype).reshape(-1)[where] for own in self.exp_avg]
+            sent = [
+                to_nearest(np.clip(m, -limit, limit).astype(np.float32), self.momentum_sync_dtype)
+                for m in wide
+            ]
+            total = widen(sent[0])
+            for other in sent[1:]:
+                total = total + widen(other)
+            mean = widen(
+                to_nearest(total / np.float32(self.world_size), self.momentum_sync_dtype)
+            ).astype(dtype)
+            for own, m, mine in zip(self.exp_avg, wide, sent, strict=True):
+                shape, kind = own[index].shape, own[index].dtype
+                values = widen(own[index]).astype(dtype).reshape(-1)
+                new = mean + (m - widen(mine).astype(dtype))
+                if kind.itemsize < new.dtype.itemsize:
+                    new = reference.saturated(new, torch.finfo(kind).max)
+                values[where] = new
+                before = own[index].reshape(-1).clone()
+                self._store(own, index, values.reshape(tuple(shape)), stream=2**32 - 1)
+                before[where] = own[index].reshape(-1)[where]
+                own[index] = before.reshape(shape)
 
     def _vote(
         self,
@@ -172,6 +250,17 @@ class OracleLion:
             tensors[index] = torch.from_numpy(np.array(values)).to(old.dtype)
             return
         tensors[index] = torch.from_numpy(np.array(bits.view(np.int16))).view(old.dtype)
+
+
+def to_nearest(values: Array, dtype: torch.dtype) -> Tensor:
+    """Returns values rounded to a dtype, ties to even, as a tensor of the same shape."""
+    if dtype == torch.bfloat16:
+        bits = reference.round_bfloat16(values.astype(np.float32), None)
+    elif dtype == torch.float16:
+        bits = reference.round_float16(values.astype(np.float32), None)
+    else:
+        return torch.from_numpy(np.array(values)).to(dtype)
+    return torch.from_numpy(np.array(bits.view(np.int16))).view(dtype)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -16,14 +16,15 @@ PACKAGE = Path(hf_dlion.__file__).parent
 # From the mathematics up to the integrations. A module imports from the rows above its own, a
 # folder also from itself; a new module gets its place here first.
 LAYERS = (
+    {"selection"},
     {"options", "lion", "layout", "fingerprint", "presence", "durable", "warn_once", "background"},
     {"join", "verdict", "abstention", "momentum_origin", "momentum_file", "optim_args", "state"},
-    {"attachment", "ballot", "codec", "group_entry", "whole_checkpoint"},
+    {"attachment", "ballot", "codec", "group_entry", "whole_checkpoint", "routes"},
     {"exchange", "agreed_checkpoint", "loading"},
-    {"header", "momentum_sync", "comm_hook", "shards"},
-    {"group_counts", "saved_momentum"},
+    {"header", "momentum_sync", "selective_sync", "comm_hook", "shards"},
+    {"group_counts", "saved_momentum", "divergence", "full_precision"},
     {"node"},
-    {"messages", "groups", "node_gradients"},
+    {"messages", "groups", "node_gradients", "sync_schedule"},
     {"step_plan", "node_messages", "replicas", "ranks", "momenta"},
     {"node_plan"},
     {"flight", "scale_probes"},

@@ -23,6 +23,12 @@ EXAMPLES = {
     "checkpoint": ("mean", "mean"),
     "check_replicas_every": ("50", 50),
     "on_divergence": ("repair", "repair"),
+    "momentum_sync_every": ("10", 10),
+    "momentum_sync": ("*.bias;*norm*", "*.bias;*norm*"),
+    "momentum_sync_dtype": ("float32", torch.float32),
+    "momentum_sync_budget": ("20000", 20_000),
+    "full_precision": ("*norm*", "*norm*"),
+    "warmup_full_steps": ("5", 5),
 }
 
 
@@ -97,6 +103,11 @@ def test_booleans_are_written_as_usual(text, value):
         ("check_replicas_every=-1", ["check_replicas_every=-1", "between 0"]),
         ("on_divergence=mend", ["on_divergence='mend'", "raise, repair"]),
         ("max_abstained_steps=0", ["max_abstained_steps=0", "between 1"]),
+        ("momentum_sync_every=-1", ["momentum_sync_every=-1", "between 0"]),
+        ("momentum_sync=a;;b", ["momentum_sync='a;;b'", "empty pattern"]),
+        ("momentum_sync_dtype=float16", ["momentum_sync_dtype=torch.float16", "torch.bfloat16"]),
+        ("full_precision=;", ["full_precision=';'", "empty pattern"]),
+        ("warmup_full_steps=few", ["warmup_full_steps=few", "integer"]),
         ("beta1=high", ["beta1=high", "number"]),
         ("beta2=1", ["beta2=1", "below 1"]),
         ("beta2=nan", ["beta2=nan", "below 1"]),

@@ -103,7 +103,7 @@ class Zoo(nn.Module):
 
 ORACLE_OPTIONS = (
     *("aggregation", "ties", "stochastic_rounding", "momentum_dtype", "seed"),
-    "max_abstained_steps",
+    *("max_abstained_steps", "momentum_sync_every", "momentum_sync_dtype", "warmup_full_steps"),
 )
 
 
@@ -150,6 +150,7 @@ def train(
     model: nn.Module | None = None,
     wrap: Callable[[nn.Module], nn.Module] | None = None,
     everything: bool = False,
+    full_groups: Sequence[int] = (),
 ) -> list[Record]:
     """Trains a Zoo with DistributedLion for some steps; a rank function by itself.
 
@@ -161,6 +162,7 @@ def train(
         model: The Zoo, if not a new one.
         wrap: Makes the module that is called out of the Zoo (DDP).
         everything: Whether every step uses every parameter.
+        full_groups: The positions of groups that are exchanged in full precision.
     """
     from hf_dlion import DistributedLion
 
@@ -168,6 +170,8 @@ def train(
     assert isinstance(zoo, Zoo)
     called = wrap(zoo) if wrap else zoo
     groups = [{"params": p, **group} for p, group in zip(zoo.groups(), GROUPS, strict=True)]
+    for position in full_groups:
+        groups[position]["exchange"] = "full"
     optimizer = DistributedLion(groups, **options)
     params = [p for group in zoo.groups() for p in group]
     records = []
@@ -257,7 +261,16 @@ def train_in_subgroups(
     return train(dist.get_rank(mine), dist.get_world_size(mine), steps, options)
 
 
-def replay(ranks: Sequence[list[Record]], options: dict[str, Any]) -> OracleLion:
+def train_full(
+    rank: int, world_size: int, steps: int, options: dict[str, Any], full_groups: Sequence[int]
+) -> list[Record]:
+    """Trains as `train`, some groups in full precision; a rank function."""
+    return train(rank, world_size, steps, options, full_groups=full_groups)
+
+
+def replay(
+    ranks: Sequence[list[Record]], options: dict[str, Any], full_groups: Sequence[int] = ()
+) -> OracleLion:
     """Takes the recorded steps with the oracle and holds every rank to it, after every step."""
     oracle_options = {k: v for k, v in options.items() if k in ORACLE_OPTIONS}
     zoo = Zoo()
@@ -267,7 +280,9 @@ def replay(ranks: Sequence[list[Record]], options: dict[str, Any]) -> OracleLion
         OracleGroup([p.detach() for p in members], **group)
         for members, group in zip(zoo.groups(), GROUPS, strict=True)
     ]
-    oracle = OracleLion(groups, len(ranks), **oracle_options)
+    places = [place for place, members in enumerate(zoo.groups()) for _ in members]
+    full = {index for index, place in enumerate(places) if place in full_groups}
+    oracle = OracleLion(groups, len(ranks), full=full, **oracle_options)
     for t, records in enumerate(zip(*ranks, strict=True)):
         if t == LR_STEP:
             oracle.groups[1].lr *= 0.5
@@ -285,7 +300,8 @@ def replay(ranks: Sequence[list[Record]], options: dict[str, Any]) -> OracleLion
                     assert exp_avg.dtype == expected.dtype, f"dtype of the momentum: {where}"
                     assert exp_avg.shape == expected.shape
                     assert bits_of(exp_avg) == bits_of(expected), f"momentum: {where}"
-            if len(ranks) > 1 and t not in (ALL_INF_STEP,):
+            voted = oracle.steps > oracle.warmup_full_steps and len(set(places)) > len(full_groups)
+            if len(ranks) > 1 and t not in (ALL_INF_STEP,) and voted:
                 assert abs(record.agreement - oracle.agreement) < 1e-6, f"agreement in step {t}"
     return oracle
 

@@ -171,7 +171,7 @@ def _advance(grad: Tensor, exp_avg: Tensor, start: int, rule: TensorRule) -> Ten
     interpolate(old, new, rule.betas[0], out=direction, scratch=scratch)
     interpolate(old, new, rule.betas[1], out=following, scratch=scratch)
     saturate(following, exp_avg.dtype)
-    _store(exp_avg, following, start, rule, momentum_stream(rule.step_rule.rank))
+    store(exp_avg, following, start, rule, momentum_stream(rule.step_rule.rank))
     return direction
 
 
@@ -186,10 +186,10 @@ def _foreseen(grad: Tensor, exp_avg: Tensor, rule: TensorRule, scale: float) -> 
 def _move(param: Tensor, move: Tensor, start: int, rule: TensorRule) -> None:
     """Applies decay and a move to a chunk of a parameter."""
     value = param.to(move.dtype, copy=True).mul_(rule.decay).sub_(move)
-    _store(param, value, start, rule, PARAMETER_STREAM)
+    store(param, value, start, rule, PARAMETER_STREAM)
 
 
-def _store(target: Tensor, value: Tensor, start: int, rule: TensorRule, stream: int) -> None:
+def store(target: Tensor, value: Tensor, start: int, rule: TensorRule, stream: int) -> None:
     """Writes a chunk that begins at element `start`, rounding stochastically below float32."""
     if target.dtype in (torch.float32, torch.float64) or not rule.step_rule.stochastic_rounding:
         target.copy_(value)
