@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from typing import Any
 
 import torch
@@ -169,7 +170,11 @@ def train(
     zoo = model or Zoo()
     assert isinstance(zoo, Zoo)
     called = wrap(zoo) if wrap else zoo
-    groups = [{"params": p, **group} for p, group in zip(zoo.groups(), GROUPS, strict=True)]
+    names = {id(p): name for name, p in zoo.named_parameters()}
+    groups: list[dict[str, Any]] = [
+        {"params": [(names[id(p)], p) for p in members], **group}
+        for members, group in zip(zoo.groups(), GROUPS, strict=True)
+    ]
     for position in full_groups:
         groups[position]["exchange"] = "full"
     optimizer = DistributedLion(groups, **options)
@@ -282,6 +287,9 @@ def replay(
     ]
     places = [place for place, members in enumerate(zoo.groups()) for _ in members]
     full = {index for index, place in enumerate(places) if place in full_groups}
+    full |= _named(options.get("full_precision", ""), [names[id(p)] for p in params])
+    if "momentum_sync" in options:
+        oracle_options["synced"] = _named(options["momentum_sync"], [names[id(p)] for p in params])
     oracle = OracleLion(groups, len(ranks), full=full, **oracle_options)
     for t, records in enumerate(zip(*ranks, strict=True)):
         if t == LR_STEP:
@@ -300,10 +308,14 @@ def replay(
                     assert exp_avg.dtype == expected.dtype, f"dtype of the momentum: {where}"
                     assert exp_avg.shape == expected.shape
                     assert bits_of(exp_avg) == bits_of(expected), f"momentum: {where}"
-            voted = oracle.steps > oracle.warmup_full_steps and len(set(places)) > len(full_groups)
+            voted = oracle.steps > oracle.warmup_full_steps and len(full) < len(params)
             if len(ranks) > 1 and t not in (ALL_INF_STEP,) and voted:
                 assert abs(record.agreement - oracle.agreement) < 1e-6, f"agreement in step {t}"
     return oracle
+
+
+def _named(pattern: str, names: Sequence[str]) -> set[int]:
+    return {k for k, name in enumerate(names) if fnmatch(name, pattern)}
 
 
 def as_nodes(
