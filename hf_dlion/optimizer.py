@@ -28,6 +28,7 @@ from hf_dlion.momenta import Momenta
 from hf_dlion.momentum_origin import MomentumOrigin
 from hf_dlion.momentum_sync import average_over_ranks
 from hf_dlion.move import ballot_of, move
+from hf_dlion.naming import with_names
 from hf_dlion.node import Node
 from hf_dlion.node_gradients import average_gradients
 from hf_dlion.node_plan import make_plan
@@ -222,7 +223,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         self._routes = Routes()
         self.steps = 0
         self._begin()
-        super().__init__(cast(Any, params), defaults)
+        super().__init__(cast(Any, with_names(params)), defaults)
         routes_by_name(self.options, self.param_groups, complete=True)
         comm_hook.watch(self)
 

@@ -16,7 +16,7 @@ PACKAGE = Path(hf_dlion.__file__).parent
 # From the mathematics up to the integrations. A module imports from the rows above its own, a
 # folder also from itself; a new module gets its place here first.
 LAYERS = (
-    {"selection"},
+    {"selection", "naming"},
     {"options", "lion", "layout", "fingerprint", "presence", "durable", "warn_once", "background"},
     {"join", "verdict", "abstention", "momentum_origin", "momentum_file", "optim_args", "state"},
     {"attachment", "ballot", "codec", "group_entry", "whole_checkpoint", "routes"},

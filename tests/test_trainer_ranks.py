@@ -71,6 +71,28 @@ def test_the_log_says_what_the_wire_says(ranks, tmp_path):
             assert entry["dlion/abstained"] == 0.0
 
 
+CLOSER = (
+    "full_precision=*norm*,warmup_full_steps=1,momentum_sync_every=2,momentum_sync=auto,"
+    "momentum_sync_budget=500"
+)
+
+
+def test_the_log_says_where_momenta_differ(ranks, tmp_path):
+    (left, entries, _), (right, others, _) = ranks(2).run(
+        train, str(tmp_path), {"optim_args": CLOSER}
+    )
+    assert left == right
+    # Nothing is voted on in the warm-up, and what is in full precision does not differ.
+    prefix = "dlion/momentum_divergence/"
+    assert not any(key.startswith(prefix) for key in entries[0])
+    for entry, other in zip(entries[1:], others[1:], strict=True):
+        found = {key: value for key, value in entry.items() if key.startswith(prefix)}
+        assert found == {key: other[key] for key in found}
+        assert prefix + "model.layers.*.mlp.up_proj.weight" in found
+        assert not any("norm" in key for key in found)
+        assert 0.0 < found[prefix + "mean"] <= found[prefix + "max"] < 1.0
+
+
 class PoisonRankOne(TrainerCallback):
     """Puts a NaN into the gradient of rank 1 in three steps, and of rank 0 in another one."""
 

@@ -9,9 +9,12 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_dlion.abstention import Abstentions
 from hf_dlion.checkpoint import unwrap
+from hf_dlion.divergence import by_kind
 from hf_dlion.optimizer import DistributedLion
 
 MEGABYTE = 1e6
+# More curves than that help nobody.
+MOST_KINDS = 24
 
 
 class DistributedLionCallback(TrainerCallback):
@@ -28,6 +31,9 @@ class DistributedLionCallback(TrainerCallback):
       `local_group` the node). Left out if none did.
     - `dlion/abstained_in_a_row`: from how many steps in a row, up to this entry, that rank has
       abstained; at `max_abstained_steps` all ranks raise. Left out if none did.
+    - `dlion/momentum_divergence/mean`, `.../max` and, where there are few enough, one for each kind
+      of parameter (`.../layers.*.mlp.up_proj.weight`, the mean over the layers): with
+      `momentum_sync="auto"`, how far momenta differ between the ranks, from 0 to 1.
 
     Trainer gets one by itself where it trains with a DistributedLion after `hf_dlion.register()` or
     `optimizer_cls_and_kwargs`. It comes first among the callbacks, so that TensorBoard and the
@@ -94,6 +100,7 @@ class DistributedLionCallback(TrainerCallback):
             figures["dlion/agreement"] = self._agreement_sum / self._exchanges
         figures["dlion/abstained"] = float(wire.abstentions - self._abstentions_before)
         figures.update(self._most_abstained(lion.abstentions))
+        figures.update(_divergence_figures(lion.momentum_divergence))
         logs.update(figures)
         # Trainer has put a copy of `logs` there before it calls the callbacks.
         if state.log_history and state.log_history[-1].get("loss") is logs["loss"]:
@@ -120,3 +127,14 @@ class DistributedLionCallback(TrainerCallback):
             "dlion/abstained_rank": float(rank),
             "dlion/abstained_in_a_row": float(abstentions.in_a_row[rank]),
         }
+
+
+def _divergence_figures(divergence: dict[str, float]) -> dict[str, float]:
+    if not divergence:
+        return {}
+    values = divergence.values()
+    figures = {"mean": sum(values) / len(values), "max": max(values)}
+    kinds = by_kind(divergence)
+    if len(kinds) <= MOST_KINDS:
+        figures.update(kinds)
+    return {f"dlion/momentum_divergence/{name}": value for name, value in figures.items()}

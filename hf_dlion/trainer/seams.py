@@ -15,13 +15,14 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import transformers
+from torch import Tensor
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -29,6 +30,7 @@ import hf_dlion.checkpoint as momenta
 from hf_dlion import comm_hook
 from hf_dlion.checkpoint import unwrap
 from hf_dlion.durable import sync_tree
+from hf_dlion.naming import named_by
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.saving import Save
 from hf_dlion.trainer.callback import DistributedLionCallback
@@ -113,10 +115,13 @@ def _trains_with_lion(trainer: Trainer) -> bool:
 def _around_create_optimizer(
     trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    optimizer = original(*args, **kwargs)
+    named = [] if trainer.model is None else list(trainer.model.named_parameters())
+    # Trainer makes groups without names, and options may select by name.
+    with named_by(named):
+        optimizer = original(*args, **kwargs)
     lion = unwrap(optimizer)
     if lion is not None:
-        _name_parameters(lion, trainer.model)
+        _name_parameters(lion, named)
         _put_callback_first(trainer.callback_handler)
         if trainer.model_wrapped is trainer.model:
             # Trainer goes on to make a DDP wrapper, while an old one of another batch size or of an
@@ -125,11 +130,11 @@ def _around_create_optimizer(
     return optimizer
 
 
-def _name_parameters(lion: DistributedLion, model: Any) -> None:
-    """Adds the names that torch would have kept, had Trainer passed named parameters."""
+def _name_parameters(lion: DistributedLion, named: Sequence[tuple[str, Tensor]]) -> None:
+    """Adds the names to an optimizer that was made before."""
     if any("param_names" in group for group in lion.param_groups):
         return
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names = {parameter: name for name, parameter in named}
     if all(p in names for group in lion.param_groups for p in group["params"]):
         for group in lion.param_groups:
             group["param_names"] = [names[p] for p in group["params"]]

@@ -1,0 +1,48 @@
+"""Names for parameters that somebody else hands to the optimizer without."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor
+
+_names: ContextVar[Mapping[Tensor, str] | None] = ContextVar("names", default=None)
+
+
+@contextlib.contextmanager
+def named_by(named: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
+    """Lets optimizers that are made inside name their parameters as a model does.
+
+    Args:
+        named: The model's named parameters.
+    """
+    token = _names.set({param: name for name, param in named})
+    try:
+        yield
+    finally:
+        _names.reset(token)
+
+
+def with_names(params: Iterable[Any]) -> Iterable[Any]:
+    """Returns parameter groups with named parameters if all their names are known.
+
+    Args:
+        params: What an optimizer is given; everything but groups of unnamed parameters is returned
+            as it is.
+    """
+    names = _names.get()
+    if names is None:
+        return params
+    groups = list(params)
+    if not all(isinstance(group, dict) for group in groups):
+        return groups
+    members = [list(group["params"]) for group in groups]
+    if not all(isinstance(p, Tensor) and p in names for group in members for p in group):
+        return groups
+    return [
+        {**group, "params": [(names[p], p) for p in own]}
+        for group, own in zip(groups, members, strict=True)
+    ]
