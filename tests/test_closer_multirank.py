@@ -21,9 +21,13 @@ from random_training import (
     take_steps,
 )
 from spawn import RankPools
+from torch import Tensor
 
 from hf_dlion import Disagreement
+from hf_dlion.exchange import Wire, WireStats
 from hf_dlion.exchange.mean import mean_of
+from hf_dlion.selective_sync import Held, synchronize_slice
+from hf_dlion.verdict import StepRule, TensorRule
 
 pytestmark = pytest.mark.multiproc
 
@@ -85,6 +89,32 @@ def test_nodes_synchronise_their_shares(ranks: RankPools, dtype: torch.dtype) ->
     }
     records = ranks(4).run(zoo.train, 10, options)
     zoo.replay(zoo.as_nodes(records, [[0, 1], [2, 3]]), options)
+
+
+def synchronize_shares(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    """Returns what becomes of a momentum as a whole, and of its two parts, put together."""
+    momentum = normal(300, seed=rank, dtype=torch.bfloat16)
+    part = momentum[100:].clone()
+    rest = momentum[:100].clone()
+    wire = Wire(dist.group.WORLD, WireStats())
+    step = StepRule(
+        step=5,
+        rank=rank,
+        world_size=world_size,
+        aggregation="majority",
+        ties="zero",
+        stochastic_rounding=True,
+        seed=3,
+    )
+    rules = {4: TensorRule(step_rule=step, index=4, lr=0.1, betas=(0.9, 0.99), weight_decay=0.0)}
+    for held in (Held(4, momentum), Held(4, part, 100), Held(4, rest)):
+        synchronize_slice([held], 0, 1, rules, torch.float32, wire)
+    return momentum, torch.cat([rest, part])
+
+
+def test_a_share_is_rounded_as_in_the_whole(ranks: RankPools) -> None:
+    for whole, parts in ranks(2).run(synchronize_shares):
+        assert bits_of(whole) == bits_of(parts)
 
 
 def _bytes(numel: int, world_size: int, itemsize: int) -> int:

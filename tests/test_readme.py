@@ -6,6 +6,8 @@ import inspect
 import re
 from pathlib import Path
 
+import torch
+
 from hf_dlion import DistributedLion
 
 ROOT = Path(__file__).parent.parent
@@ -17,7 +19,7 @@ def test_every_option_is_in_the_table_with_its_default():
     rows = re.findall(r"^\| `(\w+)` \|[^|]*\| `([^|]*)` \|", table, re.MULTILINE)
     parameters = inspect.signature(DistributedLion).parameters
     declared = {name: p.default for name, p in parameters.items() if name != "params"}
-    assert {name: eval(default) for name, default in rows} == declared
+    assert {name: eval(default, {"torch": torch}) for name, default in rows} == declared
 
 
 def test_every_linked_file_exists():
