@@ -31,7 +31,7 @@ def measure(momenta: Sequence[Held], wire: Wire) -> dict[int, float]:
         sample = _sample(held.exp_avg)
         row[: sample.numel()] = sample
     everyone = torch.empty((wire.world_size, *table.shape), dtype=table.dtype, device=table.device)
-    wire.all_gather(everyone, table).wait()
+    wire.all_gather(everyone, table, "samples of the momenta").wait()
     values = divergence_of(everyone.cpu().unbind()).tolist()
     return {held.index: value for held, value in zip(momenta, values, strict=True)}
 

@@ -72,7 +72,7 @@ def step_in_full(batches: Sequence[Batch], ballot: Ballot, wire: Wire, stats: Wi
             ]
         )
         before = time.perf_counter()
-        mean = average(flat, wire, counts)
+        mean = average(flat, wire, "gradients", counts)
         exchanging += time.perf_counter() - before
         jobs, start = [], 0
         for index, param in moving:
@@ -108,5 +108,5 @@ def momenta_differ(momenta: Mapping[int, Tensor], wire: Wire) -> bool:
         device=wire.control_device,
     )
     everyone = torch.empty((wire.world_size, 1), dtype=torch.int64, device=word.device)
-    wire.all_gather(everyone, word).wait()
+    wire.all_gather(everyone, word, "hashes of the momenta").wait()
     return len(set(everyone.view(-1).tolist())) > 1

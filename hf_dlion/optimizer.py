@@ -420,8 +420,8 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         exchange's `wire_bytes` says; with `check_replicas_every=k`, in every k-th step those of
         `hf_dlion.replicas.check_replicas`; with `momentum_sync_every` those of
         `hf_dlion.sync_schedule.MomentumSync.after_step`; for gradients that are averaged those of
-        `hf_dlion.full_precision.step_in_full`. A rank whose gradients hold a NaN or an Inf abstains and
-        keeps its momentum; if all do, nothing changes and the step is not counted.
+        `hf_dlion.full_precision.step_in_full`. A rank whose gradients hold a NaN or an Inf abstains
+        and keeps its momentum; if all do, nothing changes and the step is not counted.
 
         Args:
             closure: Reevaluates the model and returns the loss; optional.

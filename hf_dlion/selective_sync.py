@@ -110,7 +110,7 @@ def synchronize_slice(
     """
     for batch in _batches(_slice(momenta, part, parts)):
         own = torch.cat([wire_value(piece.exp_avg, dtype) for piece in batch])
-        mean = average(own, wire)
+        mean = average(own, wire, "momenta")
         start = 0
         for piece in batch:
             here = slice(start, start + piece.exp_avg.numel())

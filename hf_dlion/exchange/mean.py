@@ -33,7 +33,7 @@ def mean_of(tensors: Sequence[Tensor], counts: Tensor | None = None) -> Tensor:
     return total.clamp_(-limit, limit).to(dtype)
 
 
-def average(flat: Tensor, wire: Wire, counts: Tensor | None = None) -> Tensor:
+def average(flat: Tensor, wire: Wire, what: str, counts: Tensor | None = None) -> Tensor:
     """Returns the mean over the ranks of a flat tensor; its bits are `mean_of`'s on all of them.
 
         rank 0: a0 a1  ->  rank 0: a0 b0  ->  mean m0  ->  rank 0: m0 m1
@@ -44,6 +44,7 @@ def average(flat: Tensor, wire: Wire, counts: Tensor | None = None) -> Tensor:
     Args:
         flat: 1-D, of the same floating dtype and length on every rank; not changed.
         wire: The process group.
+        what: What the other ranks send, for an error message.
         counts: As for `mean_of`, the same on every rank.
 
     Returns:
@@ -55,13 +56,13 @@ def average(flat: Tensor, wire: Wire, counts: Tensor | None = None) -> Tensor:
     send.view(-1)[:numel] = flat
     received = torch.empty_like(send)
     # As bytes, which every backend sends whatever they mean.
-    wire.all_to_all(received.view(torch.uint8), send.view(torch.uint8)).wait()
+    wire.all_to_all(received.view(torch.uint8), send.view(torch.uint8), what).wait()
     if counts is not None:
         own = counts[wire.rank * size : (wire.rank + 1) * size].to(send.device)
         counts = torch.ones(size, dtype=own.dtype, device=own.device)
         counts[: own.numel()] = own
     mean = mean_of(received.unbind(), counts)
-    wire.all_gather(send.view(torch.uint8), mean.view(torch.uint8)).wait()
+    wire.all_gather(send.view(torch.uint8), mean.view(torch.uint8), what).wait()
     return send.view(-1)[:numel].to(flat.device)
 
 
