@@ -30,6 +30,7 @@ class Message:
         layout: MessageLayout,
         exchange: Exchange,
         codec: Codec,
+        bits: int = 1,
     ) -> None:
         """Makes the buffers of the votes.
 
@@ -38,11 +39,13 @@ class Message:
             layout: Their places.
             exchange: Carries the votes.
             codec: Makes the votes and applies the verdict.
+            bits: Of a vote.
         """
         self.device = device = params[0][1].device
         self._params = list(zip(layout.slots, (param for _, param in params), strict=True))
         self._layout, self._exchange, self._codec = layout, exchange, codec
-        self._words = torch.empty(layout.words, dtype=torch.int64, device=device)
+        self._bits = bits
+        self._words = torch.empty(bits * layout.words, dtype=torch.int64, device=device)
         self._active = torch.empty(layout.rows, dtype=torch.bool, device=device)
         self._row_numels = layout.shard(0, layout.words).row_numels(device)
 
@@ -171,7 +174,7 @@ class Message:
 
     def _views(self, slot: Slot) -> tuple[Tensor, Tensor]:
         return (
-            self._words[slot.word : slot.word + slot.words],
+            self._words[self._bits * slot.word : self._bits * (slot.word + slot.words)],
             self._active[slot.row : slot.row + slot.rows],
         )
 
@@ -216,16 +219,19 @@ def apply_all(
         stats: Receives times and agreement.
     """
     clock = Clock()
-    agreement = voted = 0
+    agreement = most = 0
     for message in messages:
         verdict = message.verdict()
         agreement += verdict.agreement
-        voted += message.voted_elements(verdict)
+        # With one bit every vote that can be cast is as large as any.
+        one_bit = ballot.rule.bits == 1
+        voters = ballot.rule.world_size
+        most += voters * message.voted_elements(verdict) if one_bit else verdict.cast
         stats.exchange_s += clock.lap()
         message.apply(verdict, ballot.rules)
         stats.apply_s += clock.lap()
     stats.exchanges += 1
-    stats.agreement = agreement / (ballot.rule.world_size * voted) if voted else math.nan
+    stats.agreement = agreement / most if most else math.nan
 
 
 class Clock:

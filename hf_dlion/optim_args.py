@@ -41,6 +41,7 @@ def parse_optim_args(text: str | None) -> dict[str, Any]:
         ValueError: If an item is not of the form option=value, comes twice, is unknown, or has a
             value that is not allowed.
         TypeError: If a value has the wrong type.
+        NotImplementedError: If options do not go together yet.
     """
     kinds = get_type_hints(Options)
     parsed: dict[str, Any] = {}
@@ -60,7 +61,7 @@ def parse_optim_args(text: str | None) -> dict[str, Any]:
     options = {name: value for name, value in parsed.items() if name in kinds}
     try:
         Options(**options)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, NotImplementedError) as error:
         raise type(error)(f"optim_args={text!r}: {error}") from None
     return parsed
 

@@ -107,6 +107,13 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         aggregation: "majority" or "average" of the votes.
         ties: A tied majority: "alternate" (+1 and -1 in turns over elements and steps, one bit on
             the way down) or "zero" (no move, two bits).
+        bits: Of a vote, per element. With 2, 4 or 8 a rank sends how large u is, too: relative to
+            a, the mean of |u| over the tensor's rows that are not zero, which is not sent. With 4
+            and 8 bits that is q = round(u / a * L / 2), cut to -L and L (7 or 127); with 2 bits -3,
+            -1, 1 or 3, for |u| above 1.5 a or not. The verdict is the sign of the sum of the q,
+            and a sum of 0 is a tie: with 4 and 8 bits also where all ranks round a small u to 0.
+            Two-phase sends (bits + 1) (N - 1) / N bits per parameter, and encoding reads gradient
+            and momentum twice. Not with aggregation="average" nor, yet, with `local_group`.
         exchange: "gather", "two_phase", or "auto", which takes the one that sends fewer bytes.
         overlap: Exchange votes during backward, as gradients become ready, from the second step
             on. The momentum is advanced in `step()`, from the gradient as the loop left it; the
@@ -176,6 +183,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         *,
         aggregation: Aggregation = "majority",
         ties: Ties = "alternate",
+        bits: int = 1,
         exchange: ExchangeName = "auto",
         overlap: bool = False,
         stochastic_rounding: bool = True,
@@ -198,6 +206,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         self.options = Options(
             aggregation=aggregation,
             ties=ties,
+            bits=bits,
             exchange=exchange,
             overlap=overlap,
             stochastic_rounding=stochastic_rounding,
@@ -657,6 +666,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             ties=self.options.ties,
             stochastic_rounding=self.options.stochastic_rounding,
             seed=self.options.seed,
+            bits=self.options.bits,
         )
 
     def synchronize_momentum(self) -> None:

@@ -27,6 +27,7 @@ FOREIGN = (
     *("beta1", "beta2", "learning_rate"),
 )
 
+BITS = (1, 2, 4, 8)
 MOMENTUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SYNC_DTYPES = (torch.bfloat16, torch.float32)
 # What momentum_sync may be besides a selection of parameters.
@@ -42,6 +43,8 @@ class Options:
             "average" (the mean of the votes).
         ties: The verdict of a tied majority: "alternate" (+1 and -1 in turns, one bit on the way
             down) or "zero" (no move, two bits).
+        bits: Of a vote, per parameter: 1 sends the sign; 2, 4 and 8 send the direction relative to
+            the tensor's mean magnitude, on so many bits.
         exchange: How votes travel: "gather", "two_phase", or "auto" (the one with fewer bytes).
         overlap: Exchange votes during backward, as gradients become ready, or in the step.
         stochastic_rounding: Round parameters and momenta below float32 stochastically; False
@@ -75,6 +78,7 @@ class Options:
 
     aggregation: Aggregation = "majority"
     ties: Ties = "alternate"
+    bits: int = 1
     exchange: ExchangeName = "auto"
     overlap: bool = False
     stochastic_rounding: bool = True
@@ -96,6 +100,14 @@ class Options:
         """Check every value, so that a bad one is refused where it was written."""
         _check_choice("aggregation", self.aggregation, get_args(Aggregation))
         _check_choice("ties", self.ties, get_args(Ties))
+        _check_integer("bits", self.bits, low=1, high=8)
+        if self.bits not in BITS:
+            raise ValueError(f"bits={self.bits} is unknown; choose one of 1, 2, 4, 8")
+        if self.bits > 1 and self.aggregation == "average":
+            raise ValueError(
+                f"aggregation='average' is the mean of votes of one bit, got bits={self.bits}; use "
+                f"bits=1 or aggregation='majority', which takes the sign of the sum of the votes"
+            )
         _check_choice("exchange", self.exchange, get_args(ExchangeName))
         _check_choice("checkpoint", self.checkpoint, get_args(CheckpointMode))
         for name in ("overlap", "stochastic_rounding"):
@@ -117,6 +129,11 @@ class Options:
             _check_choice("local_group", self.local_group, get_args(NodeName))
         elif self.local_group is not None:
             _check_integer("local_group", self.local_group, low=1, high=2**31 - 1)
+        if self.bits > 1 and self.local_group not in (None, 1):
+            raise NotImplementedError(
+                f"bits={self.bits} with local_group={self.local_group!r}: a node's ranks would "
+                f"have to agree on every tensor's mean magnitude; use bits=1 or local_group=None"
+            )
         self._check_full_precision()
 
     def _check_full_precision(self) -> None:
@@ -126,7 +143,7 @@ class Options:
         check_selection("momentum_sync", self.momentum_sync)
         if self.full_precision is not None:
             check_selection("full_precision", self.full_precision)
-        if self.momentum_sync_dtype not in SYNC_DTYPES:
+        if not any(self.momentum_sync_dtype is dtype for dtype in SYNC_DTYPES):
             kind = ValueError if isinstance(self.momentum_sync_dtype, torch.dtype) else TypeError
             allowed = ", ".join(map(str, SYNC_DTYPES))
             raise kind(f"momentum_sync_dtype={self.momentum_sync_dtype!r} must be one of {allowed}")

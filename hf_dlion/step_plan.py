@@ -172,7 +172,7 @@ class Plan:
         for group, layout in zip(groups, layouts, strict=True):
             device = group[0][1].device
             exchange = make_exchange(name, layout, up, device, options, down)
-            self.messages.append(Message(group, layout, exchange, codec_for(device)))
+            self.messages.append(Message(group, layout, exchange, codec_for(device), options.bits))
 
     def _take_params(
         self, params: Sequence[tuple[int, Tensor]], wire: Wire | None, routes: Routes

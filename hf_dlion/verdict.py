@@ -23,6 +23,7 @@ class StepRule:
         ties: "alternate" or "zero".
         stochastic_rounding: Whether tensors below float32 are rounded stochastically.
         seed: Seed of that rounding.
+        bits: Of a vote, per element.
     """
 
     step: int
@@ -32,6 +33,7 @@ class StepRule:
     ties: Ties
     stochastic_rounding: bool
     seed: int
+    bits: int = 1
 
     @property
     def planes(self) -> int:
@@ -93,12 +95,14 @@ class Verdict:
             binary digits, lowest first, of the number of ranks that voted -1.
         counts: int32, shape (rows,). Average: how many ranks voted on the row. Majority: 1 if
             any did, else 0.
-        agreement: Sum over the elements of |sum of the signs|, or -1 for a part of a message.
+        agreement: Sum over the elements of |sum of the votes|, or -1 for a part of a message.
+        cast: With more than one bit, the sum over ranks and elements of |vote|.
     """
 
     planes: Tensor
     counts: Tensor
     agreement: int = -1
+    cast: int = 0
 
 
 def verdict_planes(aggregation: Aggregation, ties: Ties, world_size: int) -> tuple[int, int]:

@@ -1,7 +1,8 @@
-"""The whole rule (design S1 to S5, S7, S9 to S11) in one process, for any number of ranks.
+"""The whole rule (design S1 to S7, S9 to S11) in one process, for any number of ranks.
 
-Only the arithmetic of `hf_dlion.codec.reference` is used; tensors are mere containers here, because
-NumPy has no bfloat16. Whatever the optimizer does on N ranks must equal this bit for bit.
+Only the arithmetic of `hf_dlion.codec.reference` is used, and votes of more than one bit are added
+up without any code; tensors are mere containers here, because NumPy has no bfloat16. Whatever the
+optimizer does on N ranks must equal this bit for bit.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class OracleLion:
             are equal.
         exp_avg: `exp_avg[rank][index]`, every rank's momentum.
         steps: The number of the last step that changed something.
-        agreement: Of the last exchange: the sum of |sum of signs| over world size times the number
-            of elements in rows where somebody voted.
+        agreement: Of the last exchange: the sum of |sum of votes| over the sum of |vote|; with one
+            bit over world size times the number of elements in rows where somebody voted.
         abstentions: For each rank, how many steps in a row it has abstained as not finite.
     """
 
@@ -50,6 +51,7 @@ class OracleLion:
         *,
         aggregation: Literal["majority", "average"] = "majority",
         ties: Literal["alternate", "zero"] = "alternate",
+        bits: Literal[1, 2, 4, 8] = 1,
         stochastic_rounding: bool = True,
         momentum_dtype: torch.dtype | None = None,
         seed: int = 0,
@@ -64,6 +66,7 @@ class OracleLion:
         self.world_size = world_size
         self.aggregation = aggregation
         self.ties: Literal["alternate", "zero"] = ties
+        self.bits = bits
         self.stochastic_rounding = stochastic_rounding
         self.momentum_dtype = momentum_dtype
         self.seed = seed
@@ -106,7 +109,7 @@ class OracleLion:
         if not any(voters.values()):
             return
         self.steps += 1
-        agreed = voted = 0
+        agreed = most = 0
         warm = self.steps <= self.warmup_full_steps
         full = set(voters) if warm else self.full
         for index, ranks in voters.items():
@@ -119,12 +122,16 @@ class OracleLion:
             ballots = self._vote(index, ranks, grads, foreseen)
             if self.world_size > 1:
                 self._apply(index, self._verdict(index, ballots))
+                if self.bits > 1:
+                    agreed += int(np.abs(sum(votes for votes, _ in ballots)).sum())
+                    most += sum(int(np.abs(votes).sum()) for votes, _ in ballots)
+                    continue
                 total = np.abs(reference.count_votes(ballots, shape)).reshape(-1)
                 counted = np.logical_or.reduce([active for _, active in ballots])
                 agreed += int(total.sum())
-                voted += int(counted[reference.row_of_element(shape)].sum())
-        if voted:
-            self.agreement = agreed / (self.world_size * voted)
+                most += self.world_size * int(counted[reference.row_of_element(shape)].sum())
+        if most:
+            self.agreement = agreed / most
         if self.momentum_sync_every and self.world_size > 1 and not warm:
             self._synchronize(sorted(set(self.synced) - full))
 
@@ -196,8 +203,8 @@ class OracleLion:
         voters: Sequence[int],
         grads: Sequence[Sequence[Tensor | None]],
         foreseen: Sequence[Mapping[int, Array]] | None,
-    ) -> list[reference.Ballot]:
-        """Advances the momenta of the voters and returns their ballots (S1 to S3)."""
+    ) -> list[Any]:
+        """Advances the momenta of the voters and returns their ballots (S1 to S3, S6)."""
         beta1, beta2 = self._group_of[index].betas
         dtype = compute_dtype(self.params[index])
         ballots = []
@@ -215,14 +222,43 @@ class OracleLion:
             self._store(self.exp_avg[rank], index, new, stream=1 + rank)
             if self.world_size == 1:
                 self._apply(index, np.sign(u))
+            if self.bits > 1:
+                ballots.append(self._levels(u, rank))
+                continue
             ballots.append(
                 reference.pack_signs(u, t=self.steps, rank=rank, world_size=self.world_size)
             )
         return ballots
 
-    def _verdict(self, index: int, ballots: Sequence[reference.Ballot]) -> Array:
-        """Returns what all ranks apply (S4, S5)."""
+    def _levels(self, u: Array, rank: int) -> tuple[Array, Array]:
+        """Returns a level per element, and which elements are in rows that vote (S6)."""
+        rows = u.reshape(u.shape[0], -1) if u.ndim >= 2 and u.size else u.reshape(1, -1)
+        votes = np.broadcast_to(rows.any(axis=1, keepdims=True), rows.shape).reshape(u.shape)
+        if not votes.any():
+            return np.zeros(u.shape, dtype=np.int64), votes
+        magnitudes = np.abs(u).astype(np.float64).reshape(-1)
+        mean = tree_sum(magnitudes) / np.float64(votes.sum())
+        with np.errstate(over="ignore"):
+            if self.bits == 2:
+                even = np.arange(u.size) + self.steps // 2 + (rank + self.steps) % self.world_size
+                sign = np.where(u == 0, 1 - 2 * (even.reshape(u.shape) % 2), np.sign(u))
+                level = sign * np.where(np.abs(u) > u.dtype.type(1.5 * mean), 3, 1)
+            else:
+                most = {4: 7, 8: 127}[self.bits]
+                per_unit = min(most / 2 / mean, float(np.finfo(u.dtype).max))
+                level = np.clip(np.rint(u * u.dtype.type(per_unit)), -most, most)
+        return (level * votes).astype(np.int64), votes
+
+    def _verdict(self, index: int, ballots: Sequence[Any]) -> Array:
+        """Returns what all ranks apply (S4 to S6)."""
         shape = tuple(self.params[index].shape)
+        if self.bits > 1:
+            verdict = np.sign(sum(levels for levels, _ in ballots))
+            if self.ties == "alternate":
+                coin = 1 - 2 * ((np.arange(verdict.size).reshape(shape) + self.steps) % 2)
+                tied = (verdict == 0) & np.logical_or.reduce([votes for _, votes in ballots])
+                verdict = np.where(tied, coin, verdict)
+            return verdict
         if self.aggregation == "majority":
             return reference.majority(ballots, shape, t=self.steps, ties=self.ties)
         dtype = compute_dtype(self.params[index])
@@ -261,6 +297,21 @@ def to_nearest(values: Array, dtype: torch.dtype) -> Tensor:
     else:
         return torch.from_numpy(np.array(values)).to(dtype)
     return torch.from_numpy(np.array(bits.view(np.int16))).view(dtype)
+
+
+def tree_sum(values: Array) -> np.float64:
+    """Returns the sum in the order that the design fixes, not empty.
+
+    Up to 64 numbers are halved across, more of them split where the largest power of two ends.
+    """
+    if len(values) > 64:
+        split = 1 << (len(values) - 1).bit_length() - 1
+        return np.float64(tree_sum(values[:split]) + tree_sum(values[split:]))
+    padded = np.zeros(64)
+    padded[: len(values)] = values
+    for width in (32, 16, 8, 4, 2, 1):
+        padded = padded[:width] + padded[width:]
+    return np.float64(padded[0])
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

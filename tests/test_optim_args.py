@@ -14,6 +14,7 @@ EXAMPLES = {
     "local_group": ("node", "node"),
     "aggregation": ("average", "average"),
     "ties": ("zero", "zero"),
+    "bits": ("4", 4),
     "exchange": ("two_phase", "two_phase"),
     "overlap": ("true", True),
     "stochastic_rounding": ("false", False),
@@ -93,6 +94,8 @@ def test_booleans_are_written_as_usual(text, value):
         # Values: the option, what it got, what is allowed.
         ("aggregation=mean", ["aggregation='mean'", "majority, average"]),
         ("ties=coin", ["ties='coin'", "alternate, zero"]),
+        ("bits=3", ["bits=3", "1, 2, 4, 8"]),
+        ("bits=4,aggregation=average", ["aggregation='average'", "bits=4"]),
         ("exchange=ring", ["exchange='ring'", "auto, gather, two_phase"]),
         ("checkpoint=all", ["checkpoint='all'", "per_rank, mean"]),
         ("stochastic_rounding=maybe", ["stochastic_rounding=maybe", "true or false"]),
@@ -119,3 +122,8 @@ def test_a_bad_text_is_refused_with_what_is_allowed(text, words):
         parse_optim_args(text)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_options_that_do_not_go_together_yet_are_said_to_come_from_here():
+    with pytest.raises(NotImplementedError, match=r"optim_args=.*bits=4 with local_group='node'"):
+        parse_optim_args("bits=4,local_group=node")

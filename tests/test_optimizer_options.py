@@ -38,6 +38,11 @@ BAD_OPTIONS: list[tuple[str, Any, type[Exception]]] = [
     ("aggregation", 3, TypeError),
     ("ties", "random", ValueError),
     ("ties", None, TypeError),
+    ("bits", 3, ValueError),
+    ("bits", 0, ValueError),
+    ("bits", 16, ValueError),
+    ("bits", True, TypeError),
+    ("bits", "4", TypeError),
     ("exchange", "ring", ValueError),
     ("exchange", True, TypeError),
     ("stochastic_rounding", 1, TypeError),
@@ -96,7 +101,7 @@ def test_a_bad_value_in_a_group_is_refused_by_name(
     assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize("option", ["bits", "momentum", "eps", "learning_rate"])
+@pytest.mark.parametrize("option", ["votes", "momentum", "eps", "learning_rate"])
 def test_an_unknown_option_is_refused_by_name(option: str) -> None:
     with pytest.raises(TypeError, match=option):
         DistributedLion([random_param(2)], **{option: 1})

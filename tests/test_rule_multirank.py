@@ -29,6 +29,14 @@ CASES: dict[str, dict[str, Any]] = {
         "momentum_dtype": torch.float32,
     },
     "auto-average": {"aggregation": "average"},
+    "gather-2-bits": {"exchange": "gather", "bits": 2},
+    "two_phase-4-bits": {"exchange": "two_phase", "bits": 4},
+    "two_phase-8-bits-zero": {
+        "exchange": "two_phase",
+        "bits": 8,
+        "ties": "zero",
+        "momentum_dtype": torch.bfloat16,
+    },
     "nearest": {"stochastic_rounding": False, "momentum_dtype": torch.bfloat16},
 }
 
@@ -91,25 +99,29 @@ def test_both_exchanges_make_the_same_bytes(ranks: RankPools, case: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("exchange", "aggregation", "ties"),
+    ("exchange", "aggregation", "ties", "bits"),
     [
-        ("gather", "majority", "alternate"),
-        ("gather", "average", "alternate"),
-        ("two_phase", "majority", "alternate"),
-        ("two_phase", "majority", "zero"),
-        ("two_phase", "average", "alternate"),
+        ("gather", "majority", "alternate", 1),
+        ("gather", "average", "alternate", 1),
+        ("gather", "majority", "alternate", 4),
+        ("two_phase", "majority", "alternate", 1),
+        ("two_phase", "majority", "zero", 1),
+        ("two_phase", "majority", "alternate", 2),
+        ("two_phase", "majority", "zero", 8),
+        ("two_phase", "average", "alternate", 1),
     ],
 )
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_bytes_sent_in_a_step_are_the_documented_formula(
-    ranks: RankPools, world_size: int, exchange: str, aggregation: str, ties: str
+    ranks: RankPools, world_size: int, exchange: str, aggregation: str, ties: str, bits: int
 ) -> None:
-    options = {"exchange": exchange, "aggregation": aggregation, "ties": ties}
+    options = {"exchange": exchange, "aggregation": aggregation, "ties": ties, "bits": bits}
     steps = zoo.ALL_INF_STEP + 2
     for records in ranks(world_size).run(zoo.train, steps, options):
         shapes = [p.shape for group in zoo.Zoo().groups() for p in group]
         header = 8 * (world_size - 1) * (6 + _words(len(shapes)))
-        votes = _message_bytes(shapes, world_size, exchange, aggregation, ties)
+        words = rows_of_words(shapes)
+        votes = bytes_of_words(words, world_size, exchange, aggregation, ties, bits)
         # The first step also agrees on the layout.
         assert records[0].bytes_sent >= header + votes
         for t in range(1, steps):
@@ -119,13 +131,6 @@ def test_bytes_sent_in_a_step_are_the_documented_formula(
 
 def _words(bits: int) -> int:
     return -(-bits // 64)
-
-
-def _message_bytes(
-    shapes: list[torch.Size], world_size: int, exchange: str, aggregation: str, ties: str
-) -> int:
-    """The formulas in the docstrings of Gather and TwoPhase, from the shapes alone."""
-    return bytes_of_words(rows_of_words(shapes), world_size, exchange, aggregation, ties)
 
 
 def rows_of_words(shapes: list[torch.Size]) -> list[set[tuple[int, int]]]:
@@ -153,14 +158,16 @@ def bytes_of_words(
     exchange: str,
     aggregation: str,
     ties: str,
+    bits: int = 1,
 ) -> int:
-    """The bytes that a rank sends for words that touch these rows."""
+    """The formulas in the docstrings of Gather and TwoPhase, for words that touch these rows."""
     words, rows = len(row_of_word), len(set().union(*row_of_word))
     if exchange == "gather":
-        return 8 * (world_size - 1) * (words + _words(rows))
+        return 8 * (world_size - 1) * (bits * words + _words(rows))
     per_element, per_row = planes_of(world_size, aggregation, ties)
     size = -(-words // world_size)
     shards = [row_of_word[k : k + size] for k in range(0, words, size)]
     activity = _words(max(len(set().union(*shard)) for shard in shards))
-    up, down = size + activity, per_element * size + per_row * activity + 1
+    sums = 1 if bits == 1 else 2
+    up, down = bits * size + activity, per_element * size + per_row * activity + sums
     return 8 * (world_size - 1) * (up + down)

@@ -9,6 +9,7 @@ from hf_dlion.bench import codec, exchange, memory, ranks, train
 from hf_dlion.bench.emulate import EmulationRefusedError, Network
 from hf_dlion.bench.methods import METHODS
 from hf_dlion.bench.report import MissingPackageError, require_rich
+from hf_dlion.options import BITS
 
 RUNS = {"exchange": exchange.run, "train": train.run, "memory": memory.run}
 
@@ -60,6 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--repeats", type=_positive, default=7)
     one.add_argument(
         "--device", default="cpu", help='"cuda" times the Triton kernels beside a copy (cpu)'
+    )
+
+    one.add_argument(
+        "--bits", type=int, nargs="+", choices=BITS, default=[1], help="of a vote; on the CPU (1)"
     )
 
     several = argparse.ArgumentParser(add_help=False, parents=[common])

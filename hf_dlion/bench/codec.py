@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -71,28 +72,29 @@ def shapes(parameters: int) -> list[torch.Size]:
 class Work:
     """One step's work of a rank on a set of tensors, without the wire."""
 
-    def __init__(self, params: list[Tensor], world_size: int) -> None:
+    def __init__(self, params: list[Tensor], world_size: int, bits: int) -> None:
         """Makes momenta, buffers, and the other ranks' votes.
 
         Args:
             params: Parameters with gradients.
             world_size: Number of ranks whose votes are counted.
+            bits: Of a vote.
         """
         self._params = params
         self._momenta = [torch.zeros_like(param) for param in params]
         self._layout = MessageLayout.of([(i, p.shape) for i, p in enumerate(params)])
-        self._votes = torch.randint(-(2**62), 2**62, (world_size, self._layout.words))
+        self._votes = torch.randint(-(2**62), 2**62, (world_size, bits * self._layout.words))
         self._active = torch.ones((world_size, self._layout.rows), dtype=torch.bool)
         self._shard = self._layout.shard(0, self._layout.words)
         self._row_numels = self._shard.row_numels(torch.device("cpu"))
-        self._world_size, self._step = world_size, 0
+        self._world_size, self._bits, self._step = world_size, bits, 0
 
     def __call__(self, codec: Codec) -> Lap:
         """Does the work once; returns its seconds by part."""
         self._step += 1
         rule = StepRule(
             step=self._step, rank=0, world_size=self._world_size, aggregation="majority",
-            ties="alternate", stochastic_rounding=True, seed=0,
+            ties="alternate", stochastic_rounding=True, seed=0, bits=self._bits,
         )  # fmt: skip
         rules = [
             TensorRule(step_rule=rule, index=i, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.1)
@@ -101,7 +103,8 @@ class Work:
         work = list(zip(self._layout.slots, self._params, self._momenta, rules, strict=True))
         begin = time.perf_counter()
         for slot, param, momentum, tensor_rule in work:
-            words = self._votes[0, slot.word : slot.word + slot.words]
+            first, count = self._bits * slot.word, self._bits * slot.words
+            words = self._votes[0, first : first + count]
             active = self._active[0, slot.row : slot.row + slot.rows]
             assert param.grad is not None, "made with the parameter"
             codec.encode(param.grad, momentum, words, active, tensor_rule)
@@ -131,13 +134,14 @@ def run(args: argparse.Namespace) -> None:
     before = environment()
     rows: list[dict[str, Any]] = []
     for name in DTYPES:
-        rows += _rows_of(name, args.parameters, args.repeats)
-    config = {key: getattr(args, key) for key in ("parameters", "repeats", "threads")}
+        rows += _rows_of(name, args)
+    config = {key: getattr(args, key) for key in ("parameters", "repeats", "threads", "bits")}
     config["compiler"] = native.library() is not None
     publish("codec", args.json, config, before, rows, COLUMNS)
 
 
-def _rows_of(name: str, parameters: int, repeats: int) -> list[dict[str, Any]]:
+def _rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    parameters, repeats = args.parameters, args.repeats
     params = [torch.randn(shape).mul_(0.02).to(DTYPES[name]) for shape in shapes(parameters)]
     for param in params:
         param.grad = torch.randn_like(param)
@@ -149,11 +153,12 @@ def _rows_of(name: str, parameters: int, repeats: int) -> list[dict[str, Any]]:
         "hash of all parameters": lambda: _timed(lambda: fingerprints(params)),
     }
     compiled = native.library() is not None
-    for world_size in WORLD_SIZES:
-        work = Work(params, world_size)
+    for bits, world_size in itertools.product(args.bits, WORLD_SIZES):
+        work, case = Work(params, world_size, bits), f"{world_size} ranks"
+        case += "" if bits == 1 else f", {bits} bits"
         if compiled:
-            tasks[f"native, {world_size} ranks"] = _native(work)
-        tasks[f"eager, {world_size} ranks"] = _eager(work)
+            tasks[f"native, {case}"] = _native(work)
+        tasks[f"eager, {case}"] = _eager(work)
     laps: dict[str, list[Lap]] = {task: [] for task in tasks}
     # In turns, so that whatever else the machine does hits all alike; the first round is warm-up.
     for turn in range(repeats + 1):

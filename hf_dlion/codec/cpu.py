@@ -16,6 +16,7 @@ from torch import Tensor
 from hf_dlion.codec import Codec
 from hf_dlion.codec.bits import expand_rows
 from hf_dlion.codec.eager import whole_run
+from hf_dlion.codec.levels import encode_levels
 from hf_dlion.layout import Run
 from hf_dlion.lion import (
     PARAMETER_STREAM,
@@ -179,16 +180,27 @@ class CpuCodec(Codec):
         step = rule.step_rule
         phase = zero_phase(step.step, step.rank, step.world_size)
         new, old = grad.contiguous().view(-1), exp_avg.view(-1)
+
+        def foresee(chunk: slice) -> Tensor:
+            here = run.within(chunk)
+            return _foreseen(new[here], old[here], rule, 1.0 if scale is None else scale)
+
+        def direct(chunk: slice) -> Tensor:
+            here = run.within(chunk)
+            if scale is None:
+                return _advance(new[here], old[here], chunk.start, rule)
+            return _foreseen(new[here], old[here], rule, scale)
+
+        if step.bits > 1:
+            encode_levels(grad, words, active, rule, run, CHUNK, foresee, direct)
+            return
         as_bytes = words.numpy().view(np.uint8)
         votes = active.numpy()
         votes[:] = False
         as_bytes[-8:] = 0
         for chunk in run.chunks(CHUNK):
             here = run.within(chunk)
-            if scale is None:
-                direction = _advance(new[here], old[here], chunk.start, rule).numpy()
-            else:
-                direction = _foreseen(new[here], old[here], rule, scale).numpy()
+            direction = direct(chunk).numpy()
             count = direction.size
             flags = np.less(direction, 0, out=_buffers.flags[:count])
             zeros = np.equal(direction, 0, out=_buffers.zeros[:count])

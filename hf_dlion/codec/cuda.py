@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_dlion.codec import AdvanceJob, AloneJob, ApplyJob, Codec, EncodeJob, tables
+from hf_dlion.codec.eager import EagerCodec
 from hf_dlion.codec.tables import Launch, entry_of, launches
 from hf_dlion.layout import Run
 from hf_dlion.lion import momentum_stream, signed32, step_key, zero_phase
@@ -81,7 +82,10 @@ def run(kernel: Any, blocks: int, *args: object, **constants: object) -> None:
 
 
 class TritonCodec(Codec):
-    """Implements `hf_dlion.codec.Codec` for CUDA tensors of every dtype that can be trained."""
+    """Implements `hf_dlion.codec.Codec` for CUDA tensors of every dtype that can be trained.
+
+    Votes of more than one bit are encoded by `EagerCodec`; all else is the same for them.
+    """
 
     def __init__(self, found: Kernels) -> None:
         """Takes the kernels."""
@@ -147,6 +151,12 @@ class TritonCodec(Codec):
     def _vote(self, jobs: Sequence[EncodeJob], scale: float = 1.0, *, ADVANCE: bool) -> None:
         jobs = [job for job in jobs if job.grad.numel()]
         if not jobs:
+            return
+        if jobs[0].rule.step_rule.bits > 1:
+            if ADVANCE:
+                EagerCodec().encode_all(jobs)
+            else:
+                EagerCodec().preview_all(jobs, scale)
             return
         # Copies, of gradients that need one, must live until the kernels are launched.
         grads = [job.grad.contiguous() for job in jobs]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hf_dlion.codec import Codec
 from hf_dlion.codec.bits import expand_rows, pack_bits, unpack_bits
+from hf_dlion.codec.levels import encode_levels
 from hf_dlion.layout import MessageLayout, Run, words_for
 from hf_dlion.lion import (
     PARAMETER_STREAM,
@@ -94,13 +95,24 @@ class EagerCodec(Codec):
         fill = alternating_word(zero_phase(step.step, step.rank, step.world_size))
         run = run or whole_run(grad.shape)
         new, old = grad.contiguous().view(-1), exp_avg.view(-1)
+
+        def foresee(chunk: slice) -> Tensor:
+            here = run.within(chunk)
+            return _foreseen(new[here], old[here], rule, 1.0 if scale is None else scale)
+
+        def direct(chunk: slice) -> Tensor:
+            here = run.within(chunk)
+            if scale is None:
+                return _advance(new[here], old[here], chunk.start, rule)
+            return _foreseen(new[here], old[here], rule, scale)
+
+        if step.bits > 1:
+            encode_levels(grad, words, active, rule, run, CHUNK, foresee, direct)
+            return
         votes = torch.zeros(run.rows, dtype=torch.uint8, device=grad.device)
         for chunk in run.chunks(CHUNK):
             here = run.within(chunk)
-            if scale is None:
-                direction = _advance(new[here], old[here], chunk.start, rule)
-            else:
-                direction = _foreseen(new[here], old[here], rule, scale)
+            direction = direct(chunk)
             zero = direction == 0
             votes.scatter_reduce_(0, _row_of(run, chunk, grad.device), (~zero).byte(), "amax")
             part = words[here.start // 64 : words_for(here.stop)]

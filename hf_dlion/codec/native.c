@@ -168,6 +168,67 @@ INLINE uint32_t encode_block(const void *grad, void *exp_avg, uint64_t *words, u
     return largest;
 }
 
+/* Adds up doubles in pairs of neighbours, then the sums of pairs, and so on; overwrites them. */
+double dlion_fold(double *sums, int64_t count)
+{
+    for (; count > 1; count = (count + 1) / 2) {
+        for (int64_t k = 0; k < count / 2; k++)
+            sums[k] = sums[2 * k] + sums[2 * k + 1];
+        if (count % 2)
+            sums[count / 2] = sums[count - 1];
+    }
+    return count ? sums[0] : 0;
+}
+
+/* The sum of the magnitudes of a block, zeros past its end: halves are added, then quarters, ... */
+INLINE double magnitude(const float *u)
+{
+    double sums[BLOCK / 2];
+    for (int k = 0; k < BLOCK / 2; k++)
+        sums[k] = (double)as_float(as_bits(u[k]) & 0x7fffffffu) +
+                  (double)as_float(as_bits(u[k + BLOCK / 2]) & 0x7fffffffu);
+    for (int k = 0; k < 16; k++)
+        sums[k] += sums[k + 16];
+    for (int k = 0; k < 8; k++)
+        sums[k] += sums[k + 8];
+    for (int k = 0; k < 4; k++)
+        sums[k] += sums[k + 4];
+    return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+}
+
+/* Packs the codes of a block's directions where `kept` has a 1, and 0 elsewhere: `bits` words. */
+INLINE void code_block(const float *u, uint64_t *words, uint64_t kept, float factor, int bits,
+                       const Rule *rule)
+{
+    uint8_t code[BLOCK], octet[BLOCK];
+    if (bits == 2) {
+        uint32_t even = (uint32_t)rule->fill & 1u, odd = even ^ 1u;
+        for (int k = 0; k < BLOCK; k++) {
+            uint32_t negative = (u[k] < 0) | ((u[k] == 0) & (k % 2 ? odd : even));
+            uint32_t far = as_float(as_bits(u[k]) & 0x7fffffffu) > factor;
+            code[k] = (uint8_t)(negative ? 1u - far : 2u + far);
+        }
+    } else {
+        const float most = bits == 4 ? 7 : 127;
+        for (int k = 0; k < BLOCK; k++) {
+            float level = u[k] * factor;
+            level = level < most ? level : most; /* NaN too */
+            level = level > -most ? level : -most;
+            /* At 1.5 * 2^23 a unit in the last place is 1: the sum is rounded, to even halfway. */
+            code[k] = (uint8_t)(as_bits(level + 12582912.0f) - 0x4b400000u + (uint32_t)most);
+        }
+    }
+    if (~kept)
+        for (int k = 0; k < BLOCK; k++)
+            code[k] &= (uint8_t)(0 - (kept >> k & 1));
+    for (int j = 0; j < 8 * bits; j++) {
+        octet[j] = code[j];
+        for (int place = 1; place < 8 / bits; place++)
+            octet[j] |= (uint8_t)(code[j + 8 * bits * place] << (bits * place));
+    }
+    memcpy(words, octet, (size_t)(8 * bits));
+}
+
 /* v is -1 where `negative` has a 1 and +1 elsewhere, but 0 where `nonzero` has a 0. */
 INLINE void move_block(void *param, uint64_t negative, uint64_t nonzero, int64_t start, int count,
                        int narrow, const Rule *rule)
@@ -263,6 +324,118 @@ int dlion_encode(const void *grad, void *exp_avg, uint64_t *words, uint8_t *acti
     else
         ENCODE_ANY(VOTE | ADVANCE);
     return what == VOTE && largest < 0x7f800000u;
+}
+
+/* The directions of a block, 0 past its end; advances the momentum with ADVANCE. Returns the largest
+ * magnitude of `scale` times the gradient, as bits. Not a function per dtype: two passes wait for
+ * memory, and compiling takes its time. */
+INLINE uint32_t directions(float *u, const void *grad, void *exp_avg, int64_t start, int count,
+                           float scale, int what, int narrow_grad, int narrow_avg,
+                           const Rule *rule)
+{
+    float g[BLOCK], m[BLOCK];
+    uint32_t largest = 0;
+    load(g, grad, start, count, narrow_grad);
+    load(m, exp_avg, start, count, narrow_avg);
+    for (int k = 0; k < count; k++) {
+        g[k] = scale * g[k];
+        uint32_t magnitude = as_bits(g[k]) & 0x7fffffffu;
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    direct(u, g, m, count, rule);
+    for (int k = count; k < BLOCK; k++)
+        u[k] = 0;
+    if (what & ADVANCE)
+        advance(g, m, exp_avg, start, count, narrow_avg, rule);
+    return largest;
+}
+
+/* Marks the rows of a block that vote, from the first one's on, which ends before `next`. */
+static void mark_nonzero(uint8_t *active, const float *u, int64_t row_numel, int64_t next,
+                         int count)
+{
+    for (int k = 0; k < count; k++) {
+        if (k == next) {
+            active++;
+            next += row_numel;
+        }
+        if (u[k] != 0)
+            *active = 1;
+    }
+}
+
+INLINE int least(int64_t a, int64_t b)
+{
+    return (int)(a < b ? a : b);
+}
+
+/* Blocks whose magnitudes are added up together: a subtree of the sum over a tensor. */
+#define GROUP 1024
+
+/* Writes the sums of the magnitudes of the directions of each GROUP of blocks, from element `start`
+ * on, a multiple of theirs, and sets `active`, which it never clears. Returns whether the gradient
+ * times `scale` is finite everywhere. */
+int dlion_measure(const void *grad, void *exp_avg, double *sums, uint8_t *active,
+                  int64_t row_numel, int64_t start, int64_t stop, float scale, int narrow_grad,
+                  int narrow_avg, const Rule *rule)
+{
+    double of_blocks[GROUP];
+    uint32_t largest = 0;
+    int64_t blocks = 0, row = start / row_numel, next = (row + 1) * row_numel;
+    for (int64_t at = start; at < stop; at += BLOCK) {
+        float u[BLOCK];
+        int count = least(BLOCK, stop - at), zeros = 0;
+        uint32_t found =
+            count == BLOCK
+                ? directions(u, grad, exp_avg, at, BLOCK, scale, VOTE, narrow_grad, narrow_avg,
+                             rule)
+                : directions(u, grad, exp_avg, at, count, scale, VOTE, narrow_grad, narrow_avg,
+                             rule);
+        largest = larger(largest, found);
+        of_blocks[blocks++] = magnitude(u);
+        if (blocks == GROUP || at + BLOCK >= stop) {
+            sums[at / (GROUP * BLOCK)] = dlion_fold(of_blocks, blocks);
+            blocks = 0;
+        }
+        for (int k = 0; k < BLOCK; k++)
+            zeros += u[k] == 0;
+        /* The row of the block's first element; no division for every block. */
+        for (; next <= at; next += row_numel)
+            row++;
+        if (zeros) {
+            mark_nonzero(active + row, u, row_numel, next - at, count);
+            continue;
+        }
+        for (active[row] = 1; next < at + count; next += row_numel)
+            active[++row] = 1;
+    }
+    return largest < 0x7f800000u;
+}
+
+/* Writes votes of more than one bit; with ADVANCE it moves the momentum on. `counts` are 0 for the
+ * rows that abstain, or null if none does. */
+void dlion_levels(const void *grad, void *exp_avg, uint64_t *words, const int32_t *counts,
+                  int64_t row_numel, int64_t start, int64_t stop, float scale, float factor,
+                  int bits, int what, int narrow_grad, int narrow_avg, const Rule *rule)
+{
+    for (int64_t at = start; at < stop; at += BLOCK) {
+        float u[BLOCK];
+        int count = least(BLOCK, stop - at);
+        uint64_t kept = count == BLOCK ? ~0ull : ~(~0ull << count);
+        if (counts)
+            kept &= voted(counts, row_numel, at, count);
+        if (count == BLOCK)
+            directions(u, grad, exp_avg, at, BLOCK, scale, what, narrow_grad, narrow_avg, rule);
+        else
+            directions(u, grad, exp_avg, at, count, scale, what, narrow_grad, narrow_avg, rule);
+        uint64_t *out = words + at / BLOCK * bits;
+        if (bits == 2)
+            code_block(u, out, kept, factor, 2, rule);
+        else if (bits == 4)
+            code_block(u, out, kept, factor, 4, rule);
+        else
+            code_block(u, out, kept, factor, 8, rule);
+    }
 }
 
 #define APPLY(pn)                                                                                  \
@@ -379,4 +552,85 @@ int64_t dlion_count(const uint64_t *votes, int64_t stride, int ranks, int64_t wo
         }
     }
     return change;
+}
+
+/* So many codes of 8 bits, or levels without their signs, fit sums of 16 bits. */
+#define BATCH 256
+
+/* Adds up the codes of a block of 64 elements over the ranks; returns the sum of all |levels|. */
+INLINE int64_t add_block(int32_t *total, const uint64_t *votes, int64_t stride, int ranks, int bits,
+                         int largest, int spacing)
+{
+    int64_t cast = 0;
+    memset(total, 0, BLOCK * sizeof *total);
+    for (int first = 0; first < ranks; first += BATCH) {
+        uint16_t codes[BLOCK] = {0}, sizes[BLOCK] = {0};
+        for (int rank = first; rank < ranks && rank < first + BATCH; rank++) {
+            uint8_t octet[BLOCK];
+            memcpy(octet, votes + rank * stride, (size_t)(8 * bits));
+            for (int place = 0; place < 8 / bits; place++)
+                for (int j = 0; j < 8 * bits; j++) {
+                    int16_t code = (int16_t)(octet[j] >> (bits * place) & ((1 << bits) - 1));
+                    int16_t level = (int16_t)(spacing * code - largest);
+                    codes[8 * bits * place + j] += (uint16_t)code;
+                    sizes[8 * bits * place + j] += (uint16_t)(level < 0 ? -level : level);
+                }
+        }
+        int32_t sum = 0;
+        for (int k = 0; k < BLOCK; k++) {
+            total[k] += codes[k];
+            sum += sizes[k];
+        }
+        cast += sum;
+    }
+    return cast;
+}
+
+INLINE void sum_blocks(const uint64_t *votes, int64_t stride, int ranks, int64_t words, int mode,
+                       uint64_t tie_word, const int32_t *voters, uint64_t *out, int64_t out_stride,
+                       int64_t *sums, int bits, int largest, int spacing)
+{
+    for (int64_t at = 0; at < words; at++) {
+        int32_t total[BLOCK];
+        uint8_t negative[BLOCK], zero[BLOCK], some[BLOCK];
+        sums[1] += add_block(total, votes + at * bits, stride, ranks, bits, largest, spacing);
+        int32_t size = 0;
+        for (int k = 0; k < BLOCK; k++)
+            total[k] = spacing * total[k] - largest * (voters ? voters[BLOCK * at + k] : ranks);
+        for (int k = 0; k < BLOCK; k++) {
+            negative[k] = total[k] < 0;
+            zero[k] = total[k] == 0;
+        }
+        for (int k = 0; k < BLOCK; k++)
+            size += total[k] < 0 ? -total[k] : total[k];
+        if (voters)
+            for (int k = 0; k < BLOCK; k++)
+                some[k] = voters[BLOCK * at + k] != 0;
+        sums[0] += size;
+        uint64_t tied = packed(zero);
+        if (mode == ZERO)
+            out[out_stride + at] = ~tied;
+        else
+            tied &= voters ? tie_word & packed(some) : tie_word;
+        out[at] = packed(negative) | (mode == ZERO ? 0 : tied);
+    }
+}
+
+/* Adds up votes of 2, 4 or 8 bits, `stride` words apart from rank to rank, for `words` times 64
+ * elements, and writes the verdict's planes as `dlion_count` does. `voters`: how many ranks vote on
+ * each element; null where all do. Adds to `sums` the sum of |sum of levels| over the elements, and
+ * the sum of |level| over ranks too, the code 0 of an abstention taken for the lowest level. */
+void dlion_sum(const uint64_t *votes, int64_t stride, int ranks, int64_t words, int bits, int mode,
+               uint64_t tie_word, const int32_t *voters, uint64_t *out, int64_t out_stride,
+               int64_t *sums)
+{
+    if (bits == 2)
+        sum_blocks(votes, stride, ranks, words, mode, tie_word, voters, out, out_stride, sums, 2,
+                   3, 2);
+    else if (bits == 4)
+        sum_blocks(votes, stride, ranks, words, mode, tie_word, voters, out, out_stride, sums, 4,
+                   7, 1);
+    else
+        sum_blocks(votes, stride, ranks, words, mode, tie_word, voters, out, out_stride, sums, 8,
+                   127, 1);
 }

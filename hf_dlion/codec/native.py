@@ -14,6 +14,7 @@ import ctypes
 import functools
 import hashlib
 import logging
+import math
 import os
 import platform
 import shutil
@@ -24,11 +25,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hf_dlion.codec.cpu import CpuCodec
 from hf_dlion.codec.eager import whole_run
+from hf_dlion.codec.levels import LEVELS
 from hf_dlion.layout import Run
 from hf_dlion.lion import (
     PARAMETER_STREAM,
@@ -51,6 +54,9 @@ ENVIRONMENT = "HF_DLION_NATIVE"
 
 # Elements per thread: below, starting a thread costs more than it saves. A multiple of 64.
 PART = 1 << 18
+
+# Elements whose magnitudes native.c adds up together.
+GROUP = 1 << 16
 
 T = TypeVar("T")
 
@@ -118,6 +124,12 @@ def library() -> ctypes.CDLL | None:
     scale = ctypes.c_float
     rule = ctypes.POINTER(_Rule)
     found.dlion_encode.argtypes = [*[pointer] * 4, *[size] * 3, scale, *[flag] * 3, rule]
+    found.dlion_fold.argtypes = [pointer, size]
+    found.dlion_fold.restype = ctypes.c_double
+    found.dlion_measure.argtypes = [*[pointer] * 4, *[size] * 3, scale, flag, flag, rule]
+    found.dlion_measure.restype = flag
+    found.dlion_levels.argtypes = [*[pointer] * 4, *[size] * 3, scale, scale, *[flag] * 4, rule]
+    found.dlion_levels.restype = None
     found.dlion_apply.argtypes = [*[pointer] * 4, *[size] * 3, flag, rule]
     found.dlion_alone.argtypes = [*[pointer] * 3, *[size] * 2, flag, flag, rule]
     for function in (found.dlion_apply, found.dlion_alone):
@@ -129,6 +141,11 @@ def library() -> ctypes.CDLL | None:
         *(pointer, size, pointer, size),
     ]
     found.dlion_count.restype = ctypes.c_int64
+    found.dlion_sum.argtypes = [
+        *(pointer, size, flag, size, flag, flag, word),
+        *(pointer, pointer, size, pointer),
+    ]
+    found.dlion_sum.restype = None
     return found
 
 
@@ -163,6 +180,42 @@ def count_votes(votes: Tensor, totals: Tensor | None, out: Tensor, rule: StepRul
         out.stride(0),
     )
     return change
+
+
+def sum_levels(
+    votes: Tensor, voters: Tensor | None, out: Tensor, rule: StepRule
+) -> tuple[int, int] | None:
+    """Adds up votes of more than one bit (design S6); see `hf_dlion.exchange.sums`.
+
+    Args:
+        votes: int64 on the CPU, shape (N, bits * words), rows contiguous.
+        voters: int32, shape (64 * words,): how many ranks vote on each element; None for all.
+        out: int64, shape (planes, words), rows contiguous; receives the verdict's planes.
+        rule: The step's constants.
+
+    Returns:
+        The sum over the elements of |sum of the levels|, and the sum over ranks too of |level|, an
+        abstention and the padding taken for the lowest level; or None, with nothing done, where
+        there is no compiled library.
+    """
+    found = library()
+    if found is None:
+        return None
+    sums = (ctypes.c_int64 * 2)()
+    found.dlion_sum(
+        votes.data_ptr(),
+        votes.stride(0),
+        rule.world_size,
+        out.shape[1],
+        rule.bits,
+        ("alternate", "zero").index(rule.ties),
+        alternating_word(rule.step) % 2**64,
+        None if voters is None else voters.data_ptr(),
+        out.data_ptr(),
+        out.stride(0),
+        sums,
+    )
+    return sums[0], sums[1]
 
 
 def _compiled() -> Path:
@@ -200,13 +253,19 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="hf_dlion")
 
 
-def _in_parts(run: Run, work: Callable[[int, int], T]) -> list[T]:
-    """Returns what `work(start, stop)` does for all elements, on as many threads as torch uses."""
+def _in_parts(run: Run, work: Callable[[int, int], T], unit: int = 64) -> list[T]:
+    """Returns what `work(start, stop)` does for all elements, on as many threads as torch uses.
+
+    Args:
+        run: The elements.
+        work: Is called on parts that begin at multiples of `unit` elements, counted from the first.
+        unit: See `work`.
+    """
     numel = run.stop - run.start
     threads = min(torch.get_num_threads(), -(-numel // PART))
     if threads <= 1:
         return [work(run.start, run.stop)]
-    size = -(-numel // (threads * 64)) * 64
+    size = -(-numel // (threads * unit)) * unit
     starts = range(run.start, run.stop, size)
     # ctypes lets go of the interpreter's lock during a call.
     return list(_pool(threads).map(lambda start: work(start, min(start + size, run.stop)), starts))
@@ -245,6 +304,9 @@ class NativeCodec(CpuCodec):
             return
         run = run or whole_run(grad.shape)
         active.zero_()
+        if rule.step_rule.bits > 1:
+            self._encode_levels(grad, exp_avg, words, active, rule, _VOTE | _ADVANCE, 1.0, run)
+            return
         self._encode(grad, exp_avg, words, active, rule, _VOTE | _ADVANCE, run=run)
         self._clear_inactive(words, active, run)
 
@@ -265,6 +327,8 @@ class NativeCodec(CpuCodec):
             return super().preview(grad, exp_avg, words, active, rule, scale, run)
         run = run or whole_run(grad.shape)
         active.zero_()
+        if rule.step_rule.bits > 1:
+            return self._encode_levels(grad, exp_avg, words, active, rule, _VOTE, scale, run)
         finite = self._encode(grad, exp_avg, words, active, rule, _VOTE, scale, run)
         self._clear_inactive(words, active, run)
         return finite
@@ -306,6 +370,49 @@ class NativeCodec(CpuCodec):
             return bool(finite)
 
         return all(_in_parts(run, work))
+
+    def _encode_levels(
+        self,
+        grad: Tensor,
+        exp_avg: Tensor,
+        words: Tensor,
+        active: Tensor,
+        rule: TensorRule,
+        what: int,
+        scale: float,
+        run: Run,
+    ) -> bool:
+        """Encodes in two passes, the first of which measures; returns as `_encode` does."""
+        native_rule, bits = _rule_for(rule, grad, exp_avg), rule.step_rule.bits
+        # C would write past the end of votes made for fewer bits.
+        assert words.numel() == bits * run.words, "as many words as the rule's bits take"
+        grad = grad.contiguous()
+        narrow = _NARROW[grad.dtype], _NARROW[exp_avg.dtype]
+        groups = -(-grad.numel() // GROUP)
+        sums = (ctypes.c_double * groups)()
+
+        def measure(start: int, stop: int) -> bool:
+            finite: int = self._library.dlion_measure(
+                grad.data_ptr(), exp_avg.data_ptr(), sums, active.data_ptr(), run.row_numel,
+                start, stop, scale, *narrow, native_rule,
+            )  # fmt: skip
+            return bool(finite)
+
+        finite = all(_in_parts(run, measure, GROUP))
+        total = self._library.dlion_fold(sums, groups)
+        rows = int(np.count_nonzero(active.numpy()))
+        factor = factor_of(total, rows * run.row_numel, bits)
+        votes = None if rows == run.rows else active.to(torch.int32)
+        counts = None if votes is None else votes.data_ptr()
+
+        def encode(start: int, stop: int) -> None:
+            self._library.dlion_levels(
+                grad.data_ptr(), exp_avg.data_ptr(), words.data_ptr(), counts, run.row_numel,
+                start, stop, scale, factor, bits, what, *narrow, native_rule,
+            )  # fmt: skip
+
+        _in_parts(run, encode)
+        return finite
 
     def apply(self, param: Tensor, verdict: Verdict, rule: TensorRule) -> None:
         """See `Codec.apply`."""
@@ -357,6 +464,16 @@ class NativeCodec(CpuCodec):
         _in_parts(run, work)
         if flat is not param:
             param.copy_(flat)
+
+
+def factor_of(total: float, count: int, bits: int) -> float:
+    """Returns `hf_dlion.codec.levels.factor_of` for one float32 tensor, before it is rounded."""
+    mean = total / count if count else math.nan
+    if bits == 2:
+        return 1.5 * mean
+    if not mean > 0:
+        return 0.0
+    return min(LEVELS[bits].largest / 2 / mean, torch.finfo(torch.float32).max)
 
 
 def _supported(*tensors: Tensor, run: Run | None = None) -> bool:

@@ -128,9 +128,28 @@ def majority(
     Where all abstain it is 0. A tie is 0 for `ties="zero"`; for `ties="alternate"` it is +1 where
     k + t is even (k: the element's number in row-major order), else -1.
     """
-    verdict = np.sign(count_votes(ballots, shape)).reshape(-1)
+    voters: Any = sum((ballot[1].astype(np.int64) for ballot in ballots), np.int64(0))
+    return decided(count_votes(ballots, shape), voters, t=t, ties=ties)
+
+
+def decided(
+    total: npt.NDArray[np.int64],
+    voters: Array,
+    *,
+    t: int,
+    ties: Literal["alternate", "zero"],
+) -> npt.NDArray[np.int8]:
+    """Returns the sign of a sum of votes, ties decided as `majority` says.
+
+    Args:
+        total: Per element.
+        voters: How many ranks are active, per row, or one number for all.
+        t: The number of the step being made.
+        ties: "alternate" or "zero".
+    """
+    shape = total.shape
+    verdict = np.sign(total).reshape(-1)
     if ties == "alternate":
-        voters = sum((ballot[1].astype(np.int64) for ballot in ballots), np.int64(0))
         tied = (verdict == 0) & (
             np.broadcast_to(voters, row_count(shape))[row_of_element(shape)] > 0
         )

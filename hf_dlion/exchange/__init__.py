@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_dlion.exchange.gather import Gather
 from hf_dlion.exchange.pending import LostRank, Pending
+from hf_dlion.exchange.sums import check_world_size
 from hf_dlion.exchange.two_phase import TwoPhase
 from hf_dlion.exchange.wire import Wire, WireStats
 from hf_dlion.layout import MessageLayout
@@ -60,12 +61,12 @@ def message_wire_bytes(
     Args:
         layouts: The messages.
         world_size: Number of ranks.
-        options: Gives aggregation and ties.
+        options: Gives aggregation, ties and bits.
         exchange: "gather" or "two_phase".
     """
     planes = verdict_planes(options.aggregation, options.ties, world_size)
     strategy = Gather if exchange == "gather" else TwoPhase
-    return sum(strategy.wire_bytes(layout, world_size, planes) for layout in layouts)
+    return sum(strategy.wire_bytes(layout, world_size, planes, options.bits) for layout in layouts)
 
 
 def choose_exchange(layouts: Sequence[MessageLayout], world_size: int, options: Options) -> str:
@@ -95,10 +96,14 @@ def make_exchange(
         layout: The message.
         wire: The process group.
         device: Where the votes are made and the verdict is wanted.
-        options: Give what a verdict holds.
+        options: Give what a vote and a verdict hold.
         down: Another process group of the same ranks for a second round, None for `wire`.
+
+    Raises:
+        ValueError: If there are more ranks than can be counted.
     """
+    check_world_size(wire.world_size, options.bits)
     if name == "gather":
-        return Gather(layout, wire, device)
+        return Gather(layout, wire, device, options.bits)
     planes = verdict_planes(options.aggregation, options.ties, wire.world_size)
-    return TwoPhase(layout, wire, device, planes, down)
+    return TwoPhase(layout, wire, device, planes, down, options.bits)

@@ -7,16 +7,16 @@ that N votes of 64 elements take about 5 N word operations, and two votes take t
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hf_dlion.codec import cuda_count, native
 from hf_dlion.codec.bits import expand_rows, popcount
 from hf_dlion.codec.cuda import kernels
+from hf_dlion.exchange.stretches import stretches
+from hf_dlion.exchange.sums import sum_levels
 from hf_dlion.layout import Run, Shard
 from hf_dlion.lion import alternating_word
 from hf_dlion.verdict import StepRule, Verdict
@@ -92,10 +92,10 @@ def count_votes(
     rule: StepRule,
     out: Tensor | None = None,
 ) -> Verdict:
-    """Returns the verdict on a shard (design S3, S4, S5).
+    """Returns the verdict on a shard (design S3 to S6).
 
     Args:
-        votes: int64, shape (N, shard.words), every rank's signs; 0 in a row that abstains.
+        votes: int64, shape (N, bits * shard.words), every rank's votes; 0 in a row that abstains.
         active: bool, shape (N, shard.rows), the rows on which each rank votes.
         shard: Which words and rows these are.
         row_numels: `shard.row_numels`.
@@ -106,6 +106,9 @@ def count_votes(
     if out is None:
         out = torch.empty((rule.planes, shard.words), dtype=torch.int64, device=votes.device)
     most = (counts * row_numels).sum()
+    if rule.bits > 1:
+        sums = sum_levels(votes, counts, shard, int(most), out, rule)
+        return Verdict(out, counts.clamp_(max=1), *sums)
     found_kernels = kernels(votes.device) if votes.device.type == "cuda" else None
     if found_kernels is not None:
         change = cuda_count.count_votes(found_kernels, votes, counts, shard, out, rule)
@@ -122,7 +125,8 @@ def _count_in_stretches(
 ) -> int:
     """Counts in C or with torch; returns as `cuda_count.count_votes` does."""
     change = 0
-    for words, totals in _stretches(counts, shard, rule.world_size):
+    for words, runs, everywhere in stretches(counts, shard, rule.world_size):
+        totals = None if everywhere else _spread(counts, runs, rule.world_size)
         found = None
         if votes.device.type == "cpu":
             found = native.count_votes(votes[:, words], totals, out[:, words], rule)
@@ -130,28 +134,6 @@ def _count_in_stretches(
             found = _count_in_chunks(votes[:, words], totals, out[:, words], rule)
         change += found
     return change
-
-
-def _stretches(
-    counts: Tensor, shard: Shard, world_size: int
-) -> Iterator[tuple[slice, Tensor | None]]:
-    """Yields the words of a shard in stretches, with the bit-sliced numbers of voters.
-
-    None stands for a stretch on all of whose rows every rank voted: the usual case, and the quick
-    one. On the CPU parameters with other rows (an embedding with unseen tokens) are told apart.
-    """
-    if not shard.runs or bool((counts == world_size).all()):
-        yield slice(0, shard.words), None
-        return
-    if counts.device.type != "cpu":
-        yield slice(0, shard.words), _spread(counts, shard.runs, world_size)
-        return
-    rows = np.array([run.row for run in shard.runs])
-    whole = np.minimum.reduceat(counts.numpy(), rows) == world_size
-    for same, runs in itertools.groupby(range(len(shard.runs)), lambda k: bool(whole[k])):
-        part = [shard.runs[k] for k in runs]
-        words = slice(part[0].word, part[-1].word + part[-1].words)
-        yield words, None if same else _spread(counts, part, world_size)
 
 
 def _count_in_chunks(votes: Tensor, totals: Tensor | None, out: Tensor, rule: StepRule) -> int:

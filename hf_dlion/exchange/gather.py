@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -19,22 +21,27 @@ class Gather:
         rank 0: votes of 0  ->  rank 0: votes of 0, votes of 1  ->  counts all  ->  verdict
         rank 1: votes of 1      rank 1: votes of 0, votes of 1  ->  counts all  ->  verdict
 
-    Bytes per rank: 8 * (N - 1) * (W + ceil(R / 64)) for W words of signs and R rows. Every rank of
-    the group must call the three methods in this order, with messages in the same order.
+    Bytes per rank: 8 * (N - 1) * (p * W + ceil(R / 64)) for W words of elements, p bits each, and R
+    rows. Every rank of the group must call the three methods in this order, with messages in the
+    same order.
     """
 
     rounds = 1
 
-    def __init__(self, layout: MessageLayout, wire: Wire, device: torch.device) -> None:
+    def __init__(
+        self, layout: MessageLayout, wire: Wire, device: torch.device, bits: int = 1
+    ) -> None:
         """Makes the buffers.
 
         Args:
             layout: The message.
             wire: The process group.
             device: Where the votes are made and the verdict is wanted.
+            bits: Of a vote.
         """
         self._wire, self._layout, self._device = wire, layout, device
-        words = layout.words + words_for(layout.rows)
+        self._bits, self._vote_words = bits, bits * layout.words
+        words = self._vote_words + words_for(layout.rows)
         self.bytes_per_rank = WORD_BYTES * (wire.world_size - 1) * words
         place = wire.device_for(device)
         self._send = torch.empty(words, dtype=torch.int64, device=place)
@@ -46,24 +53,28 @@ class Gather:
         self._free: Tensor | None = None
 
     @staticmethod
-    def wire_bytes(layout: MessageLayout, world_size: int, planes: tuple[int, int]) -> int:
+    def wire_bytes(
+        layout: MessageLayout, world_size: int, planes: tuple[int, int], bits: int = 1
+    ) -> int:
         """Returns the bytes that a rank sends for one message, and receives."""
         del planes  # every rank counts for itself: no verdict travels
-        return WORD_BYTES * (world_size - 1) * (layout.words + words_for(layout.rows))
+        return WORD_BYTES * (world_size - 1) * (bits * layout.words + words_for(layout.rows))
 
     def start(self, words: Tensor, active: Tensor) -> None:
-        """Sends the votes: words int64 (W,), active bool (R,); `words` will hold the verdict."""
-        self._free = words.view(1, -1)
-        self._send[: self._layout.words] = words
-        self._send[self._layout.words :] = pack_bits(active)
+        """Sends the votes: words int64 (pW,), active bool (R,); `words` will hold the verdict."""
+        self._free = words[: self._layout.words].view(1, -1)
+        self._send[: self._vote_words] = words
+        self._send[self._vote_words :] = pack_bits(active)
         self._work = self._wire.all_gather(self._received, self._send, "votes")
 
     def count(self, rule: StepRule) -> None:
         """Waits for the votes and counts them."""
         assert self._work is not None, "count() follows start()"
         self._work.wait()
-        votes = self._received[:, : self._layout.words]
-        rows = self._received[:, self._layout.words :]
+        # What was sent, whatever the options have become since: `discard` counts it too.
+        rule = dataclasses.replace(rule, bits=self._bits)
+        votes = self._received[:, : self._vote_words]
+        rows = self._received[:, self._vote_words :]
         active = torch.stack([unpack_bits(row, self._layout.rows) for row in rows])
         out = self._free
         if out is None or rule.planes > 1 or out.device != votes.device:
@@ -76,5 +87,8 @@ class Gather:
         assert self._verdict is not None, "verdict() follows count()"
         found, self._verdict, self._work = self._verdict, None, None
         return Verdict(
-            found.planes.to(self._device), found.counts.to(self._device), found.agreement
+            found.planes.to(self._device),
+            found.counts.to(self._device),
+            found.agreement,
+            found.cast,
         )

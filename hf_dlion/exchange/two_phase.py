@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -20,11 +22,11 @@ class TwoPhase:
         rank 0: votes a0 a1  ->  rank 0: a0 b0  ->  verdict v0  ->  rank 0: v0 v1
         rank 1: votes b0 b1      rank 1: a1 b1  ->  verdict v1      rank 1: v0 v1
 
-    A shard is S = ceil(W / N) words of signs; the activity of the rows that a shard touches rides
-    along in A words (the most that any shard needs). A verdict has P bits per parameter, Q per row
-    and one word that carries the sum for `WireStats.agreement`. Bytes per rank:
-    8 * (N - 1) * ((S + A) + (P * S + Q * A + 1)). Every rank of the group must call the three
-    methods in this order, with messages in the same order.
+    A shard is S = ceil(W / N) words of elements, of which a vote takes p bits each; the activity of
+    the rows that a shard touches rides along in A words (the most that any shard needs). A verdict
+    has P bits per parameter, Q per row and D words for `WireStats.agreement`: one, or two if p > 1.
+    Bytes per rank: 8 * (N - 1) * ((p * S + A) + (P * S + Q * A + D)). Every rank of the group must
+    call the three methods in this order, with messages in the same order.
     """
 
     rounds = 2
@@ -36,6 +38,7 @@ class TwoPhase:
         device: torch.device,
         planes: tuple[int, int],
         down: Wire | None = None,
+        bits: int = 1,
     ) -> None:
         """Makes the buffers.
 
@@ -46,12 +49,14 @@ class TwoPhase:
             planes: Bits per parameter and bits per row of a verdict (`verdict_planes`).
             down: Another process group of the same ranks for the verdicts: `count` may then be
                 called on another thread than `start`.
+            bits: Of a vote.
         """
         self._wire, self._device = wire, device
         self._shards = shards_of(layout, wire.world_size)
         self._mine = self._shards[wire.rank]
-        self._size, row_words = sizes_of(self._shards)
-        self.bytes_per_rank = self.wire_bytes(layout, wire.world_size, planes)
+        size, row_words = sizes_of(self._shards)
+        self._bits, self._size = bits, bits * size
+        self.bytes_per_rank = self.wire_bytes(layout, wire.world_size, planes, bits)
         place = wire.device_for(device)
         # Zeros, because the ends of short shards are sent without ever being written.
         self._send = torch.zeros(
@@ -59,22 +64,27 @@ class TwoPhase:
         )
         self._received = torch.empty_like(self._send)
         self._row_numels = self._mine.row_numels(place)
-        self._gather = VerdictGather(layout, self._shards, down or wire, place, planes)
+        self._gather = VerdictGather(layout, self._shards, down or wire, place, planes, bits)
         self._work: Pending | None = None
         self._free: Tensor | None = None
 
     @staticmethod
-    def wire_bytes(layout: MessageLayout, world_size: int, planes: tuple[int, int]) -> int:
+    def wire_bytes(
+        layout: MessageLayout, world_size: int, planes: tuple[int, int], bits: int = 1
+    ) -> int:
         """Returns the bytes that a rank sends for one message, and receives."""
         shards = shards_of(layout, world_size)
-        up = WORD_BYTES * (world_size - 1) * sum(sizes_of(shards))
-        return up + VerdictGather.wire_bytes(shards, planes)
+        size, row_words = sizes_of(shards)
+        up = WORD_BYTES * (world_size - 1) * (bits * size + row_words)
+        return up + VerdictGather.wire_bytes(shards, planes, bits)
 
     def start(self, words: Tensor, active: Tensor) -> None:
-        """Sends the votes: words int64 (W,), active bool (R,); `words` will hold the verdict."""
-        self._free = words.view(1, -1)
+        """Sends the votes: words int64 (pW,), active bool (R,); `words` will hold the verdict."""
+        bits = self._bits
+        self._free = words[: words.numel() // bits].view(1, -1)
         for segment, shard in zip(self._send, self._shards, strict=True):
-            segment[: shard.words] = words[shard.first_word : shard.first_word + shard.words]
+            first, count = bits * shard.first_word, bits * shard.words
+            segment[:count] = words[first : first + count]
             rows = active[shard.first_row : shard.first_row + shard.rows]
             segment[self._size : self._size + words_for(shard.rows)] = pack_bits(rows)
         self._work = self._wire.all_to_all(self._received, self._send, "votes")
@@ -83,8 +93,10 @@ class TwoPhase:
         """Waits for the votes on this rank's shard, counts them and sends the verdict."""
         assert self._work is not None, "count() follows start()"
         self._work.wait()
+        # What was sent, whatever the options have become since: `discard` counts it too.
+        rule = dataclasses.replace(rule, bits=self._bits)
         mine = self._mine
-        votes = self._received[:, : mine.words]
+        votes = self._received[:, : self._bits * mine.words]
         active = torch.stack([unpack_bits(row[self._size :], mine.rows) for row in self._received])
         found = count_votes(votes, active, mine, self._row_numels, rule)
         self._gather.start(found)
@@ -95,5 +107,8 @@ class TwoPhase:
         found = self._gather.verdict(self._free)
         self._free = None
         return Verdict(
-            found.planes.to(self._device), found.counts.to(self._device), found.agreement
+            found.planes.to(self._device),
+            found.counts.to(self._device),
+            found.agreement,
+            found.cast,
         )

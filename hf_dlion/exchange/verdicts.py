@@ -21,8 +21,9 @@ class VerdictGather:
         rank 1: verdict v1      rank 1: v0 v1
 
     A segment has P bits per parameter of the largest shard (S words), Q per row (A words each) and
-    one word that carries the sum for `WireStats.agreement`. Bytes per rank:
-    8 * (N - 1) * (P * S + Q * A + 1). Every rank of the group must call both methods.
+    D words that carry the sums for `WireStats.agreement`: one, or two where a vote has more than
+    one bit. Bytes per rank: 8 * (N - 1) * (P * S + Q * A + D). Every rank of the group must call
+    both methods.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class VerdictGather:
         wire: Wire,
         device: torch.device,
         planes: tuple[int, int],
+        bits: int = 1,
     ) -> None:
         """Makes the buffers.
 
@@ -41,32 +43,37 @@ class VerdictGather:
             wire: The process group.
             device: Where the verdicts lie, and can be sent from.
             planes: Bits per parameter and bits per row of a verdict (`verdict_planes`).
+            bits: Of a vote.
         """
         self._wire, self._layout, self._shards = wire, layout, shards
         self._sign_planes, self._row_planes = planes
         self._size, self._row_words = sizes_of(shards)
-        down = self._sign_planes * self._size + self._row_planes * self._row_words + 1
+        self._sums = sums_for(bits)
+        down = self._sign_planes * self._size + self._row_planes * self._row_words + self._sums
         # Zeros, because the ends of short shards are sent without ever being written.
         self._found = torch.zeros(down, dtype=torch.int64, device=device)
         self._verdicts = torch.empty((wire.world_size, down), dtype=torch.int64, device=device)
         self._work: Pending | None = None
 
     @staticmethod
-    def wire_bytes(shards: Sequence[Shard], planes: tuple[int, int]) -> int:
+    def wire_bytes(shards: Sequence[Shard], planes: tuple[int, int], bits: int = 1) -> int:
         """Returns the bytes that a rank sends for one message, and receives."""
         size, row_words = sizes_of(shards)
-        return WORD_BYTES * (len(shards) - 1) * (planes[0] * size + planes[1] * row_words + 1)
+        words = planes[0] * size + planes[1] * row_words + sums_for(bits)
+        return WORD_BYTES * (len(shards) - 1) * words
 
     def start(self, found: Verdict) -> None:
         """Sends the verdict on this rank's shard; it is copied."""
         mine = self._shards[self._wire.rank]
         for place, plane in enumerate(found.planes):
             self._found[place * self._size :][: mine.words] = plane
-        rows = self._found[self._sign_planes * self._size : -1].view(self._row_planes, -1)
+        rows = self._found[self._sign_planes * self._size : -self._sums].view(self._row_planes, -1)
         for place in range(self._row_planes):
             bits = (found.counts >> place & 1).to(torch.bool)
             pack_bits(bits, rows[place, : words_for(mine.rows)])
-        self._found[-1] = found.agreement
+        self._found[-self._sums] = found.agreement
+        if self._sums == 2:
+            self._found[-1] = found.cast
         self._work = self._wire.all_gather(self._verdicts, self._found, "a verdict")
 
     def verdict(self, out: Tensor | None = None) -> Verdict:
@@ -87,14 +94,20 @@ class VerdictGather:
             out[:, shard.first_word : shard.first_word + shard.words] = planes[:, : shard.words]
         counts = torch.zeros(layout.rows, dtype=torch.int32, device=place)
         for segment, shard in zip(self._verdicts, self._shards, strict=True):
-            rows = segment[self._sign_planes * self._size : -1].view(self._row_planes, -1)
+            rows = segment[self._sign_planes * self._size : -self._sums].view(self._row_planes, -1)
             part = counts[shard.first_row : shard.first_row + shard.rows]
             found = torch.zeros_like(part)
             for digit in range(self._row_planes):
                 found |= unpack_bits(rows[digit], shard.rows).to(torch.int32) << digit
             # A row that two shards share has the same count in both.
             part.copy_(found)
-        return Verdict(out, counts, int(self._verdicts[:, -1].sum()))
+        sums = self._verdicts[:, -self._sums :].sum(dim=0).tolist()
+        return Verdict(out, counts, *sums)
+
+
+def sums_for(bits: int) -> int:
+    """Returns the words that carry sums for `WireStats.agreement`."""
+    return 1 if bits == 1 else 2
 
 
 def sizes_of(shards: Sequence[Shard]) -> tuple[int, int]:

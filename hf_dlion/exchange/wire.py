@@ -43,7 +43,8 @@ class WireStats:
         repairs: How often parameters that had drifted apart were made equal again.
         abstentions: Ranks that abstained from a whole step, summed over ranks and steps.
         agreement: Mean of |sum of the signs| / world_size in the last exchange, over the
-            elements of the rows on which any rank voted; NaN before the first.
+            elements of the rows on which any rank voted; with more than one bit, the sum of
+            |sum of the votes| over the sum of |vote|. NaN before the first.
         encode_s: Seconds spent on directions, signs and momenta.
         exchange_s: Seconds spent on waiting for collectives and on counting votes.
         apply_s: Seconds spent on moving parameters.

@@ -1,0 +1,178 @@
+"""Votes of more than one bit in plain torch operations, for any device (design S6).
+
+`hf_dlion.codec.reference_levels` is the definition: what a level is, how its code is packed, and
+the order in which magnitudes are added. That order is a tree over words of 64 elements, so that any
+aligned power of two of them is a subtree: whoever adds in chunks, threads or blocks gets the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_dlion.layout import WORD_BITS, Run, words_for
+from hf_dlion.lion import compute_dtype, zero_phase
+from hf_dlion.verdict import TensorRule
+
+
+class Levels(NamedTuple):
+    """The levels of a code: a code c stands for `spacing` * c - `largest`."""
+
+    largest: int
+    spacing: int
+
+
+LEVELS = {2: Levels(3, 2), 4: Levels(7, 1), 8: Levels(127, 1)}
+
+
+def magnitude_sums(u: Tensor) -> Tensor:
+    """Returns the sum of |u| over each word of elements, float64 of shape (words,).
+
+    Args:
+        u: float32 or float64, shape (n,), zeros past the end.
+    """
+    padding = words_for(u.numel()) * WORD_BITS - u.numel()
+    sums = torch.nn.functional.pad(u.abs().to(torch.float64), (0, padding)).view(-1, WORD_BITS)
+    while (half := sums.shape[1] // 2) > 0:
+        sums = sums[:, :half] + sums[:, half:]
+    return sums.view(-1)
+
+
+def fold(sums: Tensor) -> Tensor:
+    """Returns the sum of all, float64 of shape (1,), added in pairs of neighbours.
+
+    Args:
+        sums: float64, shape (n,), n at least 1.
+    """
+    while sums.numel() > 1:
+        if sums.numel() % 2:
+            sums = torch.nn.functional.pad(sums, (0, 1))
+        sums = sums[0::2] + sums[1::2]
+    return sums
+
+
+def factor_of(total: Tensor, count: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """Returns what a direction is multiplied by, or with 2 bits compared with.
+
+    Args:
+        total: float64, sums of |u|.
+        count: Integers, same shape: the elements of active rows.
+        bits: Of a vote.
+        dtype: In which the direction is computed.
+
+    Returns:
+        `dtype`, same shape, on the same device.
+    """
+    mean = total / count.to(torch.float64)
+    if bits == 2:
+        return (1.5 * mean).to(dtype)
+    half = torch.full_like(mean, LEVELS[bits].largest / 2)
+    factor = (half / mean).clamp(max=torch.finfo(dtype).max)
+    return torch.where(mean > 0, factor, 0.0).to(dtype)
+
+
+def codes_of(u: Tensor, factor: Tensor, bits: int, phase: int) -> Tensor:
+    """Returns the codes of active rows, uint8 of shape (n,).
+
+    Args:
+        u: The direction, shape (n,), from an even element on.
+        factor: `factor_of` the tensor, of one element.
+        bits: Of a vote.
+        phase: `zero_phase`.
+    """
+    largest = LEVELS[bits].largest
+    if bits == 2:
+        negative = u < 0
+        odd = slice(1 - phase % 2, None, 2)
+        negative[odd] |= u[odd] == 0
+        far = (u.abs() > factor).to(torch.uint8)
+        return torch.where(negative, 1 - far, 2 + far)
+    scaled = u * factor
+    # Comparisons, because a clamp would keep a NaN.
+    scaled = torch.where(scaled < largest, scaled, largest)
+    scaled = torch.where(scaled > -largest, scaled, -largest)
+    return scaled.round_().add_(largest).to(torch.uint8)
+
+
+def pack_codes(codes: Tensor, bits: int, out: Tensor) -> None:
+    """Packs codes into words.
+
+    Args:
+        codes: uint8, shape (n,).
+        bits: Of a code.
+        out: int64, shape (bits * ceil(n / 64),), receives them; codes past the end are 0.
+    """
+    padding = out.numel() // bits * WORD_BITS - codes.numel()
+    parts = torch.nn.functional.pad(codes, (0, padding)).view(-1, 8 // bits, 8 * bits)
+    octets = parts[:, 0]
+    for place in range(1, 8 // bits):
+        octets = octets | (parts[:, place] << bits * place)
+    out.copy_(octets.reshape(-1).view(torch.int64))
+
+
+def unpack_codes(words: Tensor, bits: int) -> Tensor:
+    """Returns all codes in some words, uint8 of shape (64 * words / bits,).
+
+    Args:
+        words: int64, contiguous, shape (bits * n,).
+        bits: Of a code.
+    """
+    octets: Tensor = words.view(torch.uint8).view(-1, 1, 8 * bits)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=words.device).view(1, -1, 1)
+    codes: Tensor = (octets >> shifts) & (2**bits - 1)
+    return codes.view(-1)
+
+
+def encode_levels(
+    grad: Tensor,
+    words: Tensor,
+    active: Tensor,
+    rule: TensorRule,
+    run: Run,
+    chunk_numel: int,
+    foresee: Callable[[slice], Tensor],
+    direct: Callable[[slice], Tensor],
+) -> None:
+    """Writes a parameter's votes; reads its gradient and its momentum twice.
+
+    Args:
+        grad: Gradient, dense, not empty.
+        words: int64, shape (bits * ceil(numel / 64),); receives the votes.
+        active: bool, shape (rows,); receives which rows vote.
+        rule: The step's constants for this parameter.
+        run: The whole parameter.
+        chunk_numel: Elements at a time, a multiple of 64.
+        foresee: Returns the direction of some of the elements, and changes nothing.
+        direct: Returns it again, for the last time.
+    """
+    bits, step, device = rule.step_rule.bits, rule.step_rule, grad.device
+    votes = torch.zeros(run.rows, dtype=torch.uint8, device=device)
+    sums = torch.empty(run.words, dtype=torch.float64, device=device)
+    for chunk in run.chunks(chunk_numel):
+        direction = foresee(chunk)
+        sums[chunk.start // WORD_BITS : words_for(chunk.stop)] = magnitude_sums(direction)
+        nonzero = direction != 0
+        if device.type == "cpu" and bool(nonzero.all()):
+            votes[chunk.start // run.row_numel : (chunk.stop - 1) // run.row_numel + 1] = 1
+        else:
+            votes.scatter_reduce_(0, _row_of(run, chunk, device), nonzero.byte(), "amax")
+    active.copy_(votes)
+    count = active.sum() * run.row_numel
+    factor = factor_of(fold(sums), count, bits, compute_dtype(grad.dtype))
+    everywhere = device.type == "cpu" and bool(active.all())
+    phase = zero_phase(step.step, step.rank, step.world_size)
+    for chunk in run.chunks(chunk_numel):
+        codes = codes_of(direct(chunk), factor, bits, phase)
+        if not everywhere:
+            codes *= votes[_row_of(run, chunk, device)]
+        first, last = bits * (chunk.start // WORD_BITS), bits * words_for(chunk.stop)
+        pack_codes(codes, bits, words[first:last])
+
+
+def _row_of(run: Run, chunk: slice, device: torch.device) -> Tensor:
+    """Returns the row of every element of a chunk, int64."""
+    element = torch.arange(chunk.start, chunk.stop, device=device)
+    return element.div_(run.row_numel, rounding_mode="floor")
