@@ -168,6 +168,10 @@ def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(allowed)}")
 
 
+def _is_choice(value: object, choices: object) -> bool:
+    return isinstance(value, str) and value in get_args(choices)
+
+
 def _check_integer(name: str, value: object, *, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}={value!r} must be an integer, got {type(value).__name__}")
@@ -188,7 +192,8 @@ def check_group(group: Mapping[str, Any]) -> None:
             an option of the whole optimizer, or one that only other optimizers have.
     """
     for name in (*(field.name for field in fields(Options)), "process_group"):
-        if name in group:
+        # A group's own "exchange" is another thing: whether it votes.
+        if name in group and (name != "exchange" or _is_choice(group[name], ExchangeName)):
             raise ValueError(
                 f"{name}={group[name]!r} in a parameter group would have no effect: it holds for "
                 f"all groups, so give it to DistributedLion itself"

@@ -22,7 +22,7 @@ def check_selection(option: str, selection: object) -> None:
         TypeError: If it is neither a string, a sequence of strings nor a function.
         ValueError: If it holds an empty pattern.
     """
-    if callable(selection):
+    if callable(selection) and not isinstance(selection, type):
         return
     named = isinstance(selection, (str, list, tuple))
     if not named or not all(isinstance(pattern, str) for pattern in selection):  # type: ignore[attr-defined]
