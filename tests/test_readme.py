@@ -28,6 +28,15 @@ def test_every_linked_file_exists():
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
+def test_the_map_of_the_code_names_every_module():
+    table = README.split("## The code")[1].split("\n## ")[0]
+    named = set(re.findall(r"\(hf_dlion/([\w./]+)\)", table))
+    package = ROOT / "hf_dlion"
+    modules = {path.name for path in package.glob("*.py")} - {"__init__.py", "warn_once.py"}
+    folders = {path.parent.name for path in package.glob("*/__init__.py")}
+    assert (modules | folders) - named == set()
+
+
 def test_every_linked_heading_exists():
     headings = re.findall(r"^#+ (.*)$", README, re.MULTILINE)
     anchors = {heading.lower().replace(" ", "-") for heading in headings}
