@@ -8,6 +8,7 @@ for the oracle (`replay`); nothing but the description passes between them.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -48,13 +49,14 @@ class Param:
 
 @dataclass(frozen=True)
 class Group:
-    """A parameter group, which joins the optimizer before step `joins`."""
+    """A parameter group, which joins the optimizer before step `joins`; `full` if not voted on."""
 
     params: tuple[Param, ...]
     lr: float = 0.01
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0
     joins: int = 0
+    full: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,12 @@ class Case:
         """All parameters, in the order of the flattened groups."""
         return [param for group in self.groups for param in group.params]
 
+    @property
+    def full(self) -> list[int]:
+        """The indices of the parameters whose gradients are averaged in full precision."""
+        held = [group.full for group in self.groups for _ in group.params]
+        return [k for k, full in enumerate(held) if full]
+
     def trained(self, t: int) -> list[int]:
         """The indices of the parameters that require a gradient in step t."""
         joins = [group.joins for group in self.groups for _ in group.params]
@@ -136,6 +144,12 @@ params = st.builds(
 lrs = st.sampled_from((0.01, 0.0, 0.3, 1e-3, 1e-6, 1e-42))
 betas = st.sampled_from(((0.9, 0.99), (0.0, 0.0), (0.95, 0.98), (0.0, 0.9), (0.99, 0.5)))
 decays = st.sampled_from((0.0, 0.1, 3.0))
+
+# Options that do not go together: with the first go none of the others.
+APART = {
+    "aggregation": ("bits",),
+    "local_group": ("bits", "warmup_full_steps", "momentum_sync_every"),
+}
 
 
 @st.composite
@@ -185,15 +199,28 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
         "seed": st.sampled_from((1, 2**40 + 3, 2**64 - 1)),
         "max_abstained_steps": st.sampled_from((1, 2)),
         "check_replicas_every": st.integers(1, 3),
+        "bits": st.sampled_from((2, 4, 8)),
+        "momentum_sync_every": st.integers(1, 3),
+        "momentum_sync_dtype": st.just(torch.float32),
+        "warmup_full_steps": st.integers(1, 2),
     }
     # The mean of two gradients does not depend on the order in which they are added.
     if world_size % 2 == 0:
         options["local_group"] = st.just(2)
+    chosen = draw(st.fixed_dictionaries({}, optional=options))
+    for name, others in APART.items():
+        for other in others if name in chosen else ():
+            chosen.pop(other, None)
+    full = [False] * len(groups)
+    if "local_group" not in chosen:
+        full = draw(st.lists(st.sampled_from((False, False, True)), min_size=3, max_size=3))
     return Case(
         world_size=world_size,
-        groups=groups,
+        groups=tuple(
+            dataclasses.replace(group, full=f) for group, f in zip(groups, full, strict=False)
+        ),
         steps=tuple(draw(st.lists(step, min_size=1, max_size=5))),
-        options=draw(st.fixed_dictionaries({}, optional=options)),
+        options=chosen,
         message_numel=draw(st.sampled_from((None, 100, 1))),
         set_to_none=draw(st.booleans()),
         seed=draw(st.integers(0, 3)),
@@ -315,6 +342,7 @@ def _train(rank: int, case: Case) -> list[Seen]:
             "lr": group.lr,
             "betas": group.betas,
             "weight_decay": group.weight_decay,
+            **({"exchange": "full"} if group.full else {}),
         }
         for group in case.groups
     ]
@@ -333,7 +361,10 @@ def _train(rank: int, case: Case) -> list[Seen]:
         if step.reload:
             counted += optimizer.wire.abstentions
             state = copy.deepcopy(optimizer.state_dict())
-            fresh = [{"params": group["params"]} for group in optimizer.param_groups]
+            fresh = [
+                {name: group[name] for name in ("params", "exchange") if name in group}
+                for group in optimizer.param_groups
+            ]
             optimizer = DistributedLion(fresh, **{**case.options, "seed": 99})
             optimizer.load_state_dict(state)
             for param in params:
@@ -423,7 +454,7 @@ class Replay:
         self.size = case.options.get("local_group", 1)
         self.voters = case.world_size // self.size
         options = {k: v for k, v in case.options.items() if k in zoo.ORACLE_OPTIONS}
-        self.oracle = OracleLion(groups, self.voters, **options)
+        self.oracle = OracleLion(groups, self.voters, full=case.full, **options)
         self.abstentions = 0
         # What a rank's first backward pass on a parameter finds watched, and the last layout.
         self.watched: set[int] = set()
@@ -463,13 +494,16 @@ class Replay:
         self.watched |= set(trained)
         heard = [self._heard(given[v * self.size :][: self.size]) for v in range(self.voters)]
         before = self.oracle.steps
+        self.oracle.synced = trained
         try:
             self.oracle.step(heard, [mine.foreseen for mine in seen][:: self.size])
         except RuntimeError:
             self.layout = trained
             return True
         self.abstentions += sum(count > 0 for count in self.oracle.abstentions)
-        if self.size == 1 and "overlap" not in case.options:
+        # What averages of gradients send is tested by itself.
+        counted = not case.full and not {"overlap", "warmup_full_steps"} & set(case.options)
+        if self.size == 1 and counted:
             sent = self._bytes(trained, moved=self.oracle.steps > before)
             assert [mine.bytes_sent for mine in seen] == [sent] * len(seen), f"bytes in step {t}"
         self.layout = trained
@@ -538,15 +572,27 @@ class Replay:
         if every and self.oracle.steps % every == 0:
             sent += 8 * others
         rule = (options.get("aggregation", "majority"), options.get("ties", "alternate"))
+        bits = options.get("bits", 1)
         names = [options["exchange"]] if "exchange" in options else ["gather", "two_phase"]
         totals = [
             sum(
-                bytes_of_words(rows_of_words(shapes), self.case.world_size, name, *rule)
+                bytes_of_words(rows_of_words(shapes), self.case.world_size, name, *rule, bits)
                 for shapes in self._messages(trained)
             )
             for name in names
         ]
-        return sent + min(totals)
+        return sent + min(totals) + self._bytes_of_averages(trained)
+
+    def _bytes_of_averages(self, trained: list[int]) -> int:
+        """What a rank sends for the slice of momenta that is due."""
+        every, ranks = self.case.options.get("momentum_sync_every", 0), self.case.world_size
+        if not every:
+            return 0
+        numels = [math.prod(self.case.params[k].shape) for k in trained]
+        part, n = self.oracle.steps % every, sum(numels)
+        due = (part + 1) * n // every - part * n // every
+        size = self.case.options.get("momentum_sync_dtype", torch.bfloat16).itemsize
+        return 2 * (ranks - 1) * -(-due // ranks) * size
 
     def _messages(self, trained: list[int]) -> list[list[torch.Size]]:
         """The shapes in each message: runs of at most `message_numel` elements."""
