@@ -304,14 +304,15 @@ def tree_sum(values: Array) -> np.float64:
 
     Up to 64 numbers are halved across, more of them split where the largest power of two ends.
     """
-    if len(values) > 64:
-        split = 1 << (len(values) - 1).bit_length() - 1
-        return np.float64(tree_sum(values[:split]) + tree_sum(values[split:]))
-    padded = np.zeros(64)
-    padded[: len(values)] = values
-    for width in (32, 16, 8, 4, 2, 1):
-        padded = padded[:width] + padded[width:]
-    return np.float64(padded[0])
+    with np.errstate(over="ignore"):
+        if len(values) > 64:
+            split = 1 << (len(values) - 1).bit_length() - 1
+            return np.float64(tree_sum(values[:split]) + tree_sum(values[split:]))
+        padded = np.zeros(64)
+        padded[: len(values)] = values
+        for width in (32, 16, 8, 4, 2, 1):
+            padded = padded[:width] + padded[width:]
+        return np.float64(padded[0])
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
