@@ -1,4 +1,4 @@
-"""Names for parameters that somebody else hands to the optimizer without."""
+"""Names of parameters: for those given to the optimizer without, and bare of a wrapper's prefix."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
+
+# Wrappers put these before a parameter's name, which does not make it another parameter.
+_WRAPPER_PREFIXES = ("module.", "_orig_mod.")
 
 _names: ContextVar[Mapping[Tensor, str] | None] = ContextVar("names", default=None)
 
@@ -46,3 +49,10 @@ def with_names(params: Iterable[Any]) -> Iterable[Any]:
         {**group, "params": [(names[p], p) for p in own]}
         for group, own in zip(groups, members, strict=True)
     ]
+
+
+def bare(name: str) -> str:
+    """Returns a parameter's name without what DDP and torch.compile put before it."""
+    for prefix in _WRAPPER_PREFIXES:
+        name = name.replace(prefix, "")
+    return name

@@ -10,10 +10,8 @@ from typing import Any
 import torch
 
 from hf_dlion.momentum_file import CheckpointError, MomentumFile, file_name, read, saved_ranks
+from hf_dlion.naming import bare
 from hf_dlion.shards import assemble
-
-# Wrappers put these before a parameter's name, which does not make it another parameter.
-_WRAPPER_PREFIXES = ("module.", "_orig_mod.")
 
 
 def momentum_for(ours: MomentumFile, folder: Path, name: str) -> MomentumFile:
@@ -55,7 +53,7 @@ def _checked(ours: MomentumFile, path: Path) -> MomentumFile:
         raise CheckpointError(f"{path} holds the momentum of rank {rank} of {world_size}: renamed?")
     if content.shapes != ours.shapes:
         raise CheckpointError(f"{path} is of other parameters: {_difference(content, ours)}")
-    names = [list(map(_bare, names)) for names in (content.names, ours.names)]
+    names = [list(map(bare, names)) for names in (content.names, ours.names)]
     if all(names) and names[0] != names[1]:
         raise CheckpointError(f"{path} is of other parameters: {_difference(content, ours)}")
     for index, momentum in content.exp_avg.items():
@@ -118,18 +116,12 @@ def _whole_of(
     return found
 
 
-def _bare(name: str) -> str:
-    for prefix in _WRAPPER_PREFIXES:
-        name = name.replace(prefix, "")
-    return name
-
-
 def _difference(saved: MomentumFile, ours: MomentumFile) -> str:
     if len(saved.shapes) != len(ours.shapes):
         return f"it has {len(saved.shapes)}, the optimizer {len(ours.shapes)}"
 
     def described(content: MomentumFile) -> list[Any]:
-        names: list[Any] = list(map(_bare, content.names)) or [""] * len(content.shapes)
+        names: list[Any] = list(map(bare, content.names)) or [""] * len(content.shapes)
         return [f"{name} {tuple(shape)}" for name, shape in zip(names, content.shapes, strict=True)]
 
     pairs = zip(described(saved), described(ours), strict=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hf_dlion.naming import bare
 from hf_dlion.options import check_group
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -227,6 +228,7 @@ def _check_groups(saved: Any, groups: Sequence[Mapping[str, Any]]) -> None:
                     f"{counts[name]} parameters"
                 )
         keys.extend(theirs["params"])
+        _check_names(theirs, ours, position)
         try:
             check_group(theirs)
         except (TypeError, ValueError) as error:
@@ -236,6 +238,17 @@ def _check_groups(saved: Any, groups: Sequence[Mapping[str, Any]]) -> None:
         raise ValueError(
             f"the state's groups must number or name their parameters, each once: {keys[:8]}"
         )
+
+
+def _check_names(saved: Mapping[str, Any], ours: Mapping[str, Any], position: int) -> None:
+    pairs = zip(saved.get("param_names", ()), ours.get("param_names", ()), strict=False)
+    for index, (theirs, own) in enumerate(pairs):
+        if not isinstance(theirs, str) or bare(theirs) != bare(own):
+            raise ValueError(
+                f"parameter {index} of group {position} is {theirs!r} in the state and {own!r} in "
+                f"the optimizer: is it the same model? (to load it all the same, because "
+                f"parameters were renamed, delete 'param_names' from the state's groups)"
+            )
 
 
 def restore_momentum(

@@ -29,6 +29,7 @@ from hf_dlion.exchange import (
 )
 from hf_dlion.exchange import count as count_module
 from hf_dlion.exchange import sums as sums_module
+from hf_dlion.exchange.pending import naming_losses
 from hf_dlion.exchange.sums import check_world_size
 from hf_dlion.layout import MessageLayout
 from hf_dlion.options import Options
@@ -354,3 +355,9 @@ def test_two_phase_sends_less_than_two_bits_per_parameter() -> None:
         for p in (2, 4, 8):
             sent = message_wire_bytes(layouts, world_size, Options(bits=p), "two_phase")
             assert 8 * sent / numel == pytest.approx((p + 1) * (1 - 1 / world_size), rel=0.002)
+
+
+def test_a_lack_of_memory_is_not_taken_for_a_lost_rank() -> None:
+    group: Any = None
+    with pytest.raises(torch.OutOfMemoryError), naming_losses("votes", group):
+        raise torch.OutOfMemoryError("CUDA out of memory")

@@ -212,3 +212,25 @@ def test_synchronize_momentum_does_nothing_on_one_rank() -> None:
     before = optimizer.state[p]["exp_avg"].clone()
     optimizer.synchronize_momentum()
     assert torch.equal(optimizer.state[p]["exp_avg"], before)
+
+
+def _named(*names: str) -> DistributedLion:
+    return DistributedLion([(name, random_param(3)) for name in names], lr=0.1)
+
+
+def test_equal_parameters_in_another_order_are_refused_by_name() -> None:
+    saved, other = _named("a", "b"), _named("b", "a")
+    take_steps(saved, [p for group in saved.param_groups for p in group["params"]], range(2))
+    state = saved.state_dict()
+    with pytest.raises(ValueError, match="parameter 0 of group 0 is 'a' in the state and 'b' in"):
+        other.load_state_dict(state)
+    assert other.steps == 0
+    assert not other.state
+    del state["param_groups"][0]["param_names"]
+    other.load_state_dict(state)
+    assert other.steps == 2
+
+
+def test_a_wrapper_s_prefix_does_not_make_another_name() -> None:
+    saved, other = _named("module.a", "b"), _named("a", "_orig_mod.b")
+    other.load_state_dict(saved.state_dict())

@@ -60,10 +60,12 @@ def naming_losses(what: str, group: dist.ProcessGroup) -> Iterator[None]:
         group: The process group.
 
     Raises:
-        LostRank: In place of any RuntimeError, which is its cause.
+        LostRank: In place of any RuntimeError, which is its cause, but for a lack of memory.
     """
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         ranks = dist.get_process_group_ranks(group)
         others = [rank for rank in ranks if rank != dist.get_rank()]
