@@ -276,7 +276,8 @@ def _join(
     stuck = [rank for rank in ranks if not _ended(processes[rank])]
     if stuck:
         for rank in stuck:
-            os.kill(processes[rank].pid or 0, signal.SIGUSR1)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(processes[rank].pid or 0, signal.SIGUSR1)
         time.sleep(2.0)
         told = [f"rank {rank}:\n{_output(scratch, rank)}" for rank in range(len(processes))]
         raise AssertionError(
