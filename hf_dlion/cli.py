@@ -7,9 +7,11 @@ import sys
 USAGE = """\
 usage: hf-dlion bench {codec,exchange,train} [OPTIONS...]
        hf-dlion plan MODEL --ranks N --link RATE [OPTIONS...]
+       hf-dlion study [--scale {smoke,small,full}] [OPTIONS...]
 
   bench    measure on this machine or cluster (hf-dlion bench --help)
-  plan     predict what a step costs, and whether 1-bit exchange pays (hf-dlion plan --help)"""
+  plan     predict what a step costs, and whether 1-bit exchange pays (hf-dlion plan --help)
+  study    train with each method at its best learning rate, compare (hf-dlion study --help)"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,6 +29,10 @@ def main(argv: list[str] | None = None) -> int:
         from hf_dlion.plan.cli import main as plan
 
         return plan(words[1:])
+    if words[:1] == ["study"]:
+        from hf_dlion.study.cli import main as study
+
+        return study(words[1:])
     asked = words[:1] in (["-h"], ["--help"])
     print(USAGE, file=sys.stdout if asked else sys.stderr)
     return 0 if asked else 2

@@ -38,19 +38,20 @@ LAYERS = (
     {"launch"},
     {"bench"},
     {"plan"},
+    {"study"},
     {"cli"},
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 
 # Who may import what is not needed for training with torch alone.
 OPTIONAL = {
-    "transformers": {"trainer", "bench/model.py", "plan/model.py"},
+    "transformers": {"trainer", "bench/model.py", "plan/model.py", "study/text.py"},
     "accelerate": {"accelerate", "trainer"},
     "triton": {"codec/triton.py"},
     "rich": {"bench/report.py"},
-    "matplotlib": {"plan/plot.py"},
+    "matplotlib": {"plan/plot.py", "study/plot.py"},
     "datasets": set(),
-    "peft": set(),
+    "peft": {"study/text.py"},
     "trl": set(),
 }
 

@@ -1,0 +1,1 @@
+"""A convergence study that anyone can rerun."""

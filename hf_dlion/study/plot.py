@@ -1,0 +1,118 @@
+"""The study's pictures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_dlion.study.modelled import LINKS, compute_s, link, step_s
+from hf_dlion.study.result import Result
+from hf_dlion.study.table import cells, title
+
+
+def draw(results: Sequence[Result], folder: Path) -> list[Path]:
+    """Writes all pictures; returns their paths.
+
+    Args:
+        results: Of the study.
+        folder: Where to put them.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for together in cells(results):
+        own = together[0].setting
+        name = f"{own.scene}-{own.workers}x{own.batch}"
+        written += [_curves(together, folder / f"curves-{name}.png")]
+        written += [_bits(together, folder / f"bits-{name}.png")]
+    for apart in _apart_from_workers(results):
+        own = apart[0].setting
+        written.append(_workers(apart, folder / f"workers-{own.scene}-{own.batch}.png"))
+    return written
+
+
+def _curves(together: Sequence[Result], path: Path) -> Path:
+    """Loss against steps, bytes sent, and modelled time over each link."""
+    compute = compute_s(together)
+    axes: dict[str, Callable[[Result], float]] = {
+        "steps": lambda result: 1.0,
+        "MB sent by a rank": lambda result: 1e-6 * result.average("bytes_per_step"),
+    }
+    for name in LINKS:
+        over = link(name)
+        axes[f"modelled s at {name}"] = lambda result, over=over: step_s(result, compute, over)
+    figure, panels = _figure(len(axes))
+    for panel, (label, per_step) in zip(panels, axes.items(), strict=True):
+        for result in together:
+            steps, losses = result.curve()
+            scale = per_step(result)
+            panel.plot([scale * step for step in steps], losses, label=result.setting.method)
+        panel.set_xlabel(label)
+        if label != "steps":
+            panel.set_xscale("log")
+    return _finished(figure, panels, title(together), path)
+
+
+def _bits(together: Sequence[Result], path: Path) -> Path:
+    """Loss against bits per parameter and step."""
+    figure, panels = _figure(1)
+    for result in together:
+        deviation = result.as_json()["spread"] or 0.0
+        panels[0].errorbar(
+            [result.bits_per_step], [result.mean], [deviation], fmt="o", label=result.setting.method
+        )
+    panels[0].set_xscale("log", base=2)
+    panels[0].set_xlabel("bits per parameter and step, out of each rank")
+    return _finished(figure, panels, title(together), path)
+
+
+def _workers(apart: Sequence[Result], path: Path) -> Path:
+    """Loss against the number of workers."""
+    figure, panels = _figure(1)
+    for method in dict.fromkeys(result.setting.method for result in apart):
+        line = [result for result in apart if result.setting.method == method]
+        line = sorted(line, key=lambda result: result.setting.workers)
+        deviations = [result.as_json()["spread"] or 0.0 for result in line]
+        panels[0].errorbar(
+            [result.setting.workers for result in line],
+            [result.mean for result in line],
+            deviations,
+            fmt="o-",
+            label=method,
+        )
+    panels[0].set_xscale("log", base=2)
+    panels[0].set_xlabel("workers")
+    own = apart[0].setting
+    return _finished(
+        figure, panels, f"{own.scene}, batch {own.batch} each, {own.steps} steps", path
+    )
+
+
+def _apart_from_workers(results: Sequence[Result]) -> list[list[Result]]:
+    """Returns the results that differ in method and number of workers only."""
+    found: dict[object, list[Result]] = {}
+    for result in results:
+        place = result.setting.replace(method="", lr=0.0, seed=0, workers=0)
+        found.setdefault(place, []).append(result)
+    return [group for group in found.values() if len({r.setting.workers for r in group}) > 1]
+
+
+def _figure(count: int) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(max(3.4 * count, 6.0), 4.6), layout="constrained")
+    return figure, figure.subplots(1, count, sharey=True, squeeze=False)[0]
+
+
+def _finished(figure: Any, panels: Any, heading: str, path: Path) -> Path:
+    panels[0].set_ylabel("validation loss")
+    low, high = panels[0].get_ylim()
+    # One method that diverged must not flatten all others.
+    panels[0].set_ylim(low, min(high, low + 4.0) if math.isfinite(high) else None)
+    for panel in panels:
+        panel.grid(alpha=0.3)
+    figure.suptitle(heading, fontsize="small")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    figure.savefig(path, dpi=120)
+    return path

@@ -1,0 +1,112 @@
+"""One run on real ranks: a process each, gloo, DDP, and `DistributedLion` as a user has it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_dlion.bench.traffic import ring_bytes
+from hf_dlion.optimizer import DistributedLion
+from hf_dlion.study.methods import Method, adamw, lion_options, recipe, set_lr, trainable
+from hf_dlion.study.scenes import Scene, UnknownNameError, scene_class
+from hf_dlion.study.setting import Setting
+from hf_dlion.study.train import train
+
+
+class RealRank(Method):
+    """This process's share of a run; a process group is there."""
+
+    def __init__(self, scene: Scene, setting: Setting) -> None:
+        """Makes the model, its wrapper and the optimizer.
+
+        Args:
+            scene: Makes the model.
+            setting: Of the run, on as many workers as there are ranks.
+        """
+        model = scene.model(setting.seed)
+        self._numel = sum(param.numel() for param in trainable(model))
+        ddp = DistributedDataParallel(model)
+        self.places = [(dist.get_rank(), ddp)]
+        self._optimizer: torch.optim.Optimizer
+        if setting.method == "adamw":
+            self._optimizer = adamw(model, setting)
+        else:
+            options = real_options(setting, self._numel)
+            self._optimizer = DistributedLion(named(model), **lion_options(setting), **options)
+
+    def step(self, lr: float) -> None:
+        """Takes a step together with the other ranks."""
+        set_lr(self._optimizer, lr)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        if isinstance(self._optimizer, DistributedLion):
+            self.bytes_sent = float(self._optimizer.wire.bytes_sent)
+        else:
+            self.bytes_sent += ring_bytes(self._numel, 4, dist.get_world_size())
+
+
+def named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Returns names and parameters of what is trained."""
+    return [pair for pair in model.named_parameters() if pair[1].requires_grad]
+
+
+def real_options(setting: Setting, numel: int) -> dict[str, Any]:
+    """Returns the options of `DistributedLion` that make a method with real ranks.
+
+    Args:
+        setting: Of the run.
+        numel: Trained elements.
+
+    Raises:
+        UnknownNameError: If the method takes something else than `DistributedLion`.
+    """
+    if setting.method == "lion":
+        return {"warmup_full_steps": setting.steps}
+    options = recipe(setting.method).options
+    if options is None:
+        raise UnknownNameError(
+            f"{setting.method!r} runs in one process only: leave out --real, or the method"
+        )
+    return options(setting, numel)
+
+
+def run_real(setting: Setting) -> dict[str, Any]:
+    """Trains on `setting.workers` processes of this machine; returns rank 0's record.
+
+    Raises:
+        UnknownNameError: If there is no such scene or method, or it has no real ranks.
+    """
+    scene_class(setting.scene)(setting).prepare(Path(setting.folder))
+    if setting.method != "adamw":
+        real_options(setting, 0)
+    with tempfile.TemporaryDirectory(prefix="hf_dlion_study_") as folder:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        spawn = torch.multiprocessing.spawn  # type: ignore[attr-defined]
+        spawn(_rank, (setting, folder), nprocs=setting.workers)
+        found: dict[str, Any] = json.loads(Path(folder, "record.json").read_text())
+        return found
+
+
+def _rank(rank: int, setting: Setting, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=setting.workers
+    )
+    scene = scene_class(setting.scene)(setting)
+    method = RealRank(scene, setting)
+    record = train(setting, scene, method)
+    if rank == 0:
+        Path(folder, "record.json").write_text(json.dumps(record))
+    # gloo may abort the process if a DDP model outlives its process group.
+    del method
+    gc.collect()
+    dist.destroy_process_group()
