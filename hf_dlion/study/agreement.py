@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,9 +36,8 @@ class SignAgreement:
             lr: Of the step.
         """
         self._expected = {}
-        for index, copies in enumerate(self._copies()):
+        for index, (copies, group) in enumerate(zip(self._copies(), self._groups(), strict=True)):
             param = copies[0]
-            group = self._group(index)
             direction = torch.zeros_like(param, dtype=torch.float64)
             beta = group["betas"][0]
             for voter, copy in zip(self._voters, copies, strict=True):
@@ -78,9 +77,6 @@ class SignAgreement:
         each = [[p for group in v.param_groups for p in group["params"]] for v in self._voters]
         return list(zip(*each, strict=True))
 
-    def _group(self, index: int) -> dict[str, object] | dict[str, float]:
-        for group in self._voters[0].param_groups:
-            if index < len(group["params"]):
-                return cast(dict[str, object], group)
-            index -= len(group["params"])
-        raise IndexError(index)
+    def _groups(self) -> list[dict[str, Any]]:
+        """Returns the group of each parameter."""
+        return [group for group in self._voters[0].param_groups for _ in group["params"]]

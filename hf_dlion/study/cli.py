@@ -32,6 +32,7 @@ SCALES: dict[str, dict[str, Any]] = {
         "layers": 1,
         "steps": 6,
         "seeds": 2,
+        "evaluations": 2,
         "base_steps": 6,
     },
     "small": {
@@ -43,6 +44,7 @@ SCALES: dict[str, dict[str, Any]] = {
         "layers": 2,
         "steps": 300,
         "seeds": 3,
+        "evaluations": 6,
         "base_steps": 1000,
     },
     "full": {
@@ -54,6 +56,7 @@ SCALES: dict[str, dict[str, Any]] = {
         "layers": 4,
         "steps": 2000,
         "seeds": 5,
+        "evaluations": 10,
         "base_steps": 5000,
     },
 }
@@ -188,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--weight-decay", type=float, default=0.1, help="(0.1)")
     add("--betas", nargs=2, type=float, default=[0.9, 0.99], help="Lion's (0.9 0.99)")
     add("--schedule", choices=SCHEDULES, default="cosine", help="of the learning rate (cosine)")
-    add("--evaluations", type=_positive, default=6, help="points of a curve (6)")
+    add("--evaluations", type=_positive, help="points of a curve (small: 6)")
     add("--real", action="store_true", help="a process for every rank, with gloo")
     add("--jobs", type=_positive, default=1, help="runs at once, a thread each (1)")
     add("--out", default="outputs/study", help="folder of records, pictures, bases")

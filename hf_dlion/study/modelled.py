@@ -19,7 +19,7 @@ def link(name: str) -> Link:
 
 def compute_s(results: Sequence[Result]) -> float:
     """Returns the time of a worker's gradient, the same for all methods: the median of the runs."""
-    times = [record["gradient_ms"] for result in results for record in result.records]
+    times = [float(record["gradient_ms"]) for result in results for record in result.records]
     return 1e-3 * statistics.median(times)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,8 +41,7 @@ def _curves(together: Sequence[Result], path: Path) -> Path:
         "MB sent by a rank": lambda result: 1e-6 * result.average("bytes_per_step"),
     }
     for name in LINKS:
-        over = link(name)
-        axes[f"modelled s at {name}"] = lambda result, over=over: step_s(result, compute, over)
+        axes[f"modelled s at {name}"] = functools.partial(step_s, compute=compute, over=link(name))
     figure, panels = _figure(len(axes))
     for panel, (label, per_step) in zip(panels, axes.items(), strict=True):
         for result in together:

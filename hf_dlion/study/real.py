@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.bench.traffic import ring_bytes
@@ -90,8 +91,7 @@ def run_real(setting: Setting) -> dict[str, Any]:
         real_options(setting, 0)
     with tempfile.TemporaryDirectory(prefix="hf_dlion_study_") as folder:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        spawn = torch.multiprocessing.spawn  # type: ignore[attr-defined]
-        spawn(_rank, (setting, folder), nprocs=setting.workers)
+        spawn(_rank, (setting, folder), nprocs=setting.workers)  # type: ignore[no-untyped-call]
         found: dict[str, Any] = json.loads(Path(folder, "record.json").read_text())
         return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,12 +41,12 @@ class Result:
 
     def average(self, key: str) -> float:
         """Returns the mean of a number in the records."""
-        return statistics.fmean(record[key] for record in self.records)
+        return statistics.fmean(float(record[key]) for record in self.records)
 
     @property
     def bits_per_step(self) -> float:
         """Bits that a rank sends per parameter and step."""
-        return 8 * self.average("bytes_per_step") / self.records[0]["parameters"]
+        return 8 * self.average("bytes_per_step") / int(self.records[0]["parameters"])
 
     def curve(self) -> tuple[list[int], list[float]]:
         """Returns steps and the mean loss after each."""
@@ -110,13 +110,13 @@ def cell(setting: Setting) -> Setting:
     return setting.replace(method="", lr=0.0, seed=0)
 
 
-def mean_of(values: Any) -> float:
+def mean_of(values: Iterable[float]) -> float:
     """Returns the mean, NaN of nothing."""
     values = list(values)
     return statistics.fmean(values) if values else math.nan
 
 
-def spread(values: Any) -> float:
+def spread(values: Iterable[float]) -> float:
     """Returns the standard deviation over the seeds, NaN below two."""
     values = list(values)
     if len(values) < 2 or not all(map(math.isfinite, values)):

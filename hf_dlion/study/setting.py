@@ -90,9 +90,8 @@ class Setting:
         if step < warmup:
             return self.lr * (step + 1) / (warmup + 1)
         left = 1.0 - (step - warmup) / max(1, self.steps - warmup)
-        return self.lr * (
-            left if self.schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * left)
-        )
+        share = left if self.schedule == "linear" else math.sin(math.pi * left / 2) ** 2
+        return self.lr * share
 
     def evaluated_after(self) -> list[int]:
         """Returns after how many steps the validation loss is taken."""

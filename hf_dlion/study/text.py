@@ -59,7 +59,7 @@ class Pretraining(Scene):
         super().__init__(setting)
         self._text = self._corpus()
         held_out = corpus.blocks(self._text.validation, setting.sequence, VALIDATION_SEQUENCES)
-        self._held_out = torch.from_numpy(held_out.astype(np.int64)).split(VALIDATION_BATCH)
+        self._held_out = torch.split(torch.from_numpy(held_out.astype(np.int64)), VALIDATION_BATCH)
 
     def _corpus(self) -> corpus.Corpus:
         return corpus.code()
@@ -162,7 +162,7 @@ class LowRank(FineTuning):
         config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model: nn.Module = get_peft_model(super().model(seed), config)  # type: ignore[arg-type]
+            model: nn.Module = get_peft_model(super().model(seed), config)
         return model
 
 
