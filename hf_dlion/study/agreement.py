@@ -79,4 +79,5 @@ class SignAgreement:
 
     def _groups(self) -> list[dict[str, Any]]:
         """Returns the group of each parameter."""
-        return [group for group in self._voters[0].param_groups for _ in group["params"]]
+        own = self._voters[0].param_groups if self._voters else []
+        return [group for group in own for _ in group["params"]]
