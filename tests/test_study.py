@@ -13,6 +13,7 @@ import torch
 from spawn import RankPools
 from torch import Tensor
 
+from hf_dlion.cli import main as command
 from hf_dlion.exchange import LostRank
 from hf_dlion.study import table
 from hf_dlion.study.agreement import SignAgreement
@@ -118,6 +119,8 @@ def test_a_smoke_study_goes_from_the_command_line_to_pictures(tmp_path: Path, ca
 
     assert main(words) == 0
     assert "0 runs made" in capsys.readouterr().out
+    assert command(["study", *words, "--report"]) == 0
+    assert "gap to lion" in capsys.readouterr().out
     assert (tmp_path / "runs.jsonl").read_text().splitlines() == lines
 
 
@@ -133,8 +136,32 @@ def test_fine_tuning_keeps_its_base_and_lora_trains_its_factors_alone(tmp_path: 
     assert factors["parameters"] < full["parameters"] / 2
     setting = Setting.of(factors["setting"]).replace(folder=str(tmp_path))
     model = LowRank(setting).model(0)
+    assert factors["curve"][0] == full["curve"][0]
     assert all("lora" in name for name, p in model.named_parameters() if p.requires_grad)
     assert base.stat().st_mtime_ns == made
+
+
+def test_another_folder_has_another_base(tmp_path: Path):
+    words = ["--scale", "smoke", "--steps", "1", "--seeds", "1", "--scenes", "finetune"]
+    words += ["--methods", "lion", "--lr-lion", "1e-3"]
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        assert main([*words, "--out", str(folder)]) == 0
+        assert list(folder.glob("base-*.pt"))
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+def test_several_jobs_make_the_same_records(tmp_path: Path):
+    words = ["--scale", "smoke", "--steps", "2", "--seeds", "2", "--methods", "majority"]
+    words += ["--lr-lion", "1e-3", "3e-3"]
+    found = []
+    for jobs in ("1", "2"):
+        folder = tmp_path / jobs
+        assert main([*words, "--jobs", jobs, "--out", str(folder)]) == 0
+        records = Records(folder / "runs.jsonl").all()
+        found.append({record["key"]: record["loss"] for record in records})
+    assert found[0] == found[1]
+    assert len(found[0]) == 3
 
 
 def test_a_line_that_a_crash_cut_short_is_made_again(tmp_path: Path):
@@ -209,7 +236,7 @@ def test_other_seeds_wait_for_the_choice_and_gaps_are_paired_by_seed(tmp_path: P
             "setting": setting.identity(),
             "loss": None if loss is None else loss + setting.seed,
             "failure": None if loss else "diverged",
-            "curve": [[12, 1.0]],
+            "curve": [[0, 5.0], [12, 1.0]],
             "metrics": {},
             "parameters": 10,
             "bytes_per_step": 5,

@@ -17,7 +17,7 @@ from hf_dlion.study.real import real_options
 from hf_dlion.study.records import Records
 from hf_dlion.study.result import Result, results
 from hf_dlion.study.run import complete, estimate_s
-from hf_dlion.study.scenes import SCENES, UnknownNameError, scene_class
+from hf_dlion.study.scenes import SCENES, scene_class
 from hf_dlion.study.search import Trial, count_missing
 from hf_dlion.study.setting import SCHEDULES, Setting
 
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.plot:
             require_matplotlib()
         return _run(args)
-    except (MissingPackageError, UnknownNameError, ImportError) as error:
+    except (MissingPackageError, ImportError, ConnectionError, ValueError) as error:
         print(f"hf_dlion.study: {error}", file=sys.stderr)
         return 2
 
@@ -120,7 +120,7 @@ def _trials(args: argparse.Namespace) -> list[Trial]:
     """Returns the study: every scene, number of workers, batch and method.
 
     Raises:
-        UnknownNameError: If there is no such scene or method.
+        ValueError: If there is no such scene or method.
     """
     grids = {"adamw": args.lr_adamw, "lion": args.lr_lion, "sgd": args.lr_sgd}
     trials = []

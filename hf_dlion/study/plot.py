@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_dlion.study.modelled import LINKS, compute_s, link, step_s
 from hf_dlion.study.result import Result
-from hf_dlion.study.table import cells, title
+from hf_dlion.study.table import cells, name, title
 
 
 def draw(results: Sequence[Result], folder: Path) -> list[Path]:
@@ -23,10 +23,8 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for together in cells(results):
-        own = together[0].setting
-        name = f"{own.scene}-{own.workers}x{own.batch}"
-        written += [_curves(together, folder / f"curves-{name}.png")]
-        written += [_bits(together, folder / f"bits-{name}.png")]
+        written.append(_curves(together, folder / f"curves-{name(together)}.png"))
+        written.append(_bits(together, folder / f"bits-{name(together)}.png"))
     for apart in _apart_from_workers(results):
         own = apart[0].setting
         written.append(_workers(apart, folder / f"workers-{own.scene}-{own.batch}.png"))
@@ -35,13 +33,15 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
 
 def _curves(together: Sequence[Result], path: Path) -> Path:
     """Loss against steps, bytes sent, and modelled time over each link."""
+    from matplotlib.ticker import NullFormatter
+
     compute = compute_s(together)
     axes: dict[str, Callable[[Result], float]] = {
         "steps": lambda result: 1.0,
         "MB sent by a rank": lambda result: 1e-6 * result.average("bytes_per_step"),
     }
-    for name in LINKS:
-        axes[f"modelled s at {name}"] = functools.partial(step_s, compute=compute, over=link(name))
+    for rate in LINKS:
+        axes[f"modelled s at {rate}"] = functools.partial(step_s, compute=compute, over=link(rate))
     figure, panels = _figure(len(axes))
     for panel, (label, per_step) in zip(panels, axes.items(), strict=True):
         for result in together:
@@ -51,6 +51,7 @@ def _curves(together: Sequence[Result], path: Path) -> Path:
         panel.set_xlabel(label)
         if label != "steps":
             panel.set_xscale("log")
+            panel.xaxis.set_minor_formatter(NullFormatter())
     return _finished(figure, panels, title(together), path)
 
 

@@ -69,6 +69,7 @@ class Result:
             "loss": {str(seed): finite(loss) for seed, loss in self.losses.items()},
             "mean": finite(self.mean),
             "spread": finite(spread(self.losses.values())),
+            "before": statistics.fmean(record["curve"][0][1] for record in self.records),
             "gap": finite(mean_of(self.gaps.values())),
             "gap_spread": finite(spread(self.gaps.values())),
             "bytes_per_step": self.average("bytes_per_step"),

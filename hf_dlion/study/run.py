@@ -62,12 +62,17 @@ def _records(todo: Sequence[Setting], jobs: int) -> Iterator[Record]:
 
 
 def _made(setting: Setting) -> Record:
-    return run_real(setting) if setting.real else simulate(setting, _scene(_of_scene(setting)))
+    return run_real(setting) if setting.real else simulate(setting, _scene_of(setting))
+
+
+def _scene_of(setting: Setting) -> Scene:
+    return _scene(_of_scene(setting), setting.folder)
 
 
 @functools.lru_cache(maxsize=4)
-def _scene(setting: Setting) -> Scene:
-    return scene_class(setting.scene)(setting)
+def _scene(setting: Setting, folder: str) -> Scene:
+    # Settings that differ in their folder alone are equal.
+    return scene_class(setting.scene)(setting.replace(folder=folder))
 
 
 def _of_scene(setting: Setting) -> Setting:
@@ -78,7 +83,7 @@ def _of_scene(setting: Setting) -> Setting:
 def _prepare(trials: Sequence[Trial]) -> None:
     """Has every scene make what its runs share, before several of them would."""
     for setting in dict.fromkeys(_of_scene(trial.setting) for trial in trials):
-        _scene(setting).prepare(Path(setting.folder))
+        _scene_of(setting).prepare(Path(setting.folder))
 
 
 def estimate_s(settings: Sequence[Setting]) -> float:
@@ -92,7 +97,7 @@ def estimate_s(settings: Sequence[Setting]) -> float:
     for setting in settings:
         kind = _of_scene(setting)
         if kind not in times:
-            scene = _scene(kind)
+            scene = _scene_of(kind)
             scene.prepare(Path(kind.folder))
             times[kind] = _gradient_s(scene)
         total += setting.steps * setting.workers * times[kind]

@@ -30,6 +30,12 @@ def title(results: Sequence[Result]) -> str:
     )
 
 
+def name(results: Sequence[Result]) -> str:
+    """Returns a short name of a cell."""
+    own = results[0].setting
+    return f"{own.scene}-{own.workers}x{own.batch}"
+
+
 def print_losses(results: Sequence[Result]) -> None:
     """Prints a table for each cell: losses, gaps to global Lion, bytes, modelled times."""
     columns = {
@@ -42,6 +48,7 @@ def print_losses(results: Sequence[Result]) -> None:
         "bytes": "bytes/step",
     } | {name: f"ms at {name}" for name in LINKS}
     for together in cells(results):
+        print(f"\n{title(together)}")
         compute = compute_s(together)
         rows = [
             {
@@ -58,7 +65,7 @@ def print_losses(results: Sequence[Result]) -> None:
             }
             for result in together
         ]
-        print_table(title(together), columns, rows)
+        print_table("validation loss", columns, rows)
 
 
 def print_grids(results: Sequence[Result]) -> None:
@@ -74,7 +81,7 @@ def print_grids(results: Sequence[Result]) -> None:
             }
             for result in together
         ]
-        print_table(title(together), columns, rows)
+        print_table(f"learning rates: {name(together)}", columns, rows)
 
 
 def print_sign_agreement(results: Sequence[Result]) -> None:
@@ -90,7 +97,7 @@ def print_sign_agreement(results: Sequence[Result]) -> None:
             {"kind": kind} | {name: f"{found[kind]:.3f}" for name, found in shares.items()}
             for kind in kinds
         ]
-        print_table(title(together), columns, rows)
+        print_table(f"signs: {name(together)}", columns, rows)
 
 
 def with_spread(mean: float, deviation: float, *, sign: bool = False) -> str:

@@ -49,7 +49,7 @@ def train(setting: Setting, scene: Scene, method: Method) -> dict[str, Any]:
     parts = min(SIGN_SAMPLES, setting.steps)
     measured = {setting.steps * (2 * part + 1) // (2 * parts) for part in range(parts)}
     signs = SignAgreement(method.voters)
-    curve: list[tuple[int, float]] = []
+    curve = [(0, scene.validation(_plain(method.places[0][1])))]
     # Processor time: other work on the machine does not count.
     gradient_s, method_s = [], []
     begin, failure = time.perf_counter(), None
