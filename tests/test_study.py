@@ -141,12 +141,18 @@ def test_fine_tuning_keeps_its_base_and_lora_trains_its_factors_alone(tmp_path: 
     assert base.stat().st_mtime_ns == made
 
 
-def test_another_folder_has_another_base(tmp_path: Path):
+def test_a_folder_has_a_base_of_its_own(tmp_path: Path):
     words = ["--scale", "smoke", "--steps", "1", "--seeds", "1", "--scenes", "finetune"]
     words += ["--methods", "lion", "--lr-lion", "1e-3"]
-    for folder in (tmp_path / "one", tmp_path / "two"):
-        assert main([*words, "--out", str(folder)]) == 0
-        assert list(folder.glob("base-*.pt"))
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert main([*words, "--out", str(one)]) == 0
+    (base,) = one.glob("base-*.pt")
+    two.mkdir()
+    torch.save({name: 0 * value for name, value in torch.load(base).items()}, two / base.name)
+    assert main([*words, "--out", str(two)]) == 0
+    (first,), (second,) = (Records(folder / "runs.jsonl").all() for folder in (one, two))
+    assert second["curve"][0][1] == pytest.approx(math.log(256))
+    assert first["curve"][0][1] != second["curve"][0][1]
 
 
 @pytest.mark.multiproc

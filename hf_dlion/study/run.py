@@ -66,13 +66,13 @@ def _made(setting: Setting) -> Record:
 
 
 def _scene_of(setting: Setting) -> Scene:
+    # Settings that differ in their folder alone are equal, and their bases are not.
     return _scene(_of_scene(setting), setting.folder)
 
 
 @functools.lru_cache(maxsize=4)
 def _scene(setting: Setting, folder: str) -> Scene:
-    # Settings that differ in their folder alone are equal.
-    return scene_class(setting.scene)(setting.replace(folder=folder))
+    return scene_class(setting.scene)(setting)
 
 
 def _of_scene(setting: Setting) -> Setting:
