@@ -370,6 +370,15 @@ def test_a_run_that_diverges_is_recorded_as_such():
     json.dumps(record, allow_nan=False)
 
 
+def test_a_study_whose_runs_diverge_still_reports(tmp_path: Path, capsys: Any):
+    words = ["--scale", "smoke", "--steps", "4", "--methods", "adamw", "lion", "--plot"]
+    words += ["--workers", "2", "3", "--lr-adamw", "1e30", "--lr-lion", "1e-3"]
+    assert main([*words, "--schedule", "constant", "--out", str(tmp_path)]) == 0
+    assert "diverged" in capsys.readouterr().out
+    entries = json.loads((tmp_path / "summary.json").read_text())
+    assert [entry["mean"] is None for entry in entries] == [True, False] * 2
+
+
 def test_learning_rates_rise_and_fall():
     cosine = TINY.replace(steps=100, lr=1.0)
     assert [cosine.lr_at(step) for step in range(5)] == [k / 6 for k in range(1, 6)]

@@ -58,7 +58,7 @@ def _curves(together: Sequence[Result], path: Path) -> Path:
 def _bits(together: Sequence[Result], path: Path) -> Path:
     """Loss against bits per parameter and step."""
     figure, panels = _figure(1)
-    for result in together:
+    for result in _finite(together):
         deviation = result.as_json()["spread"] or 0.0
         panels[0].errorbar(
             [result.bits_per_step], [result.mean], [deviation], fmt="o", label=result.setting.method
@@ -73,7 +73,7 @@ def _workers(apart: Sequence[Result], path: Path) -> Path:
     figure, panels = _figure(1)
     for method in dict.fromkeys(result.setting.method for result in apart):
         line = [result for result in apart if result.setting.method == method]
-        line = sorted(line, key=lambda result: result.setting.workers)
+        line = sorted(_finite(line), key=lambda result: result.setting.workers)
         deviations = [result.as_json()["spread"] or 0.0 for result in line]
         panels[0].errorbar(
             [result.setting.workers for result in line],
@@ -97,6 +97,10 @@ def _apart_from_workers(results: Sequence[Result]) -> list[list[Result]]:
         place = result.setting.replace(method="", lr=0.0, seed=0, workers=0)
         found.setdefault(place, []).append(result)
     return [group for group in found.values() if len({r.setting.workers for r in group}) > 1]
+
+
+def _finite(found: Sequence[Result]) -> list[Result]:
+    return [result for result in found if math.isfinite(result.mean)]
 
 
 def _figure(count: int) -> tuple[Any, Any]:

@@ -56,8 +56,13 @@ class Result:
 
     def sign_agreement(self) -> dict[str, float]:
         """Returns the share of verdicts that agree with Lion's sign, by kind of parameter."""
-        kinds = [by_kind(record["sign_agreement"]) for record in self.records]
-        return {kind: statistics.fmean(found[kind] for found in kinds) for kind in kinds[0]}
+        first, *others = [by_kind(record["sign_agreement"]) for record in self.records]
+        # A run that diverged may have measured nothing.
+        common = [kind for kind in first if all(kind in found for found in others)]
+        return {
+            kind: statistics.fmean([first[kind], *(found[kind] for found in others)])
+            for kind in common
+        }
 
     def as_json(self) -> dict[str, Any]:
         """Returns the summary."""

@@ -94,7 +94,8 @@ def print_sign_agreement(results: Sequence[Result]) -> None:
         kinds = list(next(iter(shares.values())))
         columns = {"kind": "agrees with Lion's sign"} | {name: name for name in shares}
         rows = [
-            {"kind": kind} | {name: f"{found[kind]:.3f}" for name, found in shares.items()}
+            {"kind": kind}
+            | {name: f"{found[kind]:.3f}" for name, found in shares.items() if kind in found}
             for kind in kinds
         ]
         print_table(f"signs: {name(together)}", columns, rows)
