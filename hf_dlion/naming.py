@@ -46,7 +46,9 @@ def with_names(params: Iterable[Any]) -> Iterable[Any]:
     if not all(isinstance(p, Tensor) and p in names for group in members for p in group):
         return groups
     return [
-        {**group, "params": [(names[p], p) for p in own]}
+        # torch sees a group as named by its members, so that an empty one needs its list: with
+        # LoRA nothing is left for the group without weight decay.
+        {**group, "params": [(names[p], p) for p in own]} if own else {**group, "param_names": []}
         for group, own in zip(groups, members, strict=True)
     ]
 
