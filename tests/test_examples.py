@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,12 +23,15 @@ def run_example(name: str, *flags: str | Path) -> str:
     return run_script(2, [EXAMPLES / name, *flags], env=OFFLINE, timeout=240).stdout
 
 
+needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="needs trl and peft")
+
+
 def numbers_after(label: str, text: str) -> list[float]:
     return [float(number) for number in re.findall(rf"{label} (\d+\.\d+)", text)]
 
 
 def test_every_example_is_tested():
-    tested = {"accelerate_loop.py", "ddp_loop.py", "finetune_llm.py"}
+    tested = {"accelerate_loop.py", "ddp_loop.py", "finetune_llm.py", "sft.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
 
 
@@ -146,3 +151,72 @@ def test_finetune_llm_runs_on_one_process(tmp_path):
         timeout=240,
     ).stdout
     assert re.search(r"rank 0 sent per step +0 bytes", said)
+
+
+@needs_trl
+def test_sft_learns_to_answer_and_saves_what_an_evaluation_loads(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    said = run_example(
+        *("sft.py", "--output_dir", tmp_path, "--assistant_only_loss"),
+        *("--max_steps", "40", "--eval_steps", "20", "--logging_steps", "20"),
+    )
+    before, after = re.findall(r"validation loss (\d\.\d+) before, (\d\.\d+) after", said)[0]
+    assert float(before) > 5.0  # ln 259 = 5.6: it knew nothing
+    assert float(after) < 3.7
+    assert re.search(r"asked '.+', it says:\s+\S", said)
+    # Only rank 0 prints.
+    assert said.count("validation loss") == 1
+    ((parameters, sent),) = sent_by_sft(said)
+    # One bit per parameter, and what padding, activity and the header add.
+    assert parameters // 8 <= sent <= 1.05 * parameters / 8
+
+    lines = (tmp_path / "conversations.jsonl").read_text().splitlines()
+    roles = {tuple(turn["role"] for turn in json.loads(line)["messages"]) for line in lines}
+    assert len(lines) > 1000
+    assert roles == {("user", "assistant")}
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    turns = [{"role": "user", "content": "Où?"}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>user\nOù?<|im_end|>\n<|im_start|>assistant\n"
+    tokens = tokenizer(text).input_ids
+    assert tokenizer.decode(tokens) == text
+    assert max(tokens) < model.config.vocab_size
+
+
+def sent_by_sft(said: str) -> list[tuple[int, int]]:
+    """How many parameters examples/sft.py trained, and the bytes that a rank sent in a step."""
+    found = re.findall(r"([\d,]+) trained parameters, ([\d,]+) bytes sent per step", said)
+    return [(int(size.replace(",", "")), int(sent.replace(",", ""))) for size, sent in found]
+
+
+@needs_trl
+def test_sft_of_an_adapter_on_a_local_file_sends_only_its_votes(tmp_path):
+    from safetensors.torch import load_file
+
+    base, file, out = saved_model(tmp_path / "model"), tmp_path / "my.jsonl", tmp_path / "out"
+    template = "{% for turn in messages %}{{ turn['content'] }}{% endfor %}"
+    (base / "chat_template.jinja").write_text(template)
+    with file.open("w") as stream:
+        for k in range(200):
+            words = {"user": f"{k} plus {k + 1} ", "assistant": f"is {2 * k + 1}"}
+            messages = [{"role": role, "content": text} for role, text in words.items()]
+            stream.write(json.dumps({"messages": messages}) + "\n")
+    said = run_example(
+        *("sft.py", "--model_name_or_path", base, "--train_file", file, "--output_dir", out),
+        *("--use_peft", "--lora_r", "2", "--max_steps", "5", "--logging_steps", "5"),
+    )
+    ((parameters, sent),) = sent_by_sft(said)
+    adapter = load_file(out / "adapter_model.safetensors")
+    assert parameters == sum(tensor.numel() for tensor in adapter.values())
+    # The headers are longer than the votes of this few parameters.
+    assert parameters / 8 <= sent < parameters / 8 + 200
+    # A fresh adapter's B is 0: these moved.
+    assert all(tensor.any() for name, tensor in adapter.items() if "lora_B" in name)
+    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
+        base
+    )
+    assert not (out / "base").exists()
+    assert not (out / "conversations.jsonl").exists()
