@@ -45,13 +45,20 @@ LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in name
 
 # Who may import what is not needed for training with torch alone.
 OPTIONAL = {
-    "transformers": {"trainer", "bench/model.py", "plan/model.py", "study/text.py"},
+    "transformers": {
+        "trainer",
+        "bench/model.py",
+        "plan/model.py",
+        "study/text.py",
+        "study/vision.py",
+    },
     "accelerate": {"accelerate", "trainer"},
     "triton": {"codec/triton.py"},
     "rich": {"bench/report.py"},
     "matplotlib": {"plan/plot.py", "study/plot.py"},
-    "datasets": set(),
+    "datasets": {"study/vision.py"},
     "peft": {"study/text.py"},
+    "sklearn": {"study/vision.py"},
     "trl": set(),
 }
 

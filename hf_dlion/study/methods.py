@@ -13,6 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from hf_dlion.bench.traffic import ring_bytes
 from hf_dlion.optimizer import DistributedLion
+from hf_dlion.study.compressors import DGC, GradDrop, TernGrad
 from hf_dlion.study.memory_wire import Hub, MemoryWire, simulated
 from hf_dlion.study.scenes import Scene, UnknownNameError
 from hf_dlion.study.setting import Setting
@@ -256,6 +257,9 @@ METHODS: dict[str, Recipe] = {
     "auto": voting(momentum_sync_every=4, auto_bits=1.0),
     "warmup": voting(warmup=0.1),
     "small-full": voting(full_precision="*norm*;*embed*"),
+    "terngrad": averaged(adamw, TernGrad),
+    "graddrop": averaged(adamw, GradDrop),
+    "dgc": averaged(sgd, DGC),  # which brings the momentum
 }
 
 

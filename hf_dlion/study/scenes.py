@@ -68,6 +68,8 @@ SCENES = {
     "pretrain": "hf_dlion.study.text:Pretraining",
     "finetune": "hf_dlion.study.text:FineTuning",
     "lora": "hf_dlion.study.text:LowRank",
+    "vision": "hf_dlion.study.vision:Digits",
+    "cifar10": "hf_dlion.study.vision:Cifar10",
 }
 
 
