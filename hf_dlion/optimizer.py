@@ -36,6 +36,7 @@ from hf_dlion.options import (
     Aggregation,
     CheckpointMode,
     ExchangeName,
+    LevelScale,
     NodeName,
     OnDivergence,
     Options,
@@ -114,6 +115,9 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             and a sum of 0 is a tie: with 4 and 8 bits also where all ranks round a small u to 0.
             Two-phase sends (bits + 1) (N - 1) / N bits per parameter, and encoding reads gradient
             and momentum twice. Not with aggregation="average" nor, yet, with `local_group`.
+        level_scale: With 2, 4 or 8 bits, what a is the mean over: the "tensor", or each "word" of
+            64 elements, those of them that are not zero. A word's a tells levels apart in rows that
+            are small beside others of their tensor, such as those of rare tokens.
         exchange: "gather", "two_phase", or "auto", which takes the one that sends fewer bytes.
         overlap: Exchange votes during backward, as gradients become ready, from the second step
             on. The momentum is advanced in `step()`, from the gradient as the loop left it; the
@@ -184,6 +188,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         aggregation: Aggregation = "majority",
         ties: Ties = "alternate",
         bits: int = 1,
+        level_scale: LevelScale = "tensor",
         exchange: ExchangeName = "auto",
         overlap: bool = False,
         stochastic_rounding: bool = True,
@@ -207,6 +212,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             aggregation=aggregation,
             ties=ties,
             bits=bits,
+            level_scale=level_scale,
             exchange=exchange,
             overlap=overlap,
             stochastic_rounding=stochastic_rounding,
@@ -667,6 +673,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             stochastic_rounding=self.options.stochastic_rounding,
             seed=self.options.seed,
             bits=self.options.bits,
+            level_scale=self.options.level_scale,
         )
 
     def synchronize_momentum(self) -> None:

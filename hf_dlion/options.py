@@ -18,6 +18,7 @@ ExchangeName = Literal["auto", "gather", "two_phase"]
 CheckpointMode = Literal["per_rank", "mean"]
 NodeName = Literal["node"]
 OnDivergence = Literal["raise", "repair"]
+LevelScale = Literal["tensor", "word"]
 GroupExchange = Literal["vote", "full"]
 
 # What groups written for another optimizer may hold. Keys of a user's own, or a scheduler's, pass.
@@ -44,7 +45,9 @@ class Options:
         ties: The verdict of a tied majority: "alternate" (+1 and -1 in turns, one bit on the way
             down) or "zero" (no move, two bits).
         bits: Of a vote, per parameter: 1 sends the sign; 2, 4 and 8 send the direction relative to
-            the tensor's mean magnitude, on so many bits.
+            the mean magnitude, on so many bits.
+        level_scale: Whose mean magnitude that is: the "tensor"'s, or that of each "word" of 64
+            elements.
         exchange: How votes travel: "gather", "two_phase", or "auto" (the one with fewer bytes).
         overlap: Exchange votes during backward, as gradients become ready, or in the step.
         stochastic_rounding: Round parameters and momenta below float32 stochastically; False
@@ -79,6 +82,7 @@ class Options:
     aggregation: Aggregation = "majority"
     ties: Ties = "alternate"
     bits: int = 1
+    level_scale: LevelScale = "tensor"
     exchange: ExchangeName = "auto"
     overlap: bool = False
     stochastic_rounding: bool = True
@@ -108,6 +112,7 @@ class Options:
                 f"aggregation='average' is the mean of votes of one bit, got bits={self.bits}; use "
                 f"bits=1 or aggregation='majority', which takes the sign of the sum of the votes"
             )
+        _check_choice("level_scale", self.level_scale, get_args(LevelScale))
         _check_choice("exchange", self.exchange, get_args(ExchangeName))
         _check_choice("checkpoint", self.checkpoint, get_args(CheckpointMode))
         for name in ("overlap", "stochastic_rounding"):

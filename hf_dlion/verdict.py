@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_dlion.options import Aggregation, Ties
+from hf_dlion.options import Aggregation, LevelScale, Ties
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,7 @@ class StepRule:
         stochastic_rounding: Whether tensors below float32 are rounded stochastically.
         seed: Seed of that rounding.
         bits: Of a vote, per element.
+        level_scale: "tensor" or "word".
     """
 
     step: int
@@ -34,6 +35,7 @@ class StepRule:
     stochastic_rounding: bool
     seed: int
     bits: int = 1
+    level_scale: LevelScale = "tensor"
 
     @property
     def planes(self) -> int:

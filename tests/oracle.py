@@ -52,6 +52,7 @@ class OracleLion:
         aggregation: Literal["majority", "average"] = "majority",
         ties: Literal["alternate", "zero"] = "alternate",
         bits: Literal[1, 2, 4, 8] = 1,
+        level_scale: Literal["tensor", "word"] = "tensor",
         stochastic_rounding: bool = True,
         momentum_dtype: torch.dtype | None = None,
         seed: int = 0,
@@ -67,6 +68,7 @@ class OracleLion:
         self.aggregation = aggregation
         self.ties: Literal["alternate", "zero"] = ties
         self.bits = bits
+        self.level_scale = level_scale
         self.stochastic_rounding = stochastic_rounding
         self.momentum_dtype = momentum_dtype
         self.seed = seed
@@ -237,16 +239,20 @@ class OracleLion:
         if not votes.any():
             return np.zeros(u.shape, dtype=np.int64), votes
         magnitudes = np.abs(u).astype(np.float64).reshape(-1)
-        mean = tree_sum(magnitudes) / np.float64(votes.sum())
-        with np.errstate(over="ignore"):
+        mean: Any = np.full(u.shape, tree_sum(magnitudes) / np.float64(votes.sum()))
+        if self.level_scale == "word":
+            words = np.array_split(magnitudes, range(64, u.size, 64))
+            means = [tree_sum(word) / max(np.count_nonzero(word), 1) for word in words]
+            mean = np.repeat(means, 64)[: u.size].reshape(u.shape)
+        with np.errstate(over="ignore", divide="ignore"):
             if self.bits == 2:
                 even = np.arange(u.size) + self.steps // 2 + (rank + self.steps) % self.world_size
                 sign = np.where(u == 0, 1 - 2 * (even.reshape(u.shape) % 2), np.sign(u))
-                level = sign * np.where(np.abs(u) > u.dtype.type(1.5 * mean), 3, 1)
+                level = sign * np.where(np.abs(u) > (1.5 * mean).astype(u.dtype), 3, 1)
             else:
                 most = {4: 7, 8: 127}[self.bits]
-                per_unit = min(most / 2 / mean, float(np.finfo(u.dtype).max))
-                level = np.clip(np.rint(u * u.dtype.type(per_unit)), -most, most)
+                per_unit = np.minimum(most / 2 / mean, float(np.finfo(u.dtype).max))
+                level = np.clip(np.rint(u * per_unit.astype(u.dtype)), -most, most)
         return (level * votes).astype(np.int64), votes
 
     def _verdict(self, index: int, ballots: Sequence[Any]) -> Array:

@@ -21,7 +21,11 @@ from hf_dlion.codec import reference_levels
 pytestmark = pytest.mark.multiproc
 
 
-@pytest.mark.parametrize("options", [{"exchange": "two_phase", "bits": 4}, {"bits": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"exchange": "two_phase", "bits": 4}, {"bits": 2}, {"bits": 2, "level_scale": "word"}],
+    ids=str,
+)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_votes_that_leave_during_backward_follow_the_rule(
     ranks: RankPools, world_size: int, options: dict[str, Any]

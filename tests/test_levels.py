@@ -23,12 +23,14 @@ from hf_dlion.verdict import TensorRule
 __all__ = ["short_chunks"]  # a fixture of every test here too
 
 BITS: Any = st.sampled_from([2, 4, 8])
+SCALES: Any = st.sampled_from(["tensor", "word"])
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
 
 
-def rule_with(bits: int, **changes: Any) -> TensorRule:
+def rule_with(bits: int, level_scale: Any = "tensor", **changes: Any) -> TensorRule:
     made = rule(**changes)
-    return dataclasses.replace(made, step_rule=dataclasses.replace(made.step_rule, bits=bits))
+    step_rule = dataclasses.replace(made.step_rule, bits=bits, level_scale=level_scale)
+    return dataclasses.replace(made, step_rule=step_rule)
 
 
 def buffers(shape: tuple[int, ...], bits: int) -> tuple[Tensor, Tensor]:
@@ -38,9 +40,10 @@ def buffers(shape: tuple[int, ...], bits: int) -> tuple[Tensor, Tensor]:
 
 
 @CODECS
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     bits=BITS,
+    scale=SCALES,
     shape=SHAPES,
     seed=st.integers(0, 10**6),
     zero_share=st.sampled_from([0.0, 0.0, 0.1, 0.7, 1.0]),
@@ -54,6 +57,7 @@ def buffers(shape: tuple[int, ...], bits: int) -> tuple[Tensor, Tensor]:
 def test_encode_equals_the_reference(
     codec: Codec,
     bits: Any,
+    scale: Any,
     shape: tuple[int, ...],
     seed: int,
     zero_share: float,
@@ -80,7 +84,7 @@ def test_encode_equals_the_reference(
     exp_avg = exp_avg.contiguous()
     old, new = widened(exp_avg).copy(), widened(grad.contiguous())
     words, active = buffers(shape, bits)
-    tensor_rule = rule_with(bits, step=step, rank=rank, world_size=world_size)
+    tensor_rule = rule_with(bits, scale, step=step, rank=rank, world_size=world_size)
 
     codec.encode(grad, exp_avg, words, active, tensor_rule)
 
@@ -88,7 +92,7 @@ def test_encode_equals_the_reference(
         direction = reference.direction(old, new, 0.9)
         momentum = reference.updated_momentum(old, new, 0.99)
     expected_words, expected_active = reference_levels.pack_levels(
-        direction, bits=bits, t=step, rank=rank, world_size=world_size
+        direction, bits=bits, t=step, rank=rank, world_size=world_size, scale=scale
     )
     np.testing.assert_array_equal(active.numpy(), expected_active)
     np.testing.assert_array_equal(words.numpy().view(np.uint64), expected_words)
@@ -102,6 +106,7 @@ def test_encode_equals_the_reference(
 @settings(max_examples=60, deadline=None)
 @given(
     bits=BITS,
+    level_scale=SCALES,
     shape=SHAPES,
     seed=st.integers(0, 10**6),
     zero_share=st.sampled_from([0.0, 0.1, 0.7]),
@@ -112,6 +117,7 @@ def test_encode_equals_the_reference(
 def test_preview_writes_what_encode_does_and_leaves_the_momentum(
     codec: Codec,
     bits: Any,
+    level_scale: Any,
     shape: tuple[int, ...],
     seed: int,
     zero_share: float,
@@ -126,14 +132,14 @@ def test_preview_writes_what_encode_does_and_leaves_the_momentum(
     before = exp_avg.clone()
     words, active = buffers(shape, bits)
 
-    finite = codec.preview(grad, exp_avg, words, active, rule_with(bits), scale)
+    finite = codec.preview(grad, exp_avg, words, active, rule_with(bits, level_scale), scale)
 
     assert same_bits(exp_avg, before)
     wide = np.float64 if dtype == torch.float64 else np.float32
     scaled = wide(scale) * widened(grad).astype(wide)
     direction = reference.direction(widened(exp_avg).astype(wide), scaled, 0.9)
     expected_words, expected_active = reference_levels.pack_levels(
-        direction, bits=bits, t=3, rank=1, world_size=3
+        direction, bits=bits, t=3, rank=1, world_size=3, scale=level_scale
     )
     np.testing.assert_array_equal(active.numpy(), expected_active)
     np.testing.assert_array_equal(words.numpy().view(np.uint64), expected_words)
@@ -206,6 +212,33 @@ def test_levels_are_those_of_the_design(bits: Any) -> None:
     assert np.abs(u).mean() == 1.0
     assert active.all()
     assert q.tolist() == expected
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_a_word_s_levels_do_not_depend_on_other_words(bits: Any) -> None:
+    # Rows of rare tokens beside others: relative to the tensor's mean all of them would be alike.
+    u = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
+    u[1] *= 1e-6
+    q, _ = reference_levels.levels(u, bits=bits, t=1, rank=0, world_size=2, scale="word")
+    for row in range(3):
+        alone = u[row : row + 1]
+        found, _ = reference_levels.levels(alone, bits=bits, t=1, rank=0, world_size=2)
+        np.testing.assert_array_equal(q[row : row + 1], found)
+    whole, _ = reference_levels.levels(u, bits=bits, t=1, rank=0, world_size=2)
+    assert np.unique(np.abs(q[1])).size > np.unique(np.abs(whole[1])).size == 1
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_zeros_do_not_lower_the_mean_of_a_word(bits: Any) -> None:
+    u = np.zeros(128, dtype=np.float32)
+    u[[3, 70, 71]] = 5, 1, 3
+    q, _ = reference_levels.levels(u, bits=bits, t=1, rank=0, world_size=2, scale="word")
+    largest = reference_levels.LARGEST[bits]
+    at_mean = 1 if bits == 2 else round(largest / 2)
+    assert q[3] == at_mean
+    assert q[[70, 71]].tolist() == (
+        [1, 1] if bits == 2 else [round(largest / 4), round(largest * 0.75)]
+    )
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

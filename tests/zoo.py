@@ -103,7 +103,8 @@ class Zoo(nn.Module):
 
 
 ORACLE_OPTIONS = (
-    *("aggregation", "ties", "bits", "stochastic_rounding", "momentum_dtype", "seed"),
+    *("aggregation", "ties", "bits", "level_scale", "stochastic_rounding"),
+    *("momentum_dtype", "seed"),
     *("max_abstained_steps", "momentum_sync_every", "momentum_sync_dtype", "warmup_full_steps"),
 )
 

@@ -79,7 +79,7 @@ def codes_of(u: Tensor, factor: Tensor, bits: int, phase: int) -> Tensor:
 
     Args:
         u: The direction, shape (n,), from an even element on.
-        factor: `factor_of` the tensor, of one element.
+        factor: `factor_of` the tensor, of one element, or of each element's word, shape (n,).
         bits: Of a vote.
         phase: `zero_phase`.
     """
@@ -95,6 +95,19 @@ def codes_of(u: Tensor, factor: Tensor, bits: int, phase: int) -> Tensor:
     scaled = torch.where(scaled < largest, scaled, largest)
     scaled = torch.where(scaled > -largest, scaled, -largest)
     return scaled.round_().add_(largest).to(torch.uint8)
+
+
+def factors_of_words(u: Tensor, bits: int) -> Tensor:
+    """Returns for each element the `factor_of` its word, in the dtype of u, shape (n,).
+
+    Args:
+        u: The direction, shape (n,), from the first element of a word on.
+        bits: Of a vote.
+    """
+    padding = words_for(u.numel()) * WORD_BITS - u.numel()
+    nonzero = torch.nn.functional.pad(u != 0, (0, padding)).view(-1, WORD_BITS).sum(dim=1)
+    factors = factor_of(magnitude_sums(u), nonzero, bits, u.dtype)
+    return factors.repeat_interleave(WORD_BITS)[: u.numel()]
 
 
 def pack_codes(codes: Tensor, bits: int, out: Tensor) -> None:
@@ -150,10 +163,12 @@ def encode_levels(
     """
     bits, step, device = rule.step_rule.bits, rule.step_rule, grad.device
     votes = torch.zeros(run.rows, dtype=torch.uint8, device=device)
-    sums = torch.empty(run.words, dtype=torch.float64, device=device)
+    by_word = step.level_scale == "word"
+    sums = torch.zeros(run.words, dtype=torch.float64, device=device)
     for chunk in run.chunks(chunk_numel):
         direction = foresee(chunk)
-        sums[chunk.start // WORD_BITS : words_for(chunk.stop)] = magnitude_sums(direction)
+        if not by_word:
+            sums[chunk.start // WORD_BITS : words_for(chunk.stop)] = magnitude_sums(direction)
         nonzero = direction != 0
         if device.type == "cpu" and bool(nonzero.all()):
             votes[chunk.start // run.row_numel : (chunk.stop - 1) // run.row_numel + 1] = 1
@@ -165,7 +180,10 @@ def encode_levels(
     everywhere = device.type == "cpu" and bool(active.all())
     phase = zero_phase(step.step, step.rank, step.world_size)
     for chunk in run.chunks(chunk_numel):
-        codes = codes_of(direct(chunk), factor, bits, phase)
+        direction = direct(chunk)
+        if by_word:
+            factor = factors_of_words(direction, bits)
+        codes = codes_of(direction, factor, bits, phase)
         if not everywhere:
             codes *= votes[_row_of(run, chunk, device)]
         first, last = bits * (chunk.start // WORD_BITS), bits * words_for(chunk.stop)

@@ -5,6 +5,7 @@
  * this equals bit for bit. A block is 64 elements, one word of signs; the first element of a call
  * always begins a word, the last block may be short. "Narrow" tensors are bfloat16, others float32.
  */
+#include <float.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -412,11 +413,25 @@ int dlion_measure(const void *grad, void *exp_avg, double *sums, uint8_t *active
     return largest < 0x7f800000u;
 }
 
+/* What the directions of a block are multiplied by, or with 2 bits compared with. */
+INLINE float factor_of_word(const float *u, int bits)
+{
+    int nonzero = 0;
+    for (int k = 0; k < BLOCK; k++)
+        nonzero += u[k] != 0;
+    double mean = magnitude(u) / nonzero;
+    if (bits == 2)
+        return (float)(1.5 * mean);
+    double factor = (bits == 4 ? 3.5 : 63.5) / mean;
+    return mean > 0 ? (float)(factor < FLT_MAX ? factor : FLT_MAX) : 0;
+}
+
 /* Writes votes of more than one bit; with ADVANCE it moves the momentum on. `counts` are 0 for the
- * rows that abstain, or null if none does. */
+ * rows that abstain, or null if none does. With `by_word` every word has its own factor. */
 void dlion_levels(const void *grad, void *exp_avg, uint64_t *words, const int32_t *counts,
                   int64_t row_numel, int64_t start, int64_t stop, float scale, float factor,
-                  int bits, int what, int narrow_grad, int narrow_avg, const Rule *rule)
+                  int by_word, int bits, int what, int narrow_grad, int narrow_avg,
+                  const Rule *rule)
 {
     for (int64_t at = start; at < stop; at += BLOCK) {
         float u[BLOCK];
@@ -428,6 +443,8 @@ void dlion_levels(const void *grad, void *exp_avg, uint64_t *words, const int32_
             directions(u, grad, exp_avg, at, BLOCK, scale, what, narrow_grad, narrow_avg, rule);
         else
             directions(u, grad, exp_avg, at, count, scale, what, narrow_grad, narrow_avg, rule);
+        if (by_word)
+            factor = factor_of_word(u, bits);
         uint64_t *out = words + at / BLOCK * bits;
         if (bits == 2)
             code_block(u, out, kept, factor, 2, rule);

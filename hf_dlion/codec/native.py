@@ -128,7 +128,7 @@ def library() -> ctypes.CDLL | None:
     found.dlion_fold.restype = ctypes.c_double
     found.dlion_measure.argtypes = [*[pointer] * 4, *[size] * 3, scale, flag, flag, rule]
     found.dlion_measure.restype = flag
-    found.dlion_levels.argtypes = [*[pointer] * 4, *[size] * 3, scale, scale, *[flag] * 4, rule]
+    found.dlion_levels.argtypes = [*[pointer] * 4, *[size] * 3, scale, scale, *[flag] * 5, rule]
     found.dlion_levels.restype = None
     found.dlion_apply.argtypes = [*[pointer] * 4, *[size] * 3, flag, rule]
     found.dlion_alone.argtypes = [*[pointer] * 3, *[size] * 2, flag, flag, rule]
@@ -404,11 +404,12 @@ class NativeCodec(CpuCodec):
         factor = factor_of(total, rows * run.row_numel, bits)
         votes = None if rows == run.rows else active.to(torch.int32)
         counts = None if votes is None else votes.data_ptr()
+        by_word = rule.step_rule.level_scale == "word"
 
         def encode(start: int, stop: int) -> None:
             self._library.dlion_levels(
                 grad.data_ptr(), exp_avg.data_ptr(), words.data_ptr(), counts, run.row_numel,
-                start, stop, scale, factor, bits, what, *narrow, native_rule,
+                start, stop, scale, factor, by_word, bits, what, *narrow, native_rule,
             )  # fmt: skip
 
         _in_parts(run, encode)

@@ -1,7 +1,7 @@
 """The code of more than one bit in NumPy: the definition (S6). `reference` holds all the rest.
 
-A rank sends a *level* q per element: its direction relative to the tensor's mean magnitude, which
-is not sent. With L the largest level:
+A rank sends a *level* q per element: its direction relative to the mean magnitude of its tensor, or
+of its word, which is not sent. With L the largest level:
 
 | bits | levels | L |
 | --- | --- | --- |
@@ -59,12 +59,38 @@ def mean_magnitude(u: Array, active: npt.NDArray[np.bool_]) -> float:
     return float(sums[0]) / count if count else float("nan")
 
 
+def mean_magnitudes_of_words(u: Array) -> npt.NDArray[np.float64]:
+    """Returns for each element the mean of |u| over the elements of its word that are not 0.
+
+    A word is 64 elements in row-major order, whatever rows they are of. Its magnitudes are added as
+    `mean_magnitude` adds those of 64 elements. NaN where all are 0.
+
+    Args:
+        u: The direction, any shape, float32 or float64.
+    """
+    words = np.zeros((-(-u.size // WORD_BITS), WORD_BITS))
+    words.reshape(-1)[: u.size] = np.abs(u.reshape(-1))
+    count = (words != 0).sum(axis=1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        while words.shape[1] > 1:
+            half = words.shape[1] // 2
+            words = words[:, :half] + words[:, half:]
+        return np.repeat(words[:, 0] / count, WORD_BITS)[: u.size]
+
+
 def levels(
-    u: Array, *, bits: Literal[2, 4, 8], t: int, rank: int, world_size: int
+    u: Array,
+    *,
+    bits: Literal[2, 4, 8],
+    t: int,
+    rank: int,
+    world_size: int,
+    scale: Literal["tensor", "word"] = "tensor",
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """Returns the level of every element, and which rows are active; see `pack_levels` (S6).
 
-    With a the mean magnitude and fl the rounding to the dtype of u:
+    With a the mean magnitude of the tensor, or of the element's word, and fl the rounding to the
+    dtype of u:
 
         bits = 4, 8:  q = round(clamp(fl(u * fl(min(L / 2 / a, largest finite number)))))
         bits = 2:     q = sign, or 3 * sign where |u| > fl(1.5 * a)
@@ -77,21 +103,33 @@ def levels(
     flat, one = u.reshape(-1), u.dtype.type
     words, active = pack_signs(u, t=t, rank=rank, world_size=world_size)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        a = np.float64(mean_magnitude(u, active))
+        a: Array = np.full(flat.size, mean_magnitude(u, active))
+        if scale == "word":
+            a = mean_magnitudes_of_words(u)
         largest = LARGEST[bits]
         if bits == 2:
             negative = np.unpackbits(words.view(np.uint8), bitorder="little")[: flat.size]
-            q = np.where(negative == 1, -1, 1) * np.where(np.abs(flat) > one(1.5 * a), 3, 1)
+            q = np.where(negative == 1, -1, 1) * np.where(
+                np.abs(flat) > (1.5 * a).astype(one), 3, 1
+            )
         else:
-            factor = min(largest / 2 / a, np.float64(np.finfo(u.dtype).max)) if a > 0 else 0.0
-            scaled = flat * one(factor)
+            factor = np.where(a > 0, np.minimum(largest / 2 / a, np.finfo(u.dtype).max), 0.0)
+            scaled = flat * factor.astype(one)
             scaled = np.where(scaled < largest, scaled, one(largest))
             scaled = np.where(scaled > -largest, scaled, one(-largest))
             q = np.rint(scaled).astype(np.int64)
     return (q * active[row_of_element(u.shape)]).reshape(u.shape), active
 
 
-def pack_levels(u: Array, *, bits: Literal[2, 4, 8], t: int, rank: int, world_size: int) -> Ballot:
+def pack_levels(
+    u: Array,
+    *,
+    bits: Literal[2, 4, 8],
+    t: int,
+    rank: int,
+    world_size: int,
+    scale: Literal["tensor", "word"] = "tensor",
+) -> Ballot:
     """Returns a direction's packed levels and which of its rows are active.
 
     A level travels as a code c of `bits` bits: q = s c - L with s = 2 for 2 bits, else 1. Elements
@@ -105,11 +143,12 @@ def pack_levels(u: Array, *, bits: Literal[2, 4, 8], t: int, rank: int, world_si
         t: The number of the step being made.
         rank: The rank whose direction it is.
         world_size: The number of ranks.
+        scale: Whose mean magnitude levels are relative to.
 
     Returns:
         uint64 words, `bits` for every 64 elements, and a bool per row.
     """
-    q, active = levels(u, bits=bits, t=t, rank=rank, world_size=world_size)
+    q, active = levels(u, bits=bits, t=t, rank=rank, world_size=world_size, scale=scale)
     codes = np.zeros(-(-q.size // WORD_BITS) * WORD_BITS, dtype=np.uint8)
     codes[: q.size] = ((q + LARGEST[bits]) // SPACING[bits]).reshape(-1)
     codes[: q.size] *= active[row_of_element(u.shape)]
