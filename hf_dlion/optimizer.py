@@ -109,15 +109,16 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         ties: A tied majority: "alternate" (+1 and -1 in turns over elements and steps, one bit on
             the way down) or "zero" (no move, two bits).
         bits: Of a vote, per element. With 2, 4 or 8 a rank sends how large u is, too: relative to
-            a, the mean of |u| over the tensor's rows that are not zero, which is not sent. With 4
-            and 8 bits that is q = round(u / a * L / 2), cut to -L and L (7 or 127); with 2 bits -3,
-            -1, 1 or 3, for |u| above 1.5 a or not. The verdict is the sign of the sum of the q,
-            and a sum of 0 is a tie: with 4 and 8 bits also where all ranks round a small u to 0.
+            a, a mean of |u| which is not sent (see `level_scale`). With 4 and 8 bits that is
+            q = round(u / a * L / 2), cut to -L and L (7 or 127); with 2 bits -3, -1, 1 or 3, for
+            |u| above 1.5 a or not. The verdict is the sign of the sum of the q, and a sum of 0 is
+            a tie: with 4 and 8 bits also where all ranks round a small u to 0.
             Two-phase sends (bits + 1) (N - 1) / N bits per parameter, and encoding reads gradient
             and momentum twice. Not with aggregation="average" nor, yet, with `local_group`.
-        level_scale: With 2, 4 or 8 bits, what a is the mean over: the "tensor", or each "word" of
-            64 elements, those of them that are not zero. A word's a tells levels apart in rows that
-            are small beside others of their tensor, such as those of rare tokens.
+        level_scale: With 2, 4 or 8 bits, what a is the mean over: each "word" of 64 elements, those
+            of them that are not zero, or the whole "tensor", its rows that are not zero (Lion
+            Cub's). Rows that are small beside others of their tensor, such as those of rare tokens,
+            would all have the lowest level with the latter.
         exchange: "gather", "two_phase", or "auto", which takes the one that sends fewer bytes.
         overlap: Exchange votes during backward, as gradients become ready, from the second step
             on. The momentum is advanced in `step()`, from the gradient as the loop left it; the
@@ -188,7 +189,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         aggregation: Aggregation = "majority",
         ties: Ties = "alternate",
         bits: int = 1,
-        level_scale: LevelScale = "tensor",
+        level_scale: LevelScale = "word",
         exchange: ExchangeName = "auto",
         overlap: bool = False,
         stochastic_rounding: bool = True,

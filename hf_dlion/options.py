@@ -18,7 +18,7 @@ ExchangeName = Literal["auto", "gather", "two_phase"]
 CheckpointMode = Literal["per_rank", "mean"]
 NodeName = Literal["node"]
 OnDivergence = Literal["raise", "repair"]
-LevelScale = Literal["tensor", "word"]
+LevelScale = Literal["word", "tensor"]
 GroupExchange = Literal["vote", "full"]
 
 # What groups written for another optimizer may hold. Keys of a user's own, or a scheduler's, pass.
@@ -46,8 +46,8 @@ class Options:
             down) or "zero" (no move, two bits).
         bits: Of a vote, per parameter: 1 sends the sign; 2, 4 and 8 send the direction relative to
             the mean magnitude, on so many bits.
-        level_scale: Whose mean magnitude that is: the "tensor"'s, or that of each "word" of 64
-            elements.
+        level_scale: Whose mean magnitude that is: that of each "word" of 64 elements, or the
+            "tensor"'s.
         exchange: How votes travel: "gather", "two_phase", or "auto" (the one with fewer bytes).
         overlap: Exchange votes during backward, as gradients become ready, or in the step.
         stochastic_rounding: Round parameters and momenta below float32 stochastically; False
@@ -82,7 +82,7 @@ class Options:
     aggregation: Aggregation = "majority"
     ties: Ties = "alternate"
     bits: int = 1
-    level_scale: LevelScale = "tensor"
+    level_scale: LevelScale = "word"
     exchange: ExchangeName = "auto"
     overlap: bool = False
     stochastic_rounding: bool = True

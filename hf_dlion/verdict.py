@@ -24,7 +24,7 @@ class StepRule:
         stochastic_rounding: Whether tensors below float32 are rounded stochastically.
         seed: Seed of that rounding.
         bits: Of a vote, per element.
-        level_scale: "tensor" or "word".
+        level_scale: "word" or "tensor".
     """
 
     step: int
@@ -35,7 +35,7 @@ class StepRule:
     stochastic_rounding: bool
     seed: int
     bits: int = 1
-    level_scale: LevelScale = "tensor"
+    level_scale: LevelScale = "word"
 
     @property
     def planes(self) -> int:

@@ -200,6 +200,7 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
         "max_abstained_steps": st.sampled_from((1, 2)),
         "check_replicas_every": st.integers(1, 3),
         "bits": st.sampled_from((2, 4, 8)),
+        "level_scale": st.just("tensor"),
         "momentum_sync_every": st.integers(1, 3),
         "momentum_sync_dtype": st.just(torch.float32),
         "warmup_full_steps": st.integers(1, 2),

@@ -52,7 +52,7 @@ class OracleLion:
         aggregation: Literal["majority", "average"] = "majority",
         ties: Literal["alternate", "zero"] = "alternate",
         bits: Literal[1, 2, 4, 8] = 1,
-        level_scale: Literal["tensor", "word"] = "tensor",
+        level_scale: Literal["word", "tensor"] = "word",
         stochastic_rounding: bool = True,
         momentum_dtype: torch.dtype | None = None,
         seed: int = 0,

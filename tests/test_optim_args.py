@@ -15,7 +15,7 @@ EXAMPLES = {
     "aggregation": ("average", "average"),
     "ties": ("zero", "zero"),
     "bits": ("4", 4),
-    "level_scale": ("word", "word"),
+    "level_scale": ("tensor", "tensor"),
     "exchange": ("two_phase", "two_phase"),
     "overlap": ("true", True),
     "stochastic_rounding": ("false", False),

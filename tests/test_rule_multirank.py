@@ -31,7 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "auto-average": {"aggregation": "average"},
     "gather-2-bits": {"exchange": "gather", "bits": 2},
     "two_phase-4-bits": {"exchange": "two_phase", "bits": 4},
-    "two_phase-4-bits-word": {"exchange": "two_phase", "bits": 4, "level_scale": "word"},
+    "two_phase-4-bits-tensor": {"exchange": "two_phase", "bits": 4, "level_scale": "tensor"},
     "two_phase-8-bits-zero": {
         "exchange": "two_phase",
         "bits": 8,

@@ -1,0 +1,84 @@
+"""Training by votes converges as global Lion does, and a bad rule of ties is found out.
+
+The ranks are threads of one process; that they do what real ranks do, bit for bit, is
+`test_study.py`'s.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_dlion.codec import eager, native
+from hf_dlion.exchange import count, sums
+from hf_dlion.study.setting import Setting
+from hf_dlion.study.train import simulate
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SEEDS = (0, 1, 2)
+# Of the validation loss above global Lion's, in nats per byte, the mean over the seeds. Seen with
+# four seeds and 2 ranks: -0.01 to 0.01 for the methods below, single seeds -0.05 to 0.05; with ties
+# that always go one way 0.16, single seeds 0.12 to 0.24.
+BAND = 0.06
+
+losses_of_lion: dict[tuple[int, int], float] = {}
+
+
+def loss(method: str, workers: int, seed: int, folder: Path) -> float:
+    """The validation loss of a byte-level Llama of 0.1 million parameters after 200 steps.
+
+    The learning rate stays as it is: it is by drifting that a bad rule shows.
+    """
+    setting = Setting(
+        scene="pretrain",
+        method=method,
+        workers=workers,
+        batch=4,
+        sequence=64,
+        hidden=64,
+        layers=2,
+        steps=200,
+        lr=1e-3,
+        weight_decay=0.1,
+        betas=(0.9, 0.99),
+        schedule="constant",
+        seed=seed,
+        evaluations=1,
+        folder=str(folder),
+    )
+    found = simulate(setting)["loss"]
+    assert isinstance(found, float), "the run diverged"
+    return found
+
+
+def gap(method: str, workers: int, folder: Path, seeds: Sequence[int] = SEEDS) -> float:
+    """How far above global Lion's the loss of a method is, the mean over the seeds."""
+    gaps = []
+    for seed in seeds:
+        key = workers, seed
+        if key not in losses_of_lion:
+            losses_of_lion[key] = loss("lion", workers, seed, folder)
+        gaps.append(loss(method, workers, seed, folder) - losses_of_lion[key])
+    return statistics.fmean(gaps)
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("method", ["majority", "average", "bits4"])
+def test_votes_converge_as_global_lion_does(method: str, workers: int, tmp_path: Path) -> None:
+    assert gap(method, workers, tmp_path) < BAND
+
+
+def test_ties_that_always_go_one_way_are_outside_the_band(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def always_up(_phase: Any) -> int:
+        return 0
+
+    for module in (native, eager, count, sums):
+        monkeypatch.setattr(module, "alternating_word", always_up)
+    assert gap("majority", 2, tmp_path) > BAND
