@@ -42,14 +42,16 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Waits until the names of the files in a folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor: int | None = None
     try:
+        descriptor = os.open(folder, os.O_RDONLY)  # Windows refuses even this.
         os.fsync(descriptor)
     except OSError as error:
         if error.errno not in _NOT_FOR_FOLDERS:
             raise
     finally:
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def sync_tree(folder: Path) -> None:

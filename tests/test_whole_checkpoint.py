@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from hf_dlion import DistributedLion, last_whole_checkpoint, momentum_file, save_momentum
-from hf_dlion.durable import replace_file
+from hf_dlion.durable import replace_file, sync_tree
 from hf_dlion.whole_checkpoint import COMPLETE, INCOMPLETE, begin, finish, problems_in
 
 
@@ -195,3 +196,19 @@ def test_a_file_and_its_name_are_on_the_disk_in_this_order(
     monkeypatch.setattr(Path, "replace", note_rename)
     replace_file(tmp_path / "file.pt", lambda file: file.write(b"whole"))
     assert did == ["sync .tmp", "rename", "sync "]
+
+
+def test_a_system_that_opens_no_folders_still_gets_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really_open = os.open
+
+    def refuse_folders(path: str | Path, *args: int, **kwargs: int) -> int:
+        if os.path.isdir(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return really_open(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse_folders)
+    replace_file(tmp_path / "file.pt", lambda file: file.write(b"whole"))
+    sync_tree(tmp_path)
+    assert (tmp_path / "file.pt").read_bytes() == b"whole"
