@@ -98,7 +98,8 @@ def finish(folder: Path) -> None:
     try:
         (folder / INCOMPLETE).replace(folder / COMPLETE)
     except FileNotFoundError:
-        if not (folder / COMPLETE).exists():
+        # Listed, because an NFS client remembers for a while that a single name did not exist.
+        if COMPLETE not in os.listdir(folder):
             raise
     sync_folder(folder)
 

@@ -212,3 +212,15 @@ def test_a_system_that_opens_no_folders_still_gets_files(
     replace_file(tmp_path / "file.pt", lambda file: file.write(b"whole"))
     sync_tree(tmp_path)
     assert (tmp_path / "file.pt").read_bytes() == b"whole"
+
+
+def test_another_ranks_mark_is_found_where_names_are_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(tmp_path)
+    finish(tmp_path)
+    exists = Path.exists
+    # An NFS client looked for the name in `begin`, and still knows that it is not there.
+    monkeypatch.setattr(Path, "exists", lambda path: path.name != COMPLETE and exists(path))
+    finish(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [COMPLETE]
