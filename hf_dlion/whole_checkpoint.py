@@ -32,15 +32,18 @@ COMPLETE = "checkpoint-is-complete.txt"
 TRAINER_STATE = "trainer_state.json"
 
 # What torch.save writes for Trainer, Accelerate and us.
+_OPTIMIZERS = ("optimizer*.pt", "optimizer*.bin")
 _TORCH_FILES = (
-    *("optimizer*.pt", "optimizer*.bin", "scheduler*.pt", "scheduler*.bin", "scaler.pt"),
+    *(*_OPTIMIZERS, "scheduler*.pt", "scheduler*.bin", "scaler.pt"),
     *("rng_state*.pth", "random_states_*.pkl", "sampler*.bin", "custom_checkpoint_*.pkl"),
     *("pytorch_model*.bin", "adapter_model*.bin", "training_args.bin", "*_of_*.pt"),
 )
 _JSON_FILES = (TRAINER_STATE, "config.json", "adapter_config.json", "*.index.json")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model*.bin")
+_KNOWN = (COMPLETE, INCOMPLETE, *_TORCH_FILES, *_JSON_FILES, *_WEIGHTS)
 _FOLDER = re.compile(r"checkpoint[-_](\d+)")
 _TRAINERS_FOLDER = re.compile(r"checkpoint-\d+")
+_ACCELERATES_FOLDER = re.compile(r"checkpoint_\d+")
 _SHARD = re.compile(r"(.+)-0*1-of-\d+(\.safetensors|\.bin)")
 _MOMENTUM = re.compile(r"(.+)_(\d+)_of_(\d+)\.pt")
 
@@ -120,18 +123,25 @@ def problems_in(
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     problems = [f"{path.name} {what}" for path in files for what in _damages(path)]
     names = {path.relative_to(folder).as_posix() for path in files}
+    saved = _saved_momenta(names)
     of_trainer = TRAINER_STATE in names
     if not of_trainer and INCOMPLETE in names:
         problems.append("its saving did not end")
-    elif not of_trainer and COMPLETE not in names and _TRAINERS_FOLDER.fullmatch(folder.name):
-        problems.append(f"{TRAINER_STATE} is missing")
+    elif not saved and not any(_is_like(name, _KNOWN) for name in names):
+        # What a killed job made before anything was written into it, the mark included.
+        return ["it is empty"]
+    elif not of_trainer and COMPLETE not in names:
+        if _TRAINERS_FOLDER.fullmatch(folder.name):
+            problems.append(f"{TRAINER_STATE} is missing")
+        elif _ACCELERATES_FOLDER.fullmatch(folder.name):
+            stated = saved or any(_is_like(name, _OPTIMIZERS) for name in names)
+            problems += [] if stated else ["it holds neither a momentum nor an optimizer's state"]
     if of_trainer and not any(_is_like(path.name, _WEIGHTS) for path in files):
         problems.append("the model's weights are missing")
     for name in sorted(names):
         if match := _SHARD.fullmatch(name):
             index = f"{match[1]}{match[2]}.index.json"
             problems += [f"{index} is missing"] if index not in names else []
-    saved = _saved_momenta(names)
     state = {"optimizer.pt", "scheduler.pt"}
     if of_trainer and (saved or state & names):
         problems += [f"{name} is missing" for name in sorted(state - names)]

@@ -224,3 +224,22 @@ def test_another_ranks_mark_is_found_where_names_are_cached(
     monkeypatch.setattr(Path, "exists", lambda path: path.name != COMPLETE and exists(path))
     finish(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [COMPLETE]
+
+
+def test_a_folder_in_which_nothing_was_written_is_no_checkpoint(tmp_path: Path) -> None:
+    for name in ("checkpoint_7", "checkpoint-7", "mine"):
+        (tmp_path / name / "logs").mkdir(parents=True)
+        (tmp_path / name / "logs" / "notes.txt").write_text("not ours")
+        assert problems_in(tmp_path / name) == ["it is empty"]
+
+
+def test_accelerates_folder_needs_a_mark_or_a_state(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint_7"
+    folder.mkdir()
+    save_file({"weight": torch.ones(2)}, folder / "model.safetensors")
+    assert problems_in(folder) == ["it holds neither a momentum nor an optimizer's state"]
+    torch.save({}, folder / "optimizer.bin")
+    assert problems_in(folder) == []
+    (folder / "optimizer.bin").unlink()
+    (folder / COMPLETE).touch()
+    assert problems_in(folder) == []
