@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_dlion import checkpoint, whole_checkpoint
 from hf_dlion.agreed_checkpoint import agreed_checkpoint
+from hf_dlion.momentum_file import MOMENTUM_NAME
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.saving import Save
 
@@ -60,7 +61,7 @@ def attach(accelerator: Accelerator) -> None:
         with saves[0].part() if saves else nullcontext():
             whole_checkpoint.begin(Path(output_dir))
         for suffix, lion in _lions(accelerator):
-            name = checkpoint.MOMENTUM_NAME + suffix
+            name = MOMENTUM_NAME + suffix
             if lion.options.checkpoint == "mean":
                 lion.synchronize_momentum()
                 checkpoint.remove_momentum(output_dir, name=name)
@@ -183,7 +184,7 @@ def _load(accelerator: Accelerator, folder: str, failure: Exception | None) -> N
     states = []
     for suffix, lion in _lions(accelerator):
         state_file = Path(folder, f"optimizer{suffix}.bin")
-        name = checkpoint.MOMENTUM_NAME + suffix
+        name = MOMENTUM_NAME + suffix
         states.append(checkpoint.resume_momentum(lion, state_file, name=name, failure=failure))
     if failure is not None:
         raise failure

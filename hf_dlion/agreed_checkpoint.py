@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from hf_dlion.momentum_file import CheckpointError
-from hf_dlion.whole_checkpoint import checkpoint_names, number_of, passed_over, problems_in
+from hf_dlion.whole_checkpoint import (
+    Finding,
+    checkpoint_names,
+    examine,
+    judged,
+    number_of,
+    passed_over,
+)
 
 # Gets a value, returns those of all ranks in their order.
 Gather = Callable[[Any], list[Any]]
@@ -32,7 +39,7 @@ def agreed_checkpoint(
         rank: This rank.
         folder: The checkpoint that was asked for, or None for the newest.
         output_dir: Where to look for the newest; may be another folder on another machine.
-        ranks_of: As for `problems_in`.
+        ranks_of: As for `examine`.
 
     Raises:
         CheckpointError: On every rank, if the one that was asked for is not whole on all of them,
@@ -43,14 +50,14 @@ def agreed_checkpoint(
     if len({newest for newest, _ in told}) > 1:
         raise CheckpointError("cannot load: some ranks want the newest checkpoint, others name one")
     if folder is not None:
-        if problems := _problems_on_ranks(gather, folder, ranks_of):
+        if problems := _problems_on_ranks(gather, rank, len(told), Path(folder), ranks_of):
             raise CheckpointError(f"cannot load {folder}, it is not whole: {'; '.join(problems)}")
         return os.fspath(folder)
     complaints: list[str] = []
     found = {name for _, names in told for name in names}
     for name in sorted(found, key=number_of, reverse=True):
         place = Path(output_dir, name)
-        problems = _problems_on_ranks(gather, place, ranks_of)
+        problems = _problems_on_ranks(gather, rank, len(told), place, ranks_of)
         if not problems:
             if complaints and rank == 0:
                 warnings.warn("\n".join([*complaints, f"taking {place}"]), stacklevel=2)
@@ -62,14 +69,11 @@ def agreed_checkpoint(
 
 
 def _problems_on_ranks(
-    gather: Gather, folder: str | os.PathLike[str], ranks_of: RanksOf
+    gather: Gather, rank: int, world_size: int, folder: Path, ranks_of: RanksOf
 ) -> list[str]:
-    """Returns what is wrong with a checkpoint, once if all ranks see the same."""
+    """Returns what is wrong with a checkpoint, of whose files each rank opens its share."""
     try:
-        problems = problems_in(folder, ranks_of)
+        found = examine(folder, ranks_of, lambda saved: saved % world_size == rank)
     except Exception as error:  # The others wait for this rank below.
-        problems = [f"{type(error).__name__}: {error}"]
-    everyone = gather(problems)
-    if all(other == everyone[0] for other in everyone):
-        return list(everyone[0])
-    return [f"rank {rank}: {'; '.join(said)}" for rank, said in enumerate(everyone) if said]
+        found = Finding([f"{type(error).__name__}: {error}"])
+    return judged(gather(found))

@@ -22,11 +22,9 @@ from typing import Any
 import torch
 
 from hf_dlion import momentum_file
-from hf_dlion.momentum_file import CheckpointError, MomentumFile
+from hf_dlion.momentum_file import MOMENTUM_NAME, CheckpointError, MomentumFile
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.saved_momentum import momentum_for
-
-MOMENTUM_NAME = "dlion_momentum"
 
 
 def unwrap(optimizer: object) -> DistributedLion | None:

@@ -13,6 +13,8 @@ import torch
 
 from hf_dlion.durable import replace_file
 
+# What the files' names start with, unless a user gives another.
+MOMENTUM_NAME = "dlion_momentum"
 FORMAT = "hf_dlion momentum"
 VERSION = 3
 # Version 1 is from before nodes could vote as one: such a file holds whole momenta. Version 2 has

@@ -7,6 +7,7 @@ import io
 import random
 import resource
 import shutil
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -137,6 +138,30 @@ def save_apart(rank, world_size, folders):
         step(model, optimizer, rank)
         with saving(optimizer, f"{folders[rank]}/checkpoint_{number}") as place:
             hf_dlion.save_momentum(optimizer, place)
+
+
+def note_what_is_opened(rank, world_size, folder):
+    optimizer = DistributedLion([nn.Parameter(torch.zeros(2))])
+    opened: list[str] | None = []
+
+    def note(event, args):
+        if event == "open" and opened is not None and "momentum" in str(args[0]):
+            opened.append(Path(args[0]).name)
+
+    sys.addaudithook(note)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        agreed_checkpoint(optimizer.gather_objects, rank, None, folder)
+    found, opened = opened, None  # The hook stays for ever.
+    return found
+
+
+def test_a_rank_opens_the_momenta_of_its_share(ranks, tmp_path):
+    ranks(2).run(save_apart, [str(tmp_path)] * 2)
+    opened = ranks(2).run(note_what_is_opened, str(tmp_path))
+    assert [set(names) for names in opened] == [
+        {f"dlion_momentum_{rank}_of_2.pt"} for rank in (0, 1)
+    ]
 
 
 def fill_disk_with_accelerate(rank, world_size, folder, failing, size):

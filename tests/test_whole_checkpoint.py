@@ -16,7 +16,15 @@ from torch import nn
 
 from hf_dlion import DistributedLion, last_whole_checkpoint, momentum_file, save_momentum
 from hf_dlion.durable import replace_file, sync_tree
-from hf_dlion.whole_checkpoint import COMPLETE, INCOMPLETE, begin, finish, problems_in
+from hf_dlion.whole_checkpoint import (
+    COMPLETE,
+    INCOMPLETE,
+    begin,
+    examine,
+    finish,
+    judged,
+    problems_in,
+)
 
 
 def write_checkpoint(folder: Path, world_size: int = 2, steps: int = 3) -> Path:
@@ -138,7 +146,7 @@ def test_another_nodes_files_need_not_be_here(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "checkpoint-3")
     (folder / "dlion_momentum_1_of_2.pt").unlink()
     (folder / "rng_state_1.pth").unlink()
-    assert problems_in(folder, lambda world_size: [0]) == []
+    assert judged([examine(folder, lambda world_size: [0])]) == []
     assert len(problems_in(folder)) == 2
 
 
@@ -243,3 +251,53 @@ def test_accelerates_folder_needs_a_mark_or_a_state(tmp_path: Path) -> None:
     (folder / "optimizer.bin").unlink()
     (folder / COMPLETE).touch()
     assert problems_in(folder) == []
+
+
+def test_files_of_other_programs_damage_nothing(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint-3")
+    for name in ("best_of_5.pt", "epoch_3_of_5.pt"):
+        torch.save({"x": 1}, folder / name, _use_new_zipfile_serialization=False)
+    (folder / "epoch_4_of_5.pt").write_bytes(b"what is not zipped")
+    (folder / "notes.index.json").write_text("[]")
+    deeper = folder / "runs"
+    deeper.mkdir()
+    (deeper / "config.json").write_text("// with a comment")
+    (deeper / "optimizer.pt").write_bytes(b"")
+    assert problems_in(folder) == []
+    shutil.copy(folder / "dlion_momentum_0_of_2.pt", folder / "mine_0_of_2.pt")
+    assert problems_in(folder) == ["mine_1_of_2.pt is missing"]
+
+
+def test_an_adapter_beside_the_first_is_judged(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint-3")
+    (folder / "second").mkdir()
+    adapter = folder / "second" / "adapter_model.safetensors"
+    save_file({"weight": torch.ones(2)}, adapter)
+    assert problems_in(folder) == []
+    cut(adapter)
+    (problem,) = problems_in(folder)
+    assert "adapter_model.safetensors is damaged" in problem
+
+
+@pytest.mark.parametrize("damage", [cut, zero_the_start, None])
+def test_ranks_that_share_the_files_out_find_what_one_finds(
+    tmp_path: Path, damage: Callable[[Path], None] | None
+) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint-3", world_size=4)
+    for rank in range(4):
+        (folder / f"rng_state_{rank}.pth").rename(folder / f"random_states_{rank}.pkl")
+    (folder / "trainer_state.json").unlink()
+    if damage is None:  # Which no rank can see in its own share.
+        other = write_checkpoint(tmp_path / "other", world_size=4, steps=2)
+        shutil.copy(other / "dlion_momentum_2_of_4.pt", folder)
+    else:
+        damage(folder / "dlion_momentum_2_of_4.pt")
+        damage(folder / "random_states_3.pkl")
+    alone = problems_in(folder)
+    shares = [examine(folder, reads=lambda saved, r=rank: saved % 2 == r) for rank in range(2)]
+    together = judged(shares)
+    for problem in alone:
+        assert any(problem in said for said in together)
+    assert len(alone) == (2 if damage is None else 3)
+    for share in shares:
+        assert len([file for file in share.momenta["dlion_momentum"].steps if "_of_4" in file]) <= 2
