@@ -45,17 +45,15 @@ def agreed_checkpoint(
         CheckpointError: On every rank, if the one that was asked for is not whole on all of them,
             or if there are some and none is.
     """
-    names = [] if folder is not None else checkpoint_names(output_dir)
-    told = gather((folder is None, names))
-    if len({newest for newest, _ in told}) > 1:
+    told = gather(folder is None)
+    if len(set(told)) > 1:
         raise CheckpointError("cannot load: some ranks want the newest checkpoint, others name one")
     if folder is not None:
         if problems := _problems_on_ranks(gather, rank, len(told), Path(folder), ranks_of):
             raise CheckpointError(f"cannot load {folder}, it is not whole: {'; '.join(problems)}")
         return os.fspath(folder)
     complaints: list[str] = []
-    found = {name for _, names in told for name in names}
-    for name in sorted(found, key=number_of, reverse=True):
+    for name in names_on_ranks(gather, output_dir):
         place = Path(output_dir, name)
         problems = _problems_on_ranks(gather, rank, len(told), place, ranks_of)
         if not problems:
@@ -66,6 +64,27 @@ def agreed_checkpoint(
     if complaints:
         raise CheckpointError("\n".join(["cannot load, no checkpoint is whole", *complaints]))
     return None
+
+
+def names_on_ranks(gather: Gather, output_dir: str | os.PathLike[str]) -> list[str]:
+    """Returns the names of the checkpoints that any of the ranks sees, the newest first.
+
+    Every rank must call it.
+
+    Raises:
+        CheckpointError: On every rank, if one of them cannot look.
+    """
+    names, failure = [], None
+    try:
+        names = checkpoint_names(output_dir)
+    except OSError as error:  # The others wait for this rank below.
+        failure = f"{type(error).__name__}: {error}"
+    told = gather((names, failure))
+    failures = [f"rank {rank}: {failure}" for rank, (_, failure) in enumerate(told) if failure]
+    if failures:
+        raise CheckpointError("\n".join(["cannot look for checkpoints", *failures]))
+    found = sorted({name for names, _ in told for name in names})  # Alike on all ranks.
+    return sorted(found, key=number_of, reverse=True)
 
 
 def _problems_on_ranks(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import random
 import resource
@@ -162,6 +163,29 @@ def test_a_rank_opens_the_momenta_of_its_share(ranks, tmp_path):
     assert [set(names) for names in opened] == [
         {f"dlion_momentum_{rank}_of_2.pt"} for rank in (0, 1)
     ]
+
+
+def list_nothing_on_one_rank(rank, world_size, folder):
+    optimizer = DistributedLion([nn.Parameter(torch.zeros(2))])
+    iterdir = Path.iterdir
+
+    def fail(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    if rank == 1:
+        Path.iterdir = fail
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            agreed_checkpoint(optimizer.gather_objects, rank, None, folder)
+    finally:
+        Path.iterdir = iterdir
+    return str(caught.value)
+
+
+def test_a_rank_that_cannot_list_the_checkpoints_tells_all(ranks, tmp_path):
+    ranks(2).run(save_apart, [str(tmp_path)] * 2)
+    for said in ranks(2).run(list_nothing_on_one_rank, str(tmp_path), timeout=20):
+        assert "rank 1: PermissionError" in said
 
 
 def fill_disk_with_accelerate(rank, world_size, folder, failing, size):
