@@ -53,8 +53,8 @@ def agreed_checkpoint(
             raise CheckpointError(f"cannot load {folder}, it is not whole: {'; '.join(problems)}")
         return os.fspath(folder)
     complaints: list[str] = []
-    for name in names_on_ranks(gather, output_dir):
-        place = Path(output_dir, name)
+    places = [Path(output_dir, name) for name in names_on_ranks(gather, output_dir)]
+    for place in places:
         problems = _problems_on_ranks(gather, rank, len(told), place, ranks_of)
         if not problems:
             if complaints and rank == 0:
@@ -62,7 +62,10 @@ def agreed_checkpoint(
             return str(place)
         complaints.append(passed_over(place, problems))
     if complaints:
-        raise CheckpointError("\n".join(["cannot load, no checkpoint is whole", *complaints]))
+        half = ", ".join(map(str, places))
+        remedy = f"to start anew, delete {half}, or do not resume"
+        lines = ["cannot load, no checkpoint is whole", *complaints, remedy]
+        raise CheckpointError("\n".join(lines))
     return None
 
 

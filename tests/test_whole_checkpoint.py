@@ -15,7 +15,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from hf_dlion import DistributedLion, last_whole_checkpoint, momentum_file, save_momentum
+from hf_dlion.agreed_checkpoint import agreed_checkpoint
 from hf_dlion.durable import replace_file, sync_tree
+from hf_dlion.momentum_file import CheckpointError
 from hf_dlion.whole_checkpoint import (
     COMPLETE,
     INCOMPLETE,
@@ -116,6 +118,14 @@ def test_a_checkpoint_without_one_of_its_files_is_passed_over(
     damage(half / name)
     with pytest.warns(UserWarning, match=f"checkpoint-10, which is not whole: .*{name}"):
         assert last_whole_checkpoint(tmp_path) == str(whole)
+
+
+def test_what_to_do_without_a_whole_checkpoint_is_said(tmp_path: Path) -> None:
+    begin(tmp_path / "checkpoint_0")
+    with pytest.raises(CheckpointError) as caught:
+        agreed_checkpoint(lambda value: [value], 0, None, tmp_path)
+    assert "checkpoint_0, which is not whole: its saving did not end" in str(caught.value)
+    assert f"to start anew, delete {tmp_path}/checkpoint_0" in str(caught.value)
 
 
 def test_no_checkpoint_is_none(tmp_path: Path) -> None:
