@@ -11,12 +11,12 @@ from __future__ import annotations
 import functools
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dlion import checkpoint, whole_checkpoint
-from hf_dlion.agreed_checkpoint import agreed_checkpoint
+from hf_dlion.agreed_checkpoint import agreed_checkpoint, names_on_ranks
 from hf_dlion.momentum_file import MOMENTUM_NAME
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.saving import Save
@@ -45,7 +45,10 @@ def attach(accelerator: Accelerator) -> None:
 
     What fails on one rank in `save_state` is raised on all of them, a state counts as complete
     only when all ranks have written it (`hf_dlion.saving`), and `total_limit` deletes older ones
-    only then. `load_state()` takes the newest whole one, and refuses one that is not.
+    only then. `load_state()` takes the newest whole one, and refuses one that is not. With
+    automatic names the first `save_state` after it takes the number after the highest on the disk
+    (Accelerate alone would start at 0 again), unless `project_configuration.iteration` was set;
+    and a state of that number that a killed job left unfinished is replaced.
 
     Raises:
         NotImplementedError: If the accelerator shards the model (FSDP, DeepSpeed, tensor parallel).
@@ -79,18 +82,24 @@ def attach(accelerator: Accelerator) -> None:
         lions = _lions(accelerator)
         if not lions:
             return save_state(*args, **kwargs)
-        saves[:] = [Save(lions[0][1])]
+        ours = Save(lions[0][1])
+        saves[:] = [ours]
         try:
-            with saves[0].part():
-                with _all_kept(accelerator):
-                    place = save_state(*args, **kwargs)
-                saves[0].sync(Path(place))
-            with saves[0].part():
-                whole_checkpoint.finish(Path(place))
-                _delete_superseded(accelerator)
+            with _as_one(accelerator, ours):
+                with ours.part():
+                    _make_room(accelerator)
+                with ours.part():
+                    saved = save_state(*args, **kwargs)
+                with ours.part():
+                    ours.sync(Path(saved))  # What all ranks have written.
+            with ours.part():
+                if accelerator.is_local_main_process:
+                    whole_checkpoint.finish(Path(saved))
+            with ours.part():
+                _delete_superseded(accelerator, Path(saved))
         finally:
             saves.clear()
-        return place
+        return saved
 
     @functools.wraps(load_state)
     def load_all(input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -101,6 +110,7 @@ def attach(accelerator: Accelerator) -> None:
         except Exception as error:  # The others hear of it below, instead of waiting for this rank.
             failure = error
         _load(accelerator, folders.pop() if folders else "", failure)
+        _go_on_counting(accelerator)
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(remember)
@@ -109,24 +119,71 @@ def attach(accelerator: Accelerator) -> None:
 
 
 @contextmanager
-def _all_kept(accelerator: Accelerator) -> Iterator[None]:
-    """Keeps Accelerate from deleting older states before the new one is written."""
-    project = accelerator.project_configuration
-    limit, project.total_limit = project.total_limit, None
+def _as_one(accelerator: Accelerator, save: Save) -> Iterator[None]:
+    """Lets Accelerate save such that what fails on one rank leaves all of them alike."""
+    project, wait = accelerator.project_configuration, accelerator.wait_for_everyone
+    limit, iteration = project.total_limit, project.iteration
+
+    def meet_and_wait() -> None:
+        # Instead of coming to Accelerate's barrier, a rank that failed meets the others here.
+        with save.part():
+            pass
+        wait()
+
+    # Accelerate would delete older states before the new one is written.
+    project.total_limit, accelerator.wait_for_everyone = None, meet_and_wait
     try:
         yield
+    except BaseException:
+        project.iteration = iteration  # Where Accelerate was done, it has counted this state.
+        raise
     finally:
-        project.total_limit = limit
+        project.total_limit, accelerator.wait_for_everyone = limit, wait
 
 
-def _delete_superseded(accelerator: Accelerator) -> None:
+def _make_room(accelerator: Accelerator) -> None:
+    """Removes an unfinished state of the next number, which Accelerate would not write over."""
+    project = accelerator.project_configuration
+    if project.automatic_checkpoint_naming and accelerator.is_local_main_process:
+        place = _automatic_folder(accelerator) / f"checkpoint_{project.iteration}"
+        with suppress(FileNotFoundError):  # Of two machines with one disk the other was faster.
+            if place.is_dir() and whole_checkpoint.is_unfinished(place):
+                _remove(place)
+
+
+def _delete_superseded(accelerator: Accelerator, place: Path) -> None:
+    """Deletes other states than `place` over `total_limit`: unfinished ones, then the oldest."""
     project = accelerator.project_configuration
     if not project.automatic_checkpoint_naming or not project.total_limit:
         return
     if accelerator.is_main_process:
-        names = whole_checkpoint.checkpoint_names(_automatic_folder(accelerator))
-        for name in names[project.total_limit :]:
-            shutil.rmtree(_automatic_folder(accelerator) / name)
+        folder = _automatic_folder(accelerator)
+        names = whole_checkpoint.checkpoint_names(folder)
+        others = [folder / name for name in names if name != place.name]
+        others.sort(key=whole_checkpoint.is_unfinished)
+        for other in others[project.total_limit - 1 :]:
+            _remove(other)
+
+
+def _remove(state: Path) -> None:
+    """Removes a state; a job that is killed meanwhile leaves nothing that is named like one."""
+    # With a number, which Accelerate looks for in all names there when it is used without us.
+    doomed = state.with_name(".deleted_0")
+    shutil.rmtree(doomed, ignore_errors=True)
+    state.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _go_on_counting(accelerator: Accelerator) -> None:
+    """Has the next automatic name follow those on the disk, unless the user chose a number.
+
+    Every rank must call it. Accelerate counts from 0 in every process.
+    """
+    project, lions = accelerator.project_configuration, _lions(accelerator)
+    if lions and project.automatic_checkpoint_naming:
+        names = names_on_ranks(lions[0][1].gather_objects, _automatic_folder(accelerator))
+        if names and project.iteration == 0:
+            project.iteration = whole_checkpoint.number_of(names[0]) + 1
 
 
 def _automatic_folder(accelerator: Accelerator) -> Path:

@@ -110,6 +110,12 @@ def finish(folder: Path) -> None:
     sync_folder(folder)
 
 
+def is_unfinished(folder: Path) -> bool:
+    """Returns whether the saving of a checkpoint began and did not end, by its names alone."""
+    names = set(os.listdir(folder))
+    return not names or (INCOMPLETE in names and TRAINER_STATE not in names)
+
+
 @dataclass(frozen=True)
 class Momenta:
     """What one rank found of momentum files whose names start alike.

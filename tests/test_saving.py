@@ -25,7 +25,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 import hf_dlion
-from hf_dlion import DistributedLion, last_whole_checkpoint, saving
+from hf_dlion import DistributedLion, last_whole_checkpoint, saving, whole_checkpoint
 from hf_dlion.agreed_checkpoint import agreed_checkpoint
 from hf_dlion.header import Disagreement
 from hf_dlion.momentum_file import CheckpointError
@@ -188,6 +188,10 @@ def test_a_rank_that_cannot_list_the_checkpoints_tells_all(ranks, tmp_path):
         assert "rank 1: PermissionError" in said
 
 
+def states(folder: str) -> list[str]:
+    return sorted(path.name for path in Path(folder, "checkpoints").iterdir())
+
+
 def fill_disk_with_accelerate(rank, world_size, folder, failing, size):
     project = ProjectConfiguration(
         project_dir=folder, automatic_checkpoint_naming=True, total_limit=1
@@ -211,11 +215,8 @@ def fill_disk_with_accelerate(rank, world_size, folder, failing, size):
         loop.accelerator.load_state()
     passed = [str(w.message) for w in caught if "passed over" in str(w.message)]
     assert all(map(torch.equal, before, loop.momenta()))
-    loop.accelerator.project_configuration.iteration = 2
     loop.accelerator.save_state()
-    loop.accelerator.wait_for_everyone()
-    kept = sorted(path.name for path in Path(folder, "checkpoints").iterdir())
-    return said, passed, kept
+    return said, passed, states(folder)
 
 
 @pytest.mark.parametrize(("failing", "size"), [(0, 100), (0, 1900), (1, 1000), (1, 5000)])
@@ -227,7 +228,76 @@ def test_accelerate_keeps_the_last_whole_state(ranks, tmp_path, failing, size):
     )
     assert "Disagreement" not in results[failing][0]
     assert [len(passed) for _, passed, _ in results] == [1, 0]
-    assert results[0][2] == ["checkpoint_2"]
+    assert results[0][2] == results[1][2] == ["checkpoint_1"]
+
+
+def automatic_loop(folder, limit=None, **changes):
+    project = ProjectConfiguration(
+        project_dir=folder, automatic_checkpoint_naming=True, total_limit=limit, **changes
+    )
+    return Loop(project=project)
+
+
+def restart(rank, world_size, folder, limit, half, load, iteration=0):
+    """Saves three states, then one in a new job; returns its name, and those that are kept."""
+    loop = automatic_loop(folder, limit)
+    for _ in range(3):
+        loop.train(1)
+        loop.accelerator.save_state()
+    if rank == 0 and half:
+        whole_checkpoint.begin(Path(folder, "checkpoints", half))
+    loop = automatic_loop(folder, limit, iteration=iteration)  # Its preparation has the ranks meet.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if load:
+            loop.accelerator.load_state()
+    loop.train(1)
+    place = loop.accelerator.save_state()
+    momenta = loop.momenta()
+    loop.train(1)
+    loop.accelerator.load_state(place)
+    assert all(map(torch.equal, momenta, loop.momenta()))
+    return Path(place).name, states(folder)
+
+
+@pytest.mark.parametrize(
+    ("limit", "half", "load", "iteration", "saved", "kept"),
+    [
+        (1, "", True, 0, "checkpoint_3", ["checkpoint_3"]),
+        (1, "checkpoint_3", True, 0, "checkpoint_4", ["checkpoint_4"]),
+        (1, "", False, 0, "checkpoint_0", ["checkpoint_0"]),
+        (2, "checkpoint_9", False, 0, "checkpoint_0", ["checkpoint_0", "checkpoint_2"]),
+        (1, "checkpoint_9", False, 3, "checkpoint_3", ["checkpoint_3"]),
+        (2, "checkpoint_3", True, 3, "checkpoint_3", ["checkpoint_2", "checkpoint_3"]),
+        (2, "", True, 8, "checkpoint_8", ["checkpoint_2", "checkpoint_8"]),
+    ],
+)
+def test_a_restart_keeps_what_it_saves(ranks, tmp_path, limit, half, load, iteration, saved, kept):
+    results = ranks(2).run(restart, str(tmp_path), limit, half, load, iteration)
+    assert results == [(saved, kept)] * 2
+
+
+def find_the_number_taken(rank, world_size, folder):
+    own = f"{folder}/{rank}"
+    if rank == 1:
+        Path(own, "checkpoints", "checkpoint_0").mkdir(parents=True)
+        Path(own, "checkpoints", "checkpoint_0", "something").touch()
+    loop = automatic_loop(own, save_on_each_node=True)
+    loop.train(1)
+    start = time.monotonic()
+    with pytest.raises((ValueError, Disagreement)) as caught:
+        loop.accelerator.save_state()
+    took = time.monotonic() - start
+    loop.train(1)
+    return str(caught.value), took, loop.accelerator.save_iteration, loop.digest()
+
+
+def test_what_fails_before_accelerates_barrier_is_raised_on_every_rank(ranks, tmp_path):
+    one, two = ranks(2).run(find_the_number_taken, str(tmp_path), timeout=40)
+    assert "failed on 1 of 2 ranks: rank 1: ValueError: Checkpoint directory" in one[0]
+    assert "already exists" in two[0]
+    assert max(one[1], two[1]) < 20
+    assert one[2:] == two[2:]
 
 
 class FillDisk(TrainerCallback):
