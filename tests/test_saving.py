@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import os
 import random
 import resource
 import shutil
@@ -298,6 +299,31 @@ def test_what_fails_before_accelerates_barrier_is_raised_on_every_rank(ranks, tm
     assert "already exists" in two[0]
     assert max(one[1], two[1]) < 20
     assert one[2:] == two[2:]
+
+
+def save_late(rank, world_size, folder):
+    """Returns the names of the files that this rank brings to the disk, in order."""
+    loop = automatic_loop(folder)
+    loop.train(1)
+    synced, fsync = [], os.fsync
+
+    def note(descriptor):
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    if rank == 1:  # Its random state is written after this hook.
+        loop.accelerator.register_save_state_pre_hook(lambda *args: time.sleep(0.5))
+    os.fsync = note
+    try:
+        loop.accelerator.save_state()
+    finally:
+        os.fsync = fsync
+    return synced
+
+
+def test_what_accelerate_writes_last_is_on_the_disk_before_the_mark(ranks, tmp_path):
+    synced, _ = ranks(2).run(save_late, str(tmp_path))
+    assert {"random_states_1.pkl", "dlion_momentum_1_of_2.pt", "optimizer.bin"} <= set(synced)
 
 
 class FillDisk(TrainerCallback):
