@@ -270,3 +270,24 @@ def scaler_goes_along(rank, world_size, folder):
 
 def test_every_rank_gets_its_own_scaler_back(ranks, tmp_path):
     assert ranks(2).run(scaler_goes_along, str(tmp_path)) == [8.0, 16.0]
+
+
+def resume_differently(rank, world_size, folder, asked):
+    train(rank, world_size, folder, {"max_steps": 2, "save_strategy": "steps", "save_steps": 1})
+    with pytest.raises(CheckpointError) as caught:
+        train(rank, world_size, folder, {}, resume=asked[rank])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ((True, None), "True on ranks [0], nothing on ranks [1]"),
+        ((False, "checkpoint-1"), "nothing on ranks [0], a name on ranks [1]"),
+        ((True, "checkpoint-1"), "True on ranks [0], a name on ranks [1]"),
+    ],
+)
+def test_ranks_that_resume_from_different_things_are_told_at_once(ranks, tmp_path, asked, words):
+    asked = [str(tmp_path / own) if isinstance(own, str) else own for own in asked]
+    for said in ranks(2).run(resume_differently, str(tmp_path), asked, timeout=30):
+        assert said.startswith(f"cannot resume: resume_from_checkpoint is {words}")

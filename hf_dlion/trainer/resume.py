@@ -11,6 +11,7 @@ from transformers import Trainer
 
 from hf_dlion.agreed_checkpoint import agreed_checkpoint
 from hf_dlion.exchange import Wire, WireStats
+from hf_dlion.momentum_file import CheckpointError
 
 
 def whole_checkpoint_for(trainer: Trainer, resume: Any) -> Any:
@@ -20,10 +21,12 @@ def whole_checkpoint_for(trainer: Trainer, resume: Any) -> Any:
 
     Args:
         trainer: About to train.
-        resume: As given to `train(resume_from_checkpoint=...)`: True for the newest whole one.
+        resume: As given to `train(resume_from_checkpoint=...)`: True for the newest whole one,
+            None or False for none.
 
     Raises:
-        CheckpointError: On every rank, if the checkpoint that was named is not whole, or none is.
+        CheckpointError: On every rank, if the checkpoint that was named is not whole, or none is,
+            or if the ranks were given different things.
     """
     args = trainer.args
 
@@ -42,7 +45,20 @@ def whole_checkpoint_for(trainer: Trainer, resume: Any) -> Any:
         first = args.process_index - args.local_process_index
         return everyone[first : first + int(os.environ.get("LOCAL_WORLD_SIZE", world_size))]
 
+    _check_alike(gather("nothing" if not resume else "True" if resume is True else "a name"))
+    if not resume:
+        return resume
     named = None if resume is True else resume
     found = agreed_checkpoint(gather, args.process_index, named, str(args.output_dir), ranks_of)
     # Of no checkpoint at all Trainer says so itself.
     return resume if found is None else found
+
+
+def _check_alike(asked: list[str]) -> None:
+    """Raises if some ranks resume and others do not: they would enter different collectives."""
+    if len(set(asked)) > 1:
+        ranks = {what: [rank for rank, own in enumerate(asked) if own == what] for what in asked}
+        told = ", ".join(f"{what} on ranks {some}" for what, some in ranks.items())
+        raise CheckpointError(
+            f"cannot resume: resume_from_checkpoint is {told}; give all ranks the same"
+        )

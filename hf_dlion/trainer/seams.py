@@ -98,8 +98,7 @@ def _around_train(
         refuse_unsupported(trainer)
         # Here too, for a subclass that creates the optimizer all by itself.
         _put_callback_first(trainer.callback_handler)
-        if resume_from_checkpoint:
-            resume_from_checkpoint = whole_checkpoint_for(trainer, resume_from_checkpoint)
+        resume_from_checkpoint = whole_checkpoint_for(trainer, resume_from_checkpoint)
     return original(resume_from_checkpoint, *args, **kwargs)
 
 
