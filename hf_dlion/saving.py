@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hf_dlion import whole_checkpoint
 from hf_dlion.checkpoint import require
-from hf_dlion.durable import sync_tree
+from hf_dlion.durable import sync_folder, sync_tree
 from hf_dlion.header import Disagreement
 from hf_dlion.optimizer import DistributedLion
 
@@ -18,7 +18,7 @@ from hf_dlion.optimizer import DistributedLion
 def saving(optimizer: object, folder: str | os.PathLike[str]) -> Iterator[Path]:
     """Makes `folder` a checkpoint that is taken for whole only when all ranks have written it.
 
-    Every rank enters and leaves together: the ranks meet three times, in one header each (unlike
+    Every rank enters and leaves together: the ranks meet four times, in one header each (unlike
     `save_momentum`, which waits for nobody). While they write, `folder` holds a file
     `checkpoint-is-incomplete.txt`; when all of them are done, what was written is on the disk and
     the file is renamed `checkpoint-is-complete.txt`. `hf_dlion.last_whole_checkpoint` looks at
@@ -54,6 +54,7 @@ def saving(optimizer: object, folder: str | os.PathLike[str]) -> Iterator[Path]:
         whole_checkpoint.begin(folder)
     with save.part():
         yield folder
+    with save.part():
         save.sync(folder)
     with save.part():
         whole_checkpoint.finish(folder)
@@ -86,9 +87,15 @@ class Save:
         self._meet(None)
 
     def sync(self, folder: Path) -> None:
-        """Waits for the disk, on one rank of each machine."""
+        """Waits for the disk, on one rank of each machine.
+
+        A part of its own, after the one in which the ranks write: what another rank writes later
+        would not be on the disk.
+        """
         if self._lion.rank == 0 or os.environ.get("LOCAL_RANK") == "0":
             sync_tree(folder)
+            # That holds the name of the checkpoint itself.
+            sync_folder(folder.parent)
 
     def _meet(self, failure: Exception | None) -> None:
         if self._told:

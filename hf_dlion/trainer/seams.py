@@ -5,16 +5,15 @@ saved where Trainer saves the random state of every rank: `save_strategy` steps,
 callback that sets `should_save` and a just-in-time checkpoint all come through there, and
 `save_only_model` does not. The wrappers act only where the optimizer is a DistributedLion.
 
-Every rank must enter a save: the ranks meet in it three times, in one header each, so that a
-checkpoint is finished, and older ones are deleted, only when the files of all ranks are there, and
-so that what fails on one rank is raised on all of them.
+Every rank must enter a save: the ranks meet in it four times, in one header each, so that a
+checkpoint is finished, and older ones are deleted, only when the files of all ranks are there and
+on the disk, and so that what fails on one rank is raised on all of them.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -29,12 +28,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 import hf_dlion.checkpoint as momenta
 from hf_dlion import comm_hook
 from hf_dlion.checkpoint import unwrap
-from hf_dlion.durable import sync_tree
 from hf_dlion.naming import named_by
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.saving import Save
 from hf_dlion.trainer.callback import DistributedLionCallback
 from hf_dlion.trainer.resume import whole_checkpoint_for
+from hf_dlion.trainer.rotation import rotation_after, wrap_rotation
 from hf_dlion.trainer.unsupported import refuse_unsupported
 from hf_dlion.whole_checkpoint import TRAINER_STATE
 
@@ -72,6 +71,8 @@ def install_seams() -> None:
             raise missing_seam(f"Trainer.{name}")
         if tuple(inspect.signature(method).parameters)[1 : 1 + len(parameters)] != parameters:
             raise missing_seam(f"Trainer.{name}({', '.join(parameters)})")
+    if not wrap_rotation():
+        raise missing_seam("transformers.trainer.rotate_checkpoints")
     for name, (around, _) in _SEAMS.items():
         _wrap(name, around)
     setattr(Trainer, _INSTALLED, True)
@@ -154,12 +155,12 @@ def _around_save_checkpoint(
         original(model, trial)
         return
     name = f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
-    folder = os.path.join(trainer._get_output_dir(trial=trial), name)
+    folder = Path(trainer._get_output_dir(trial=trial), name)
     _saves[trainer] = save = Save(lion)
     try:
-        with save.part():
+        with save.part(), rotation_after(folder):
             # Rank 0 writes it last: without it no older state is taken for what is being written.
-            Path(folder, TRAINER_STATE).unlink(missing_ok=True)
+            (folder / TRAINER_STATE).unlink(missing_ok=True)
             original(model, trial)
     finally:
         del _saves[trainer]
@@ -167,6 +168,13 @@ def _around_save_checkpoint(
 
 def _part_of_save(trainer: Trainer) -> AbstractContextManager[None]:
     return _saves[trainer].part() if trainer in _saves else nullcontext()
+
+
+def _sync(trainer: Trainer, output_dir: str) -> None:
+    """Waits for the disk when all ranks have written, before the mark that they have."""
+    if trainer in _saves:
+        with _saves[trainer].part():
+            _saves[trainer].sync(Path(output_dir))
 
 
 def _around_save_model(
@@ -181,6 +189,9 @@ def _around_save_model(
     # Before the barrier that Trainer enters next if there is a best model: rank 0 may fail before.
     with _part_of_save(trainer):
         original(output_dir, _internal_call)
+    if trainer.args.save_only_model and output_dir is not None:
+        # Nothing follows that all ranks enter.
+        _sync(trainer, output_dir)
 
 
 def _around_save_optimizer_and_scheduler(
@@ -201,8 +212,7 @@ def _around_save_rng_state(trainer: Trainer, original: Callable[..., Any], outpu
         original(output_dir)
         if lion is not None and lion.options.checkpoint != "mean":
             momenta.save_momentum(lion, output_dir, scaler=_scaler(trainer))
-        if trainer in _saves and trainer.args.should_save:
-            sync_tree(Path(output_dir))
+    _sync(trainer, output_dir)
 
 
 def _around_load_optimizer_and_scheduler(
