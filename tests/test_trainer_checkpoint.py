@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import warnings
@@ -291,3 +292,28 @@ def test_ranks_that_resume_from_different_things_are_told_at_once(ranks, tmp_pat
     asked = [str(tmp_path / own) if isinstance(own, str) else own for own in asked]
     for said in ranks(2).run(resume_differently, str(tmp_path), asked, timeout=30):
         assert said.startswith(f"cannot resume: resume_from_checkpoint is {words}")
+
+
+def rotate(rank, world_size, folder, limit):
+    """Goes back to checkpoint-1 where a crash left a half one of a higher number, and saves."""
+    every = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    train(rank, world_size, folder, every)
+    half = Path(folder, "checkpoint-2").rename(Path(folder, "checkpoint-20"))
+    (half / "trainer_state.json").unlink()
+    # As if it were the newest; where the times say nothing, its number says so.
+    os.utime(half, (2e9, 2e9))
+    train(
+        rank,
+        world_size,
+        folder,
+        {**every, "save_total_limit": limit},
+        resume=f"{half.parent}/checkpoint-1",
+    )
+    return sorted(path.name for path in half.parent.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize(
+    ("limit", "kept"), [(1, ["checkpoint-2"]), (2, ["checkpoint-1", "checkpoint-2"])]
+)
+def test_half_checkpoints_go_before_whole_ones_and_the_new_one_never(ranks, tmp_path, limit, kept):
+    assert ranks(1).run(rotate, str(tmp_path), limit) == [kept]
