@@ -8,12 +8,15 @@ from pathlib import Path
 
 import torch
 from faults import SIGNALS, Fate, Fault, run_struck
-from faulty_training import MODES, Job, checkpoints, train
+from faulty_training import MODES, Job, train, whole_checkpoints
 
 from hf_dlion import momentum_file
+from hf_dlion.whole_checkpoint import number_of
 
 # What the ranks that were not struck are told.
-LOST, AGREED = "waited in vain for", "the step failed on 1 of"
+LOST = "waited in vain for"
+AGREED = ("the step failed on 1 of", "saving a checkpoint failed on 1 of")
+INJECTED = {"raise": "InjectedError: injected at", "disk": "OSError: [Errno 28]"}
 # In which DDP, where it uses its buckets, tells all ranks about new ones: it waits for a lost rank
 # then, and gloo's words are all that it says.
 DDP_STEP, DDP_LOST = 2, "gloo"
@@ -64,7 +67,7 @@ def endure(trial: Trial, reference: Sequence[Fate], folder: Path) -> list[Fate]:
             assert max(fate.digests) <= fault.step
     _check_checkpoints(folder, world_size)
     if fault.kind not in ("nan", "inf"):
-        saved = [int(path.name.split("-")[1]) for path in checkpoints(folder)]
+        saved = [number_of(path.name) for path in whole_checkpoints(folder)]
         assert (
             saved
             == [step for step in range(1, fault.step + 1) if step % job.save_every == 0][
@@ -101,9 +104,10 @@ def _check_ends(trial: Trial, fates: Sequence[Fate]) -> None:
         text = fate.error[1]
         if rank == fault.rank and fault.kind in ("raise", "disk"):
             assert "injected" in text, fate
-        elif fault.kind == "raise" and AGREED in text:
-            assert f"rank {fault.rank}: InjectedError: injected at" in text
+        elif fault.kind in ("raise", "disk") and any(said in text for said in AGREED):
+            assert f"rank {fault.rank}: {INJECTED[fault.kind]}" in text
         else:
+            assert fault.kind != "disk", "a full disk is told to all ranks"
             assert LOST in text or (waits_in_ddp and DDP_LOST in text), fate
 
 
@@ -123,10 +127,10 @@ def _check_abstention(trial: Trial, fates: Sequence[Fate], expected: dict[int, s
 
 
 def _check_checkpoints(folder: Path, world_size: int) -> None:
-    """Checks that what has a name is whole: every file of one, every momentum of a half one."""
-    for path in checkpoints(folder):
+    """Checks what is taken for whole, and that every momentum with a name is, of half ones too."""
+    for path in whole_checkpoints(folder):
         content = torch.load(path / "state.pt", weights_only=True)
-        assert path.name == f"step-{content['step']}"
+        assert path.name == f"checkpoint_{content['step']}"
         assert momentum_file.saved_ranks(path, "dlion_momentum") == {
             world_size: set(range(world_size))
         }

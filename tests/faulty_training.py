@@ -1,10 +1,8 @@
-"""A training loop as users write it, with checkpoints that are whole or not there, for faults."""
+"""A training loop as users write it, with this package's checkpoints, for faults."""
 
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,15 @@ from faults import Injector, Journal
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_dlion import DistributedLion, load_momentum, save_momentum, step_plan
+from hf_dlion import (
+    DistributedLion,
+    last_whole_checkpoint,
+    load_momentum,
+    save_momentum,
+    saving,
+    step_plan,
+)
+from hf_dlion.whole_checkpoint import checkpoint_names, problems_in
 
 # Such that the model makes several messages.
 SHORT = 40
@@ -78,36 +84,30 @@ def digest_of(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def checkpoints(folder: Path) -> list[Path]:
+def whole_checkpoints(folder: Path) -> list[Path]:
     """Returns the whole checkpoints, the oldest first."""
-    return sorted(folder.glob("step-*"), key=lambda path: int(path.name.split("-")[1]))
+    found = [folder / name for name in reversed(checkpoint_names(folder))]
+    return [path for path in found if not problems_in(path)]
 
 
 def save(optimizer: DistributedLion, model: nn.Module, folder: Path, step: int) -> None:
-    """Writes a checkpoint; it gets its name when every rank has written."""
-    writing = folder / "writing"
-    if optimizer.rank == 0:
-        shutil.rmtree(writing, ignore_errors=True)
-        writing.mkdir(parents=True)
-    optimizer.gather_objects("begun")
-    if optimizer.rank == 0:
-        content = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-        torch.save(content, writing / "state.pt")
-    save_momentum(optimizer, writing)
-    optimizer.gather_objects("written")
-    if optimizer.rank == 0:
-        os.replace(writing, folder / f"step-{step}")
+    """Writes a checkpoint."""
+    with saving(optimizer, folder / f"checkpoint_{step}") as place:
+        if optimizer.rank == 0:
+            content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(content | {"step": step}, place / "state.pt")
+        save_momentum(optimizer, place)
 
 
 def resume(optimizer: DistributedLion, model: nn.Module, folder: Path) -> int:
     """Loads the last whole checkpoint; returns the step after which it was saved."""
-    found = checkpoints(folder)
-    if not found:
+    found = last_whole_checkpoint(folder)
+    if found is None:
         return 0
-    content = torch.load(found[-1] / "state.pt", weights_only=True)
+    content = torch.load(Path(found, "state.pt"), weights_only=True)
     model.load_state_dict(content["model"])
     optimizer.load_state_dict(content["optimizer"])
-    load_momentum(optimizer, found[-1])
+    load_momentum(optimizer, found)
     return int(content["step"])
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fault_trial import undisturbed
 from faults import Fault
-from faulty_training import Job, checkpoints
+from faulty_training import Job, whole_checkpoints
 from spawn import run_script
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
@@ -75,13 +75,13 @@ def test_a_loop_of_ones_own_resumes_from_the_last_whole_checkpoint(tmp_path: Pat
         assert [min(own) for own in found if own] == [1, 3, 5, 5][: sum(map(bool, found))]
         assert found[-1].keys() == {5, 6, 7}
         assert all(own.items() <= whole.items() for own in found)
-    assert [path.name for path in checkpoints(folder)] == ["step-2", "step-4", "step-6"]
+    names = [path.name for path in whole_checkpoints(folder)]
+    assert names == ["checkpoint_2", "checkpoint_4", "checkpoint_6"]
 
 
 TRAINER = """
 import json, os, signal, sys
 from transformers import TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
 import hf_dlion
 from tiny import tiny_args, tiny_trainer, weights_digest
 
@@ -101,8 +101,8 @@ class Strike(TrainerCallback):
 def train(folder, callbacks):
     args = tiny_args(folder, max_steps=12, save_strategy="steps", save_steps=3)
     trainer = tiny_trainer(args, callbacks=callbacks)
-    last = get_last_checkpoint(folder) if os.path.isdir(folder) else None
-    trainer.train(resume_from_checkpoint=last)
+    last = hf_dlion.last_whole_checkpoint(folder)
+    trainer.train(resume_from_checkpoint=last is not None)
     return weights_digest(trainer.model), last
 
 if __name__ == "__main__":

@@ -76,7 +76,8 @@ def draw_fault(rng: random.Random, world_size: int, reference: Sequence[Fate]) -
     if kind == "disk":
         step = rng.choice(range(SAVE_EVERY, STEPS, SAVE_EVERY))
     passed = reference[rank].passed[step]
-    points = ["within a file"] if kind == "disk" else sorted(set(passed) - {"a gradient"})
+    on_disk = {"within a file", "before a sync"}
+    points = sorted(on_disk if kind == "disk" else set(passed) - {"a gradient"})
     point = rng.choice(points)
     nth = rng.randrange(passed[point])
     return Fault(kind=kind, rank=rank, step=step, point=point, nth=nth)
