@@ -41,8 +41,11 @@ _TORCH_FILES = (
 )
 _INDICES = ("*.safetensors.index.json", "*.bin.index.json")
 _JSON_FILES = (TRAINER_STATE, "config.json", "adapter_config.json", *_INDICES)
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model*.bin")
-_KNOWN = (COMPLETE, INCOMPLETE, *_TORCH_FILES, *_JSON_FILES, *_WEIGHTS)
+_KNOWN_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model*.bin")
+_KNOWN = (COMPLETE, INCOMPLETE, *_TORCH_FILES, *_JSON_FILES, *_KNOWN_WEIGHTS)
+# A Trainer of one's own may give the weights any name.
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt")
+_NO_WEIGHTS = ("optimizer.*", "scheduler.*", "scaler.*", "rng_state*", "training_args.*", "dlion_*")
 _FOLDER = re.compile(r"checkpoint[-_](\d+)")
 _TRAINERS_FOLDER = re.compile(r"checkpoint-\d+")
 _ACCELERATES_FOLDER = re.compile(r"checkpoint_\d+")
@@ -217,7 +220,10 @@ def examine(
         elif _ACCELERATES_FOLDER.fullmatch(folder.name):
             stated = saved or any(_is_like(name, _OPTIMIZERS) for name in names)
             problems += [] if stated else ["it holds neither a momentum nor an optimizer's state"]
-    if of_trainer and not any(_is_like(path.name, _WEIGHTS) for path in folder.rglob("*")):
+    if of_trainer and not any(
+        _is_like(path.name, _WEIGHTS) and not _is_like(path.name, _NO_WEIGHTS)
+        for path in folder.rglob("*")
+    ):
         problems.append("the model's weights are missing")
     for name in sorted(names):
         if match := _SHARD.fullmatch(name):

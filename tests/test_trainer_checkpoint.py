@@ -13,7 +13,7 @@ import pytest
 import torch
 from spawn import RankPools
 from tiny import tiny_args, tiny_data, tiny_trainer, weights_digest
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 import hf_dlion
 from hf_dlion import momentum_file
@@ -317,3 +317,35 @@ def rotate(rank, world_size, folder, limit):
 )
 def test_half_checkpoints_go_before_whole_ones_and_the_new_one_never(ranks, tmp_path, limit, kept):
     assert ranks(1).run(rotate, str(tmp_path), limit) == [kept]
+
+
+class OwnNames(Trainer):
+    """What a user writes who saves the weights in a file of another name."""
+
+    def _save(self, output_dir=None, state_dict=None):
+        Path(output_dir).mkdir(exist_ok=True)
+        torch.save(self.model.state_dict(), Path(output_dir, "lora.pt"))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        state = torch.load(Path(resume_from_checkpoint, "lora.pt"), weights_only=True)
+        self.model.load_state_dict(state)
+
+
+def resume_own_names(rank, world_size, folder):
+    hf_dlion.register()
+    digests = []
+    for resume in (None, True):
+        args = tiny_args(folder, max_steps=3, save_strategy="steps", save_steps=2)
+        trainer = tiny_trainer(args, OwnNames)
+        trainer.train(resume_from_checkpoint=resume)
+        digests.append(weights_digest(trainer.model))
+        shutil.rmtree(Path(folder, "checkpoint-3"))
+    return digests
+
+
+def test_weights_of_another_name_are_weights(ranks, tmp_path):
+    ((whole, resumed),) = ranks(1).run(resume_own_names, str(tmp_path))
+    assert whole == resumed
+    (tmp_path / "checkpoint-2" / "lora.pt").unlink()
+    with pytest.warns(UserWarning, match="the model's weights are missing"):
+        assert hf_dlion.last_whole_checkpoint(tmp_path) is None
