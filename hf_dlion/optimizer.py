@@ -673,7 +673,8 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             ties=self.options.ties,
             stochastic_rounding=self.options.stochastic_rounding,
             seed=self.options.seed,
-            bits=self.options.bits,
+            # Of the messages that are there, should somebody have changed the options since.
+            bits=self.options.bits if self._plan is None else self._plan.bits,
             level_scale=self.options.level_scale,
         )
 

@@ -118,6 +118,7 @@ class Plan:
         messages: With buffers for one step; none for one rank.
         full: Parameters that have no place in a message: their gradients are averaged.
         routes: What is exchanged of each parameter besides votes.
+        bits: Of the votes that its messages have room for.
         layout: Hash of everything that decides which collectives of what size a step makes.
         ordered: Whether the messages follow an order in which gradients become ready.
         owners: For each rank of this rank's node, the stretch of every parameter whose momentum it
@@ -128,6 +129,7 @@ class Plan:
     owners: Sequence[Mapping[int, Range]] = ()
     owned: Mapping[int, Range] = MappingProxyType({})
     full: Sequence[Batch] = ()
+    bits: int = 1
 
     def __init__(
         self,
@@ -151,7 +153,7 @@ class Plan:
             TypeError: If one is not dense or not floating.
         """
         self._take_params(params, wire, routes)
-        self.ordered = order is not None
+        self.ordered, self.bits = order is not None, options.bits
         world_size = 1 if wire is None else wire.world_size
         voted = [pair for pair in params if pair[0] not in routes.full]
         groups = split_into_messages(voted, world_size)

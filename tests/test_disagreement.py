@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_dlion import DistributedLion, header
 from hf_dlion.groups import layout_lines
 from hf_dlion.options import Options
+from hf_dlion.routes import Routes
 
 pytestmark = pytest.mark.multiproc
 
@@ -68,7 +69,9 @@ def _with_options(
     chosen = Options(overlap=overlap)
     if rank == 1 and not late:
         chosen = _options_with(chosen, name)
-    optimizer = DistributedLion(params, **vars(chosen))
+    # Patterns of names must mean one of them.
+    named = zip(("norm.weight", "norm.bias"), params, strict=True)
+    optimizer = DistributedLion(named, **vars(chosen))
     if late:
         for seed in range(3):
             _backward(params, seed)
@@ -334,7 +337,7 @@ def test_devices_are_compared_by_their_kind() -> None:
     with FakeTensorMode():
         devices = ["cuda:0", "cuda:1", "cpu"]
         alike, same, other = (
-            layout_lines([{"params": [nn.Parameter(torch.empty(3, device=device))]}])
+            layout_lines([{"params": [nn.Parameter(torch.empty(3, device=device))]}], Routes())
             for device in devices
         )
     assert alike == same != other
