@@ -13,14 +13,16 @@ from hf_dlion.selective_sync import Held
 
 # Elements that stand for a parameter: a power of two.
 SAMPLES = 256
+# 2**32 over the golden ratio, an odd number: multiples of it fill 0 to 2**32 - 1 evenly.
+_SPREAD = 2_654_435_769
 
 
 def measure(momenta: Sequence[Held], wire: Wire) -> dict[int, float]:
     """Returns each momentum's divergence by parameter index, the same on all ranks.
 
-    It is the variance across the ranks over the mean square, in up to 256 evenly spaced elements: 0
-    where the ranks have one momentum, near 1 - 1/N where they have nothing in common, 1 where they
-    cancel. Every rank must call this. Bytes per rank: 1024 * (N - 1) for each parameter.
+    It is the variance across the ranks over the mean square, in up to 256 elements from all over
+    it: 0 where the ranks have one momentum, near 1 - 1/N where they have nothing in common, 1 where
+    they cancel. Every rank must call this. Bytes per rank: 1024 * (N - 1) for each parameter.
 
     Args:
         momenta: Of the same parameters on all ranks; not changed.
@@ -67,7 +69,12 @@ def _folded(rows: Tensor) -> Tensor:
 def _sample(momentum: Tensor) -> Tensor:
     flat = momentum.view(-1)
     count = min(SAMPLES, flat.numel())
-    return flat[torch.arange(count, device=flat.device) * flat.numel() // max(count, 1)]
+    if count == 0:
+        return flat
+    # One of each stretch, not always its first: those are in one column where widths are even.
+    place = torch.arange(count, device=flat.device)
+    within = place * _SPREAD % 2**32 * (flat.numel() // count) // 2**32
+    return flat[place * flat.numel() // count + within]
 
 
 def choose(

@@ -65,12 +65,14 @@ def step_in_full(batches: Sequence[Batch], ballot: Ballot, wire: Wire, stats: Wi
         if not moving:
             continue
         flat = torch.cat([_sent(index, param, ballot) for index, param in moving])
-        counts = torch.cat(
-            [
-                torch.full((param.numel(),), ballot.full[index][1], dtype=torch.int32)
-                for index, param in moving
-            ]
-        )
+        counts = None
+        if any(ballot.full[index][1] != wire.world_size for index, _ in moving):
+            counts = torch.cat(
+                [
+                    torch.full((param.numel(),), ballot.full[index][1], dtype=torch.int32)
+                    for index, param in moving
+                ]
+            )
         before = time.perf_counter()
         mean = average(flat, wire, "gradients", counts)
         exchanging += time.perf_counter() - before
@@ -88,7 +90,8 @@ def step_in_full(batches: Sequence[Batch], ballot: Ballot, wire: Wire, stats: Wi
 def _sent(index: int, param: Tensor, ballot: Ballot) -> Tensor:
     """Returns what this rank adds to the sum: its gradient, or zeros if it has none."""
     if index in ballot.voting:
-        return cast(Tensor, param.grad).reshape(-1)
+        # Which may be of another dtype (`grad_dtype`), and is not on every rank.
+        return cast(Tensor, param.grad).reshape(-1).to(param.dtype)
     return torch.zeros(param.numel(), dtype=param.dtype, device=param.device)
 
 

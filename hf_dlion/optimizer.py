@@ -155,7 +155,8 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             many as `momentum_sync_budget` allows), patterns of parameter names ("*.bias;*norm*" or
             a sequence; as `fnmatch`), or a function of name and parameter.
         momentum_sync_dtype: How they travel: torch.bfloat16 or torch.float32.
-        momentum_sync_budget: For "auto": the most bytes that a rank sends for them in a step.
+        momentum_sync_budget: For "auto": the most bytes that a rank sends for them in a step; None
+            stands for one bit per parameter.
         full_precision: Parameters whose gradients are averaged over the ranks instead of a vote, by
             name as for `momentum_sync`; a parameter group with "exchange": "full" is the same.
         warmup_full_steps: So many steps at the start are plain Lion on the mean gradient.
@@ -204,7 +205,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         momentum_sync_every: int = 0,
         momentum_sync: Selection = "all",
         momentum_sync_dtype: torch.dtype = torch.bfloat16,
-        momentum_sync_budget: int = 1_000_000,
+        momentum_sync_budget: int | None = None,
         full_precision: Selection | None = None,
         warmup_full_steps: int = 0,
     ) -> None:
@@ -716,8 +717,9 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             "checkpoint": self.options.checkpoint,
             **self._origin.entry(self.steps, self.rank, self.world_size),
         }
-        if self._sync.divergence:
-            state_dict["dlion"]["divergence"] = dict(self._sync.divergence)
+        if self.options.momentum_sync_every and self.options.momentum_sync == "auto":
+            count = len(flat_params(self.param_groups))
+            state_dict["dlion"]["divergence"] = self._sync.entry(count)
         if self._shards.held:
             state_dict["dlion"]["shard"] = self._shards.entry()
         return with_entry_in_groups(state_dict)
@@ -742,7 +744,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         """Takes what torch's loading leaves out: dtypes, stretches, and our entry."""
         restore_momentum(self, state_dict, self.options.momentum_dtype)
         self._shards = Shards.loaded((own or {}).get("shard"))
-        self._sync = MomentumSync((own or {}).get("divergence"))
+        self._sync = MomentumSync.loaded((own or {}).get("divergence"))
         self._common = frozenset()
         if self.options.local_group is None:
             self._momenta().fill_up()

@@ -69,7 +69,8 @@ class Options:
         momentum_sync: Which: "all", "auto" (the most divergent ones, within a budget), patterns of
             parameter names, or a function of name and parameter.
         momentum_sync_dtype: How they travel: torch.bfloat16 or torch.float32.
-        momentum_sync_budget: For "auto": the most bytes that a rank sends for it in a step.
+        momentum_sync_budget: For "auto": the most bytes that a rank sends for it in a step; None
+            stands for one bit per parameter.
         full_precision: Patterns of the names of parameters whose gradients are averaged instead of
             voted on, or a function of name and parameter; None selects none.
         warmup_full_steps: In so many steps at the start all parameters are.
@@ -96,7 +97,7 @@ class Options:
     momentum_sync_every: int = 0
     momentum_sync: Selection = "all"
     momentum_sync_dtype: torch.dtype = torch.bfloat16
-    momentum_sync_budget: int = 1_000_000
+    momentum_sync_budget: int | None = None
     full_precision: Selection | None = None
     warmup_full_steps: int = 0
 
@@ -143,8 +144,10 @@ class Options:
 
     def _check_full_precision(self) -> None:
         """Check what makes the step more exact than votes."""
-        for name in ("momentum_sync_every", "momentum_sync_budget", "warmup_full_steps"):
+        for name in ("momentum_sync_every", "warmup_full_steps"):
             _check_integer(name, getattr(self, name), low=0, high=2**63 - 1)
+        if self.momentum_sync_budget is not None:
+            _check_integer("momentum_sync_budget", self.momentum_sync_budget, low=0, high=2**63 - 1)
         check_selection("momentum_sync", self.momentum_sync)
         if self.full_precision is not None:
             check_selection("full_precision", self.full_precision)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -199,9 +200,10 @@ def _check_divergence(entry: object, count: int) -> None:
     """
     if entry is None:
         return
-    if not isinstance(entry, Mapping) or not all(
-        isinstance(index, int) and 0 <= index < count and isinstance(value, float)
-        for index, value in entry.items()
+    if (
+        not isinstance(entry, (list, tuple))
+        or len(entry) != count
+        or not all(isinstance(value, float) and math.isfinite(value) for value in entry)
     ):
         raise ValueError("the state dict's entry 'divergence' is damaged, or of other parameters")
 

@@ -15,6 +15,9 @@ from hf_dlion.verdict import TensorRule
 
 # With "auto" divergences are measured again after so many steps, or at the next period's beginning.
 MEASURE_EVERY = 50
+# What is synchronised counts at a measurement as so much of what it was, if that is more than is
+# measured: otherwise it would be dropped as soon as synchronising helps, and chosen again after.
+KEPT = 0.9
 
 
 class MomentumSync:
@@ -31,6 +34,19 @@ class MomentumSync:
         self.divergence = dict(divergence or {})
         self.measurements = 0
         self.needed: Counter[int] = Counter()
+
+    @classmethod
+    def loaded(cls, entry: Sequence[float] | None) -> MomentumSync:
+        """Returns one that goes on from a state dict's entry, checked, or from nothing."""
+        return cls({index: value for index, value in enumerate(entry or ()) if value >= 0.0})
+
+    def entry(self, count: int) -> list[float]:
+        """Returns the divergences as a state dict holds them: -1 where there is none.
+
+        Args:
+            count: Number of parameters.
+        """
+        return [self.divergence.get(index, -1.0) for index in range(count)]
 
     def agreed(self) -> list[dict[str, Any]]:
         """Returns what ranks must have in common, as an entry beside their parameter groups."""
@@ -58,25 +74,40 @@ class MomentumSync:
         begin = time.perf_counter()
         every = options.momentum_sync_every
         if options.momentum_sync == "auto" and momenta:
-            if not self.divergence or (step - 1) % (-(-MEASURE_EVERY // every) * every) == 0:
-                self.divergence = measure(momenta, wire)
-                self.measurements += 1
+            period = -(-MEASURE_EVERY // every) * every
+            if not self.divergence or (step - 1) % period == 0:
+                # What was measured first was the noise of one gradient.
+                before = self.divergence if step > 1 + period else {}
+                self._note(measure(momenta, wire), before, self._chosen(momenta, options, wire))
                 self.needed.update(held.index for held in self._chosen(momenta, options, wire))
             momenta = self._chosen(momenta, options, wire)
         dtype = options.momentum_sync_dtype
         synchronize_slice(momenta, step % every, every, rules, dtype, wire)
         wire.stats.exchange_s += time.perf_counter() - begin
 
+    def _note(
+        self, measured: Mapping[int, float], before: Mapping[int, float], synced: Sequence[Held]
+    ) -> None:
+        """Takes a measurement: momenta that were synchronised until now differ less for it."""
+        held = {piece.index: KEPT * before.get(piece.index, 0.0) for piece in synced}
+        self.divergence = {
+            index: max(value, held.get(index, 0.0)) for index, value in measured.items()
+        }
+        self.measurements += 1
+
     def _chosen(self, momenta: Sequence[Held], options: Options, wire: Wire) -> list[Held]:
         every, dtype = options.momentum_sync_every, options.momentum_sync_dtype
         by_index = {held.index: held for held in momenta}
+        budget = options.momentum_sync_budget
+        if budget is None:
+            budget = sum(held.exp_avg.numel() for held in momenta) // 8
         devices = len({held.exp_avg.device for held in momenta})
 
         def fits(numel: int) -> bool:
             # A batch for each device is filled up by itself.
             filling = (devices - 1) * slice_wire_bytes(1, 1, wire.world_size, dtype)
             sent = slice_wire_bytes(numel, every, wire.world_size, dtype) + filling
-            return sent <= options.momentum_sync_budget
+            return sent <= budget
 
         numels = {index: held.exp_avg.numel() for index, held in by_index.items()}
         return [by_index[index] for index in choose(self.divergence, numels, fits)]

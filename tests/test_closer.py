@@ -14,9 +14,10 @@ from random_training import DTYPES, normal
 from torch import nn
 
 from hf_dlion import DistributedLion
-from hf_dlion.divergence import choose, divergence_of
+from hf_dlion.divergence import _sample, choose, divergence_of
 from hf_dlion.exchange.mean import mean_of
 from hf_dlion.selective_sync import Held, _batches, _slice, slice_wire_bytes, synchronized
+from hf_dlion.sync_schedule import KEPT, MomentumSync
 
 SMALL = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
 
@@ -120,7 +121,7 @@ def test_added_parameters_are_selected_too() -> None:
     assert len(optimizer.param_groups) == 2
 
 
-@pytest.mark.parametrize("damage", [3, {"a": 0.5}, {0: "x"}, {9: 0.5}])
+@pytest.mark.parametrize("damage", [3, {0: 0.5}, [0.5], ["x"] * 4, [float("nan")] * 4])
 def test_a_damaged_divergence_is_refused(damage: Any) -> None:
     optimizer = DistributedLion(_named())
     state = optimizer.state_dict()
@@ -227,3 +228,25 @@ def test_all_in_full_with_equal_gradients_is_one_rank() -> None:
         many.step([[g]] * 4)
         one.step([[g]])
         assert bits_of(many.params[0]) == bits_of(one.params[0])
+
+
+@pytest.mark.parametrize("shape", [(256, 64), (4096, 4096), (50304, 768), (1024, 3072), (300,)])
+def test_samples_come_from_all_over_a_matrix(shape: tuple[int, ...]) -> None:
+    columns = torch.arange(shape[-1]).expand(shape).contiguous()
+    rows = torch.arange(shape[0]).view(-1, *[1] * (len(shape) - 1)).expand(shape).contiguous()
+    for of_element in (columns, rows):
+        assert len(_sample(of_element).unique()) > 30
+
+
+@pytest.mark.parametrize("numel", [0, 1, 255, 256, 257, 1000])
+def test_no_element_is_sampled_twice(numel: int) -> None:
+    found = _sample(torch.arange(numel))
+    assert len(found.unique()) == len(found) == min(numel, 256)
+
+
+def test_what_differs_less_because_it_is_synchronised_goes_on_being_so() -> None:
+    sync = MomentumSync()
+    synced = [Held(1, torch.zeros(3))]
+    sync._note({0: 0.3, 1: 0.0, 2: 0.1}, {0: 0.2, 1: 0.5, 2: 0.4}, synced)
+    assert sync.divergence == {0: 0.3, 1: KEPT * 0.5, 2: 0.1}
+    assert MomentumSync.loaded(sync.entry(4)).divergence == sync.divergence

@@ -21,7 +21,7 @@ from random_training import (
     take_steps,
 )
 from spawn import RankPools
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_dlion import Disagreement
 from hf_dlion.exchange import Wire, WireStats
@@ -205,6 +205,28 @@ def test_auto_synchronises_what_differs_most_within_the_budget(ranks: RankPools)
     measured = 4 * 256 * 4
     assert first["sent"][1] - without[1] == budget
     assert without[0] == without[1] + 64 + measured
+
+
+def train_with_wide_gradients(rank: int, world_size: int) -> list[float]:
+    """One parameter whose gradient is float32, on the first rank alone."""
+    from hf_dlion import DistributedLion
+
+    param = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+    param.grad_dtype = torch.float32
+    other = nn.Parameter(torch.ones(2))
+    optimizer = DistributedLion([param, other], lr=0.1, warmup_full_steps=1)
+    loss = (other * (rank + 1.0)).sum()
+    if rank == 0:
+        loss = loss + (param * torch.arange(-2.0, 3.0).bfloat16()).float().sum()
+    loss.backward()
+    optimizer.step()
+    return [float(value) for value in param]
+
+
+def test_gradients_of_another_dtype_are_averaged_in_the_parameter_s(ranks: RankPools) -> None:
+    first, second = ranks(2).run(train_with_wide_gradients)
+    assert first == second
+    assert first == pytest.approx([1.1, 1.1, 1.0, 0.9, 0.9], abs=0.01)
 
 
 def train_at_last(rank: int, world_size: int, change: str) -> tuple[list[Any], list[Any], float]:

@@ -102,6 +102,30 @@ def test_a_run_with_a_momentum_per_rank_says_what_it_lost_and_goes_on_alike(
         assert len(said) == 1
 
 
+def with_divergence(rank: int, world_size: int, folder: str) -> list[dict[int, float]]:
+    options = {"momentum_sync_every": 2, "momentum_sync": "auto"}
+    found = []
+    for saves in (True, False):
+        run = Run(rank, 0, **options)
+        run.train(range(3 if saves else 1))
+        run.lion.synchronize_momentum()
+        _, state = get_state_dict(run.model, run.lion)
+        if saves:
+            dcp.save({"optimizer": state}, checkpoint_id=folder)
+        else:
+            dcp.load({"optimizer": state}, checkpoint_id=folder)
+            set_optimizer_state_dict(run.model, run.lion, state)
+        found.append(run.lion._sync.divergence)
+        run.close()
+    return found
+
+
+def test_what_momentum_sync_measured_goes_along(ranks: RankPools, tmp_path: Path) -> None:
+    for saved, loaded in ranks(2).run(with_divergence, str(tmp_path)):
+        assert len(saved) == 4
+        assert loaded == saved
+
+
 def broadcast(rank: int, world_size: int) -> tuple[str, str]:
     first = Run(rank, 0)
     first.train(range(3))

@@ -182,8 +182,11 @@ def adamw(model: nn.Module, setting: Setting) -> Optimizer:
 
 
 def sgd(model: nn.Module, setting: Setting) -> Optimizer:
-    """Returns plain SGD: a compressor may bring a momentum of its own."""
-    return SGD(trainable(model), lr=setting.lr, weight_decay=setting.weight_decay)
+    """Returns plain SGD without decay: a compressor may bring a momentum of its own.
+
+    Its learning rates are a hundred times the others'; so would be what the decay takes off.
+    """
+    return SGD(trainable(model), lr=setting.lr)
 
 
 def lion(model: nn.Module, setting: Setting) -> Optimizer:
@@ -242,6 +245,11 @@ def voting(*, warmup: float = 0.0, auto_bits: float = 0.0, **options: Any) -> Re
     return Recipe(family="lion", simulated=method, options=of_run)
 
 
+def _is_small(name: str, _param: Tensor) -> bool:
+    # A function and no patterns: a LoRA trains none of these.
+    return "norm" in name or "embed" in name
+
+
 METHODS: dict[str, Recipe] = {
     "adamw": averaged(adamw),
     "lion": averaged(lion),
@@ -258,7 +266,7 @@ METHODS: dict[str, Recipe] = {
     "sync50": voting(momentum_sync_every=50),
     "auto": voting(momentum_sync_every=4, auto_bits=1.0),
     "warmup": voting(warmup=0.1),
-    "small-full": voting(full_precision="*norm*;*embed*"),
+    "small-full": voting(full_precision=_is_small),
     "terngrad": averaged(adamw, TernGrad),
     "graddrop": averaged(adamw, GradDrop),
     "dgc": averaged(sgd, DGC),  # which brings the momentum
