@@ -45,9 +45,14 @@ def _curves(together: Sequence[Result], path: Path) -> Path:
     figure, panels = _figure(len(axes))
     for panel, (label, per_step) in zip(panels, axes.items(), strict=True):
         for result in together:
-            steps, losses = result.curve()
-            scale = per_step(result)
-            panel.plot([scale * step for step in steps], losses, label=result.setting.method)
+            scale, logarithmic = per_step(result), label != "steps"
+            # Nothing is sent before the first step, which has no place on a logarithmic axis.
+            curve = [
+                (scale * step, loss)
+                for step, loss in zip(*result.curve(), strict=True)
+                if step > 0 or not logarithmic
+            ]
+            panel.plot(*zip(*curve, strict=True), label=result.setting.method)
         panel.set_xlabel(label)
         if label != "steps":
             panel.set_xscale("log")
