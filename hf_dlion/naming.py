@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 # Wrappers put these before a parameter's name, which does not make it another parameter.
-_WRAPPER_PREFIXES = ("module.", "_orig_mod.")
+_WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
 _names: ContextVar[Mapping[Tensor, str] | None] = ContextVar("names", default=None)
 
@@ -54,7 +54,7 @@ def with_names(params: Iterable[Any]) -> Iterable[Any]:
 
 
 def bare(name: str) -> str:
-    """Returns a parameter's name without what DDP and torch.compile put before it."""
+    """Returns a parameter's name without what torch's wrappers put before it."""
     for prefix in _WRAPPER_PREFIXES:
         name = name.replace(prefix, "")
     return name

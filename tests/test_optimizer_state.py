@@ -232,5 +232,8 @@ def test_equal_parameters_in_another_order_are_refused_by_name() -> None:
 
 
 def test_a_wrapper_s_prefix_does_not_make_another_name() -> None:
-    saved, other = _named("module.a", "b"), _named("a", "_orig_mod.b")
+    saved, other = (
+        _named("module.a", "c._checkpoint_wrapped_module.b"),
+        _named("a", "_orig_mod.c.b"),
+    )
     other.load_state_dict(saved.state_dict())
