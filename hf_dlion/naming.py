@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-# Wrappers put these before a parameter's name, which does not make it another parameter.
+# Wrappers put these before a parameter's name, which does not make it another parameter. The first
+# ends like the last, so they are taken off in this order.
 _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
 _names: ContextVar[Mapping[Tensor, str] | None] = ContextVar("names", default=None)
