@@ -35,7 +35,7 @@ from hf_dlion.trainer.callback import DistributedLionCallback
 from hf_dlion.trainer.resume import whole_checkpoint_for
 from hf_dlion.trainer.rotation import rotation_after, wrap_rotation
 from hf_dlion.trainer.unsupported import refuse_unsupported
-from hf_dlion.whole_checkpoint import TRAINER_STATE
+from hf_dlion.whole_checkpoint import INCOMPLETE, TRAINER_STATE
 
 OPTIMIZER_FILE = "optimizer.pt"
 
@@ -162,6 +162,9 @@ def _around_save_checkpoint(
             # Rank 0 writes it last: without it no older state is taken for what is being written.
             (folder / TRAINER_STATE).unlink(missing_ok=True)
             original(model, trial)
+            # Trainer's just-in-time checkpoint puts it there and takes it away, on every rank: one
+            # that looks and another that removes it meanwhile would end the job.
+            (folder / INCOMPLETE).unlink(missing_ok=True)
     finally:
         del _saves[trainer]
 
