@@ -165,6 +165,7 @@ def test_the_messages_keep_less_than_six_tenths_of_a_byte_per_parameter(
         assert 0.4 < found < 0.6
 
 
+@pytest.mark.long
 @pytest.mark.multiproc
 def test_train_measures_one_vote_per_node(tmp_path):
     out = tmp_path / "train.json"
@@ -177,6 +178,7 @@ def test_train_measures_one_vote_per_node(tmp_path):
     assert 0 < node["bytes_per_step"] == overlapped["bytes_per_step"] < flat["bytes_per_step"] / 2
 
 
+@pytest.mark.long
 @pytest.mark.multiproc
 @pytest.mark.usefixtures("network")
 def test_an_emulated_host_may_have_several_ranks(tmp_path):
@@ -303,6 +305,7 @@ def test_what_a_killed_run_left_goes_at_the_next_start():
     assert not others & set(namespaces())
 
 
+@pytest.mark.long
 @pytest.mark.multiproc
 @pytest.mark.usefixtures("network")
 def test_a_slow_link_carries_the_same_bytes_more_slowly(tmp_path):

@@ -120,6 +120,7 @@ def test_run_script_runs_ranks_that_can_talk(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["word 0 2", "word 1 2"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_run_script_shows_the_stacks_of_a_stuck_rank_and_kills_it(tmp_path: Path) -> None:
     script = tmp_path / "stuck.py"
