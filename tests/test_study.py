@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from spawn import RankPools
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_dlion.cli import main as command
 from hf_dlion.exchange import LostRank
@@ -19,7 +19,7 @@ from hf_dlion.study import table
 from hf_dlion.study.agreement import SignAgreement
 from hf_dlion.study.cli import main
 from hf_dlion.study.memory_wire import Hub, MemoryWire
-from hf_dlion.study.methods import METHODS, Method, recipe, trainable
+from hf_dlion.study.methods import METHODS, Method, recipe, sgd, trainable
 from hf_dlion.study.real import RealRank, run_real
 from hf_dlion.study.records import Records
 from hf_dlion.study.result import results
@@ -387,3 +387,17 @@ def test_learning_rates_rise_and_fall():
     assert TINY.replace(schedule="constant").lr_at(0) == TINY.lr
     assert TINY.replace(steps=100, lr=1.0, schedule="linear").lr_at(99) == pytest.approx(1 / 95)
     assert TINY.replace(steps=10, evaluations=3).evaluated_after() == [3, 6, 10]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_an_adapter(method: str, tmp_path: Path) -> None:
+    setting = TINY.replace(
+        scene="lora", method=method, steps=2, lr=1e-3, base_steps=2, folder=str(tmp_path)
+    )
+    assert isinstance(simulate(setting)["loss"], float)
+
+
+def test_learning_rates_as_large_as_sgd_s_do_not_make_a_large_decay() -> None:
+    optimizer = sgd(nn.Linear(2, 2), TINY.replace(weight_decay=0.1, lr=1.0))
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0]
