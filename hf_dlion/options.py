@@ -76,7 +76,7 @@ class Options:
         warmup_full_steps: In so many steps at the start all parameters are.
 
     Raises:
-        ValueError: If a value is not one of those allowed.
+        ValueError: If a value is not one of those allowed, or has no effect with the others.
         TypeError: If a value has the wrong type.
     """
 
@@ -141,6 +141,7 @@ class Options:
                 f"have to agree on every tensor's mean magnitude; use bits=1 or local_group=None"
             )
         self._check_full_precision()
+        self._check_effect()
 
     def _check_full_precision(self) -> None:
         """Check what makes the step more exact than votes."""
@@ -167,6 +168,30 @@ class Options:
                 f"local_group={self.local_group!r} does not go with momentum_sync='auto': a rank "
                 f"holds a part of each momentum; use 'all' or patterns"
             )
+
+    def _check_effect(self) -> None:
+        """Refuse what another option makes idle: whoever wrote it expects that it does something.
+
+        A value that was written out cannot be told from the default, which passes.
+        """
+        averages = self.momentum_sync_every > 0
+        auto = isinstance(self.momentum_sync, str) and self.momentum_sync == "auto"
+        needs = {
+            "ties": (self.aggregation == "majority", "aggregation='majority'"),
+            "level_scale": (self.bits > 1, "bits=2, 4 or 8"),
+            "on_divergence": (self.check_replicas_every > 0, "check_replicas_every=k"),
+            "momentum_sync": (averages, "momentum_sync_every=k"),
+            "momentum_sync_dtype": (averages, "momentum_sync_every=k"),
+            "momentum_sync_budget": (
+                averages and auto,
+                "momentum_sync_every=k and momentum_sync='auto'",
+            ),
+        }
+        for field in fields(self):
+            effective, need = needs.get(field.name, (True, ""))
+            value = getattr(self, field.name)
+            if not effective and value != field.default:
+                raise ValueError(f"{field.name}={value!r} would have no effect: it needs {need}")
 
 
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from spawn import RankPools, run_ranks
-from test_optim_args import EXAMPLES
+from test_optim_args import EXAMPLES, needed
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
@@ -66,7 +66,7 @@ def _with_options(
     rank: int, world_size: int, name: str, overlap: bool, late: bool
 ) -> tuple[str, bool]:
     params = _parameters()
-    chosen = Options(overlap=overlap)
+    chosen = dataclasses.replace(Options(**needed(name)), overlap=overlap)
     if rank == 1 and not late:
         chosen = _options_with(chosen, name)
     # Patterns of names must mean one of them.

@@ -26,20 +26,52 @@ EXAMPLES = {
     "check_replicas_every": ("50", 50),
     "on_divergence": ("repair", "repair"),
     "momentum_sync_every": ("10", 10),
-    "momentum_sync": ("*.bias;*norm*", "*.bias;*norm*"),
+    "momentum_sync": ("auto", "auto"),
     "momentum_sync_dtype": ("float32", torch.float32),
     "momentum_sync_budget": ("20000", 20_000),
-    "full_precision": ("*norm*", "*norm*"),
+    "full_precision": ("*.bias;*norm*", "*.bias;*norm*"),
     "warmup_full_steps": ("5", 5),
 }
+
+# What an option has no effect without.
+NEEDS = {
+    "level_scale": ("bits",),
+    "on_divergence": ("check_replicas_every",),
+    "momentum_sync": ("momentum_sync_every",),
+    "momentum_sync_dtype": ("momentum_sync_every",),
+    "momentum_sync_budget": ("momentum_sync_every", "momentum_sync"),
+}
+
+
+def needed(name):
+    """Returns what makes an option effective, as keyword arguments."""
+    return {other: EXAMPLES[other][1] for other in NEEDS.get(name, ())}
 
 
 @pytest.mark.parametrize("field", dataclasses.fields(Options), ids=lambda field: field.name)
 def test_every_option_is_reachable(field):
-    text, value = EXAMPLES[field.name]
-    parsed = parse_optim_args(f"{field.name}={text}")
-    assert parsed == {field.name: value}
+    value = EXAMPLES[field.name][1]
+    names = [field.name, *needed(field.name)]
+    parsed = parse_optim_args(",".join(f"{name}={EXAMPLES[name][0]}" for name in names))
+    assert parsed == {field.name: value, **needed(field.name)}
     assert type(parsed[field.name]) is type(value)
+
+
+@pytest.mark.parametrize("name", [*NEEDS, "ties"])
+def test_an_option_without_effect_is_refused(name):
+    idle = f"{name}={EXAMPLES[name][0]}" + (",aggregation=average" if name == "ties" else "")
+    with pytest.raises(ValueError, match=f"^optim_args='{idle}': {name}=.* would have no effect"):
+        parse_optim_args(idle)
+    # All that it needs but one.
+    for missing in needed(name):
+        options = {k: v for k, v in needed(name).items() if k != missing}
+        with pytest.raises(ValueError, match="would have no effect"):
+            Options(**options, **{name: EXAMPLES[name][1]})
+
+
+def test_the_default_of_an_option_without_effect_may_be_written_out():
+    given = dataclasses.asdict(Options())
+    Options(**(given | {"aggregation": "average"}))
 
 
 @pytest.mark.parametrize("text", [None, "", " "])
