@@ -24,7 +24,7 @@ LIMIT_S = 120
 TIMEOUT_S = 600
 
 SCRIPT = """
-import datetime, os, sys
+import datetime, gc, os, sys
 import torch, torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 from hf_dlion import DistributedLion
@@ -65,6 +65,10 @@ for x in data:
     model(x).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
+# A process that ends with a DDP model of a gloo group aborts at times.
+del model, optimizer
+gc.collect()
+dist.destroy_process_group()
 """
 
 
