@@ -52,7 +52,8 @@ TIMEOUT_S = 600.0
 SHORT_TIMEOUT_S = 8.0
 
 # Tests may run several groups of ranks at a time, from threads. To start a process reads the exit
-# codes of all others, and two threads that read one at a time leave one of them with 255.
+# codes of all others: two threads that read one at a time leave one of them with 255, and until the
+# fork server closes its pipe, the sentinel of a process whose code was read looks as if it ran.
 _processes = threading.Lock()
 
 METHODS: dict[str, tuple[Any, str]] = {
@@ -292,8 +293,10 @@ def _join(
 
 
 def _ended(process: ForkServerProcess, timeout_s: float = 0.0) -> bool:
-    """Returns whether a process ends within the timeout; leaves its exit code to be read."""
-    return bool(connection.wait([process.sentinel], timeout_s))
+    """Returns whether a process ends within the timeout."""
+    connection.wait([process.sentinel], timeout_s)
+    with _processes:
+        return process.exitcode is not None
 
 
 def _output(scratch: Path, rank: int) -> str:
