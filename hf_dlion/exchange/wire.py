@@ -37,6 +37,8 @@ class WireStats:
         node_bytes_sent: Bytes that this rank sent to the other ranks of its node, the averaging
             of gradients included.
         last_node_bytes_sent: Those since the end of the step before the last.
+        rounds: Messages that waited for one another, as the cost model of `hf_dlion.plan` has it:
+            N - 1 of a gathering or a scattering, 2 (N - 1) of an all-reduce.
         exchanges: Steps in which votes were exchanged.
         overlapped: Those of them in which the votes that left during backward held.
         sent_in_backward: Messages of the last step that left during backward.
@@ -55,6 +57,7 @@ class WireStats:
     last_bytes_sent: int = 0
     node_bytes_sent: int = 0
     last_node_bytes_sent: int = 0
+    rounds: int = 0
     exchanges: int = 0
     overlapped: int = 0
     sent_in_backward: int = 0
@@ -219,7 +222,8 @@ class Wire:
         per_rank = -(-tensor.numel() // self.world_size)
         size = 2 * (self.world_size - 1) * per_rank * tensor.element_size()
         # A ring passes on to the next rank only, which is a neighbour if all others are.
-        self._count(size, inside=0 < self.neighbours == self.world_size - 1)
+        inside = 0 < self.neighbours == self.world_size - 1
+        self._count(size, inside=inside, rounds=2 * (self.world_size - 1))
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         return self._pending(work, what)
 
@@ -239,9 +243,10 @@ class Wire:
         size = tensor.numel() * tensor.element_size()
         if self.rank == source:
             self._count(size * self.neighbours, inside=True)
-            self._count(size * (self.world_size - 1 - self.neighbours), inside=False, received=0)
+            others = self.world_size - 1 - self.neighbours
+            self._count(size * others, inside=False, received=0, rounds=1)
         elif not near:
-            self._count(0, inside=False, received=size)
+            self._count(0, inside=False, received=size, rounds=1)
         # As bytes, which every backend sends whatever they mean.
         data = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         root = dist.get_global_rank(self.group, source)
@@ -287,11 +292,15 @@ class Wire:
     def _count_to_each(self, size: int) -> None:
         """Counts `size` bytes to every other rank."""
         self._count(size * self.neighbours, inside=True)
-        self._count(size * (self.world_size - 1 - self.neighbours), inside=False)
+        others = self.world_size - 1 - self.neighbours
+        self._count(size * others, inside=False, rounds=self.world_size - 1)
 
-    def _count(self, size: int, *, inside: bool, received: int | None = None) -> None:
+    def _count(
+        self, size: int, *, inside: bool, received: int | None = None, rounds: int = 0
+    ) -> None:
         """Counts `size` bytes sent, and as many received unless that is said apart."""
         with _counting:
+            self.stats.rounds += rounds
             if inside:
                 self.stats.node_bytes_sent += size
             else:

@@ -13,7 +13,7 @@ from hf_dlion.bench.report import MissingPackageError, environment, require_rich
 from hf_dlion.plan.plot import require_matplotlib
 from hf_dlion.study import table
 from hf_dlion.study.methods import METHODS, recipe
-from hf_dlion.study.real import real_options
+from hf_dlion.study.real import check_real
 from hf_dlion.study.records import Records
 from hf_dlion.study.result import Result, results
 from hf_dlion.study.run import complete, estimate_s
@@ -147,8 +147,8 @@ def _trials(args: argparse.Namespace) -> list[Trial]:
             real=args.real,
             folder=args.out,
         )
-        if args.real and method != "adamw":
-            real_options(setting, 0)
+        if args.real:
+            check_real(setting)
         lrs = tuple(sorted(set(grids[family] or kind.grids[family])))
         seeds = tuple(range(args.seeds))
         trials.append(Trial(setting, lrs, seeds, min(args.tuning_seeds, args.seeds)))

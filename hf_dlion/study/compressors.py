@@ -91,11 +91,13 @@ class Compressor(ABC):
     Attributes:
         bits_per_iteration: Bits that a rank sent in the last step: its message to each of the
             others, in a ring or not, and the scale's all-reduce.
-        message_bits: Bits of one message and its scale: what a worker sends to a parameter server,
-            as the papers count.
+        rounds_per_iteration: Messages that waited for one another for that.
+        message_bits: Bits of one message and its scale: what a worker would send to a parameter
+            server.
     """
 
     bits_per_iteration = 0.0
+    rounds_per_iteration = 0
     message_bits = 0.0
 
     @abstractmethod
@@ -131,6 +133,7 @@ class Compressor(ABC):
         messages = [w.encode(own, scale) for w, own in zip(self._workers, flat, strict=True)]
         self.message_bits = 8 * messages[0].numel() + 32 * scale.numel()
         self.bits_per_iteration = 8 * sent_bytes(messages[0], scale, len(messages))
+        self.rounds_per_iteration = sent_rounds(scale, len(messages))
         mean = self._workers[0].combine(messages, scale)
         parts = mean.split_with_sizes([one.numel() for one in gradients[0]])
         return [part.view_as(one).to(one) for part, one in zip(parts, gradients[0], strict=True)]
@@ -139,6 +142,11 @@ class Compressor(ABC):
 def sent_bytes(message: Tensor, scale: Tensor, world_size: int) -> int:
     """Returns the bytes that a rank sends to gather all messages and to agree on the scale."""
     return (world_size - 1) * message.numel() + ring_bytes(scale.numel(), 4, world_size)
+
+
+def sent_rounds(scale: Tensor, world_size: int) -> int:
+    """Returns how many messages wait for one another then."""
+    return (world_size - 1) * (3 if scale.numel() else 1)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_dlion.study.compressors import Compressor, Run, sent_bytes
+from hf_dlion.study.compressors import Compressor, Run, sent_bytes, sent_rounds
 
 
 class HookState:
@@ -19,6 +19,7 @@ class HookState:
 
     Attributes:
         bytes_sent: Bytes that this rank has sent so far.
+        rounds: Messages that waited for one another so far.
 
     Args:
         compressor: Whose worker this is.
@@ -40,7 +41,7 @@ class HookState:
         """Makes the worker."""
         params = list(params)
         sizes = tuple(param.numel() for param in params)
-        self.bytes_sent = 0
+        self.bytes_sent = self.rounds = 0
         self.worker = compressor.worker(
             Run(
                 rank=dist.get_rank(group),
@@ -80,6 +81,7 @@ class HookState:
         messages = [torch.empty_like(message) for _ in range(world_size)]
         dist.all_gather(messages, message, group=self._group)
         self.bytes_sent += sent_bytes(message, scale, world_size)
+        self.rounds += sent_rounds(scale, world_size)
         self._gradient.copy_(self.worker.combine(messages, scale))
         waiting, self._waiting = self._waiting, []
         for buffer, views, params, future in waiting:

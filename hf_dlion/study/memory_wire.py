@@ -122,16 +122,12 @@ class _Delivery(Pending):
 
 
 class MemoryWire(Wire):
-    """A rank's collectives, answered by the other threads; bytes are counted as on a network.
-
-    Attributes:
-        rounds: Messages that waited for one another, as the cost model of `hf_dlion.plan` has it.
-    """
+    """A rank's collectives, answered by the other threads; bytes are counted as on a network."""
 
     def __init__(self, hub: Hub, rank: int) -> None:
         """Takes no process group."""
         self.hub, self.rank, self.world_size = hub, rank, hub.world_size
-        self.stats, self.neighbours, self.rounds = WireStats(), 0, 0
+        self.stats, self.neighbours = WireStats(), 0
         self._begun = 0
 
     def device_for(self, device: torch.device) -> torch.device:
@@ -150,7 +146,7 @@ class MemoryWire(Wire):
         def finish(sent: list[Tensor]) -> None:
             torch.stack(sent, out=out.view(len(sent), -1))
 
-        return self._begin("all_gather", tensor.view(-1), finish, self.world_size - 1)
+        return self._begin("all_gather", tensor.view(-1), finish)
 
     def all_to_all(self, out: Tensor, tensor: Tensor, what: str) -> Pending:
         """As `Wire.all_to_all`."""
@@ -160,13 +156,13 @@ class MemoryWire(Wire):
             mine = [other.view(self.world_size, -1)[self.rank] for other in sent]
             torch.stack(mine, out=out.view(self.world_size, -1))
 
-        return self._begin("all_to_all", tensor.view(-1), finish, self.world_size - 1)
+        return self._begin("all_to_all", tensor.view(-1), finish)
 
     def start_all_reduce(self, tensor: Tensor, what: str) -> Pending:
         """As `Wire.start_all_reduce`; adds in the order of the ranks."""
         per_rank = -(-tensor.numel() // self.world_size)
         size = 2 * (self.world_size - 1) * per_rank * tensor.element_size()
-        self._count(size, inside=False)
+        self._count(size, inside=False, rounds=2 * (self.world_size - 1))
 
         def finish(sent: list[Tensor]) -> None:
             total = sent[0].clone()
@@ -174,17 +170,17 @@ class MemoryWire(Wire):
                 total += other
             tensor.view(-1).copy_(total)
 
-        return self._begin("all_reduce", tensor.view(-1), finish, 2 * (self.world_size - 1))
+        return self._begin("all_reduce", tensor.view(-1), finish)
 
     def broadcast(self, tensor: Tensor, source: int, *, near: bool = False) -> None:
         """As `Wire.broadcast`."""
         size = tensor.numel() * tensor.element_size()
         if self.rank == source:
-            self._count(size * (self.world_size - 1), inside=False, received=0)
+            self._count(size * (self.world_size - 1), inside=False, received=0, rounds=1)
         else:
-            self._count(0, inside=False, received=size)
+            self._count(0, inside=False, received=size, rounds=1)
         data = tensor.as_strided((tensor.numel(),), (1,))
-        self._begin("broadcast", data, lambda sent: data.copy_(sent[source]), 1).wait()
+        self._begin("broadcast", data, lambda sent: data.copy_(sent[source])).wait()
 
     def meet(self) -> None:
         """There is nothing to connect."""
@@ -205,11 +201,8 @@ class MemoryWire(Wire):
         """
         raise NotImplementedError("nodes that vote as one (local_group) take real ranks")
 
-    def _begin(
-        self, kind: str, flat: Tensor, finish: Callable[[list[Tensor]], Any], rounds: int
-    ) -> Pending:
+    def _begin(self, kind: str, flat: Tensor, finish: Callable[[list[Tensor]], Any]) -> Pending:
         number, self._begun = self._begun, self._begun + 1
-        self.rounds += rounds
         self.hub.deliver(number, self.rank, f"{kind} of {flat.numel()} {flat.dtype}", flat)
         return _Delivery(lambda: finish(self.hub.collect(number)))
 

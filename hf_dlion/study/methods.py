@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from hf_dlion.bench.traffic import ring_bytes
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.study.compressors import DGC, GradDrop, TernGrad
+from hf_dlion.study.compressors import DGC, Compressor, GradDrop, TernGrad
 from hf_dlion.study.memory_wire import Hub, MemoryWire, simulated
 from hf_dlion.study.scenes import Scene, UnknownNameError
 from hf_dlion.study.setting import Setting
@@ -47,18 +47,6 @@ class Method(ABC):
 
     def close(self) -> None:  # noqa: B027 (most have nothing to do)
         """Ends what the method started."""
-
-
-class Compressor(Protocol):
-    """What makes one gradient of the workers' own, and counts the bits for it."""
-
-    bits_per_iteration: float
-
-    def start(self, world_size: int, params: Sequence[Tensor], seed: int, steps: int) -> None:
-        """Makes ready for a run of `steps`."""
-
-    def compress(self, gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Returns, of gradients by worker and parameter, what the optimizer gets."""
 
 
 class Averaged(Method):
@@ -110,7 +98,7 @@ class Averaged(Method):
                 param.grad = mean
             self._gradients = []
             self.bytes_sent += self._compressor.bits_per_iteration / 8
-            self.rounds += workers - 1
+            self.rounds += self._compressor.rounds_per_iteration
         set_lr(self._optimizer, lr)
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -150,7 +138,7 @@ class Voting(Method):
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         self.bytes_sent = float(self._wires[0].stats.bytes_sent)
-        self.rounds = self._wires[0].rounds
+        self.rounds = self._wires[0].stats.rounds
 
     def close(self) -> None:
         """Ends the threads."""
@@ -169,11 +157,13 @@ class Recipe:
         simulated: Makes it, with all workers in this process.
         options: Returns the options of `DistributedLion`, from the setting and the number of
             trained elements; None where the method is none.
+        compressor: Makes what compresses gradients; None where nothing does.
     """
 
     family: str
     simulated: Callable[[Scene, Setting], Method]
     options: Options | None = None
+    compressor: Callable[[], Compressor] | None = None
 
 
 def adamw(model: nn.Module, setting: Setting) -> Optimizer:
@@ -219,7 +209,7 @@ def averaged(
     def method(scene: Scene, setting: Setting) -> Method:
         return Averaged(scene, setting, make, None if compressor is None else compressor())
 
-    return Recipe(family=make.__name__, simulated=method)
+    return Recipe(family=make.__name__, simulated=method, compressor=compressor)
 
 
 def voting(*, warmup: float = 0.0, auto_bits: float = 0.0, **options: Any) -> Recipe:

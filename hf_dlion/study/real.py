@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.bench.traffic import ring_bytes
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.study.methods import Method, adamw, lion_options, recipe, set_lr, trainable
+from hf_dlion.study.compressors_hook import HookState, compress_hook
+from hf_dlion.study.methods import Method, adamw, lion_options, recipe, set_lr, sgd, trainable
 from hf_dlion.study.scenes import Scene, UnknownNameError, scene_class
 from hf_dlion.study.setting import Setting
 from hf_dlion.study.train import train
+
+# Optimizers of one process that get the gradients that DDP has made of all ranks', by family.
+PLAIN: dict[str, Callable[[nn.Module, Setting], torch.optim.Optimizer]] = {
+    "adamw": adamw,
+    "sgd": sgd,
+}
 
 
 class RealRank(Method):
@@ -34,12 +42,18 @@ class RealRank(Method):
             setting: Of the run, on as many workers as there are ranks.
         """
         model = scene.model(setting.seed)
-        self._numel = sum(param.numel() for param in trainable(model))
+        params = trainable(model)
+        self._numel = sum(param.numel() for param in params)
         ddp = DistributedDataParallel(model)
         self.places = [(dist.get_rank(), ddp)]
+        how = recipe(setting.method)
+        self._hook: HookState | None = None
+        if how.compressor is not None:
+            self._hook = HookState(how.compressor(), params, seed=setting.seed, steps=setting.steps)
+            ddp.register_comm_hook(self._hook, compress_hook)
         self._optimizer: torch.optim.Optimizer
-        if setting.method == "adamw":
-            self._optimizer = adamw(model, setting)
+        if how.family in PLAIN:
+            self._optimizer = PLAIN[how.family](model, setting)
         else:
             options = real_options(setting, self._numel)
             self._optimizer = DistributedLion(named(model), **lion_options(setting), **options)
@@ -50,9 +64,13 @@ class RealRank(Method):
         self._optimizer.step()
         self._optimizer.zero_grad()
         if isinstance(self._optimizer, DistributedLion):
-            self.bytes_sent = float(self._optimizer.wire.bytes_sent)
+            stats = self._optimizer.wire
+            self.bytes_sent, self.rounds = float(stats.bytes_sent), stats.rounds
+        elif self._hook is not None:
+            self.bytes_sent, self.rounds = float(self._hook.bytes_sent), self._hook.rounds
         else:
             self.bytes_sent += ring_bytes(self._numel, 4, dist.get_world_size())
+            self.rounds += 2 * (dist.get_world_size() - 1)
 
 
 def named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -68,7 +86,7 @@ def real_options(setting: Setting, numel: int) -> dict[str, Any]:
         numel: Trained elements.
 
     Raises:
-        UnknownNameError: If the method takes something else than `DistributedLion`.
+        UnknownNameError: If the method is one of Lion's, and no option of `DistributedLion`.
     """
     if setting.method == "lion":
         return {"warmup_full_steps": setting.steps}
@@ -80,6 +98,16 @@ def real_options(setting: Setting, numel: int) -> dict[str, Any]:
     return options(setting, numel)
 
 
+def check_real(setting: Setting) -> None:
+    """Checks before any work starts that a method has real ranks.
+
+    Raises:
+        UnknownNameError: If it has none, or there is no such method.
+    """
+    if recipe(setting.method).family not in PLAIN:
+        real_options(setting, 0)
+
+
 def run_real(setting: Setting) -> dict[str, Any]:
     """Trains on `setting.workers` processes of this machine; returns rank 0's record.
 
@@ -87,8 +115,7 @@ def run_real(setting: Setting) -> dict[str, Any]:
         UnknownNameError: If there is no such scene or method, or it has no real ranks.
     """
     scene_class(setting.scene)(setting).prepare(Path(setting.folder))
-    if setting.method != "adamw":
-        real_options(setting, 0)
+    check_real(setting)
     with tempfile.TemporaryDirectory(prefix="hf_dlion_study_") as folder:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         spawn(_rank, (setting, folder), nprocs=setting.workers)  # type: ignore[no-untyped-call]
