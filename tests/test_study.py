@@ -131,6 +131,8 @@ def test_a_smoke_study_goes_from_the_command_line_to_pictures(tmp_path: Path, ca
 def test_fine_tuning_keeps_its_base_and_lora_trains_its_factors_alone(tmp_path: Path):
     words = ["--scale", "smoke", "--steps", "2", "--seeds", "1", "--out", str(tmp_path)]
     words += ["--scenes", "finetune", "lora", "--methods", "majority", "--lr-lion", "1e-3"]
+    assert main([*words, "--dry-run"]) == 0
+    assert not list(tmp_path.iterdir())
     assert main(words) == 0
     (base,) = tmp_path.glob("base-*.pt")
     made = base.stat().st_mtime_ns

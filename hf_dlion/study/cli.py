@@ -21,6 +21,10 @@ from hf_dlion.study.scenes import SCENES, scene_class
 from hf_dlion.study.search import Trial, count_missing
 from hf_dlion.study.setting import SCHEDULES, Setting
 
+# One of each kind, and what the Distributed Lion paper compares with.
+COMPARED = ["adamw", "lion", "majority", "average", "bits4", "sync16"]
+COMPARED += ["terngrad", "graddrop", "dgc"]
+
 # What a scale stands for; a flag of the same name comes first.
 SCALES: dict[str, dict[str, Any]] = {
     "smoke": {
@@ -47,17 +51,31 @@ SCALES: dict[str, dict[str, Any]] = {
         "evaluations": 6,
         "base_steps": 1000,
     },
-    "full": {
-        "methods": list(METHODS),
-        "workers": [4, 8, 16, 32],
-        "batch": [32],
+    # About 14 hours of one core for a scene.
+    "medium": {
+        "methods": COMPARED,
+        "workers": [2, 4, 8],
+        "batch": [8],
         "sequence": 128,
         "hidden": 128,
         "layers": 4,
-        "steps": 2000,
-        "seeds": 5,
+        "steps": 1000,
+        "seeds": 3,
         "evaluations": 10,
-        "base_steps": 5000,
+        "base_steps": 3000,
+    },
+    # The workers and the batch of the Distributed Lion paper; about five days of one core.
+    "full": {
+        "methods": COMPARED,
+        "workers": [4, 8, 16, 32],
+        "batch": [32],
+        "sequence": 64,
+        "hidden": 128,
+        "layers": 4,
+        "steps": 1000,
+        "seeds": 3,
+        "evaluations": 10,
+        "base_steps": 3000,
     },
 }
 FINE_TUNING = ("finetune", "lora")

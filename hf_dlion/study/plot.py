@@ -10,6 +10,7 @@ from typing import Any
 
 from hf_dlion.study.modelled import LINKS, compute_s, link, step_s
 from hf_dlion.study.result import Result
+from hf_dlion.study.server import server_bits
 from hf_dlion.study.table import cells, name, title
 
 
@@ -61,15 +62,23 @@ def _curves(together: Sequence[Result], path: Path) -> Path:
 
 
 def _bits(together: Sequence[Result], path: Path) -> Path:
-    """Loss against bits per parameter and step."""
-    figure, panels = _figure(1)
+    """Loss against bits per parameter and step: as really sent, and as the paper counts."""
+    figure, panels = _figure(2)
+    labels = (
+        "bits per parameter and step, out of each rank",
+        "the same to and from a parameter server",
+    )
+    for panel, label in zip(panels, labels, strict=True):
+        panel.set_xscale("log", base=2)
+        panel.set_xlabel(label)
     for result in _finite(together):
+        own = result.setting
         deviation = result.as_json()["spread"] or 0.0
-        panels[0].errorbar(
-            [result.bits_per_step], [result.mean], [deviation], fmt="o", label=result.setting.method
-        )
-    panels[0].set_xscale("log", base=2)
-    panels[0].set_xlabel("bits per parameter and step, out of each rank")
+        of_server = server_bits(own.method, own.workers)
+        for panel, bits in zip(panels, (result.bits_per_step, of_server), strict=True):
+            # Drawn without a place where the paper has no count: all have their colours in common.
+            place = [math.nan if bits is None else bits]
+            panel.errorbar(place, [result.mean], [deviation], fmt="o", label=own.method)
     return _finished(figure, panels, title(together), path)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from hf_dlion.divergence import by_kind
 from hf_dlion.study.records import Record, Records
 from hf_dlion.study.search import Choice, Trial, chosen, loss_of
+from hf_dlion.study.server import server_bits
 from hf_dlion.study.setting import Setting
 
 REFERENCE = "lion"
@@ -79,6 +80,7 @@ class Result:
             "gap_spread": finite(spread(self.gaps.values())),
             "bytes_per_step": self.average("bytes_per_step"),
             "bits_per_step": self.bits_per_step,
+            "server_bits": server_bits(self.setting.method, self.setting.workers),
             "sign_agreement": self.sign_agreement(),
             "metrics": {
                 name: statistics.fmean(record["metrics"][name] for record in self.records)

@@ -87,7 +87,7 @@ def _prepare(trials: Sequence[Trial]) -> None:
 
 
 def estimate_s(settings: Sequence[Setting]) -> float:
-    """Returns the processor time of all gradients; some of each kind are timed.
+    """Returns the processor time of all gradients; some of each kind are timed, on one thread.
 
     Args:
         settings: Of the runs.
@@ -97,19 +97,20 @@ def estimate_s(settings: Sequence[Setting]) -> float:
     for setting in settings:
         kind = _of_scene(setting)
         if kind not in times:
-            scene = _scene_of(kind)
-            scene.prepare(Path(kind.folder))
-            times[kind] = _gradient_s(scene)
+            times[kind] = _gradient_s(_scene_of(kind))
         total += setting.steps * setting.workers * times[kind]
     return total
 
 
 def _gradient_s(scene: Scene) -> float:
-    model, best = scene.model(0), math.inf
+    model, best = scene.untrained(0), math.inf
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     for step in range(8):
         batch, before = scene.batch(0, step, 0), time.process_time()
         scene.loss(model, batch).backward()  # type: ignore[no-untyped-call]
         best = min(best, time.process_time() - before)
+    torch.set_num_threads(threads)
     return best
 
 

@@ -46,6 +46,10 @@ class Scene(ABC):
     def model(self, seed: int) -> nn.Module:
         """Returns the model at the start; equal seeds give equal bits."""
 
+    def untrained(self, seed: int) -> nn.Module:
+        """Returns a model of the same sizes that takes nothing that was prepared."""
+        return self.model(seed)
+
     @abstractmethod
     def batch(self, worker: int, step: int, seed: int) -> Any:
         """Returns a worker's batch of a step."""

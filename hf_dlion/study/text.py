@@ -92,12 +92,6 @@ class Pretraining(Scene):
 class FineTuning(Pretraining):
     """A base that AdamW trained once on library code learns the prose of docstrings."""
 
-    grids: ClassVar[dict[str, tuple[float, ...]]] = {
-        "adamw": (3e-4, 1e-3, 3e-3),
-        "lion": (1e-4, 3e-4, 1e-3),
-        "sgd": (1e-2, 3e-2, 1e-1),
-    }
-
     def __init__(self, setting: Setting) -> None:
         """Reads the docstrings."""
         super().__init__(setting)
@@ -125,6 +119,10 @@ class FineTuning(Pretraining):
             self._base = super().model(BASE_SEED)
             self._base.load_state_dict(torch.load(self._path(Path(self.setting.folder))))
         return copy.deepcopy(self._base)
+
+    def untrained(self, seed: int) -> nn.Module:
+        """Returns a new Llama."""
+        return super().model(seed)
 
     def _path(self, folder: Path) -> Path:
         own = self.setting
@@ -157,13 +155,21 @@ class LowRank(FineTuning):
 
     def model(self, seed: int) -> nn.Module:
         """Returns the base with new factors."""
-        from peft import LoraConfig, get_peft_model
+        return _with_factors(super().model(seed), seed)
 
-        config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model: nn.Module = get_peft_model(super().model(seed), config)
-        return model
+    def untrained(self, seed: int) -> nn.Module:
+        """Returns a new Llama with new factors."""
+        return _with_factors(super().untrained(seed), seed)
+
+
+def _with_factors(base: nn.Module, seed: int) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: nn.Module = get_peft_model(base, config)
+    return model
 
 
 def _sequences(text: corpus.Bytes, count: int, length: int, rng: np.random.Generator) -> Tensor:
