@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
@@ -25,7 +25,7 @@ _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")
 
 
-def parse_optim_args(text: str | None) -> dict[str, Any]:
+def parse_optim_args(text: str | None, others: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Returns the keyword arguments that `optim_args` asks for, converted and checked.
 
     Every option of `hf_dlion.options.Options` is reachable under its name; `beta1` and `beta2`, or
@@ -33,6 +33,8 @@ def parse_optim_args(text: str | None) -> dict[str, Any]:
 
     Args:
         text: For example "aggregation=average,beta2=0.98". None and "" ask for nothing.
+        others: Options that hold unless the text says otherwise; what goes together is checked
+            with them.
 
     Returns:
         Some of the names of `Options`, and "beta1", "beta2" (float).
@@ -60,7 +62,7 @@ def parse_optim_args(text: str | None) -> dict[str, Any]:
         parsed |= new
     options = {name: value for name, value in parsed.items() if name in kinds}
     try:
-        Options(**options)
+        Options(**{**(others or {}), **options})
     except (TypeError, ValueError, NotImplementedError) as error:
         raise type(error)(f"optim_args={text!r}: {error}") from None
     return parsed

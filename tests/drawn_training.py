@@ -19,6 +19,7 @@ import torch
 import zoo
 from hypothesis import strategies as st
 from oracle import OracleGroup, OracleLion, bits_of
+from test_optim_args import needed
 from test_rule_multirank import bytes_of_words, rows_of_words
 from torch import Tensor, nn
 
@@ -147,7 +148,7 @@ decays = st.sampled_from((0.0, 0.1, 3.0))
 
 # Options that do not go together: with the first go none of the others.
 APART = {
-    "aggregation": ("bits",),
+    "aggregation": ("bits", "ties"),
     "local_group": ("bits", "warmup_full_steps", "momentum_sync_every"),
 }
 
@@ -212,6 +213,7 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
     for name, others in APART.items():
         for other in others if name in chosen else ():
             chosen.pop(other, None)
+    chosen = {name: chosen[name] for name in chosen if chosen.keys() >= needed(name).keys()}
     full = [False] * len(groups)
     if "local_group" not in chosen:
         full = draw(st.lists(st.sampled_from((False, False, True)), min_size=3, max_size=3))

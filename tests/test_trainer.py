@@ -151,6 +151,17 @@ def test_replicas_are_compared_every_100_steps_unless_the_user_says_otherwise(tm
     assert optimizer_cls_and_kwargs(args, check_replicas_every=7)[1]["check_replicas_every"] == 7
 
 
+def test_what_goes_together_is_checked_of_defaults_text_and_arguments_as_one(tmp_path):
+    args = tiny_args(tmp_path, optim_args="on_divergence=repair")
+    assert lion_kwargs(args)["on_divergence"] == "repair"
+    with pytest.raises(ValueError, match=r"on_divergence='repair' would have no effect"):
+        optimizer_cls_and_kwargs(args, check_replicas_every=0)
+    args = tiny_args(tmp_path, optim_args="level_scale=tensor")
+    assert optimizer_cls_and_kwargs(args, bits=4)[1]["level_scale"] == "tensor"
+    with pytest.raises(ValueError, match=r"level_scale='tensor' would have no effect"):
+        optimizer_cls_and_kwargs(args)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

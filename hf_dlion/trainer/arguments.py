@@ -53,22 +53,24 @@ def optimizer_cls_and_kwargs(
     """
     install_seams()
     check_names(list(options))
-    kwargs = lion_kwargs(args) | options
+    kwargs = lion_kwargs(args, **options)
     Options(**{name: value for name, value in kwargs.items() if name not in ("lr", "betas")})
     return DistributedLion, kwargs
 
 
-def lion_kwargs(args: TrainingArguments) -> dict[str, Any]:
-    """Returns the keyword arguments of `DistributedLion` that `args` ask for.
+def lion_kwargs(args: TrainingArguments, **chosen: Any) -> dict[str, Any]:
+    """Returns the keyword arguments of `DistributedLion` that `args` and `chosen` ask for.
 
-    `optim_args` wins over `adam_beta1` and `adam_beta2`; AdamW's default betas count as unset.
-    Replicas are compared every 100 steps unless `optim_args` says otherwise.
+    `chosen` wins over `optim_args`, which wins over `adam_beta1` and `adam_beta2`; AdamW's default
+    betas count as unset. Replicas are compared every 100 steps unless one of them says otherwise.
 
     Raises:
         TypeError: If a value in `optim_args` has the wrong type.
         ValueError: If `optim_args` is malformed, or a value is not allowed.
     """
-    options = parse_optim_args(args.optim_args)
+    others = {name: value for name, value in chosen.items() if name not in ("lr", "betas")}
+    defaults = {"check_replicas_every": CHECK_REPLICAS_EVERY}
+    options = defaults | parse_optim_args(args.optim_args, defaults | others)
     betas = []
     adam = (args.adam_beta1, args.adam_beta2)
     for name, given, default, lion in zip(
@@ -80,5 +82,4 @@ def lion_kwargs(args: TrainingArguments) -> dict[str, Any]:
             if beta != given:
                 logger.info(f"adam_{name}={given} is AdamW's default; dlion uses {name}={lion}")
         betas.append(beta)
-    options.setdefault("check_replicas_every", CHECK_REPLICAS_EVERY)
-    return {"lr": args.learning_rate, "betas": tuple(betas), **options}
+    return {"lr": args.learning_rate, "betas": tuple(betas), **options, **chosen}
