@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,26 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import bits_of
 from test_codec import gradients, rounded, rule, same_bits, widened
 from torch import Tensor
 
-from hf_dlion.codec import AloneJob, ApplyJob, EncodeJob, cuda_count, reference, tables
+from hf_dlion.codec import (
+    AloneJob,
+    ApplyJob,
+    EncodeJob,
+    cuda_count,
+    cuda_levels,
+    levels,
+    reference,
+    tables,
+)
 from hf_dlion.codec.bits import pack_bits
 from hf_dlion.codec.cpu import CpuCodec
-from hf_dlion.codec.cuda import TritonCodec, kernels, run
+from hf_dlion.codec.cuda import TritonCodec
+from hf_dlion.codec.cuda_kernels import kernels, run
 from hf_dlion.exchange import count as count_module
+from hf_dlion.exchange import sums
 from hf_dlion.layout import MessageLayout, words_for
 from hf_dlion.lion import signed32, step_key
 from hf_dlion.verdict import StepRule, Verdict
@@ -42,6 +55,7 @@ def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that small tensors cross."""
     monkeypatch.setattr(tables, "BLOCK", 128)
     monkeypatch.setattr(cuda_count, "WORDS", 8)
+    monkeypatch.setattr(cuda_levels, "WORDS", 2)
 
 
 def buffers(grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -302,3 +316,74 @@ def test_counts_equal_those_of_torch_operations(
         held[part.word : part.word + part.words] = pack_bits(flags)
     assert torch.equal(planes & held, expected.planes & held)
     assert int((counts * row_numels).sum() + change) == expected.agreement
+
+
+@settings(max_examples=100)
+@given(
+    words=st.integers(1, 7),
+    before=st.integers(0, 3),
+    world_size=st.integers(2, 9),
+    seed=st.integers(0, 10**6),
+    bits=st.sampled_from([2, 4, 8]),
+    ties=st.sampled_from(["alternate", "zero"]),
+    absent_share=st.sampled_from([None, 0.0, 0.4, 1.0]),
+)
+def test_sums_of_levels_equal_those_of_torch_operations(
+    words: int,
+    before: int,
+    world_size: int,
+    seed: int,
+    bits: int,
+    ties: Any,
+    absent_share: float | None,
+) -> None:
+    random = np.random.default_rng(seed)
+    # A stretch of longer rows, of votes and of planes; few levels, so that there are ties.
+    codes = random.integers(0, 2**bits, (world_size, 64 * words))
+    codes[:, ::3] = random.integers(2 ** (bits - 1) - 1, 2 ** (bits - 1) + 1, codes[:, ::3].shape)
+    voters = None
+    if absent_share is not None:
+        absent = random.random(codes.shape) < absent_share
+        codes[absent] = 0
+        voters = torch.from_numpy((~absent).sum(axis=0).astype(np.int32))
+    votes = torch.full((world_size, bits * (before + words)), -1)
+    for rank in range(world_size):
+        levels.pack_codes(
+            torch.from_numpy(codes[rank].astype(np.uint8)), bits, votes[rank, bits * before :]
+        )
+    made = rule(step=4, world_size=world_size, ties=ties).step_rule
+    step = dataclasses.replace(made, bits=bits)
+    planes = [torch.full((step.planes, before + words), 7) for _ in range(2)]
+    found, expected = (
+        add(votes[:, bits * before :], voters, plane[:, before:], step)
+        for add, plane in zip(
+            (partial(cuda_levels.sum_levels, KERNELS), sums._sum_in_chunks), planes, strict=True
+        )
+    )
+    assert found == expected
+    assert torch.equal(*planes)
+
+
+@pytest.mark.parametrize("level_scale", ["word", "tensor"])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_levels_of_many_tensors_are_those_of_each_alone(bits: int, level_scale: Any) -> None:
+    outcomes = []
+    for codec in (CODEC, CpuCodec()):
+        grads = lots(1)
+        averages = [gradients(tuple(grad.shape), 3, 0.2, grad.dtype) for grad in grads]
+        rules = [rule(index=k, betas=(0.9, 0.9 + 0.01 * (k % 5))) for k in range(len(grads))]
+        rules = [
+            dataclasses.replace(
+                own,
+                step_rule=dataclasses.replace(own.step_rule, bits=bits, level_scale=level_scale),
+            )
+            for own in rules
+        ]
+        jobs = []
+        for grad, exp_avg, own in zip(grads, averages, rules, strict=True):
+            words, active = buffers(grad)
+            jobs.append(EncodeJob(grad, exp_avg, words.repeat(bits), active, own))
+        codec.encode_all(jobs)
+        outcomes.append([part for job in jobs for part in (job.exp_avg, job.words, job.active)])
+    for ours, theirs in zip(*outcomes, strict=True):
+        assert bits_of(ours) == bits_of(theirs)

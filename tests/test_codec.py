@@ -18,7 +18,8 @@ from hf_dlion.codec import cpu as cpu_codec
 from hf_dlion.codec import eager as eager_codec
 from hf_dlion.codec.bits import pack_bits, popcount, unpack_bits
 from hf_dlion.codec.cpu import CpuCodec
-from hf_dlion.codec.cuda import TritonCodec, kernels
+from hf_dlion.codec.cuda import TritonCodec
+from hf_dlion.codec.cuda_kernels import kernels
 from hf_dlion.codec.eager import EagerCodec
 from hf_dlion.codec.native import NativeCodec, library
 from hf_dlion.layout import MessageLayout, words_for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -70,6 +71,23 @@ def test_encode_and_step_alone(dtype: Any, stochastic: bool, narrow: torch.dtype
             param = gradients(shape, seed + 1, 0.3, dtype)
             of_one = rule(rank=0, world_size=1, stochastic_rounding=stochastic)
             same_on_both(lambda c, *a, r=of_one: c.step_alone(*a, r), param, grad, exp_avg)
+
+
+@DTYPE
+@pytest.mark.parametrize("level_scale", ["word", "tensor"])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_encode_levels(dtype: torch.dtype, level_scale: str, bits: int) -> None:
+    for seed, shape in enumerate([*SHAPES, (1000, 7), (70_001,)]):
+        for rank, zero_share in enumerate((0.0, 0.1, 0.7)):
+            grad = gradients(shape, seed, zero_share, dtype)
+            old = gradients(shape, seed + 100, 0.0, dtype)
+            exp_avg = torch.where(grad == 0, 0.0, old).to(dtype)  # some rows abstain
+            words = torch.full((bits * words_for(grad.numel()),), -1)
+            active = torch.ones(reference.row_count(shape), dtype=torch.bool)
+            made = rule(rank=rank, step=seed + 1)
+            step = dataclasses.replace(made.step_rule, bits=bits, level_scale=level_scale)
+            own = dataclasses.replace(made, step_rule=step)
+            same_on_both(lambda c, *a, r=own: c.encode(*a, r), grad, exp_avg, words, active)
 
 
 @DTYPE
@@ -209,6 +227,8 @@ NEEDS_TWO = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
         {"exchange": "gather", "check_replicas_every": 2},
         {"exchange": "two_phase", "aggregation": "average", "momentum_dtype": torch.bfloat16},
         {"exchange": "two_phase", "ties": "zero", "stochastic_rounding": False},
+        {"exchange": "two_phase", "bits": 4, "momentum_sync_every": 3},
+        {"exchange": "gather", "bits": 2, "level_scale": "tensor", "ties": "zero"},
     ],
     ids=str,
 )

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from hf_dlion.codec import codec_for, cuda
+from hf_dlion.codec import codec_for, cuda_kernels, cuda_levels, tables
 from hf_dlion.codec.cuda import TritonCodec
 from hf_dlion.codec.eager import EagerCodec
+from hf_dlion.codec.levels import LEVELS
 
 HERE = Path(__file__).parent
 CUDA = torch.device("cuda")
@@ -27,14 +28,23 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 @pytest.mark.parametrize(
-    "selection", [["test_codec.py", "-k", "triton"], ["interpreted_triton.py"]], ids=str
+    "selection",
+    [
+        ["test_codec.py", "-k", "triton"],
+        ["test_levels.py", "-k", "triton"],
+        ["interpreted_triton.py"],
+    ],
+    ids=str,
 )
 def test_interpreted_kernels_equal_the_reference(selection: list[str]) -> None:
     # Triton decides when it is imported whether it interprets, so that this takes a process.
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     # It computes with NumPy, which warns where a GPU just returns Inf.
     done = subprocess.run(
-        [*command, "-W", "ignore:overflow encountered:RuntimeWarning", *selection],
+        [
+            *(*command, "-W", "ignore:overflow encountered:RuntimeWarning"),
+            *("-W", "ignore:invalid value encountered in multiply:RuntimeWarning", *selection),
+        ],
         cwd=HERE,
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -55,6 +65,10 @@ def compiled(kernel: Any, **constants: Any) -> str:
         pytest.skip("this triton has no compiler for CUDA")
     pointers = {"jobs": "*i64", "job_of": "*i32", "zeros_in": "*u8", "counts": "*i32"}
     pointers |= dict.fromkeys(("votes", "totals", "out", "change"), "*i64")
+    if "voters" in kernel.arg_names:
+        pointers |= {"votes": "*i32", "voters": "*i32", "out": "*i32", "sums": "*i64"}
+    else:
+        pointers |= {"sums": "*fp64", "factors": "*fp64"}
     integers = dict.fromkeys(("key", "stream", "phase", "world_size", "ranks"), "i32")
     types = {**pointers, **integers, **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(
@@ -62,7 +76,7 @@ def compiled(kernel: Any, **constants: Any) -> str:
         signature={name: types.get(name, "i64") for name in kernel.arg_names},
         constexprs=constants,
     )
-    options = {"enable_fp_fusion": False, "num_warps": cuda.WARPS}
+    options = {"enable_fp_fusion": False, "num_warps": cuda_kernels.WARPS}
     made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx: str = made.asm["ptx"]
     return ptx
@@ -70,7 +84,7 @@ def compiled(kernel: Any, **constants: Any) -> str:
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    found = cuda.kernels(torch.device("cpu"))
+    found = cuda_kernels.kernels(torch.device("cpu"))
     assert found is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
@@ -102,6 +116,30 @@ def test_compiled_kernels_round_every_operation_by_itself(kernels: Any, dtype: s
     assert f"div.rn.f{width}" in made["average"]
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_the_kernels_of_more_bits_compile(kernels: Any, dtype: str, bits: int) -> None:
+    language, levels = kernels.triton.tl, kernels.levels
+    kind = getattr(language, dtype)
+    wide = language.float64 if dtype == "float64" else language.float32
+    common = {"GRAD": kind, "AVG": kind, "WIDE": wide, "STOCHASTIC": True, "ALIGNED": True}
+    common |= {"SCALED": True, "BLOCK": tables.BLOCK}
+    top = torch.finfo(getattr(torch, dtype if dtype == "float64" else "float32")).max
+    code = {"BITS": bits, "LARGEST": LEVELS[bits].largest}
+    made = [
+        compiled(levels.encode_levels, **common, **code, TOP=top, ADVANCE=True, MEASURED=measured)
+        for measured in (False, True)
+    ]
+    made.append(compiled(levels.measure, **common))
+    for ptx in made:
+        assert not re.search(r"\b(fma|mad)\.\w*\.?f(32|64)|\bmul\.f|\badd\.f|\bsub\.f", ptx)
+        assert not re.search(r"\.ftz|\.approx|div\.full", ptx)
+    compiled(levels.clear_levels, BITS=bits, BLOCK=tables.BLOCK)
+    for voters, zero in ((False, True), (True, False)):
+        flags = {"VOTERS": voters, "ZERO": zero, "SPACING": LEVELS[bits].spacing}
+        assert "atom" in compiled(levels.sum_levels, **code, **flags, BLOCK=cuda_levels.WORDS)
+
+
 @pytest.mark.parametrize("partly", [False, True])
 def test_the_other_kernels_compile(kernels: Any, partly: bool) -> None:
     for average, zero in ((False, False), (False, True), (True, False)):
@@ -109,13 +147,13 @@ def test_the_other_kernels_compile(kernels: Any, partly: bool) -> None:
         assert "atom" in compiled(kernels.count.count, DIGITS=3, BLOCK=512, **flags)
     if partly:
         compiled(kernels.count.spread, BLOCK=2048, DIGITS=3)
-        compiled(kernels.codec.clear, BLOCK=cuda.tables.BLOCK)
+        compiled(kernels.codec.clear, BLOCK=tables.BLOCK)
 
 
 @pytest.fixture
 def afresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that are looked up anew."""
-    monkeypatch.setattr(cuda, "kernels", cuda.kernels.__wrapped__)
+    monkeypatch.setattr(cuda_kernels, "kernels", cuda_kernels.kernels.__wrapped__)
 
 
 @pytest.mark.usefixtures("afresh")
@@ -147,6 +185,6 @@ def test_a_triton_that_cannot_launch_is_done_without(
         raise RuntimeError("Failed to find C compiler")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(cuda, "_try_out", fail)
+    monkeypatch.setattr(cuda_kernels, "_try_out", fail)
     assert type(codec_for(CUDA)) is EagerCodec
     assert "Failed to find C compiler" in caplog.text

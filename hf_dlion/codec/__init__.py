@@ -183,7 +183,8 @@ def codec_for(device: torch.device) -> Codec:
         compiled = library()
         return CpuCodec() if compiled is None else NativeCodec(compiled)
     if device.type == "cuda":
-        from hf_dlion.codec.cuda import TritonCodec, kernels
+        from hf_dlion.codec.cuda import TritonCodec
+        from hf_dlion.codec.cuda_kernels import kernels
 
         found = kernels(device)
         if found is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_dlion.codec.cuda import Kernels, on_device, run
+from hf_dlion.codec.cuda_kernels import Kernels, on_device, run
 from hf_dlion.codec.tables import Entry, Kind, launches
 from hf_dlion.layout import Shard
 from hf_dlion.lion import alternating_word

@@ -1,6 +1,6 @@
 """What the Triton kernels for CUDA are made of: tables of jobs, packing, rounding, rows.
 
-This is the package's only import of triton, and `hf_dlion.codec.cuda.kernels` the only way to it.
+This is the package's only import of triton, and `hf_dlion.codec.cuda_kernels` the only way to it.
 
 Every kernel works on many tensors: a program takes one block of one job. `jobs` is an int64 table
 with a row per job, whose columns are named below (addresses, sizes, and constants as their bits);

@@ -34,7 +34,7 @@ from hf_dlion.codec.triton import (
 
 
 @triton.jit
-def _directions(
+def directions(
     job, start, count, key, stream,
     GRAD: tl.constexpr, AVG: tl.constexpr, WIDE: tl.constexpr, STOCHASTIC: tl.constexpr,
     ALIGNED: tl.constexpr, ADVANCE: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
@@ -85,7 +85,7 @@ def encode(
         phase: `zero_phase`, or 0 or 1 for its parity.
     """
     job, start, count = block_of(jobs, job_of, BLOCK)
-    u = _directions(
+    u = directions(
         job, start, count, key, stream,
         GRAD, AVG, WIDE, STOCHASTIC, ALIGNED, ADVANCE, SCALED, BLOCK,
     )  # fmt: skip
@@ -96,16 +96,30 @@ def encode(
         word = tl.arange(0, BLOCK // 32)
         words = address(job, WORDS_AT, start // 32, tl.uint32, False)
         tl.store(words + word, pack(negative), mask=word < (count + 63) // 64 * 2)
+        mark(job, start, count, u, zeros_in, BLOCK)
 
-        zeros = tl.sum(zero.to(tl.int32))
-        tl.store(zeros_in + tl.program_id(0), (zeros > 0).to(tl.uint8))
-        first, row, touched = rows_of(job, start, count, BLOCK)
-        active = address(job, ROWS_AT, first, tl.uint8, False)
-        if (zeros == 0) | (touched == 1):
-            each = tl.arange(0, BLOCK)
-            tl.store(active + each, 1, mask=each < tl.where(zeros < count, touched, 0))
-        else:
-            tl.store(active + row, 1, mask=(offset < count) & (u != 0))
+
+@triton.jit
+def mark(job, start, count, u, zeros_in, BLOCK: tl.constexpr):
+    """Marks the rows of a block in which a direction is not zero, and whether one is."""
+    offset = elements(BLOCK)
+    zeros = tl.sum(((u == 0) & (offset < count)).to(tl.int32))
+    tl.store(zeros_in + tl.program_id(0), (zeros > 0).to(tl.uint8))
+    first, row, touched = rows_of(job, start, count, BLOCK)
+    active = address(job, ROWS_AT, first, tl.uint8, False)
+    if (zeros == 0) | (touched == 1):
+        each = tl.arange(0, BLOCK)
+        tl.store(active + each, 1, mask=each < tl.where(zeros < count, touched, 0))
+    else:
+        tl.store(active + row, 1, mask=(offset < count) & (u != 0))
+
+
+@triton.jit
+def kept_of(job, start, count, BLOCK: tl.constexpr):
+    """Returns which elements of a block are of rows that vote; False past the end."""
+    first, row, _ = rows_of(job, start, count, BLOCK)
+    active = address(job, ROWS_AT, first, tl.uint8, False)
+    return tl.load(active + row, mask=elements(BLOCK) < count, other=0) != 0
 
 
 @triton.jit
@@ -116,9 +130,7 @@ def clear(jobs, job_of, zeros_in, BLOCK: tl.constexpr):
     """
     if tl.load(zeros_in + tl.program_id(0)) != 0:
         job, start, count = block_of(jobs, job_of, BLOCK)
-        first, row, _ = rows_of(job, start, count, BLOCK)
-        active = address(job, ROWS_AT, first, tl.uint8, False)
-        kept = tl.load(active + row, mask=elements(BLOCK) < count, other=0) != 0
+        kept = kept_of(job, start, count, BLOCK)
         word = tl.arange(0, BLOCK // 32)
         words = address(job, WORDS_AT, start // 32, tl.uint32, False) + word
         held = word < (count + 63) // 64 * 2
@@ -197,7 +209,7 @@ def step_alone(
 ):  # fmt: skip
     """Takes one step of plain Lion, the sign of zero and of NaN being 0; see `Codec.step_alone`."""
     job, start, count = block_of(jobs, job_of, BLOCK)
-    u = _directions(
+    u = directions(
         job, start, count, key, stream,
         GRAD, AVG, WIDE, STOCHASTIC, ALIGNED, True, False, BLOCK,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_dlion.codec import cuda_count, native
 from hf_dlion.codec.bits import expand_rows, popcount
-from hf_dlion.codec.cuda import kernels
+from hf_dlion.codec.cuda_kernels import kernels
 from hf_dlion.exchange.stretches import stretches
 from hf_dlion.exchange.sums import sum_levels
 from hf_dlion.layout import Run, Shard
