@@ -111,7 +111,9 @@ def hold(
     before = snapshot(optimizer)
     refused = ""
     try:
-        optimizer.load_state_dict(state)
+        # A state without its entry, but with the copies in its groups, is told to be of a file.
+        with ignored_warnings():
+            optimizer.load_state_dict(state)
     except ValueError as error:
         refused = str(error)
     if refused:

@@ -92,13 +92,10 @@ class Compressor(ABC):
         bits_per_iteration: Bits that a rank sent in the last step: its message to each of the
             others, in a ring or not, and the scale's all-reduce.
         rounds_per_iteration: Messages that waited for one another for that.
-        message_bits: Bits of one message and its scale: what a worker would send to a parameter
-            server.
     """
 
     bits_per_iteration = 0.0
     rounds_per_iteration = 0
-    message_bits = 0.0
 
     @abstractmethod
     def worker(self, run: Run) -> Worker:
@@ -131,7 +128,6 @@ class Compressor(ABC):
         scales = [worker.scale(own) for worker, own in zip(self._workers, flat, strict=True)]
         scale = torch.stack(scales).amax(0)
         messages = [w.encode(own, scale) for w, own in zip(self._workers, flat, strict=True)]
-        self.message_bits = 8 * messages[0].numel() + 32 * scale.numel()
         self.bits_per_iteration = 8 * sent_bytes(messages[0], scale, len(messages))
         self.rounds_per_iteration = sent_rounds(scale, len(messages))
         mean = self._workers[0].combine(messages, scale)
