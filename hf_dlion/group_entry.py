@@ -41,7 +41,10 @@ def with_entry_from_groups(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     if "dlion" in found or not entries or not isinstance(entries[0], Mapping):
         return found
     found["dlion"] = own = dict(entries[0])
-    if found.get("state") and own.get("world_size", 1) != 1 and own.get("rank") is not None:
+    state, world_size = found.get("state"), own.get("world_size")
+    # What they hold is checked later; an array or a tensor is neither true nor false.
+    several = isinstance(world_size, int) and world_size != 1
+    if several and isinstance(state, Mapping) and state and own.get("rank") is not None:
         own["rank"] = None
         warn_once(
             "momentum collected",

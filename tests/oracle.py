@@ -142,11 +142,15 @@ class OracleLion:
     ) -> None:
         """Takes a step of Lion on the mean gradient of the voters; one momentum on all ranks."""
         dtype = compute_dtype(self.params[index])
-        total = np.zeros(tuple(self.params[index].shape), dtype=dtype)
-        for rank in voters:
-            grad = grads[rank][index]
-            assert grad is not None
-            total = total + widen(grad).astype(dtype)
+        total = None
+        for rank in range(self.world_size):
+            # Whoever has none sends zeros: of negative zeros alone the sum is one too.
+            own = np.zeros(tuple(self.params[index].shape), dtype=dtype)
+            if rank in voters:
+                grad = grads[rank][index]
+                assert grad is not None
+                own = widen(grad).astype(dtype)
+            total = own if total is None else total + own
         limit = torch.finfo(self.params[index].dtype).max
         exact = np.clip(total / dtype(len(voters)), -limit, limit).astype(dtype)
         mean = to_nearest(exact, self.params[index].dtype)

@@ -6,6 +6,7 @@ import copy
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -162,6 +163,20 @@ def test_a_damaged_state_changes_nothing_or_is_loaded_as_it_says() -> None:
     accepted = fuzz(250, derandomize=True)
     # Both must come often, or the damages are the wrong ones.
     assert 0.05 < sum(accepted) / len(accepted) < 0.8
+
+
+@pytest.mark.parametrize("place", ["state", "world_size", "rank"])
+@pytest.mark.parametrize("junk", [torch.ones(3), np.zeros(2)], ids=["tensor", "array"])
+def test_a_copied_entry_of_tensors_is_refused_as_any_other(place: str, junk: Any) -> None:
+    state = saved(torch.float32, False, False)
+    entry = state.pop("dlion")
+    state["param_groups"][0]["dlion"] = entry
+    (state if place == "state" else entry)[place] = junk
+    optimizer, _ = trained(torch.float32, None, False)
+    before = snapshot(optimizer)
+    with ignored_warnings(), pytest.raises(ValueError, match="state"):
+        optimizer.load_state_dict(state)
+    assert snapshot(optimizer) == before
 
 
 @pytest.mark.long
