@@ -152,7 +152,7 @@ class Digits(Scene):
     """Handwritten digits: the paper's vision setting at a size for a CPU."""
 
     source: ClassVar[Callable[[], Images]] = staticmethod(digits)
-    grids: ClassVar[dict[str, tuple[float, ...]]] = {**Scene.grids, "sgd": (3e-3, 1e-2, 3e-2, 1e-1)}
+    grids: ClassVar[dict[str, tuple[float, ...]]] = {**Scene.grids, "sgd": (1e-2, 3e-2, 1e-1, 3e-1)}
 
     def __init__(self, setting: Setting) -> None:
         """Reads the images."""
