@@ -25,7 +25,11 @@ _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")
 
 
-def parse_optim_args(text: str | None, others: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def parse_optim_args(
+    text: str | None,
+    defaults: Mapping[str, Any] | None = None,
+    chosen: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Returns the keyword arguments that `optim_args` asks for, converted and checked.
 
     Every option of `hf_dlion.options.Options` is reachable under its name; `beta1` and `beta2`, or
@@ -33,8 +37,8 @@ def parse_optim_args(text: str | None, others: Mapping[str, Any] | None = None) 
 
     Args:
         text: For example "aggregation=average,beta2=0.98". None and "" ask for nothing.
-        others: Options that hold unless the text says otherwise; what goes together is checked
-            with them.
+        defaults: Options that hold unless the text says otherwise.
+        chosen: Options that hold whatever the text says. What goes together is checked of all.
 
     Returns:
         Some of the names of `Options`, and "beta1", "beta2" (float).
@@ -62,8 +66,10 @@ def parse_optim_args(text: str | None, others: Mapping[str, Any] | None = None) 
         parsed |= new
     options = {name: value for name, value in parsed.items() if name in kinds}
     try:
-        Options(**{**(others or {}), **options})
+        Options(**{**(defaults or {}), **options, **(chosen or {})})
     except (TypeError, ValueError, NotImplementedError) as error:
+        if not options:
+            raise
         raise type(error)(f"optim_args={text!r}: {error}") from None
     return parsed
 

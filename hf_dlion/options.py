@@ -187,11 +187,11 @@ class Options:
                 "momentum_sync_every=k and momentum_sync='auto'",
             ),
         }
-        for field in fields(self):
-            effective, need = needs.get(field.name, (True, ""))
-            value = getattr(self, field.name)
-            if not effective and value != field.default:
-                raise ValueError(f"{field.name}={value!r} would have no effect: it needs {need}")
+        # No seed, which a loaded state may bring whatever is rounded.
+        for name, (effective, need) in needs.items():
+            value = getattr(self, name)
+            if not effective and value != getattr(type(self), name):
+                raise ValueError(f"{name}={value!r} would have no effect: it needs {need}")
 
 
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

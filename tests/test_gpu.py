@@ -16,6 +16,7 @@ from oracle import bits_of
 from random_training import DTYPES, normal
 from spawn import RankPools
 from test_codec import gradients, rule, verdict_of
+from test_levels import packed_levels
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,6 +25,7 @@ from hf_dlion.codec import ApplyJob, EncodeJob, codec_for, eager, reference, tab
 from hf_dlion.codec.bits import expand_rows, unpack_bits
 from hf_dlion.codec.cpu import CpuCodec
 from hf_dlion.codec.cuda import TritonCodec
+from hf_dlion.exchange import sums
 from hf_dlion.exchange.count import count_votes
 from hf_dlion.fingerprint import ROW, fingerprints
 from hf_dlion.layout import MessageLayout, words_for
@@ -46,13 +48,14 @@ def same_on_both(call: Callable[..., None], *tensors: Tensor) -> None:
     ours = [tensor.clone() for tensor in tensors]
     call(CpuCodec(), *ours)
     for codec in (eager.EagerCodec(), codec_for(torch.device(DEVICE))):
-        theirs = [tensor.to(DEVICE, copy=True) for tensor in tensors]
-        # Small tensors cross these.
-        with mock.patch.object(eager, "CHUNK", 128), mock.patch.object(tables, "BLOCK", 128):
-            call(codec, *theirs)
-        for position, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-            where = f"{type(codec).__name__}, argument {position}, {tuple(mine.shape)}"
-            assert bits_of(mine) == bits_of(other), where
+        # Blocks that small tensors cross, and those that are used.
+        for block in (128, tables.BLOCK) if isinstance(codec, TritonCodec) else (128,):
+            theirs = [tensor.to(DEVICE, copy=True) for tensor in tensors]
+            with mock.patch.object(eager, "CHUNK", 128), mock.patch.object(tables, "BLOCK", block):
+                call(codec, *theirs)
+            for position, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+                where = f"{type(codec).__name__}, {block}, argument {position}, {tuple(mine.shape)}"
+                assert bits_of(mine) == bits_of(other), where
 
 
 @DTYPE
@@ -77,7 +80,7 @@ def test_encode_and_step_alone(dtype: Any, stochastic: bool, narrow: torch.dtype
 @pytest.mark.parametrize("level_scale", ["word", "tensor"])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_encode_levels(dtype: torch.dtype, level_scale: str, bits: int) -> None:
-    for seed, shape in enumerate([*SHAPES, (1000, 7), (70_001,)]):
+    for seed, shape in enumerate([*SHAPES, (1000, 7), (5001,)]):
         for rank, zero_share in enumerate((0.0, 0.1, 0.7)):
             grad = gradients(shape, seed, zero_share, dtype)
             old = gradients(shape, seed + 100, 0.0, dtype)
@@ -88,6 +91,25 @@ def test_encode_levels(dtype: torch.dtype, level_scale: str, bits: int) -> None:
             step = dataclasses.replace(made.step_rule, bits=bits, level_scale=level_scale)
             own = dataclasses.replace(made, step_rule=step)
             same_on_both(lambda c, *a, r=own: c.encode(*a, r), grad, exp_avg, words, active)
+            same_on_both(lambda c, *a, r=own: c.preview(*a, r, 0.5), grad, exp_avg, words, active)
+
+
+@pytest.mark.parametrize("absent_share", [None, 0.0, 0.4])
+@pytest.mark.parametrize("ties", ["alternate", "zero"])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_sum_levels(bits: int, ties: str, absent_share: float | None) -> None:
+    for words, world_size in ((1, 2), (70, 3), (1000, 8)):
+        votes, voters = packed_levels(bits, words, world_size, absent_share, seed=words)
+        made = rule(step=4, world_size=world_size, ties=ties).step_rule
+        step = dataclasses.replace(made, bits=bits)
+        found = []
+        for device in ("cpu", DEVICE):
+            # A stretch of longer rows, as messages are added up.
+            out = torch.full((step.planes, 3 + words), 7, device=device)
+            on_device = None if voters is None else voters.to(device)
+            told = sums._sum(votes.to(device), on_device, out[:, 3:], step)
+            found.append((*map(int, told), out.tolist()))
+        assert found[0] == found[1]
 
 
 @DTYPE

@@ -9,7 +9,10 @@ import pytest
 import torch
 import zoo
 from oracle import bits_of
+from random_training import backward, random_param
 from spawn import RankPools
+
+from hf_dlion import DistributedLion
 
 pytestmark = pytest.mark.multiproc
 
@@ -128,6 +131,37 @@ def test_bytes_sent_in_a_step_are_the_documented_formula(
         for t in range(1, steps):
             abstained = t == zoo.ALL_INF_STEP
             assert records[t].bytes_sent == header + (0 if abstained else votes), f"step {t}"
+
+
+def rounds_of_a_step(rank: int, world_size: int, options: dict[str, Any]) -> int:
+    params = [random_param(70, 3)]
+    optimizer = DistributedLion(params, **options)
+    rounds = [0]
+    for t in range(3):
+        backward(params, t)
+        optimizer.step()
+        rounds.append(optimizer.wire.rounds)
+    return rounds[-1] - rounds[-2]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("options", "collectives"),
+    [
+        # The header is one, and a comparison of hashes.
+        ({"exchange": "gather"}, 2),
+        ({"exchange": "two_phase"}, 3),
+        ({"exchange": "two_phase", "check_replicas_every": 1}, 4),
+        # A mean is scattered and gathered.
+        ({"warmup_full_steps": 9}, 3),
+    ],
+    ids=str,
+)
+def test_every_collective_takes_a_message_to_each_other_rank(
+    ranks: RankPools, world_size: int, options: dict[str, Any], collectives: int
+) -> None:
+    found = ranks(world_size).run(rounds_of_a_step, options)
+    assert found == [collectives * (world_size - 1)] * world_size
 
 
 def _words(bits: int) -> int:

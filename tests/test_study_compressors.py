@@ -44,7 +44,7 @@ def whole_numbers(step, size=300):
         ("dgc", 3 * 0.04 * 64),
     ],
 )
-def test_a_message_has_the_bits_of_its_paper(name, bits):
+def test_a_rank_sends_the_bits_and_messages_of_its_method(name, bits):
     params = [torch.zeros(80, 100), torch.zeros(2000)]
     compressor = COMPRESSORS[name]()
     compressor.start(4, params, seed=0, steps=100)
@@ -52,6 +52,8 @@ def test_a_message_has_the_bits_of_its_paper(name, bits):
         gradients = [[torch.randn(80, 100), torch.randn(2000)] for _ in range(4)]
         mean = compressor.compress(gradients)
     assert compressor.bits_per_iteration / 10_000 == pytest.approx(bits, rel=1e-9)
+    # A gathering among four, and a ring of scales.
+    assert compressor.rounds_per_iteration == (3 + 6 if name == "terngrad" else 3)
     assert [part.shape for part in mean] == [param.shape for param in params]
 
 

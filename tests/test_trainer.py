@@ -158,8 +158,20 @@ def test_what_goes_together_is_checked_of_defaults_text_and_arguments_as_one(tmp
         optimizer_cls_and_kwargs(args, check_replicas_every=0)
     args = tiny_args(tmp_path, optim_args="level_scale=tensor")
     assert optimizer_cls_and_kwargs(args, bits=4)[1]["level_scale"] == "tensor"
-    with pytest.raises(ValueError, match=r"level_scale='tensor' would have no effect"):
+    with pytest.raises(ValueError, match=r"^optim_args='level_scale=tensor': level_scale="):
         optimizer_cls_and_kwargs(args)
+    # Of an option given twice the argument holds, and is what the others have to go with.
+    for text, chosen in (
+        ("aggregation=average", {"aggregation": "majority", "ties": "zero"}),
+        ("bits=4", {"bits": 1, "aggregation": "average"}),
+        ("check_replicas_every=0", {"check_replicas_every": 5, "on_divergence": "repair"}),
+    ):
+        args = tiny_args(tmp_path, optim_args=text)
+        kwargs = optimizer_cls_and_kwargs(args, **chosen)[1]
+        assert chosen.items() <= kwargs.items()
+    # Nobody is told of a text that was not given.
+    with pytest.raises(ValueError, match=r"^bits=3 is unknown"):
+        optimizer_cls_and_kwargs(tiny_args(tmp_path), bits=3)
 
 
 @pytest.mark.parametrize(

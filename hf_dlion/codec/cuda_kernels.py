@@ -62,6 +62,7 @@ def _try_out(found: Kernels, device: torch.device) -> None:
     with on_device(device):
         nothing = torch.zeros(1, dtype=torch.int64, device=device)
         run(found.codec.clear, 1, nothing, nothing.int(), nothing.byte())
+        run(found.levels.clear_levels, 1, nothing, nothing.int(), nothing.byte(), BITS=4)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_dlion.codec import EncodeJob, tables
 from hf_dlion.codec.cuda_kernels import Kernels, key_of, on_device, run
+from hf_dlion.codec.eager import whole_run
 from hf_dlion.codec.levels import LEVELS, factor_of, fold
 from hf_dlion.codec.tables import Launch
 from hf_dlion.layout import WORD_BITS
@@ -65,7 +66,10 @@ def _factors(
     types: Mapping[str, object],
     scaled: bool,
 ) -> Tensor:
-    """Marks rows that vote, and returns the factor of each job, float64."""
+    """Marks rows that vote, and returns the factor of each job, float64.
+
+    In as many small launches for each job as its number of words has binary digits, and a few.
+    """
     bits, dtype = jobs[0].rule.step_rule.bits, compute_dtype(jobs[0].grad.dtype)
     per_block = tables.BLOCK // WORD_BITS
     sums = torch.empty(on.blocks * per_block, dtype=torch.float64, device=zeros_in.device)
@@ -76,7 +80,7 @@ def _factors(
         last = first + -(-numel // tables.BLOCK) * per_block
         # Behind a job's last word there are zeros, which change no sum.
         total = fold(sums[first:last])
-        count = job.active.sum() * (numel // max(job.active.numel(), 1))
+        count = job.active.sum() * (job.run or whole_run(job.grad.shape)).row_numel
         factors.append(factor_of(total, count, bits, dtype).to(torch.float64))
         first = last
     return torch.cat(factors)
@@ -84,8 +88,8 @@ def _factors(
 
 def sum_levels(
     found: Kernels, votes: Tensor, voters: Tensor | None, out: Tensor, rule: StepRule
-) -> tuple[int, int]:
-    """Adds up votes of more than one bit, and waits for the device.
+) -> tuple[Tensor, Tensor]:
+    """Adds up votes of more than one bit, and does not wait for the device.
 
     Args:
         found: The kernels.
@@ -95,7 +99,7 @@ def sum_levels(
         rule: The step's constants.
 
     Returns:
-        As `hf_dlion.codec.native.sum_levels`.
+        As `hf_dlion.codec.native.sum_levels`, each int64 of shape () on the device.
     """
     sums = torch.zeros(2, dtype=torch.int64, device=votes.device)
     largest, spacing = LEVELS[rule.bits]
@@ -110,5 +114,4 @@ def sum_levels(
             BITS=rule.bits, LARGEST=largest, SPACING=spacing, VOTERS=voters is not None,
             ZERO=rule.ties == "zero", BLOCK=WORDS,
         )  # fmt: skip
-    agreement, cast = sums.tolist()
-    return agreement, cast
+    return sums[0], sums[1]

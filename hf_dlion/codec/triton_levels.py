@@ -162,7 +162,7 @@ def clear_levels(jobs, job_of, zeros_in, BITS: tl.constexpr, BLOCK: tl.constexpr
         tl.store(words, kept, mask=held)
 
 
-@triton.jit(do_not_specialize=["ranks", "tie_word"])
+@triton.jit(do_not_specialize=["ranks", "tie_word", "votes_stride", "words", "out_stride"])
 def sum_levels(
     votes, votes_stride, ranks, words, voters, out, out_stride, tie_word, sums,
     BITS: tl.constexpr, LARGEST: tl.constexpr, SPACING: tl.constexpr, VOTERS: tl.constexpr,

@@ -21,6 +21,9 @@ from hf_dlion.layout import WORD_BITS, Run, Shard, words_for
 from hf_dlion.lion import alternating_word
 from hf_dlion.verdict import StepRule
 
+# Numbers, or int64 tensors of shape () where the votes are, so that a device is waited for once.
+Sums = tuple[int | Tensor, int | Tensor]
+
 # Elements at a time, a multiple of 64; temporaries take about 20 bytes for each.
 CHUNK = 1 << 16
 DEVICE_CHUNK = 1 << 22
@@ -59,7 +62,8 @@ def sum_levels(
         The sum over the elements of |sum of the levels|, and the sum over ranks too of |level|.
     """
     ranks, bits, largest = rule.world_size, rule.bits, LEVELS[rule.bits].largest
-    agreement = cast = 0
+    agreement: int | Tensor = 0
+    cast: int | Tensor = 0
     for words, runs, everywhere in stretches(counts, shard, ranks):
         if everywhere:
             pieces: Iterator[tuple[slice, Tensor | None]] = iter([(words, None)])
@@ -73,7 +77,7 @@ def sum_levels(
             agreement, cast = agreement + sums[0], cast + sums[1]
     # Where a rank abstains, and behind the last elements, its code was taken for the lowest level.
     cast -= largest * (WORD_BITS * shard.words * ranks - voted)
-    return agreement, cast
+    return int(agreement), int(cast)
 
 
 def _voters(counts: Tensor, run: Run) -> Iterator[tuple[slice, Tensor]]:
@@ -93,9 +97,10 @@ def _voters(counts: Tensor, run: Run) -> Iterator[tuple[slice, Tensor]]:
         yield slice(word, word + words), torch.nn.functional.pad(counts[row], padding)
 
 
-def _sum(votes: Tensor, voters: Tensor | None, out: Tensor, rule: StepRule) -> tuple[int, int]:
+def _sum(votes: Tensor, voters: Tensor | None, out: Tensor, rule: StepRule) -> Sums:
     """Adds up with whatever is fastest; as `_sum_in_chunks`."""
-    kind, sums = votes.device.type, None
+    kind = votes.device.type
+    sums: Sums | None = None
     if kind == "cpu":
         sums = native.sum_levels(votes, voters, out, rule)
     elif kind == "cuda" and (found := kernels(votes.device)) is not None:
@@ -103,9 +108,7 @@ def _sum(votes: Tensor, voters: Tensor | None, out: Tensor, rule: StepRule) -> t
     return _sum_in_chunks(votes, voters, out, rule) if sums is None else sums
 
 
-def _sum_in_chunks(
-    votes: Tensor, voters: Tensor | None, out: Tensor, rule: StepRule
-) -> tuple[int, int]:
+def _sum_in_chunks(votes: Tensor, voters: Tensor | None, out: Tensor, rule: StepRule) -> Sums:
     """Adds up with torch operations.
 
     Args:
@@ -139,4 +142,4 @@ def _sum_in_chunks(
         if voters is not None:
             negative &= pack_bits(voters[places] > 0)
         out[0, start:stop] = negative
-    return int(agreement), int(cast)
+    return agreement, cast

@@ -38,7 +38,8 @@ class WireStats:
             of gradients included.
         last_node_bytes_sent: Those since the end of the step before the last.
         rounds: Messages that waited for one another, as the cost model of `hf_dlion.plan` has it:
-            N - 1 of a gathering or a scattering, 2 (N - 1) of an all-reduce.
+            N - 1 of a gathering or a scattering, 2 (N - 1) of an all-reduce, 1 of a broadcast;
+            those inside a node, with its N ranks, count as well.
         exchanges: Steps in which votes were exchanged.
         overlapped: Those of them in which the votes that left during backward held.
         sent_in_backward: Messages of the last step that left during backward.
@@ -245,8 +246,8 @@ class Wire:
             self._count(size * self.neighbours, inside=True)
             others = self.world_size - 1 - self.neighbours
             self._count(size * others, inside=False, received=0, rounds=1)
-        elif not near:
-            self._count(0, inside=False, received=size, rounds=1)
+        else:
+            self._count(0, inside=near, received=size, rounds=1)
         # As bytes, which every backend sends whatever they mean.
         data = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         root = dist.get_global_rank(self.group, source)

@@ -22,8 +22,10 @@ from hf_dlion.study.search import Trial, count_missing
 from hf_dlion.study.setting import SCHEDULES, Setting
 
 # One of each kind, and what the Distributed Lion paper compares with.
-COMPARED = ["adamw", "lion", "majority", "average", "bits4", "sync16"]
-COMPARED += ["terngrad", "graddrop", "dgc"]
+COMPARED = [
+    *("adamw", "lion", "majority", "average", "bits4", "sync16"),
+    *("terngrad", "graddrop", "dgc"),
+]
 
 # What a scale stands for; a flag of the same name comes first.
 SCALES: dict[str, dict[str, Any]] = {

@@ -62,11 +62,11 @@ def _curves(together: Sequence[Result], path: Path) -> Path:
 
 
 def _bits(together: Sequence[Result], path: Path) -> Path:
-    """Loss against bits per parameter and step: as really sent, and as the paper counts."""
+    """Loss against bits per parameter and step: as really sent, and by way of a server."""
     figure, panels = _figure(2)
     labels = (
         "bits per parameter and step, out of each rank",
-        "the same to and from a parameter server",
+        "bits to and from a parameter server, counted",
     )
     for panel, label in zip(panels, labels, strict=True):
         panel.set_xscale("log", base=2)
@@ -76,7 +76,7 @@ def _bits(together: Sequence[Result], path: Path) -> Path:
         deviation = result.as_json()["spread"] or 0.0
         of_server = server_bits(own.method, own.workers)
         for panel, bits in zip(panels, (result.bits_per_step, of_server), strict=True):
-            # Drawn without a place where the paper has no count: all have their colours in common.
+            # Drawn without a place where there is no count: all have their colours in common.
             place = [math.nan if bits is None else bits]
             panel.errorbar(place, [result.mean], [deviation], fmt="o", label=own.method)
     return _finished(figure, panels, title(together), path)

@@ -89,6 +89,8 @@ def _prepare(trials: Sequence[Trial]) -> None:
 def estimate_s(settings: Sequence[Setting]) -> float:
     """Returns the processor time of all gradients; some of each kind are timed, on one thread.
 
+    Without that of the base that a fine-tuning begins with.
+
     Args:
         settings: Of the runs.
     """
@@ -106,11 +108,13 @@ def _gradient_s(scene: Scene) -> float:
     model, best = scene.untrained(0), math.inf
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    for step in range(8):
-        batch, before = scene.batch(0, step, 0), time.process_time()
-        scene.loss(model, batch).backward()  # type: ignore[no-untyped-call]
-        best = min(best, time.process_time() - before)
-    torch.set_num_threads(threads)
+    try:
+        for step in range(8):
+            batch, before = scene.batch(0, step, 0), time.process_time()
+            scene.loss(model, batch).backward()  # type: ignore[no-untyped-call]
+            best = min(best, time.process_time() - before)
+    finally:
+        torch.set_num_threads(threads)
     return best
 
 

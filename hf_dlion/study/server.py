@@ -1,7 +1,8 @@
-"""What workers would exchange with a parameter server, as the Distributed Lion paper counts.
+"""What the Distributed Lion paper's methods would exchange with a parameter server.
 
 The paper has a server between the workers (Liu et al. 2024, arXiv 2404.00438, algorithm 1), and
-counts the bits per iteration that a worker sends to it and gets back. Here there is no server:
+compares the bits per iteration that a worker sends to it and gets back. They are counted here as
+the logarithm of how many values there are, which no code can undercut. Without a server,
 `Result.bits_per_step` is what really left a rank.
 """
 
@@ -16,7 +17,7 @@ FULL = 32.0
 
 # Of each method of the paper: bits per parameter on the way up and down, from the number of
 # workers n. A sum of n signs takes n + 1 values, one of n ternary numbers 2 n + 1. Of the sparse
-# methods the paper counts values and no positions.
+# methods values count, and positions do not.
 _BITS: dict[str, Callable[[int], tuple[float, float]]] = {
     "adamw": lambda n: (FULL, FULL),
     "lion": lambda n: (FULL, FULL),

@@ -8,7 +8,6 @@ from transformers.utils import logging
 
 from hf_dlion.optim_args import check_names, parse_optim_args
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.options import Options
 from hf_dlion.trainer.seams import install_seams
 
 if TYPE_CHECKING:
@@ -40,6 +39,7 @@ def optimizer_cls_and_kwargs(
     Raises:
         TypeError: If an option has the wrong type.
         ValueError: If an option is unknown or its value is not allowed.
+        NotImplementedError: If options do not go together yet.
         RuntimeError: If this transformers lacks what the preparation needs.
 
     Example:
@@ -53,9 +53,7 @@ def optimizer_cls_and_kwargs(
     """
     install_seams()
     check_names(list(options))
-    kwargs = lion_kwargs(args, **options)
-    Options(**{name: value for name, value in kwargs.items() if name not in ("lr", "betas")})
-    return DistributedLion, kwargs
+    return DistributedLion, lion_kwargs(args, **options)
 
 
 def lion_kwargs(args: TrainingArguments, **chosen: Any) -> dict[str, Any]:
@@ -67,10 +65,11 @@ def lion_kwargs(args: TrainingArguments, **chosen: Any) -> dict[str, Any]:
     Raises:
         TypeError: If a value in `optim_args` has the wrong type.
         ValueError: If `optim_args` is malformed, or a value is not allowed.
+        NotImplementedError: If options do not go together yet.
     """
-    others = {name: value for name, value in chosen.items() if name not in ("lr", "betas")}
+    own = {name: value for name, value in chosen.items() if name not in ("lr", "betas")}
     defaults = {"check_replicas_every": CHECK_REPLICAS_EVERY}
-    options = defaults | parse_optim_args(args.optim_args, defaults | others)
+    options = defaults | parse_optim_args(args.optim_args, defaults, own)
     betas = []
     adam = (args.adam_beta1, args.adam_beta2)
     for name, given, default, lion in zip(
