@@ -148,7 +148,7 @@ decays = st.sampled_from((0.0, 0.1, 3.0))
 
 # Options that do not go together: with the first go none of the others.
 APART = {
-    "aggregation": ("bits", "ties"),
+    "aggregation": ("bits",),
     "local_group": ("bits", "warmup_full_steps", "momentum_sync_every"),
 }
 
@@ -210,6 +210,8 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
     if world_size % 2 == 0:
         options["local_group"] = st.just(2)
     chosen = draw(st.fixed_dictionaries({}, optional=options))
+    if {"aggregation", "ties"} <= chosen.keys():
+        del chosen[draw(st.sampled_from(("aggregation", "ties")))]
     for name, others in APART.items():
         for other in others if name in chosen else ():
             chosen.pop(other, None)
@@ -517,9 +519,9 @@ class Replay:
                 ), f"agreement in step {t}"
         return False
 
-    def _given(self, t: int, rank: int) -> list[Tensor | None]:
-        """The gradients that count on a rank: S11."""
-        found: list[Tensor | None] = []
+    def _given(self, t: int, rank: int) -> list[tuple[Tensor | None, bool]]:
+        """A rank's gradients, and which of them count: S11."""
+        found: list[tuple[Tensor | None, bool]] = []
         drawn = [gradient(self.case, t, rank, index) for index in range(len(self.case.params))]
         by_autograd = [
             grad is not None and how == "backward" and index in self.watched
@@ -529,20 +531,21 @@ class Replay:
             if grad is not None and how != "backward":
                 grad = _laid_out(grad, how).contiguous()
             counts = grad is not None and (watched or not any(by_autograd) or bool(grad.any()))
-            found.append(grad if counts else None)
+            found.append((grad, counts))
         return found
 
-    def _heard(self, ranks: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+    def _heard(self, ranks: Sequence[Sequence[tuple[Tensor | None, bool]]]) -> list[Tensor | None]:
         """The mean gradients of the ranks that vote together."""
         if len(ranks) == 1:
-            return list(ranks[0])
+            return [grad if counts else None for grad, counts in ranks[0]]
         means: list[Tensor | None] = []
-        for grads in zip(*ranks, strict=True):
-            one = next((grad for grad in grads if grad is not None), None)
+        for given in zip(*ranks, strict=True):
+            one = next((grad for grad, counts in given if counts), None)
             if one is None:
                 means.append(None)
                 continue
-            parts = [torch.zeros_like(one) if g is None else g / len(ranks) for g in grads]
+            # One of zeros that does not count is added all the same: of either sign.
+            parts = [torch.zeros_like(one) if g is None else g / len(ranks) for g, _ in given]
             means.append(parts[0] + parts[1])
         return means
 

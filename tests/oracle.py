@@ -150,7 +150,9 @@ class OracleLion:
                 grad = grads[rank][index]
                 assert grad is not None
                 own = widen(grad).astype(dtype)
-            total = own if total is None else total + own
+            # Beyond the largest number the sum is Inf, and what is made of it the largest.
+            with np.errstate(over="ignore"):
+                total = own if total is None else total + own
         limit = torch.finfo(self.params[index].dtype).max
         exact = np.clip(total / dtype(len(voters)), -limit, limit).astype(dtype)
         mean = to_nearest(exact, self.params[index].dtype)
@@ -187,10 +189,10 @@ class OracleLion:
             ]
             total = widen(sent[0])
             for other in sent[1:]:
-                total = total + widen(other)
-            mean = widen(
-                to_nearest(total / np.float32(self.world_size), self.momentum_sync_dtype)
-            ).astype(dtype)
+                with np.errstate(over="ignore"):
+                    total = total + widen(other)
+            exact = np.clip(total / np.float32(self.world_size), -limit, limit).astype(np.float32)
+            mean = widen(to_nearest(exact, self.momentum_sync_dtype)).astype(dtype)
             for own, m, mine in zip(self.exp_avg, wide, sent, strict=True):
                 shape, kind = own[index].shape, own[index].dtype
                 values = widen(own[index]).astype(dtype).reshape(-1)

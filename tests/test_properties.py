@@ -85,15 +85,15 @@ def test_what_was_found_once_stays_mended(ranks: RankPools, case: Case) -> None:
 def test_the_trainings_that_are_drawn_are_worth_a_test() -> None:
     drawn: list[Case] = []
 
-    @settings(max_examples=80, derandomize=True, database=None)
+    @settings(max_examples=200, derandomize=True, database=None)
     @given(cases(4))
     def draw(case: Case) -> None:
         drawn.append(case)
 
     draw()
-    assert len({repr(case) for case in drawn}) > 50
+    assert len({repr(case) for case in drawn}) > 125
     for option in ("aggregation", "ties", "overlap", "local_group", "momentum_dtype"):
-        assert 10 < sum(option in case.options for case in drawn) < 70, option
+        assert 25 < sum(option in case.options for case in drawn) < 175, option
     steps = [step for case in drawn for step in case.steps]
     kinds = {odd.kind for step in steps for odd in step.odd}
     assert {"nan", "inf", "absent", "zeros", "zero rows"} <= kinds
