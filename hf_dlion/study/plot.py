@@ -13,6 +13,9 @@ from hf_dlion.study.result import Result
 from hf_dlion.study.server import server_bits
 from hf_dlion.study.table import cells, name, title
 
+# Losses further apart than by this factor are drawn on a logarithmic axis.
+FLAT = 4.0
+
 
 def draw(results: Sequence[Result], folder: Path) -> list[Path]:
     """Writes all pictures; returns their paths.
@@ -65,8 +68,8 @@ def _bits(together: Sequence[Result], path: Path) -> Path:
     """Loss against bits per parameter and step: as really sent, and by way of a server."""
     figure, panels = _figure(2)
     labels = (
-        "bits per parameter and step, out of each rank",
-        "bits to and from a parameter server, counted",
+        "bits per parameter, out of a rank",
+        "counted to and from a server",
     )
     for panel, label in zip(panels, labels, strict=True):
         panel.set_xscale("log", base=2)
@@ -79,6 +82,7 @@ def _bits(together: Sequence[Result], path: Path) -> Path:
             # Drawn without a place where there is no count: all have their colours in common.
             place = [math.nan if bits is None else bits]
             panel.errorbar(place, [result.mean], [deviation], fmt="o", label=own.method)
+    _spread_out(panels, together)
     return _finished(figure, panels, title(together), path)
 
 
@@ -97,7 +101,10 @@ def _workers(apart: Sequence[Result], path: Path) -> Path:
             label=method,
         )
     panels[0].set_xscale("log", base=2)
+    numbers = sorted({result.setting.workers for result in apart})
+    panels[0].set_xticks(numbers, [str(number) for number in numbers])
     panels[0].set_xlabel("workers")
+    _spread_out(panels, apart)
     own = apart[0].setting
     return _finished(
         figure, panels, f"{own.scene}, batch {own.batch} each, {own.steps} steps", path
@@ -115,6 +122,13 @@ def _apart_from_workers(results: Sequence[Result]) -> list[list[Result]]:
 
 def _finite(found: Sequence[Result]) -> list[Result]:
     return [result for result in found if math.isfinite(result.mean)]
+
+
+def _spread_out(panels: Any, results: Sequence[Result]) -> None:
+    """Takes a logarithmic axis of losses where one method would flatten the others."""
+    means = [result.mean for result in _finite(results)]
+    if means and 0.0 < FLAT * min(means) < max(means):
+        panels[0].set_yscale("log")
 
 
 def _figure(count: int) -> tuple[Any, Any]:
