@@ -149,7 +149,7 @@ class LowRank(FineTuning):
 
     grids: ClassVar[dict[str, tuple[float, ...]]] = {
         "adamw": (3e-3, 1e-2, 3e-2),
-        "lion": (3e-4, 1e-3, 3e-3),
+        "lion": (1e-3, 3e-3, 1e-2),
         "sgd": (1e-1, 3e-1, 1e0),
     }
 
