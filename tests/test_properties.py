@@ -10,8 +10,9 @@ from spawn import RankPools
 
 pytestmark = pytest.mark.multiproc
 
-# Exchanges during backward, and nodes, make process groups, which a process keeps to its end.
-RUNS_PER_POOL = 500
+# Exchanges during backward, and nodes, make process groups, which a process keeps to its end, with
+# threads that wake up a hundred times a second.
+RUNS_PER_POOL = 50
 
 
 def hold_to_the_rule(
