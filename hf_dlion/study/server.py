@@ -2,8 +2,8 @@
 
 The paper has a server between the workers (Liu et al. 2024, arXiv 2404.00438, algorithm 1), and
 compares the bits per iteration that a worker sends to it and gets back. They are counted here as
-the logarithm of how many values there are, which no code can undercut. Without a server,
-`Result.bits_per_step` is what really left a rank.
+the logarithm of how many values there are. Without a server, `Result.bits_per_step` is what really
+left a rank.
 """
 
 from __future__ import annotations
