@@ -116,8 +116,7 @@ def test_compiled_kernels_round_every_operation_by_itself(kernels: Any, dtype: s
     assert f"div.rn.f{width}" in made["average"]
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize(("dtype", "bits"), [("float32", 2), ("bfloat16", 4), ("float64", 8)])
 def test_the_kernels_of_more_bits_compile(kernels: Any, dtype: str, bits: int) -> None:
     language, levels = kernels.triton.tl, kernels.levels
     kind = getattr(language, dtype)
