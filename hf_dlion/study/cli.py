@@ -27,6 +27,20 @@ COMPARED = [
     *("terngrad", "graddrop", "dgc"),
 ]
 
+# About 14 hours of one core for a scene.
+MEDIUM: dict[str, Any] = {
+    "methods": COMPARED,
+    "workers": [2, 4, 8],
+    "batch": [8],
+    "sequence": 128,
+    "hidden": 128,
+    "layers": 4,
+    "steps": 1000,
+    "seeds": 3,
+    "evaluations": 10,
+    "base_steps": 3000,
+}
+
 # What a scale stands for; a flag of the same name comes first.
 SCALES: dict[str, dict[str, Any]] = {
     "smoke": {
@@ -53,32 +67,9 @@ SCALES: dict[str, dict[str, Any]] = {
         "evaluations": 6,
         "base_steps": 1000,
     },
-    # About 14 hours of one core for a scene.
-    "medium": {
-        "methods": COMPARED,
-        "workers": [2, 4, 8],
-        "batch": [8],
-        "sequence": 128,
-        "hidden": 128,
-        "layers": 4,
-        "steps": 1000,
-        "seeds": 3,
-        "evaluations": 10,
-        "base_steps": 3000,
-    },
+    "medium": MEDIUM,
     # The workers and the batch of the Distributed Lion paper; about five days of one core.
-    "full": {
-        "methods": COMPARED,
-        "workers": [4, 8, 16, 32],
-        "batch": [32],
-        "sequence": 64,
-        "hidden": 128,
-        "layers": 4,
-        "steps": 1000,
-        "seeds": 3,
-        "evaluations": 10,
-        "base_steps": 3000,
-    },
+    "full": {**MEDIUM, "workers": [4, 8, 16, 32], "batch": [32], "sequence": 64},
 }
 FINE_TUNING = ("finetune", "lora")
 
