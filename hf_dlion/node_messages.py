@@ -31,6 +31,7 @@ class NodeMessage(Message):
         exchange: NodeExchange,
         codec: Codec,
         edges: RowEdges,
+        bits: int = 1,
     ) -> None:
         """Makes the buffers of the shard's votes.
 
@@ -40,12 +41,13 @@ class NodeMessage(Message):
             exchange: Carries the votes on the shard.
             codec: Makes the votes and applies the verdict.
             edges: Knows the rows that the shards cut.
+            bits: Of a vote.
         """
-        super().__init__(params, layout, exchange, codec)
+        super().__init__(params, layout, exchange, codec, bits)
         own, device = exchange.own, params[0][1].device
         self._own = _with_params(own, params)
         self._edges = edges
-        self._words = torch.empty(own.words, dtype=torch.int64, device=device)
+        self._words = torch.empty(bits * own.words, dtype=torch.int64, device=device)
         self._active = torch.empty(own.rows, dtype=torch.bool, device=device)
 
     @property

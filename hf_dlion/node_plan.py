@@ -48,7 +48,7 @@ class NodePlan(Plan):
         """
         self._take_params(params, wire, routes)
         nodes, size = node.peers.world_size, node.local.world_size
-        self.ordered = order is not None
+        self.ordered, self.bits = order is not None, options.bits
         peers, down, inside = node.peers, node.peers, node.local
         groups = split_into_messages(params, wire.world_size)
         if order is not None:
@@ -77,7 +77,7 @@ class NodePlan(Plan):
                 continue
             exchange = NodeExchange(name, layout, peers, node.local, device, options, down)
             edges = RowEdges(layout, shards, inside, device)
-            self.messages.append(NodeMessage(group, layout, exchange, codec, edges))
+            self.messages.append(NodeMessage(group, layout, exchange, codec, edges, self.bits))
 
 
 def make_plan(

@@ -113,12 +113,13 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             q = round(u / a * L / 2), cut to -L and L (7 or 127); with 2 bits -3, -1, 1 or 3, for
             |u| above 1.5 a or not. The verdict is the sign of the sum of the q, and a sum of 0 is
             a tie: with 4 and 8 bits also where all ranks round a small u to 0.
-            Two-phase sends (bits + 1) (N - 1) / N bits per parameter, and encoding reads gradient
-            and momentum twice. Not with aggregation="average" nor, yet, with `local_group`.
+            Two-phase sends (bits + 1) (N - 1) / N bits per parameter. Not with
+            aggregation="average".
         level_scale: With 2, 4 or 8 bits, what a is the mean over: each "word" of 64 elements, those
             of them that are not zero, or the whole "tensor", its rows that are not zero (Lion
             Cub's). Rows that are small beside others of their tensor, such as those of rare tokens,
-            would all have the lowest level with the latter.
+            would all have the lowest level with the latter, which also reads gradients and momenta
+            twice, and does not go with `local_group` yet.
         exchange: "gather", "two_phase", or "auto", which takes the one that sends fewer bytes.
         overlap: Exchange votes during backward, as gradients become ready, from the second step
             on. The momentum is advanced in `step()`, from the gradient as the loop left it; the

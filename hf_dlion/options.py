@@ -135,10 +135,10 @@ class Options:
             _check_choice("local_group", self.local_group, get_args(NodeName))
         elif self.local_group is not None:
             _check_integer("local_group", self.local_group, low=1, high=2**31 - 1)
-        if self.bits > 1 and self.local_group not in (None, 1):
+        if self.bits > 1 and self.level_scale == "tensor" and self.local_group not in (None, 1):
             raise NotImplementedError(
-                f"bits={self.bits} with local_group={self.local_group!r}: a node's ranks would "
-                f"have to agree on every tensor's mean magnitude; use bits=1 or local_group=None"
+                f"level_scale='tensor' with local_group={self.local_group!r}: a node's ranks would "
+                f"have to agree on every tensor's mean magnitude; use level_scale='word'"
             )
         self._check_full_precision()
         self._check_effect()

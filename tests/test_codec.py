@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -21,7 +22,8 @@ from hf_dlion.codec.cpu import CpuCodec
 from hf_dlion.codec.cuda import TritonCodec
 from hf_dlion.codec.cuda_kernels import kernels
 from hf_dlion.codec.eager import EagerCodec
-from hf_dlion.codec.native import NativeCodec, library
+from hf_dlion.codec.native import NativeCodec
+from hf_dlion.codec.native_library import library
 from hf_dlion.layout import MessageLayout, words_for
 from hf_dlion.lion import momentum_stream, random_bits, round_stochastically, rounding_key
 from hf_dlion.verdict import StepRule, TensorRule, Verdict
@@ -396,6 +398,7 @@ def test_a_momentum_saturates_instead_of_voting_one_way_for_ever(
     seed=st.integers(0, 10**6),
     zero_share=st.sampled_from([0.0, 0.3]),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+    bits=st.sampled_from([1, 2, 4, 8]),
 )
 def test_stretches_of_a_parameter_give_what_the_whole_gives(
     codec: Codec,
@@ -404,14 +407,18 @@ def test_stretches_of_a_parameter_give_what_the_whole_gives(
     seed: int,
     zero_share: float,
     dtype: torch.dtype,
+    bits: int,
 ) -> None:
     grad, tensor_rule = gradients(shape, seed, zero_share, dtype), rule()
+    step = dataclasses.replace(tensor_rule.step_rule, bits=bits, level_scale="word")
+    tensor_rule = dataclasses.replace(tensor_rule, step_rule=step)
     # No row without a sign, nor a part of one that a cut between two words leaves.
     for first in (0, 63, 64):
         grad.view(-1)[first :: 3 if first == 0 else 64] = 0.5
     exp_avg, param = torch.zeros_like(grad), gradients(shape, seed + 1, 0.0, dtype)
     layout = MessageLayout.of([(0, grad.shape)])
-    words, active = torch.zeros(layout.words).long(), torch.zeros(layout.rows, dtype=torch.bool)
+    words = torch.zeros(bits * layout.words).long()
+    active = torch.zeros(layout.rows, dtype=torch.bool)
     codec.encode(grad, exp_avg, words, active, tensor_rule)
     alone, alone_avg = param.clone(), torch.zeros_like(grad)
     codec.step_alone(alone, grad, alone_avg, tensor_rule)
@@ -419,18 +426,21 @@ def test_stretches_of_a_parameter_give_what_the_whole_gives(
         part = layout.part(layout.shard(first, stop))
         for slot in part.slots:
             own = slice(slot.start, slot.stop)
-            momentum, signs = torch.zeros(slot.numel, dtype=dtype), torch.full((slot.words,), -1)
+            momentum, packed = (
+                torch.zeros(slot.numel, dtype=dtype),
+                torch.full((bits * slot.words,), -1),
+            )
             votes, piece = torch.zeros(slot.rows, dtype=torch.bool), grad.view(-1)[own]
-            codec.encode(piece, momentum, signs, votes, tensor_rule, slot.run())
+            codec.encode(piece, momentum, packed, votes, tensor_rule, slot.run())
             assert same_bits(momentum, exp_avg.view(-1)[own])
-            assert torch.equal(signs, words[first:stop][: slot.words])
+            assert torch.equal(packed, words[bits * first : bits * stop][: bits * slot.words])
             rows = active[slot.first_row : slot.first_row + slot.rows]
             assert torch.equal(votes[1:-1], rows[1:-1])
-            foreseen, seen = torch.full_like(signs, -1), torch.zeros_like(votes)
+            foreseen, seen = torch.full_like(packed, -1), torch.zeros_like(votes)
             momentum.zero_()
             codec.preview(piece, momentum, foreseen, seen, tensor_rule, 1.0, slot.run())
             assert not momentum.any()
-            assert torch.equal(foreseen, signs)
+            assert torch.equal(foreseen, packed)
             assert torch.equal(seen, votes)
             codec.advance(piece, momentum, tensor_rule, slot.run())
             assert same_bits(momentum, exp_avg.view(-1)[own])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_codec import CODECS, SHAPES, gradients, rounded, rule, same_bits, short_chunks, widened
 from torch import Tensor
 
-from hf_dlion.codec import Codec, native, reference, reference_levels
+from hf_dlion.codec import Codec, native, native_library, reference, reference_levels
 from hf_dlion.codec.levels import LEVELS, fold, magnitude_sums, pack_codes, unpack_codes
 from hf_dlion.codec.native import NativeCodec
 from hf_dlion.layout import words_for
@@ -187,7 +187,7 @@ def test_threads_and_chunks_do_not_change_the_mean(
     from hf_dlion.codec.eager import EagerCodec
 
     grad = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
-    found = native.library()
+    found = native_library.library()
     codecs = [CpuCodec(), EagerCodec(), *([NativeCodec(found)] if found else [])]
     results = []
     for threads in (1, 3):

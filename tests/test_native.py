@@ -10,29 +10,31 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_dlion.codec import codec_for, native
+from hf_dlion.codec import codec_for, native, native_library
 from hf_dlion.codec.cpu import CpuCodec
 from hf_dlion.codec.native import NativeCodec
 from hf_dlion.layout import words_for
 from hf_dlion.verdict import StepRule, TensorRule
 
-needs_compiler = pytest.mark.skipif(native.library() is None, reason="there is no C compiler")
+needs_compiler = pytest.mark.skipif(
+    native_library.library() is None, reason="there is no C compiler"
+)
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder, and a library that is looked up anew."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native, "library", native.library.__wrapped__)
+    monkeypatch.setattr(native_library, "library", native_library.library.__wrapped__)
     return tmp_path / "hf_dlion"
 
 
 @needs_compiler
 def test_the_library_is_compiled_once_and_kept(cache: Path) -> None:
-    assert native.library() is not None
+    assert native_library.library() is not None
     (built,) = cache.iterdir()
     written = built.stat().st_mtime_ns
-    assert native.library() is not None
+    assert native_library.library() is not None
     assert list(cache.iterdir()) == [built]
     assert built.stat().st_mtime_ns == written
 
@@ -41,11 +43,11 @@ def test_the_library_is_compiled_once_and_kept(cache: Path) -> None:
 def test_other_flags_and_processors_have_a_library_of_their_own(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths = {native._compiled()}
-    monkeypatch.setattr(native, "_features", lambda: "another processor")
-    paths.add(native._compiled())
-    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-g"))
-    paths.add(native._compiled())
+    paths = {native_library._compiled()}
+    monkeypatch.setattr(native_library, "_features", lambda: "another processor")
+    paths.add(native_library._compiled())
+    monkeypatch.setattr(native_library, "FLAGS", (*native_library.FLAGS, "-g"))
+    paths.add(native_library._compiled())
     assert len(paths) == 3
 
 
@@ -57,21 +59,23 @@ def test_without_a_compiler_the_eager_codec_works_and_says_so(
     compiler: str,
 ) -> None:
     monkeypatch.setenv("CC", compiler)
-    assert native.library() is None
+    assert native_library.library() is None
     assert "install a C compiler" in caplog.text
     assert not cache.exists() or not list(cache.iterdir())
 
 
 def test_the_environment_turns_it_off(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_DLION_NATIVE", "0")
-    assert native.library() is None
+    assert native_library.library() is None
     assert not cache.exists()
     assert type(codec_for(torch.device("cpu"))) is CpuCodec
 
 
 @needs_compiler
 def test_processes_that_compile_at_once_all_get_a_whole_library(tmp_path: Path) -> None:
-    script = "from hf_dlion.codec import native; assert native.library() is not None"
+    script = (
+        "from hf_dlion.codec import native_library; assert native_library.library() is not None"
+    )
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     processes = [
         subprocess.Popen([sys.executable, "-c", script], env=environment) for _ in range(3)
@@ -83,7 +87,7 @@ def test_processes_that_compile_at_once_all_get_a_whole_library(tmp_path: Path) 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    found = native.library()
+    found = native_library.library()
     assert found is not None
     codec = NativeCodec(found)
     step = StepRule(

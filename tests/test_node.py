@@ -36,6 +36,9 @@ CASES: dict[str, dict[str, Any]] = {
     "two_phase-average": {"exchange": "two_phase", "aggregation": "average"},
     "gather-average": {"exchange": "gather", "aggregation": "average"},
     "nearest": {"stochastic_rounding": False, "momentum_dtype": torch.bfloat16},
+    "gather-2-bits": {"exchange": "gather", "bits": 2},
+    "two_phase-4-bits": {"exchange": "two_phase", "bits": 4, "momentum_dtype": torch.bfloat16},
+    "two_phase-8-bits-zero": {"exchange": "two_phase", "bits": 8, "ties": "zero"},
 }
 
 
@@ -179,7 +182,11 @@ def train_on_cut_rows(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("options", [{}, {"aggregation": "average"}, {"ties": "zero"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"aggregation": "average"}, {"ties": "zero"}, {"bits": 2}, {"bits": 4}, {"bits": 8}],
+    ids=str,
+)
 @pytest.mark.parametrize(("nodes", "size"), [(2, 2), (2, 3)])
 def test_rows_that_the_shards_cut_vote_as_whole_rows(
     ranks: RankPools, nodes: int, size: int, dtype: torch.dtype, options: dict[str, Any]
@@ -202,18 +209,20 @@ def test_the_cut_rows_are_worth_a_test() -> None:
 
 
 @pytest.mark.parametrize(
-    ("exchange", "aggregation", "ties"),
+    ("exchange", "aggregation", "ties", "bits"),
     [
-        ("gather", "majority", "alternate"),
-        ("two_phase", "majority", "zero"),
-        ("two_phase", "average", "alternate"),
+        ("gather", "majority", "alternate", 1),
+        ("two_phase", "majority", "zero", 1),
+        ("two_phase", "average", "alternate", 1),
+        ("gather", "majority", "alternate", 2),
+        ("two_phase", "majority", "zero", 4),
     ],
 )
 @pytest.mark.parametrize(("nodes", "size"), [(2, 2), (2, 3), (3, 2)])
 def test_bytes_are_the_documented_formula(
-    ranks: RankPools, nodes: int, size: int, exchange: str, aggregation: str, ties: str
+    ranks: RankPools, nodes: int, size: int, exchange: str, aggregation: str, ties: str, bits: int
 ) -> None:
-    options = {"exchange": exchange, "aggregation": aggregation, "ties": ties}
+    options = {"exchange": exchange, "aggregation": aggregation, "ties": ties, "bits": bits}
     world_size = nodes * size
     results = ranks(world_size).run(zoo.train, 12, {**options, "local_group": size})
     shapes = [p.shape for group in zoo.Zoo().groups() for p in group]
@@ -223,12 +232,13 @@ def test_bytes_are_the_documented_formula(
     touched = [set().union(*shard) for shard in shards]
     per_element, per_row = planes_of(nodes, aggregation, ties)
     activity = -(-max(map(len, touched)) // 64)
-    inside = 8 * (size - 1) * (per_element * share + per_row * activity + 1)
+    sums = 1 if bits == 1 else 2
+    inside = 8 * (size - 1) * (per_element * share + per_row * activity + sums)
     if any(a & b for a, b in itertools.pairwise(touched)):
         inside += 2 * (size - 1)
     words = -(-len(shapes) // 64)
     for rank, records in enumerate(results):
-        outside = bytes_of_words(shards[rank % size], nodes, exchange, aggregation, ties)
+        outside = bytes_of_words(shards[rank % size], nodes, exchange, aggregation, ties, bits)
         out, within = 8 * (world_size - size) * (6 + words), 8 * (size - 1) * (6 + words)
         for t in range(1, 12):
             if t == zoo.ALL_INF_STEP:

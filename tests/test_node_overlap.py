@@ -223,8 +223,9 @@ def test_whatever_happens_before_the_step_the_outcome_is_that_of_step_mode(
         ({}, {"exchange": "gather"}, 1),
         (MANY_BUCKETS, {"momentum_dtype": torch.bfloat16}, 3),
         ({"gradient_as_bucket_view": True}, {"exchange": "gather"}, 2),
+        (MANY_BUCKETS, {"bits": 4}, 1),
     ],
-    ids=["bucket_view", "one_bucket_gather", "accumulation", "accumulation_bucket_view"],
+    ids=["bucket_view", "one_bucket_gather", "accumulation", "accumulation_bucket_view", "4_bits"],
 )
 def test_however_it_is_wrapped_the_outcome_is_that_of_step_mode(
     ranks: RankPools, ddp: dict[str, Any], options: dict[str, Any], micro_steps: int

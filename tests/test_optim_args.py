@@ -158,5 +158,5 @@ def test_a_bad_text_is_refused_with_what_is_allowed(text, words):
 
 
 def test_options_that_do_not_go_together_yet_are_said_to_come_from_here():
-    with pytest.raises(NotImplementedError, match=r"optim_args=.*bits=4 with local_group='node'"):
-        parse_optim_args("bits=4,local_group=node")
+    with pytest.raises(NotImplementedError, match=r"optim_args=.*level_scale='tensor' with"):
+        parse_optim_args("bits=4,level_scale=tensor,local_group=node")

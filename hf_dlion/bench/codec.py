@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_dlion.bench import codec_device
 from hf_dlion.bench.report import environment, publish, summary
-from hf_dlion.codec import Codec, codec_for, native
+from hf_dlion.codec import Codec, codec_for, native_library
 from hf_dlion.exchange.count import count_votes
 from hf_dlion.fingerprint import fingerprints
 from hf_dlion.layout import MessageLayout
@@ -45,17 +45,17 @@ Lap = dict[str, float]
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
     """Makes codecs and counts run without the compiled library, in this process."""
-    before = os.environ.get(native.ENVIRONMENT)
-    os.environ[native.ENVIRONMENT] = "0"
-    native.library.cache_clear()
+    before = os.environ.get(native_library.ENVIRONMENT)
+    os.environ[native_library.ENVIRONMENT] = "0"
+    native_library.library.cache_clear()
     try:
         yield
     finally:
         if before is None:
-            del os.environ[native.ENVIRONMENT]
+            del os.environ[native_library.ENVIRONMENT]
         else:
-            os.environ[native.ENVIRONMENT] = before
-        native.library.cache_clear()
+            os.environ[native_library.ENVIRONMENT] = before
+        native_library.library.cache_clear()
 
 
 def shapes(parameters: int) -> list[torch.Size]:
@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> None:
     for name in DTYPES:
         rows += _rows_of(name, args)
     config = {key: getattr(args, key) for key in ("parameters", "repeats", "threads", "bits")}
-    config["compiler"] = native.library() is not None
+    config["compiler"] = native_library.library() is not None
     publish("codec", args.json, config, before, rows, COLUMNS)
 
 
@@ -152,7 +152,7 @@ def _rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         "copy": lambda: _timed(lambda: _copy(copies, params)),
         "hash of all parameters": lambda: _timed(lambda: fingerprints(params)),
     }
-    compiled = native.library() is not None
+    compiled = native_library.library() is not None
     for bits, world_size in itertools.product(args.bits, WORLD_SIZES):
         work, case = Work(params, world_size, bits), f"{world_size} ranks"
         case += "" if bits == 1 else f", {bits} bits"

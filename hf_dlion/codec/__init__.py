@@ -178,7 +178,8 @@ def codec_for(device: torch.device) -> Codec:
     """Returns the codec of tensors on `device`."""
     if device.type == "cpu":
         from hf_dlion.codec.cpu import CpuCodec
-        from hf_dlion.codec.native import NativeCodec, library
+        from hf_dlion.codec.native import NativeCodec
+        from hf_dlion.codec.native_library import library
 
         compiled = library()
         return CpuCodec() if compiled is None else NativeCodec(compiled)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_dlion.codec import Codec
 from hf_dlion.codec.bits import expand_rows, pack_bits, unpack_bits
-from hf_dlion.codec.levels import encode_levels
+from hf_dlion.codec.levels import encode_levels, row_of
 from hf_dlion.layout import MessageLayout, Run, words_for
 from hf_dlion.lion import (
     PARAMETER_STREAM,
@@ -114,7 +114,7 @@ class EagerCodec(Codec):
             here = run.within(chunk)
             direction = direct(chunk)
             zero = direction == 0
-            votes.scatter_reduce_(0, _row_of(run, chunk, grad.device), (~zero).byte(), "amax")
+            votes.scatter_reduce_(0, row_of(run, chunk, grad.device), (~zero).byte(), "amax")
             part = words[here.start // 64 : words_for(here.stop)]
             pack_bits(direction < 0, part)
             part |= pack_bits(zero) & fill
@@ -134,7 +134,7 @@ class EagerCodec(Codec):
             count = chunk.stop - chunk.start
             planes = verdict.planes[:, chunk.start // 64 : words_for(chunk.stop)]
             bits = [unpack_bits(plane, count) for plane in planes]
-            counts = verdict.counts[_row_of(run, chunk, param.device)]
+            counts = verdict.counts[row_of(run, chunk, param.device)]
             if rule.step_rule.aggregation == "majority":
                 nonzero = counts > 0
                 if len(bits) == 2:
@@ -167,12 +167,6 @@ class EagerCodec(Codec):
             _move(flat[here], direction.sign_().mul_(rule.lr), chunk.start, rule)
         if not param.is_contiguous():
             param.copy_(flat.view(param.shape))
-
-
-def _row_of(run: Run, chunk: slice, device: torch.device) -> Tensor:
-    """Returns the row, among those of the stretch, of every element of a chunk, int64."""
-    element = torch.arange(chunk.start, chunk.stop, device=device)
-    return element.div_(run.row_numel, rounding_mode="floor").sub_(run.first_row)
 
 
 def _advance(grad: Tensor, exp_avg: Tensor, start: int, rule: TensorRule) -> Tensor:

@@ -97,6 +97,20 @@ def codes_of(u: Tensor, factor: Tensor, bits: int, phase: int) -> Tensor:
     return scaled.round_().add_(largest).to(torch.uint8)
 
 
+def zero_codes(bits: int, phase: int, device: torch.device) -> Tensor:
+    """Returns the codes of 64 exact zeros in active rows, int64 of shape (bits,).
+
+    Args:
+        bits: Of a vote.
+        phase: `zero_phase`.
+        device: Where they are wanted.
+    """
+    zeros = torch.zeros(WORD_BITS, device=device)
+    words = torch.empty(bits, dtype=torch.int64, device=device)
+    pack_codes(codes_of(zeros, zeros, bits, phase), bits, words)
+    return words
+
+
 def factors_of_words(u: Tensor, bits: int) -> Tensor:
     """Returns for each element the `factor_of` its word, in the dtype of u, shape (n,).
 
@@ -149,48 +163,66 @@ def encode_levels(
     foresee: Callable[[slice], Tensor],
     direct: Callable[[slice], Tensor],
 ) -> None:
-    """Writes a parameter's votes; reads its gradient and its momentum twice.
+    """Writes a parameter's votes; where levels are relative to the tensor, it is read twice.
 
     Args:
         grad: Gradient, dense, not empty.
-        words: int64, shape (bits * ceil(numel / 64),); receives the votes.
-        active: bool, shape (rows,); receives which rows vote.
+        words: int64, shape (bits * run.words,); receives the votes.
+        active: bool, shape (run.rows,); receives which rows vote.
         rule: The step's constants for this parameter.
-        run: The whole parameter.
+        run: The whole parameter or, where levels are relative to words, a stretch of it.
         chunk_numel: Elements at a time, a multiple of 64.
         foresee: Returns the direction of some of the elements, and changes nothing.
         direct: Returns it again, for the last time.
     """
     bits, step, device = rule.step_rule.bits, rule.step_rule, grad.device
     votes = torch.zeros(run.rows, dtype=torch.uint8, device=device)
-    by_word = step.level_scale == "word"
-    sums = torch.zeros(run.words, dtype=torch.float64, device=device)
-    for chunk in run.chunks(chunk_numel):
-        direction = foresee(chunk)
-        if not by_word:
-            sums[chunk.start // WORD_BITS : words_for(chunk.stop)] = magnitude_sums(direction)
-        nonzero = direction != 0
-        if device.type == "cpu" and bool(nonzero.all()):
-            votes[chunk.start // run.row_numel : (chunk.stop - 1) // run.row_numel + 1] = 1
-        else:
-            votes.scatter_reduce_(0, _row_of(run, chunk, device), nonzero.byte(), "amax")
-    active.copy_(votes)
-    count = active.sum() * run.row_numel
-    factor = factor_of(fold(sums), count, bits, compute_dtype(grad.dtype))
-    everywhere = device.type == "cpu" and bool(active.all())
     phase = zero_phase(step.step, step.rank, step.world_size)
+    of_tensor = None
+    if step.level_scale == "tensor":
+        sums = torch.zeros(run.words, dtype=torch.float64, device=device)
+        for chunk in run.chunks(chunk_numel):
+            direction = foresee(chunk)
+            sums[_words_of(run, chunk, 1)] = magnitude_sums(direction)
+            _mark_rows(votes, direction, run, chunk)
+        count = votes.sum() * run.row_numel
+        of_tensor = factor_of(fold(sums), count, bits, compute_dtype(grad.dtype))
     for chunk in run.chunks(chunk_numel):
         direction = direct(chunk)
-        if by_word:
+        factor = of_tensor
+        if factor is None:
+            _mark_rows(votes, direction, run, chunk)
             factor = factors_of_words(direction, bits)
         codes = codes_of(direction, factor, bits, phase)
-        if not everywhere:
-            codes *= votes[_row_of(run, chunk, device)]
-        first, last = bits * (chunk.start // WORD_BITS), bits * words_for(chunk.stop)
-        pack_codes(codes, bits, words[first:last])
+        pack_codes(codes, bits, words[_words_of(run, chunk, bits)])
+    active.copy_(votes)
+    if device.type == "cpu" and bool(active.all()):
+        return
+    kept = torch.empty_like(words[: min(words.numel(), bits * chunk_numel // WORD_BITS)])
+    for chunk in run.chunks(chunk_numel):
+        part = words[_words_of(run, chunk, bits)]
+        ones = votes[row_of(run, chunk, device)] * (2**bits - 1)
+        pack_codes(ones, bits, kept[: part.numel()])
+        part &= kept[: part.numel()]
 
 
-def _row_of(run: Run, chunk: slice, device: torch.device) -> Tensor:
-    """Returns the row of every element of a chunk, int64."""
+def row_of(run: Run, chunk: slice, device: torch.device) -> Tensor:
+    """Returns the row, among those of the stretch, of every element of a chunk, int64."""
     element = torch.arange(chunk.start, chunk.stop, device=device)
-    return element.div_(run.row_numel, rounding_mode="floor")
+    return element.div_(run.row_numel, rounding_mode="floor").sub_(run.first_row)
+
+
+def _words_of(run: Run, chunk: slice, bits: int) -> slice:
+    """Returns where a chunk's words lie among those of a stretch."""
+    here = run.within(chunk)
+    return slice(bits * (here.start // WORD_BITS), bits * words_for(here.stop))
+
+
+def _mark_rows(votes: Tensor, direction: Tensor, run: Run, chunk: slice) -> None:
+    """Sets to 1 the votes, uint8 per row, of the rows of a chunk that are not 0."""
+    nonzero = direction != 0
+    if direction.device.type == "cpu" and bool(nonzero.all()):
+        first, last = chunk.start // run.row_numel, (chunk.stop - 1) // run.row_numel
+        votes[first - run.first_row : last + 1 - run.first_row] = 1
+        return
+    votes.scatter_reduce_(0, row_of(run, chunk, direction.device), nonzero.byte(), "amax")

@@ -351,7 +351,22 @@ INLINE uint32_t directions(float *u, const void *grad, void *exp_avg, int64_t st
     return largest;
 }
 
-/* Marks the rows of a block that vote, from the first one's on, which ends before `next`. */
+INLINE int least(int64_t a, int64_t b)
+{
+    return (int)(a < b ? a : b);
+}
+
+/* The row that a block begins in and where the next one begins: no division for every block. */
+typedef struct {
+    int64_t row, next;
+} Cursor;
+
+INLINE Cursor cursor_at(int64_t start, int64_t row_numel)
+{
+    return (Cursor){start / row_numel, (start / row_numel + 1) * row_numel};
+}
+
+/* Marks the rows of a block that vote. */
 static void mark_nonzero(uint8_t *active, const float *u, int64_t row_numel, int64_t next,
                          int count)
 {
@@ -365,9 +380,21 @@ static void mark_nonzero(uint8_t *active, const float *u, int64_t row_numel, int
     }
 }
 
-INLINE int least(int64_t a, int64_t b)
+/* The same, for the block that `cursor` has come to or passes on its way to `start`. */
+INLINE void mark_rows(uint8_t *active, const float *u, int64_t row_numel, int64_t start, int count,
+                      Cursor *cursor)
 {
-    return (int)(a < b ? a : b);
+    int zeros = 0;
+    for (int k = 0; k < BLOCK; k++)
+        zeros += u[k] == 0;
+    for (; cursor->next <= start; cursor->next += row_numel)
+        cursor->row++;
+    if (zeros) {
+        mark_nonzero(active + cursor->row, u, row_numel, cursor->next - start, count);
+        return;
+    }
+    for (active[cursor->row] = 1; cursor->next < start + count; cursor->next += row_numel)
+        active[++cursor->row] = 1;
 }
 
 /* Blocks whose magnitudes are added up together: a subtree of the sum over a tensor. */
@@ -382,10 +409,11 @@ int dlion_measure(const void *grad, void *exp_avg, double *sums, uint8_t *active
 {
     double of_blocks[GROUP];
     uint32_t largest = 0;
-    int64_t blocks = 0, row = start / row_numel, next = (row + 1) * row_numel;
+    int64_t blocks = 0;
+    Cursor cursor = cursor_at(start, row_numel);
     for (int64_t at = start; at < stop; at += BLOCK) {
         float u[BLOCK];
-        int count = least(BLOCK, stop - at), zeros = 0;
+        int count = least(BLOCK, stop - at);
         uint32_t found =
             count == BLOCK
                 ? directions(u, grad, exp_avg, at, BLOCK, scale, VOTE, narrow_grad, narrow_avg,
@@ -398,17 +426,7 @@ int dlion_measure(const void *grad, void *exp_avg, double *sums, uint8_t *active
             sums[at / (GROUP * BLOCK)] = dlion_fold(of_blocks, blocks);
             blocks = 0;
         }
-        for (int k = 0; k < BLOCK; k++)
-            zeros += u[k] == 0;
-        /* The row of the block's first element; no division for every block. */
-        for (; next <= at; next += row_numel)
-            row++;
-        if (zeros) {
-            mark_nonzero(active + row, u, row_numel, next - at, count);
-            continue;
-        }
-        for (active[row] = 1; next < at + count; next += row_numel)
-            active[++row] = 1;
+        mark_rows(active, u, row_numel, at, count, &cursor);
     }
     return largest < 0x7f800000u;
 }
@@ -426,25 +444,36 @@ INLINE float factor_of_word(const float *u, int bits)
     return mean > 0 ? (float)(factor < FLT_MAX ? factor : FLT_MAX) : 0;
 }
 
-/* Writes votes of more than one bit; with ADVANCE it moves the momentum on. `counts` are 0 for the
- * rows that abstain, or null if none does. With `by_word` every word has its own factor. */
-void dlion_levels(const void *grad, void *exp_avg, uint64_t *words, const int32_t *counts,
-                  int64_t row_numel, int64_t start, int64_t stop, float scale, float factor,
-                  int by_word, int bits, int what, int narrow_grad, int narrow_avg,
-                  const Rule *rule)
+/* Writes votes of more than one bit; with ADVANCE it moves the momentum on. Returns whether the
+ * gradient times `scale` is finite everywhere.
+ *
+ * After dlion_measure: `counts` are 0 for the rows that abstain, or null if none does. With
+ * `by_word` every word has its own factor, and one pass does it all: it sets `active`, which it
+ * never clears, and dlion_clear must follow. */
+int dlion_levels(const void *grad, void *exp_avg, uint64_t *words, uint8_t *active,
+                 const int32_t *counts, int64_t row_numel, int64_t start, int64_t stop, float scale,
+                 float factor, int by_word, int bits, int what, int narrow_grad, int narrow_avg,
+                 const Rule *rule)
 {
+    uint32_t largest = 0;
+    Cursor cursor = cursor_at(start, row_numel);
     for (int64_t at = start; at < stop; at += BLOCK) {
         float u[BLOCK];
         int count = least(BLOCK, stop - at);
         uint64_t kept = count == BLOCK ? ~0ull : ~(~0ull << count);
-        if (counts)
-            kept &= voted(counts, row_numel, at, count);
-        if (count == BLOCK)
-            directions(u, grad, exp_avg, at, BLOCK, scale, what, narrow_grad, narrow_avg, rule);
-        else
-            directions(u, grad, exp_avg, at, count, scale, what, narrow_grad, narrow_avg, rule);
-        if (by_word)
+        uint32_t found =
+            count == BLOCK
+                ? directions(u, grad, exp_avg, at, BLOCK, scale, what, narrow_grad, narrow_avg,
+                             rule)
+                : directions(u, grad, exp_avg, at, count, scale, what, narrow_grad, narrow_avg,
+                             rule);
+        largest = larger(largest, found);
+        if (by_word) {
             factor = factor_of_word(u, bits);
+            mark_rows(active, u, row_numel, at, count, &cursor);
+        } else if (counts) {
+            kept &= voted(counts, row_numel, at, count);
+        }
         uint64_t *out = words + at / BLOCK * bits;
         if (bits == 2)
             code_block(u, out, kept, factor, 2, rule);
@@ -452,6 +481,24 @@ void dlion_levels(const void *grad, void *exp_avg, uint64_t *words, const int32_
             code_block(u, out, kept, factor, 4, rule);
         else
             code_block(u, out, kept, factor, 8, rule);
+    }
+    return largest < 0x7f800000u;
+}
+
+/* Sets the codes to 0 of the rows whose count is 0. */
+void dlion_clear(uint64_t *words, const int32_t *counts, int64_t row_numel, int64_t start,
+                 int64_t stop, int bits)
+{
+    for (int64_t at = start; at < stop; at += BLOCK) {
+        uint64_t kept = voted(counts, row_numel, at, least(BLOCK, stop - at));
+        uint8_t *octet = (uint8_t *)(words + at / BLOCK * bits);
+        if (!kept)
+            memset(octet, 0, (size_t)(8 * bits));
+        if (!kept || !~kept)
+            continue;
+        for (int k = 0; k < BLOCK; k++)
+            if (!(kept >> k & 1))
+                octet[k % (8 * bits)] &= (uint8_t)~(((1 << bits) - 1) << (bits * (k / (8 * bits))));
     }
 }
 

@@ -1,37 +1,27 @@
-"""The CPU codec in C, compiled at first use where there is a compiler.
+"""The CPU codec in C.
 
 The eager codec in `cpu` makes a dozen passes over each chunk; one compiled pass moves only the
-bytes that must move. The library is kept in the user's cache folder, under a name made of the
-source, the compiler's flags and the processor's features, so that hosts that share a home folder
-but not a processor keep theirs apart.
-
-`HF_DLION_NATIVE=0` in the environment leaves the compiler alone.
+bytes that must move.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import logging
 import math
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hf_dlion.codec import native_library
 from hf_dlion.codec.cpu import CpuCodec
 from hf_dlion.codec.eager import whole_run
 from hf_dlion.codec.levels import LEVELS
+from hf_dlion.codec.native_library import Rule
 from hf_dlion.layout import Run
 from hf_dlion.lion import (
     PARAMETER_STREAM,
@@ -41,16 +31,6 @@ from hf_dlion.lion import (
     zero_phase,
 )
 from hf_dlion.verdict import StepRule, TensorRule, Verdict
-
-logger = logging.getLogger(__name__)
-
-SOURCE = Path(__file__).with_name("native.c")
-# Without traps comparisons become vector masks; no result changes.
-FLAGS = (
-    *("-O3", "-march=native", "-ffp-contract=off", "-fno-trapping-math"),
-    *("-std=c11", "-shared", "-fPIC"),
-)
-ENVIRONMENT = "HF_DLION_NATIVE"
 
 # Elements per thread: below, starting a thread costs more than it saves. A multiple of 64.
 PART = 1 << 18
@@ -64,24 +44,12 @@ _NARROW = {torch.float32: 0, torch.bfloat16: 1}
 _VOTE, _ADVANCE = 1, 2
 
 
-class _Rule(ctypes.Structure):
-    """`Rule` of native.c."""
-
-    _fields_ = (
-        *((name, ctypes.c_float) for name in ("beta1", "rest1", "beta2", "rest2", "decay", "lr")),
-        ("momentum_key", ctypes.c_uint32),
-        ("param_key", ctypes.c_uint32),
-        ("stochastic", ctypes.c_int32),
-        ("fill", ctypes.c_uint64),
-    )
-
-
-def _rule_for(rule: TensorRule, *tensors: Tensor) -> _Rule:
+def _rule_for(rule: TensorRule, *tensors: Tensor) -> Rule:
     """Returns the constants for a call on `tensors`; random keys only if one of them is narrow."""
     shared = _shared_rule(rule.step_rule, rule.lr, rule.betas, rule.decay)
     step = rule.step_rule
     if step.stochastic_rounding and any(_NARROW[tensor.dtype] for tensor in tensors):
-        shared = _Rule.from_buffer_copy(shared)
+        shared = Rule.from_buffer_copy(shared)
         streams = momentum_stream(step.rank), PARAMETER_STREAM
         shared.momentum_key, shared.param_key = (
             rounding_key(step.seed, step.step, rule.index, stream) for stream in streams
@@ -90,10 +58,10 @@ def _rule_for(rule: TensorRule, *tensors: Tensor) -> _Rule:
 
 
 @functools.lru_cache(maxsize=64)
-def _shared_rule(step: StepRule, lr: float, betas: tuple[float, float], decay: float) -> _Rule:
+def _shared_rule(step: StepRule, lr: float, betas: tuple[float, float], decay: float) -> Rule:
     beta1, beta2 = betas
     fill = alternating_word(zero_phase(step.step, step.rank, step.world_size))
-    return _Rule(
+    return Rule(
         beta1=beta1,
         rest1=1.0 - beta1,
         beta2=beta2,
@@ -103,50 +71,6 @@ def _shared_rule(step: StepRule, lr: float, betas: tuple[float, float], decay: f
         stochastic=step.stochastic_rounding,
         fill=fill % 2**64,
     )
-
-
-@functools.cache
-def library() -> ctypes.CDLL | None:
-    """Returns the compiled library, or None, and says so once, where it cannot be had."""
-    if os.environ.get(ENVIRONMENT) == "0":
-        return None
-    try:
-        found = ctypes.CDLL(str(_compiled()))
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.warning(
-            "the codec for CPU tensors could not be compiled and runs in torch and NumPy, two to "
-            "five times slower (%s): install a C compiler, or set %s=0 to be content with it",
-            getattr(error, "stderr", None) or error,
-            ENVIRONMENT,
-        )
-        return None
-    pointer, size, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    scale = ctypes.c_float
-    rule = ctypes.POINTER(_Rule)
-    found.dlion_encode.argtypes = [*[pointer] * 4, *[size] * 3, scale, *[flag] * 3, rule]
-    found.dlion_fold.argtypes = [pointer, size]
-    found.dlion_fold.restype = ctypes.c_double
-    found.dlion_measure.argtypes = [*[pointer] * 4, *[size] * 3, scale, flag, flag, rule]
-    found.dlion_measure.restype = flag
-    found.dlion_levels.argtypes = [*[pointer] * 4, *[size] * 3, scale, scale, *[flag] * 5, rule]
-    found.dlion_levels.restype = None
-    found.dlion_apply.argtypes = [*[pointer] * 4, *[size] * 3, flag, rule]
-    found.dlion_alone.argtypes = [*[pointer] * 3, *[size] * 2, flag, flag, rule]
-    for function in (found.dlion_apply, found.dlion_alone):
-        function.restype = None
-    found.dlion_encode.restype = flag
-    word = ctypes.c_uint64
-    found.dlion_count.argtypes = [
-        *(pointer, size, flag, size, flag, word),
-        *(pointer, size, pointer, size),
-    ]
-    found.dlion_count.restype = ctypes.c_int64
-    found.dlion_sum.argtypes = [
-        *(pointer, size, flag, size, flag, flag, word),
-        *(pointer, pointer, size, pointer),
-    ]
-    found.dlion_sum.restype = None
-    return found
 
 
 def count_votes(votes: Tensor, totals: Tensor | None, out: Tensor, rule: StepRule) -> int | None:
@@ -163,7 +87,7 @@ def count_votes(votes: Tensor, totals: Tensor | None, out: Tensor, rule: StepRul
         The sum of |n - 2 c| less the sum of n over all elements, c of n votes being negative, or
         None, with nothing done, where there is no compiled library.
     """
-    found = library()
+    found = native_library.library()
     if found is None:
         return None
     mode = 2 if rule.aggregation == "average" else ("alternate", "zero").index(rule.ties)
@@ -198,7 +122,7 @@ def sum_levels(
         abstention and the padding taken for the lowest level; or None, with nothing done, where
         there is no compiled library.
     """
-    found = library()
+    found = native_library.library()
     if found is None:
         return None
     sums = (ctypes.c_int64 * 2)()
@@ -216,36 +140,6 @@ def sum_levels(
         sums,
     )
     return sums[0], sums[1]
-
-
-def _compiled() -> Path:
-    """Returns the path of the library, compiled unless it is there already."""
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        raise OSError("no C compiler found")
-    source = SOURCE.read_bytes()
-    identity = (source, compiler, FLAGS, platform.machine(), _features())
-    name = hashlib.blake2b(repr(identity).encode(), digest_size=12).hexdigest()
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    target = base / "hf_dlion" / f"native-{name}.so"
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            built = Path(folder, target.name)
-            command = [*compiler.split(), *FLAGS, str(SOURCE), "-o", str(built)]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
-            # Whole or not at all, whichever of the ranks comes first.
-            os.replace(built, target)
-    return target
-
-
-def _features() -> str:
-    """Returns what tells processors apart for which -march=native makes different code."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 @functools.cache
@@ -382,38 +276,60 @@ class NativeCodec(CpuCodec):
         scale: float,
         run: Run,
     ) -> bool:
-        """Encodes in two passes, the first of which measures; returns as `_encode` does."""
+        """Encodes with a factor per word in one pass, or after one that measures the tensor.
+
+        A vote alone tells whether the gradient times `scale` is finite.
+        """
         native_rule, bits = _rule_for(rule, grad, exp_avg), rule.step_rule.bits
         # C would write past the end of votes made for fewer bits.
         assert words.numel() == bits * run.words, "as many words as the rule's bits take"
         grad = grad.contiguous()
         narrow = _NARROW[grad.dtype], _NARROW[exp_avg.dtype]
+        by_word = rule.step_rule.level_scale == "word"
+        new, old = _element_0(grad, run), _element_0(exp_avg, run)
+        out = words.data_ptr() - run.start // 64 * bits * words.element_size()
+        rows = active.data_ptr() - run.first_row
+
+        def encode(factor: float, votes: Tensor | None) -> bool:
+            counts = None if votes is None else _row_0(votes, run)
+
+            def work(start: int, stop: int) -> bool:
+                finite: int = self._library.dlion_levels(
+                    new, old, out, rows, counts, run.row_numel,
+                    start, stop, scale, factor, by_word, bits, what, *narrow, native_rule,
+                )  # fmt: skip
+                return bool(finite)
+
+            return all(_in_parts(run, work))
+
+        if by_word:
+            finite = encode(0.0, None)
+            if (votes := _votes_of(active)) is not None:
+                self._clear_levels(out, votes, run, bits)
+            return finite
         groups = -(-grad.numel() // GROUP)
         sums = (ctypes.c_double * groups)()
 
         def measure(start: int, stop: int) -> bool:
             finite: int = self._library.dlion_measure(
-                grad.data_ptr(), exp_avg.data_ptr(), sums, active.data_ptr(), run.row_numel,
-                start, stop, scale, *narrow, native_rule,
-            )  # fmt: skip
+                new, old, sums, rows, run.row_numel, start, stop, scale, *narrow, native_rule
+            )
             return bool(finite)
 
         finite = all(_in_parts(run, measure, GROUP))
         total = self._library.dlion_fold(sums, groups)
-        rows = int(np.count_nonzero(active.numpy()))
-        factor = factor_of(total, rows * run.row_numel, bits)
-        votes = None if rows == run.rows else active.to(torch.int32)
-        counts = None if votes is None else votes.data_ptr()
-        by_word = rule.step_rule.level_scale == "word"
-
-        def encode(start: int, stop: int) -> None:
-            self._library.dlion_levels(
-                grad.data_ptr(), exp_avg.data_ptr(), words.data_ptr(), counts, run.row_numel,
-                start, stop, scale, factor, by_word, bits, what, *narrow, native_rule,
-            )  # fmt: skip
-
-        _in_parts(run, encode)
+        count = int(np.count_nonzero(active.numpy())) * run.row_numel
+        encode(factor_of(total, count, bits), _votes_of(active))
         return finite
+
+    def _clear_levels(self, words: int, votes: Tensor, run: Run, bits: int) -> None:
+        """Sets the codes of rows that abstain to 0; `words` is where those of element 0 lie."""
+        counts = _row_0(votes, run)
+
+        def work(start: int, stop: int) -> None:
+            self._library.dlion_clear(words, counts, run.row_numel, start, stop, bits)
+
+        _in_parts(run, work)
 
     def apply(self, param: Tensor, verdict: Verdict, rule: TensorRule) -> None:
         """See `Codec.apply`."""
@@ -475,6 +391,16 @@ def factor_of(total: float, count: int, bits: int) -> float:
     if not mean > 0:
         return 0.0
     return min(LEVELS[bits].largest / 2 / mean, torch.finfo(torch.float32).max)
+
+
+def _votes_of(active: Tensor) -> Tensor | None:
+    """Returns 1 for rows that vote and 0 for others, int32; None if all do."""
+    return None if bool(active.all()) else active.to(torch.int32)
+
+
+def _row_0(votes: Tensor, run: Run) -> int:
+    """Returns where the entry of the parameter's row 0 would lie."""
+    return votes.data_ptr() - run.first_row * votes.element_size()
 
 
 def _supported(*tensors: Tensor, run: Run | None = None) -> bool:

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_dlion.codec.bits import expand_rows
+from hf_dlion.codec.bits import expand_rows, unpack_bits
+from hf_dlion.codec.levels import pack_codes, zero_codes
 from hf_dlion.exchange import Exchange, choose_exchange, make_exchange
 from hf_dlion.exchange.verdicts import VerdictGather
 from hf_dlion.exchange.wire import Wire
-from hf_dlion.layout import MessageLayout, Shard, shards_of
+from hf_dlion.layout import WORD_BITS, MessageLayout, Run, Shard, shards_of
 from hf_dlion.lion import alternating_word, zero_phase
 from hf_dlion.options import Options
 from hf_dlion.verdict import StepRule, Verdict, verdict_planes
@@ -50,7 +51,7 @@ class NodeExchange:
             peers: The ranks that own the same shard, one on each node.
             local: The ranks of this node.
             device: Where the votes are made and the verdict is wanted.
-            options: Give aggregation and ties.
+            options: Give what a vote and a verdict hold.
             down: Another process group of the peers for a second round between nodes: `count` may
                 then be called on another thread than `start`.
         """
@@ -68,7 +69,7 @@ class NodeExchange:
             torch.empty(0, dtype=torch.int32, device=self._place),
             0,
         )
-        self._gather = VerdictGather(layout, shards, local, self._place, planes)
+        self._gather = VerdictGather(layout, shards, local, self._place, planes, options.bits)
 
     def start(self, words: Tensor, active: Tensor) -> None:
         """Sends the votes on this rank's shard: words int64, active bool; as `Exchange.start`."""
@@ -83,12 +84,13 @@ class NodeExchange:
     def verdict(self) -> Verdict:
         """Returns the verdict on the whole message, on the message's device."""
         found = self._nothing if self._inner is None else self._inner.verdict()
-        place = self._place
-        self._gather.start(Verdict(found.planes.to(place), found.counts.to(place), found.agreement))
-        found = self._gather.verdict()
-        return Verdict(
-            found.planes.to(self._device), found.counts.to(self._device), found.agreement
-        )
+        self._gather.start(_moved(found, self._place))
+        return _moved(self._gather.verdict(), self._device)
+
+
+def _moved(found: Verdict, place: torch.device) -> Verdict:
+    planes, counts = found.planes.to(place), found.counts.to(place)
+    return Verdict(planes, counts, found.agreement, found.cast)
 
 
 def choose_node_exchange(
@@ -146,7 +148,7 @@ class RowEdges:
         """Makes the votes of cut rows those of whole rows, in place; the node's ranks all call it.
 
         Args:
-            words: int64, this rank's signs; 0 where its part of a row is zero everywhere.
+            words: int64, this rank's votes; 0 where its part of a row is zero everywhere.
             active: bool, the rows of this rank's shard; of a cut row, whether its part votes.
             rule: The step's constants.
         """
@@ -163,11 +165,31 @@ class RowEdges:
         woken = torch.zeros_like(active)
         for row, sharing in zip((0, -1), self._sharing, strict=True):
             woken[row] = whole[sharing].any().to(active.device) & ~active[row]
-        fill = alternating_word(zero_phase(rule.step, rule.rank, rule.world_size))
         for run in {id(run): run for run in (self._mine.runs[0], self._mine.runs[-1])}.values():
             rows = woken[run.row : run.row + run.rows]
-            zeros = torch.empty(run.words, dtype=torch.int64, device=words.device)
             if bool(rows.any()):
-                expand_rows(rows, run, zeros)
-                words[run.word : run.word + run.words] |= zeros & fill
+                first, last = rule.bits * run.word, rule.bits * (run.word + run.words)
+                words[first:last] |= _votes_of_zeros(rows, run, rule)
         active |= woken
+
+
+def _votes_of_zeros(rows: Tensor, run: Run, rule: StepRule) -> Tensor:
+    """Returns the votes on a stretch whose directions are all 0, and 0 in rows that abstain.
+
+    Args:
+        rows: bool, shape (run.rows,), which ones vote.
+        run: The stretch.
+        rule: The step's constants.
+
+    Returns:
+        int64, shape (bits * run.words,).
+    """
+    phase, bits = zero_phase(rule.step, rule.rank, rule.world_size), rule.bits
+    voting = torch.empty(run.words, dtype=torch.int64, device=rows.device)
+    expand_rows(rows, run, voting)
+    if bits == 1:
+        return voting & alternating_word(phase)
+    ones = unpack_bits(voting, WORD_BITS * run.words).to(torch.uint8) * (2**bits - 1)
+    kept = torch.empty(bits * run.words, dtype=torch.int64, device=rows.device)
+    pack_codes(ones, bits, kept)
+    return kept & zero_codes(bits, phase, rows.device).repeat(run.words)
