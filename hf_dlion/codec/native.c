@@ -380,7 +380,7 @@ static void mark_nonzero(uint8_t *active, const float *u, int64_t row_numel, int
     }
 }
 
-/* The same, for the block that `cursor` has come to or passes on its way to `start`. */
+/* The same, for one block after another; `cursor` is moved on to it. */
 INLINE void mark_rows(uint8_t *active, const float *u, int64_t row_numel, int64_t start, int count,
                       Cursor *cursor)
 {
