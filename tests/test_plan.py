@@ -89,14 +89,16 @@ def within(predicted: float, measured: float, percent: float = 15.0) -> bool:
 # Bytes
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 16, 1024])
-def test_bytes_are_those_of_the_packages_formulas(bench_llama, ranks):
-    sent = {p.name: p.wire_bytes for p in predict(a_case(bench_llama, ranks))}
+@pytest.mark.parametrize(
+    ("ranks", "bits"), [(2, 1), (3, 1), (4, 1), (16, 1), (1024, 1), (2, 4), (3, 2), (16, 8)]
+)
+def test_bytes_are_those_of_the_packages_formulas(bench_llama, ranks, bits):
+    sent = {p.name: p.wire_bytes for p in predict(a_case(bench_llama, ranks, bits=bits))}
     params = [(i, torch.empty(s, device="meta")) for i, s in enumerate(bench_llama.shapes)]
     groups = split_into_messages(params, ranks)
     layouts = [MessageLayout.of([(i, p.shape) for i, p in group]) for group in groups]
-    exchange = choose_exchange(layouts, ranks, Options())
-    votes = message_wire_bytes(layouts, ranks, Options(), exchange)
+    exchange = choose_exchange(layouts, ranks, Options(bits=bits))
+    votes = message_wire_bytes(layouts, ranks, Options(bits=bits), exchange)
     assert sent[DLION] == votes + header_wire_bytes(len(bench_llama.shapes), ranks)
     assert sent[PUBLIC] == (ranks - 1) * NUMEL
     assert sent[methods.FP32] >= 2 * (ranks - 1) * NUMEL * 4 // ranks
@@ -109,13 +111,20 @@ def test_bytes_are_those_of_the_packages_formulas(bench_llama, ranks):
 def test_a_measured_run_sent_the_predicted_bytes(tmp_path, capsys, quick_machine):
     out = tmp_path / "train.json"
     words = ["train", "--parameters=5000", "--sequence=16", "--steps=3", f"--json={out}"]
-    run_command([sys.executable, "-m", "hf_dlion.bench", *words])
+    run_command([sys.executable, "-m", "hf_dlion.bench", *words, "--bits", "1", "4"])
     held = tmp_path / "held.json"
     options = ["plan", "--validate", str(out), "--link", "10gbit", "--json", str(held)]
+    assert cli.main([*options, "--bits=4"]) == 0
+    rows = {row["name"]: row for row in json.loads(held.read_text())["rows"]}
+    ours = {"DistributedLion, 4 bits", "DistributedLion, 4 bits, overlap"}
+    for row in rows.values():
+        assert row["bytes_per_step"] == row["predicted_bytes"], row["name"]
+    assert {name for name in rows if name.startswith(DLION)} == ours
     assert cli.main(options) == 0
     rows = {row["name"]: row for row in json.loads(held.read_text())["rows"]}
     assert {methods.NONE, methods.FP32, methods.BF16, methods.POWER, DLION} <= set(rows)
-    assert any("overlap" in name for name in rows)
+    assert "DistributedLion, overlap" in rows
+    assert not ours & set(rows)
     for row in rows.values():
         assert row["bytes_per_step"] == row["predicted_bytes"], row["name"]
     assert rows[methods.NONE]["error_percent"] is None
@@ -365,8 +374,9 @@ def quick_machine(monkeypatch):
 
 @pytest.mark.usefixtures("quick_machine")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_constant_of_the_machine_is_measured(dtype):
-    found = machine.measure(dtype, torch.device("cpu"))
+@pytest.mark.parametrize("bits", [1, 4])
+def test_every_constant_of_the_machine_is_measured(dtype, bits):
+    found = machine.measure(dtype, torch.device("cpu"), bits)
     assert min(found.adamw_ns, found.encode_ns, found.apply_ns, found.copy_ns) > 0
     assert min(found.cast_ns, found.power_ns, found.count_s(1e6, 2)) > 0
     assert found.public_ns + found.public_vote_ns > 0
@@ -383,6 +393,11 @@ def test_constants_are_taken_from_the_codec_benchmark(tmp_path):
     assert found.power_ns == MACHINE.power_ns
     assert "codec.json" in found.source
     assert rows
+    with pytest.raises(ValueError, match="run bench codec --bits 1 4"):
+        machine.with_codec_bench(MACHINE, out, bits=4)
+    words = ["--parameters=5000", "--repeats=2", "--bits", "1", "4", f"--json={out}"]
+    assert cli.main(["bench", "codec", *words]) == 0
+    assert machine.with_codec_bench(MACHINE, out, bits=4).encode_ns > 0
     (tmp_path / "other.json").write_text('{"bench": "train"}')
     with pytest.raises(ValueError, match="not the JSON of `hf-dlion bench codec`"):
         machine.with_codec_bench(MACHINE, tmp_path / "other.json")

@@ -104,6 +104,9 @@ def _parser() -> argparse.ArgumentParser:
         help="elements per message, in place of the package's own numbers",
     )
     step.add_argument("--methods", nargs="+", choices=list(METHODS))
+    step.add_argument(
+        "--bits", type=int, nargs="+", choices=BITS, default=[1], help="of DistributedLion's votes"
+    )
     return parser
 
 

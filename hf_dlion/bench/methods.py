@@ -3,7 +3,8 @@
 # No `from __future__ import annotations` here: DDP compares the hooks' annotations with classes.
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ POWER_START = 2
 ONE_BUCKET_MB = 1 << 20
 
 ALONE = "one host alone, Lion"
-OVERLAPPED = "DistributedLion, overlap"
 NODE = "dlion-node"
 NODE_OVERLAP = "dlion-node-overlap"
 # These differ from the others only where there are several nodes of several ranks.
@@ -158,48 +158,66 @@ def reduced_lion(make: Callable[[], nn.Module]) -> Method:
     return method
 
 
-def distributed_lion(make: Callable[[], nn.Module]) -> Method:
-    """Returns DistributedLion with its defaults."""
+def distributed_lion(make: Callable[[], nn.Module], bits: int = 1, **options: Any) -> Method:
+    """Returns DistributedLion; its name tells what is not the default.
+
+    Args:
+        make: Makes the model.
+        bits: Of a vote.
+        options: More of its options.
+    """
     ddp = _wrapped(make())
-    optimizer = DistributedLion(ddp.named_parameters(), lr=1e-4, weight_decay=0.1)
-    return Method("DistributedLion", ddp, optimizer)
+    optimizer = DistributedLion(
+        ddp.named_parameters(), lr=1e-4, weight_decay=0.1, bits=bits, **options
+    )
+    return Method(name_of(bits, **options), ddp, optimizer)
 
 
-def overlapped_lion(make: Callable[[], nn.Module]) -> Method:
-    """Returns DistributedLion that exchanges votes during backward."""
-    ddp = _wrapped(make())
-    optimizer = DistributedLion(ddp.named_parameters(), lr=1e-4, weight_decay=0.1, overlap=True)
-    return Method(OVERLAPPED, ddp, optimizer)
+def name_of(bits: int, *, local_group: str | None = None, overlap: bool = False) -> str:
+    """Returns the name of DistributedLion with some options in the tables."""
+    parts = ["DistributedLion"]
+    parts += [f"{bits} bits"] if bits > 1 else []
+    parts += ["a vote per node"] if local_group is not None else []
+    return ", ".join(parts + ["overlap"] * overlap)
 
 
-def node_lion(make: Callable[[], nn.Module]) -> Method:
-    """Returns DistributedLion with one vote per node (LOCAL_WORLD_SIZE)."""
-    ddp = _wrapped(make())
-    options: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1, "local_group": "node"}
-    optimizer = DistributedLion(ddp.named_parameters(), **options)
-    return Method("DistributedLion, a vote per node", ddp, optimizer)
+OVERLAPPED = name_of(1, overlap=True)
 
-
-def overlapped_node_lion(make: Callable[[], nn.Module]) -> Method:
-    """Returns DistributedLion with one vote per node, which leaves during backward."""
-    ddp = _wrapped(make())
-    options: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1, "local_group": "node"}
-    optimizer = DistributedLion(ddp.named_parameters(), **options, overlap=True)
-    return Method("DistributedLion, a vote per node, overlap", ddp, optimizer)
-
-
-METHODS = {
+# DistributedLion's options besides the bits of a vote.
+VOTING: dict[str, dict[str, Any]] = {
+    "dlion": {},
+    NODE: {"local_group": "node"},
+    NODE_OVERLAP: {"local_group": "node", "overlap": True},
+    "overlap": {"overlap": True},
+}
+METHODS: dict[str, Callable[[Callable[[], nn.Module]], Method]] = {
     "none": no_communication,
     "alone": alone,
     "fp32": ddp_fp32,
     "bf16": ddp_bf16,
     "powersgd": power_sgd,
     "lion": reduced_lion,
-    "dlion": distributed_lion,
-    NODE: node_lion,
-    NODE_OVERLAP: overlapped_node_lion,
-    "overlap": overlapped_lion,
+    **{name: partial(distributed_lion, **options) for name, options in VOTING.items()},
 }
+
+
+def methods_of(
+    names: Sequence[str], bits: Sequence[int], make: Callable[[], nn.Module]
+) -> list[Method]:
+    """Returns methods, those that vote once for each number of bits.
+
+    Args:
+        names: Keys of `METHODS`.
+        bits: Of a vote.
+        make: Makes the model.
+    """
+    found = []
+    for name in names:
+        if name in VOTING:
+            found += [distributed_lion(make, own, **VOTING[name]) for own in bits]
+        else:
+            found.append(METHODS[name](make))
+    return found
 
 
 def sensible_methods() -> list[str]:

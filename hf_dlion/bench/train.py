@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hf_dlion import step_plan
 from hf_dlion.bench.bound import departures_of, exposed_wire_s
 from hf_dlion.bench.emulate import INTERFACE
-from hf_dlion.bench.methods import ALONE, METHODS, OVERLAPPED, Method, sensible_methods
+from hf_dlion.bench.methods import ALONE, OVERLAPPED, Method, methods_of, sensible_methods
 from hf_dlion.bench.model import llama, vocabulary
 from hf_dlion.bench.ranks import device_of_rank
 from hf_dlion.bench.report import environment, publish, summary
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
     shape = (args.batch, args.sequence)
     batch = torch.randint(tokens, shape, generator=generator).to(device)
     step_plan.MESSAGE_NUMEL = args.message_numel
-    methods = [METHODS[name](make) for name in args.methods or sensible_methods()]
+    methods = methods_of(args.methods or sensible_methods(), args.bits, make)
     rows = _measured(methods, args, functools.partial(_step, batch=batch, device=device))
     if args.emulate:
         _add_bound(rows, methods, batch, args.emulate.bits_per_s)
@@ -120,6 +120,7 @@ def _measured(
         row = {"name": method.name, **summary(found), "bytes_per_step": method.bytes_sent}
         row["interface_bytes"] = sorted(sent)[len(sent) // 2] if args.emulate else None
         if isinstance(method.optimizer, DistributedLion):
+            row["bits"] = method.optimizer.options.bits
             for part in PARTS:
                 row[f"{part}_ms"] = summary([lap[part] for lap in laps])["median_ms"]
         rows.append(row)

@@ -13,6 +13,7 @@ import torch
 
 from hf_dlion.bench import ranks
 from hf_dlion.bench.report import MissingPackageError, environment, print_table, require_rich
+from hf_dlion.options import BITS
 from hf_dlion.plan import compute, link, machine, plot, table, validate
 from hf_dlion.plan.cost import TCP_EFFICIENCY, Cluster, Link
 from hf_dlion.plan.machine import Machine
@@ -31,7 +32,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MEASURE = "measure"
 EXPLANATION = (
     "best all-reduce / DistributedLion / DistributedLion with overlap (bound), each relative to a "
-    "step without communication; * 1-bit exchange does not pay"
+    "step without communication; * {bits}-bit exchange does not pay"
 )
 
 
@@ -78,7 +79,7 @@ def _run(args: argparse.Namespace) -> None:
     compute_s, source = _compute(args, work.parameters)
     case = Case(
         work=work, cluster=cluster, link=found, machine=own, compute_s=compute_s,
-        element_bytes=DTYPES[args.dtype].itemsize,
+        element_bytes=DTYPES[args.dtype].itemsize, bits=args.bits,
     )  # fmt: skip
     result: dict[str, Any] = {
         "plan": "table" if args.table else "step",
@@ -87,6 +88,7 @@ def _run(args: argparse.Namespace) -> None:
         "link": asdict(found),
         "machine": asdict(own),
         "compute_ms": 1e3 * compute_s,
+        "bits": args.bits,
         "environment": environment(),
     }
     if args.table:
@@ -113,9 +115,10 @@ def _print_tables(case: Case) -> list[dict[str, Any]]:
     """Prints the table of nodes and links; returns a row per method, number of nodes and link."""
     found = table.points(case)
     lines = table.rows(found)
-    title = f"{case.work.name}: predicted time of a step, relative to no communication"
+    votes = "" if case.bits == 1 else f" with votes of {case.bits} bits"
+    title = f"{case.work.name}: predicted time of a step{votes}, relative to no communication"
     print_table(title, {key: key for key in lines[0]}, lines)
-    print(EXPLANATION)
+    print(EXPLANATION.format(bits=case.bits))
     return [
         {"nodes": point.nodes, "link": point.link, **row}
         for point in found
@@ -129,7 +132,7 @@ def _validate(args: argparse.Namespace) -> None:
     torch.set_num_threads(threads)
     seen = validate.emulated_link(result) if args.link is None else _given(args, args.link)
     own = _machine(args)
-    case = validate.case_of(result, own, seen)
+    case = replace(validate.case_of(result, own, seen), bits=args.bits)
     lines = validate.rows(result, case)
     network = result["config"].get("emulate") or "the network of the run"
     print_table(f"predicted and measured on {network}", validate.COLUMNS, lines)
@@ -164,8 +167,10 @@ def _given(args: argparse.Namespace, text: str) -> Link:
 
 
 def _machine(args: argparse.Namespace) -> Machine:
-    own = machine.measure(DTYPES[args.dtype], ranks.device_of_rank())
-    return own if args.codec is None else machine.with_codec_bench(own, Path(args.codec))
+    own = machine.measure(DTYPES[args.dtype], ranks.device_of_rank(), args.bits)
+    if args.codec is None:
+        return own
+    return machine.with_codec_bench(own, Path(args.codec), args.bits)
 
 
 def _compute(args: argparse.Namespace, parameters: int) -> tuple[float, str]:
@@ -184,9 +189,10 @@ def _compute(args: argparse.Namespace, parameters: int) -> tuple[float, str]:
 def _title(case: Case) -> str:
     cluster, work = case.cluster, case.work
     trained = "" if work.trainable == work.parameters else f", {work.trainable:,} trained"
+    votes = "" if case.bits == 1 else f", votes of {case.bits} bits"
     return (
         f"{work.name} ({work.parameters:,} parameters{trained}), {cluster.ranks} ranks on "
-        f"{cluster.nodes} nodes, {rate(case.link)}: prediction"
+        f"{cluster.nodes} nodes, {rate(case.link)}{votes}: prediction"
     )
 
 
@@ -229,6 +235,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--trainable", type=_count, help='trained parameters ("40m"), as for LoRA')
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="of gradients")
+    parser.add_argument("--bits", type=int, choices=BITS, default=1, help="of a vote (1)")
     parser.add_argument(
         "--step-ms", type=_step_ms, metavar="MS", help="forward and backward, or measure"
     )

@@ -63,12 +63,13 @@ class Machine:
         return 1e-9 * numel * (self.count_ns + votes * self.count_vote_ns)
 
 
-def measure(dtype: torch.dtype, device: torch.device) -> Machine:
+def measure(dtype: torch.dtype, device: torch.device, bits: int = 1) -> Machine:
     """Returns the constants of this machine; takes less than ten seconds.
 
     Args:
         dtype: Of parameters and gradients.
         device: Where they lie.
+        bits: Of a vote.
     """
     param = torch.randn(NUMEL // COLUMNS, COLUMNS, device=device).mul_(0.02).to(dtype)
     param.grad = torch.randn_like(param)
@@ -81,30 +82,35 @@ def measure(dtype: torch.dtype, device: torch.device) -> Machine:
     }
     del adamw
     times |= _cast_and_power(param, other, clock)
-    times |= _codec(param, other.zero_(), clock)
+    times |= _codec(param, other.zero_(), clock, bits)
     times |= _public(device, clock)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
     return Machine(**times, source=f"measured on this machine ({where}{threads})")
 
 
-def with_codec_bench(machine: Machine, path: Path) -> Machine:
+def with_codec_bench(machine: Machine, path: Path, bits: int = 1) -> Machine:
     """Returns the machine with what `bench codec` measured in its place.
 
     Args:
         machine: For what that benchmark does not measure.
         path: Its JSON.
+        bits: Of a vote.
 
     Raises:
-        ValueError: If the file is something else.
+        ValueError: If the file is something else, or tells nothing of such votes.
     """
     result = json.loads(path.read_text())
     if result.get("bench") != "codec":
         raise ValueError(f"{path} is not the JSON of `hf-dlion bench codec`")
     numel = result["config"]["parameters"]
     rows = {row["name"]: row for row in result["rows"] if row["dtype"] == "float32"}
-    kind = "native" if "native, 2 ranks" in rows else "eager"
-    two, four = rows[f"{kind}, 2 ranks"], rows[f"{kind}, 4 ranks"]
+    told = "" if bits == 1 else f", {bits} bits"
+    kinds = [kind for kind in ("native", "eager") if f"{kind}, 2 ranks{told}" in rows]
+    if not kinds:
+        raise ValueError(f"{path} lacks votes of {bits} bits: run bench codec --bits 1 {bits}")
+    kind = kinds[0]
+    two, four = rows[f"{kind}, 2 ranks{told}"], rows[f"{kind}, 4 ranks{told}"]
     fixed, each = _line(2, two["count_ms"], 4, four["count_ms"])
     ns = 1e6 / numel
     return replace(
@@ -163,23 +169,23 @@ def _cast_and_power(param: Tensor, other: Tensor, clock: _Clock) -> dict[str, fl
     return {"cast_ns": clock.ns(NUMEL, cast), "power_ns": clock.ns(NUMEL, power)}
 
 
-def _codec(param: Tensor, momentum: Tensor, clock: _Clock) -> dict[str, float]:
+def _codec(param: Tensor, momentum: Tensor, clock: _Clock, bits: int) -> dict[str, float]:
     device = param.device
     layout = MessageLayout.of([(0, param.shape)])
     shard = layout.shard(0, layout.words)
     row_numels = shard.row_numels(device)
     codec = codec_for(device)
-    votes = torch.randint(-(2**62), 2**62, (4, layout.words), device=device)
+    votes = torch.randint(-(2**62), 2**62, (4, bits * layout.words), device=device)
     active = torch.ones((4, layout.rows), dtype=torch.bool, device=device)
     assert param.grad is not None, "given one by the caller"
     grad = param.grad
-    rule = _rule(2)
+    rule = _rule(2, bits)
     tensor_rule = TensorRule(step_rule=rule, index=0, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.1)
     encode = clock.ns(NUMEL, lambda: codec.encode(grad, momentum, votes[0], active[0], tensor_rule))
 
     def count(ranks: int) -> float:
         rows = votes[:ranks], active[:ranks]
-        return clock.ns(NUMEL, lambda: count_votes(*rows, shard, row_numels, _rule(ranks)))
+        return clock.ns(NUMEL, lambda: count_votes(*rows, shard, row_numels, _rule(ranks, bits)))
 
     fixed, each = _line(2, count(2), 4, count(4))
     found = count_votes(votes[:2], active[:2], shard, row_numels, rule)
@@ -192,10 +198,10 @@ def _codec(param: Tensor, momentum: Tensor, clock: _Clock) -> dict[str, float]:
     }
 
 
-def _rule(ranks: int) -> StepRule:
+def _rule(ranks: int, bits: int) -> StepRule:
     return StepRule(
         step=1, rank=0, world_size=ranks, aggregation="majority", ties="alternate",
-        stochastic_rounding=True, seed=0,
+        stochastic_rounding=True, seed=0, bits=bits,
     )  # fmt: skip
 
 

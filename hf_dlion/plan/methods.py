@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_dlion.bench.traffic import POWER_RANK, power_numel, ring_bytes
 from hf_dlion.exchange import choose_exchange, message_wire_bytes
 from hf_dlion.exchange.two_phase import TwoPhase
+from hf_dlion.exchange.verdicts import sums_for
 from hf_dlion.header import header_wire_bytes
 from hf_dlion.layout import WORD_BYTES, MessageLayout
 from hf_dlion.options import Options
@@ -75,6 +76,7 @@ class Case:
         machine: Each rank's own work.
         compute_s: Forward and backward on one rank, without DDP.
         element_bytes: Bytes per element of a gradient.
+        bits: Of a vote; `machine` must have been measured with these.
     """
 
     work: Workload
@@ -83,6 +85,7 @@ class Case:
     machine: Machine
     compute_s: float
     element_bytes: int = 4
+    bits: int = 1
 
     def work_s(self, ns: float) -> float:
         """Returns the seconds of work that takes `ns` per trainable element."""
@@ -175,7 +178,7 @@ def distributed_lion(case: Case) -> Prediction:
 
     One message is encoded while another travels. DDP's buckets stay empty.
     """
-    messages = _step_messages(case.work.shapes, case.cluster.ranks)
+    messages = _step_messages(case.work.shapes, case.cluster.ranks, case.bits)
     begin = case.compute_s + _header_s(case)
     per_element = 1e-9 * case.machine.encode_ns
     ready, at = [], begin
@@ -191,7 +194,7 @@ def overlapped_lion(case: Case) -> Prediction:
     A message travels as soon as backward has made its gradients, and costs backward nothing but
     the encoding. Only the header, and what is still on the wire when backward ends, is waited for.
     """
-    messages = _overlapped_messages(case.work.shapes, case.cluster.ranks)
+    messages = _overlapped_messages(case.work.shapes, case.cluster.ranks, case.bits)
     machine = replace(case.machine, encode_ns=OVERLAPPED_ENCODE * case.machine.encode_ns)
     case = replace(case, machine=machine)
     forward = FORWARD_SHARE * case.compute_s
@@ -283,30 +286,31 @@ class _Messages:
 
 
 @lru_cache(maxsize=64)
-def _step_messages(shapes: tuple[tuple[int, ...], ...], ranks: int) -> _Messages:
-    return _messages(split_into_messages(_tensors(shapes), ranks), ranks)
+def _step_messages(shapes: tuple[tuple[int, ...], ...], ranks: int, bits: int) -> _Messages:
+    return _messages(split_into_messages(_tensors(shapes), ranks), ranks, bits)
 
 
 @lru_cache(maxsize=64)
-def _overlapped_messages(shapes: tuple[tuple[int, ...], ...], ranks: int) -> _Messages:
+def _overlapped_messages(shapes: tuple[tuple[int, ...], ...], ranks: int, bits: int) -> _Messages:
     # The last tensor's gradient is taken to be ready first.
-    return _messages(split_into_messages(_tensors(shapes)[::-1], ranks), ranks)
+    return _messages(split_into_messages(_tensors(shapes)[::-1], ranks), ranks, bits)
 
 
 def _tensors(shapes: tuple[tuple[int, ...], ...]) -> list[tuple[int, Tensor]]:
     return [(place, torch.empty(shape, device="meta")) for place, shape in enumerate(shapes)]
 
 
-def _messages(groups: Sequence[Sequence[tuple[int, Tensor]]], ranks: int) -> _Messages:
-    options = Options()
+def _messages(groups: Sequence[Sequence[tuple[int, Tensor]]], ranks: int, bits: int) -> _Messages:
+    options = Options(bits=bits)
     layouts = [MessageLayout.of([(i, tensor.shape) for i, tensor in group]) for group in groups]
     exchange = choose_exchange(layouts, ranks, options)
     sent = []
     for layout in layouts:
         total = up = message_wire_bytes([layout], ranks, options, exchange)
         if exchange == "two_phase":
-            # The votes alone: a verdict without planes is one word.
-            up = TwoPhase.wire_bytes(layout, ranks, (0, 0)) - WORD_BYTES * (ranks - 1)
+            # The votes alone: a verdict without planes is its sums.
+            nothing = WORD_BYTES * (ranks - 1) * sums_for(bits)
+            up = TwoPhase.wire_bytes(layout, ranks, (0, 0), bits) - nothing
         places = tuple(slot.index for slot in layout.slots)
         numel = sum(slot.numel for slot in layout.slots)
         sent.append(_Message(places, numel, up, total - up))

@@ -34,14 +34,14 @@ def is_hidden(prediction: Prediction) -> bool:
 
 
 def pays(predictions: Sequence[Prediction]) -> bool:
-    """Returns whether 1-bit exchange is worth another optimizer, in step mode or overlapped."""
+    """Returns whether the exchange of votes is worth another optimizer, overlapped or not."""
     if is_hidden(best_all_reduce(predictions)):
         return False
     return max(gain(predictions), gain(predictions, OVERLAPPED)) >= WORTH
 
 
 def verdict(case: Case, predictions: Sequence[Prediction]) -> str:
-    """Returns in words whether 1-bit exchange pays, with the predicted ratios.
+    """Returns in words whether the exchange of votes pays, with the predicted ratios.
 
     Args:
         case: What was predicted.
@@ -55,21 +55,22 @@ def verdict(case: Case, predictions: Sequence[Prediction]) -> str:
     hidden = "hides its all-reduce behind backward"
     waits = f"waits {1e3 * exposed:,.0f} ms of {1e3 * rival.step_s:,.0f} for the wire"
     state = hidden if is_hidden(rival) else waits
+    votes = f"{case.bits}-bit exchange"
     if not pays(predictions):
         text = (
-            f"1-bit exchange does not pay: {where} {rival.name} {state}; DistributedLion's step is "
+            f"{votes} does not pay: {where} {rival.name} {state}; DistributedLion's step is "
             f"predicted to take {1 / step:.2f} times as long, {1 / overlapped:.2f} times with "
             f"overlap=True. Use AdamW."
         )
     elif step < WORTH:
         text = (
-            f"1-bit exchange pays with overlap=True only: {where} {rival.name} {state}; "
+            f"{votes} pays with overlap=True only: {where} {rival.name} {state}; "
             f"DistributedLion is predicted to be {step:.2f} times as fast, at most "
             f"{overlapped:.2f} times with overlap=True."
         )
     else:
         text = (
-            f"1-bit exchange pays: {where} {rival.name} {state}; DistributedLion is predicted to "
+            f"{votes} pays: {where} {rival.name} {state}; DistributedLion is predicted to "
             f"be {step:.2f} times as fast, at most {overlapped:.2f} times with overlap=True."
         )
     power = next((p for p in predictions if p.name.startswith("PowerSGD")), None)

@@ -56,7 +56,7 @@ def rows(found: Sequence[Point]) -> list[dict[str, object]]:
     """Returns a row per number of nodes with a cell per link.
 
     A cell holds the best all-reduce / DistributedLion / its bound with overlap, each relative to no
-    communication, and a star where 1-bit exchange does not pay.
+    communication, and a star where the exchange of votes does not pay.
 
     Args:
         found: From `points`.

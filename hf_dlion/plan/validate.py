@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hf_dlion.bench.emulate import Network
+from hf_dlion.bench.methods import name_of
 from hf_dlion.bench.model import llama
 from hf_dlion.plan.cost import Cluster, Link
 from hf_dlion.plan.link import DEFAULT_LATENCY_MS
@@ -92,7 +93,8 @@ def rows(result: Mapping[str, Any], case: Case) -> list[dict[str, Any]]:
     by_name = {p.name: p for p in predict(case)}
     found = []
     for row in result["rows"]:
-        prediction = by_name.get(_method(row["name"]))
+        name = _method(row["name"], case.bits)
+        prediction = None if name is None else by_name.get(name)
         if prediction is None:
             continue
         predicted_ms = 1e3 * prediction.step_s
@@ -111,8 +113,8 @@ def rows(result: Mapping[str, Any], case: Case) -> list[dict[str, Any]]:
     return found
 
 
-def _method(name: str) -> str:
-    """Returns the cost model's name of a benchmark's row."""
+def _method(name: str, bits: int) -> str | None:
+    """Returns the cost model's name of a benchmark's row, None if it does not know it."""
     if name.startswith(DLION):
-        return OVERLAPPED if "overlap" in name else DLION
+        return {name_of(bits): DLION, name_of(bits, overlap=True): OVERLAPPED}.get(name)
     return name
