@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 
 USAGE = """\
-usage: hf-dlion bench {codec,exchange,train} [OPTIONS...]
+usage: hf-dlion bench {codec,exchange,memory,train} [OPTIONS...]
        hf-dlion plan MODEL --ranks N --link RATE [OPTIONS...]
-       hf-dlion study [--scale {smoke,small,full}] [OPTIONS...]
+       hf-dlion study [--scale {smoke,small,medium,full}] [OPTIONS...]
 
   bench    measure on this machine or cluster (hf-dlion bench --help)
-  plan     predict what a step costs, and whether 1-bit exchange pays (hf-dlion plan --help)
+  plan     predict what a step costs, and whether the exchange pays (hf-dlion plan --help)
   study    train with each method at its best learning rate, compare (hf-dlion study --help)"""
 
 

@@ -78,6 +78,7 @@ class Options:
     Raises:
         ValueError: If a value is not one of those allowed, or has no effect with the others.
         TypeError: If a value has the wrong type.
+        NotImplementedError: If options do not go together yet.
     """
 
     aggregation: Aggregation = "majority"

@@ -112,6 +112,7 @@ def test_more_bits_are_refused_where_they_mean_nothing() -> None:
     with pytest.raises(ValueError, match="aggregation='average' is the mean of votes of one bit"):
         Options(bits=4, aggregation="average")
     for group in (2, "node"):
-        with pytest.raises(NotImplementedError, match="bits=8 with local_group"):
-            Options(bits=8, local_group=group)
-    assert Options(bits=8, local_group=1).bits == 8
+        with pytest.raises(NotImplementedError, match="level_scale='tensor' with local_group"):
+            Options(bits=8, level_scale="tensor", local_group=group)
+        assert Options(bits=8, local_group=group).bits == 8
+    assert Options(bits=8, level_scale="tensor", local_group=1).bits == 8

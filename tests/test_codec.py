@@ -412,9 +412,11 @@ def test_stretches_of_a_parameter_give_what_the_whole_gives(
     grad, tensor_rule = gradients(shape, seed, zero_share, dtype), rule()
     step = dataclasses.replace(tensor_rule.step_rule, bits=bits, level_scale="word")
     tensor_rule = dataclasses.replace(tensor_rule, step_rule=step)
-    # No row without a sign, nor a part of one that a cut between two words leaves.
+    # No part of a row without a sign that a cut between two words leaves, but whole rows.
     for first in (0, 63, 64):
         grad.view(-1)[first :: 3 if first == 0 else 64] = 0.5
+    if len(shape) == 2 and shape[0] > 1:
+        grad[seed % shape[0]] = 0
     exp_avg, param = torch.zeros_like(grad), gradients(shape, seed + 1, 0.0, dtype)
     layout = MessageLayout.of([(0, grad.shape)])
     words = torch.zeros(bits * layout.words).long()

@@ -16,7 +16,7 @@ from spawn import RankPools
 
 import hf_dlion
 from hf_dlion import DistributedLion, step_plan
-from hf_dlion.codec import native
+from hf_dlion.codec import native, native_library
 from hf_dlion.codec.eager import EagerCodec
 
 pytestmark = pytest.mark.multiproc
@@ -50,7 +50,7 @@ def computed(codec: str = "native", threads: int = 1, numel: int | None = None) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "PART", PART)
         if codec == "numpy":
-            patch.setattr(native, "library", lambda: None)
+            patch.setattr(native_library, "library", lambda: None)
         if codec == "eager":
             for module in ("step_plan", "node_plan", "move"):
                 patch.setattr(f"hf_dlion.{module}.codec_for", lambda device: EagerCodec())
@@ -91,6 +91,7 @@ def digest(tensors: Any) -> str:
 RULES: dict[str, dict[str, Any]] = {
     "majority": {},
     "average": {"aggregation": "average", "momentum_dtype": torch.bfloat16, "seed": 3},
+    "4 bits": {"bits": 4},
 }
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from spawn import RankPools
 from torch import Tensor
 
-from hf_dlion.codec import native, reference, reference_levels
+from hf_dlion.codec import native_library, reference, reference_levels
 from hf_dlion.codec.bits import unpack_bits
 from hf_dlion.codec.levels import LEVELS, pack_codes
 from hf_dlion.exchange import (
@@ -209,7 +209,7 @@ def test_the_verdict_equals_a_vote_counted_in_one_process(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if not compiled:
-            patch.setattr(native, "library", lambda: None)
+            patch.setattr(native_library, "library", lambda: None)
         patch.setattr(count_module, "CHUNK_WORDS", chunk_words)
         patch.setattr(sums_module, "CHUNK", 64 * chunk_words)
         ballots = ballots_of(shapes, world_size, seed, absent_share, options.bits)
@@ -326,7 +326,7 @@ def test_sums_of_many_ranks_are_exact(
 ) -> None:
     # 700 ranks of 8 bits exceed sums of 16 bits in both directions.
     if not compiled:
-        monkeypatch.setattr(native, "library", lambda: None)
+        monkeypatch.setattr(native_library, "library", lambda: None)
     ranks, (largest, spacing) = 700, LEVELS[bits]
     layout = MessageLayout.of([(0, torch.Size([128]))])
     shard = layout.shard(0, layout.words)

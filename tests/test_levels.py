@@ -169,13 +169,14 @@ def test_preview_writes_what_encode_does_and_leaves_the_momentum(
 @CODECS
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("bad", [float("nan"), -float("inf"), 3e38])
+@pytest.mark.parametrize("scale", ["tensor", "word"])
 def test_a_gradient_that_is_not_finite_is_never_said_to_be(
-    codec: Codec, bits: int, bad: float
+    codec: Codec, bits: int, bad: float, scale: str
 ) -> None:
     grad = torch.ones(150)
     grad[149] = bad
     words, active = buffers((150,), bits)
-    assert not codec.preview(grad, torch.zeros(150), words, active, rule_with(bits), 2.0)
+    assert not codec.preview(grad, torch.zeros(150), words, active, rule_with(bits, scale), 2.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

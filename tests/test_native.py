@@ -86,7 +86,10 @@ def test_processes_that_compile_at_once_all_get_a_whole_library(tmp_path: Path) 
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_threads_change_no_bit(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bits: int
+) -> None:
     found = native_library.library()
     assert found is not None
     codec = NativeCodec(found)
@@ -98,20 +101,21 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch, dtype: torch.dty
         ties="alternate",
         stochastic_rounding=True,
         seed=1,
+        bits=bits,
     )
     rule = TensorRule(step_rule=step, index=0, lr=0.1, betas=(0.9, 0.99), weight_decay=0.1)
     generator = torch.Generator().manual_seed(0)
     grad = torch.randn(37, 41, generator=generator).to(dtype)
-    grad[3] = 0
+    grad[3] = grad[30] = 0
     results = []
     for threads in (1, 3):
         monkeypatch.setattr(native, "PART", 64)
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         exp_avg, param = torch.zeros_like(grad), grad.clone()
-        words = torch.zeros(words_for(grad.numel()), dtype=torch.int64)
+        words = torch.zeros(bits * words_for(grad.numel()), dtype=torch.int64)
         active = torch.zeros(37, dtype=torch.bool)
         codec.encode(grad, exp_avg, words, active, rule)
         codec.step_alone(param, grad, exp_avg, rule)
         results.append((exp_avg, words, active, param))
-    assert not results[0][2][3]
+    assert (~results[0][2]).nonzero().view(-1).tolist() == [3, 30]
     assert all(map(torch.equal, *results))

@@ -125,10 +125,12 @@ def test_a_measured_run_sent_the_predicted_bytes(tmp_path, capsys, quick_machine
     assert {methods.NONE, methods.FP32, methods.BF16, methods.POWER, DLION} <= set(rows)
     assert "DistributedLion, overlap" in rows
     assert not ours & set(rows)
+    assert "error %" in capsys.readouterr().out
+    assert cli.main([*options, "--bits=2"]) == 2
+    assert "the run's votes have bits=[1, 4], not 2" in capsys.readouterr().err
     for row in rows.values():
         assert row["bytes_per_step"] == row["predicted_bytes"], row["name"]
     assert rows[methods.NONE]["error_percent"] is None
-    assert "error %" in capsys.readouterr().out
 
 
 # Times: the tables that were measured before the cost model was written
@@ -387,20 +389,19 @@ def test_every_constant_of_the_machine_is_measured(dtype, bits):
 def test_constants_are_taken_from_the_codec_benchmark(tmp_path):
     out = tmp_path / "codec.json"
     assert cli.main(["bench", "codec", "--parameters=5000", "--repeats=2", f"--json={out}"]) == 0
-    found = machine.with_codec_bench(MACHINE, out)
+    found = replace(MACHINE, **machine.of_codec_bench(out))
     rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
     assert found.adamw_ns != MACHINE.adamw_ns
     assert found.power_ns == MACHINE.power_ns
-    assert "codec.json" in found.source
     assert rows
-    with pytest.raises(ValueError, match="run bench codec --bits 1 4"):
-        machine.with_codec_bench(MACHINE, out, bits=4)
+    with pytest.raises(ValueError, match="lacks votes with bits=4: run bench codec --bits 4"):
+        machine.of_codec_bench(out, bits=4)
     words = ["--parameters=5000", "--repeats=2", "--bits", "1", "4", f"--json={out}"]
     assert cli.main(["bench", "codec", *words]) == 0
-    assert machine.with_codec_bench(MACHINE, out, bits=4).encode_ns > 0
+    assert machine.of_codec_bench(out, bits=4)["encode_ns"] > 0
     (tmp_path / "other.json").write_text('{"bench": "train"}')
     with pytest.raises(ValueError, match="not the JSON of `hf-dlion bench codec`"):
-        machine.with_codec_bench(MACHINE, tmp_path / "other.json")
+        machine.of_codec_bench(tmp_path / "other.json")
 
 
 def test_compute_is_measured_on_a_stand_in_or_on_the_model(folder):

@@ -181,8 +181,6 @@ def name_of(bits: int, *, local_group: str | None = None, overlap: bool = False)
     return ", ".join(parts + ["overlap"] * overlap)
 
 
-OVERLAPPED = name_of(1, overlap=True)
-
 # DistributedLion's options besides the bits of a vote.
 VOTING: dict[str, dict[str, Any]] = {
     "dlion": {},

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from hf_dlion import step_plan
 from hf_dlion.bench.bound import departures_of, exposed_wire_s
 from hf_dlion.bench.emulate import INTERFACE
-from hf_dlion.bench.methods import ALONE, OVERLAPPED, Method, methods_of, sensible_methods
+from hf_dlion.bench.methods import ALONE, Method, methods_of, name_of, sensible_methods
 from hf_dlion.bench.model import llama, vocabulary
 from hf_dlion.bench.ranks import device_of_rank
 from hf_dlion.bench.report import environment, publish, summary
 from hf_dlion.exchange import WireStats
 from hf_dlion.optimizer import DistributedLion
+from hf_dlion.options import BITS
 
 COLUMNS = {
     "name": "method",
@@ -80,14 +81,17 @@ def _step(method: Method, batch: torch.Tensor, device: torch.device) -> None:
 def _add_bound(
     rows: list[dict[str, Any]], methods: list[Method], batch: torch.Tensor, bits_per_s: float
 ) -> None:
-    """Adds to the overlapped row what it could take at least; every rank calls this."""
+    """Adds to overlapped rows what they could take at least; every rank calls this."""
     by_name = {method.name: method for method in methods}
     alone = next((row["median_ms"] for row in rows if row["name"] == ALONE), None)
-    if alone is None or OVERLAPPED not in by_name:
+    if alone is None:
         return
-    found = departures_of(by_name[OVERLAPPED], by_name[ALONE], batch)
+    overlapped = {name_of(bits, overlap=True) for bits in BITS}
     for row in rows:
-        if row["name"] == OVERLAPPED and found is not None:
+        if row["name"] not in overlapped:
+            continue
+        found = departures_of(by_name[row["name"]], by_name[ALONE], batch)
+        if found is not None:
             departures, backward_s = found
             row["exposed_wire_ms"] = 1e3 * exposed_wire_s(departures, backward_s, bits_per_s)
             row["bound_ms"] = alone + row["exposed_wire_ms"]

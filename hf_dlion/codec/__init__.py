@@ -102,11 +102,12 @@ class Codec(Protocol):
         Args:
             grad: Gradient, the parameter's shape, dense; of a stretch, shape (numel,).
             exp_avg: Momentum, same shape; advanced in place.
-            words: int64, shape (ceil(numel / 64),); receives the signs.
+            words: int64, shape (bits * ceil(numel / 64),); receives the votes.
             active: bool, shape (rows,); receives which rows vote. Of a row that lies only partly
                 in the stretch, whether that part does.
             rule: The step's constants for this parameter.
-            run: The stretch of the parameter that these are, or None for the whole of it.
+            run: The stretch of the parameter that these are, or None for the whole of it; not with
+                levels that are relative to the tensor.
         """
 
     def preview(

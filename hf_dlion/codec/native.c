@@ -328,11 +328,10 @@ int dlion_encode(const void *grad, void *exp_avg, uint64_t *words, uint8_t *acti
 }
 
 /* The directions of a block, 0 past its end; advances the momentum with ADVANCE. Returns the largest
- * magnitude of `scale` times the gradient, as bits. Not a function per dtype: two passes wait for
- * memory, and compiling takes its time. */
-INLINE uint32_t directions(float *u, const void *grad, void *exp_avg, int64_t start, int count,
-                           float scale, int what, int narrow_grad, int narrow_avg,
-                           const Rule *rule)
+ * magnitude of `scale` times the gradient, as bits. */
+INLINE uint32_t directions_of(float *u, const void *grad, void *exp_avg, int64_t start, int count,
+                              float scale, int what, int narrow_grad, int narrow_avg,
+                              const Rule *rule)
 {
     float g[BLOCK], m[BLOCK];
     uint32_t largest = 0;
@@ -351,6 +350,17 @@ INLINE uint32_t directions(float *u, const void *grad, void *exp_avg, int64_t st
     return largest;
 }
 
+/* The same. Not a function per dtype: compiling takes its time, and a block has one branch more. */
+static uint32_t directions(float *u, const void *grad, void *exp_avg, int64_t start, int count,
+                           float scale, int what, int narrow_grad, int narrow_avg,
+                           const Rule *rule)
+{
+    return count == BLOCK ? directions_of(u, grad, exp_avg, start, BLOCK, scale, what, narrow_grad,
+                                          narrow_avg, rule)
+                          : directions_of(u, grad, exp_avg, start, count, scale, what, narrow_grad,
+                                          narrow_avg, rule);
+}
+
 INLINE int least(int64_t a, int64_t b)
 {
     return (int)(a < b ? a : b);
@@ -366,7 +376,8 @@ INLINE Cursor cursor_at(int64_t start, int64_t row_numel)
     return (Cursor){start / row_numel, (start / row_numel + 1) * row_numel};
 }
 
-/* Marks the rows of a block that vote. */
+/* Marks the rows of a block that vote: `active` is that of its first element, whose row ends `next`
+ * elements behind the block's beginning. */
 static void mark_nonzero(uint8_t *active, const float *u, int64_t row_numel, int64_t next,
                          int count)
 {
@@ -415,11 +426,7 @@ int dlion_measure(const void *grad, void *exp_avg, double *sums, uint8_t *active
         float u[BLOCK];
         int count = least(BLOCK, stop - at);
         uint32_t found =
-            count == BLOCK
-                ? directions(u, grad, exp_avg, at, BLOCK, scale, VOTE, narrow_grad, narrow_avg,
-                             rule)
-                : directions(u, grad, exp_avg, at, count, scale, VOTE, narrow_grad, narrow_avg,
-                             rule);
+            directions(u, grad, exp_avg, at, count, scale, VOTE, narrow_grad, narrow_avg, rule);
         largest = larger(largest, found);
         of_blocks[blocks++] = magnitude(u);
         if (blocks == GROUP || at + BLOCK >= stop) {
@@ -444,16 +451,41 @@ INLINE float factor_of_word(const float *u, int bits)
     return mean > 0 ? (float)(factor < FLT_MAX ? factor : FLT_MAX) : 0;
 }
 
-/* Writes votes of more than one bit; with ADVANCE it moves the momentum on. Returns whether the
- * gradient times `scale` is finite everywhere.
- *
- * After dlion_measure: `counts` are 0 for the rows that abstain, or null if none does. With
- * `by_word` every word has its own factor, and one pass does it all: it sets `active`, which it
- * never clears, and dlion_clear must follow. */
-int dlion_levels(const void *grad, void *exp_avg, uint64_t *words, uint8_t *active,
-                 const int32_t *counts, int64_t row_numel, int64_t start, int64_t stop, float scale,
-                 float factor, int by_word, int bits, int what, int narrow_grad, int narrow_avg,
-                 const Rule *rule)
+/* Packs the codes of a block where `kept` has a 1. */
+static void code_any(const float *u, uint64_t *words, uint64_t kept, float factor, int bits,
+                     const Rule *rule)
+{
+    if (bits == 2)
+        code_block(u, words, kept, factor, 2, rule);
+    else if (bits == 4)
+        code_block(u, words, kept, factor, 4, rule);
+    else
+        code_block(u, words, kept, factor, 8, rule);
+}
+
+/* Writes votes of more than one bit with one factor; with ADVANCE it moves the momentum on. Follows
+ * dlion_measure: `counts` are 0 for the rows that abstain, or null if none does. */
+void dlion_levels(const void *grad, void *exp_avg, uint64_t *words, const int32_t *counts,
+                  int64_t row_numel, int64_t start, int64_t stop, float scale, float factor,
+                  int bits, int what, int narrow_grad, int narrow_avg, const Rule *rule)
+{
+    for (int64_t at = start; at < stop; at += BLOCK) {
+        float u[BLOCK];
+        int count = least(BLOCK, stop - at);
+        uint64_t kept = count == BLOCK ? ~0ull : ~(~0ull << count);
+        directions(u, grad, exp_avg, at, count, scale, what, narrow_grad, narrow_avg, rule);
+        if (counts)
+            kept &= voted(counts, row_numel, at, count);
+        code_any(u, words + at / BLOCK * bits, kept, factor, bits, rule);
+    }
+}
+
+/* Writes votes of more than one bit, every word with a factor of its own, in one pass; with ADVANCE
+ * it moves the momentum on. Sets `active`, which it never clears; dlion_clear must follow. Returns
+ * whether the gradient times `scale` is finite everywhere. */
+int dlion_word_levels(const void *grad, void *exp_avg, uint64_t *words, uint8_t *active,
+                      int64_t row_numel, int64_t start, int64_t stop, float scale, int bits,
+                      int what, int narrow_grad, int narrow_avg, const Rule *rule)
 {
     uint32_t largest = 0;
     Cursor cursor = cursor_at(start, row_numel);
@@ -462,25 +494,10 @@ int dlion_levels(const void *grad, void *exp_avg, uint64_t *words, uint8_t *acti
         int count = least(BLOCK, stop - at);
         uint64_t kept = count == BLOCK ? ~0ull : ~(~0ull << count);
         uint32_t found =
-            count == BLOCK
-                ? directions(u, grad, exp_avg, at, BLOCK, scale, what, narrow_grad, narrow_avg,
-                             rule)
-                : directions(u, grad, exp_avg, at, count, scale, what, narrow_grad, narrow_avg,
-                             rule);
+            directions(u, grad, exp_avg, at, count, scale, what, narrow_grad, narrow_avg, rule);
         largest = larger(largest, found);
-        if (by_word) {
-            factor = factor_of_word(u, bits);
-            mark_rows(active, u, row_numel, at, count, &cursor);
-        } else if (counts) {
-            kept &= voted(counts, row_numel, at, count);
-        }
-        uint64_t *out = words + at / BLOCK * bits;
-        if (bits == 2)
-            code_block(u, out, kept, factor, 2, rule);
-        else if (bits == 4)
-            code_block(u, out, kept, factor, 4, rule);
-        else
-            code_block(u, out, kept, factor, 8, rule);
+        mark_rows(active, u, row_numel, at, count, &cursor);
+        code_any(u, words + at / BLOCK * bits, kept, factor_of_word(u, bits), bits, rule);
     }
     return largest < 0x7f800000u;
 }

@@ -254,7 +254,7 @@ class NativeCodec(CpuCodec):
         grad = grad.contiguous()
         # Where those of the parameter's first element and row would be.
         signs = None if words is None else words.data_ptr() - run.start // 8
-        rows = None if active is None else active.data_ptr() - run.first_row
+        rows = None if active is None else _row_0(active, run)
 
         def work(start: int, stop: int) -> bool:
             finite: int = self._library.dlion_encode(
@@ -276,60 +276,89 @@ class NativeCodec(CpuCodec):
         scale: float,
         run: Run,
     ) -> bool:
-        """Encodes with a factor per word in one pass, or after one that measures the tensor.
-
-        A vote alone tells whether the gradient times `scale` is finite.
-        """
-        native_rule, bits = _rule_for(rule, grad, exp_avg), rule.step_rule.bits
+        """Encodes; tells whether the gradient times `scale` is finite."""
         # C would write past the end of votes made for fewer bits.
-        assert words.numel() == bits * run.words, "as many words as the rule's bits take"
+        assert words.numel() == rule.step_rule.bits * run.words, "as many words as the bits take"
         grad = grad.contiguous()
+        votes = (grad, exp_avg, words, active, rule, what, scale, run)
+        if rule.step_rule.level_scale == "word":
+            return self._encode_word_levels(*votes)
+        return self._encode_tensor_levels(*votes)
+
+    def _encode_word_levels(
+        self,
+        grad: Tensor,
+        exp_avg: Tensor,
+        words: Tensor,
+        active: Tensor,
+        rule: TensorRule,
+        what: int,
+        scale: float,
+        run: Run,
+    ) -> bool:
+        """Encodes in one pass, and clears the codes of rows that abstain."""
+        native_rule, bits = _rule_for(rule, grad, exp_avg), rule.step_rule.bits
+        # Where those of the parameter's first element and row would be.
+        codes = words.data_ptr() - run.start // 64 * bits * words.element_size()
+        rows = _row_0(active, run)
+
+        def encode(start: int, stop: int) -> bool:
+            finite: int = self._library.dlion_word_levels(
+                _element_0(grad, run), _element_0(exp_avg, run), codes, rows, run.row_numel, start,
+                stop, scale, bits, what, _NARROW[grad.dtype], _NARROW[exp_avg.dtype], native_rule,
+            )  # fmt: skip
+            return bool(finite)
+
+        def clear(start: int, stop: int) -> None:
+            self._library.dlion_clear(codes, counts, run.row_numel, start, stop, bits)
+
+        finite = all(_in_parts(run, encode))
+        if not bool(active.all()):
+            votes = active.to(torch.int32)
+            counts = _row_0(votes, run)
+            _in_parts(run, clear)
+        return finite
+
+    def _encode_tensor_levels(
+        self,
+        grad: Tensor,
+        exp_avg: Tensor,
+        words: Tensor,
+        active: Tensor,
+        rule: TensorRule,
+        what: int,
+        scale: float,
+        run: Run,
+    ) -> bool:
+        """Encodes in two passes, the first of which measures."""
+        assert run.start == 0, "a stretch has no mean of the tensor"
+        native_rule, bits = _rule_for(rule, grad, exp_avg), rule.step_rule.bits
         narrow = _NARROW[grad.dtype], _NARROW[exp_avg.dtype]
-        by_word = rule.step_rule.level_scale == "word"
-        new, old = _element_0(grad, run), _element_0(exp_avg, run)
-        out = words.data_ptr() - run.start // 64 * bits * words.element_size()
-        rows = active.data_ptr() - run.first_row
-
-        def encode(factor: float, votes: Tensor | None) -> bool:
-            counts = None if votes is None else _row_0(votes, run)
-
-            def work(start: int, stop: int) -> bool:
-                finite: int = self._library.dlion_levels(
-                    new, old, out, rows, counts, run.row_numel,
-                    start, stop, scale, factor, by_word, bits, what, *narrow, native_rule,
-                )  # fmt: skip
-                return bool(finite)
-
-            return all(_in_parts(run, work))
-
-        if by_word:
-            finite = encode(0.0, None)
-            if (votes := _votes_of(active)) is not None:
-                self._clear_levels(out, votes, run, bits)
-            return finite
         groups = -(-grad.numel() // GROUP)
         sums = (ctypes.c_double * groups)()
 
         def measure(start: int, stop: int) -> bool:
             finite: int = self._library.dlion_measure(
-                new, old, sums, rows, run.row_numel, start, stop, scale, *narrow, native_rule
-            )
+                grad.data_ptr(), exp_avg.data_ptr(), sums, active.data_ptr(), run.row_numel,
+                start, stop, scale, *narrow, native_rule,
+            )  # fmt: skip
             return bool(finite)
 
         finite = all(_in_parts(run, measure, GROUP))
         total = self._library.dlion_fold(sums, groups)
-        count = int(np.count_nonzero(active.numpy())) * run.row_numel
-        encode(factor_of(total, count, bits), _votes_of(active))
+        rows = int(np.count_nonzero(active.numpy()))
+        factor = factor_of(total, rows * run.row_numel, bits)
+        votes = None if rows == run.rows else active.to(torch.int32)
+        counts = None if votes is None else votes.data_ptr()
+
+        def encode(start: int, stop: int) -> None:
+            self._library.dlion_levels(
+                grad.data_ptr(), exp_avg.data_ptr(), words.data_ptr(), counts, run.row_numel,
+                start, stop, scale, factor, bits, what, *narrow, native_rule,
+            )  # fmt: skip
+
+        _in_parts(run, encode)
         return finite
-
-    def _clear_levels(self, words: int, votes: Tensor, run: Run, bits: int) -> None:
-        """Sets the codes of rows that abstain to 0; `words` is where those of element 0 lie."""
-        counts = _row_0(votes, run)
-
-        def work(start: int, stop: int) -> None:
-            self._library.dlion_clear(words, counts, run.row_numel, start, stop, bits)
-
-        _in_parts(run, work)
 
     def apply(self, param: Tensor, verdict: Verdict, rule: TensorRule) -> None:
         """See `Codec.apply`."""
@@ -393,14 +422,9 @@ def factor_of(total: float, count: int, bits: int) -> float:
     return min(LEVELS[bits].largest / 2 / mean, torch.finfo(torch.float32).max)
 
 
-def _votes_of(active: Tensor) -> Tensor | None:
-    """Returns 1 for rows that vote and 0 for others, int32; None if all do."""
-    return None if bool(active.all()) else active.to(torch.int32)
-
-
-def _row_0(votes: Tensor, run: Run) -> int:
-    """Returns where the entry of the parameter's row 0 would lie."""
-    return votes.data_ptr() - run.first_row * votes.element_size()
+def _row_0(rows: Tensor, run: Run) -> int:
+    """Returns where the entry of the parameter's row 0 would lie, if `rows` are a stretch's."""
+    return rows.data_ptr() - run.first_row * rows.element_size()
 
 
 def _supported(*tensors: Tensor, run: Run | None = None) -> bool:

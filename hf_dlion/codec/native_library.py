@@ -65,8 +65,10 @@ def library() -> ctypes.CDLL | None:
     found.dlion_fold.restype = ctypes.c_double
     found.dlion_measure.argtypes = [*[pointer] * 4, *[size] * 3, scale, flag, flag, rule]
     found.dlion_measure.restype = flag
-    found.dlion_levels.argtypes = [*[pointer] * 5, *[size] * 3, scale, scale, *[flag] * 5, rule]
-    found.dlion_levels.restype = flag
+    found.dlion_levels.argtypes = [*[pointer] * 4, *[size] * 3, scale, scale, *[flag] * 4, rule]
+    found.dlion_levels.restype = None
+    found.dlion_word_levels.argtypes = [*[pointer] * 4, *[size] * 3, scale, *[flag] * 4, rule]
+    found.dlion_word_levels.restype = flag
     found.dlion_clear.argtypes = [*[pointer] * 2, *[size] * 3, flag]
     found.dlion_clear.restype = None
     found.dlion_apply.argtypes = [*[pointer] * 4, *[size] * 3, flag, rule]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_dlion.codec.bits import expand_rows, unpack_bits
+from hf_dlion.codec.bits import pack_bits
 from hf_dlion.codec.levels import pack_codes, zero_codes
 from hf_dlion.exchange import Exchange, choose_exchange, make_exchange
 from hf_dlion.exchange.verdicts import VerdictGather
@@ -165,31 +165,52 @@ class RowEdges:
         woken = torch.zeros_like(active)
         for row, sharing in zip((0, -1), self._sharing, strict=True):
             woken[row] = whole[sharing].any().to(active.device) & ~active[row]
-        for run in {id(run): run for run in (self._mine.runs[0], self._mine.runs[-1])}.values():
-            rows = woken[run.row : run.row + run.rows]
-            if bool(rows.any()):
-                first, last = rule.bits * run.word, rule.bits * (run.word + run.words)
-                words[first:last] |= _votes_of_zeros(rows, run, rule)
+        bits = rule.bits
+        for row, run in ((0, self._mine.runs[0]), (-1, self._mine.runs[-1])):
+            if bool(woken[row]):
+                own = words[bits * run.word : bits * (run.word + run.words)]
+                _vote_zeros(own, run, run.first_row + row % run.rows, rule)
         active |= woken
 
 
-def _votes_of_zeros(rows: Tensor, run: Run, rule: StepRule) -> Tensor:
-    """Returns the votes on a stretch whose directions are all 0, and 0 in rows that abstain.
+def _vote_zeros(words: Tensor, run: Run, row: int, rule: StepRule) -> None:
+    """Makes the votes on a row of a stretch, where all directions are 0, those of a row that votes.
 
     Args:
-        rows: bool, shape (run.rows,), which ones vote.
+        words: int64, shape (bits * run.words,), changed in place; 0 for the elements of the row.
         run: The stretch.
+        row: Row of the parameter.
         rule: The step's constants.
-
-    Returns:
-        int64, shape (bits * run.words,).
     """
-    phase, bits = zero_phase(rule.step, rule.rank, rule.world_size), rule.bits
-    voting = torch.empty(run.words, dtype=torch.int64, device=rows.device)
-    expand_rows(rows, run, voting)
+    begin = max(run.start, row * run.row_numel) - run.start
+    end = min(run.stop, (row + 1) * run.row_numel) - run.start
+    first, last = begin // WORD_BITS, (end - 1) // WORD_BITS
+    by_word, zeros = words.view(run.words, rule.bits), _votes_on_zeros(rule, words.device)
+    by_word[first + 1 : last] |= zeros
+    element = torch.arange(WORD_BITS, device=words.device)
+    for word in {first, last}:
+        here = element + WORD_BITS * word
+        flags = (here >= begin) & (here < end)
+        by_word[word] |= zeros & _mask(flags, rule.bits)
+
+
+def _votes_on_zeros(rule: StepRule, device: torch.device) -> Tensor:
+    """Returns the votes on 64 directions that are 0 in a row that votes, int64 of shape (bits,)."""
+    phase = zero_phase(rule.step, rule.rank, rule.world_size)
+    if rule.bits == 1:
+        return torch.tensor([alternating_word(phase)], device=device)
+    return zero_codes(rule.bits, phase, device)
+
+
+def _mask(flags: Tensor, bits: int) -> Tensor:
+    """Returns ones in the places of the votes on some of 64 elements, int64 of shape (bits,).
+
+    Args:
+        flags: bool, shape (64,).
+        bits: Of a vote.
+    """
     if bits == 1:
-        return voting & alternating_word(phase)
-    ones = unpack_bits(voting, WORD_BITS * run.words).to(torch.uint8) * (2**bits - 1)
-    kept = torch.empty(bits * run.words, dtype=torch.int64, device=rows.device)
-    pack_codes(ones, bits, kept)
-    return kept & zero_codes(bits, phase, rows.device).repeat(run.words)
+        return pack_bits(flags)
+    mask = torch.empty(bits, dtype=torch.int64, device=flags.device)
+    pack_codes(flags.to(torch.uint8) * (2**bits - 1), bits, mask)
+    return mask

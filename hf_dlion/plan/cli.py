@@ -104,7 +104,7 @@ def _run(args: argparse.Namespace) -> None:
         print(result["verdict"])
     if args.plot is not None:
         rates = table.RATES if args.table else (found.bits_per_s,)
-        title = f"{work.name}: predicted time of a step"
+        title = f"{work.name}: predicted time of a step{_of_votes(case)}"
         plot.draw(table.points(case, rates=rates), title, Path(args.plot))
         print(f"written: {args.plot}")
     if args.json is not None:
@@ -115,8 +115,9 @@ def _print_tables(case: Case) -> list[dict[str, Any]]:
     """Prints the table of nodes and links; returns a row per method, number of nodes and link."""
     found = table.points(case)
     lines = table.rows(found)
-    votes = "" if case.bits == 1 else f" with votes of {case.bits} bits"
-    title = f"{case.work.name}: predicted time of a step{votes}, relative to no communication"
+    title = (
+        f"{case.work.name}: predicted time of a step{_of_votes(case)}, relative to no communication"
+    )
     print_table(title, {key: key for key in lines[0]}, lines)
     print(EXPLANATION.format(bits=case.bits))
     return [
@@ -141,7 +142,7 @@ def _validate(args: argparse.Namespace) -> None:
     for line in _of_link_and_machine(case):
         print(line)
     if args.json is not None:
-        parts = {"link": asdict(seen), "machine": asdict(own)}
+        parts = {"bits": args.bits, "link": asdict(seen), "machine": asdict(own)}
         write_json(args.json, {"plan": "validate", **parts, "rows": lines})
 
 
@@ -167,10 +168,12 @@ def _given(args: argparse.Namespace, text: str) -> Link:
 
 
 def _machine(args: argparse.Namespace) -> Machine:
+    # Before the seconds that measuring takes.
+    known = None if args.codec is None else machine.of_codec_bench(Path(args.codec), args.bits)
     own = machine.measure(DTYPES[args.dtype], ranks.device_of_rank(), args.bits)
-    if args.codec is None:
+    if known is None:
         return own
-    return machine.with_codec_bench(own, Path(args.codec), args.bits)
+    return replace(own, **known, source=f"{Path(args.codec).name}; the rest {own.source}")
 
 
 def _compute(args: argparse.Namespace, parameters: int) -> tuple[float, str]:
@@ -189,11 +192,14 @@ def _compute(args: argparse.Namespace, parameters: int) -> tuple[float, str]:
 def _title(case: Case) -> str:
     cluster, work = case.cluster, case.work
     trained = "" if work.trainable == work.parameters else f", {work.trainable:,} trained"
-    votes = "" if case.bits == 1 else f", votes of {case.bits} bits"
     return (
         f"{work.name} ({work.parameters:,} parameters{trained}), {cluster.ranks} ranks on "
-        f"{cluster.nodes} nodes, {rate(case.link)}{votes}: prediction"
+        f"{cluster.nodes} nodes, {rate(case.link)}{_of_votes(case)}: prediction"
     )
+
+
+def _of_votes(case: Case) -> str:
+    return "" if case.bits == 1 else f" with votes of {case.bits} bits"
 
 
 def _assumptions(case: Case, source: str, several: bool) -> list[str]:

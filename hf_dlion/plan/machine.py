@@ -7,7 +7,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class Machine:
 
     Attributes:
         adamw_ns: A fused AdamW step.
-        encode_ns: Direction, signs and momentum.
+        encode_ns: Direction, votes and momentum.
         count_ns: Counting votes, whatever their number.
         count_vote_ns: Counting votes, for each vote.
         apply_ns: Verdict and decay.
@@ -89,11 +89,10 @@ def measure(dtype: torch.dtype, device: torch.device, bits: int = 1) -> Machine:
     return Machine(**times, source=f"measured on this machine ({where}{threads})")
 
 
-def with_codec_bench(machine: Machine, path: Path, bits: int = 1) -> Machine:
-    """Returns the machine with what `bench codec` measured in its place.
+def of_codec_bench(path: Path, bits: int = 1) -> dict[str, float]:
+    """Returns those of a `Machine`'s constants that `bench codec` measured.
 
     Args:
-        machine: For what that benchmark does not measure.
         path: Its JSON.
         bits: Of a vote.
 
@@ -108,21 +107,19 @@ def with_codec_bench(machine: Machine, path: Path, bits: int = 1) -> Machine:
     told = "" if bits == 1 else f", {bits} bits"
     kinds = [kind for kind in ("native", "eager") if f"{kind}, 2 ranks{told}" in rows]
     if not kinds:
-        raise ValueError(f"{path} lacks votes of {bits} bits: run bench codec --bits 1 {bits}")
+        raise ValueError(f"{path} lacks votes with bits={bits}: run bench codec --bits {bits}")
     kind = kinds[0]
     two, four = rows[f"{kind}, 2 ranks{told}"], rows[f"{kind}, 4 ranks{told}"]
     fixed, each = _line(2, two["count_ms"], 4, four["count_ms"])
     ns = 1e6 / numel
-    return replace(
-        machine,
-        adamw_ns=rows["fused AdamW step"]["median_ms"] * ns,
-        copy_ns=rows["copy"]["median_ms"] * ns,
-        encode_ns=two["encode_ms"] * ns,
-        apply_ns=two["apply_ms"] * ns,
-        count_ns=fixed * ns,
-        count_vote_ns=each * ns,
-        source=f"{path.name} ({kind}); the rest {machine.source}",
-    )
+    return {
+        "adamw_ns": rows["fused AdamW step"]["median_ms"] * ns,
+        "copy_ns": rows["copy"]["median_ms"] * ns,
+        "encode_ns": two["encode_ms"] * ns,
+        "apply_ns": two["apply_ms"] * ns,
+        "count_ns": fixed * ns,
+        "count_vote_ns": each * ns,
+    }
 
 
 class _Clock:

@@ -88,8 +88,14 @@ def rows(result: Mapping[str, Any], case: Case) -> list[dict[str, Any]]:
 
     Args:
         result: From `load`.
-        case: From `case_of`.
+        case: From `case_of`, with the bits of the votes to compare.
+
+    Raises:
+        ValueError: If the run voted, but with other bits only.
     """
+    seen = {row["bits"] for row in result["rows"] if "bits" in row}
+    if seen and case.bits not in seen:
+        raise ValueError(f"the run's votes have bits={sorted(seen)}, not {case.bits}: give --bits")
     by_name = {p.name: p for p in predict(case)}
     found = []
     for row in result["rows"]:
