@@ -190,6 +190,12 @@ def test_an_emulated_host_may_have_several_ranks(tmp_path):
     assert 0 < node["interface_bytes"] < flat["interface_bytes"]
 
 
+def test_bits_are_refused_where_nothing_votes(monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["train", "--methods", "fp32", "lion", "--bits", "4"]) == 2
+    assert "of --methods fp32 lion none votes" in capsys.readouterr().err
+
+
 def test_ranks_that_nodes_do_not_divide_are_refused(monkeypatch, capsys):
     monkeypatch.delenv("RANK", raising=False)
     assert main(["train", "--ranks=3", "--local-ranks=2"]) == 2

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 
 from hf_dlion.bench import codec, exchange, memory, ranks, train
 from hf_dlion.bench.emulate import EmulationRefusedError, Network
-from hf_dlion.bench.methods import METHODS
+from hf_dlion.bench.methods import METHODS, VOTING
 from hf_dlion.bench.report import MissingPackageError, require_rich
 from hf_dlion.options import BITS
 
@@ -35,6 +36,8 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
     if args.bench == "codec":
         codec.run(args)
         return 0
+    if args.bench == "train" and args.bits != [1]:
+        _check_votes(args.methods or METHODS)
     network: Network | None = args.emulate
     if not ranks.started_by_launcher():
         count = args.ranks if network is None else network.hosts * args.local_ranks
@@ -47,6 +50,11 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
     ranks.refuse_under_launcher(network)
     ranks.take_part(RUNS[args.bench], args)
     return 0
+
+
+def _check_votes(methods: Iterable[str]) -> None:
+    if VOTING.keys().isdisjoint(methods):
+        raise ValueError(f"--bits is of votes, and of --methods {' '.join(methods)} none votes")
 
 
 def _parser() -> argparse.ArgumentParser:
