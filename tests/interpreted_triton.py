@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracle import bits_of
-from test_codec import gradients, rounded, rule, same_bits, widened
+from test_codec import examples, gradients, rounded, rule, same_bits, widened
 from test_levels import packed_levels
 from torch import Tensor
 
@@ -63,7 +63,7 @@ def buffers(grad: Tensor) -> tuple[Tensor, Tensor]:
     return words, torch.ones(reference.row_count(tuple(grad.shape)), dtype=torch.bool)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     shape=st.sampled_from(SHAPES),
     seed=st.integers(0, 10**6),
@@ -158,7 +158,7 @@ def test_many_tensors_at_once_are_treated_as_each_alone() -> None:
         assert torch.equal(ours.signbit(), theirs.signbit())
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(
     patterns=st.lists(
         st.one_of(
@@ -259,7 +259,7 @@ COUNTED = st.lists(
 )
 
 
-@settings(max_examples=120)
+@examples(120)
 @given(
     shapes=COUNTED,
     seed=st.integers(0, 10**6),
@@ -318,7 +318,7 @@ def test_counts_equal_those_of_torch_operations(
     assert int((counts * row_numels).sum() + change) == expected.agreement
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(
     words=st.integers(1, 7),
     before=st.integers(0, 3),

@@ -8,9 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from test_codec import CODECS, SHAPES, gradients, rounded, rule, same_bits, short_chunks, widened
+from test_codec import (
+    CODECS,
+    SHAPES,
+    examples,
+    gradients,
+    rounded,
+    rule,
+    same_bits,
+    short_chunks,
+    widened,
+)
 from torch import Tensor
 
 from hf_dlion.codec import Codec, native, native_library, reference, reference_levels
@@ -58,7 +68,7 @@ def packed_levels(
 
 
 @CODECS
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     bits=BITS,
     scale=SCALES,
@@ -121,7 +131,7 @@ def test_encode_equals_the_reference(
 
 
 @CODECS
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     bits=BITS,
     level_scale=SCALES,
@@ -205,7 +215,7 @@ def test_threads_and_chunks_do_not_change_the_mean(
 
 
 @given(seed=st.integers(0, 10**6), numel=st.integers(1, 700))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_the_mean_is_that_of_all_active_rows_however_it_is_added(seed: int, numel: int) -> None:
     u = np.random.default_rng(seed).standard_normal((3, numel)).astype(np.float32)
     u[1] = 0

@@ -36,7 +36,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     ],
     ids=str,
 )
-def test_interpreted_kernels_equal_the_reference(selection: list[str]) -> None:
+@pytest.mark.parametrize("share", [4, pytest.param(1, marks=pytest.mark.long)])
+def test_interpreted_kernels_equal_the_reference(selection: list[str], share: int) -> None:
     # Triton decides when it is imported whether it interprets, so that this takes a process.
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     # It computes with NumPy, which warns where a GPU just returns Inf.
@@ -46,7 +47,12 @@ def test_interpreted_kernels_equal_the_reference(selection: list[str]) -> None:
             *("-W", "ignore:invalid value encountered in multiply:RuntimeWarning", *selection),
         ],
         cwd=HERE,
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_DLION_EXAMPLES_SHARE": str(share),
+        },
         capture_output=True,
         text=True,
         timeout=280,
