@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hf_dlion.codec import eager, native
 from hf_dlion.exchange import count, sums
@@ -37,9 +38,12 @@ losses_of_lion: dict[tuple[int, int], float] = {}
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ProcessPoolExecutor]:
-    """Two runs at a time: a run takes little more than one core."""
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as found:
-        yield found
+    """Two runs at a time, a thread of torch for each of their ranks."""
+    context = multiprocessing.get_context("spawn")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        with ProcessPoolExecutor(2, context, torch.set_num_threads, (1,)) as found:
+            yield found
 
 
 def loss(method: str, workers: int, seed: int, folder: Path) -> float:
