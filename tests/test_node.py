@@ -197,6 +197,7 @@ def train_on_cut_rows(
     [
         *((2, 2, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)),
         *((2, 3, dtype) for dtype in (torch.float32, torch.bfloat16)),
+        *(pytest.param(2, 3, d, marks=pytest.mark.long) for d in (torch.float16, torch.float64)),
     ],
 )
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_dlion.codec import native_library
+from hf_dlion.codec import EncodeJob, native_library
 from hf_dlion.codec.cpu import CpuCodec
 from hf_dlion.codec.eager import whole_run
 from hf_dlion.codec.levels import LEVELS
@@ -196,11 +196,13 @@ class NativeCodec(CpuCodec):
         if not _supported(grad, exp_avg, run=run):
             super().encode(grad, exp_avg, words, active, rule, run)
             return
+        if rule.step_rule.bits > 1:
+            self._encode_levels(
+                EncodeJob(grad, exp_avg, words, active, rule, run), _VOTE | _ADVANCE
+            )
+            return
         run = run or whole_run(grad.shape)
         active.zero_()
-        if rule.step_rule.bits > 1:
-            self._encode_levels(grad, exp_avg, words, active, rule, _VOTE | _ADVANCE, 1.0, run)
-            return
         self._encode(grad, exp_avg, words, active, rule, _VOTE | _ADVANCE, run=run)
         self._clear_inactive(words, active, run)
 
@@ -219,10 +221,12 @@ class NativeCodec(CpuCodec):
             return True
         if not _supported(grad, exp_avg, run=run):
             return super().preview(grad, exp_avg, words, active, rule, scale, run)
+        if rule.step_rule.bits > 1:
+            return self._encode_levels(
+                EncodeJob(grad, exp_avg, words, active, rule, run), _VOTE, scale
+            )
         run = run or whole_run(grad.shape)
         active.zero_()
-        if rule.step_rule.bits > 1:
-            return self._encode_levels(grad, exp_avg, words, active, rule, _VOTE, scale, run)
         finite = self._encode(grad, exp_avg, words, active, rule, _VOTE, scale, run)
         self._clear_inactive(words, active, run)
         return finite
@@ -265,38 +269,21 @@ class NativeCodec(CpuCodec):
 
         return all(_in_parts(run, work))
 
-    def _encode_levels(
-        self,
-        grad: Tensor,
-        exp_avg: Tensor,
-        words: Tensor,
-        active: Tensor,
-        rule: TensorRule,
-        what: int,
-        scale: float,
-        run: Run,
-    ) -> bool:
+    def _encode_levels(self, job: EncodeJob, what: int, scale: float = 1.0) -> bool:
         """Encodes; tells whether the gradient times `scale` is finite."""
+        run = job.run or whole_run(job.grad.shape)
+        job = job._replace(grad=job.grad.contiguous(), run=run)
         # C would write past the end of votes made for fewer bits.
-        assert words.numel() == rule.step_rule.bits * run.words, "as many words as the bits take"
-        grad = grad.contiguous()
-        votes = (grad, exp_avg, words, active, rule, what, scale, run)
-        if rule.step_rule.level_scale == "word":
-            return self._encode_word_levels(*votes)
-        return self._encode_tensor_levels(*votes)
+        bits = job.rule.step_rule.bits
+        assert job.words.numel() == bits * run.words, "as many words as the bits take"
+        job.active.zero_()
+        if job.rule.step_rule.level_scale == "word":
+            return self._encode_word_levels(job, run, what, scale)
+        return self._encode_tensor_levels(job, run, what, scale)
 
-    def _encode_word_levels(
-        self,
-        grad: Tensor,
-        exp_avg: Tensor,
-        words: Tensor,
-        active: Tensor,
-        rule: TensorRule,
-        what: int,
-        scale: float,
-        run: Run,
-    ) -> bool:
+    def _encode_word_levels(self, job: EncodeJob, run: Run, what: int, scale: float) -> bool:
         """Encodes in one pass, and clears the codes of rows that abstain."""
+        grad, exp_avg, words, active, rule, _ = job
         native_rule, bits = _rule_for(rule, grad, exp_avg), rule.step_rule.bits
         # Where those of the parameter's first element and row would be.
         codes = words.data_ptr() - run.start // 64 * bits * words.element_size()
@@ -319,18 +306,9 @@ class NativeCodec(CpuCodec):
             _in_parts(run, clear)
         return finite
 
-    def _encode_tensor_levels(
-        self,
-        grad: Tensor,
-        exp_avg: Tensor,
-        words: Tensor,
-        active: Tensor,
-        rule: TensorRule,
-        what: int,
-        scale: float,
-        run: Run,
-    ) -> bool:
+    def _encode_tensor_levels(self, job: EncodeJob, run: Run, what: int, scale: float) -> bool:
         """Encodes in two passes, the first of which measures."""
+        grad, exp_avg, words, active, rule, _ = job
         assert run.start == 0, "a stretch has no mean of the tensor"
         native_rule, bits = _rule_for(rule, grad, exp_avg), rule.step_rule.bits
         narrow = _NARROW[grad.dtype], _NARROW[exp_avg.dtype]
