@@ -9,14 +9,14 @@ must receive).
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hf_dlion.checkpoint import load_momentum, save_momentum
+from hf_dlion.checkpoint.momentum_file import CheckpointError
+from hf_dlion.checkpoint.rank_files import load_momentum, save_momentum
+from hf_dlion.checkpoint.save import saving
+from hf_dlion.checkpoint.whole import last_whole_checkpoint
 from hf_dlion.exchange import LostRank, WireStats
-from hf_dlion.header import Disagreement
-from hf_dlion.momentum_file import CheckpointError
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options import Options
-from hf_dlion.saving import saving
-from hf_dlion.whole_checkpoint import last_whole_checkpoint
+from hf_dlion.ranks.header import Disagreement
 
 if TYPE_CHECKING:
     from hf_dlion import accelerate, trainer

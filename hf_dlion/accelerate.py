@@ -15,11 +15,12 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_dlion import checkpoint, whole_checkpoint
-from hf_dlion.agreed_checkpoint import agreed_checkpoint, names_on_ranks
-from hf_dlion.momentum_file import MOMENTUM_NAME
+from hf_dlion.checkpoint import rank_files as checkpoint
+from hf_dlion.checkpoint import whole as whole_checkpoint
+from hf_dlion.checkpoint.agreed import agreed_checkpoint, names_on_ranks
+from hf_dlion.checkpoint.momentum_file import MOMENTUM_NAME
+from hf_dlion.checkpoint.save import Save
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.saving import Save
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -40,8 +41,8 @@ def attach(accelerator: Accelerator) -> None:
 
     Call it on every rank, any time before the first `save_state` or `load_state`. Optimizers that
     are not a DistributedLion are left alone. What the files hold and how another number of ranks
-    loads them is in `hf_dlion.checkpoint`. With `checkpoint="mean"` the ranks average their momenta
-    before rank 0 saves, and no such files are written.
+    loads them is in `hf_dlion.checkpoint.rank_files`. With `checkpoint="mean"` the ranks average
+    their momenta before rank 0 saves, and no such files are written.
 
     What fails on one rank in `save_state` is raised on all of them, a state counts as complete
     only when all ranks have written it (`hf_dlion.saving`), and `total_limit` deletes older ones

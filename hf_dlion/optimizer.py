@@ -13,25 +13,20 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from hf_dlion import comm_hook
-from hf_dlion.abstention import Abstentions
+from hf_dlion.backward import search as comm_hook
+from hf_dlion.backward.flight import Flight
+from hf_dlion.backward.overlap import Overlap
+from hf_dlion.codec.rule import StepRule
 from hf_dlion.exchange import LostRank, Wire, WireStats
-from hf_dlion.flight import Flight
-from hf_dlion.full_precision import momenta_differ
-from hf_dlion.group_entry import with_entry_in_groups
-from hf_dlion.groups import details_of, flat_params, names_of, tensor_rules, trainable
-from hf_dlion.header import Disagreement, Header, votes_on
-from hf_dlion.join import JoinableOptimizer
-from hf_dlion.loading import checked_loading
-from hf_dlion.messages import Message
-from hf_dlion.momenta import Momenta
-from hf_dlion.momentum_origin import MomentumOrigin
-from hf_dlion.momentum_sync import average_over_ranks
-from hf_dlion.move import ballot_of, move
-from hf_dlion.naming import with_names
-from hf_dlion.node import Node
-from hf_dlion.node_gradients import average_gradients
-from hf_dlion.node_plan import make_plan
+from hf_dlion.momentum.group_entry import with_entry_in_groups
+from hf_dlion.momentum.loading import checked_loading
+from hf_dlion.momentum.mean import average_over_ranks
+from hf_dlion.momentum.origin import MomentumOrigin
+from hf_dlion.momentum.shares import Range, Shards
+from hf_dlion.momentum.slices import Held
+from hf_dlion.momentum.state_dict import check_distinct, check_trainable, restore_momentum
+from hf_dlion.momentum.store import Momenta
+from hf_dlion.momentum.sync import MomentumSync
 from hf_dlion.options import (
     Aggregation,
     CheckpointMode,
@@ -43,19 +38,24 @@ from hf_dlion.options import (
     Ties,
     check_group,
 )
-from hf_dlion.overlap import Overlap
-from hf_dlion.own_header import Scaling, agreed, completed, own_header
-from hf_dlion.presence import Presence
-from hf_dlion.ranks import Ranks, plain
-from hf_dlion.replicas import check_replicas
-from hf_dlion.routes import Routes, routes_by_name
-from hf_dlion.selection import Selection
-from hf_dlion.selective_sync import Held
-from hf_dlion.shards import Range, Shards
-from hf_dlion.state import check_distinct, check_trainable, restore_momentum
-from hf_dlion.step_plan import Plan
-from hf_dlion.sync_schedule import MomentumSync
-from hf_dlion.verdict import StepRule
+from hf_dlion.options.naming import with_names
+from hf_dlion.options.routes import Routes, routes_by_name
+from hf_dlion.options.selection import Selection
+from hf_dlion.ranks.abstention import Abstentions
+from hf_dlion.ranks.group import Ranks, plain
+from hf_dlion.ranks.groups import details_of, flat_params, names_of, tensor_rules, trainable
+from hf_dlion.ranks.header import Disagreement, Header, votes_on
+from hf_dlion.ranks.join import JoinableOptimizer
+from hf_dlion.ranks.node import Node
+from hf_dlion.ranks.replicas import check_replicas
+from hf_dlion.step.apply import ballot_of, move
+from hf_dlion.step.full_precision import momenta_differ
+from hf_dlion.step.message import Message
+from hf_dlion.step.node_gradients import average_gradients
+from hf_dlion.step.node_plan import make_plan
+from hf_dlion.step.own_header import Scaling, agreed, completed, own_header
+from hf_dlion.step.plan import Plan
+from hf_dlion.step.presence import Presence
 
 STATE_VERSION = 1
 
@@ -304,7 +304,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         """Meets all ranks in the course of a save; every rank must call this.
 
         It is a header, as a step begins with, so that a rank that takes a step meanwhile, because
-        it was not told to save, is found. Bytes per rank: `hf_dlion.header.header_wire_bytes`.
+        it was not told to save, is found. Bytes per rank: `ranks.header.header_wire_bytes`.
 
         Args:
             failure: What went wrong on this rank.
@@ -435,11 +435,11 @@ class DistributedLion(Optimizer, JoinableOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Takes one step, together with all ranks of the process group.
 
-        Bytes per rank: `hf_dlion.header.header_wire_bytes` and, for each message, what the
+        Bytes per rank: `ranks.header.header_wire_bytes` and, for each message, what the
         exchange's `wire_bytes` says; with `check_replicas_every=k`, in every k-th step those of
-        `hf_dlion.replicas.check_replicas`; with `momentum_sync_every` those of
-        `hf_dlion.sync_schedule.MomentumSync.after_step`; for gradients that are averaged those of
-        `hf_dlion.full_precision.step_in_full`. A rank whose gradients hold a NaN or an Inf abstains
+        `ranks.replicas.check_replicas`; with `momentum_sync_every` those of
+        `momentum.sync.MomentumSync.after_step`; for gradients that are averaged those of
+        `step.full_precision.step_in_full`. A rank whose gradients hold a NaN or an Inf abstains
         and keeps its momentum; if all do, nothing changes and the step is not counted.
 
         Args:
@@ -687,7 +687,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         The state dict of any rank is then that of all: the way to save one file by hand. With
         `local_group` it is the mean over the nodes, and every rank holds the whole of it until the
         next step. Bytes per rank: 8 * (N - 1) / N per element; with `local_group` of this rank's
-        share among the N nodes, and inside the node those of `hf_dlion.shards.exchange_shards`.
+        share among the N nodes, and inside the node those of `momentum.shares.exchange_shards`.
 
         Raises:
             Disagreement: On every rank, if they have momenta of different parameters.

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
-from spawn import RankPools
+
+from tests.support.spawn import RankPools
 
 # Needs its environment from the start: tests/test_triton.py runs it in a process of its own.
-collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreted_triton.py"]
+collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["codec/interpreted_triton.py"]
 
 # A time limit per example fails at random on a machine that is busy with several ranks.
 settings.register_profile("no deadline", deadline=None)

@@ -8,7 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from spawn import run_script
+
+from tests.support.spawn import run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -12,24 +12,25 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import bits_of
-from random_training import DTYPES, normal
-from spawn import RankPools
-from test_codec import gradients, rule, verdict_of
-from test_levels import packed_levels
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion import DistributedLion
-from hf_dlion.codec import ApplyJob, EncodeJob, codec_for, eager, reference, tables
+from hf_dlion.codec import ApplyJob, EncodeJob, codec_for, eager, sums
 from hf_dlion.codec.bits import expand_rows, unpack_bits
+from hf_dlion.codec.count import count_votes
 from hf_dlion.codec.cpu import CpuCodec
-from hf_dlion.codec.cuda import TritonCodec
-from hf_dlion.exchange import sums
-from hf_dlion.exchange.count import count_votes
-from hf_dlion.fingerprint import ROW, fingerprints
-from hf_dlion.layout import MessageLayout, words_for
-from hf_dlion.verdict import Verdict
+from hf_dlion.codec.cuda import tables
+from hf_dlion.codec.cuda.codec import TritonCodec
+from hf_dlion.codec.layout import MessageLayout, words_for
+from hf_dlion.codec.reference import votes as reference
+from hf_dlion.codec.rule import Verdict
+from hf_dlion.ranks.fingerprint import ROW, fingerprints
+from tests.codec.test_codec import gradients, rule, verdict_of
+from tests.codec.test_levels import packed_levels
+from tests.support.oracle import bits_of
+from tests.support.random_training import DTYPES, normal
+from tests.support.spawn import RankPools
 
 # With "cpu" and "gloo" the same tests run where there is no GPU, which shows that they can run.
 DEVICE, NCCL = "cuda", "nccl"

@@ -15,11 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import zoo
-from random_training import backward, random_param
-from spawn import RankPools, run_script
-from test_optimizer_options import BAD_OPTIONS
-from tiny import tiny_args
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -27,6 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 import hf_dlion
 from hf_dlion import DistributedLion
 from hf_dlion.exchange import WireStats
+from tests.options.test_optimizer_options import BAD_OPTIONS
+from tests.support import zoo
+from tests.support.random_training import backward, random_param
+from tests.support.spawn import RankPools, run_script
+from tests.support.tiny import tiny_args
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

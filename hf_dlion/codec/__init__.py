@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hf_dlion.layout import Run
-from hf_dlion.verdict import TensorRule, Verdict
+from hf_dlion.codec.layout import Run
+from hf_dlion.codec.rule import TensorRule, Verdict
 
 __all__ = ["AdvanceJob", "AloneJob", "ApplyJob", "Codec", "EncodeJob", "codec_for"]
 
@@ -179,14 +179,14 @@ def codec_for(device: torch.device) -> Codec:
     """Returns the codec of tensors on `device`."""
     if device.type == "cpu":
         from hf_dlion.codec.cpu import CpuCodec
-        from hf_dlion.codec.native import NativeCodec
-        from hf_dlion.codec.native_library import library
+        from hf_dlion.codec.native.codec import NativeCodec
+        from hf_dlion.codec.native.library import library
 
         compiled = library()
         return CpuCodec() if compiled is None else NativeCodec(compiled)
     if device.type == "cuda":
-        from hf_dlion.codec.cuda import TritonCodec
-        from hf_dlion.codec.cuda_kernels import kernels
+        from hf_dlion.codec.cuda.codec import TritonCodec
+        from hf_dlion.codec.cuda.launch import kernels
 
         found = kernels(device)
         if found is not None:

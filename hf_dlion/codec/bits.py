@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_dlion.layout import WORD_BITS, Run, words_for
+from hf_dlion.codec.layout import WORD_BITS, Run, words_for
 
 
 def pack_bits(flags: Tensor, out: Tensor | None = None) -> Tensor:

@@ -16,9 +16,9 @@ from torch import Tensor
 from hf_dlion.codec import Codec
 from hf_dlion.codec.bits import expand_rows
 from hf_dlion.codec.eager import whole_run
+from hf_dlion.codec.layout import Run
 from hf_dlion.codec.levels import encode_levels
-from hf_dlion.layout import Run
-from hf_dlion.lion import (
+from hf_dlion.codec.lion import (
     PARAMETER_STREAM,
     compute_dtype,
     interpolate,
@@ -29,7 +29,7 @@ from hf_dlion.lion import (
     saturate,
     zero_phase,
 )
-from hf_dlion.verdict import TensorRule, Verdict
+from hf_dlion.codec.rule import TensorRule, Verdict
 
 # Elements per chunk: a power of two, so that no chunk crosses element 2**32. Four float32 buffers
 # of this length take 1 MiB, which fits a core's second-level cache.

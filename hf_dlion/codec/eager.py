@@ -9,9 +9,9 @@ from torch import Tensor
 
 from hf_dlion.codec import Codec
 from hf_dlion.codec.bits import expand_rows, pack_bits, unpack_bits
+from hf_dlion.codec.layout import MessageLayout, Run, words_for
 from hf_dlion.codec.levels import encode_levels, row_of
-from hf_dlion.layout import MessageLayout, Run, words_for
-from hf_dlion.lion import (
+from hf_dlion.codec.lion import (
     PARAMETER_STREAM,
     alternating_word,
     compute_dtype,
@@ -23,7 +23,7 @@ from hf_dlion.lion import (
     saturate,
     zero_phase,
 )
-from hf_dlion.verdict import TensorRule, Verdict
+from hf_dlion.codec.rule import TensorRule, Verdict
 
 # Elements per chunk: a power of two, so that no chunk crosses element 2**32. A chunk's temporaries
 # take about 50 bytes per element.

@@ -1,6 +1,6 @@
 """Votes of more than one bit in plain torch operations, for any device (design S6).
 
-`hf_dlion.codec.reference_levels` is the definition: what a level is, how its code is packed, and
+`hf_dlion.codec.reference.levels` is the definition: what a level is, how its code is packed, and
 the order in which magnitudes are added. That order is a tree over words of 64 elements, so that any
 aligned power of two of them is a subtree: whoever adds in chunks, threads or blocks gets the same.
 """
@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_dlion.layout import WORD_BITS, Run, words_for
-from hf_dlion.lion import compute_dtype, zero_phase
-from hf_dlion.verdict import TensorRule
+from hf_dlion.codec.layout import WORD_BITS, Run, words_for
+from hf_dlion.codec.lion import compute_dtype, zero_phase
+from hf_dlion.codec.rule import TensorRule
 
 
 class Levels(NamedTuple):

@@ -11,14 +11,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hf_dlion.codec.layout import MessageLayout
+from hf_dlion.codec.rule import StepRule, Verdict, verdict_planes
+from hf_dlion.codec.sums import check_world_size
 from hf_dlion.exchange.gather import Gather
 from hf_dlion.exchange.pending import LostRank, Pending
-from hf_dlion.exchange.sums import check_world_size
 from hf_dlion.exchange.two_phase import TwoPhase
 from hf_dlion.exchange.wire import Wire, WireStats
-from hf_dlion.layout import MessageLayout
 from hf_dlion.options import Options
-from hf_dlion.verdict import StepRule, Verdict, verdict_planes
 
 __all__ = [
     "Exchange",

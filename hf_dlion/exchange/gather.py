@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from hf_dlion.codec.bits import pack_bits, unpack_bits
-from hf_dlion.exchange.count import count_votes
+from hf_dlion.codec.count import count_votes
+from hf_dlion.codec.layout import WORD_BYTES, MessageLayout, words_for
+from hf_dlion.codec.rule import StepRule, Verdict
 from hf_dlion.exchange.pending import Pending
 from hf_dlion.exchange.wire import Wire
-from hf_dlion.layout import WORD_BYTES, MessageLayout, words_for
-from hf_dlion.verdict import StepRule, Verdict
 
 
 class Gather:

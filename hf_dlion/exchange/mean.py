@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hf_dlion.codec.lion import compute_dtype
 from hf_dlion.exchange.wire import Wire
-from hf_dlion.lion import compute_dtype
 
 
 def mean_of(tensors: Sequence[Tensor], counts: Tensor | None = None) -> Tensor:

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from hf_dlion.codec.bits import pack_bits
+from hf_dlion.codec.layout import WORD_BITS, MessageLayout, Run, Shard, shards_of
 from hf_dlion.codec.levels import pack_codes, zero_codes
+from hf_dlion.codec.lion import alternating_word, zero_phase
+from hf_dlion.codec.rule import StepRule, Verdict, verdict_planes
 from hf_dlion.exchange import Exchange, choose_exchange, make_exchange
-from hf_dlion.exchange.verdicts import VerdictGather
+from hf_dlion.exchange.verdict_gather import VerdictGather
 from hf_dlion.exchange.wire import Wire
-from hf_dlion.layout import WORD_BITS, MessageLayout, Run, Shard, shards_of
-from hf_dlion.lion import alternating_word, zero_phase
 from hf_dlion.options import Options
-from hf_dlion.verdict import StepRule, Verdict, verdict_planes
 
 
 class NodeExchange:

@@ -37,7 +37,7 @@ class WireStats:
         node_bytes_sent: Bytes that this rank sent to the other ranks of its node, the averaging
             of gradients included.
         last_node_bytes_sent: Those since the end of the step before the last.
-        rounds: Messages that waited for one another, as the cost model of `hf_dlion.plan` has it:
+        rounds: Messages that waited for one another, as `hf-dlion plan` counts them:
             N - 1 of a gathering or a scattering, 2 (N - 1) of an all-reduce, 1 of a broadcast;
             those inside a node, with its N ranks, count as well.
         exchanges: Steps in which votes were exchanged.
@@ -132,7 +132,7 @@ class Wire:
     def sibling(self) -> Wire:
         """Returns a wire of the same ranks in a process group of its own; all ranks call this.
 
-        Collectives of the two need no common order. Check `hf_dlion.group_counts` before.
+        Collectives of the two need no common order. Check `hf_dlion.ranks.group_counts` before.
         """
         config = dist.get_backend_config(self.group)
         options: dict[str, Any] = {"backend": str(config), "timeout": timeout_of(self.group)}
@@ -156,7 +156,7 @@ class Wire:
     def subgroup(self, members: Sequence[int]) -> dist.ProcessGroup:
         """Returns a new process group of some of the ranks, which all call this, and no other.
 
-        Check `hf_dlion.group_counts` before.
+        Check `hf_dlion.ranks.group_counts` before.
 
         Args:
             members: Ranks in this wire's group.

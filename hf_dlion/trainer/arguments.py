@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils import logging
 
-from hf_dlion.optim_args import check_names, parse_optim_args
 from hf_dlion.optimizer import DistributedLion
+from hf_dlion.options.optim_args import check_names, parse_optim_args
 from hf_dlion.trainer.seams import install_seams
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_dlion.abstention import Abstentions
-from hf_dlion.checkpoint import unwrap
-from hf_dlion.divergence import by_kind
+from hf_dlion.checkpoint.rank_files import unwrap
+from hf_dlion.momentum.divergence import by_kind
 from hf_dlion.optimizer import DistributedLion
+from hf_dlion.ranks.abstention import Abstentions
 
 MEGABYTE = 1e6
 # More curves than that help nobody.

@@ -9,9 +9,9 @@ from typing import Any
 import torch.distributed as dist
 from transformers import Trainer
 
-from hf_dlion.agreed_checkpoint import agreed_checkpoint
+from hf_dlion.checkpoint.agreed import agreed_checkpoint
+from hf_dlion.checkpoint.momentum_file import CheckpointError
 from hf_dlion.exchange import Wire, WireStats
-from hf_dlion.momentum_file import CheckpointError
 
 
 def whole_checkpoint_for(trainer: Trainer, resume: Any) -> Any:

@@ -12,8 +12,8 @@ from typing import Any
 from transformers import trainer as transformers_trainer
 from transformers.trainer_utils import sort_checkpoints
 
-from hf_dlion.durable import sync_folder, sync_tree
-from hf_dlion.whole_checkpoint import TRAINER_STATE
+from hf_dlion.checkpoint.durable import sync_folder, sync_tree
+from hf_dlion.checkpoint.whole import TRAINER_STATE
 
 _ROTATE = "rotate_checkpoints"
 

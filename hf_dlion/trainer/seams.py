@@ -25,17 +25,17 @@ from torch import Tensor
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-import hf_dlion.checkpoint as momenta
-from hf_dlion import comm_hook
-from hf_dlion.checkpoint import unwrap
-from hf_dlion.naming import named_by
+import hf_dlion.checkpoint.rank_files as momenta
+from hf_dlion.backward import search as comm_hook
+from hf_dlion.checkpoint.rank_files import unwrap
+from hf_dlion.checkpoint.save import Save
+from hf_dlion.checkpoint.whole import INCOMPLETE, TRAINER_STATE
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.saving import Save
+from hf_dlion.options.naming import named_by
 from hf_dlion.trainer.callback import DistributedLionCallback
 from hf_dlion.trainer.resume import whole_checkpoint_for
 from hf_dlion.trainer.rotation import rotation_after, wrap_rotation
 from hf_dlion.trainer.unsupported import refuse_unsupported
-from hf_dlion.whole_checkpoint import INCOMPLETE, TRAINER_STATE
 
 OPTIMIZER_FILE = "optimizer.pt"
 

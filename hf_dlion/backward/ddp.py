@@ -1,0 +1,240 @@
+"""What our comm hook does on one DDP wrapper: gradients stay local, or are averaged in a node."""
+
+# No `from __future__ import annotations` here: DDP compares the hook's annotations with classes.
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_dlion.options.warn_once import warn_once
+
+
+class Owner(Protocol):
+    """What the hooks need to know of an optimizer."""
+
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that the optimizer exchanges votes with."""
+
+    def group(self) -> dist.ProcessGroup | None:
+        """Returns the process group that the optimizer exchanges votes in."""
+
+    def watch_gradients(self) -> None:
+        """Begins to watch parameters that were frozen before."""
+
+    def note_forward(self, sync: bool) -> None:
+        """Takes note of a wrapper's forward pass; `sync` is False under no_sync()."""
+
+    def join_node(self) -> "Averager | None":
+        """Returns the ranks of this node if they vote as one; found on all ranks together."""
+
+    def note_reduced(self, params: Iterable[Tensor]) -> None:
+        """Remembers the parameters whose gradients a wrapper has just averaged in the node."""
+
+    def note_bucket(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        averaged: torch.futures.Future[Tensor],
+    ) -> torch.futures.Future[Tensor]:
+        """Returns a future that is completed as `averaged`, after votes on the bucket have left."""
+
+
+class Averager(Protocol):
+    """What the hooks need to know of a node: `hf_dlion.ranks.node.Node`."""
+
+    @property
+    def members(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each node."""
+
+    def start_average(self, gradient: Tensor) -> torch.futures.Future[Tensor]:
+        """Starts the averaging of a gradient over the node's ranks, in place."""
+
+
+class Attachment:
+    """The state of our comm hook on one DDP wrapper.
+
+    Attributes:
+        params: ids of the wrapper's parameters.
+        used_for: ids of the owners that made no step since the wrapper ran forward.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        """Has seen nothing."""
+        self.params = {id(param) for param in ddp.module.parameters()}
+        self.used_for: set[int] = set()
+        self._skips_buckets = _can_skip_buckets(ddp)
+        self._is_certain = _reduces_all(ddp)
+        self._sync_is_off = False
+        self._group = ddp.process_group
+        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._in_order: list[weakref.ref[Any]] = []
+        self._expected = 0
+        self._node: Averager | None = None
+
+    def belongs_to(self, owners: Iterable[Owner]) -> None:
+        """Sets the optimizers that own the wrapper's trainable parameters, held weakly."""
+        owners = list(owners)
+        self._owners = weakref.WeakSet(owners)
+        self._in_order = [weakref.ref(owner) for owner in owners]
+        self._expected = len(self._owners)
+
+    def note_forward(self, module: Any, args: Any) -> None:
+        """Forward pre-hook of the wrapper.
+
+        Raises:
+            RuntimeError: If a rank that joins early could not shadow this wrapper's collectives, or
+                owners see different nodes.
+        """
+        if not torch.is_grad_enabled():
+            return
+        self.used_for = {id(owner) for owner in self._owners}
+        self._check_join(module)
+        for owner in self._owners:
+            owner.note_forward(module.require_backward_grad_sync)
+        self._node = self._joined()
+        # The buckets are how gradients are averaged inside a node.
+        skips = self._skips_buckets and self._node is None
+        if skips and module.require_backward_grad_sync and self._alive():
+            # For this forward only, as under no_sync(): backward does what forward prepared.
+            module.require_backward_grad_sync = False
+            self._sync_is_off = True
+
+    def _check_join(self, module: Any) -> None:
+        """Refuses a `Join` in which a rank without data would miss what the wrapper sends."""
+        if _joins(module):
+            raise RuntimeError(
+                "DistributedLion does not work inside join() of a DDP wrapper: a rank that has run "
+                "out of data would average gradients instead of taking part in steps. Give Join "
+                "the optimizer alone, `with torch.distributed.algorithms.Join([optimizer]):`, or "
+                "give every rank as many batches"
+            )
+        if not any(map(_joins, self._owners)):
+            return
+        if module.broadcast_buffers and module.modules_buffers:
+            raise RuntimeError(
+                "this DDP wrapper broadcasts buffers at every forward, and a rank that has run out "
+                "of data makes none: inside Join([optimizer]) make the wrapper with "
+                "broadcast_buffers=False, or give every rank as many batches"
+            )
+        if not self._skips_buckets:
+            raise RuntimeError(
+                "inside Join([optimizer]) make the DDP wrapper without gradient_as_bucket_view, "
+                "static_graph and mixed_precision, whose buckets take part of every rank, or give "
+                "every rank as many batches"
+            )
+
+    def after_forward(self, module: Any, args: Any, output: Any) -> None:
+        """Forward hook of the wrapper: leaves it as a forward outside of no_sync() would."""
+        if self._sync_is_off:
+            self._sync_is_off = False
+            module.require_backward_grad_sync = True
+            # Buffers (BatchNorm's averages) go on being broadcast before the next forward.
+            module.require_forward_param_sync = True
+
+    def _joined(self) -> Averager | None:
+        """Returns the node inside which the wrapper averages; in one order on every rank."""
+        nodes = [owner.join_node() for ref in self._in_order if (owner := ref()) is not None]
+        if len({None if node is None else node.members for node in nodes}) > 1:
+            raise RuntimeError(
+                "the optimizers of this DDP wrapper have different local_group: a wrapper averages "
+                "all its gradients over the same ranks, so pass the same local_group to all of them"
+            )
+        return nodes[0] if nodes else None
+
+    def _alive(self) -> bool:
+        return len(self._owners) >= self._expected
+
+    def reduced(
+        self,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> torch.futures.Future[Tensor] | None:
+        """Starts averaging in the node, or DDP's own if an owner is gone, or returns None."""
+        if self._alive():
+            if self._node is None:
+                return None
+            params = bucket.parameters()
+            for owner in self._owners:
+                owner.note_reduced(params)
+            averaged = self._node.start_average(bucket.buffer())
+            if self._is_certain:
+                grads = _views(bucket)
+                for ref in self._in_order:
+                    if (owner := ref()) is not None:
+                        averaged = owner.note_bucket(params, grads, averaged)
+            return averaged
+        warn_once(
+            "reduced",
+            "a DistributedLion of this DDP wrapper no longer exists: the wrapper averages "
+            "gradients again",
+        )
+        return allreduce_hook(self._group, bucket)
+
+
+def _joins(joinable: Any) -> bool:
+    """Returns whether a wrapper or an optimizer is inside a `Join`."""
+    return bool(getattr(getattr(joinable, "_join_config", None), "enable", False))
+
+
+def _can_skip_buckets(ddp: DistributedDataParallel) -> bool:
+    """Returns whether gradients may stay out of DDP's buckets altogether.
+
+    Nothing is reduced, so that the copies into the buckets and back are lost time (a tenth of a
+    step on a CPU). But where gradients are views of the buckets, these are their only memory, and
+    a static graph and DDP's own mixed precision are prepared in the reducer.
+    """
+    return not (ddp.gradient_as_bucket_view or ddp.static_graph or ddp.mixed_precision)
+
+
+def _reduces_all(ddp: DistributedDataParallel) -> bool:
+    """Returns whether every backward pass fills all of DDP's buckets, on all ranks alike.
+
+    A static graph is searched for unused parameters too, and its first pass is different.
+    """
+    return not (ddp.find_unused_parameters or ddp.static_graph or ddp.mixed_precision)
+
+
+def _views(bucket: dist.GradBucket) -> list[Tensor]:  # type: ignore[name-defined]
+    """Returns the bucket's gradients, views in the parameters' shapes."""
+    views = []
+    for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        if not param.is_contiguous():
+            # DDP lays a dense gradient out as its parameter lies in memory, and does not say so.
+            dense = torch.empty_like(param, device="meta").stride() == param.stride()
+            if dense:
+                grad = grad.as_strided(param.shape, param.stride(), grad.storage_offset())
+        views.append(grad)
+    return views
+
+
+def local_gradients(
+    state: Attachment,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[Tensor]:
+    """DDP comm hook that leaves every rank, or every node, its local gradients.
+
+    Nothing is sent, but for the average inside a node that votes as one (`local_group`).
+
+    A hook cannot be taken back: once an optimizer of the wrapper is gone, whatever follows it needs
+    the average that DDP stands for, and gets it.
+
+    Args:
+        state: Knows whether the optimizers still live.
+        bucket: DDP's bucket of gradients; not changed.
+    """
+    reduced = state.reduced(bucket)
+    if reduced is not None:
+        return reduced
+    buffer = bucket.buffer()
+    devices = None if buffer.device.type == "cpu" else [buffer.device]
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+    future.set_result(buffer)
+    return future

@@ -1,0 +1,205 @@
+"""How the optimizer finds the DDP wrappers of its parameters and keeps them from reducing.
+
+A forward pre-hook for all modules (public torch API, nothing is patched) looks for DDP wrappers.
+It costs about 3 us per module call and makes torch.compile warn, so that it is there only while an
+optimizer has parameters whose wrapper it does not know: it goes once all are covered, and comes
+back when a wrapper is gone, or when a gradient came from elsewhere than the wrappers in use.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from hf_dlion.backward.ddp import Attachment, Owner, local_gradients
+from hf_dlion.options.warn_once import warn_once
+
+_owners: weakref.WeakSet[Any] = weakref.WeakSet()
+_attachments: weakref.WeakKeyDictionary[DistributedDataParallel, Attachment] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class _Search:
+    """The forward pre-hook that looks for new wrappers, there while an optimizer needs it."""
+
+    def __init__(self) -> None:
+        self._for: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._handle: RemovableHandle | None = None
+        # A wrapper found after a step that went past it has averaged gradients in that step.
+        self.missed_a_step = False
+
+    @property
+    def active(self) -> bool:
+        return self._handle is not None
+
+    def start(self, owners: Iterable[Owner]) -> None:
+        self._for.update(owners)
+        if self._for and self._handle is None:
+            # torch.compile warns that global hooks fire on its wrapper too: ours means to.
+            warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there")
+            register = nn.modules.module.register_module_forward_pre_hook
+            self._handle = register(_before_forward)
+
+    def stop(self, owner: Owner) -> None:
+        self._for.discard(owner)
+        if not self._for and self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+            self.missed_a_step = False
+
+    def warn_if_missed(self) -> None:
+        if self.missed_a_step:
+            warn_once(
+                "missed",
+                "a DDP wrapper was made around a model that has another, live one, and averaged "
+                "the gradients of its first step in full; from now on it does not. Delete the old "
+                "wrapper, or call optimizer.attach(new_wrapper), to save that step",
+            )
+
+
+_search = _Search()
+
+
+def watch(owner: Owner) -> None:
+    """Attaches to every DDP wrapper of the owner's parameters, now and later.
+
+    Args:
+        owner: The optimizer, held weakly.
+    """
+    _owners.add(owner)
+    _search.start([owner])
+
+
+def unwrapped_ddp(module: nn.Module) -> DistributedDataParallel | None:
+    """Returns the DDP wrapper that `module` is, or that torch.compile wrapped in it, or None."""
+    if isinstance(module, DistributedDataParallel):
+        return module
+    inner = module._modules.get("_orig_mod")
+    return inner if isinstance(inner, DistributedDataParallel) else None
+
+
+def _before_forward(module: nn.Module, args: Any) -> None:
+    # This runs before every module's forward: the common answer must be quick.
+    if not isinstance(module, DistributedDataParallel) and "_orig_mod" not in module._modules:
+        return
+    ddp = unwrapped_ddp(module)
+    if ddp is None:
+        return
+    new = ddp not in _attachments
+    attachment = attach(ddp)
+    if attachment is not None and new:
+        attachment.note_forward(ddp, args)  # this forward's own pre-hooks are listed already
+        _search.warn_if_missed()
+    for owner in list(_owners):
+        # Only wrappers in use count: an old one may have a successor that is yet to come.
+        used, _ = _params_of_wrappers(owner)
+        if all(id(param) in used for param in _params(owner) if param.requires_grad):
+            _search.stop(owner)
+
+
+def attach(ddp: DistributedDataParallel) -> Attachment | None:
+    """Registers our comm hook with a DDP wrapper, or checks one that has it.
+
+    Returns:
+        The attachment, or None if no DistributedLion owns any parameter of `ddp`.
+
+    Raises:
+        RuntimeError: If `ddp` has another comm hook, another process group than the optimizer, or
+            trainable parameters that no DistributedLion owns.
+    """
+    owners = {id(param): owner for owner in list(_owners) for param in _params(owner)}
+    reduced = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
+    for name in ddp.parameters_to_ignore:
+        reduced.pop(name, None)
+    concerned = {id(owners[id(p)]): owners[id(p)] for p in reduced.values() if id(p) in owners}
+    if not concerned:
+        return None
+    strangers = [name for name, p in reduced.items() if id(p) not in owners]
+    if strangers:
+        raise RuntimeError(
+            f"DDP would no longer average the gradients of {len(strangers)} trainable parameters "
+            f"that no DistributedLion owns, first {strangers[0]!r}: give them to the optimizer "
+            f"or set requires_grad=False before wrapping the model in DDP"
+        )
+    for owner in concerned.values():
+        owner.watch_gradients()
+        group = owner.group()
+        if group is not None and ddp.process_group is not group:
+            raise RuntimeError(
+                "DistributedDataParallel and DistributedLion use different process groups: pass "
+                "the same process_group to both"
+            )
+    attachment = _attachments.get(ddp) or _registered(ddp)
+    attachment.belongs_to(concerned.values())
+    return attachment
+
+
+def _registered(ddp: DistributedDataParallel) -> Attachment:
+    if ddp._comm_hooks:
+        foreign = getattr(ddp._comm_hooks[0][0], "__qualname__", repr(ddp._comm_hooks[0][0]))
+        raise RuntimeError(
+            f"DDP already has the comm hook {foreign!r}; DistributedLion replaces the gradient "
+            f"all-reduce and needs its own: do not register another one"
+        )
+    attachment = Attachment(ddp)
+    ddp.register_comm_hook(attachment, local_gradients)
+    ddp.register_forward_pre_hook(attachment.note_forward)
+    ddp.register_forward_hook(attachment.after_forward, always_call=True)
+    _attachments[ddp] = attachment
+    weakref.finalize(ddp, _wrapper_is_gone).atexit = False
+    return attachment
+
+
+def _wrapper_is_gone() -> None:
+    _search.start(list(_owners))
+
+
+def attachments_of(owner: Owner) -> Iterator[Attachment]:
+    """Yields the attachments of the live DDP wrappers around the owner's parameters."""
+    mine = {id(param) for param in _params(owner)}
+    for attachment in list(_attachments.values()):
+        if not mine.isdisjoint(attachment.params):
+            yield attachment
+
+
+def after_step(owner: Owner, params: Iterable[Tensor]) -> None:
+    """Searches on, or again, if a gradient came from elsewhere than the wrappers in use.
+
+    Args:
+        owner: The optimizer that made the step.
+        params: Its parameters for which autograd saw a gradient.
+    """
+    used, unused = _params_of_wrappers(owner)
+    for attachment in attachments_of(owner):
+        attachment.used_for.discard(id(owner))
+    had = [id(param) for param in params]
+    if not had:
+        return
+    elsewhere = set(had) - used
+    if owner.world_size == 1 or not elsewhere:
+        _search.stop(owner)
+        return
+    if not _search.active and not unused.isdisjoint(elsewhere):
+        _search.missed_a_step = True
+    _search.start([owner])
+
+
+def _params_of_wrappers(owner: Owner) -> tuple[set[int], set[int]]:
+    """Returns ids of the parameters in wrappers that ran since the last step, and in the others."""
+    used: set[int] = set()
+    unused: set[int] = set()
+    for attachment in attachments_of(owner):
+        (used if id(owner) in attachment.used_for else unused).update(attachment.params)
+    return used, unused
+
+
+def _params(owner: Owner) -> Iterator[Tensor]:
+    for group in owner.param_groups:
+        yield from group["params"]

@@ -1,0 +1,281 @@
+"""A momentum per rank, saved and loaded.
+
+Training loops save rank 0's `optimizer.state_dict()` and give it to every rank when they load. The
+parameters are the same everywhere, the momenta are not: each rank has its own. So every rank saves
+its momentum beside that file, and loads it after it:
+
+    every rank:  save_momentum(optimizer, folder)      rank 0:      torch.save(state_dict)
+    every rank:  optimizer.load_state_dict(...)        then:        load_momentum(optimizer, folder)
+
+`hf_dlion.register()` does this inside Trainer and `hf_dlion.accelerate.attach` inside Accelerate.
+The way without files is `optimizer.synchronize_momentum()` before `state_dict()`.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_dlion.checkpoint import momentum_file
+from hf_dlion.checkpoint.momentum_file import MOMENTUM_NAME, CheckpointError, MomentumFile
+from hf_dlion.checkpoint.saved_momentum import momentum_for
+from hf_dlion.optimizer import DistributedLion
+
+
+def unwrap(optimizer: object) -> DistributedLion | None:
+    """Returns the DistributedLion inside Accelerate's wrapper, or None if it is another one."""
+    while not isinstance(optimizer, DistributedLion):
+        optimizer = getattr(optimizer, "optimizer", None)
+        if optimizer is None:
+            return None
+    return optimizer
+
+
+def save_momentum(
+    optimizer: object,
+    folder: str | os.PathLike[str],
+    *,
+    name: str = MOMENTUM_NAME,
+    scaler: torch.amp.GradScaler | None = None,
+) -> Path:
+    """Writes this rank's momentum to a file of its own in `folder`; returns its path.
+
+    Every rank calls it, after the same step, but none waits for another: no collective. Files that
+    a run of another world size left in `folder` under the same name are removed.
+
+    Args:
+        optimizer: A DistributedLion, or Accelerate's wrapper around one.
+        folder: Created if it does not exist.
+        name: How the file's name starts: give each of several optimizers its own.
+        scaler: Its state is saved along; it differs between ranks.
+
+    Raises:
+        TypeError: If `optimizer` is another optimizer.
+        OSError: If the file cannot be written.
+    """
+    lion = require(optimizer)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_momentum(folder, name=name, keep_world_size=lion.world_size)
+    path = folder / momentum_file.file_name(name, lion.rank, lion.world_size)
+    exp_avg = {
+        index: _own_storage(lion.state[p]["exp_avg"])
+        for index, p in enumerate(_parameters(lion))
+        if "exp_avg" in lion.state.get(p, {})
+    }
+    shard = lion.state_dict()["dlion"].get("shard", {"members": [], "ranges": {}})
+    content = replace(
+        _identity(lion),
+        **shard,
+        exp_avg=exp_avg,
+        scaler=scaler.state_dict() if scaler is not None else None,
+    )
+    momentum_file.write(path, content)
+    return path
+
+
+def remove_momentum(
+    folder: str | os.PathLike[str],
+    *,
+    name: str = MOMENTUM_NAME,
+    keep_world_size: int | None = None,
+) -> None:
+    """Removes the momentum files in `folder`, except those of a run of `keep_world_size` ranks."""
+    for world_size, ranks in momentum_file.saved_ranks(Path(folder), name).items():
+        if world_size != keep_world_size:
+            for rank in ranks:
+                # Several ranks may do this at the same time.
+                Path(folder, momentum_file.file_name(name, rank, world_size)).unlink(True)
+
+
+def has_momentum(folder: str | os.PathLike[str], *, name: str = MOMENTUM_NAME) -> bool:
+    """Returns whether a rank saved its momentum in `folder`."""
+    return bool(momentum_file.saved_ranks(Path(folder), name))
+
+
+def load_momentum(
+    optimizer: object,
+    folder: str | os.PathLike[str],
+    *,
+    name: str = MOMENTUM_NAME,
+    failure: BaseException | None = None,
+) -> dict[str, Any] | None:
+    """Loads this rank's momentum from `folder`, after `optimizer.load_state_dict`.
+
+    Every rank must call it: the ranks agree that all of them can load before one of them changes
+    anything (one small all_gather_object on the optimizer's process group). With as many ranks as
+    saved, and the same nodes where nodes vote, each takes its own file, bit for bit. Otherwise
+    every rank takes the mean of all files, or nodes, added in float32 in the order of the ranks,
+    and rank 0 warns.
+
+    Args:
+        optimizer: A DistributedLion, or Accelerate's wrapper around one.
+        folder: Where `save_momentum` wrote.
+        name: As given to `save_momentum`.
+        failure: What already went wrong on this rank, so that the others learn of it here instead
+            of waiting for it somewhere else.
+
+    Returns:
+        The state of this rank's GradScaler, if it was saved along by as many ranks.
+
+    Raises:
+        TypeError: If `optimizer` is another optimizer.
+        CheckpointError: On every rank, if a file that one of them needs is missing, damaged, from
+            another step or of other parameters. Nothing has changed then.
+    """
+    lion = require(optimizer)
+    content, problem = None, failure
+    node = lion.join_node()
+    ours = replace(_identity(lion), members=[list(ranks) for ranks in node.members] if node else [])
+    if problem is None:
+        try:
+            content = momentum_for(ours, Path(folder), name)
+        except Exception as error:  # Whatever it is, the other ranks wait for this one below.
+            problem = error
+    _agree(lion, problem, found=content and (content.world_size, content.steps))
+    assert content is not None
+    if _voters(content) != _voters(ours) and lion.rank == 0:
+        warnings.warn(
+            f"{folder} was saved by {_voters(content)} and is loaded by {_voters(ours)}: "
+            "every rank continues with the mean of the saved momenta, so this run is not the "
+            "continuation, bit for bit, of the saved one",
+            stacklevel=2,
+        )
+    _apply(lion, content)
+    return content.scaler
+
+
+def _voters(content: MomentumFile) -> str:
+    nodes = f" on the nodes {content.members}" if content.members else ""
+    return f"{content.world_size} ranks{nodes}"
+
+
+def resume_momentum(
+    lion: DistributedLion,
+    state_file: str | os.PathLike[str],
+    *,
+    name: str = MOMENTUM_NAME,
+    failure: BaseException | None = None,
+) -> dict[str, Any] | None:
+    """Does what a training loop needs after every rank loaded rank 0's state from `state_file`.
+
+    That is `load_momentum` from the same folder, unless the state holds a momentum that all ranks
+    had in common (checkpoint="mean"), or there is none. Every rank must call it.
+
+    Args:
+        lion: The optimizer.
+        state_file: Holds rank 0's `optimizer.state_dict()`; need not exist.
+        name: As given to `save_momentum`.
+        failure: As for `load_momentum`.
+
+    Returns:
+        As `load_momentum`.
+
+    Raises:
+        CheckpointError: On every rank, as `load_momentum`, or if rank 0's momentum alone was saved.
+    """
+    state_file = Path(state_file)
+    folder = state_file.parent
+    if has_momentum(folder, name=name):
+        return load_momentum(lion, folder, name=name, failure=failure)
+    exists = state_file.is_file()
+    try:
+        if failure is None and exists:
+            _check_common(lion, state_file)
+    except Exception as error:  # As in load_momentum.
+        failure = error
+    _agree(lion, failure, found=exists)
+    if not exists and lion.rank == 0:
+        warnings.warn(
+            f"{folder} holds no optimizer state (save_only_model?): the momentum starts at zero",
+            stacklevel=2,
+        )
+    return None
+
+
+def _check_common(lion: DistributedLion, state_file: Path) -> None:
+    """Checks that rank 0's state holds a momentum that all ranks had in common."""
+    saved = torch.load(state_file, map_location="cpu", mmap=True, weights_only=True)
+    # No rank is named where the ranks averaged their momenta before.
+    if saved.get("dlion", {}).get("rank", 0) is not None and lion.options.checkpoint != "mean":
+        raise CheckpointError(
+            f"{state_file.parent} holds rank 0's optimizer state, but no momentum of any rank: it "
+            "was saved without hf_dlion.register() or hf_dlion.accelerate.attach(). Resume from "
+            f"another checkpoint, or delete {state_file.name} there to start with zero momentum"
+        )
+
+
+def _agree(lion: DistributedLion, problem: BaseException | None, *, found: object) -> None:
+    """Raises on every rank if one of them has a problem, or if they found different things."""
+    if lion.world_size == 1:
+        if problem is not None:
+            raise problem
+        return
+    text = str(problem)
+    if not isinstance(problem, CheckpointError):
+        text = f"{type(problem).__name__}: {problem}"
+    answers = lion.gather_objects((problem and text, found))
+    problems = [f"rank {rank}: {said}" for rank, (said, _) in enumerate(answers) if said]
+    if problems:
+        raise CheckpointError("\n".join(["cannot load", *problems])) from problem
+    if any(other != found for _, other in answers):
+        raise CheckpointError(
+            "cannot load: the ranks see different checkpoints, by rank "
+            f"{[other for _, other in answers]}; give every rank the same files"
+        )
+
+
+def require(optimizer: object) -> DistributedLion:
+    """Returns the DistributedLion inside Accelerate's wrapper.
+
+    Raises:
+        TypeError: If it is another optimizer.
+    """
+    lion = unwrap(optimizer)
+    if lion is None:
+        raise TypeError(f"optimizer must be a DistributedLion, got {type(optimizer).__name__}")
+    return lion
+
+
+def _parameters(lion: DistributedLion) -> list[torch.Tensor]:
+    return [p for group in lion.param_groups for p in group["params"]]
+
+
+def _identity(lion: DistributedLion) -> MomentumFile:
+    """Returns what this rank's file would hold, without the momenta."""
+    parameters = _parameters(lion)
+    names = [name for group in lion.param_groups for name in group.get("param_names", ())]
+    return MomentumFile(
+        rank=lion.rank,
+        world_size=lion.world_size,
+        steps=lion.steps,
+        names=names if len(names) == len(parameters) else [],
+        shapes=[list(p.shape) for p in parameters],
+    )
+
+
+def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().cpu()
+    # torch.save writes the whole storage that a view looks at.
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+
+def _apply(lion: DistributedLion, content: MomentumFile) -> None:
+    parameters = _parameters(lion)
+    dtypes = {
+        index: lion.options.momentum_dtype or parameters[index].dtype for index in content.exp_avg
+    }
+    state = lion.state_dict()
+    state["state"] = {
+        index: {"exp_avg": momentum.to(dtypes[index])}
+        for index, momentum in content.exp_avg.items()
+    }
+    state["dlion"] = {**state["dlion"], "steps": content.steps, "rank": lion.rank, "shard": None}
+    if content.ranges:
+        state["dlion"]["shard"] = {"members": content.members, "ranges": content.ranges}
+    lion.load_state_dict(state)

@@ -1,0 +1,195 @@
+"""The codec for CUDA: a Triton kernel over many tensors at once, few launches per message.
+
+Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hf_dlion.codec import AdvanceJob, AloneJob, ApplyJob, Codec, EncodeJob
+from hf_dlion.codec.cuda.launch import Kernels, key_of, on_device, run
+from hf_dlion.codec.cuda.levels import encode_levels
+from hf_dlion.codec.cuda.tables import Launch, entry_of, launches
+from hf_dlion.codec.layout import Run
+from hf_dlion.codec.lion import momentum_stream, zero_phase
+from hf_dlion.codec.rule import StepRule, TensorRule, Verdict
+
+
+class TritonCodec(Codec):
+    """Implements `hf_dlion.codec.Codec` for CUDA tensors of every dtype that can be trained."""
+
+    def __init__(self, found: Kernels) -> None:
+        """Takes the kernels."""
+        self._kernels = found.codec
+        self._levels = found.levels
+        self._language = found.triton.tl
+
+    def encode(
+        self,
+        grad: Tensor,
+        exp_avg: Tensor,
+        words: Tensor,
+        active: Tensor,
+        rule: TensorRule,
+        run: Run | None = None,
+    ) -> None:
+        """See `Codec.encode`."""
+        self.encode_all([EncodeJob(grad, exp_avg, words, active, rule, run)])
+
+    def preview(
+        self,
+        grad: Tensor,
+        exp_avg: Tensor,
+        words: Tensor,
+        active: Tensor,
+        rule: TensorRule,
+        scale: float,
+        run: Run | None = None,
+    ) -> bool:
+        """See `Codec.preview`."""
+        return self.preview_all([EncodeJob(grad, exp_avg, words, active, rule, run)], scale)[0]
+
+    def advance(
+        self, grad: Tensor, exp_avg: Tensor, rule: TensorRule, run: Run | None = None
+    ) -> None:
+        """See `Codec.advance`."""
+        self.advance_all([AdvanceJob(grad, exp_avg, rule, run)])
+
+    def apply(self, param: Tensor, verdict: Verdict, rule: TensorRule) -> None:
+        """See `Codec.apply`."""
+        self.apply_all([ApplyJob(param, verdict, rule)])
+
+    def step_alone(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        rule: TensorRule,
+        run: Run | None = None,
+    ) -> None:
+        """See `Codec.step_alone`."""
+        self.step_alone_all([AloneJob(param, grad, exp_avg, rule, run)])
+
+    def encode_all(self, jobs: Sequence[EncodeJob]) -> None:
+        """See `Codec.encode_all`."""
+        self._vote(jobs, ADVANCE=True)
+
+    def preview_all(self, jobs: Sequence[EncodeJob], scale: float) -> list[bool]:
+        """See `Codec.preview_all`."""
+        self._vote(jobs, scale, ADVANCE=False)
+        # To know better the host would have to wait.
+        return [False] * len(jobs)
+
+    def _vote(self, jobs: Sequence[EncodeJob], scale: float = 1.0, *, ADVANCE: bool) -> None:
+        jobs = [job for job in jobs if job.grad.numel()]
+        if not jobs:
+            return
+        # Copies, of gradients that need one, must live until the kernels are launched.
+        grads = [job.grad.contiguous() for job in jobs]
+        entries = [
+            entry_of(
+                job.rule,
+                grad=grad,
+                exp_avg=job.exp_avg.view(-1),
+                words=job.words,
+                rows=job.active,
+                scale=scale,
+                run=job.run,
+            )
+            for job, grad in zip(jobs, grads, strict=True)
+        ]
+        with on_device(grads[0].device):
+            torch._foreach_zero_([job.active.view(torch.uint8) for job in jobs])
+            for on in launches(entries, grads[0].device):
+                zeros_in = torch.empty(on.blocks, dtype=torch.uint8, device=grads[0].device)
+                flags = {"ADVANCE": ADVANCE, "SCALED": scale != 1.0}
+                step = jobs[0].rule.step_rule
+                if step.bits > 1:
+                    of_kind = [j for j, e in zip(jobs, entries, strict=True) if e.kind == on.kind]
+                    encode_levels(self._levels, on, of_kind, zeros_in, self._types(on, step), flags)
+                    continue
+                self._encode(on, zeros_in, step, {**flags, "VOTE": True})
+                run(self._kernels.clear, on.blocks, on.jobs, on.job_of, zeros_in)
+
+    def advance_all(self, jobs: Sequence[AdvanceJob]) -> None:
+        """See `Codec.advance_all`."""
+        jobs = [job for job in jobs if job.grad.numel()]
+        if not jobs:
+            return
+        grads = [job.grad.contiguous() for job in jobs]
+        entries = [
+            entry_of(job.rule, grad=grad, exp_avg=job.exp_avg.view(-1), run=job.run)
+            for job, grad in zip(jobs, grads, strict=True)
+        ]
+        with on_device(grads[0].device):
+            for on in launches(entries, grads[0].device):
+                flags = {"ADVANCE": True, "VOTE": False, "SCALED": False}
+                self._encode(on, on.job_of, jobs[0].rule.step_rule, flags)
+
+    def _encode(self, on: Launch, zeros_in: Tensor, step: StepRule, flags: dict[str, bool]) -> None:
+        phase = zero_phase(step.step, step.rank, step.world_size) % 2
+        run(
+            self._kernels.encode, on.blocks, on.jobs, on.job_of, zeros_in,
+            key_of(step), momentum_stream(step.rank), phase, **self._types(on, step), **flags,
+        )  # fmt: skip
+
+    def apply_all(self, jobs: Sequence[ApplyJob]) -> None:
+        """See `Codec.apply_all`."""
+        jobs = [job for job in jobs if job.param.numel()]
+        if not jobs:
+            return
+        step = jobs[0].rule.step_rule
+        flats = [job.param.contiguous() for job in jobs]
+        entries = [
+            entry_of(job.rule, param=flat, words=job.verdict.planes, rows=job.verdict.counts)
+            for job, flat in zip(jobs, flats, strict=True)
+        ]
+        with on_device(flats[0].device):
+            for on in launches(entries, flats[0].device):
+                run(
+                    self._kernels.apply, on.blocks, on.jobs, on.job_of, key_of(step),
+                    step.world_size, **self._types(on, step), PLANES=step.planes,
+                    AVERAGE=step.aggregation == "average",
+                )  # fmt: skip
+        _hand_back(flats, [job.param for job in jobs])
+
+    def step_alone_all(self, jobs: Sequence[AloneJob]) -> None:
+        """See `Codec.step_alone_all`."""
+        jobs = [job for job in jobs if job.param.numel()]
+        if not jobs:
+            return
+        step = jobs[0].rule.step_rule
+        flats = [job.param.contiguous() for job in jobs]
+        grads = [job.grad.contiguous() for job in jobs]
+        entries = [
+            entry_of(job.rule, param=flat, grad=grad, exp_avg=job.exp_avg.view(-1), run=job.run)
+            for job, flat, grad in zip(jobs, flats, grads, strict=True)
+        ]
+        with on_device(flats[0].device):
+            for on in launches(entries, flats[0].device):
+                run(
+                    self._kernels.step_alone, on.blocks, on.jobs, on.job_of, key_of(step),
+                    momentum_stream(step.rank), **self._types(on, step),
+                )  # fmt: skip
+        _hand_back(flats, [job.param for job in jobs])
+
+    def _types(self, on: Launch, step: StepRule) -> dict[str, object]:
+        """Returns what the compiler must know of the tensors."""
+        # Triton's names are torch's.
+        found: dict[str, object] = {
+            name: getattr(self._language, str(dtype).removeprefix("torch."))
+            for name, dtype in on.kind.dtypes
+        }
+        found["WIDE"] = self._language.float64 if on.kind.wide else self._language.float32
+        return found | {"ALIGNED": on.kind.aligned, "STOCHASTIC": step.stochastic_rounding}
+
+
+def _hand_back(flats: Sequence[Tensor], params: Sequence[Tensor]) -> None:
+    """Copies the results to parameters that are not contiguous."""
+    for flat, param in zip(flats, params, strict=True):
+        if flat is not param:
+            param.copy_(flat)

@@ -1,0 +1,84 @@
+"""The Triton kernels: whether a device can have them, and their launching.
+
+Nothing here waits for the device. `HF_DLION_TRITON=0` in the environment leaves Triton alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_dlion.codec.cuda import tables
+from hf_dlion.codec.lion import signed32, step_key
+from hf_dlion.codec.rule import StepRule
+
+logger = logging.getLogger(__name__)
+
+ENVIRONMENT = "HF_DLION_TRITON"
+WARPS = 4
+
+
+class Kernels(NamedTuple):
+    """The modules that hold Triton code: the common parts, and the kernels by what they do."""
+
+    triton: Any
+    codec: Any
+    count: Any
+    levels: Any
+
+
+@functools.cache
+def kernels(device: torch.device) -> Kernels | None:
+    """Returns the Triton kernels, or None, and says so once, where a device cannot have them."""
+    if os.environ.get(ENVIRONMENT) == "0":
+        return None
+    names = ("triton", "triton_kernels", "triton_count", "triton_levels")
+    try:
+        found = Kernels(*(importlib.import_module(f"hf_dlion.codec.cuda.{name}") for name in names))
+        if device.type == "cuda" and torch.cuda.is_available():
+            _try_out(found, device)
+    # Triton needs a C compiler and a driver that fits; what it raises without them is its own.
+    except Exception as error:
+        logger.warning(
+            "the codec's CUDA kernels cannot be used, and CUDA tensors are encoded and applied in "
+            "plain torch, several times slower (%s: %s): install triton, which comes with torch "
+            "for CUDA, and a C compiler, or set %s=0 to be content with it",
+            type(error).__name__,
+            error,
+            ENVIRONMENT,
+        )
+        return None
+    return found
+
+
+def _try_out(found: Kernels, device: torch.device) -> None:
+    """Compiles and launches a kernel on nothing: this is where Triton fails, if it does."""
+    with on_device(device):
+        nothing = torch.zeros(1, dtype=torch.int64, device=device)
+        run(found.codec.clear, 1, nothing, nothing.int(), nothing.byte())
+        run(found.levels.clear_levels, 1, nothing, nothing.int(), nothing.byte(), BITS=4)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Returns a context in which kernels are launched on `device`; Triton takes the current one."""
+    # In the interpreter tensors are on the CPU.
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def run(kernel: Any, blocks: int, *args: object, **constants: object) -> None:
+    """Launches a kernel on `blocks` blocks, on the current device and stream."""
+    # Without fusion every product is rounded before it is added.
+    options = {"BLOCK": tables.BLOCK, "num_warps": WARPS, "enable_fp_fusion": False}
+    kernel[(blocks,)](*args, **(options | constants))
+
+
+def key_of(step: StepRule) -> int:
+    """Returns the step's key, as kernels take it."""
+    # As int32, because Triton would compile once for small numbers and once for others.
+    return signed32(step_key(step.seed, step.step))

@@ -1,0 +1,118 @@
+"""Votes of more than one bit with Triton kernels (design S6): encoding and adding up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_dlion.codec import EncodeJob
+from hf_dlion.codec.cuda import tables
+from hf_dlion.codec.cuda.launch import Kernels, key_of, on_device, run
+from hf_dlion.codec.cuda.tables import Launch
+from hf_dlion.codec.eager import whole_run
+from hf_dlion.codec.layout import WORD_BITS
+from hf_dlion.codec.levels import LEVELS, factor_of, fold
+from hf_dlion.codec.lion import alternating_word, compute_dtype, momentum_stream, zero_phase
+from hf_dlion.codec.rule import StepRule
+
+# Words of 64 elements per program of the adding kernel.
+WORDS = 32
+
+
+def encode_levels(
+    found: Any,
+    on: Launch,
+    jobs: Sequence[EncodeJob],
+    zeros_in: Tensor,
+    types: Mapping[str, object],
+    flags: Mapping[str, bool],
+) -> None:
+    """Encodes some jobs of one kind; activity is 0 before.
+
+    Args:
+        found: The kernels' module.
+        on: The launch.
+        jobs: In its order.
+        zeros_in: uint8, shape (blocks,), for the kernels' own use.
+        types: What the compiler must know of the tensors.
+        flags: ADVANCE and SCALED.
+    """
+    step, dtype = jobs[0].rule.step_rule, compute_dtype(jobs[0].grad.dtype)
+    code = {
+        "BITS": step.bits,
+        "LARGEST": LEVELS[step.bits].largest,
+        "TOP": torch.finfo(dtype).max,
+    }
+    measured = step.level_scale == "tensor"
+    factors = zeros_in
+    if measured:
+        factors = _factors(found, on, jobs, zeros_in, types, flags["SCALED"])
+    phase = zero_phase(step.step, step.rank, step.world_size) % 2
+    run(
+        found.encode_levels, on.blocks, on.jobs, on.job_of, zeros_in, factors,
+        key_of(step), momentum_stream(step.rank), phase,
+        **types, **flags, **code, MEASURED=measured,
+    )  # fmt: skip
+    run(found.clear_levels, on.blocks, on.jobs, on.job_of, zeros_in, BITS=step.bits)
+
+
+def _factors(
+    found: Any,
+    on: Launch,
+    jobs: Sequence[EncodeJob],
+    zeros_in: Tensor,
+    types: Mapping[str, object],
+    scaled: bool,
+) -> Tensor:
+    """Marks rows that vote, and returns the factor of each job, float64.
+
+    In as many small launches for each job as its number of words has binary digits, and a few.
+    """
+    bits, dtype = jobs[0].rule.step_rule.bits, compute_dtype(jobs[0].grad.dtype)
+    per_block = tables.BLOCK // WORD_BITS
+    sums = torch.empty(on.blocks * per_block, dtype=torch.float64, device=zeros_in.device)
+    run(found.measure, on.blocks, on.jobs, on.job_of, zeros_in, sums, **types, SCALED=scaled)
+    factors, first = [], 0
+    for job in jobs:
+        numel = job.grad.numel()
+        last = first + -(-numel // tables.BLOCK) * per_block
+        # Behind a job's last word there are zeros, which change no sum.
+        total = fold(sums[first:last])
+        count = job.active.sum() * (job.run or whole_run(job.grad.shape)).row_numel
+        factors.append(factor_of(total, count, bits, dtype).to(torch.float64))
+        first = last
+    return torch.cat(factors)
+
+
+def sum_levels(
+    found: Kernels, votes: Tensor, voters: Tensor | None, out: Tensor, rule: StepRule
+) -> tuple[Tensor, Tensor]:
+    """Adds up votes of more than one bit, and does not wait for the device.
+
+    Args:
+        found: The kernels.
+        votes: int64, shape (N, bits * words), rows contiguous.
+        voters: int32, shape (64 * words,): how many ranks vote on each element; None for all.
+        out: int64, shape (planes, words), rows contiguous; receives the verdict's planes.
+        rule: The step's constants.
+
+    Returns:
+        As `hf_dlion.codec.native.codec.sum_levels`, each int64 of shape () on the device.
+    """
+    sums = torch.zeros(2, dtype=torch.int64, device=votes.device)
+    largest, spacing = LEVELS[rule.bits]
+    # Kernels take words of 32 bits.
+    narrow, planes = votes.view(torch.int32), out.view(torch.int32)
+    with on_device(votes.device):
+        run(
+            found.levels.sum_levels, -(-out.shape[1] // WORDS),
+            narrow, narrow.stride(0), rule.world_size, out.shape[1],
+            sums if voters is None else voters, planes, planes.stride(0),
+            alternating_word(rule.step), sums,
+            BITS=rule.bits, LARGEST=largest, SPACING=spacing, VOTERS=voters is not None,
+            ZERO=rule.ties == "zero", BLOCK=WORDS,
+        )  # fmt: skip
+    return sums[0], sums[1]

@@ -1,0 +1,411 @@
+"""The CPU codec in C.
+
+The eager codec in `cpu` makes a dozen passes over each chunk; one compiled pass moves only the
+bytes that must move.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_dlion.codec import EncodeJob
+from hf_dlion.codec.cpu import CpuCodec
+from hf_dlion.codec.eager import whole_run
+from hf_dlion.codec.layout import Run
+from hf_dlion.codec.levels import LEVELS
+from hf_dlion.codec.lion import (
+    PARAMETER_STREAM,
+    alternating_word,
+    momentum_stream,
+    rounding_key,
+    zero_phase,
+)
+from hf_dlion.codec.native import library as native_library
+from hf_dlion.codec.native.library import Rule
+from hf_dlion.codec.rule import StepRule, TensorRule, Verdict
+
+# Elements per thread: below, starting a thread costs more than it saves. A multiple of 64.
+PART = 1 << 18
+
+# Elements whose magnitudes native.c adds up together.
+GROUP = 1 << 16
+
+T = TypeVar("T")
+
+_NARROW = {torch.float32: 0, torch.bfloat16: 1}
+_VOTE, _ADVANCE = 1, 2
+
+
+def _rule_for(rule: TensorRule, *tensors: Tensor) -> Rule:
+    """Returns the constants for a call on `tensors`; random keys only if one of them is narrow."""
+    shared = _shared_rule(rule.step_rule, rule.lr, rule.betas, rule.decay)
+    step = rule.step_rule
+    if step.stochastic_rounding and any(_NARROW[tensor.dtype] for tensor in tensors):
+        shared = Rule.from_buffer_copy(shared)
+        streams = momentum_stream(step.rank), PARAMETER_STREAM
+        shared.momentum_key, shared.param_key = (
+            rounding_key(step.seed, step.step, rule.index, stream) for stream in streams
+        )
+    return shared
+
+
+@functools.lru_cache(maxsize=64)
+def _shared_rule(step: StepRule, lr: float, betas: tuple[float, float], decay: float) -> Rule:
+    beta1, beta2 = betas
+    fill = alternating_word(zero_phase(step.step, step.rank, step.world_size))
+    return Rule(
+        beta1=beta1,
+        rest1=1.0 - beta1,
+        beta2=beta2,
+        rest2=1.0 - beta2,
+        decay=decay,
+        lr=lr,
+        stochastic=step.stochastic_rounding,
+        fill=fill % 2**64,
+    )
+
+
+def count_votes(votes: Tensor, totals: Tensor | None, out: Tensor, rule: StepRule) -> int | None:
+    """Counts packed votes (design S4, S5).
+
+    Args:
+        votes: int64 on the CPU, shape (N, words), rows contiguous.
+        totals: int64, shape (digits of N, words), rows contiguous: how many ranks voted on each
+            element, bit-sliced; None where all N did on all.
+        out: int64, shape (planes, words), rows contiguous; receives the verdict's planes.
+        rule: The step's constants.
+
+    Returns:
+        The sum of |n - 2 c| less the sum of n over all elements, c of n votes being negative, or
+        None, with nothing done, where there is no compiled library.
+    """
+    found = native_library.library()
+    if found is None:
+        return None
+    mode = 2 if rule.aggregation == "average" else ("alternate", "zero").index(rule.ties)
+    change: int = found.dlion_count(
+        votes.data_ptr(),
+        votes.stride(0),
+        rule.world_size,
+        votes.shape[1],
+        mode,
+        alternating_word(rule.step) % 2**64,
+        None if totals is None else totals.data_ptr(),
+        0 if totals is None else totals.stride(0),
+        out.data_ptr(),
+        out.stride(0),
+    )
+    return change
+
+
+def sum_levels(
+    votes: Tensor, voters: Tensor | None, out: Tensor, rule: StepRule
+) -> tuple[int, int] | None:
+    """Adds up votes of more than one bit (design S6); see `hf_dlion.codec.sums`.
+
+    Args:
+        votes: int64 on the CPU, shape (N, bits * words), rows contiguous.
+        voters: int32, shape (64 * words,): how many ranks vote on each element; None for all.
+        out: int64, shape (planes, words), rows contiguous; receives the verdict's planes.
+        rule: The step's constants.
+
+    Returns:
+        The sum over the elements of |sum of the levels|, and the sum over ranks too of |level|, an
+        abstention and the padding taken for the lowest level; or None, with nothing done, where
+        there is no compiled library.
+    """
+    found = native_library.library()
+    if found is None:
+        return None
+    sums = (ctypes.c_int64 * 2)()
+    found.dlion_sum(
+        votes.data_ptr(),
+        votes.stride(0),
+        rule.world_size,
+        out.shape[1],
+        rule.bits,
+        ("alternate", "zero").index(rule.ties),
+        alternating_word(rule.step) % 2**64,
+        None if voters is None else voters.data_ptr(),
+        out.data_ptr(),
+        out.stride(0),
+        sums,
+    )
+    return sums[0], sums[1]
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="hf_dlion")
+
+
+def _in_parts(run: Run, work: Callable[[int, int], T], unit: int = 64) -> list[T]:
+    """Returns what `work(start, stop)` does for all elements, on as many threads as torch uses.
+
+    Args:
+        run: The elements.
+        work: Is called on parts that begin at multiples of `unit` elements, counted from the first.
+        unit: See `work`.
+    """
+    numel = run.stop - run.start
+    threads = min(torch.get_num_threads(), -(-numel // PART))
+    if threads <= 1:
+        return [work(run.start, run.stop)]
+    size = -(-numel // (threads * unit)) * unit
+    starts = range(run.start, run.stop, size)
+    # ctypes lets go of the interpreter's lock during a call.
+    return list(_pool(threads).map(lambda start: work(start, min(start + size, run.stop)), starts))
+
+
+def _element_0(tensor: Tensor, run: Run) -> int:
+    """Returns where the parameter's element 0 would lie, if `tensor` holds those of a stretch."""
+    return tensor.data_ptr() - run.start * tensor.element_size()
+
+
+class NativeCodec(CpuCodec):
+    """Implements `hf_dlion.codec.Codec` for float32 and bfloat16 CPU tensors.
+
+    What the library does not do goes to `CpuCodec`: float16, float64, averages, and tensors of
+    2**32 elements or more.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        """Takes the compiled library."""
+        self._library = library
+
+    def encode(
+        self,
+        grad: Tensor,
+        exp_avg: Tensor,
+        words: Tensor,
+        active: Tensor,
+        rule: TensorRule,
+        run: Run | None = None,
+    ) -> None:
+        """See `Codec.encode`."""
+        if grad.numel() == 0:
+            return
+        if not _supported(grad, exp_avg, run=run):
+            super().encode(grad, exp_avg, words, active, rule, run)
+            return
+        if rule.step_rule.bits > 1:
+            self._encode_levels(
+                EncodeJob(grad, exp_avg, words, active, rule, run), _VOTE | _ADVANCE
+            )
+            return
+        run = run or whole_run(grad.shape)
+        active.zero_()
+        self._encode(grad, exp_avg, words, active, rule, _VOTE | _ADVANCE, run=run)
+        self._clear_inactive(words, active, run)
+
+    def preview(
+        self,
+        grad: Tensor,
+        exp_avg: Tensor,
+        words: Tensor,
+        active: Tensor,
+        rule: TensorRule,
+        scale: float,
+        run: Run | None = None,
+    ) -> bool:
+        """See `Codec.preview`."""
+        if grad.numel() == 0:
+            return True
+        if not _supported(grad, exp_avg, run=run):
+            return super().preview(grad, exp_avg, words, active, rule, scale, run)
+        if rule.step_rule.bits > 1:
+            return self._encode_levels(
+                EncodeJob(grad, exp_avg, words, active, rule, run), _VOTE, scale
+            )
+        run = run or whole_run(grad.shape)
+        active.zero_()
+        finite = self._encode(grad, exp_avg, words, active, rule, _VOTE, scale, run)
+        self._clear_inactive(words, active, run)
+        return finite
+
+    def advance(
+        self, grad: Tensor, exp_avg: Tensor, rule: TensorRule, run: Run | None = None
+    ) -> None:
+        """See `Codec.advance`."""
+        if grad.numel() == 0:
+            return
+        if not _supported(grad, exp_avg, run=run):
+            super().advance(grad, exp_avg, rule, run)
+            return
+        self._encode(grad, exp_avg, None, None, rule, _ADVANCE, run=run)
+
+    def _encode(
+        self,
+        grad: Tensor,
+        exp_avg: Tensor,
+        words: Tensor | None,
+        active: Tensor | None,
+        rule: TensorRule,
+        what: int,
+        scale: float = 1.0,
+        run: Run | None = None,
+    ) -> bool:
+        """Encodes; a vote alone tells whether the gradient times `scale` is finite."""
+        run, native_rule = run or whole_run(grad.shape), _rule_for(rule, grad, exp_avg)
+        grad = grad.contiguous()
+        # Where those of the parameter's first element and row would be.
+        signs = None if words is None else words.data_ptr() - run.start // 8
+        rows = None if active is None else _row_0(active, run)
+
+        def work(start: int, stop: int) -> bool:
+            finite: int = self._library.dlion_encode(
+                _element_0(grad, run), _element_0(exp_avg, run), signs, rows, run.row_numel,
+                start, stop, scale, what, _NARROW[grad.dtype], _NARROW[exp_avg.dtype], native_rule,
+            )  # fmt: skip
+            return bool(finite)
+
+        return all(_in_parts(run, work))
+
+    def _encode_levels(self, job: EncodeJob, what: int, scale: float = 1.0) -> bool:
+        """Encodes; tells whether the gradient times `scale` is finite."""
+        run = job.run or whole_run(job.grad.shape)
+        job = job._replace(grad=job.grad.contiguous(), run=run)
+        # C would write past the end of votes made for fewer bits.
+        bits = job.rule.step_rule.bits
+        assert job.words.numel() == bits * run.words, "as many words as the bits take"
+        job.active.zero_()
+        if job.rule.step_rule.level_scale == "word":
+            return self._encode_word_levels(job, run, what, scale)
+        return self._encode_tensor_levels(job, run, what, scale)
+
+    def _encode_word_levels(self, job: EncodeJob, run: Run, what: int, scale: float) -> bool:
+        """Encodes in one pass, and clears the codes of rows that abstain."""
+        grad, exp_avg, words, active, rule, _ = job
+        native_rule, bits = _rule_for(rule, grad, exp_avg), rule.step_rule.bits
+        # Where those of the parameter's first element and row would be.
+        codes = words.data_ptr() - run.start // 64 * bits * words.element_size()
+        rows = _row_0(active, run)
+
+        def encode(start: int, stop: int) -> bool:
+            finite: int = self._library.dlion_word_levels(
+                _element_0(grad, run), _element_0(exp_avg, run), codes, rows, run.row_numel, start,
+                stop, scale, bits, what, _NARROW[grad.dtype], _NARROW[exp_avg.dtype], native_rule,
+            )  # fmt: skip
+            return bool(finite)
+
+        def clear(start: int, stop: int) -> None:
+            self._library.dlion_clear(codes, counts, run.row_numel, start, stop, bits)
+
+        finite = all(_in_parts(run, encode))
+        if not bool(active.all()):
+            votes = active.to(torch.int32)
+            counts = _row_0(votes, run)
+            _in_parts(run, clear)
+        return finite
+
+    def _encode_tensor_levels(self, job: EncodeJob, run: Run, what: int, scale: float) -> bool:
+        """Encodes in two passes, the first of which measures."""
+        grad, exp_avg, words, active, rule, _ = job
+        assert run.start == 0, "a stretch has no mean of the tensor"
+        native_rule, bits = _rule_for(rule, grad, exp_avg), rule.step_rule.bits
+        narrow = _NARROW[grad.dtype], _NARROW[exp_avg.dtype]
+        groups = -(-grad.numel() // GROUP)
+        sums = (ctypes.c_double * groups)()
+
+        def measure(start: int, stop: int) -> bool:
+            finite: int = self._library.dlion_measure(
+                grad.data_ptr(), exp_avg.data_ptr(), sums, active.data_ptr(), run.row_numel,
+                start, stop, scale, *narrow, native_rule,
+            )  # fmt: skip
+            return bool(finite)
+
+        finite = all(_in_parts(run, measure, GROUP))
+        total = self._library.dlion_fold(sums, groups)
+        rows = int(np.count_nonzero(active.numpy()))
+        factor = factor_of(total, rows * run.row_numel, bits)
+        votes = None if rows == run.rows else active.to(torch.int32)
+        counts = None if votes is None else votes.data_ptr()
+
+        def encode(start: int, stop: int) -> None:
+            self._library.dlion_levels(
+                grad.data_ptr(), exp_avg.data_ptr(), words.data_ptr(), counts, run.row_numel,
+                start, stop, scale, factor, bits, what, *narrow, native_rule,
+            )  # fmt: skip
+
+        _in_parts(run, encode)
+        return finite
+
+    def apply(self, param: Tensor, verdict: Verdict, rule: TensorRule) -> None:
+        """See `Codec.apply`."""
+        if param.numel() == 0:
+            return
+        if rule.step_rule.aggregation != "majority" or not _supported(param):
+            super().apply(param, verdict, rule)
+            return
+        run, native_rule = whole_run(param.shape), _rule_for(rule, param)
+        flat, planes = param.contiguous(), verdict.planes
+        everywhere = bool(verdict.counts.all())
+        counts = None if everywhere else verdict.counts.data_ptr()
+        nonzero = planes[1].data_ptr() if len(planes) == 2 else None
+
+        def work(start: int, stop: int) -> None:
+            self._library.dlion_apply(
+                flat.data_ptr(), planes[0].data_ptr(), nonzero, counts, run.row_numel, start, stop,
+                _NARROW[flat.dtype], native_rule,
+            )  # fmt: skip
+
+        _in_parts(run, work)
+        if flat is not param:
+            param.copy_(flat)
+
+    def step_alone(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        rule: TensorRule,
+        run: Run | None = None,
+    ) -> None:
+        """See `Codec.step_alone`."""
+        if param.numel() == 0:
+            return
+        if param.dtype != grad.dtype or not _supported(param, exp_avg, run=run):
+            super().step_alone(param, grad, exp_avg, rule, run)
+            return
+        run = run or whole_run(param.shape)
+        native_rule = _rule_for(rule, param, exp_avg)
+        flat, grad = param.contiguous(), grad.contiguous()
+
+        def work(start: int, stop: int) -> None:
+            self._library.dlion_alone(
+                _element_0(flat, run), _element_0(grad, run), _element_0(exp_avg, run), start, stop,
+                _NARROW[flat.dtype], _NARROW[exp_avg.dtype], native_rule,
+            )  # fmt: skip
+
+        _in_parts(run, work)
+        if flat is not param:
+            param.copy_(flat)
+
+
+def factor_of(total: float, count: int, bits: int) -> float:
+    """Returns `hf_dlion.codec.levels.factor_of` for one float32 tensor, before it is rounded."""
+    mean = total / count if count else math.nan
+    if bits == 2:
+        return 1.5 * mean
+    if not mean > 0:
+        return 0.0
+    return min(LEVELS[bits].largest / 2 / mean, torch.finfo(torch.float32).max)
+
+
+def _row_0(rows: Tensor, run: Run) -> int:
+    """Returns where the entry of the parameter's row 0 would lie, if `rows` are a stretch's."""
+    return rows.data_ptr() - run.first_row * rows.element_size()
+
+
+def _supported(*tensors: Tensor, run: Run | None = None) -> bool:
+    stop = tensors[0].numel() if run is None else run.stop
+    return stop < 1 << 32 and all(tensor.dtype in _NARROW for tensor in tensors)

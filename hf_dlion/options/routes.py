@@ -1,0 +1,89 @@
+"""What is exchanged of each parameter besides its votes, or instead of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hf_dlion.options.options import SYNC_WORDS, Options
+from hf_dlion.options.selection import check_matches, selected
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Indices of the parameters of which more than votes is exchanged; the same on all ranks.
+
+    Attributes:
+        full: Their gradients are averaged, instead of a vote.
+        synced: Their momenta are averaged every now and then, or may be.
+    """
+
+    full: frozenset[int] = frozenset()
+    synced: frozenset[int] = frozenset()
+
+    def plain(self) -> tuple[list[int], list[int]]:
+        """Returns them as plain values that ranks can compare."""
+        return sorted(self.full), sorted(self.synced)
+
+    def told(self, index: int) -> str:
+        """Returns what to say of a parameter where ranks compare what they do."""
+        full = ", in full precision" if index in self.full else ""
+        return full + (", momentum synchronised" if index in self.synced else "")
+
+    def of_step(
+        self, groups: Groups, options: Options, step: int, indices: Collection[int]
+    ) -> Routes:
+        """Returns the routes of one step: groups may say "full", and a warm-up is full.
+
+        Args:
+            groups: The parameter groups.
+            options: The options.
+            step: Number of the step.
+            indices: Of the trainable parameters.
+
+        Raises:
+            NotImplementedError: If a group is exchanged in full together with `local_group`.
+        """
+        if step <= options.warmup_full_steps:
+            return Routes(frozenset(indices))
+        exchanges = [group.get("exchange") for group in groups for _ in group["params"]]
+        by_group = {index for index, exchange in enumerate(exchanges) if exchange == "full"}
+        if by_group and options.local_group not in (None, 1):
+            raise NotImplementedError(
+                f"a parameter group with 'exchange': 'full' does not go with "
+                f"local_group={options.local_group!r}: gradients are averaged inside a node only"
+            )
+        full = (self.full | by_group).intersection(indices)
+        # Gradients that are averaged leave all ranks with one momentum.
+        return Routes(full, self.synced.intersection(indices) - full)
+
+
+def routes_by_name(options: Options, groups: Groups, *, complete: bool) -> Routes:
+    """Returns what the options select.
+
+    Args:
+        options: The options.
+        groups: The parameter groups.
+        complete: Whether a pattern that means no parameter is an error.
+
+    Raises:
+        ValueError: If parameters are selected by name and have none, or a pattern means none.
+    """
+    full: frozenset[int] = frozenset()
+    synced: frozenset[int] = frozenset()
+    if options.full_precision is not None:
+        full = selected("full_precision", options.full_precision, groups)
+        if complete:
+            check_matches("full_precision", options.full_precision, groups, ())
+    if options.momentum_sync_every == 0:
+        return Routes(full)
+    if options.momentum_sync in SYNC_WORDS:
+        synced = frozenset(range(sum(len(group["params"]) for group in groups)))
+    else:
+        synced = selected("momentum_sync", options.momentum_sync, groups)
+        if complete:
+            check_matches("momentum_sync", options.momentum_sync, groups, SYNC_WORDS)
+    return Routes(full, synced)

@@ -1,0 +1,119 @@
+"""Ranks that abstain from whole steps, and for how long that may go on (design S10)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hf_dlion.options.warn_once import warn_once
+
+
+class Abstentions:
+    """Counts, for every rank, the steps from which it abstained.
+
+    All ranks count from the same headers, so that all raise together. A state dict does not carry
+    the counts, and loading one does not change them: a resumed process starts at none.
+
+    Attributes:
+        steps: For each rank, the number of steps from which it abstained.
+        in_a_row: For each rank, how many of them were the last ones, without one in between.
+    """
+
+    def __init__(self, world_size: int, limit: int, voter: str = "rank") -> None:
+        """Starts at none.
+
+        Args:
+            world_size: Number of ranks.
+            limit: Steps in a row after which `note` raises; after half of them it warns.
+            voter: What a rank is called here.
+        """
+        self._limit, self._voter = limit, voter
+        self.steps = [0] * world_size
+        self.in_a_row = [0] * world_size
+
+    def note(self, finite: Sequence[bool], rank: int, *, tells: bool) -> int:
+        """Counts one step and returns how many ranks abstained.
+
+        Args:
+            finite: For each rank, whether its gradients were finite.
+            rank: This rank, which warns of its own abstention, once per process.
+            tells: Whether it also warns of ranks that have abstained for half of the limit.
+
+        Raises:
+            RuntimeError: If a rank reached the limit.
+        """
+        for other, good in enumerate(finite):
+            self.steps[other] += not good
+            self.in_a_row[other] = 0 if good else self.in_a_row[other] + 1
+        if not finite[rank]:
+            warn_once(
+                "abstention",
+                f"gradients of {self._voter} {rank} hold a NaN or an Inf: it abstains from this "
+                f"step and keeps its momentum; said once, `optimizer.wire.abstentions` goes on "
+                f"counting",
+            )
+        self._raise_at_limit()
+        if tells:
+            self._warn_at_half()
+        return sum(not good for good in finite)
+
+    def _raise_at_limit(self) -> None:
+        stuck = [other for other, count in enumerate(self.in_a_row) if count >= self._limit]
+        if stuck:
+            raise RuntimeError(
+                f"gradients of {self._voter} {_told(stuck)} held a NaN or an Inf in "
+                f"{self._limit} steps in a row (max_abstained_steps={self._limit}): lower the "
+                f"learning rate, check that {self._voter}'s data, or raise max_abstained_steps"
+            )
+
+    def _warn_at_half(self) -> None:
+        half = self._limit // 2
+        stuck = [other for other, count in enumerate(self.in_a_row) if count == half]
+        # Of one step the first warning has just told.
+        if stuck and half > 1:
+            warn_once(
+                f"abstention {self._voter} {_told(stuck)}",
+                f"gradients of {self._voter} {_told(stuck)} held a NaN or an Inf in {half} steps "
+                f"in a row, so that the others train without; at {self._limit} "
+                f"(max_abstained_steps) all ranks raise",
+            )
+
+
+def _told(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def all_finite(grads: Sequence[Tensor]) -> bool:
+    """Returns whether no gradient holds a NaN or an Inf.
+
+    A finite sum proves it in one pass without a temporary; a sum may overflow where no element
+    did, and only then the elements are looked at one by one.
+
+    Args:
+        grads: Dense gradients of any floating dtype, on any devices.
+    """
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        by_device.setdefault(grad.device, []).append(grad.sum(dtype=wide).to(torch.float64))
+    sums = [torch.stack(device_sums).isfinite().all() for device_sums in by_device.values()]
+    if all(bool(finite) for finite in sums):
+        return True
+    return all(bool(grad.isfinite().all()) for grad in grads)
+
+
+def unscale(grads: Sequence[Tensor], scale: Tensor | None, found_inf: Tensor | None) -> bool:
+    """Divides gradients by GradScaler's scale, in place, and returns whether it found no Inf.
+
+    Args:
+        grads: This rank's gradients.
+        scale: What the loss was multiplied by, or None if that is divided out already.
+        found_inf: Not 0 if GradScaler saw a NaN or an Inf, or None if it did not look.
+    """
+    if scale is not None:
+        inverse = 1.0 / float(scale)
+        for grad in grads:
+            grad.mul_(inverse)
+    return found_inf is None or float(found_inf) == 0.0

@@ -1,0 +1,180 @@
+"""The ranks that an optimizer steps with: its process group, and this rank's node."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from hf_dlion.exchange import Wire, WireStats
+from hf_dlion.options import NodeName, Options
+from hf_dlion.ranks.abstention import Abstentions
+from hf_dlion.ranks.groups import Groups, details_of, flat_params, option_values
+from hf_dlion.ranks.header import Agreement, Header, digest
+from hf_dlion.ranks.node import LocalGroup, Node, find_node
+
+
+class Ranks:
+    """The process group and the node, looked up late, and what the ranks remember of one another.
+
+    Attributes:
+        node: Who votes together with this rank, as far as `join` has found out.
+        agreement: Compares the ranks' headers.
+        abstentions: Counts steps from which ranks, or nodes, abstained.
+    """
+
+    def __init__(
+        self, process_group: dist.ProcessGroup | None, local_group: LocalGroup, limit: int
+    ) -> None:
+        """Knows no rank yet: an optimizer may be built before the process group.
+
+        Args:
+            process_group: The ranks that vote; None is the default group.
+            local_group: The option.
+            limit: The option `max_abstained_steps`.
+
+        Raises:
+            TypeError: If `process_group` is not one of which this rank is a member.
+        """
+        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+            raise TypeError(
+                f"process_group={process_group!r} must be a torch.distributed process group of "
+                f"which this rank is a member, or None"
+            )
+        self._process_group, self._local_group, self._limit = process_group, local_group, limit
+        self._lost_group = False
+        self._wire: Wire | None = None
+        self.node: Node | None = None
+        self._joined = False
+        self.agreement = Agreement()
+        self.abstentions = Abstentions(1, limit)
+
+    def carried(self) -> Ranks:
+        """Returns what a copy of the optimizer gets: never a process group."""
+        copy = Ranks(None, plain(self._local_group), self._limit)
+        copy._lost_group = (
+            self._lost_group
+            or self._process_group is not None
+            or isinstance(self._local_group, dist.ProcessGroup)
+        )
+        return copy
+
+    def look_up(self, groups: Groups, stats: WireStats) -> tuple[Wire | None, bool]:
+        """Returns the wire, None without torch.distributed, and whether it is a new one.
+
+        Args:
+            groups: The parameter groups.
+            stats: Counts what is sent.
+
+        Raises:
+            RuntimeError: If this belongs to a copy, and the process group was the original's own.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            self._wire = None
+            return None, False
+        if self._lost_group:
+            raise RuntimeError(
+                "this DistributedLion was copied or unpickled from one with a process group of its "
+                "own, which a copy does not carry: make a new one with process_group=... (or "
+                "local_group=...) and load the state dict into it"
+            )
+        group = self._process_group or dist.group.WORLD
+        assert group is not None, "an initialised torch.distributed has a default group"
+        if self._wire is not None and self._wire.group is group:
+            return self._wire, False
+        self._wire = Wire(group, stats, _device_of(groups))
+        self.node, self._joined = None, False
+        self.agreement = Agreement()
+        self.abstentions = Abstentions(self._wire.world_size, self._limit)
+        return self._wire, True
+
+    def join(
+        self, wire: Wire | None, groups: Groups, options: Options, steps: int, stats: WireStats
+    ) -> Node | None:
+        """Returns this rank's node, or None where every rank votes; found at the first call.
+
+        Every rank must call this at the same point of its program.
+
+        Args:
+            wire: From `look_up`.
+            groups: The parameter groups.
+            options: Compared first: a rank without `local_group` would not come here.
+            steps: Number of the last step.
+            stats: Counts what is sent.
+
+        Raises:
+            Disagreement: On every rank, if the ranks cannot be divided into equal nodes.
+        """
+        if wire is None or wire.world_size == 1 or options.local_group in (None, 1):
+            return None
+        if not self._joined:
+            self.node, self._joined = self._found(wire, groups, options, steps, stats), True
+        return self.node
+
+    def meet_to_save(
+        self,
+        wire: Wire,
+        groups: Groups,
+        options: Options,
+        steps: int,
+        failure: Exception | None,
+    ) -> None:
+        """Meets all ranks in the course of a save; every rank must call this.
+
+        Args:
+            wire: From `look_up`, of several ranks.
+            groups: The parameter groups.
+            options: The options.
+            steps: Number of the last step.
+            failure: What went wrong on this rank.
+
+        Raises:
+            Disagreement: On every rank, if something failed on one, or they do not all save after
+                the same step.
+        """
+        # As a step begins, so that a rank that steps, because it was not told to save, hears of it.
+        doing = {**option_values(options), "saving": f"after step {steps}"}
+        header = dataclasses.replace(
+            Header.of_failure(steps), failed=failure is not None, options=digest(doing)
+        )
+        details = dataclasses.replace(
+            details_of(groups, options, failure),
+            options=lambda: doing,
+            doing="saving a checkpoint",
+        )
+        self.agreement.agree_on_options(header, wire, details)
+
+    def _found(
+        self, wire: Wire, groups: Groups, options: Options, steps: int, stats: WireStats
+    ) -> Node | None:
+        def agree(failure: Exception | None) -> None:
+            header = dataclasses.replace(
+                Header.of_failure(steps),
+                failed=failure is not None,
+                options=digest(option_values(options)),
+            )
+            # As a step begins, so that a rank without local_group, which is there, hears of it.
+            self.agreement.agree_on_options(header, wire, details_of(groups, options, failure))
+
+        node = find_node(self._local_group, wire, agree, stats, _device_of(groups))
+        if node is not None:
+            self.abstentions = Abstentions(len(node.members), self._limit, "node")
+        return node
+
+
+def plain(local_group: LocalGroup) -> NodeName | int | None:
+    """Returns `local_group` as ranks can compare it: of a process group its size."""
+    if isinstance(local_group, dist.ProcessGroup):
+        return dist.get_world_size(local_group)
+    outside: object = dist.GroupMember.NON_GROUP_MEMBER
+    # Of the same type first: an array compares element by element.
+    if type(local_group) is type(outside) and local_group == outside:
+        return 2  # Refused on all ranks together, at the first use.
+    return cast("NodeName | int | None", local_group)
+
+
+def _device_of(groups: Groups) -> torch.device:
+    params = flat_params(groups)
+    return params[0].device if params else torch.device("cpu")

@@ -1,0 +1,320 @@
+"""The header of a step: what all ranks must agree on before any vote is sent (design S12).
+
+The header comes first, so that a rank with another layout is found before messages of different
+sizes meet in a collective, where they would hang.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_dlion.codec.bits import pack_bits, unpack_bits
+from hf_dlion.codec.layout import WORD_BYTES, words_for
+from hf_dlion.exchange.wire import Wire
+
+# Of what is sent, hashed and rounded. The first header has one size in every version.
+WIRE_VERSION = 1
+
+FEWER_BATCHES = (
+    "if a rank left the training loop earlier, because it has fewer batches, train inside `with "
+    "torch.distributed.algorithms.Join([optimizer]):`, or give every rank as many"
+)
+
+_FINITE, _FAILED, _STALE, _ORDERED, _UNAVERAGED, _DISPLACED = 1, 2, 4, 8, 16, 32
+_UNCOMMON = 64
+_FIXED_WORDS = 6
+
+
+def digest(value: object) -> int:
+    """Returns a 64-bit hash, as int64, of a plain value's `repr`, the same on every rank."""
+    data = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
+    return int.from_bytes(data, "little", signed=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What one rank says of itself before a step.
+
+    Attributes:
+        finite: Whether all its gradients are finite.
+        failed: Whether something failed on it; then all ranks raise.
+        step: Number of the last step that it took.
+        layout: Hash of all that decides which collectives of what size a step makes.
+        options: Hash of the options.
+        groups: Hash of every group's lr, betas, weight decay and number of parameters.
+        present: bool, shape (P,): the parameters for which autograd saw a gradient.
+        stale: Whether votes that left during backward do not hold any more.
+        ordered: Whether its messages follow an agreed order of gradients.
+        unaveraged: Whether it has gradients that are yet to be averaged with those of its node.
+        displaced: Whether it lacks a part of the momentum that it must hold for its node.
+        uncommon: Whether it cannot tell that all ranks have one momentum of the parameters whose
+            gradients are averaged.
+    """
+
+    finite: bool
+    failed: bool
+    step: int
+    layout: int
+    options: int
+    groups: int
+    present: Tensor
+    stale: bool = False
+    ordered: bool = False
+    unaveraged: bool = False
+    displaced: bool = False
+    uncommon: bool = False
+
+    @staticmethod
+    def of_failure(step: int) -> Header:
+        """Returns the header of a rank on which something failed before it knew the rest."""
+        nothing = torch.zeros(0, dtype=torch.bool)
+        return Header(
+            finite=False, failed=True, step=step, layout=0, options=0, groups=0, present=nothing
+        )
+
+    def packed(self, parameters: int) -> Tensor:
+        """Returns the header as int64 words, with room for `parameters` presence bits."""
+        status = _FINITE * self.finite | _FAILED * self.failed
+        status |= _STALE * self.stale | _ORDERED * self.ordered
+        status |= _UNAVERAGED * self.unaveraged | _DISPLACED * self.displaced
+        status |= _UNCOMMON * self.uncommon
+        fixed = (WIRE_VERSION, status, self.step, self.layout, self.options, self.groups)
+        words = torch.zeros(_FIXED_WORDS + words_for(parameters), dtype=torch.int64, device="cpu")
+        words[:_FIXED_WORDS] = torch.tensor(fixed, dtype=torch.int64)
+        # A rank whose layout is new may have fewer parameters than were agreed: the size holds.
+        bits = pack_bits(self.present[:parameters])
+        words[_FIXED_WORDS : _FIXED_WORDS + bits.numel()] = bits
+        return words
+
+    @staticmethod
+    def unpacked(words: Tensor, parameters: int) -> Header:
+        """Returns the header that `packed` wrote."""
+        _, status, step, layout, options, groups = words[:_FIXED_WORDS].tolist()
+        return Header(
+            finite=bool(status & _FINITE),
+            failed=bool(status & _FAILED),
+            step=step,
+            layout=layout,
+            options=options,
+            groups=groups,
+            present=unpack_bits(words[_FIXED_WORDS:], parameters),
+            stale=bool(status & _STALE),
+            ordered=bool(status & _ORDERED),
+            unaveraged=bool(status & _UNAVERAGED),
+            displaced=bool(status & _DISPLACED),
+            uncommon=bool(status & _UNCOMMON),
+        )
+
+
+def votes_on(headers: Sequence[Header]) -> Tensor:
+    """Returns int64, shape (P,): how many ranks vote on each parameter; P is 0 if none is finite.
+
+    Args:
+        headers: Of all ranks; one that is not finite abstains.
+    """
+    heard = [header.present for header in headers if header.finite]
+    return torch.stack(heard).sum(dim=0) if heard else torch.zeros(0, dtype=torch.int64)
+
+
+def header_wire_bytes(parameters: int, world_size: int) -> int:
+    """Returns the bytes of one header that a rank sends, for `parameters` trainable ones."""
+    return WORD_BYTES * (world_size - 1) * (_FIXED_WORDS + words_for(parameters))
+
+
+class Disagreement(RuntimeError):
+    """Raised on every rank when the ranks would otherwise drift apart or wait for one another."""
+
+
+@dataclass(frozen=True)
+class Details:
+    """What a rank can say of itself in an error message; each is called only when needed.
+
+    Attributes:
+        layout: Returns a list with one line per trainable parameter.
+        options: Returns the options by name.
+        groups: Returns one dictionary per parameter group.
+        parameters: Returns (name, hash) of every trainable parameter's values.
+        failure: Returns what failed, or None.
+        doing: What it failed in.
+    """
+
+    layout: Callable[[], list[str]]
+    options: Callable[[], dict[str, Any]]
+    groups: Callable[[], list[dict[str, Any]]]
+    parameters: Callable[[], list[tuple[str, int]]]
+    failure: Callable[[], str | None]
+    doing: str = "the step"
+
+
+class Agreement:
+    """Exchanges headers and raises on every rank together when they do not fit.
+
+    Attributes:
+        parameters: Number of presence bits in the header: the trainable parameters at the last
+            agreement on a layout. It changes only on all ranks together, so that headers always
+            have one size.
+    """
+
+    def __init__(self) -> None:
+        """Starts without an agreed layout; the first step agrees on one."""
+        self.parameters = 0
+        self._layout: int | None = None
+
+    def agree(self, mine: Header, wire: Wire, details: Details) -> list[Header]:
+        """Returns every rank's header, in rank order, after checking that they fit together.
+
+        Every rank must call this at the same point of its program. Bytes per rank:
+        `header_wire_bytes`; once per layout also 16 * (N - 1) and a header with room for the
+        parameters of the layout before (none at the first step).
+
+        Raises:
+            Disagreement: On every rank, if something failed on one, or they differ in wire
+                version, layout, parameters (when a layout is new), options, groups or step.
+        """
+        headers = self.agree_on_options(mine, wire, details)
+        if any(header.layout != self._layout for header in headers):
+            self._agree_on_layout(mine, wire, details)
+            headers = self._gather(mine, wire)
+        if any(header.groups != mine.groups for header in headers):
+            groups = wire.gather_objects(details.groups())
+            raise Disagreement(
+                _first_difference("parameter groups", [_flat(group) for group in groups])
+                + "; parameters must be divided into groups, and schedulers stepped, alike on "
+                "every rank: with a metric that is reduced over the ranks, for example; inside "
+                "Join, where a rank without data makes no loop, by "
+                "optimizer.register_step_post_hook(lambda *_: scheduler.step())"
+            )
+        if any(header.step != mine.step for header in headers):
+            raise Disagreement(
+                f"ranks are at different steps, {[header.step for header in headers]} in rank "
+                f"order: load the same checkpoint on every rank"
+            )
+        return headers
+
+    def agree_on_options(self, mine: Header, wire: Wire, details: Details) -> list[Header]:
+        """Returns every rank's header after checking that none failed and that options agree.
+
+        It is how `agree` begins, so that ranks may meet in either.
+
+        Raises:
+            Disagreement: On every rank, as `agree`.
+        """
+        headers = self._gather(mine, wire)
+        if any(header.failed for header in headers):
+            _raise_failure(wire.gather_objects(details.failure()), details.doing)
+        if any(header.options != mine.options for header in headers):
+            options = wire.gather_objects(details.options())
+            raise Disagreement(_first_difference("options", options))
+        return headers
+
+    def _gather(self, mine: Header, wire: Wire) -> list[Header]:
+        words = mine.packed(self.parameters).to(wire.control_device)
+        everyone = torch.empty(
+            (wire.world_size, words.numel()), dtype=torch.int64, device=words.device
+        )
+        try:
+            wire.all_gather(everyone, words, "a header").wait()
+        except RuntimeError as error:
+            # It is here that ranks with different numbers of batches miss one another.
+            error.add_note(FEWER_BATCHES)
+            raise
+        table = everyone.cpu()
+        versions = table[:, 0].tolist()
+        if any(version != WIRE_VERSION for version in versions):
+            raise Disagreement(
+                f"ranks speak different versions of the wire format, {versions} in rank order: "
+                f"install the same hf_dlion everywhere. Or these are no headers: {FEWER_BATCHES}"
+            )
+        return [Header.unpacked(row, self.parameters) for row in table]
+
+    def _agree_on_layout(self, mine: Header, wire: Wire, details: Details) -> None:
+        """Compares layouts, and parameters' names and values, which must start equal."""
+        values = details.parameters()
+        words = torch.tensor(
+            [mine.layout, digest(values)],
+            dtype=torch.int64,
+            device=wire.control_device,
+        )
+        everyone = torch.empty((wire.world_size, 2), dtype=torch.int64, device=words.device)
+        wire.all_gather(everyone, words, "a layout").wait()
+        layouts, hashes = everyone.cpu().t().tolist()
+        if len(set(layouts)) > 1:
+            lines = wire.gather_objects(details.layout())
+            described = [dict(enumerate(rank_lines)) for rank_lines in lines]
+            raise Disagreement(
+                _first_difference("trainable parameters", described)
+                + "; ranks hold whole parameters, alike and on the same kinds of device: FSDP, "
+                "DeepSpeed and ZeRO are not supported"
+            )
+        if len(set(hashes)) > 1:
+            named = wire.gather_objects(values)
+            orders = [dict(enumerate(name for name, _ in pairs)) for pairs in named]
+            if any(order != orders[0] for order in orders):
+                raise Disagreement(
+                    _first_difference("names of trainable parameters", orders)
+                    + "; pass the parameters in the same order on every rank"
+                )
+            difference = _first_difference("parameter values", [dict(pairs) for pairs in named])
+            raise Disagreement(
+                f"{difference} (hashes): replicas must start equal; wrap the model in "
+                f"DistributedDataParallel, or load the same weights or set the same seed on "
+                f"every rank before building it"
+            )
+        self._layout = mine.layout
+        self.parameters = mine.present.numel()
+
+
+def raise_together(failure: Exception | None, wire: Wire, what: str) -> None:
+    """Raises on every rank if something failed on one; every rank must call this.
+
+    Bytes per rank: `Wire.gather_objects`.
+
+    Args:
+        failure: What failed on this rank, which raises it, or None.
+        wire: The ranks.
+        what: The name of what they did.
+
+    Raises:
+        Disagreement: On the others.
+    """
+    failures = wire.gather_objects(None if failure is None else told(failure))
+    if failure is not None:
+        raise failure
+    if any(text is not None for text in failures):
+        _raise_failure(failures, what)
+
+
+def told(failure: Exception) -> str:
+    """Returns what other ranks tell of a failure."""
+    return f"{type(failure).__name__}: {failure}"
+
+
+def _raise_failure(failures: Sequence[str | None], what: str) -> None:
+    failed = {rank: text for rank, text in enumerate(failures) if text is not None}
+    named = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+    raise Disagreement(f"{what} failed on {len(failed)} of {len(failures)} ranks: {named}")
+
+
+def _flat(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        f"group {position} {name}": value
+        for position, group in enumerate(groups)
+        for name, value in group.items()
+    }
+
+
+def _first_difference(what: str, tables: Sequence[dict[Any, Any]]) -> str:
+    """Returns a sentence that names the first key on which the ranks' tables differ."""
+    keys = list(dict.fromkeys(key for table in tables for key in table))
+    for key in keys:
+        values = [table.get(key, "missing") for table in tables]
+        if any(value != values[0] for value in values):
+            told = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
+            return f"ranks differ in {what}, first in {key!r}: {told}"
+    return f"ranks differ in {what}"

@@ -1,0 +1,127 @@
+"""Whether the ranks' parameters are still bitwise equal, and how they are made so (design S8)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from hf_dlion.exchange import Wire
+from hf_dlion.options import OnDivergence
+from hf_dlion.options.warn_once import warn_once
+from hf_dlion.ranks.fingerprint import fingerprints
+from hf_dlion.ranks.groups import Groups, flat_params, names_of
+from hf_dlion.ranks.header import Disagreement, digest
+
+# Name, shape and dtype, and hash of a parameter.
+Entry = tuple[str, str, int]
+
+
+def check_replicas(
+    groups: Groups, wire: Wire, step: int, on_divergence: OnDivergence, near: Collection[int] = ()
+) -> None:
+    """Compares the parameters of all ranks, and raises or repairs if they are not bitwise equal.
+
+    Every rank must call this at the same point of its program. All parameters of the groups count,
+    frozen ones too. The majority are the ranks whose parameters are all equal to those of most;
+    of equally many, those with the lowest rank.
+
+    Bytes per rank: 8 * (N - 1). If ranks differ also those of a `gather_objects` of every
+    parameter's name, shape and hash, and of a repair (N - 1) times the bytes of the parameters that
+    differ, sent by the lowest rank of the majority to the others.
+
+    Args:
+        groups: The parameter groups; a repair changes parameters in place, and nothing else.
+        wire: The process group, of several ranks.
+        step: Number of the step that was taken.
+        on_divergence: "raise" or "repair".
+        near: The ranks of this rank's node.
+
+    Raises:
+        Disagreement: The same on every rank, if parameters differ and are not to be repaired, or
+            cannot be, because they differ in shape or dtype.
+    """
+    params = flat_params(groups)
+    kinds = [f"{tuple(param.shape)} {param.dtype}" for param in params]
+    own = list(zip(names_of(groups), kinds, fingerprints(params), strict=True))
+    digests = _gathered(digest([entry[1:] for entry in own]), wire)
+    if len(set(digests)) == 1:
+        return
+    tables: list[list[Entry]] = wire.gather_objects(own)
+    majority = majority_of(digests)
+    source = majority[0]
+    different = _different(tables)
+    what = _told(step, tables[source], different, digests, majority)
+    if len({tuple(kind for _, kind, _ in table) for table in tables}) > 1:
+        raise Disagreement(f"{what}, in shape or dtype: give every rank the same parameters")
+    if on_divergence == "raise":
+        raise Disagreement(
+            f"{what}. Something changed parameters on some ranks only: code that runs on one rank "
+            f"alone, weights loaded there, another kind of device or version of torch, or faulty "
+            f"memory. Resume from a checkpoint from before, or set on_divergence='repair' to go "
+            f"on with the values of the majority"
+        )
+    for index in different:
+        _overwrite(params[index], wire, source, near=source in near)
+    wire.stats.repairs += 1
+    warn_once("repaired replicas", f"{what}; all ranks now have the values of rank {source}")
+
+
+def majority_of(digests: Sequence[int]) -> list[int]:
+    """Returns the ranks with the most frequent digest; of equally many, those of the lowest."""
+    # Entries come in the order of the ranks, and the first of equal ones is taken.
+    (most, _), *_ = Counter(digests).most_common(1)
+    return [rank for rank, value in enumerate(digests) if value == most]
+
+
+def _gathered(value: int, wire: Wire) -> list[int]:
+    """Returns every rank's 64-bit value, in rank order."""
+    word = torch.tensor([value], dtype=torch.int64, device=wire.control_device)
+    everyone = torch.empty((wire.world_size, 1), dtype=torch.int64, device=word.device)
+    wire.all_gather(everyone, word, "a hash of parameters").wait()
+    values: list[int] = everyone.view(-1).tolist()
+    return values
+
+
+def _different(tables: Sequence[Sequence[Entry]]) -> list[int]:
+    """Returns the indices of the parameters that are not the same on all ranks."""
+    rows = enumerate(zip_longest(*tables))
+    return [
+        index
+        for index, entries in rows
+        if len({None if entry is None else entry[1:] for entry in entries}) > 1
+    ]
+
+
+def _told(
+    step: int,
+    table: Sequence[Entry],
+    different: Sequence[int],
+    digests: Sequence[int],
+    majority: Sequence[int],
+) -> str:
+    """Returns what is wrong, in the same words on every rank."""
+    others = [rank for rank in range(len(digests)) if rank not in majority]
+    first = different[0]
+    name = repr(table[first][0]) if first < len(table) else f"number {first}"
+    tied = sum(count == len(majority) for count in Counter(digests).values()) > 1
+    choice = "no majority: those with the lowest rank count" if tied else "the majority"
+    return (
+        f"replicas differ after step {step} in {len(different)} of {len(table)} parameters, first "
+        f"in {name}: {_ranks(others)} from {_ranks(majority)} ({choice})"
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _overwrite(param: Tensor, wire: Wire, source: int, *, near: bool) -> None:
+    """Replaces a parameter's values by those of another rank, in place."""
+    sent = param.detach().contiguous().to(wire.device_for(param.device))
+    wire.broadcast(sent, source, near=near)
+    if sent.data_ptr() != param.data_ptr():
+        param.copy_(sent)

@@ -1,0 +1,115 @@
+"""Parameters whose gradients are averaged instead of voted on: plain Lion on the mean.
+
+    g = mean of the gradients of the ranks that have a finite one      by `exchange.mean.average`
+    u = b1 * m + (1 - b1) * g;  p = p * (1 - lr * wd) - lr * sign(u);  m = b2 * m + (1 - b2) * g
+
+The mean has the same bits on all ranks, and so has the momentum, on a rank without a gradient too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from hf_dlion.codec import AloneJob, codec_for
+from hf_dlion.exchange import Wire, WireStats
+from hf_dlion.exchange.mean import average
+from hf_dlion.ranks.fingerprint import fingerprints
+from hf_dlion.ranks.header import digest
+from hf_dlion.step.ballot import Ballot
+
+Batch = list[tuple[int, Tensor]]
+
+
+def split_alike(params: Sequence[tuple[int, Tensor]], limit: int) -> list[Batch]:
+    """Returns runs of parameters of one device and dtype with at most `limit` elements each.
+
+    A larger parameter is a batch of its own; a parameter without elements is left out.
+
+    Args:
+        params: Pairs of parameter index and parameter.
+        limit: Elements per batch.
+    """
+    kinds: dict[tuple[torch.device, torch.dtype], list[Batch]] = {}
+    for index, param in params:
+        if param.numel() == 0:
+            continue
+        batches = kinds.setdefault((param.device, param.dtype), [[]])
+        if batches[-1] and sum(p.numel() for _, p in batches[-1]) + param.numel() > limit:
+            batches.append([])
+        batches[-1].append((index, param))
+    return [batch for batches in kinds.values() for batch in batches]
+
+
+def step_in_full(batches: Sequence[Batch], ballot: Ballot, wire: Wire, stats: WireStats) -> None:
+    """Takes a step of plain Lion on the mean gradients; every rank of the group must call this.
+
+    Bytes per rank: those of `average` for each batch, as far as any rank has a gradient.
+
+    Args:
+        batches: Parameters of one device and dtype each.
+        ballot: What moves.
+        wire: The process group.
+        stats: Receives the times.
+    """
+    begin, exchanging = time.perf_counter(), 0.0
+    # The momentum is that of all ranks, and is rounded alike on all of them.
+    rule = dataclasses.replace(ballot.rule, rank=0)
+    for batch in batches:
+        moving = [(index, param) for index, param in batch if index in ballot.full]
+        if not moving:
+            continue
+        flat = torch.cat([_sent(index, param, ballot) for index, param in moving])
+        counts = None
+        if any(ballot.full[index][1] != wire.world_size for index, _ in moving):
+            counts = torch.cat(
+                [
+                    torch.full((param.numel(),), ballot.full[index][1], dtype=torch.int32)
+                    for index, param in moving
+                ]
+            )
+        before = time.perf_counter()
+        mean = average(flat, wire, "gradients", counts)
+        exchanging += time.perf_counter() - before
+        jobs, start = [], 0
+        for index, param in moving:
+            grad = mean[start : start + param.numel()].view(param.shape)
+            start += param.numel()
+            own = dataclasses.replace(ballot.rules[index], step_rule=rule)
+            jobs.append(AloneJob(param, grad, ballot.full[index][0], own))
+        codec_for(flat.device).step_alone_all(jobs)
+    stats.exchange_s += exchanging
+    stats.apply_s += time.perf_counter() - begin - exchanging
+
+
+def _sent(index: int, param: Tensor, ballot: Ballot) -> Tensor:
+    """Returns what this rank adds to the sum: its gradient, or zeros if it has none."""
+    if index in ballot.voting:
+        # Which may be of another dtype (`grad_dtype`), and is not on every rank.
+        return cast(Tensor, param.grad).reshape(-1).to(param.dtype)
+    return torch.zeros(param.numel(), dtype=param.dtype, device=param.device)
+
+
+def momenta_differ(momenta: Mapping[int, Tensor], wire: Wire) -> bool:
+    """Returns, on all ranks alike, whether they hold other momenta; every rank must call this.
+
+    Bytes per rank: 8 * (N - 1).
+
+    Args:
+        momenta: By parameter index.
+        wire: The process group.
+    """
+    hashes = fingerprints(list(momenta.values()))
+    word = torch.tensor(
+        [digest(list(zip(momenta, hashes, strict=True)))],
+        dtype=torch.int64,
+        device=wire.control_device,
+    )
+    everyone = torch.empty((wire.world_size, 1), dtype=torch.int64, device=word.device)
+    wire.all_gather(everyone, word, "hashes of the momenta").wait()
+    return len(set(everyone.view(-1).tolist())) > 1

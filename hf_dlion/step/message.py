@@ -1,0 +1,246 @@
+"""A message: parameters whose votes travel together, their buffers, and a step's exchange."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Container, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hf_dlion.codec import AdvanceJob, ApplyJob, Codec, EncodeJob
+from hf_dlion.codec.layout import MessageLayout, Slot
+from hf_dlion.codec.rule import StepRule, TensorRule, Verdict
+from hf_dlion.exchange import Exchange, WireStats
+from hf_dlion.momentum.shares import Range
+from hf_dlion.step.ballot import Ballot
+
+
+class Message:
+    """Some parameters of one device, their packed votes, and the exchange that carries them.
+
+    Attributes:
+        device: Of the parameters.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[tuple[int, Tensor]],
+        layout: MessageLayout,
+        exchange: Exchange,
+        codec: Codec,
+        bits: int = 1,
+    ) -> None:
+        """Makes the buffers of the votes.
+
+        Args:
+            params: Pairs of parameter index and parameter, all on one device.
+            layout: Their places.
+            exchange: Carries the votes.
+            codec: Makes the votes and applies the verdict.
+            bits: Of a vote.
+        """
+        self.device = device = params[0][1].device
+        self._params = list(zip(layout.slots, (param for _, param in params), strict=True))
+        self._layout, self._exchange, self._codec = layout, exchange, codec
+        self._bits = bits
+        self._words = torch.empty(bits * layout.words, dtype=torch.int64, device=device)
+        self._active = torch.empty(layout.rows, dtype=torch.bool, device=device)
+        self._row_numels = layout.shard(0, layout.words).row_numels(device)
+
+    @property
+    def params(self) -> list[tuple[int, Tensor]]:
+        """Pairs of parameter index and parameter."""
+        return [(slot.index, param) for slot, param in self._params]
+
+    @property
+    def stretches(self) -> dict[int, Range]:
+        """Start and stop of what this rank votes on of each parameter, by index."""
+        return {slot.index: (0, slot.numel) for slot, _ in self._params}
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that a rank sends for the message."""
+        return self._exchange.bytes_per_rank
+
+    @property
+    def rounds(self) -> int:
+        """Number of collectives that the exchange makes, one after another."""
+        return self._exchange.rounds
+
+    def encode(self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]) -> None:
+        """Packs this rank's votes and advances its momenta; a parameter not voting abstains.
+
+        Args:
+            voting: `exp_avg` of every parameter, by index, on which this rank votes.
+            rules: The step's constants by parameter index.
+        """
+        found = self._jobs(voting, rules, self._gradients(voting))
+        self._codec.encode_all([job for _, job in found])
+
+    def preview(
+        self,
+        voting: Mapping[int, Tensor],
+        rules: Mapping[int, TensorRule],
+        scale: float,
+        grads: Mapping[int, Tensor],
+    ) -> list[Tensor]:
+        """Packs this rank's votes for gradients times `scale`, and leaves its momenta alone.
+
+        Args:
+            voting: As for `encode`.
+            rules: As for `encode`.
+            scale: Factor of the gradients.
+            grads: The gradient of every parameter, by index, on which this rank votes.
+
+        Returns:
+            Those of the parameters whose gradients are known to be finite.
+        """
+        found = self._jobs(voting, rules, grads)
+        finite = self._codec.preview_all([job for _, job in found], scale)
+        return [param for (param, _), known in zip(found, finite, strict=True) if known]
+
+    def advance(self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]) -> None:
+        """Advances the momenta of the parameters on which this rank votes.
+
+        Args:
+            voting: As for `encode`.
+            rules: As for `encode`.
+        """
+        grads = self._gradients(voting)
+        jobs = [AdvanceJob(grads[index], voting[index], rules[index]) for index in grads]
+        self._codec.advance_all(jobs)
+
+    def send(self) -> None:
+        """Starts the exchange of the packed votes."""
+        self._exchange.start(self._words, self._active)
+
+    def count(self, rule: StepRule) -> None:
+        """Waits for the other ranks' votes and counts them."""
+        self._exchange.count(rule)
+
+    def verdict(self) -> Verdict:
+        """Waits for the verdict and returns it."""
+        return self._exchange.verdict()
+
+    def apply(self, verdict: Verdict, rules: Mapping[int, TensorRule]) -> None:
+        """Moves the parameters that have a rule by the verdict; the others stay untouched.
+
+        Args:
+            verdict: Of the whole message.
+            rules: The step's constants by parameter index.
+        """
+        jobs = []
+        for slot, param in self._params:
+            if slot.index in rules:
+                part = Verdict(
+                    verdict.planes[:, slot.word : slot.word + slot.words],
+                    verdict.counts[slot.row : slot.row + slot.rows],
+                )
+                jobs.append(ApplyJob(param, part, rules[slot.index]))
+        self._codec.apply_all(jobs)
+
+    def voted_elements(self, verdict: Verdict) -> int:
+        """Returns the number of elements in rows on which any rank voted."""
+        return int(self._row_numels[verdict.counts > 0].sum())
+
+    def _gradients(self, voting: Container[int]) -> dict[int, Tensor]:
+        """Returns the gradients of the parameters that vote, by index."""
+        grads = {}
+        for slot, param in self._params:
+            if slot.index in voting:
+                assert param.grad is not None, "a parameter that votes has a gradient"
+                grads[slot.index] = param.grad
+        return grads
+
+    def _jobs(
+        self,
+        voting: Mapping[int, Tensor],
+        rules: Mapping[int, TensorRule],
+        grads: Mapping[int, Tensor],
+    ) -> list[tuple[Tensor, EncodeJob]]:
+        """Returns the parameters that vote and their jobs; the others' votes become 0."""
+        if any(slot.index not in voting for slot, _ in self._params):
+            self._words.zero_()
+            self._active.zero_()
+        found = []
+        for slot, param in self._params:
+            if slot.index in voting:
+                momentum, rule = voting[slot.index], rules[slot.index]
+                job = EncodeJob(grads[slot.index], momentum, *self._views(slot), rule)
+                found.append((param, job))
+        return found
+
+    def _views(self, slot: Slot) -> tuple[Tensor, Tensor]:
+        return (
+            self._words[self._bits * slot.word : self._bits * (slot.word + slot.words)],
+            self._active[slot.row : slot.row + slot.rows],
+        )
+
+
+def exchange_all(
+    messages: Sequence[Message],
+    ballot: Ballot,
+    stats: WireStats,
+) -> None:
+    """Sends each message as soon as it is encoded, and applies each verdict as it arrives.
+
+    Every rank of the group calls this with the same messages; the collectives' order is that of
+    the messages, by construction.
+
+    Args:
+        messages: Each of some parameters.
+        ballot: What moves.
+        stats: Receives times and agreement.
+    """
+    clock = Clock()
+    for message in messages:
+        message.encode(ballot.voting, ballot.rules)
+        stats.encode_s += clock.lap()
+        message.send()
+        stats.exchange_s += clock.lap()
+    for message in messages:
+        message.count(ballot.rule)
+    stats.exchange_s += clock.lap()
+    apply_all(messages, ballot, stats)
+
+
+def apply_all(
+    messages: Sequence[Message],
+    ballot: Ballot,
+    stats: WireStats,
+) -> None:
+    """Applies each verdict as it arrives.
+
+    Args:
+        messages: Counted, in the order in which they were sent.
+        ballot: What moves.
+        stats: Receives times and agreement.
+    """
+    clock = Clock()
+    agreement = most = 0
+    for message in messages:
+        verdict = message.verdict()
+        agreement += verdict.agreement
+        # With one bit every vote that can be cast is as large as any.
+        one_bit = ballot.rule.bits == 1
+        voters = ballot.rule.world_size
+        most += voters * message.voted_elements(verdict) if one_bit else verdict.cast
+        stats.exchange_s += clock.lap()
+        message.apply(verdict, ballot.rules)
+        stats.apply_s += clock.lap()
+    stats.exchanges += 1
+    stats.agreement = agreement / most if most else math.nan
+
+
+class Clock:
+    """A stop watch."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        """Returns the seconds since the last call."""
+        last, self._last = self._last, time.perf_counter()
+        return self._last - last

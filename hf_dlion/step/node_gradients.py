@@ -1,0 +1,71 @@
+"""Averaging inside a node the gradients that no DDP wrapper has averaged there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hf_dlion.codec.bits import pack_bits, unpack_bits
+from hf_dlion.codec.layout import words_for
+from hf_dlion.exchange import Wire
+from hf_dlion.ranks.node import Node
+
+# Elements per all-reduce.
+BATCH_NUMEL = 1 << 24
+
+
+def average_gradients(params: Sequence[Tensor], unaveraged: Tensor, node: Node) -> None:
+    """Replaces gradients by their mean over the node's ranks, in place.
+
+    Every rank of the node must call this, if one of them has such gradients. A rank without a
+    gradient that another one has contributes zeros and gets one, as in DDP. Bytes inside the node,
+    per rank: 8 * (L - 1) * ceil(P / 64) to tell which, and those of `Node.start_average`.
+
+    Args:
+        params: The trainable parameters.
+        unaveraged: bool, shape (P,), those whose gradient on this rank is yet to be averaged.
+        node: The ranks.
+    """
+    batch: list[Tensor] = []
+    for position in _on_any_rank(unaveraged, node.local):
+        param = params[position]
+        if param.numel() == 0:
+            continue
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        if 0 in param.grad.stride():
+            # Expanded: its elements share memory, so that no mean can be written there.
+            param.grad = param.grad.clone()
+        full = sum(member.numel() for member in batch) + param.numel() > BATCH_NUMEL
+        same = not batch or (batch[0].device, batch[0].dtype) == (param.device, param.dtype)
+        if batch and (full or not same):
+            _average(batch, node)
+            batch = []
+        batch.append(param.grad)
+    if batch:
+        _average(batch, node)
+
+
+def _on_any_rank(flags: Tensor, wire: Wire) -> list[int]:
+    """Returns the positions at which any rank of the node has a flag."""
+    words = pack_bits(flags).to(wire.control_device)
+    everyone = torch.empty(
+        (wire.world_size, words_for(flags.numel())), dtype=torch.int64, device=words.device
+    )
+    wire.all_gather(everyone, words, "word of its gradients").wait()
+    anywhere = torch.stack([unpack_bits(row, flags.numel()) for row in everyone.cpu()]).any(dim=0)
+    return [position for position, flag in enumerate(anywhere.tolist()) if flag]
+
+
+def _average(batch: list[Tensor], node: Node) -> None:
+    place = node.local.device_for(batch[0].device)
+    flat = torch.cat([grad.reshape(-1).to(place) for grad in batch])
+    limit = torch.finfo(flat.dtype).max
+    # Dividing first may round up, so that the largest numbers add up to more than the largest.
+    mean = node.start_average(flat).wait().clamp_(-limit, limit)
+    start = 0
+    for grad in batch:
+        grad.copy_(mean[start : start + grad.numel()].view(grad.shape))
+        start += grad.numel()

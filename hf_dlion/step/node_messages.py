@@ -1,0 +1,247 @@
+"""A step's messages where a node votes as one: each rank encodes its own shard of each message."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from hf_dlion.codec import AdvanceJob, AloneJob, Codec, EncodeJob
+from hf_dlion.codec.layout import MessageLayout, Slot
+from hf_dlion.codec.rule import TensorRule
+from hf_dlion.exchange import Wire, WireStats
+from hf_dlion.exchange.node import NodeExchange, RowEdges
+from hf_dlion.momentum.shares import Range
+from hf_dlion.step.ballot import Ballot
+from hf_dlion.step.message import Message
+
+Params = Sequence[tuple[int, Tensor]]
+
+
+class NodeMessage(Message):
+    """A message of which this rank encodes one shard and applies the whole verdict."""
+
+    def __init__(
+        self,
+        params: Params,
+        layout: MessageLayout,
+        exchange: NodeExchange,
+        codec: Codec,
+        edges: RowEdges,
+        bits: int = 1,
+    ) -> None:
+        """Makes the buffers of the shard's votes.
+
+        Args:
+            params: Pairs of parameter index and parameter, all on one device.
+            layout: Their places in the whole message.
+            exchange: Carries the votes on the shard.
+            codec: Makes the votes and applies the verdict.
+            edges: Knows the rows that the shards cut.
+            bits: Of a vote.
+        """
+        super().__init__(params, layout, exchange, codec, bits)
+        own, device = exchange.own, params[0][1].device
+        self._own = _with_params(own, params)
+        self._edges = edges
+        self._words = torch.empty(bits * own.words, dtype=torch.int64, device=device)
+        self._active = torch.empty(own.rows, dtype=torch.bool, device=device)
+
+    @property
+    def stretches(self) -> dict[int, Range]:
+        """Start and stop of what this rank votes on of each parameter, by index."""
+        return {slot.index: (slot.start, slot.stop) for slot, _ in self._own}
+
+    def encode(self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]) -> None:
+        """Packs the node's votes on this rank's shard and advances its momenta.
+
+        Every rank of the node must call this. Gradients are the node's by now.
+
+        Args:
+            voting: This rank's stretch of `exp_avg` of every parameter, by index, on which the
+                node votes.
+            rules: The step's constants by parameter index.
+        """
+        self._codec.encode_all(self._shard_jobs(voting, rules, self._gradients(voting)))
+        self._complete_rows(rules)
+
+    def preview(
+        self,
+        voting: Mapping[int, Tensor],
+        rules: Mapping[int, TensorRule],
+        scale: float,
+        grads: Mapping[int, Tensor],
+    ) -> list[Tensor]:
+        """Packs the node's votes on this rank's shard for gradients times `scale`.
+
+        Every rank of the node must call this; momenta stay as they are.
+
+        Args:
+            voting: As for `encode`.
+            rules: As for `encode`.
+            scale: Factor of the gradients.
+            grads: The node's gradient of every parameter, by index, on which the node votes.
+
+        Returns:
+            None of the parameters: of most of them this rank has seen a part.
+        """
+        self._codec.preview_all(self._shard_jobs(voting, rules, grads), scale)
+        self._complete_rows(rules)
+        return []
+
+    def advance(self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]) -> None:
+        """Advances this rank's momenta of the parameters on which the node votes.
+
+        Args:
+            voting: As for `encode`.
+            rules: As for `encode`.
+        """
+        grads = self._gradients(voting)
+        self._codec.advance_all(
+            [
+                AdvanceJob(
+                    _stretch(grads[slot.index], slot),
+                    voting[slot.index],
+                    rules[slot.index],
+                    slot.run(),
+                )
+                for slot, _ in self._own
+                if slot.index in voting
+            ]
+        )
+
+    def _shard_jobs(
+        self,
+        voting: Mapping[int, Tensor],
+        rules: Mapping[int, TensorRule],
+        grads: Mapping[int, Tensor],
+    ) -> list[EncodeJob]:
+        """Returns the jobs of this rank's stretches that vote; the others' votes become 0."""
+        jobs = []
+        for slot, _ in self._own:
+            words, active = self._views(slot)
+            if slot.index in voting:
+                grad, rule = _stretch(grads[slot.index], slot), rules[slot.index]
+                momentum = voting[slot.index]
+                jobs.append(EncodeJob(grad, momentum, words, active, rule, slot.run()))
+            else:
+                words.zero_()
+                active.zero_()
+        return jobs
+
+    def _complete_rows(self, rules: Mapping[int, TensorRule]) -> None:
+        step = next(iter(rules.values())).step_rule
+        self._edges.complete(self._words, self._active, step)
+
+
+class AloneMessage:
+    """A message where there is one node only: each rank moves its shard, then all share them.
+
+        rank a: moves p0  ->  p0 p1        no vote: plain Lion on the node's gradient
+        rank b: moves p1      p0 p1
+
+    Bytes inside the node, per rank: L - 1 times those of the largest shard of the parameters that
+    moved, each stretch rounded up to 8.
+    """
+
+    def __init__(
+        self, params: Params, layouts: Sequence[MessageLayout], wire: Wire, codec: Codec
+    ) -> None:
+        """Remembers who owns what.
+
+        Args:
+            params: Pairs of parameter index and parameter, all on one device.
+            layouts: The shard of each rank of the node.
+            wire: The ranks of the node.
+            codec: Moves the parameters.
+        """
+        self._shards = [_with_params(layout, params) for layout in layouts]
+        self._wire, self._codec = wire, codec
+        self._params = params
+
+    def step(self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]) -> None:
+        """Moves the parameters that have a rule; every rank of the node must call this.
+
+        Args:
+            voting: This rank's stretch of `exp_avg` of every such parameter, by index.
+            rules: The step's constants by parameter index.
+        """
+        shards = [[(slot, p) for slot, p in shard if slot.index in rules] for shard in self._shards]
+        size = max(sum(_bytes(slot, p) for slot, p in shard) for shard in shards)
+        if size == 0:
+            return
+        place = self._wire.device_for(self._params[0][1].device)
+        send = torch.zeros(size, dtype=torch.uint8, device=place)
+        own = shards[self._wire.rank]
+        jobs = [
+            AloneJob(
+                _stretch(param.detach(), slot),
+                _stretch(cast(Tensor, param.grad), slot),
+                voting[slot.index],
+                rules[slot.index],
+                slot.run(),
+            )
+            for slot, param in own
+        ]
+        self._codec.step_alone_all(jobs)
+        start = 0
+        for (slot, param), job in zip(own, jobs, strict=True):
+            # Of a parameter with gaps in memory the stretch is a view that has them, too.
+            stretch = job.param.contiguous().as_strided((slot.numel,), (1,))
+            data = stretch.view(torch.uint8)
+            send[start : start + data.numel()] = data
+            start += _bytes(slot, param)
+        received = torch.empty((self._wire.world_size, size), dtype=torch.uint8, device=place)
+        self._wire.all_gather(received, send, "moved parameters").wait()
+        self._take(shards, received)
+
+    def _take(self, shards: Sequence[Sequence[tuple[Slot, Tensor]]], received: Tensor) -> None:
+        """Writes all ranks' stretches into the parameters."""
+        flat: dict[int, tuple[Tensor, Tensor]] = {}
+        for row, shard in zip(received, shards, strict=True):
+            start = 0
+            for slot, param in shard:
+                if slot.index not in flat:
+                    flat[slot.index] = (param, param.detach().contiguous().view(-1))
+                data = row[start : start + slot.numel * param.element_size()]
+                flat[slot.index][1][slot.start : slot.stop] = data.view(param.dtype)
+                start += _bytes(slot, param)
+        for param, values in flat.values():
+            if not param.is_contiguous():
+                param.copy_(values.view(param.shape))
+
+
+def step_alone_in_node(
+    messages: Sequence[AloneMessage],
+    ballot: Ballot,
+    stats: WireStats,
+) -> None:
+    """Takes a step of plain Lion by shards; every rank of the only node calls this.
+
+    Args:
+        messages: Of all trainable parameters.
+        ballot: What moves.
+        stats: Receives the time.
+    """
+    begin = time.perf_counter()
+    for message in messages:
+        message.step(ballot.voting, ballot.rules)
+    stats.apply_s += time.perf_counter() - begin
+
+
+def _with_params(layout: MessageLayout, params: Params) -> list[tuple[Slot, Tensor]]:
+    by_index = dict(params)
+    return [(slot, by_index[slot.index]) for slot in layout.slots]
+
+
+def _stretch(tensor: Tensor, slot: Slot) -> Tensor:
+    """Returns a slot's elements, 1-D: a view where the tensor is contiguous."""
+    return tensor.reshape(-1)[slot.start : slot.stop]
+
+
+def _bytes(slot: Slot, param: Tensor) -> int:
+    """Returns the room of a slot's elements, such that the next one's are aligned."""
+    return -(-slot.numel * param.element_size() // 8) * 8

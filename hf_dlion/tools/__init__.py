@@ -1,0 +1,1 @@
+"""The command `hf-dlion`: benchmarks, predictions and the study of convergence."""

@@ -1,0 +1,179 @@
+"""Starts a benchmark's ranks, or takes part where torchrun or accelerate launch started them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from hf_dlion.tools.bench.emulate import INTERFACE, Emulation, EmulationRefusedError, Network
+
+RENDEZVOUS = "HF_DLION_BENCH_RENDEZVOUS"
+# What is left of a failed run ends by itself, with its own error, or is killed after this long.
+GRACE_S = 3.0
+
+
+def started_by_launcher() -> bool:
+    """Returns whether this process is a rank already."""
+    return "RANK" in os.environ
+
+
+def refuse_under_launcher(network: Network | None) -> None:
+    """Checks that nobody asks for an emulated network on a real one.
+
+    Raises:
+        EmulationRefusedError: If torchrun started this process and `network` is not None.
+    """
+    if network is not None and RENDEZVOUS not in os.environ:
+        raise EmulationRefusedError(
+            "--emulate starts its own ranks: run it with hf-dlion bench, without torchrun"
+        )
+
+
+def take_part(run: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
+    """Calls `run(args)` inside a process group."""
+    torch.set_num_threads(args.threads)
+    device = device_of_rank()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    file = os.environ.get(RENDEZVOUS)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if file is None:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=size)
+    run(args)
+    # gloo may abort the process if a DDP model outlives its process group.
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def device_of_rank() -> torch.device:
+    """Returns the GPU of this rank, or the CPU where there is none."""
+    if torch.cuda.is_available():
+        # Of ranks that were started here all are on this machine, whatever node they stand for.
+        place = "RANK" if RENDEZVOUS in os.environ else "LOCAL_RANK"
+        return torch.device("cuda", int(os.environ.get(place, "0")) % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def launch(
+    words: Sequence[str],
+    count: int,
+    threads: int,
+    network: Network | None,
+    local_ranks: int | None = None,
+) -> int:
+    """Runs this command once more on every rank, and ends all of them whatever happens.
+
+    Args:
+        words: The command line of the benchmark.
+        count: Number of ranks.
+        threads: torch's threads per rank.
+        network: Of hosts with one core, or None.
+        local_ranks: Ranks on each host, or node; None for all.
+
+    Returns:
+        The first exit code that is not 0, or 0.
+
+    Raises:
+        EmulationRefusedError: If the network cannot be built.
+    """
+    with _termination_raises(), contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hf_dlion_bench_"))
+        size = local_ranks or count
+        prefixes: list[list[str]] = [[] for _ in range(count)]
+        if network is not None:
+            emulation = stack.enter_context(Emulation(network))
+            names = emulation.namespaces
+            prefixes = [["ip", "netns", "exec", names[rank // size]] for rank in range(count)]
+        processes: list[subprocess.Popen[bytes]] = []
+        stack.callback(_end, processes)
+        for rank, prefix in enumerate(prefixes):
+            env = _environment(rank, count, size, threads, Path(folder, "rendezvous"))
+            env["GLOO_SOCKET_IFNAME"] = "lo" if network is None else INTERFACE
+            command = [*prefix, sys.executable, "-m", "hf_dlion.tools.bench", *words]
+            prepare = _preparation(None if network is None else rank // size)
+            processes.append(subprocess.Popen(command, env=env, preexec_fn=prepare))
+        return _wait(processes)
+
+
+def _environment(
+    rank: int, count: int, local_ranks: int, threads: int, rendezvous: Path
+) -> dict[str, str]:
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank % local_ranks),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(local_ranks),
+        "OMP_NUM_THREADS": str(threads),
+        RENDEZVOUS: str(rendezvous),
+    }
+
+
+def _preparation(host: int | None) -> Callable[[], None] | None:
+    """Returns what a new process does first: take its host's core, and die with its parent."""
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None)
+    cores = sorted(os.sched_getaffinity(0))
+
+    def prepare() -> None:
+        libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if host is not None:
+            os.sched_setaffinity(0, {cores[host % len(cores)]})
+
+    return prepare
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+    deadline = None
+    while True:
+        codes = [process.poll() for process in processes]
+        failed = [code for code in codes if code]
+        if all(code is not None for code in codes):
+            return failed[0] if failed else 0
+        if failed:
+            deadline = deadline or time.monotonic() + GRACE_S
+            if time.monotonic() > deadline:
+                return failed[0]
+        time.sleep(0.05)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+    for process in processes:
+        process.wait()
+
+
+@contextlib.contextmanager
+def _termination_raises() -> Iterator[None]:
+    """Makes SIGTERM and SIGHUP raise SystemExit, so that the stack unwinds."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,317 @@
+"""The methods, put together from the cost model: bytes per step and predicted step time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from hf_dlion.codec.layout import WORD_BYTES, MessageLayout
+from hf_dlion.exchange import choose_exchange, message_wire_bytes
+from hf_dlion.exchange.two_phase import TwoPhase
+from hf_dlion.exchange.verdict_gather import sums_for
+from hf_dlion.options import Options
+from hf_dlion.ranks.header import header_wire_bytes
+from hf_dlion.step.plan import split_into_messages
+from hf_dlion.tools.bench.traffic import POWER_RANK, power_numel, ring_bytes
+from hf_dlion.tools.plan.cost import (
+    FORWARD_SHARE,
+    Cluster,
+    Link,
+    Shipment,
+    all_gather_s,
+    all_reduce_s,
+    all_to_all_s,
+    arrivals,
+    buckets,
+    ready_times,
+)
+from hf_dlion.tools.plan.machine import Machine
+from hf_dlion.tools.plan.model import Workload
+
+NONE = "no communication, AdamW"
+FP32 = "DDP fp32, AdamW"
+BF16 = "DDP bf16 hook, AdamW"
+BF16_NATIVE = "DDP bf16 gradients, AdamW"
+POWER = f"PowerSGD rank {POWER_RANK}, AdamW"
+PUBLIC = "public distributed-lion"
+DLION = "DistributedLion"
+OVERLAPPED = "DistributedLion, overlap (bound)"
+# Votes during backward read gradient and momentum, and the step reads both and writes the momentum
+# (20 bytes per float32 element), where an encoding in the step reads and writes once (12).
+OVERLAPPED_ENCODE = 20 / 12
+
+ALL_REDUCES = (FP32, BF16, BF16_NATIVE)
+PARTS = ("compute", "encode", "count", "wire", "apply", "optimizer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What one method costs per step.
+
+    Attributes:
+        name: The method.
+        wire_bytes: Bytes that a rank sends.
+        step_s: Time of a step.
+        parts: Seconds by part; "wire" is what no work hides.
+    """
+
+    name: str
+    wire_bytes: int
+    step_s: float
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """All that a prediction needs.
+
+    Attributes:
+        work: What is trained.
+        cluster: Who takes part.
+        link: Between the nodes.
+        machine: Each rank's own work.
+        compute_s: Forward and backward on one rank, without DDP.
+        element_bytes: Bytes per element of a gradient.
+        bits: Of a vote; `machine` must have been measured with these.
+    """
+
+    work: Workload
+    cluster: Cluster
+    link: Link
+    machine: Machine
+    compute_s: float
+    element_bytes: int = 4
+    bits: int = 1
+
+    def work_s(self, ns: float) -> float:
+        """Returns the seconds of work that takes `ns` per trainable element."""
+        return 1e-9 * ns * self.work.trainable
+
+
+def predict(case: Case) -> list[Prediction]:
+    """Returns a prediction for every method that fits the gradients' dtype."""
+    reduced = [_full(case, FP32, 4), _full(case, BF16, 2)]
+    if case.element_bytes == 2:
+        reduced = [_full(case, BF16_NATIVE, 2)]
+    return [
+        no_communication(case),
+        *reduced,
+        power_sgd(case),
+        public_lion(case),
+        distributed_lion(case),
+        overlapped_lion(case),
+    ]
+
+
+def no_communication(case: Case) -> Prediction:
+    """Returns the step of a DDP whose hook sends nothing, as `bench train` has it."""
+    parts = {"compute": case.compute_s + _copies(case), "optimizer": _adamw(case)}
+    return Prediction(name=NONE, wire_bytes=0, step_s=sum(parts.values()), parts=parts)
+
+
+def _full(case: Case, name: str, wire_size: int) -> Prediction:
+    """Returns DDP's all-reduce, which begins with the first full bucket.
+
+    Args:
+        case: The case.
+        name: Of the method.
+        wire_size: Bytes per element on the wire.
+    """
+    numels = case.work.numels
+    groups = buckets(numels, case.element_bytes)
+    cast = case.work_s(case.machine.cast_ns) if wire_size != case.element_bytes else 0.0
+    forward = FORWARD_SHARE * case.compute_s
+    # Of both, one half is done as gradients become ready, the other on what has arrived.
+    half = (_copies(case) + cast) / 2
+    backward = case.compute_s - forward + half
+    ready = ready_times(numels, groups, forward, backward)
+    ranks = case.cluster.ranks
+    sent = [ring_bytes(sum(numels[place] for place in g), wire_size, ranks) for g in groups]
+    shipments = [
+        Shipment(ready_s=at, up_s=all_reduce_s(size, case.cluster, case.link))
+        for at, size in zip(ready, sent, strict=True)
+    ]
+    arrived = arrivals(shipments, restart_s=case.link.restart_s)[-1]
+    exposed = max(arrived - forward - backward, 0.0)
+    parts = {"compute": forward + backward + half, "wire": exposed, "optimizer": _adamw(case)}
+    return Prediction(name=name, wire_bytes=sum(sent), step_s=sum(parts.values()), parts=parts)
+
+
+def power_sgd(case: Case) -> Prediction:
+    """Returns PowerSGD in one bucket (several deadlock on gloo): nothing overlaps with backward.
+
+    Three all-reduces follow one another: what is not compressed, and the two factors.
+    """
+    numel = sum(power_numel(shape) for shape in case.work.shapes)
+    sent = ring_bytes(numel, case.element_bytes, case.cluster.ranks)
+    parts = {
+        "compute": case.compute_s + _copies(case),
+        "encode": case.work_s(case.machine.power_ns),
+        "wire": 3 * all_reduce_s(-(-sent // 3), case.cluster, case.link),
+        "optimizer": _adamw(case),
+    }
+    return Prediction(name=POWER, wire_bytes=sent, step_s=sum(parts.values()), parts=parts)
+
+
+def public_lion(case: Case) -> Prediction:
+    """Returns kyleliang919/distributed-lion-pytorch under no_sync.
+
+    Eight bits per element, an all-gather for every tensor, which all ranks wait for.
+    """
+    ranks = case.cluster.ranks
+    sizes = [(ranks - 1) * 8 * -(-numel // 8) for numel in case.work.numels]
+    own = case.machine.public_ns + ranks * case.machine.public_vote_ns
+    parts = {
+        "compute": case.compute_s,
+        "optimizer": case.work_s(own),
+        "wire": sum(all_gather_s(size, case.cluster, case.link) for size in sizes),
+    }
+    return Prediction(name=PUBLIC, wire_bytes=sum(sizes), step_s=sum(parts.values()), parts=parts)
+
+
+def distributed_lion(case: Case) -> Prediction:
+    """Returns DistributedLion in step mode: the header, then the messages.
+
+    One message is encoded while another travels. DDP's buckets stay empty.
+    """
+    messages = _step_messages(case.work.shapes, case.cluster.ranks, case.bits)
+    begin = case.compute_s + _header_s(case)
+    per_element = 1e-9 * case.machine.encode_ns
+    ready, at = [], begin
+    for message in messages.sent:
+        at += per_element * message.numel
+        ready.append(at)
+    return _voted(case, DLION, messages, ready, counting_from_s=at, restart_s=case.link.restart_s)
+
+
+def overlapped_lion(case: Case) -> Prediction:
+    """Returns the bound of DistributedLion with `overlap=True`.
+
+    A message travels as soon as backward has made its gradients, and costs backward nothing but
+    the encoding. Only the header, and what is still on the wire when backward ends, is waited for.
+    """
+    messages = _overlapped_messages(case.work.shapes, case.cluster.ranks, case.bits)
+    machine = replace(case.machine, encode_ns=OVERLAPPED_ENCODE * case.machine.encode_ns)
+    case = replace(case, machine=machine)
+    forward = FORWARD_SHARE * case.compute_s
+    backward = case.compute_s - forward + case.work_s(case.machine.encode_ns)
+    groups = [message.places for message in messages.sent]
+    ready = ready_times(case.work.numels, groups, forward, backward)
+    return _voted(case, OVERLAPPED, messages, ready, after=_header_s(case))
+
+
+def _voted(
+    case: Case,
+    name: str,
+    messages: _Messages,
+    ready: Sequence[float],
+    *,
+    counting_from_s: float = 0.0,
+    restart_s: float = 0.0,
+    after: float = 0.0,
+) -> Prediction:
+    """Returns the step that ends with the last verdict applied.
+
+    Args:
+        case: The case.
+        name: Of the method.
+        messages: What is sent.
+        ready: When each message is encoded.
+        counting_from_s: Before this the rank does not count.
+        restart_s: What the first message loses on an idle link.
+        after: Time of the header, where it follows the gradients.
+    """
+    ranks, machine = case.cluster.ranks, case.machine
+    shipments = []
+    for at, message in zip(ready, messages.sent, strict=True):
+        if messages.exchange == "gather":
+            up, down = all_gather_s(message.up_bytes, case.cluster, case.link), 0.0
+            count = machine.count_s(message.numel, ranks)
+        else:
+            up = all_to_all_s(message.up_bytes, case.cluster, case.link)
+            down = all_gather_s(message.down_bytes, case.cluster, case.link)
+            count = machine.count_s(message.numel / ranks, ranks)
+        shipments.append(Shipment(ready_s=at, up_s=up, count_s=count, down_s=down))
+    parts = {
+        "compute": case.compute_s,
+        "encode": case.work_s(machine.encode_ns),
+        "count": sum(shipment.count_s for shipment in shipments),
+        "apply": case.work_s(machine.apply_ns),
+    }
+    # Whatever overlaps with the wire, a rank does its own work one after another.
+    now = sum(parts.values()) - parts["apply"] + after
+    arrived = arrivals(shipments, counting_from_s, restart_s)
+    for arrival, message in zip(arrived, messages.sent, strict=True):
+        now = max(now, arrival) + 1e-9 * machine.apply_ns * message.numel
+    parts["wire"] = now - sum(parts.values())
+    header = header_wire_bytes(len(case.work.shapes), ranks)
+    sent = header + sum(message.up_bytes + message.down_bytes for message in messages.sent)
+    return Prediction(name=name, wire_bytes=sent, step_s=now, parts=parts)
+
+
+def _header_s(case: Case) -> float:
+    size = header_wire_bytes(len(case.work.shapes), case.cluster.ranks)
+    return all_gather_s(size, case.cluster, case.link)
+
+
+def _copies(case: Case) -> float:
+    """Returns the time of DDP's copies of all gradients, into the buckets and out of them."""
+    return 2 * case.work_s(case.machine.copy_ns)
+
+
+def _adamw(case: Case) -> float:
+    return case.work_s(case.machine.adamw_ns)
+
+
+@dataclass(frozen=True)
+class _Message:
+    """Positions of its tensors, elements, and bytes; a gather sends nothing down."""
+
+    places: tuple[int, ...]
+    numel: int
+    up_bytes: int
+    down_bytes: int
+
+
+@dataclass(frozen=True)
+class _Messages:
+    """A step's messages and the exchange that carries them."""
+
+    exchange: str
+    sent: tuple[_Message, ...]
+
+
+@lru_cache(maxsize=64)
+def _step_messages(shapes: tuple[tuple[int, ...], ...], ranks: int, bits: int) -> _Messages:
+    return _messages(split_into_messages(_tensors(shapes), ranks), ranks, bits)
+
+
+@lru_cache(maxsize=64)
+def _overlapped_messages(shapes: tuple[tuple[int, ...], ...], ranks: int, bits: int) -> _Messages:
+    # The last tensor's gradient is taken to be ready first.
+    return _messages(split_into_messages(_tensors(shapes)[::-1], ranks), ranks, bits)
+
+
+def _tensors(shapes: tuple[tuple[int, ...], ...]) -> list[tuple[int, Tensor]]:
+    return [(place, torch.empty(shape, device="meta")) for place, shape in enumerate(shapes)]
+
+
+def _messages(groups: Sequence[Sequence[tuple[int, Tensor]]], ranks: int, bits: int) -> _Messages:
+    options = Options(bits=bits)
+    layouts = [MessageLayout.of([(i, tensor.shape) for i, tensor in group]) for group in groups]
+    exchange = choose_exchange(layouts, ranks, options)
+    sent = []
+    for layout in layouts:
+        total = up = message_wire_bytes([layout], ranks, options, exchange)
+        if exchange == "two_phase":
+            # The votes alone: a verdict without planes is its sums.
+            nothing = WORD_BYTES * (ranks - 1) * sums_for(bits)
+            up = TwoPhase.wire_bytes(layout, ranks, (0, 0), bits) - nothing
+        places = tuple(slot.index for slot in layout.slots)
+        numel = sum(slot.numel for slot in layout.slots)
+        sent.append(_Message(places, numel, up, total - up))
+    return _Messages(exchange, tuple(sent))

@@ -1,0 +1,75 @@
+"""Step times from 2 to 1024 nodes over links from 0.1 to 100 Gbit/s."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hf_dlion.tools.plan.cost import Cluster
+from hf_dlion.tools.plan.methods import DLION, NONE, OVERLAPPED, Case, Prediction, predict
+from hf_dlion.tools.plan.report import best_all_reduce, pays, rate
+
+NODES = tuple(2**power for power in range(1, 11))
+RATES = (0.1e9, 1e9, 10e9, 25e9, 100e9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """The predictions for one number of nodes and one link.
+
+    Attributes:
+        nodes: How many.
+        link: For people.
+        predictions: For each method.
+    """
+
+    nodes: int
+    link: str
+    predictions: Sequence[Prediction]
+
+    def ratio(self, name: str) -> float:
+        """Returns a method's step time relative to no communication."""
+        times = {p.name: p.step_s for p in self.predictions}
+        return times[name] / times[NONE]
+
+
+def points(case: Case, nodes: Sequence[int] = NODES, rates: Sequence[float] = RATES) -> list[Point]:
+    """Returns the predictions for every number of nodes and every link.
+
+    Args:
+        case: Gives all the rest, the link's latency and efficiency too.
+        nodes: Numbers of nodes.
+        rates: Nominal rates in bits per second.
+    """
+    found = []
+    per_node = case.cluster.ranks_per_node
+    for count in nodes:
+        cluster = Cluster(ranks=count * per_node, ranks_per_node=per_node)
+        for bits_per_s in rates:
+            link = replace(case.link, bits_per_s=bits_per_s)
+            here = replace(case, cluster=cluster, link=link)
+            found.append(Point(nodes=count, link=rate(link), predictions=predict(here)))
+    return found
+
+
+def rows(found: Sequence[Point]) -> list[dict[str, object]]:
+    """Returns a row per number of nodes with a cell per link.
+
+    A cell holds the best all-reduce / DistributedLion / its bound with overlap, each relative to no
+    communication, and a star where the exchange of votes does not pay.
+
+    Args:
+        found: From `points`.
+    """
+    table: dict[int, dict[str, object]] = {}
+    for point in found:
+        row = table.setdefault(point.nodes, {"nodes": point.nodes})
+        rival = point.ratio(best_all_reduce(point.predictions).name)
+        ratios = (rival, point.ratio(DLION), point.ratio(OVERLAPPED))
+        star = "" if pays(point.predictions) else " *"
+        row[point.link] = " / ".join(_short(ratio) for ratio in ratios) + star
+    return list(table.values())
+
+
+def _short(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 9.995 else f"{ratio:.1f}" if ratio < 99.95 else f"{ratio:,.0f}"

@@ -1,0 +1,226 @@
+"""The command line of the study."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from hf_dlion.tools.bench.report import MissingPackageError, environment, require_rich
+from hf_dlion.tools.plan.plot import require_matplotlib
+from hf_dlion.tools.study import table
+from hf_dlion.tools.study.methods import METHODS, recipe
+from hf_dlion.tools.study.real import check_real
+from hf_dlion.tools.study.records import Records
+from hf_dlion.tools.study.result import Result, results
+from hf_dlion.tools.study.run import complete, estimate_s
+from hf_dlion.tools.study.scenes import SCENES, scene_class
+from hf_dlion.tools.study.search import Trial, count_missing
+from hf_dlion.tools.study.setting import SCHEDULES, Setting
+
+# One of each kind, and what the Distributed Lion paper compares with.
+COMPARED = [
+    *("adamw", "lion", "majority", "average", "bits4", "sync16"),
+    *("terngrad", "graddrop", "dgc"),
+]
+
+# About 14 hours of one core for a scene.
+MEDIUM: dict[str, Any] = {
+    "methods": COMPARED,
+    "workers": [2, 4, 8],
+    "batch": [8],
+    "sequence": 128,
+    "hidden": 128,
+    "layers": 4,
+    "steps": 1000,
+    "seeds": 3,
+    "evaluations": 10,
+    "base_steps": 3000,
+}
+
+# What a scale stands for; a flag of the same name comes first.
+SCALES: dict[str, dict[str, Any]] = {
+    "smoke": {
+        "methods": ["adamw", "lion", "majority"],
+        "workers": [2],
+        "batch": [2],
+        "sequence": 16,
+        "hidden": 32,
+        "layers": 1,
+        "steps": 6,
+        "seeds": 2,
+        "evaluations": 2,
+        "base_steps": 6,
+    },
+    "small": {
+        "methods": list(METHODS),
+        "workers": [2, 4, 8],
+        "batch": [8],
+        "sequence": 64,
+        "hidden": 64,
+        "layers": 2,
+        "steps": 300,
+        "seeds": 3,
+        "evaluations": 6,
+        "base_steps": 1000,
+    },
+    "medium": MEDIUM,
+    # The workers and the batch of the Distributed Lion paper; about five days of one core.
+    "full": {**MEDIUM, "workers": [4, 8, 16, 32], "batch": [32], "sequence": 64},
+}
+FINE_TUNING = ("finetune", "lora")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the study; returns the exit code.
+
+    Args:
+        argv: The words after `hf-dlion study`; by default those of this process.
+    """
+    args = _parser().parse_args(argv)
+    for name, value in SCALES[args.scale].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    try:
+        require_rich()
+        if args.plot:
+            require_matplotlib()
+        return _run(args)
+    except (MissingPackageError, ImportError, ConnectionError, ValueError) as error:
+        print(f"hf-dlion study: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+    trials = _trials(args)
+    folder = Path(args.out)
+    records = Records(folder / "runs.jsonl")
+    if args.dry_run:
+        todo = count_missing(trials, records)
+        print(
+            f"{len(todo)} runs to make, {len(records)} are there; about "
+            f"{estimate_s(todo) / 60:.0f} minutes of one core for their gradients"
+        )
+        return 0
+    if not args.report:
+        before = environment()
+        made = complete(trials, records, args.jobs)
+        print(f"{made} runs made; all {len(records)} are in {records.path}")
+        if made:
+            _append(folder / "environment.jsonl", {**before, "runs": made, "words": sys.argv[1:]})
+    found = results(trials, records)
+    if not found:
+        print("no results yet")
+        return 0
+    table.print_losses(found)
+    table.print_grids(found)
+    table.print_sign_agreement(found)
+    _write_summary(found, folder / "summary.json")
+    if args.plot:
+        from hf_dlion.tools.study.plot import draw
+
+        for path in draw(found, folder):
+            print(f"drawn: {path}")
+    return 0
+
+
+def _trials(args: argparse.Namespace) -> list[Trial]:
+    """Returns the study: every scene, number of workers, batch and method.
+
+    Raises:
+        ValueError: If there is no such scene or method.
+    """
+    grids = {"adamw": args.lr_adamw, "lion": args.lr_lion, "sgd": args.lr_sgd}
+    trials = []
+    for scene, workers, batch, method in itertools.product(
+        args.scenes, args.workers, args.batch, args.methods
+    ):
+        kind, family = scene_class(scene), recipe(method).family
+        setting = Setting(
+            scene=scene,
+            method=method,
+            workers=workers,
+            batch=batch,
+            sequence=args.sequence,
+            hidden=args.hidden,
+            layers=args.layers,
+            steps=args.steps,
+            lr=0.0,
+            weight_decay=args.weight_decay,
+            betas=(args.betas[0], args.betas[1]),
+            schedule=args.schedule,
+            seed=0,
+            evaluations=args.evaluations,
+            base_steps=args.base_steps if scene in FINE_TUNING else 0,
+            real=args.real,
+            folder=args.out,
+        )
+        if args.real:
+            check_real(setting)
+        lrs = tuple(sorted(set(grids[family] or kind.grids[family])))
+        seeds = tuple(range(args.seeds))
+        trials.append(Trial(setting, lrs, seeds, min(args.tuning_seeds, args.seeds)))
+    return trials
+
+
+def _write_summary(found: list[Result], path: Path) -> None:
+    path.write_text(json.dumps([result.as_json() for result in found], indent=1) + "\n")
+    print(f"written: {path}")
+
+
+def _append(path: Path, entry: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hf-dlion study",
+        description="Train with AdamW, global Lion and Distributed Lion's options, each at its "
+        "best learning rate, and compare. Finished runs are kept: the same command goes on where "
+        "it was stopped.",
+    )
+    add = parser.add_argument
+    add("--scale", choices=list(SCALES), default="small", help="defaults of the sizes (small)")
+    add("--scenes", nargs="+", default=["pretrain"], help=f"{', '.join(SCENES)} (pretrain)")
+    add("--methods", nargs="+", help=f"{', '.join(METHODS)} (all)")
+    add("--workers", nargs="+", type=_several, help="numbers of workers (small: 2 4 8)")
+    add("--batch", nargs="+", type=_positive, help="sequences per worker (small: 8)")
+    add("--sequence", type=_positive, help="tokens in each (small: 64)")
+    add("--hidden", type=_positive, help="width of the model (small: 64)")
+    add("--layers", type=_positive, help="depth of the model (small: 2)")
+    add("--steps", type=_positive, help="of a run (small: 300)")
+    add("--base-steps", type=_positive, help="that made a base to fine-tune (small: 1000)")
+    add("--seeds", type=_positive, help="how many (small: 3)")
+    add("--tuning-seeds", type=_positive, default=1, help="that choose learning rates (1)")
+    add("--lr-adamw", nargs="+", type=float, help="learning rates to choose from (by scene)")
+    add("--lr-lion", nargs="+", type=float, help="the same for Lion and Distributed Lion")
+    add("--lr-sgd", nargs="+", type=float, help="the same for SGD")
+    add("--weight-decay", type=float, default=0.1, help="(0.1)")
+    add("--betas", nargs=2, type=float, default=[0.9, 0.99], help="Lion's (0.9 0.99)")
+    add("--schedule", choices=SCHEDULES, default="cosine", help="of the learning rate (cosine)")
+    add("--evaluations", type=_positive, help="points of a curve (small: 6)")
+    add("--real", action="store_true", help="a process for every rank, with gloo")
+    add("--jobs", type=_positive, default=1, help="runs at once, a thread each (1)")
+    add("--out", default="outputs/study", help="folder of records, pictures, bases")
+    add("--plot", action="store_true", help="draw pictures, too")
+    add("--report", action="store_true", help="make no runs, tell of those that are there")
+    add("--dry-run", action="store_true", help="say how many runs are missing, and what they take")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return value
+
+
+def _several(text: str) -> int:
+    value = int(text)
+    if value < 2:
+        raise argparse.ArgumentTypeError(f"{text} workers have nobody to vote with: give 2 or more")
+    return value

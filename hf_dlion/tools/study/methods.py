@@ -1,0 +1,289 @@
+"""The ways of training that the study compares, each a line in a table."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from hf_dlion.optimizer import DistributedLion
+from hf_dlion.tools.bench.traffic import ring_bytes
+from hf_dlion.tools.study.compressors import DGC, Compressor, GradDrop, TernGrad
+from hf_dlion.tools.study.memory_wire import Hub, MemoryWire, simulated
+from hf_dlion.tools.study.scenes import Scene, UnknownNameError
+from hf_dlion.tools.study.setting import Setting
+
+
+class Method(ABC):
+    """N workers, or one of N, and what makes one step of their gradients.
+
+    Attributes:
+        places: Pairs of worker and model: whose gradients this process computes, and on what;
+            models may be one and the same.
+        bytes_sent: Bytes that a rank has sent so far.
+        rounds: Messages that waited for one another so far.
+    """
+
+    places: Sequence[tuple[int, nn.Module]]
+    bytes_sent: float = 0.0
+    rounds: int = 0
+
+    def collect(self, model: nn.Module) -> None:  # noqa: B027 (most have nothing to do)
+        """Takes over the gradients that a worker's backward has just left in `model`."""
+
+    @abstractmethod
+    def step(self, lr: float) -> None:
+        """Moves the parameters and drops the gradients."""
+
+    @property
+    def voters(self) -> Sequence[DistributedLion]:
+        """The optimizers with a momentum per worker, all of them; empty where there are none."""
+        return ()
+
+    def close(self) -> None:  # noqa: B027 (most have nothing to do)
+        """Ends what the method started."""
+
+
+class Averaged(Method):
+    """One optimizer on the mean gradient, or on what a compressor makes of the workers' gradients.
+
+    Args:
+        scene: Makes the model.
+        setting: Of the run.
+        make: Makes the optimizer.
+        compressor: None averages in full precision.
+    """
+
+    def __init__(
+        self,
+        scene: Scene,
+        setting: Setting,
+        make: Callable[[nn.Module, Setting], Optimizer],
+        compressor: Compressor | None,
+    ) -> None:
+        """Makes one model: the workers' would never differ."""
+        model = scene.model(setting.seed)
+        self.places = [(worker, model) for worker in range(setting.workers)]
+        self._params = trainable(model)
+        self._optimizer = make(model, setting)
+        self._compressor = compressor
+        self._gradients: list[list[Tensor]] = []
+        if compressor is not None:
+            compressor.start(setting.workers, self._params, setting.seed, setting.steps)
+
+    def collect(self, model: nn.Module) -> None:
+        """Keeps the gradients apart; without a compressor autograd adds them up by itself."""
+        if self._compressor is not None:
+            self._gradients.append([_gradient(param) for param in self._params])
+            self._optimizer.zero_grad()
+
+    def step(self, lr: float) -> None:
+        """Takes a step on the mean."""
+        workers = len(self.places)
+        if self._compressor is None:
+            for param in self._params:
+                if param.grad is not None:
+                    param.grad /= workers
+            self.bytes_sent += ring_bytes(sum(p.numel() for p in self._params), 4, workers)
+            self.rounds += 2 * (workers - 1)
+        else:
+            for param, mean in zip(
+                self._params, self._compressor.compress(self._gradients), strict=True
+            ):
+                param.grad = mean
+            self._gradients = []
+            self.bytes_sent += self._compressor.bits_per_iteration / 8
+            self.rounds += self._compressor.rounds_per_iteration
+        set_lr(self._optimizer, lr)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+class Voting(Method):
+    """N `DistributedLion` in N threads, each with a replica of its own.
+
+    Args:
+        scene: Makes the models.
+        setting: Of the run.
+        options: As in `Recipe`.
+    """
+
+    def __init__(self, scene: Scene, setting: Setting, options: Options) -> None:
+        """Makes the replicas."""
+        self._hub = Hub(setting.workers)
+        self._wires = [MemoryWire(self._hub, rank) for rank in range(setting.workers)]
+        self.places = [(rank, scene.model(setting.seed)) for rank in range(setting.workers)]
+        numel = sum(param.numel() for param in trainable(self.places[0][1]))
+        every = lion_options(setting) | options(setting, numel)
+        self._optimizers = [
+            simulated(model, wire, **every)
+            for (_, model), wire in zip(self.places, self._wires, strict=True)
+        ]
+
+    @property
+    def voters(self) -> Sequence[DistributedLion]:
+        """All of them."""
+        return self._optimizers
+
+    def step(self, lr: float) -> None:
+        """Exchanges votes."""
+        for optimizer in self._optimizers:
+            set_lr(optimizer, lr)
+        self._hub.run([optimizer.step for optimizer in self._optimizers])
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        self.bytes_sent = float(self._wires[0].stats.bytes_sent)
+        self.rounds = self._wires[0].stats.rounds
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._hub.close()
+
+
+Options = Callable[[Setting, int], dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a method is made.
+
+    Attributes:
+        family: Whose learning rates it chooses from: "adamw", "lion" or "sgd".
+        simulated: Makes it, with all workers in this process.
+        options: Returns the options of `DistributedLion`, from the setting and the number of
+            trained elements; None where the method is none.
+        compressor: Makes what compresses gradients; None where nothing does.
+    """
+
+    family: str
+    simulated: Callable[[Scene, Setting], Method]
+    options: Options | None = None
+    compressor: Callable[[], Compressor] | None = None
+
+
+def adamw(model: nn.Module, setting: Setting) -> Optimizer:
+    """Returns AdamW with torch's betas."""
+    return AdamW(trainable(model), lr=setting.lr, weight_decay=setting.weight_decay)
+
+
+def sgd(model: nn.Module, setting: Setting) -> Optimizer:
+    """Returns plain SGD without decay: a compressor may bring a momentum of its own.
+
+    Its learning rates are a hundred times the others'; so would be what the decay takes off.
+    """
+    return SGD(trainable(model), lr=setting.lr)
+
+
+def lion(model: nn.Module, setting: Setting) -> Optimizer:
+    """Returns `DistributedLion` alone, which is plain Lion."""
+    params = [pair for pair in model.named_parameters() if pair[1].requires_grad]
+    return DistributedLion(params, **lion_options(setting))
+
+
+def lion_options(setting: Setting) -> dict[str, Any]:
+    """Returns the options that all Lions of a run share."""
+    return {
+        "lr": setting.lr,
+        "betas": setting.betas,
+        "weight_decay": setting.weight_decay,
+        "seed": setting.seed,
+    }
+
+
+def averaged(
+    make: Callable[[nn.Module, Setting], Optimizer],
+    compressor: Callable[[], Compressor] | None = None,
+) -> Recipe:
+    """Returns an optimizer on the mean gradient.
+
+    Args:
+        make: `adamw`, `lion` or `sgd`.
+        compressor: A class of `hf_dlion.tools.study.compressors`; None averages in full precision.
+    """
+
+    def method(scene: Scene, setting: Setting) -> Method:
+        return Averaged(scene, setting, make, None if compressor is None else compressor())
+
+    return Recipe(family=make.__name__, simulated=method, compressor=compressor)
+
+
+def voting(*, warmup: float = 0.0, auto_bits: float = 0.0, **options: Any) -> Recipe:
+    """Returns `DistributedLion` with these options.
+
+    Args:
+        warmup: Share of the run in which gradients are averaged (`warmup_full_steps`).
+        auto_bits: Bits per parameter and step that `momentum_sync="auto"` may send.
+        options: Of `DistributedLion`.
+    """
+
+    def of_run(setting: Setting, numel: int) -> dict[str, Any]:
+        found = dict(options)
+        if warmup:
+            found["warmup_full_steps"] = round(warmup * setting.steps)
+        if auto_bits:
+            found |= {"momentum_sync": "auto", "momentum_sync_budget": int(auto_bits * numel / 8)}
+        return found
+
+    def method(scene: Scene, setting: Setting) -> Method:
+        return Voting(scene, setting, of_run)
+
+    return Recipe(family="lion", simulated=method, options=of_run)
+
+
+def _is_small(name: str, _param: Tensor) -> bool:
+    # A function and no patterns: a LoRA trains none of these.
+    return "norm" in name or "embed" in name
+
+
+METHODS: dict[str, Recipe] = {
+    "adamw": averaged(adamw),
+    "lion": averaged(lion),
+    "majority": voting(),
+    "zero": voting(ties="zero"),
+    "average": voting(aggregation="average"),
+    "bits2": voting(bits=2),
+    "bits2-tensor": voting(bits=2, level_scale="tensor"),
+    "bits4": voting(bits=4),
+    "bits4-tensor": voting(bits=4, level_scale="tensor"),
+    "bits8": voting(bits=8),
+    "sync10": voting(momentum_sync_every=10),
+    "sync16": voting(momentum_sync_every=16),
+    "sync50": voting(momentum_sync_every=50),
+    "auto": voting(momentum_sync_every=4, auto_bits=1.0),
+    "warmup": voting(warmup=0.1),
+    "small-full": voting(full_precision=_is_small),
+    "terngrad": averaged(adamw, TernGrad),
+    "graddrop": averaged(adamw, GradDrop),
+    "dgc": averaged(sgd, DGC),  # which brings the momentum
+}
+
+
+def recipe(name: str) -> Recipe:
+    """Returns the recipe of a method.
+
+    Raises:
+        UnknownNameError: If there is none of this name.
+    """
+    if name not in METHODS:
+        raise UnknownNameError(f"unknown method {name!r}: there are {', '.join(METHODS)}")
+    return METHODS[name]
+
+
+def trainable(model: nn.Module) -> list[Tensor]:
+    """Returns the parameters that are trained."""
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Sets the learning rate of all groups."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def _gradient(param: Tensor) -> Tensor:
+    return torch.zeros_like(param) if param.grad is None else param.grad

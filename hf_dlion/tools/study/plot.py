@@ -1,0 +1,151 @@
+"""The study's pictures."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_dlion.tools.study.modelled import LINKS, compute_s, link, step_s
+from hf_dlion.tools.study.result import Result
+from hf_dlion.tools.study.server import server_bits
+from hf_dlion.tools.study.table import cells, name, title
+
+# Losses further apart than by this factor are drawn on a logarithmic axis.
+FLAT = 4.0
+
+
+def draw(results: Sequence[Result], folder: Path) -> list[Path]:
+    """Writes all pictures; returns their paths.
+
+    Args:
+        results: Of the study.
+        folder: Where to put them.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for together in cells(results):
+        written.append(_curves(together, folder / f"curves-{name(together)}.png"))
+        written.append(_bits(together, folder / f"bits-{name(together)}.png"))
+    for apart in _apart_from_workers(results):
+        own = apart[0].setting
+        written.append(_workers(apart, folder / f"workers-{own.scene}-{own.batch}.png"))
+    return written
+
+
+def _curves(together: Sequence[Result], path: Path) -> Path:
+    """Loss against steps, bytes sent, and modelled time over each link."""
+    from matplotlib.ticker import NullFormatter
+
+    compute = compute_s(together)
+    axes: dict[str, Callable[[Result], float]] = {
+        "steps": lambda result: 1.0,
+        "MB sent by a rank": lambda result: 1e-6 * result.average("bytes_per_step"),
+    }
+    for rate in LINKS:
+        axes[f"modelled s at {rate}"] = functools.partial(step_s, compute=compute, over=link(rate))
+    figure, panels = _figure(len(axes))
+    for panel, (label, per_step) in zip(panels, axes.items(), strict=True):
+        for result in together:
+            scale, logarithmic = per_step(result), label != "steps"
+            # Nothing is sent before the first step, which has no place on a logarithmic axis.
+            curve = [
+                (scale * step, loss)
+                for step, loss in zip(*result.curve(), strict=True)
+                if step > 0 or not logarithmic
+            ]
+            panel.plot(*zip(*curve, strict=True), label=result.setting.method)
+        panel.set_xlabel(label)
+        if label != "steps":
+            panel.set_xscale("log")
+            panel.xaxis.set_minor_formatter(NullFormatter())
+    return _finished(figure, panels, title(together), path)
+
+
+def _bits(together: Sequence[Result], path: Path) -> Path:
+    """Loss against bits per parameter and step: as really sent, and by way of a server."""
+    figure, panels = _figure(2)
+    labels = (
+        "bits per parameter, out of a rank",
+        "counted to and from a server",
+    )
+    for panel, label in zip(panels, labels, strict=True):
+        panel.set_xscale("log", base=2)
+        panel.set_xlabel(label)
+    for result in _finite(together):
+        own = result.setting
+        deviation = result.as_json()["spread"] or 0.0
+        of_server = server_bits(own.method, own.workers)
+        for panel, bits in zip(panels, (result.bits_per_step, of_server), strict=True):
+            # Drawn without a place where there is no count: all have their colours in common.
+            place = [math.nan if bits is None else bits]
+            panel.errorbar(place, [result.mean], [deviation], fmt="o", label=own.method)
+    _spread_out(panels, together)
+    return _finished(figure, panels, title(together), path)
+
+
+def _workers(apart: Sequence[Result], path: Path) -> Path:
+    """Loss against the number of workers."""
+    figure, panels = _figure(1)
+    for method in dict.fromkeys(result.setting.method for result in apart):
+        line = [result for result in apart if result.setting.method == method]
+        line = sorted(_finite(line), key=lambda result: result.setting.workers)
+        deviations = [result.as_json()["spread"] or 0.0 for result in line]
+        panels[0].errorbar(
+            [result.setting.workers for result in line],
+            [result.mean for result in line],
+            deviations,
+            fmt="o-",
+            label=method,
+        )
+    panels[0].set_xscale("log", base=2)
+    numbers = sorted({result.setting.workers for result in apart})
+    panels[0].set_xticks(numbers, [str(number) for number in numbers])
+    panels[0].set_xlabel("workers")
+    _spread_out(panels, apart)
+    own = apart[0].setting
+    return _finished(
+        figure, panels, f"{own.scene}, batch {own.batch} each, {own.steps} steps", path
+    )
+
+
+def _apart_from_workers(results: Sequence[Result]) -> list[list[Result]]:
+    """Returns the results that differ in method and number of workers only."""
+    found: dict[object, list[Result]] = {}
+    for result in results:
+        place = result.setting.replace(method="", lr=0.0, seed=0, workers=0)
+        found.setdefault(place, []).append(result)
+    return [group for group in found.values() if len({r.setting.workers for r in group}) > 1]
+
+
+def _finite(found: Sequence[Result]) -> list[Result]:
+    return [result for result in found if math.isfinite(result.mean)]
+
+
+def _spread_out(panels: Any, results: Sequence[Result]) -> None:
+    """Takes a logarithmic axis of losses where one method would flatten the others."""
+    means = [result.mean for result in _finite(results)]
+    if means and 0.0 < FLAT * min(means) < max(means):
+        panels[0].set_yscale("log")
+
+
+def _figure(count: int) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(max(3.4 * count, 6.0), 4.6), layout="constrained")
+    return figure, figure.subplots(1, count, sharey=True, squeeze=False)[0]
+
+
+def _finished(figure: Any, panels: Any, heading: str, path: Path) -> Path:
+    panels[0].set_ylabel("validation loss")
+    low, high = panels[0].get_ylim()
+    # One method that diverged must not flatten all others.
+    panels[0].set_ylim(low, min(high, low + 4.0) if math.isfinite(high) else None)
+    for panel in panels:
+        panel.grid(alpha=0.3)
+    figure.suptitle(heading, fontsize="small")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    figure.savefig(path, dpi=120)
+    return path

@@ -1,0 +1,139 @@
+"""One run on real ranks: a process each, gloo, DDP, and `DistributedLion` as a user has it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.spawn import spawn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_dlion.optimizer import DistributedLion
+from hf_dlion.tools.bench.traffic import ring_bytes
+from hf_dlion.tools.study.compressors_hook import HookState, compress_hook
+from hf_dlion.tools.study.methods import Method, adamw, lion_options, recipe, set_lr, sgd, trainable
+from hf_dlion.tools.study.scenes import Scene, UnknownNameError, scene_class
+from hf_dlion.tools.study.setting import Setting
+from hf_dlion.tools.study.train import train
+
+# Optimizers of one process that get the gradients that DDP has made of all ranks', by family.
+PLAIN: dict[str, Callable[[nn.Module, Setting], torch.optim.Optimizer]] = {
+    "adamw": adamw,
+    "sgd": sgd,
+}
+
+
+class RealRank(Method):
+    """This process's share of a run; a process group is there."""
+
+    def __init__(self, scene: Scene, setting: Setting) -> None:
+        """Makes the model, its wrapper and the optimizer.
+
+        Args:
+            scene: Makes the model.
+            setting: Of the run, on as many workers as there are ranks.
+        """
+        model = scene.model(setting.seed)
+        params = trainable(model)
+        self._numel = sum(param.numel() for param in params)
+        ddp = DistributedDataParallel(model)
+        self.places = [(dist.get_rank(), ddp)]
+        how = recipe(setting.method)
+        self._hook: HookState | None = None
+        if how.compressor is not None:
+            self._hook = HookState(how.compressor(), params, seed=setting.seed, steps=setting.steps)
+            ddp.register_comm_hook(self._hook, compress_hook)
+        self._optimizer: torch.optim.Optimizer
+        if how.family in PLAIN:
+            self._optimizer = PLAIN[how.family](model, setting)
+        else:
+            options = real_options(setting, self._numel)
+            self._optimizer = DistributedLion(named(model), **lion_options(setting), **options)
+
+    def step(self, lr: float) -> None:
+        """Takes a step together with the other ranks."""
+        set_lr(self._optimizer, lr)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        if isinstance(self._optimizer, DistributedLion):
+            stats = self._optimizer.wire
+            self.bytes_sent, self.rounds = float(stats.bytes_sent), stats.rounds
+        elif self._hook is not None:
+            self.bytes_sent, self.rounds = float(self._hook.bytes_sent), self._hook.rounds
+        else:
+            self.bytes_sent += ring_bytes(self._numel, 4, dist.get_world_size())
+            self.rounds += 2 * (dist.get_world_size() - 1)
+
+
+def named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Returns names and parameters of what is trained."""
+    return [pair for pair in model.named_parameters() if pair[1].requires_grad]
+
+
+def real_options(setting: Setting, numel: int) -> dict[str, Any]:
+    """Returns the options of `DistributedLion` that make a method with real ranks.
+
+    Args:
+        setting: Of the run.
+        numel: Trained elements.
+
+    Raises:
+        UnknownNameError: If the method is one of Lion's, and no option of `DistributedLion`.
+    """
+    if setting.method == "lion":
+        return {"warmup_full_steps": setting.steps}
+    options = recipe(setting.method).options
+    if options is None:
+        raise UnknownNameError(
+            f"{setting.method!r} runs in one process only: leave out --real, or the method"
+        )
+    return options(setting, numel)
+
+
+def check_real(setting: Setting) -> None:
+    """Checks before any work starts that a method has real ranks.
+
+    Raises:
+        UnknownNameError: If it has none, or there is no such method.
+    """
+    if recipe(setting.method).family not in PLAIN:
+        real_options(setting, 0)
+
+
+def run_real(setting: Setting) -> dict[str, Any]:
+    """Trains on `setting.workers` processes of this machine; returns rank 0's record.
+
+    Raises:
+        UnknownNameError: If there is no such scene or method, or it has no real ranks.
+    """
+    scene_class(setting.scene)(setting).prepare(Path(setting.folder))
+    check_real(setting)
+    with tempfile.TemporaryDirectory(prefix="hf_dlion_study_") as folder:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        spawn(_rank, (setting, folder), nprocs=setting.workers)  # type: ignore[no-untyped-call]
+        found: dict[str, Any] = json.loads(Path(folder, "record.json").read_text())
+        return found
+
+
+def _rank(rank: int, setting: Setting, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=setting.workers
+    )
+    scene = scene_class(setting.scene)(setting)
+    method = RealRank(scene, setting)
+    record = train(setting, scene, method)
+    if rank == 0:
+        Path(folder, "record.json").write_text(json.dumps(record))
+    # gloo may abort the process if a DDP model outlives its process group.
+    del method
+    gc.collect()
+    dist.destroy_process_group()

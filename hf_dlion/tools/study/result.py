@@ -1,0 +1,137 @@
+"""What the runs of a method say together, and how far they are from global Lion."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_dlion.momentum.divergence import by_kind
+from hf_dlion.tools.study.records import Record, Records
+from hf_dlion.tools.study.search import Choice, Trial, chosen, loss_of
+from hf_dlion.tools.study.server import server_bits
+from hf_dlion.tools.study.setting import Setting
+
+REFERENCE = "lion"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A method in a cell, at its best learning rate.
+
+    Attributes:
+        setting: Of the method, with the chosen learning rate; its seed does not count.
+        choice: The learning rate, and how the others did.
+        losses: The last validation loss by seed.
+        records: Of these runs.
+        gaps: The difference to global Lion's loss by seed, of seeds that both have.
+    """
+
+    setting: Setting
+    choice: Choice
+    losses: dict[int, float]
+    records: Sequence[Record] = field(repr=False)
+    gaps: dict[int, float]
+
+    @property
+    def mean(self) -> float:
+        """Mean loss over the seeds."""
+        return statistics.fmean(self.losses.values())
+
+    def average(self, key: str) -> float:
+        """Returns the mean of a number in the records."""
+        return statistics.fmean(float(record[key]) for record in self.records)
+
+    @property
+    def bits_per_step(self) -> float:
+        """Bits that a rank sends per parameter and step."""
+        return 8 * self.average("bytes_per_step") / int(self.records[0]["parameters"])
+
+    def curve(self) -> tuple[list[int], list[float]]:
+        """Returns steps and the mean loss after each."""
+        curves = [record["curve"] for record in self.records if record["failure"] is None]
+        columns = [column for column in zip(*curves, strict=False) if all(p[1] for p in column)]
+        return [c[0][0] for c in columns], [statistics.fmean(p[1] for p in c) for c in columns]
+
+    def sign_agreement(self) -> dict[str, float]:
+        """Returns the share of verdicts that agree with Lion's sign, by kind of parameter."""
+        first, *others = [by_kind(record["sign_agreement"]) for record in self.records]
+        # A run that diverged may have measured nothing.
+        common = [kind for kind in first if all(kind in found for found in others)]
+        return {
+            kind: statistics.fmean([first[kind], *(found[kind] for found in others)])
+            for kind in common
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the summary."""
+        return {
+            "setting": self.setting.replace(seed=-1).identity(),
+            "grid": {str(lr): finite(loss) for lr, loss in self.choice.losses.items()},
+            "lr": self.choice.lr,
+            "lr_at_edge": self.choice.at_edge,
+            "loss": {str(seed): finite(loss) for seed, loss in self.losses.items()},
+            "mean": finite(self.mean),
+            "spread": finite(spread(self.losses.values())),
+            "before": statistics.fmean(record["curve"][0][1] for record in self.records),
+            "gap": finite(mean_of(self.gaps.values())),
+            "gap_spread": finite(spread(self.gaps.values())),
+            "bytes_per_step": self.average("bytes_per_step"),
+            "bits_per_step": self.bits_per_step,
+            "server_bits": server_bits(self.setting.method, self.setting.workers),
+            "sign_agreement": self.sign_agreement(),
+            "metrics": {
+                name: statistics.fmean(record["metrics"][name] for record in self.records)
+                for name in self.records[0]["metrics"]
+                if all(name in record["metrics"] for record in self.records)
+            },
+        }
+
+
+def results(trials: Sequence[Trial], records: Records) -> list[Result]:
+    """Returns the results of all trials that have a learning rate and a seed, in their order."""
+    found = [result for trial in trials if (result := _result(trial, records)) is not None]
+    lions = {cell(r.setting): r.losses for r in found if r.setting.method == REFERENCE}
+    for result in found:
+        lion = lions.get(cell(result.setting), {})
+        for seed in result.losses:
+            gap = result.losses[seed] - lion.get(seed, math.nan)
+            if math.isfinite(gap):
+                result.gaps[seed] = gap
+    return found
+
+
+def _result(trial: Trial, records: Records) -> Result | None:
+    choice = chosen(trial, records)
+    if choice is None:
+        return None
+    runs = [(run.seed, records.of(run)) for run in trial.other_runs(choice)]
+    done = {seed: record for seed, record in runs if record is not None}
+    losses = {seed: loss_of(record) for seed, record in done.items()}
+    return Result(trial.setting.replace(lr=choice.lr), choice, losses, list(done.values()), {})
+
+
+def cell(setting: Setting) -> Setting:
+    """Returns what settings have in common that are compared with one another."""
+    return setting.replace(method="", lr=0.0, seed=0)
+
+
+def mean_of(values: Iterable[float]) -> float:
+    """Returns the mean, NaN of nothing."""
+    values = list(values)
+    return statistics.fmean(values) if values else math.nan
+
+
+def spread(values: Iterable[float]) -> float:
+    """Returns the standard deviation over the seeds, NaN below two."""
+    values = list(values)
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return math.nan
+    return statistics.stdev(values)
+
+
+def finite(value: float) -> float | None:
+    """Returns a number as JSON can hold it, None for what it cannot."""
+    return value if math.isfinite(value) else None

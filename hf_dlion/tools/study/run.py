@@ -1,0 +1,129 @@
+"""Makes the runs that are missing, in one process or in several."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+
+from hf_dlion.tools.study.real import run_real
+from hf_dlion.tools.study.records import Record, Records
+from hf_dlion.tools.study.scenes import Scene, scene_class
+from hf_dlion.tools.study.search import Trial, missing
+from hf_dlion.tools.study.setting import Setting
+from hf_dlion.tools.study.train import simulate
+
+
+def complete(trials: Sequence[Trial], records: Records, jobs: int) -> int:
+    """Makes all missing runs of the trials, each written as soon as it is there.
+
+    Args:
+        trials: What the study consists of.
+        records: Of the runs that are there.
+        jobs: Processes, with one thread each.
+
+    Returns:
+        How many runs were made.
+    """
+    _prepare(trials)
+    made = 0
+    # First those that choose learning rates, then those that take the choices.
+    while todo := list(dict.fromkeys(missing(trials, records))):
+        for number, record in enumerate(_records(todo, jobs), 1):
+            records.add(record)
+            made += 1
+            _say(number, len(todo), record)
+    return made
+
+
+def _records(todo: Sequence[Setting], jobs: int) -> Iterator[Record]:
+    if jobs == 1 or len(todo) == 1:
+        yield from map(_made, todo)
+        return
+    # One thread each: more of them would wait for one another's cores.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with ProcessPoolExecutor(jobs, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        pending: set[Future[Record]] = {pool.submit(_made, setting) for setting in todo}
+        try:
+            while pending:
+                done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                for future in done:
+                    yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _made(setting: Setting) -> Record:
+    return run_real(setting) if setting.real else simulate(setting, _scene_of(setting))
+
+
+def _scene_of(setting: Setting) -> Scene:
+    # Settings that differ in their folder alone are equal, and their bases are not.
+    return _scene(_of_scene(setting), setting.folder)
+
+
+@functools.lru_cache(maxsize=4)
+def _scene(setting: Setting, folder: str) -> Scene:
+    return scene_class(setting.scene)(setting)
+
+
+def _of_scene(setting: Setting) -> Setting:
+    """Returns the part of a setting that scenes read."""
+    return setting.replace(method="", lr=0.0, seed=0, workers=0)
+
+
+def _prepare(trials: Sequence[Trial]) -> None:
+    """Has every scene make what its runs share, before several of them would."""
+    for setting in dict.fromkeys(_of_scene(trial.setting) for trial in trials):
+        _scene_of(setting).prepare(Path(setting.folder))
+
+
+def estimate_s(settings: Sequence[Setting]) -> float:
+    """Returns the processor time of all gradients; some of each kind are timed, on one thread.
+
+    Without that of the base that a fine-tuning begins with.
+
+    Args:
+        settings: Of the runs.
+    """
+    times: dict[Setting, float] = {}
+    total = 0.0
+    for setting in settings:
+        kind = _of_scene(setting)
+        if kind not in times:
+            times[kind] = _gradient_s(_scene_of(kind))
+        total += setting.steps * setting.workers * times[kind]
+    return total
+
+
+def _gradient_s(scene: Scene) -> float:
+    model, best = scene.untrained(0), math.inf
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for step in range(8):
+            batch, before = scene.batch(0, step, 0), time.process_time()
+            scene.loss(model, batch).backward()  # type: ignore[no-untyped-call]
+            best = min(best, time.process_time() - before)
+    finally:
+        torch.set_num_threads(threads)
+    return best
+
+
+def _say(number: int, count: int, record: Record) -> None:
+    own = Setting.of(record["setting"])
+    loss = "diverged" if record["loss"] is None else f"{record['loss']:.4f}"
+    print(
+        f"{number}/{count}  {own.scene} {own.method} {own.workers}x{own.batch} lr {own.lr:g} "
+        f"seed {own.seed}: {loss}, {record['seconds']:.1f} s",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -1,0 +1,107 @@
+"""Which runs a study takes: a learning rate for each method first, then the other seeds with it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hf_dlion.tools.study.records import Record, Records
+from hf_dlion.tools.study.setting import Setting
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A method in a cell of the study, that is, with all else given.
+
+    Attributes:
+        setting: With a learning rate and a seed that do not count.
+        lrs: The grid.
+        seeds: All of them.
+        tuning: How many of the seeds choose the learning rate.
+    """
+
+    setting: Setting
+    lrs: tuple[float, ...]
+    seeds: tuple[int, ...]
+    tuning: int
+
+    def first_runs(self) -> list[Setting]:
+        """Returns the runs that choose the learning rate."""
+        return [
+            self.setting.replace(lr=lr, seed=seed)
+            for lr in self.lrs
+            for seed in self.seeds[: self.tuning]
+        ]
+
+    def other_runs(self, choice: Choice) -> list[Setting]:
+        """Returns the runs with the chosen learning rate."""
+        return [self.setting.replace(lr=choice.lr, seed=seed) for seed in self.seeds]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best learning rate of a grid.
+
+    Attributes:
+        lr: The best.
+        losses: The mean over the tuning seeds of each; infinite where a run diverged.
+    """
+
+    lr: float
+    losses: Mapping[float, float]
+
+    @property
+    def at_edge(self) -> bool:
+        """Whether a value beyond the grid might be better still."""
+        return len(self.losses) > 1 and self.lr in (min(self.losses), max(self.losses))
+
+
+def choose(losses: Mapping[float, Sequence[float]]) -> Choice:
+    """Returns the learning rate with the lowest mean loss, of equal ones the smallest.
+
+    Args:
+        losses: By learning rate, of the same seeds each.
+    """
+    means = {lr: statistics.fmean(losses[lr]) for lr in sorted(losses)}
+    return Choice(min(means, key=lambda lr: means[lr]), means)
+
+
+def chosen(trial: Trial, records: Records) -> Choice | None:
+    """Returns the trial's choice, or None while runs that it takes are missing."""
+    losses: dict[float, list[float]] = {}
+    for setting in trial.first_runs():
+        record = records.of(setting)
+        if record is None:
+            return None
+        losses.setdefault(setting.lr, []).append(loss_of(record))
+    return choose(losses)
+
+
+def missing(trials: Iterable[Trial], records: Records) -> Iterator[Setting]:
+    """Yields the runs that can be made now and have not been."""
+    for trial in trials:
+        choice = chosen(trial, records)
+        wanted = trial.first_runs() if choice is None else trial.other_runs(choice)
+        yield from (setting for setting in wanted if records.of(setting) is None)
+
+
+def count_missing(trials: Iterable[Trial], records: Records) -> list[Setting]:
+    """Returns a run for each that is missing, whichever learning rate will be chosen."""
+    found: list[Setting] = []
+    for trial in trials:
+        choice = chosen(trial, records)
+        if choice is None:
+            found += [run for run in trial.first_runs() if records.of(run) is None]
+            found += [trial.setting.replace(seed=seed) for seed in trial.seeds[trial.tuning :]]
+        else:
+            found += [run for run in trial.other_runs(choice) if records.of(run) is None]
+    return found
+
+
+def loss_of(record: Record) -> float:
+    """Returns the last validation loss, infinite where the run diverged."""
+    loss: Any = record["loss"]
+    return math.inf if loss is None else float(loss)

@@ -1,0 +1,113 @@
+"""The study's results as tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from hf_dlion.tools.bench.report import print_table
+from hf_dlion.tools.study.modelled import LINKS, compute_s, link, step_s
+from hf_dlion.tools.study.result import Result, cell, finite, mean_of, spread
+
+
+def cells(results: Sequence[Result]) -> list[list[Result]]:
+    """Returns the results that are compared with one another, together."""
+    found: dict[object, list[Result]] = {}
+    for result in results:
+        found.setdefault(cell(result.setting), []).append(result)
+    return list(found.values())
+
+
+def title(results: Sequence[Result]) -> str:
+    """Returns what the results of a cell have in common."""
+    own = results[0].setting
+    size = results[0].records[0]["parameters"]
+    ranks = "real ranks" if own.real else "workers"
+    return (
+        f"{own.scene}: {size:,} parameters, {own.workers} {ranks} x {own.batch} x {own.sequence}, "
+        f"{own.steps} steps, {own.schedule}, betas {own.betas[0]:g} {own.betas[1]:g}, "
+        f"weight decay {own.weight_decay:g}"
+    )
+
+
+def name(results: Sequence[Result]) -> str:
+    """Returns a short name of a cell."""
+    own = results[0].setting
+    return f"{own.scene}-{own.workers}x{own.batch}"
+
+
+def print_losses(results: Sequence[Result]) -> None:
+    """Prints a table for each cell: losses, gaps to global Lion, bytes, modelled times."""
+    columns = {
+        "method": "method",
+        "lr": "best lr",
+        "seeds": "seeds",
+        "loss": "loss",
+        "gap": "gap to lion",
+        "bits": "bits/param/step",
+        "bytes": "bytes/step",
+    } | {name: f"ms at {name}" for name in LINKS}
+    for together in cells(results):
+        print(f"\n{title(together)}")
+        compute = compute_s(together)
+        rows = [
+            {
+                "method": result.setting.method,
+                "lr": f"{result.choice.lr:g}{' (edge)' if result.choice.at_edge else ''}",
+                "seeds": len(result.losses),
+                "loss": with_spread(result.mean, spread(result.losses.values())),
+                "gap": with_spread(
+                    mean_of(result.gaps.values()), spread(result.gaps.values()), sign=True
+                ),
+                "bits": result.bits_per_step,
+                "bytes": round(result.average("bytes_per_step")),
+                **{name: 1e3 * step_s(result, compute, link(name)) for name in LINKS},
+            }
+            for result in together
+        ]
+        print_table("validation loss", columns, rows)
+
+
+def print_grids(results: Sequence[Result]) -> None:
+    """Prints the loss at every learning rate of each method's grid."""
+    for together in cells(results):
+        lrs = sorted({lr for result in together for lr in result.choice.losses})
+        columns = {"method": "loss at lr"} | {str(lr): f"{lr:g}" for lr in lrs}
+        rows = [
+            {"method": result.setting.method}
+            | {
+                str(lr): f"{loss:.3f}{'*' if lr == result.choice.lr else ''}"
+                for lr, loss in result.choice.losses.items()
+            }
+            for result in together
+        ]
+        print_table(f"learning rates: {name(together)}", columns, rows)
+
+
+def print_sign_agreement(results: Sequence[Result]) -> None:
+    """Prints how many verdicts have the sign of Lion's direction, by kind of parameter."""
+    for together in cells(results):
+        shares = {r.setting.method: r.sign_agreement() for r in together}
+        shares = {method: found for method, found in shares.items() if found}
+        if not shares:
+            continue
+        kinds = list(next(iter(shares.values())))
+        columns = {"kind": "agrees with Lion's sign"} | {name: name for name in shares}
+        rows = [
+            {"kind": kind}
+            | {name: f"{found[kind]:.3f}" for name, found in shares.items() if kind in found}
+            for kind in kinds
+        ]
+        print_table(f"signs: {name(together)}", columns, rows)
+
+
+def with_spread(mean: float, deviation: float, *, sign: bool = False) -> str:
+    """Returns a mean and its spread as text.
+
+    >>> with_spread(2.3014, 0.0042), with_spread(0.026, 0.001, sign=True)
+    ('2.301 ± 0.004', '+0.026 ± 0.001')
+    """
+    if finite(mean) is None:
+        return "-" if math.isnan(mean) else "diverged"
+    text = f"{mean:+.3f}" if sign else f"{mean:.3f}"
+    return text if finite(deviation) is None else f"{text} ± {deviation:.3f}"

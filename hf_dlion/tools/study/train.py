@@ -1,0 +1,111 @@
+"""One run: N workers, their gradients, one method."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dlion.tools.study.agreement import SignAgreement
+from hf_dlion.tools.study.methods import Method, recipe, trainable
+from hf_dlion.tools.study.scenes import Scene, scene_class
+from hf_dlion.tools.study.setting import Setting
+
+SIGN_SAMPLES = 5
+
+
+def simulate(setting: Setting, scene: Scene | None = None) -> dict[str, Any]:
+    """Trains with all workers in this process; returns the record of the run.
+
+    Args:
+        setting: Of the run.
+        scene: Made already, or None.
+
+    Raises:
+        UnknownNameError: If there is no such scene or method.
+    """
+    how = recipe(setting.method)
+    scene = scene or scene_class(setting.scene)(setting)
+    method = how.simulated(scene, setting)
+    try:
+        return train(setting, scene, method)
+    finally:
+        method.close()
+
+
+def train(setting: Setting, scene: Scene, method: Method) -> dict[str, Any]:
+    """Trains `method.places` and returns the record of the run, `loss` None where it diverged.
+
+    Args:
+        setting: Of the run.
+        scene: Gives batches and losses.
+        method: With its models at their start.
+    """
+    evaluated_after = set(setting.evaluated_after())
+    parts = min(SIGN_SAMPLES, setting.steps)
+    measured = {setting.steps * (2 * part + 1) // (2 * parts) for part in range(parts)}
+    signs = SignAgreement(method.voters)
+    curve = [(0, scene.validation(_plain(method.places[0][1])))]
+    # Processor time: other work on the machine does not count.
+    gradient_s, method_s = [], []
+    begin, failure = time.perf_counter(), None
+    for step in range(setting.steps):
+        total = 0.0
+        for worker, model in method.places:
+            batch = scene.batch(worker, step, setting.seed)
+            before = time.process_time()
+            loss = scene.loss(model, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            gradient_s.append(time.process_time() - before)
+            total += float(loss.detach())
+            method.collect(model)
+        if not math.isfinite(total):
+            failure = f"the training loss of step {step} is {total}"
+            break
+        lr = setting.lr_at(step)
+        if step in measured:
+            signs.before(lr)
+        before = time.process_time()
+        method.step(lr)
+        method_s.append(time.process_time() - before)
+        if step in measured:
+            signs.after()
+        if step + 1 in evaluated_after:
+            curve.append((step + 1, scene.validation(_plain(method.places[0][1]))))
+    model = _plain(method.places[0][1])
+    _check_replicas(method)
+    return {
+        "key": setting.key,
+        "setting": setting.identity(),
+        "loss": curve[-1][1] if failure is None and math.isfinite(curve[-1][1]) else None,
+        "failure": failure,
+        "curve": [[step, loss if math.isfinite(loss) else None] for step, loss in curve],
+        "metrics": scene.metrics(model) if failure is None else {},
+        "parameters": sum(param.numel() for param in trainable(model)),
+        "bytes_per_step": method.bytes_sent / setting.steps,
+        "rounds_per_step": method.rounds / setting.steps,
+        "gradient_ms": 1e3 * statistics.median(gradient_s),
+        "method_ms": 1e3 * statistics.median(method_s) if method_s else None,
+        "seconds": time.perf_counter() - begin,
+        "sign_agreement": signs.by_parameter(),
+    }
+
+
+def _check_replicas(method: Method) -> None:
+    """Checks what the method promises: bitwise equal replicas."""
+    first, *others = dict.fromkeys(model for _, model in method.places)
+    for other in others:
+        for mine, theirs in zip(trainable(first), trainable(other), strict=True):
+            if not torch.equal(mine, theirs):
+                raise RuntimeError("replicas are not equal after the run")
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    """Returns the model that a DDP wrapper holds, or the model itself."""
+    inner = getattr(model, "module", model)
+    assert isinstance(inner, nn.Module), "a module holds modules"
+    return inner

@@ -1,0 +1,681 @@
+"""DDP hands over local gradients however it is wrapped: training equals that without a wrapper."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from hf_dlion import DistributedLion
+from hf_dlion.backward import search as comm_hook
+from tests.support.spawn import RankPools
+
+pytestmark = pytest.mark.multiproc
+
+STEPS = 4
+
+
+class Model(nn.Module):
+    """Two blocks, an embedding, and a branch that only some calls take."""
+
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 16)
+        self.first = nn.Linear(16, 24)
+        self.second = nn.Linear(24, 16)
+        self.branch = nn.Linear(16, 16)
+        self.recompute = recompute
+
+    def block(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+    def forward(self, tokens: Tensor, branch: bool = True) -> Tensor:
+        x = self.embedding(tokens)
+        x = checkpoint(self.block, x, use_reentrant=False) if self.recompute else self.block(x)
+        return (self.branch(x) if branch else x).square().mean()
+
+
+def new_model(recompute: bool = False) -> Model:
+    torch.manual_seed(0)
+    return Model(recompute)
+
+
+def optimizer_of(model: nn.Module, **options: Any) -> DistributedLion:
+    return DistributedLion(model.named_parameters(), lr=1e-2, weight_decay=0.1, **options)
+
+
+def bits_of(model: nn.Module) -> list[Tensor]:
+    return [param.detach().clone().view(torch.int32) for param in model.parameters()]
+
+
+def batches(rank: int, micro_steps: int) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(100 + rank)
+    return [
+        [torch.randint(0, 11, (3, 5), generator=generator) for _ in range(micro_steps)]
+        for _ in range(STEPS)
+    ]
+
+
+@contextlib.contextmanager
+def released(*holders: list[Any]) -> Iterator[None]:
+    """Lets go of DDP wrappers before a pool's process group can end."""
+    yield
+    for holder in holders:
+        holder.clear()
+    gc.collect()
+
+
+def train(
+    rank: int,
+    world_size: int,
+    wrap: str,
+    ddp_options: dict[str, Any],
+    loop: dict[str, Any],
+    make: Callable[..., DistributedLion] = optimizer_of,
+) -> tuple[list[Tensor], int]:
+    """Trains a few steps and returns the parameters' bits and the bytes of a step."""
+    model = new_model(loop.get("recompute", False))
+    early = loop.get("optimizer_first", True)
+    options = {"overlap": loop.get("overlap", False), **loop.get("options", {})}
+    optimizer = make(model, **options) if early else None
+    holder: list[Any] = [model]
+    with released(holder):
+        if wrap == "compile_inside":
+            holder[0] = torch.compile(holder[0], backend="eager")
+        if wrap != "bare":
+            holder[0] = DistributedDataParallel(holder[0], **ddp_options)
+        if wrap == "compile_outside":
+            holder[0] = torch.compile(holder[0], backend="eager")
+        if optimizer is None:
+            optimizer = make(model, **options)
+        if loop.get("attach", False) and wrap != "bare":
+            optimizer.attach(holder[0])
+        for step, micro_batches in enumerate(batches(rank, loop.get("micro_steps", 1))):
+            for number, tokens in enumerate(micro_batches):
+                last = number == len(micro_batches) - 1
+                skip = loop.get("skip_branch_on") == rank and step % 2 == 0
+                inner = comm_hook.unwrapped_ddp(holder[0])
+                quiet = contextlib.nullcontext() if last or inner is None else inner.no_sync()
+                with quiet:
+                    holder[0](tokens, branch=not skip).backward()
+            if loop.get("clip", False):
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=loop.get("set_to_none", True))
+            if loop.get("evaluate", False):
+                holder[0].eval()
+                with torch.no_grad():
+                    holder[0](micro_batches[0])
+                holder[0].train()
+        return bits_of(model), optimizer.wire.last_bytes_sent
+
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "plain": ("ddp", {}, {}),
+    "attached": ("ddp", {}, {"attach": True}),
+    "optimizer_last": ("ddp", {}, {"optimizer_first": False}),
+    "several_buckets": ("ddp", {"bucket_cap_mb": 0.001}, {}),
+    "bucket_views": ("ddp", {"gradient_as_bucket_view": True}, {"micro_steps": 2}),
+    "static_graph": ("ddp", {"static_graph": True}, {}),
+    "accumulation": ("ddp", {}, {"micro_steps": 3}),
+    "clipping": ("ddp", {}, {"micro_steps": 2, "clip": True}),
+    "checkpointing": ("ddp", {}, {"recompute": True}),
+    "evaluation": ("ddp", {}, {"evaluate": True}),
+    "zeros_kept": ("ddp", {}, {"set_to_none": False}),
+    "find_unused": ("ddp", {"find_unused_parameters": True}, {}),
+    "unused_on_rank_0": ("ddp", {"find_unused_parameters": True}, {"skip_branch_on": 0}),
+    "unused_zeros_kept": (
+        "ddp",
+        {"find_unused_parameters": True},
+        {"skip_branch_on": 0, "set_to_none": False},
+    ),
+    "compile_inside": ("compile_inside", {}, {}),
+    "compile_outside": ("compile_outside", {}, {"evaluate": True}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_in_ddp_equals_training_without_it(ranks: RankPools, case: str) -> None:
+    wrap, ddp_options, loop = CASES[case]
+    wrapped = ranks(2).run(train, wrap, ddp_options, loop)
+    bare = ranks(2).run(train, "bare", {}, {**loop, "set_to_none": True})
+    for (bits, sent), (bare_bits, bare_sent) in zip(wrapped, bare, strict=True):
+        assert all(map(torch.equal, bits, wrapped[0][0]))
+        assert all(map(torch.equal, bits, bare_bits))
+        assert sent == bare_sent
+
+
+def leave_gradients_local(rank: int, world_size: int) -> tuple[Tensor, bool]:
+    model = new_model()
+    optimizer = optimizer_of(model)
+    holder = [DistributedDataParallel(model)]
+    with released(holder):
+        holder[0](batches(rank, 1)[0][0]).backward()
+        local = model.first.weight.grad.clone()
+        alone = new_model()
+        alone(batches(rank, 1)[0][0]).backward()
+        optimizer.step()
+        return local, torch.equal(local, alone.first.weight.grad)
+
+
+def test_gradients_stay_each_ranks_own(ranks: RankPools) -> None:
+    (first, first_own), (second, second_own) = ranks(2).run(leave_gradients_local)
+    assert first_own
+    assert second_own
+    assert not torch.equal(first, second)
+
+
+def wrap_again(rank: int, world_size: int, keep_old: bool, announce: bool) -> dict[str, Any]:
+    """Trains, wraps the same model in a new DDP and trains on."""
+    model = new_model()
+    optimizer = optimizer_of(model)
+    holder = [DistributedDataParallel(model)]
+    tokens = [step[0] for step in batches(rank, 1)]
+    local: list[bool] = []
+    old: list[Any] = []
+    with released(holder), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            if step == 1:
+                old.extend(holder)
+                holder[0] = DistributedDataParallel(model)
+                if not keep_old:
+                    old.clear()
+                    gc.collect()
+                if announce:
+                    comm_hook.watch(optimizer)
+            holder[0](tokens[step]).backward()
+            everyone = [torch.empty_like(model.first.weight) for _ in range(world_size)]
+            dist.all_gather(everyone, model.first.weight.grad)
+            local.append(not torch.equal(everyone[0], everyone[1]))
+            optimizer.step()
+            optimizer.zero_grad()
+        old.clear()
+    told = [str(w.message) for w in caught if "DDP wrapper was made around" in str(w.message)]
+    return {"local": local, "told": len(told), "bits": bits_of(model)}
+
+
+@pytest.mark.parametrize("announce", [False, True])
+def test_a_new_wrapper_is_found_at_once_if_the_old_one_is_gone_or_it_is_announced(
+    ranks: RankPools, announce: bool
+) -> None:
+    results = ranks(2).run(wrap_again, announce, announce)
+    for result in results:
+        assert result["local"] == [True] * 4
+        assert result["told"] == 0
+        assert all(map(torch.equal, result["bits"], results[0]["bits"]))
+
+
+def test_a_new_wrapper_beside_a_live_one_costs_one_step_and_a_warning(ranks: RankPools) -> None:
+    results = ranks(2).run(wrap_again, True, False)
+    for result in results:
+        assert result["local"] == [True, False, True, True]
+        assert result["told"] == 1
+        assert all(map(torch.equal, result["bits"], results[0]["bits"]))
+
+
+def search_only_while_needed(rank: int, world_size: int) -> list[bool]:
+    gc.collect()
+    model = new_model()
+    optimizer = optimizer_of(model)
+    holder = [DistributedDataParallel(model)]
+    with released(holder):
+        searching = [comm_hook._search.active]
+        holder[0](batches(rank, 1)[0][0]).backward()
+        searching.append(comm_hook._search.active)
+        optimizer.step()
+        searching.append(comm_hook._search.active)
+    searching.append(comm_hook._search.active)
+    return searching
+
+
+def test_the_hook_of_all_modules_goes_once_the_wrapper_is_found(ranks: RankPools) -> None:
+    assert ranks(2).run(search_only_while_needed) == [[True, False, False, True]] * 2
+
+
+def train_two_models(rank: int, world_size: int, one_wrapper: bool) -> list[bool]:
+    """Two optimizers, over the two halves of one wrapper or over two wrappers."""
+    models = nn.ModuleDict({"a": new_model(), "b": new_model()})
+    optimizers = [optimizer_of(models["a"]), optimizer_of(models["b"])]
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.models = models
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.models["a"](tokens) + 2 * self.models["b"](tokens)
+
+    holder: list[Any] = (
+        [DistributedDataParallel(Both())]
+        if one_wrapper
+        else [DistributedDataParallel(models["a"]), DistributedDataParallel(models["b"])]
+    )
+    with released(holder):
+        for step in batches(rank, 1):
+            sum(wrapper(step[0]) for wrapper in holder).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    mine = bits_of(models)
+    equal = []
+    for bits in mine:
+        everyone = [torch.empty_like(bits) for _ in range(world_size)]
+        dist.all_gather(everyone, bits)
+        equal.append(all(torch.equal(bits, other) for other in everyone))
+    moved = [
+        not torch.equal(bits, first)
+        for bits, first in zip(mine, bits_of(new_model()) * 2, strict=True)
+    ]
+    return [all(equal), all(moved), all(o.wire.exchanges == STEPS for o in optimizers)]
+
+
+@pytest.mark.parametrize("one_wrapper", [True, False])
+def test_several_optimizers_work_side_by_side(ranks: RankPools, one_wrapper: bool) -> None:
+    assert ranks(2).run(train_two_models, one_wrapper) == [[True, True, True]] * 2
+
+
+def refuse(rank: int, world_size: int, what: str) -> str:
+    model = new_model()
+    holder: list[Any] = [DistributedDataParallel(model)]
+    with released(holder):
+        options: dict[str, Any] = {}
+        params: Any = model.named_parameters()
+        if what == "foreign_hook":
+            holder[0].register_comm_hook(None, allreduce_hook)
+        if what == "foreign_group":
+            options["process_group"] = dist.new_group(list(range(world_size)))
+        if what == "strangers":
+            params = model.first.named_parameters()
+        optimizer = DistributedLion(params, **options)
+        try:
+            if what == "no_wrapper":
+                optimizer.attach(model)
+            elif what == "other_model":
+                optimizer.attach(DistributedDataParallel(new_model()))
+            else:
+                holder[0](batches(rank, 1)[0][0])
+        except (RuntimeError, TypeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("foreign_hook", "RuntimeError: DDP already has the comm hook 'allreduce_hook'"),
+        ("foreign_group", "RuntimeError: DistributedDataParallel and DistributedLion use differ"),
+        ("strangers", "RuntimeError: DDP would no longer average the gradients of 5 trainable"),
+        ("no_wrapper", "TypeError: attach() takes a DistributedDataParallel, got Model"),
+        ("other_model", "ValueError: the DDP wrapper holds none of this optimizer's parameters"),
+    ],
+)
+def test_a_wrapper_that_cannot_be_attached_is_refused_by_name(
+    ranks: RankPools, what: str, message: str
+) -> None:
+    for found in ranks(2).run(refuse, what):
+        assert found.startswith(message)
+
+
+def overflow(rank: int, world_size: int) -> dict[str, Any]:
+    """Rank 1's loss overflows in step 1; GradScaler on the CPU, through clipping's unscale_."""
+    model = new_model()
+    optimizer = optimizer_of(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    holder = [DistributedDataParallel(model)]
+    momenta = []
+    with released(holder), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step, (tokens,) in enumerate(batches(rank, 1)):
+            loss = holder[0](tokens)
+            if rank == 1 and step == 1:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            if step % 2:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            momenta.append(optimizer.state[model.first.weight]["exp_avg"].clone())
+    return {
+        "bits": bits_of(model),
+        "scale": scaler.get_scale(),
+        "kept": torch.equal(momenta[0], momenta[1]),
+        "steps": optimizer.steps,
+        "abstentions": optimizer.wire.abstentions,
+    }
+
+
+def test_a_rank_that_overflows_abstains_while_the_others_go_on(ranks: RankPools) -> None:
+    first, second = ranks(2).run(overflow)
+    assert all(map(torch.equal, first["bits"], second["bits"]))
+    assert (first["scale"], second["scale"]) == (1024.0, 512.0)
+    assert (first["kept"], second["kept"]) == (False, True)
+    assert first["steps"] == second["steps"] == STEPS
+    assert first["abstentions"] == second["abstentions"] == 1
+
+
+def unscale_in_step(rank: int, world_size: int) -> bool:
+    """Without unscale_() before it, step() divides by the scale itself."""
+    models = [new_model(), new_model()]
+    for model, scaler in zip(
+        models, [None, torch.amp.GradScaler("cpu", init_scale=64.0)], strict=True
+    ):
+        optimizer = optimizer_of(model)
+        for (tokens,) in batches(rank, 1):
+            loss = model(tokens)
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+    return all(map(torch.equal, bits_of(models[0]), bits_of(models[1])))
+
+
+def test_the_scale_of_the_loss_is_divided_out(ranks: RankPools) -> None:
+    assert ranks(2).run(unscale_in_step) == [True, True]
+
+
+def refuse_shards(rank: int, world_size: int) -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = new_model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    try:
+        optimizer_of(model)
+    except NotImplementedError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_sharded_parameters_are_refused_with_what_works(ranks: RankPools) -> None:
+    for message in ranks(2).run(refuse_shards):
+        assert "DistributedDataParallel" in message
+
+
+def test_hooks_do_not_keep_an_optimizer_alive_nor_hinder_copies() -> None:
+    model = new_model()
+    optimizer = optimizer_of(model)
+    assert model.first.weight._post_accumulate_grad_hooks
+    twin = copy.deepcopy(model)
+    assert torch.equal(pickle.loads(pickle.dumps(model)).first.weight, model.first.weight)
+    twin(torch.zeros(1, 1, dtype=torch.int64)).backward()
+    del optimizer
+    gc.collect()
+    assert not model.first.weight._post_accumulate_grad_hooks
+
+
+def train_parts(rank: int, world_size: int, rewrap: bool) -> dict[str, Any]:
+    """One optimizer over two wrappers; with `rewrap` the second gets a new one in step 2."""
+    models = nn.ModuleDict({"a": new_model(), "b": new_model()})
+    optimizer = optimizer_of(models)
+    holder = [DistributedDataParallel(models["a"]), DistributedDataParallel(models["b"])]
+    old: list[Any] = []
+    local: list[bool] = []
+    with released(holder, old), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step, (tokens,) in enumerate(batches(rank, 1)):
+            if rewrap and step == 1:
+                old.append(holder[1])
+                holder[1] = DistributedDataParallel(models["b"])
+            (holder[0](tokens) + holder[1](tokens)).backward()
+            grad = models["b"].first.weight.grad
+            everyone = [torch.empty_like(grad) for _ in range(world_size)]
+            dist.all_gather(everyone, grad)
+            local.append(not torch.equal(everyone[0], everyone[1]))
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"local": local, "searching": comm_hook._search.active, "bits": bits_of(models)}
+
+
+@pytest.mark.parametrize("rewrap", [False, True])
+def test_every_wrapper_of_an_optimizer_is_found(ranks: RankPools, rewrap: bool) -> None:
+    results = ranks(2).run(train_parts, rewrap)
+    for result in results:
+        # A new wrapper beside a live old one is found after the step that it averaged.
+        assert result["local"] == ([True, False, True, True] if rewrap else [True] * STEPS)
+        assert all(map(torch.equal, result["bits"], results[0]["bits"]))
+
+
+def train_on_with_sgd(rank: int, world_size: int) -> bool:
+    model = new_model()
+    optimizer = optimizer_of(model)
+    holder = [DistributedDataParallel(model)]
+    with released(holder), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step, (tokens,) in enumerate(batches(rank, 1)):
+            holder[0](tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                gc.collect()
+    everyone = [torch.empty_like(model.first.weight) for _ in range(world_size)]
+    dist.all_gather(everyone, model.first.weight.detach())
+    return torch.equal(everyone[0], everyone[1])
+
+
+def test_a_wrapper_averages_again_once_its_optimizer_is_gone(ranks: RankPools) -> None:
+    assert ranks(2).run(train_on_with_sgd) == [True, True]
+
+
+def train_with_a_second_lion(rank: int, world_size: int) -> tuple[bool, list[Tensor]]:
+    """A new optimizer around the same wrapper takes over from the first."""
+    model = new_model()
+    optimizer = optimizer_of(model)
+    holder = [DistributedDataParallel(model)]
+    with released(holder):
+        for step, (tokens,) in enumerate(batches(rank, 1)):
+            holder[0](tokens).backward()
+            grad = model.first.weight.grad
+            everyone = [torch.empty_like(grad) for _ in range(world_size)]
+            dist.all_gather(everyone, grad)
+            local = not torch.equal(everyone[0], everyone[1])
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                del optimizer
+                gc.collect()
+                optimizer = optimizer_of(model)
+    return local, bits_of(model)
+
+
+def test_a_second_optimizer_takes_the_wrapper_over(ranks: RankPools) -> None:
+    (local, bits), (_, others) = ranks(2).run(train_with_a_second_lion)
+    assert local
+    assert all(map(torch.equal, bits, others))
+
+
+def join_uneven(rank: int, world_size: int) -> str:
+    model = new_model()
+    optimizer = optimizer_of(model)
+    holder = [DistributedDataParallel(model)]
+    with released(holder):
+        try:
+            with holder[0].join():
+                holder[0](torch.zeros(1, 1, dtype=torch.int64)).backward()
+                optimizer.step()
+        except RuntimeError as error:
+            return str(error)
+    return "accepted"
+
+
+def test_uneven_inputs_are_refused_instead_of_waited_for(ranks: RankPools) -> None:
+    for message in ranks(2).run(join_uneven):
+        assert "give every rank as many batches" in message
+
+
+def copy_with_a_group(rank: int, world_size: int) -> str:
+    group = dist.new_group(list(range(world_size)))
+    model = new_model()
+    twin = copy.deepcopy(DistributedLion(model.parameters(), process_group=group))
+    try:
+        twin.step()
+    except RuntimeError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_a_copy_does_not_vote_in_another_group(ranks: RankPools) -> None:
+    for message in ranks(2).run(copy_with_a_group):
+        assert "make a new one with process_group" in message
+
+
+def shard_after_construction(rank: int, world_size: int) -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = new_model()
+    optimizer = optimizer_of(model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    # What Accelerate does for FSDP2: the groups get the sharded parameters.
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    try:
+        optimizer.step()
+    except NotImplementedError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_parameters_that_are_sharded_later_are_refused_too(ranks: RankPools) -> None:
+    for message in ranks(2).run(shard_after_construction):
+        assert "DistributedDataParallel" in message
+
+
+def set_one_gradient_by_hand(rank: int, world_size: int) -> list[bool]:
+    a, b, c = (nn.Parameter(torch.ones(3)) for _ in range(3))
+    optimizer = DistributedLion([a, b, c], lr=0.1)
+    a.sum().backward()
+    b.grad, c.grad = torch.ones(3), torch.zeros(3)
+    optimizer.step()
+    return [bool((param != 1).any()) for param in (a, b, c)]
+
+
+def test_a_gradient_set_by_hand_counts_beside_those_of_autograd(ranks: RankPools) -> None:
+    assert ranks(2).run(set_one_gradient_by_hand) == [[True, True, False]] * 2
+
+
+def split_unlike(rank: int, world_size: int) -> str:
+    from hf_dlion.step import plan as step_plan
+
+    limit = step_plan.MESSAGE_NUMEL
+    params = [nn.Parameter(torch.ones(70)) for _ in range(4)]
+    for param in params:
+        param.grad = torch.ones(70)
+    step_plan.MESSAGE_NUMEL = 100 if rank else limit
+    try:
+        DistributedLion(params).step()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        step_plan.MESSAGE_NUMEL = limit
+    return "accepted"
+
+
+def test_ranks_that_would_send_other_messages_are_refused(ranks: RankPools) -> None:
+    for message in ranks(2).run(split_unlike):
+        assert message.startswith("Disagreement: ranks differ in trainable parameters")
+
+
+class Normed(nn.Module):
+    """A model with a buffer that DDP broadcasts before a forward: BatchNorm's running mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.last = nn.Linear(4, 1)
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise ValueError("this forward fails")
+        return self.last(self.norm(x)).square().mean()
+
+
+def train_with_buffers(rank: int, world_size: int, lion: bool) -> tuple[Tensor, list[bool], int]:
+    """Returns the running mean as the last forward found it, and what the wrapper says of sync."""
+    torch.manual_seed(0)
+    model = Normed()
+    calls: list[int] = []
+    if lion:
+        optimizer: torch.optim.Optimizer = optimizer_of(model)
+    else:
+        # The same without a reduction, by DDP's own means.
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    holder = [DistributedDataParallel(model)]
+    found: list[Tensor] = []
+    sync: list[bool] = []
+    generator = torch.Generator().manual_seed(rank)
+    with released(holder):
+        if lion:
+            optimizer.attach(holder[0])
+            reduced = comm_hook._attachments[holder[0]].reduced
+            comm_hook._attachments[holder[0]].reduced = lambda b: calls.append(1) or reduced(b)
+        model.norm.register_forward_pre_hook(
+            lambda module, args: found.append(module.running_mean.clone())
+        )
+        for micro_step in range(6):
+            quiet = holder[0].no_sync() if micro_step % 3 == 0 else contextlib.nullcontext()
+            with quiet:
+                loss = holder[0](torch.randn(5, 4, generator=generator))
+            sync.append(holder[0].require_backward_grad_sync)
+            loss.backward()
+            if micro_step % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        model.fails = True
+        with contextlib.suppress(ValueError):
+            holder[0](torch.randn(5, 4, generator=generator))
+        sync.append(holder[0].require_backward_grad_sync)
+    return torch.stack(found), sync, len(calls)
+
+
+def test_buffers_are_broadcast_when_ddp_would_and_its_buckets_are_left_alone(
+    ranks: RankPools,
+) -> None:
+    ours, theirs = ranks(2).run(train_with_buffers, True), ranks(2).run(train_with_buffers, False)
+    for (means, sync, calls), (expected, expected_sync, _) in zip(ours, theirs, strict=True):
+        assert torch.equal(means, expected)
+        assert sync == expected_sync == [True] * 7
+        assert calls == 0
+
+
+def bucket_calls(rank: int, world_size: int, ddp_options: dict[str, Any]) -> int:
+    model = new_model()
+    optimizer = optimizer_of(model)
+    calls: list[int] = []
+    holder = [DistributedDataParallel(model, **ddp_options)]
+    with released(holder):
+        optimizer.attach(holder[0])
+        attachment = comm_hook._attachments[holder[0]]
+        reduced = attachment.reduced
+        attachment.reduced = lambda bucket: calls.append(1) or reduced(bucket)
+        holder[0](batches(rank, 1)[0][0]).backward()
+        optimizer.step()
+    return len(calls)
+
+
+@pytest.mark.parametrize(
+    ("ddp_options", "used"),
+    [({}, 0), ({"gradient_as_bucket_view": True}, 1), ({"static_graph": True}, 1)],
+)
+def test_gradients_go_through_buckets_only_where_they_must(
+    ranks: RankPools, ddp_options: dict[str, Any], used: int
+) -> None:
+    assert ranks(2).run(bucket_calls, ddp_options) == [used] * 2

@@ -1,0 +1,374 @@
+"""The Triton kernels in Triton's interpreter, on CPU tensors; tests/test_triton.py runs this file.
+
+Not collected by itself: TRITON_INTERPRET=1 must be in the environment before triton is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_dlion.codec import AloneJob, ApplyJob, EncodeJob, sums
+from hf_dlion.codec import count as count_module
+from hf_dlion.codec.bits import pack_bits
+from hf_dlion.codec.cpu import CpuCodec
+from hf_dlion.codec.cuda import count as cuda_count
+from hf_dlion.codec.cuda import levels as cuda_levels
+from hf_dlion.codec.cuda import tables
+from hf_dlion.codec.cuda.codec import TritonCodec
+from hf_dlion.codec.cuda.launch import kernels, run
+from hf_dlion.codec.layout import MessageLayout, words_for
+from hf_dlion.codec.lion import signed32, step_key
+from hf_dlion.codec.reference import votes as reference
+from hf_dlion.codec.rule import StepRule, Verdict
+from tests.codec.test_codec import examples, gradients, rounded, rule, same_bits, widened
+from tests.codec.test_levels import packed_levels
+from tests.support.oracle import bits_of
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/test_triton.py"
+KERNELS = kernels(torch.device("cpu"))
+assert KERNELS is not None
+CODEC = TritonCodec(KERNELS)
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+SHAPES: list[tuple[int, ...]] = [
+    *((), (0,), (1,), (300,), (9, 70), (200, 1), (3, 64), (2, 192), (4, 5, 30), (1, 400)),
+]
+
+
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that small tensors cross."""
+    monkeypatch.setattr(tables, "BLOCK", 128)
+    monkeypatch.setattr(cuda_count, "WORDS", 8)
+    monkeypatch.setattr(cuda_levels, "WORDS", 2)
+
+
+def buffers(grad: Tensor) -> tuple[Tensor, Tensor]:
+    words = torch.full((words_for(grad.numel()),), -1)
+    return words, torch.ones(reference.row_count(tuple(grad.shape)), dtype=torch.bool)
+
+
+@examples(60)
+@given(
+    shape=st.sampled_from(SHAPES),
+    seed=st.integers(0, 10**6),
+    zero_share=st.sampled_from([0.0, 0.3, 1.0]),
+    dtype=st.sampled_from(DTYPES),
+    momentum_dtype=st.sampled_from(DTYPES),
+    scale=st.sampled_from([1.0, 0.3, 1e-30]),
+)
+def test_a_preview_votes_on_the_scaled_gradient_and_leaves_the_momentum(
+    shape: tuple[int, ...],
+    seed: int,
+    zero_share: float,
+    dtype: torch.dtype,
+    momentum_dtype: torch.dtype,
+    scale: float,
+) -> None:
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    grad = gradients(shape, seed, zero_share, dtype)
+    exp_avg = gradients(shape, seed + 1, zero_share, momentum_dtype)
+    words, active = buffers(grad)
+    before = exp_avg.clone()
+
+    CODEC.preview(grad, exp_avg, words, active, rule(), scale)
+
+    assert same_bits(exp_avg, before)
+    scaled = grad.to(wide) if scale == 1.0 else grad.to(wide) * scale
+    u = reference.direction(exp_avg.to(wide).numpy(), scaled.numpy(), 0.9)
+    expected_words, expected_active = reference.pack_signs(u, t=3, rank=1, world_size=3)
+    np.testing.assert_array_equal(active.numpy(), expected_active)
+    np.testing.assert_array_equal(words.numpy().view(np.uint64), expected_words)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "momentum_dtype"),
+    [(d, m) for d in DTYPES for m in DTYPES if d == m or m != torch.float64],
+    ids=str,
+)
+def test_an_advance_does_to_the_momentum_what_an_encoding_does(
+    dtype: torch.dtype, momentum_dtype: torch.dtype
+) -> None:
+    for seed, shape in enumerate(SHAPES):
+        grad = gradients(shape, seed, 0.1, dtype)
+        ours, theirs = (gradients(shape, seed + 1, 0.1, momentum_dtype) for _ in range(2))
+        CODEC.advance(grad, ours, rule())
+        CpuCodec().encode(grad, theirs, *buffers(grad), rule())
+        assert same_bits(ours, theirs)
+
+
+def lots(seed: int) -> list[Tensor]:
+    """Tensors of every shape and dtype, contiguous or not, some off the grid of 16 bytes."""
+    found = []
+    for k, shape in enumerate(SHAPES):
+        for dtype in DTYPES:
+            tensor = gradients(shape, seed + k, 0.2, dtype)
+            if k % 3 == 1:
+                room = torch.empty(tensor.numel() + 1, dtype=dtype)
+                tensor = room[1:].view(shape).copy_(tensor)
+            elif len(shape) == 2 and k % 3 == 2:
+                tensor = tensor.T.contiguous().T
+            found.append(tensor)
+    return found
+
+
+def test_many_tensors_at_once_are_treated_as_each_alone() -> None:
+    outcomes = []
+    for codec in (CODEC, CpuCodec()):
+        grads, params = lots(1), lots(2)
+        averages = [gradients(tuple(grad.shape), 3, 0.2, grad.dtype) for grad in grads]
+        rules = [
+            rule(index=k, lr=0.1 * (k % 3), betas=(0.9, 0.9 + 0.01 * (k % 5)))
+            for k in range(len(grads))
+        ]
+        made = [buffers(grad) for grad in grads]
+        codec.encode_all(
+            [
+                EncodeJob(grad, exp_avg, *votes, constants)
+                for grad, exp_avg, votes, constants in zip(
+                    grads, averages, made, rules, strict=True
+                )
+            ]
+        )
+        verdicts = [Verdict(words[None], active.int()) for words, active in made]
+        codec.apply_all([ApplyJob(*job) for job in zip(params, verdicts, rules, strict=True)])
+        outcomes.append([*params, *averages, *(part for votes in made for part in votes)])
+        codec.step_alone_all(
+            [AloneJob(*job) for job in zip(params, grads, averages, rules, strict=True)]
+        )
+        outcomes[-1] += [*params, *averages]
+    for ours, theirs in zip(*outcomes, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert ours.tolist() == theirs.tolist()
+        assert torch.equal(ours.signbit(), theirs.signbit())
+
+
+@examples(100)
+@given(
+    patterns=st.lists(
+        st.one_of(
+            st.integers(0, 2**31 - 1),
+            # Around the bounds of float16: 2**-24, 2**-14, its largest number, 2**16; and NaN.
+            st.builds(
+                lambda bound, step: bound + step,
+                st.sampled_from([0x33800000, 0x38800000, 0x477FE000, 0x47800000, 0x7F800000]),
+                st.integers(-(2**14), 2**14),
+            ),
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    negative=st.booleans(),
+    stochastic_rounding=st.booleans(),
+)
+def test_rounding_equals_the_reference_on_every_bit_pattern(
+    patterns: list[int], dtype: torch.dtype, negative: bool, stochastic_rounding: bool
+) -> None:
+    # A parameter of 0 becomes its learning rate, times the verdict.
+    values = np.array(patterns, dtype=np.uint32).view(np.float32)
+    params = [torch.zeros(1, dtype=dtype) for _ in values]
+    verdict = Verdict(torch.tensor([[0 if negative else 1]]), torch.ones(1, dtype=torch.int32))
+    rules = [
+        rule(index=k, lr=float(v), weight_decay=0.0, stochastic_rounding=stochastic_rounding)
+        for k, v in enumerate(values)
+    ]
+    jobs = zip(params, rules, strict=True)
+    CODEC.apply_all([ApplyJob(param, verdict, constants) for param, constants in jobs])
+    for value, param, constants in zip(values, params, rules, strict=True):
+        expected = np.array([-value if negative else value])
+        if not np.isfinite(value):
+            assert param.isnan().all()  # 1 - lr * 0, the decay, is a NaN too
+        elif value != 0:
+            assert same_bits(param, rounded(expected, dtype, constants, stream=0)), value
+
+
+def test_tensors_off_the_grid_of_16_bytes_are_launched_apart() -> None:
+    room = torch.zeros(9)
+    kinds = [tables.entry_of(rule(), param=room[k : k + 4]).kind.aligned for k in range(6)]
+    assert kinds == [True, False, False, False, True, False]
+    words, counts = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int32)
+    entries = [
+        tables.entry_of(rule(), param=room[k : k + 4], words=words, rows=counts) for k in range(6)
+    ]
+    found = list(tables.launches(entries, torch.device("cpu")))
+    assert [(on.kind.aligned, on.blocks) for on in found] == [(True, 2), (False, 4)]
+
+
+@pytest.mark.parametrize("first", [2**32 - 128, 2**32])
+def test_elements_beyond_32_bits_have_random_bits_of_their_own(first: int) -> None:
+    param = gradients((128,), 0, 0.1, torch.bfloat16)
+    before = widened(param).copy()
+    words, counts = torch.zeros(2, dtype=torch.int64), torch.ones(1, dtype=torch.int32)
+    constants = rule()
+    entry = tables.entry_of(constants, param=param, words=words[None], rows=counts)
+    # A tensor whose first elements do not exist; only its last block is launched.
+    entry = dataclasses.replace(
+        entry,
+        tensors=(param.data_ptr() - 2 * first, 0, 0),
+        words=words.data_ptr() - first // 8,
+        numel=first + 128,
+        row_numel=first + 128,
+    )
+    jobs, job_of = torch.tensor([entry.row(-first // 128)]), torch.zeros(1, dtype=torch.int32)
+    run(
+        KERNELS.codec.apply, 1, jobs, job_of, signed32(step_key(7, 3)), 3,
+        PARAM=KERNELS.triton.tl.bfloat16, WIDE=KERNELS.triton.tl.float32, STOCHASTIC=True,
+        ALIGNED=True, AVERAGE=False, PLANES=1,
+    )  # fmt: skip
+    expected = reference.apply_verdict(before, np.ones(128), 0.01, 0.1)
+    random = reference.random_bits(7, 3, 2, 0, 128, start=first)
+    bits = torch.from_numpy(reference.round_bfloat16(expected, random).view(np.int16))
+    assert torch.equal(param.view(torch.int16), bits)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_nan_of_the_momentum_stays_one(dtype: torch.dtype) -> None:
+    exp_avg = torch.tensor([torch.nan, 1.0]).to(dtype)
+    # All ones: whatever is added to its low bits carries into the sign.
+    exp_avg.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[exp_avg.element_size()])[0] = -1
+    param = torch.ones(2, dtype=dtype)
+    CODEC.step_alone(param, torch.ones(2, dtype=dtype), exp_avg, rule())
+    assert exp_avg.isnan().tolist() == [True, False]
+    assert param[0] > param[1]  # the sign of NaN is 0
+
+
+COUNTED = st.lists(
+    st.one_of(
+        st.tuples(st.integers(1, 300)),
+        st.tuples(st.integers(1, 12), st.integers(1, 90)),
+        st.tuples(st.integers(1, 5), st.sampled_from([64, 128])),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@examples(120)
+@given(
+    shapes=COUNTED,
+    seed=st.integers(0, 10**6),
+    world_size=st.integers(2, 9),
+    combination=st.sampled_from(
+        [("majority", "alternate"), ("majority", "zero"), ("average", "alternate")]
+    ),
+    absent_share=st.sampled_from([0.0, 0.4, 1.0]),
+    cut=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+)
+def test_counts_equal_those_of_torch_operations(
+    shapes: list[tuple[int, ...]],
+    seed: int,
+    world_size: int,
+    combination: tuple[Any, Any],
+    absent_share: float,
+    cut: tuple[float, float],
+) -> None:
+    random = np.random.default_rng(seed)
+    layout = MessageLayout.of([(k, torch.Size(shape)) for k, shape in enumerate(shapes)])
+    first, last = sorted(round(part * layout.words) for part in cut)
+    shard = layout.shard(first, last)
+    ballots = [
+        [
+            reference.pack_signs(
+                random.integers(-1, 2, shape)
+                * (random.random((shape[0],) + (1,) * (len(shape) - 1)) >= absent_share),
+                t=4,
+                rank=rank,
+                world_size=world_size,
+            )
+            for shape in shapes
+        ]
+        for rank in range(world_size)
+    ]
+    votes = np.stack([np.concatenate([words for words, _ in own]) for own in ballots])
+    rows = np.stack([np.concatenate([active for _, active in own]) for own in ballots])
+    of_shard = torch.from_numpy(votes[:, first:last].view(np.int64))
+    active = torch.from_numpy(rows[:, shard.first_row : shard.first_row + shard.rows])
+    step: StepRule = rule(
+        step=4, world_size=world_size, aggregation=combination[0], ties=combination[1]
+    ).step_rule
+    row_numels = shard.row_numels(torch.device("cpu"))
+    expected = count_module.count_votes(of_shard, active, shard, row_numels, step)
+
+    counts = active.sum(dim=0, dtype=torch.int32)
+    planes = torch.full((step.planes, shard.words), 7)
+    change = cuda_count.count_votes(KERNELS, of_shard, counts, shard, planes, step)
+
+    # What a plane holds past a tensor's end is nobody's business.
+    held = torch.zeros(shard.words, dtype=torch.int64)
+    for part in shard.runs:
+        flags = torch.ones(part.stop - part.start, dtype=torch.bool)
+        held[part.word : part.word + part.words] = pack_bits(flags)
+    assert torch.equal(planes & held, expected.planes & held)
+    assert int((counts * row_numels).sum() + change) == expected.agreement
+
+
+@examples(100)
+@given(
+    words=st.integers(1, 7),
+    before=st.integers(0, 3),
+    world_size=st.integers(2, 9),
+    seed=st.integers(0, 10**6),
+    bits=st.sampled_from([2, 4, 8]),
+    ties=st.sampled_from(["alternate", "zero"]),
+    absent_share=st.sampled_from([None, 0.0, 0.4, 1.0]),
+)
+def test_sums_of_levels_equal_those_of_torch_operations(
+    words: int,
+    before: int,
+    world_size: int,
+    seed: int,
+    bits: int,
+    ties: Any,
+    absent_share: float | None,
+) -> None:
+    packed, voters = packed_levels(bits, words, world_size, absent_share, seed)
+    # A stretch of longer rows, of votes and of planes.
+    votes = torch.full((world_size, bits * (before + words)), -1)
+    votes[:, bits * before :] = packed
+    made = rule(step=4, world_size=world_size, ties=ties).step_rule
+    step = dataclasses.replace(made, bits=bits)
+    planes = [torch.full((step.planes, before + words), 7) for _ in range(2)]
+    found, expected = (
+        add(votes[:, bits * before :], voters, plane[:, before:], step)
+        for add, plane in zip(
+            (partial(cuda_levels.sum_levels, KERNELS), sums._sum_in_chunks), planes, strict=True
+        )
+    )
+    assert [int(told) for told in found] == [int(told) for told in expected]
+    assert torch.equal(*planes)
+
+
+@pytest.mark.parametrize("level_scale", ["word", "tensor"])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_levels_of_many_tensors_are_those_of_each_alone(bits: int, level_scale: Any) -> None:
+    outcomes = []
+    for codec in (CODEC, CpuCodec()):
+        grads = lots(1)
+        averages = [gradients(tuple(grad.shape), 3, 0.2, grad.dtype) for grad in grads]
+        rules = [rule(index=k, betas=(0.9, 0.9 + 0.01 * (k % 5))) for k in range(len(grads))]
+        rules = [
+            dataclasses.replace(
+                own,
+                step_rule=dataclasses.replace(own.step_rule, bits=bits, level_scale=level_scale),
+            )
+            for own in rules
+        ]
+        jobs = []
+        for grad, exp_avg, own in zip(grads, averages, rules, strict=True):
+            words, active = buffers(grad)
+            jobs.append(EncodeJob(grad, exp_avg, words.repeat(bits), active, own))
+        codec.encode_all(jobs)
+        outcomes.append([part for job in jobs for part in (job.exp_avg, job.words, job.active)])
+    for ours, theirs in zip(*outcomes, strict=True):
+        assert bits_of(ours) == bits_of(theirs)

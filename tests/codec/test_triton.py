@@ -1,0 +1,198 @@
+"""The Triton kernels without a GPU: interpreted against the definition, compiled, done without."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_dlion.codec import codec_for
+from hf_dlion.codec.cuda import launch as cuda_kernels
+from hf_dlion.codec.cuda import levels as cuda_levels
+from hf_dlion.codec.cuda import tables
+from hf_dlion.codec.cuda.codec import TritonCodec
+from hf_dlion.codec.eager import EagerCodec
+from hf_dlion.codec.levels import LEVELS
+
+HERE = Path(__file__).parent
+CUDA = torch.device("cuda")
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("triton is imported as an interpreter", allow_module_level=True)
+
+
+@pytest.mark.parametrize(
+    "selection",
+    [
+        ["test_codec.py", "-k", "triton"],
+        ["test_levels.py", "-k", "triton"],
+        ["interpreted_triton.py"],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("share", [4, pytest.param(1, marks=pytest.mark.long)])
+def test_interpreted_kernels_equal_the_reference(selection: list[str], share: int) -> None:
+    # Triton decides when it is imported whether it interprets, so that this takes a process.
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    # It computes with NumPy, which warns where a GPU just returns Inf.
+    done = subprocess.run(
+        [
+            *(*command, "-W", "ignore:overflow encountered:RuntimeWarning"),
+            *("-W", "ignore:invalid value encountered in multiply:RuntimeWarning", *selection),
+        ],
+        cwd=HERE,
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_DLION_EXAMPLES_SHARE": str(share),
+        },
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    assert re.search(r"\d+ passed", done.stdout)
+
+
+def compiled(kernel: Any, **constants: Any) -> str:
+    """The PTX of a kernel for a Hopper GPU, which no GPU is needed to make."""
+    compiler = pytest.importorskip("triton.backends.nvidia.compiler")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    if not hasattr(compiler, "CUDABackend"):
+        pytest.skip("this triton has no compiler for CUDA")
+    pointers = {"jobs": "*i64", "job_of": "*i32", "zeros_in": "*u8", "counts": "*i32"}
+    pointers |= dict.fromkeys(("votes", "totals", "out", "change"), "*i64")
+    if "voters" in kernel.arg_names:
+        pointers |= {"votes": "*i32", "voters": "*i32", "out": "*i32", "sums": "*i64"}
+    else:
+        pointers |= {"sums": "*fp64", "factors": "*fp64"}
+    integers = dict.fromkeys(("key", "stream", "phase", "world_size", "ranks"), "i32")
+    types = {**pointers, **integers, **dict.fromkeys(constants, "constexpr")}
+    source = ASTSource(
+        fn=kernel,
+        signature={name: types.get(name, "i64") for name in kernel.arg_names},
+        constexprs=constants,
+    )
+    options = {"enable_fp_fusion": False, "num_warps": cuda_kernels.WARPS}
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    ptx: str = made.asm["ptx"]
+    return ptx
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    found = cuda_kernels.kernels(torch.device("cpu"))
+    assert found is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_compiled_kernels_round_every_operation_by_itself(kernels: Any, dtype: str) -> None:
+    language = kernels.triton.tl
+    kind = getattr(language, dtype)
+    wide = language.float64 if dtype == "float64" else language.float32
+    common = {"WIDE": wide, "STOCHASTIC": True, "ALIGNED": True, "BLOCK": 2048}
+    encoding = {"GRAD": kind, "AVG": kind, "ADVANCE": True, "VOTE": True, "SCALED": True}
+    made = {
+        "encode": compiled(kernels.codec.encode, **common, **encoding),
+        "step_alone": compiled(kernels.codec.step_alone, **common, PARAM=kind, GRAD=kind, AVG=kind),
+        "apply": compiled(kernels.codec.apply, **common, PARAM=kind, AVERAGE=False, PLANES=2),
+        "average": compiled(kernels.codec.apply, **common, PARAM=kind, AVERAGE=True, PLANES=2),
+    }
+    width = 64 if dtype == "float64" else 32
+    for name, ptx in made.items():
+        assert f"mul.rn.f{width}" in ptx, name
+        # Only a product that says how it is rounded is safe from being fused later.
+        assert not re.search(r"\b(fma|mad)\.\w*\.?f(32|64)|\bmul\.f|\badd\.f|\bsub\.f", ptx), name
+        assert not re.search(r"\.ftz|\.approx|div\.full", ptx), name
+        if dtype != "float64":
+            assert "ld.global.v4.b32" in ptx, f"{name}: loads of 16 bytes"
+            assert "st.global.v4.b32" in ptx, f"{name}: stores of 16 bytes"
+    assert f"div.rn.f{width}" in made["average"]
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("float32", 2), ("bfloat16", 4), ("float64", 8)])
+def test_the_kernels_of_more_bits_compile(kernels: Any, dtype: str, bits: int) -> None:
+    language, levels = kernels.triton.tl, kernels.levels
+    kind = getattr(language, dtype)
+    wide = language.float64 if dtype == "float64" else language.float32
+    common = {"GRAD": kind, "AVG": kind, "WIDE": wide, "STOCHASTIC": True, "ALIGNED": True}
+    common |= {"SCALED": True, "BLOCK": tables.BLOCK}
+    top = torch.finfo(getattr(torch, dtype if dtype == "float64" else "float32")).max
+    code = {"BITS": bits, "LARGEST": LEVELS[bits].largest}
+    made = [
+        compiled(levels.encode_levels, **common, **code, TOP=top, ADVANCE=True, MEASURED=measured)
+        for measured in (False, True)
+    ]
+    made.append(compiled(levels.measure, **common))
+    for ptx in made:
+        assert not re.search(r"\b(fma|mad)\.\w*\.?f(32|64)|\bmul\.f|\badd\.f|\bsub\.f", ptx)
+        assert not re.search(r"\.ftz|\.approx|div\.full", ptx)
+    compiled(levels.clear_levels, BITS=bits, BLOCK=tables.BLOCK)
+    for voters, zero in ((False, True), (True, False)):
+        flags = {"VOTERS": voters, "ZERO": zero, "SPACING": LEVELS[bits].spacing}
+        assert "atom" in compiled(levels.sum_levels, **code, **flags, BLOCK=cuda_levels.WORDS)
+
+
+@pytest.mark.parametrize("partly", [False, True])
+def test_the_other_kernels_compile(kernels: Any, partly: bool) -> None:
+    for average, zero in ((False, False), (False, True), (True, False)):
+        flags = {"TOTALS": partly, "AVERAGE": average, "ZERO": zero}
+        assert "atom" in compiled(kernels.count.count, DIGITS=3, BLOCK=512, **flags)
+    if partly:
+        compiled(kernels.count.spread, BLOCK=2048, DIGITS=3)
+        compiled(kernels.codec.clear, BLOCK=tables.BLOCK)
+
+
+@pytest.fixture
+def afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that are looked up anew."""
+    monkeypatch.setattr(cuda_kernels, "kernels", cuda_kernels.kernels.__wrapped__)
+
+
+@pytest.mark.usefixtures("afresh")
+def test_cuda_tensors_get_the_triton_codec() -> None:
+    assert type(codec_for(CUDA)) is TritonCodec
+
+
+@pytest.mark.usefixtures("afresh")
+def test_the_environment_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DLION_TRITON", "0")
+    assert type(codec_for(CUDA)) is EagerCodec
+
+
+@pytest.mark.usefixtures("afresh")
+def test_without_triton_the_eager_codec_works_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("triton", "hf_dlion.codec.cuda.triton_kernels", "hf_dlion.codec.cuda.triton"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert type(codec_for(CUDA)) is EagerCodec
+    assert "install triton" in caplog.text
+
+
+@pytest.mark.usefixtures("afresh")
+def test_a_triton_that_cannot_launch_is_done_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda_kernels, "_try_out", fail)
+    assert type(codec_for(CUDA)) is EagerCodec
+    assert "Failed to find C compiler" in caplog.text

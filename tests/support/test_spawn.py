@@ -1,0 +1,147 @@
+"""The spawn helper shows what went wrong on which rank, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.spawn import RankPool, RankPools, RanksFailedError, run_ranks, run_script
+
+pytestmark = pytest.mark.multiproc
+
+
+def _sum_of_ranks(rank: int, world_size: int, scale: int) -> tuple[int, torch.Tensor]:
+    total = torch.tensor([float(rank * scale)])
+    dist.all_reduce(total)
+    return os.getpid(), total
+
+
+def _train_ddp(rank: int, world_size: int) -> torch.Tensor:
+    model = DistributedDataParallel(torch.nn.Linear(3, 2))
+    model(torch.ones(1, 3) * rank).sum().backward()
+    grad = model.module.weight.grad
+    assert isinstance(grad, torch.Tensor)
+    return grad
+
+
+def _raise_on_rank_1(rank: int, world_size: int) -> None:
+    print(f"this is the output of {rank}")
+    if rank == 1:
+        raise ValueError("the error of rank one")
+    dist.barrier()
+
+
+def _die_on_rank_0(rank: int, world_size: int) -> None:
+    if rank == 0:
+        os._exit(7)
+
+
+def _sleep_on_rank_1(rank: int, world_size: int) -> None:
+    if rank == 1:
+        time.sleep(100)
+
+
+def _pid(rank: int, world_size: int) -> int:
+    return os.getpid()
+
+
+def _threads_and_seed(rank: int, world_size: int) -> tuple[int, float]:
+    return torch.get_num_threads(), float(torch.rand(()))
+
+
+def test_results_come_back_in_rank_order_from_processes_that_are_reused(ranks: RankPools) -> None:
+    first = ranks(3).run(_sum_of_ranks, 1)
+    second = ranks(3).run(_sum_of_ranks, 10)
+    assert [float(total) for _, total in first] == [3.0] * 3
+    assert [float(total) for _, total in second] == [30.0] * 3
+    assert [pid for pid, _ in first] == [pid for pid, _ in second]
+    assert len({pid for pid, _ in first}) == 3
+
+
+def test_every_call_starts_from_one_thread_and_the_same_seed(ranks: RankPools) -> None:
+    answers = ranks(2).run(_threads_and_seed) + ranks(2).run(_threads_and_seed)
+    assert set(answers) == {(1, answers[0][1])}
+
+
+def test_a_ddp_model_does_not_disturb_the_end() -> None:
+    grads = run_ranks(2, _train_ddp)
+    assert torch.equal(grads[0], torch.full((2, 3), 0.5))
+    assert torch.equal(grads[0], grads[1])
+
+
+def test_a_failure_shows_the_traceback_and_the_output_of_each_rank_and_renews_the_pool() -> None:
+    with RankPool(2) as pool:
+        before = pool.run(_pid)
+        with pytest.raises(RanksFailedError) as failure:
+            pool.run(_raise_on_rank_1)
+        text = str(failure.value)
+        assert "rank 1:\nTraceback" in text
+        assert "ValueError: the error of rank one" in text
+        assert "this is the output of 1" in text
+        # Rank 0 was left alone in a collective, and one sees where.
+        assert "rank 0:\ndid not answer in time" in text
+        assert "barrier" in text.split("rank 1:")[0]
+        assert not set(before) & set(pool.run(_pid))
+    assert not any(psutil.pid_exists(pid) for pid in before)
+
+
+def test_a_rank_that_dies_is_named_with_its_exit_code() -> None:
+    with pytest.raises(RanksFailedError, match="rank 0:\ndied with exit code 7"):
+        run_ranks(2, _die_on_rank_0)
+
+
+def test_a_timeout_shows_where_each_rank_was() -> None:
+    start = time.monotonic()
+    with pytest.raises(RanksFailedError) as failure:
+        run_ranks(2, _sleep_on_rank_1, timeout=1.0)
+    assert time.monotonic() - start < 20
+    assert "in _sleep_on_rank_1" in str(failure.value)
+    assert "limit 1 s" in str(failure.value)
+    assert "rank 0:\nreturned" in str(failure.value)
+
+
+def test_run_script_runs_ranks_that_can_talk(tmp_path: Path) -> None:
+    script = tmp_path / "talk.py"
+    script.write_text(
+        "import sys, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "t = torch.ones(1); dist.all_reduce(t)\n"
+        # One write: torchrun unbuffers its ranks, so the pieces of a print interleave.
+        "sys.stdout.write(f'{sys.argv[1]} {dist.get_rank()} {int(t)}\\n')\n"
+        "dist.destroy_process_group()\n"
+    )
+    done = run_script(2, [script, "word"])
+    assert sorted(done.stdout.splitlines()) == ["word 0 2", "word 1 2"]
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_run_script_shows_the_stacks_of_a_stuck_rank_and_kills_it(tmp_path: Path) -> None:
+    script = tmp_path / "stuck.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "def wait_for_ever():\n"
+        "    path = os.path.join(sys.argv[1], 'pid' + os.environ['RANK'])\n"
+        "    open(path, 'w').write(str(os.getpid()))\n"
+        "    time.sleep(100)\n"
+        "wait_for_ever()\n"
+    )
+    with pytest.raises(RanksFailedError, match="in wait_for_ever"):
+        run_script(2, [script, tmp_path], timeout=15)
+    pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(2)]
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_run_script_fails_with_the_output_of_the_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "fail.py"
+    script.write_text("raise SystemExit('no luck today')\n")
+    with pytest.raises(RanksFailedError, match="no luck today"):
+        run_script(1, [script])
+    assert run_script(1, [script], check=False).returncode != 0

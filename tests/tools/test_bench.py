@@ -1,0 +1,328 @@
+"""The benchmarks run, and write what they promise."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_dlion import DistributedLion
+from hf_dlion.tools import cli
+from hf_dlion.tools.bench import codec, codec_device, emulate
+from hf_dlion.tools.bench.bound import Departure, exposed_wire_s
+from hf_dlion.tools.bench.cli import main
+from hf_dlion.tools.bench.emulate import (
+    Emulation,
+    EmulationRefusedError,
+    Network,
+    namespaces,
+    remove_stale,
+)
+from hf_dlion.tools.bench.methods import METHODS, NODE, NODE_OVERLAP, OF_NODES
+from tests.support.spawn import RankPools, run_command, run_script
+
+BENCH = [sys.executable, "-m", "hf_dlion.tools.bench"]
+
+TIMES = {"repeats", "median_ms", "min_ms", "max_ms", "times_ms"}
+
+
+def checked(path: Path, bench: str) -> list[dict[str, Any]]:
+    """The rows of a result that has every promised field."""
+    result = json.loads(path.read_text())
+    assert result["bench"] == bench
+    assert {"processor", "cores", "torch", "python", "load_average"} <= set(result["environment"])
+    assert result["config"]["parameters"] > 0
+    for row in result["rows"]:
+        assert set(row) >= TIMES
+        assert row["min_ms"] <= row["median_ms"] <= row["max_ms"]
+        assert row["repeats"] == len(row["times_ms"])
+    return result["rows"]
+
+
+def test_codec_times_every_backend_beside_fused_adamw(tmp_path, capfd):
+    out = tmp_path / "new" / "codec.json"
+    words = ["bench", "codec", "--parameters=5000", "--repeats=2", f"--json={out}"]
+    assert cli.main(words) == 0
+    rows = checked(out, "codec")
+    names = {(row["name"], row["dtype"]) for row in rows}
+    for dtype in ("float32", "bfloat16"):
+        wanted = {"fused AdamW step", "copy", "eager, 2 ranks", "eager, 4 ranks"}
+        wanted |= {"hash of all parameters"}
+        assert {(name, dtype) for name in wanted} <= names
+    assert "fused AdamW step" in capfd.readouterr().out
+
+
+def test_on_a_device_codecs_are_timed_beside_a_copy_of_as_many_bytes(tmp_path):
+    out = tmp_path / "codec.json"
+    args = argparse.Namespace(device="cpu", parameters=5000, repeats=2, json=str(out))
+    codec_device.run(args, codec.shapes(5000), codec.DTYPES)
+    rows = {(row["name"], row["dtype"]): row for row in checked(out, "codec")}
+    assert rows["encode", "float32"]["megabytes"] == (3 * 4 * 5000 + 8 * 79) / 1e6
+    assert rows["eager apply", "bfloat16"]["ratio"] > 0
+    assert rows["hash", "bfloat16"]["megabytes"] == 2 * 5000 / 1e6
+
+
+def test_without_rich_the_command_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["codec"]) == 2
+    assert "hf-dlion[bench]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "code"), [([], 2), (["plant"], 2), (["--help"], 0)])
+def test_the_console_script_names_its_commands(words, code, capsys):
+    assert cli.main(words) == code
+    assert "bench" in "".join(capsys.readouterr())
+
+
+@pytest.mark.multiproc
+def test_exchange_compares_both_strategies_with_all_reduces(tmp_path):
+    out = tmp_path / "exchange.json"
+    run_command([*BENCH, "exchange", "--parameters=70000", "--repeats=2", f"--json={out}"])
+    rows = {row["name"]: row for row in checked(out, "exchange")}
+    assert list(rows) == ["all-reduce fp32", "all-reduce bf16", "gather", "two_phase"]
+    assert rows["all-reduce fp32"]["bytes_per_step"] == 70000 * 4
+    assert rows["all-reduce bf16"]["bytes_per_step"] == 70000 * 2
+    assert 1 < rows["gather"]["bits_per_parameter"] < 1.2
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("launcher", ["spawned", "torchrun"])
+def test_train_compares_every_method(tmp_path, launcher):
+    out = tmp_path / "train.json"
+    words = ["train", "--parameters=5000", "--sequence=16", "--steps=3", f"--json={out}"]
+    if launcher == "torchrun":
+        run_script(2, ["-m", "hf_dlion.tools.bench", *words])
+    else:
+        run_command([*BENCH, *words])
+    rows = checked(out, "train")
+    # One vote per node is for several nodes.
+    names = [name for name in METHODS if name not in OF_NODES]
+    sent = [row["bytes_per_step"] for row in rows]
+    bytes_of = dict(zip(names, sent, strict=True))
+    assert bytes_of["none"] == bytes_of["alone"] == 0
+    assert bytes_of["fp32"] == 2 * bytes_of["bf16"] == bytes_of["lion"]
+    assert 0 < bytes_of["dlion"] <= bytes_of["overlap"] < bytes_of["powersgd"] < bytes_of["bf16"]
+    assert rows[0]["ratio"] == 1.0
+    assert {"encode_ms", "exchange_ms", "apply_ms"} <= set(rows[-1])
+
+
+@pytest.mark.multiproc
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_votes_take_less_than_six_tenths_of_a_byte_per_parameter(tmp_path, ranks):
+    out = tmp_path / "memory.json"
+    words = [f"--ranks={ranks}", "--parameters=12000000", f"--json={out}"]
+    run_command([*BENCH, "memory", *words])
+    rows = json.loads(out.read_text())["rows"]
+    used = {row["name"]: row["bytes_per_parameter"] for row in rows}
+    # Pages of DDP's buckets that are never written to are never there (4 bytes).
+    assert used["DistributedLion"] - used["DDP fp32, Lion"] < 0.6 - 3.0
+    # Beside Lion without any wrapper; gloo and Python take a little, too.
+    assert 0.4 < used["DistributedLion"] - used["one host alone, Lion"] < 0.75
+
+
+def buffer_bytes(rank: int, world_size: int, exchange: str) -> float:
+    """Bytes per parameter of all tensors that the messages of a step keep."""
+    param = nn.Parameter(torch.zeros(1 << 9, 1 << 11))
+    param.grad = torch.ones_like(param)
+    optimizer = DistributedLion([param], exchange=exchange)
+    optimizer.step()
+    seen: dict[int, int] = {}
+
+    def look(value: object) -> None:
+        if isinstance(value, torch.Tensor) and value is not param:
+            storage = value.untyped_storage()
+            seen[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(value, list | tuple):
+            for entry in value:
+                look(entry)
+        elif type(value).__module__.startswith("hf_dlion.exchange") and hasattr(value, "__dict__"):
+            for entry in vars(value).values():
+                look(entry)
+
+    for message in optimizer.messages:
+        for entry in vars(message).values():
+            look(entry)
+    return sum(seen.values()) / param.numel()
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("world_size", "exchange"), [(2, "gather"), (2, "two_phase"), (3, "auto"), (4, "auto")]
+)
+def test_the_messages_keep_less_than_six_tenths_of_a_byte_per_parameter(
+    ranks: RankPools, world_size: int, exchange: str
+) -> None:
+    for found in ranks(world_size).run(buffer_bytes, exchange):
+        assert 0.4 < found < 0.6
+
+
+@pytest.mark.long
+@pytest.mark.multiproc
+def test_train_measures_one_vote_per_node(tmp_path):
+    out = tmp_path / "train.json"
+    words = ["train", "--parameters=5000", "--sequence=16", "--steps=3", f"--json={out}"]
+    nodes = ["--ranks=4", "--local-ranks=2", "--methods", "dlion", NODE, NODE_OVERLAP]
+    run_command([*BENCH, *words, *nodes])
+    flat, node, overlapped = checked(out, "train")
+    assert node["name"] == "DistributedLion, a vote per node"
+    assert overlapped["name"] == "DistributedLion, a vote per node, overlap"
+    assert 0 < node["bytes_per_step"] == overlapped["bytes_per_step"] < flat["bytes_per_step"] / 2
+
+
+@pytest.mark.long
+@pytest.mark.multiproc
+@pytest.mark.usefixtures("network")
+def test_an_emulated_host_may_have_several_ranks(tmp_path):
+    out = tmp_path / "train.json"
+    words = ["train", "--parameters=5000", "--sequence=16", "--steps=3", f"--json={out}"]
+    nodes = ["--emulate=2x1gbit", "--local-ranks=2", "--methods", "dlion", NODE]
+    run_command([*BENCH, *words, *nodes])
+    flat, node = checked(out, "train")
+    assert 0 < node["interface_bytes"] < flat["interface_bytes"]
+
+
+def test_bits_are_refused_where_nothing_votes(monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["train", "--methods", "fp32", "lion", "--bits", "4"]) == 2
+    assert "of --methods fp32 lion none votes" in capsys.readouterr().err
+
+
+def test_ranks_that_nodes_do_not_divide_are_refused(monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["train", "--ranks=3", "--local-ranks=2"]) == 2
+    assert "--ranks=3 cannot be divided" in capsys.readouterr().err
+
+
+def test_the_bound_is_the_wire_that_cannot_overlap():
+    # 1 MB takes 0.1 s. Three messages leave at 0.05, 0.2 and 0.3 s; the first two travel in time.
+    leave = [Departure(0.05, 1_000_000), Departure(0.2, 1_000_000), Departure(0.3, 500_000)]
+    assert exposed_wire_s(leave, 0.3, 80e6) == pytest.approx(0.05)
+    assert exposed_wire_s(leave, 0.5, 80e6) == 0.0
+    # On a link of a tenth of the rate the wire never rests.
+    assert exposed_wire_s(leave, 0.3, 8e6) == pytest.approx(0.05 + 2.5 - 0.3)
+
+
+@pytest.mark.multiproc
+@pytest.mark.usefixtures("network")
+def test_train_prints_the_bound_of_the_overlapped_exchange(tmp_path):
+    out = tmp_path / "train.json"
+    words = ["--parameters=5000", "--sequence=16", "--steps=3", f"--json={out}"]
+    run_command([*BENCH, "train", *words, "--emulate=2x1gbit", "--methods", "alone", "overlap"])
+    row = checked(out, "train")[1]
+    assert row["bound_ms"] >= checked(out, "train")[0]["median_ms"]
+    assert row["x_bound"] == pytest.approx(row["median_ms"] / row["bound_ms"])
+
+
+def test_a_network_is_written_as_hosts_and_rate():
+    assert Network.parse("4x2.5gbit") == Network(4, "2.5gbit", 2.5e9)
+    for bad in ("100mbit", "1x1gbit", "2x0mbit", "2x100", "2xfast"):
+        with pytest.raises(ValueError, match="for example 2x100mbit"):
+            Network.parse(bad)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.setattr(emulate.os, "geteuid", lambda: 1000), "needs root"),
+        (lambda m: m.setattr(emulate.sys, "platform", "darwin"), "needs Linux"),
+        (lambda m: m.setattr(emulate.shutil, "which", lambda tool: None), "install iproute2"),
+    ],
+    ids=["not root", "not Linux", "no tools"],
+)
+def test_emulation_refuses_where_it_cannot_work(change, message, monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(emulate.os, "geteuid", lambda: 0)
+        patched.setattr(emulate.shutil, "which", lambda tool: tool)
+        change(patched)
+        assert main(["train", "--emulate", "2x100mbit"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def possible() -> bool:
+    """Whether this machine builds networks."""
+    try:
+        with Emulation(Network.parse("2x1gbit")):
+            return True
+    except EmulationRefusedError:
+        return False
+
+
+@pytest.fixture
+def network() -> None:
+    """Skips where no network can be built."""
+    if not possible():
+        pytest.skip("no network can be built here (not root, no iproute2, or no tbf)")
+
+
+HOLD = """
+import signal
+import time
+from hf_dlion.tools.bench.emulate import Emulation, Network
+from hf_dlion.tools.bench.ranks import _termination_raises
+# A shell's background job, and all that it starts, ignores it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with _termination_raises(), Emulation(Network.parse("2x1gbit")) as emulation:
+    print(*emulation.namespaces, flush=True)
+    time.sleep(60)
+"""
+
+
+def hold() -> tuple[subprocess.Popen[str], set[str]]:
+    """A process that keeps a network, and the names of its namespaces."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, set(process.stdout.readline().split())
+
+
+@pytest.mark.usefixtures("network")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_no_network(number):
+    process, names = hold()
+    with process:
+        assert len(names) == 2
+        assert names <= set(namespaces())
+        process.send_signal(number)
+        process.wait(30)
+    assert not names & set(namespaces())
+
+
+@pytest.mark.usefixtures("network")
+def test_what_a_killed_run_left_goes_at_the_next_start():
+    running, others = hold()
+    process, names = hold()
+    with process, running:
+        process.kill()
+        process.wait(30)
+        assert names <= set(namespaces())
+        remove_stale()
+        assert not names & set(namespaces())
+        assert others <= set(namespaces()), "the network of a live process stays"
+        running.terminate()
+    assert not others & set(namespaces())
+
+
+@pytest.mark.long
+@pytest.mark.multiproc
+@pytest.mark.usefixtures("network")
+def test_a_slow_link_carries_the_same_bytes_more_slowly(tmp_path):
+    rows = []
+    for rate in ("2mbit", "1gbit"):
+        out = tmp_path / f"{rate}.json"
+        words = ["--parameters=100000", "--repeats=3", f"--json={out}", f"--emulate=2x{rate}"]
+        run_command([*BENCH, "exchange", *words])
+        rows.append(checked(out, "exchange")[0])
+    slow, fast = rows
+    assert slow["bytes_per_step"] == fast["bytes_per_step"] == 400_000
+    # 3.2 Mbit at 2 Mbit/s, less what the bucket lets through at once, on any machine.
+    assert slow["min_ms"] > 500

@@ -1,0 +1,407 @@
+"""The study: one process equals real ranks, finished runs stay, the best learning rate is taken."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_dlion.exchange import LostRank
+from hf_dlion.tools.cli import main as command
+from hf_dlion.tools.study import table
+from hf_dlion.tools.study.agreement import SignAgreement
+from hf_dlion.tools.study.cli import main
+from hf_dlion.tools.study.memory_wire import Hub, MemoryWire
+from hf_dlion.tools.study.methods import METHODS, Method, recipe, sgd, trainable
+from hf_dlion.tools.study.real import RealRank, run_real
+from hf_dlion.tools.study.records import Records
+from hf_dlion.tools.study.result import results
+from hf_dlion.tools.study.scenes import Scene, UnknownNameError, scene_class
+from hf_dlion.tools.study.search import Trial, choose, missing
+from hf_dlion.tools.study.setting import Setting
+from hf_dlion.tools.study.text import LowRank, Pretraining
+from hf_dlion.tools.study.train import simulate, train
+from tests.support.spawn import RankPools
+
+TINY = Setting(
+    scene="pretrain",
+    method="majority",
+    workers=2,
+    batch=2,
+    sequence=16,
+    hidden=32,
+    layers=1,
+    steps=12,
+    lr=3e-3,
+    weight_decay=0.1,
+    betas=(0.9, 0.99),
+    schedule="cosine",
+    seed=3,
+    evaluations=1,
+)
+VOTING = [name for name, made in METHODS.items() if made.options is not None]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As real ranks have it: the sums of a matrix product depend on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def outcome(setting: Setting, scene: Scene, method: Method) -> tuple[dict[str, Any], list[Tensor]]:
+    record = train(setting, scene, method)
+    values = [param.detach().clone() for param in trainable(method.places[0][1])]
+    return record, values
+
+
+def of_rank(rank: int, world_size: int, settings: list[Setting]) -> list[Any]:
+    found = []
+    for setting in settings:
+        scene = scene_class(setting.scene)(setting)
+        found.append(outcome(setting, scene, RealRank(scene, setting)))
+    return found
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("workers", [2, 3])
+def test_the_simulation_is_real_ranks_bit_for_bit(ranks: RankPools, workers: int):
+    some = ["adamw", "terngrad", "graddrop", "dgc", "majority", "average", "bits4", "sync10"]
+    names = [*VOTING, *some[:4]] if workers == 2 else some[1:]
+    settings = [TINY.replace(method=name, workers=workers) for name in names]
+    real = ranks(workers).run(of_rank, settings)[0]
+    scene = Pretraining(TINY)
+    for setting, (of_real, expected) in zip(settings, real, strict=True):
+        method = recipe(setting.method).simulated(scene, setting)
+        record, values = outcome(setting, scene, method)
+        method.close()
+        assert all(map(torch.equal, values, expected)), setting.method
+        assert record["loss"] == of_real["loss"]
+        for key in ("bytes_per_step", "rounds_per_step"):
+            assert record[key] == of_real[key] > 0, (setting.method, key)
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+def test_real_ranks_by_flag_make_the_same_record():
+    real = run_real(TINY.replace(steps=3, real=True))
+    assert real["loss"] == simulate(TINY.replace(steps=3))["loss"]
+    assert real["setting"]["real"]
+
+
+def test_a_smoke_study_goes_from_the_command_line_to_pictures(tmp_path: Path, capsys: Any):
+    words = ["--scale", "smoke", "--steps", "3", "--seeds", "2", "--out", str(tmp_path), "--plot"]
+    words += ["--lr-adamw", "1e-3", "--lr-lion", "1e-3", "3e-3", "--workers", "2", "3"]
+    assert main([*words, "--dry-run"]) == 0
+    assert capsys.readouterr().out.startswith("16 runs to make, 0 are there")
+    assert main(words) == 0
+    lines = (tmp_path / "runs.jsonl").read_text().splitlines()
+    assert len(lines) == 16
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert {entry["setting"]["method"] for entry in summary} == {"adamw", "lion", "majority"}
+    assert all(set(entry["loss"]) == {"0", "1"} for entry in summary)
+    pictures = {path.name for path in tmp_path.glob("*.png")}
+    assert {
+        "curves-pretrain-2x2.png",
+        "bits-pretrain-3x2.png",
+        "workers-pretrain-2.png",
+    } <= pictures
+    told = capsys.readouterr().out
+    assert "16 runs made" in told
+    assert "gap to lion" in told
+    assert "agrees with Lion's sign" in told
+
+    assert main(words) == 0
+    assert "0 runs made" in capsys.readouterr().out
+    assert command(["study", *words, "--report"]) == 0
+    assert "gap to lion" in capsys.readouterr().out
+    assert (tmp_path / "runs.jsonl").read_text().splitlines() == lines
+
+
+# peft asks transformers by an old name.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_fine_tuning_keeps_its_base_and_lora_trains_its_factors_alone(tmp_path: Path):
+    words = ["--scale", "smoke", "--steps", "2", "--seeds", "1", "--out", str(tmp_path)]
+    words += ["--scenes", "finetune", "lora", "--methods", "majority", "--lr-lion", "1e-3"]
+    assert main([*words, "--dry-run"]) == 0
+    assert not list(tmp_path.iterdir())
+    assert main(words) == 0
+    (base,) = tmp_path.glob("base-*.pt")
+    made = base.stat().st_mtime_ns
+    full, factors = Records(tmp_path / "runs.jsonl").all()
+    assert factors["parameters"] < full["parameters"] / 2
+    setting = Setting.of(factors["setting"]).replace(folder=str(tmp_path))
+    model = LowRank(setting).model(0)
+    assert factors["curve"][0] == full["curve"][0]
+    assert all("lora" in name for name, p in model.named_parameters() if p.requires_grad)
+    assert base.stat().st_mtime_ns == made
+
+
+def test_a_folder_has_a_base_of_its_own(tmp_path: Path):
+    words = ["--scale", "smoke", "--steps", "1", "--seeds", "1", "--scenes", "finetune"]
+    words += ["--methods", "lion", "--lr-lion", "1e-3"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert main([*words, "--out", str(one)]) == 0
+    (base,) = one.glob("base-*.pt")
+    two.mkdir()
+    torch.save({name: 0 * value for name, value in torch.load(base).items()}, two / base.name)
+    assert main([*words, "--out", str(two)]) == 0
+    (first,), (second,) = (Records(folder / "runs.jsonl").all() for folder in (one, two))
+    assert second["curve"][0][1] == pytest.approx(math.log(256))
+    assert first["curve"][0][1] != second["curve"][0][1]
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+def test_several_jobs_make_the_same_records(tmp_path: Path):
+    words = ["--scale", "smoke", "--steps", "2", "--seeds", "2", "--methods", "majority"]
+    words += ["--lr-lion", "1e-3", "3e-3"]
+    found = []
+    for jobs in ("1", "2"):
+        folder = tmp_path / jobs
+        assert main([*words, "--jobs", jobs, "--out", str(folder)]) == 0
+        records = Records(folder / "runs.jsonl").all()
+        found.append({record["key"]: record["loss"] for record in records})
+    assert found[0] == found[1]
+    assert len(found[0]) == 3
+
+
+def test_a_line_that_a_crash_cut_short_is_made_again(tmp_path: Path):
+    path = tmp_path / "runs.jsonl"
+    first, second = TINY, TINY.replace(seed=4)
+    records = Records(path)
+    for setting in (first, second):
+        records.add({"key": setting.key, "setting": setting.identity(), "loss": 1.0})
+    path.write_bytes(path.read_bytes()[:-20])
+    again = Records(path)
+    assert again.of(first) is not None
+    assert again.of(second) is None
+    again.add({"key": second.key, "setting": second.identity(), "loss": 2.0})
+    assert [record["loss"] for record in Records(path).all()] == [1.0, 2.0]
+
+
+def test_a_runs_identity_is_all_but_its_folder():
+    assert TINY.replace(folder="/elsewhere").key == TINY.key
+    others = [TINY.replace(lr=1.0), TINY.replace(real=True), TINY.replace(betas=(0.9, 0.9))]
+    assert len({TINY.key, *(other.key for other in others)}) == 4
+    assert Setting.of(json.loads(json.dumps(TINY.identity()))) == TINY
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--methods", "majority", "magic"], "unknown method 'magic': there are adamw, lion"),
+        (["--scenes", "dream"], "unknown scene 'dream': there are pretrain"),
+    ],
+)
+def test_an_unknown_name_is_refused_before_anything_runs(
+    words: list[str], what: str, tmp_path: Path, capsys: Any
+):
+    assert main([*words, "--out", str(tmp_path)]) == 2
+    assert what in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_single_worker_is_refused(capsys: Any):
+    with pytest.raises(SystemExit):
+        main(["--workers", "1"])
+    assert "nobody to vote with" in capsys.readouterr().err
+
+
+def test_a_method_without_real_ranks_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(METHODS, "odd", METHODS["lion"])
+    with pytest.raises(UnknownNameError, match="runs in one process only"):
+        run_real(TINY.replace(method="odd"))
+
+
+def test_the_best_learning_rate_is_taken_and_one_at_the_edge_is_flagged():
+    inside = choose({1e-3: [2.0, 2.2], 3e-3: [1.9, 2.0], 1e-2: [2.5, math.inf]})
+    assert inside.lr == 3e-3
+    assert not inside.at_edge
+    assert choose({1e-3: [2.0], 3e-3: [1.9]}).at_edge
+    assert not choose({1e-3: [2.0]}).at_edge
+
+
+def test_other_seeds_wait_for_the_choice_and_gaps_are_paired_by_seed(tmp_path: Path):
+    records = Records(tmp_path / "runs.jsonl")
+    losses = {("lion", 1e-3): 2.0, ("lion", 3e-3): 1.5, ("majority", 1e-3): 1.75}
+    trials = [
+        Trial(TINY.replace(method=name, lr=0.0, seed=0), (1e-3, 3e-3), (0, 1, 2), 1)
+        for name in ("lion", "majority")
+    ]
+
+    def fake(setting: Setting) -> dict[str, Any]:
+        # Seeds differ by much, methods of one seed by little.
+        loss = losses.get((setting.method, setting.lr))
+        return {
+            "key": setting.key,
+            "setting": setting.identity(),
+            "loss": None if loss is None else loss + setting.seed,
+            "failure": None if loss else "diverged",
+            "curve": [[0, 5.0], [12, 1.0]],
+            "metrics": {},
+            "parameters": 10,
+            "bytes_per_step": 5,
+            "rounds_per_step": 1,
+            "gradient_ms": 1.0,
+            "sign_agreement": {},
+        }
+
+    first = list(missing(trials, records))
+    assert {(run.method, run.lr, run.seed) for run in first} == {
+        (name, lr, 0) for name in ("lion", "majority") for lr in (1e-3, 3e-3)
+    }
+    for run in first:
+        records.add(fake(run))
+    rest = list(missing(trials, records))
+    assert {(run.method, run.lr, run.seed) for run in rest} == {
+        ("lion", 3e-3, 1),
+        ("lion", 3e-3, 2),
+        ("majority", 1e-3, 1),
+        ("majority", 1e-3, 2),
+    }
+    for run in rest:
+        records.add(fake(run))
+    assert not list(missing(trials, records))
+    lion, majority = results(trials, records)
+    assert set(lion.gaps.values()) == {0.0}
+    assert majority.gaps == {0: 0.25, 1: 0.25, 2: 0.25}
+    assert majority.as_json()["gap_spread"] == 0.0
+    assert majority.mean == pytest.approx(2.75)
+    assert majority.bits_per_step == 4.0
+    assert table.cells([lion, majority]) == [[lion, majority]]
+
+
+class _SameBatches(Pretraining):
+    def batch(self, worker: int, step: int, seed: int) -> Tensor:
+        return super().batch(0, step, seed)
+
+
+@pytest.mark.parametrize("name", ["majority", "average", "zero", "sync10"])
+def test_verdicts_agree_with_lions_sign_where_workers_see_the_same(name: str):
+    setting = TINY.replace(method=name, workers=3, steps=4)
+    shares = simulate(setting, _SameBatches(setting))["sign_agreement"]
+    assert shares
+    assert min(shares.values()) > 0.999
+
+
+def test_sign_agreement_counts_what_the_vote_got_wrong():
+    # Two small gradients outvote a large one, whose sign the mean has.
+    scene = Pretraining(TINY)
+    method = recipe("majority").simulated(scene, TINY.replace(workers=3))
+    for (_, model), value in zip(method.places, (1.0, 1.0, -5.0), strict=True):
+        for number, param in enumerate(trainable(model)):
+            param.grad = torch.full_like(param, value if number % 2 else abs(value))
+    signs = SignAgreement(method.voters)
+    signs.before(1e-3)
+    method.step(1e-3)
+    signs.after()
+    method.close()
+    assert list(signs.by_parameter().values())[:4] == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_a_rank_that_fails_ends_the_others_with_its_own_error():
+    hub = Hub(2)
+    wires = [MemoryWire(hub, rank) for rank in range(2)]
+    out = torch.empty(2, 1)
+
+    def waits() -> None:
+        with pytest.raises(LostRank):
+            wires[0].all_gather(out, torch.zeros(1), "votes").wait()
+        raise LostRank("after it")
+
+    def fails() -> None:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        hub.run([waits, fails])
+    hub.close()
+
+
+def test_ranks_that_begin_different_collectives_are_told():
+    hub = Hub(2)
+    wires = [MemoryWire(hub, rank) for rank in range(2)]
+
+    def of_size(wire: MemoryWire, size: int) -> None:
+        wire.all_gather(torch.empty(2, size), torch.zeros(size), "votes").wait()
+
+    with pytest.raises(RuntimeError, match=r"rank . began all_gather of . torch.float32 where"):
+        hub.run([lambda: of_size(wires[0], 1), lambda: of_size(wires[1], 2)])
+    hub.close()
+
+
+def test_memory_gives_every_rank_what_a_network_would():
+    hub = Hub(3)
+    wires = [MemoryWire(hub, rank) for rank in range(3)]
+    found: dict[int, dict[str, Any]] = {}
+
+    def work(wire: MemoryWire) -> None:
+        own = torch.arange(3.0) + 10 * wire.rank
+        to_all, reduced, sent = torch.empty(3), own.clone(), own.clone()
+        wire.all_to_all(to_all, own, "segments").wait()
+        wire.all_reduce(reduced, "sums")
+        wire.broadcast(sent, 2)
+        found[wire.rank] = {
+            "segments": to_all.tolist(),
+            "sums": reduced.tolist(),
+            "broadcast": sent.tolist(),
+            "objects": wire.gather_objects(f"rank {wire.rank}"),
+        }
+
+    hub.run([lambda wire=wire: work(wire) for wire in wires])
+    hub.close()
+    for rank in range(3):
+        assert found[rank] == {
+            "segments": [rank, 10 + rank, 20 + rank],
+            "sums": [30, 33, 36],
+            "broadcast": [20, 21, 22],
+            "objects": ["rank 0", "rank 1", "rank 2"],
+        }
+
+
+def test_a_run_that_diverges_is_recorded_as_such():
+    record = simulate(TINY.replace(method="adamw", lr=1e30, schedule="constant"))
+    assert record["loss"] is None
+    assert "training loss" in record["failure"]
+    json.dumps(record, allow_nan=False)
+
+
+def test_a_study_whose_runs_diverge_still_reports(tmp_path: Path, capsys: Any):
+    words = ["--scale", "smoke", "--steps", "4", "--methods", "adamw", "lion", "--plot"]
+    words += ["--workers", "2", "3", "--lr-adamw", "1e30", "--lr-lion", "1e-3"]
+    assert main([*words, "--schedule", "constant", "--out", str(tmp_path)]) == 0
+    assert "diverged" in capsys.readouterr().out
+    entries = json.loads((tmp_path / "summary.json").read_text())
+    assert [entry["mean"] is None for entry in entries] == [True, False] * 2
+
+
+def test_learning_rates_rise_and_fall():
+    cosine = TINY.replace(steps=100, lr=1.0)
+    assert [cosine.lr_at(step) for step in range(5)] == [k / 6 for k in range(1, 6)]
+    assert cosine.lr_at(5) == 1.0
+    assert 0 < cosine.lr_at(99) < 1e-3
+    assert TINY.replace(schedule="constant").lr_at(0) == TINY.lr
+    assert TINY.replace(steps=100, lr=1.0, schedule="linear").lr_at(99) == pytest.approx(1 / 95)
+    assert TINY.replace(steps=10, evaluations=3).evaluated_after() == [3, 6, 10]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_an_adapter(method: str, tmp_path: Path) -> None:
+    setting = TINY.replace(
+        scene="lora", method=method, steps=2, lr=1e-3, base_steps=2, folder=str(tmp_path)
+    )
+    assert isinstance(simulate(setting)["loss"], float)
+
+
+def test_learning_rates_as_large_as_sgd_s_do_not_make_a_large_decay() -> None:
+    optimizer = sgd(nn.Linear(2, 2), TINY.replace(weight_decay=0.1, lr=1.0))
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0]
