@@ -18,6 +18,7 @@ from hf_dlion.backward.flight import Flight
 from hf_dlion.backward.overlap import Overlap
 from hf_dlion.codec.rule import StepRule
 from hf_dlion.exchange import LostRank, Wire, WireStats
+from hf_dlion.exchange.wire import RankGroup
 from hf_dlion.momentum.group_entry import with_entry_in_groups
 from hf_dlion.momentum.loading import checked_loading
 from hf_dlion.momentum.mean import average_over_ranks
@@ -197,7 +198,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         overlap: bool = False,
         stochastic_rounding: bool = True,
         momentum_dtype: torch.dtype | None = None,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: RankGroup | None = None,
         seed: int = 0,
         max_abstained_steps: int = 20,
         checkpoint: CheckpointMode = "per_rank",
