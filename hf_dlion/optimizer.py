@@ -23,7 +23,7 @@ from hf_dlion.momentum.group_entry import with_entry_in_groups
 from hf_dlion.momentum.loading import checked_loading
 from hf_dlion.momentum.mean import average_over_ranks
 from hf_dlion.momentum.origin import MomentumOrigin
-from hf_dlion.momentum.shares import Range, Shards
+from hf_dlion.momentum.shares import Shards
 from hf_dlion.momentum.slices import Held
 from hf_dlion.momentum.state_dict import check_distinct, check_trainable, restore_momentum
 from hf_dlion.momentum.store import Momenta
@@ -126,9 +126,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             on. The momentum is advanced in `step()`, from the gradient as the loop left it; the
             direction takes the factor by which the gradients of the step before were scaled
             between backward and `step()` (by clipping or GradScaler), since that of this step is
-            not known yet. Costs one more pass over gradients and momenta. With `local_group` it
-            takes a DDP wrapper of the whole model, made with find_unused_parameters=False and
-            static_graph=False; otherwise votes go in the step, with a warning.
+            not known yet. Costs one more pass over gradients and momenta. Not with `local_group`.
         stochastic_rounding: Round bfloat16 and float16 parameters and momenta stochastically, the
             parameters with the same random bits on every rank. Nearest rounding loses every
             update smaller than half a unit in the last place: most steps of a fine-tuning.
@@ -354,17 +352,6 @@ class DistributedLion(Optimizer, JoinableOptimizer):
     def note_reduced(self, params: Iterable[Tensor]) -> None:
         """Remembers the parameters whose gradients a wrapper has just averaged in the node."""
         self._presence.note_reduced(params)
-
-    def note_bucket(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        averaged: torch.futures.Future[Tensor],
-    ) -> torch.futures.Future[Tensor]:
-        """Returns what a wrapper waits for: the averaging of a bucket, and votes on it to leave."""
-        if self._overlap is None:
-            return averaged
-        return self._overlap.note_bucket(params, grads, averaged)
 
     def attach(self, ddp_model: nn.Module) -> None:
         """Keeps a DDP wrapper from reducing gradients; done automatically at its first forward.
@@ -608,12 +595,9 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             self._check_replicas(wire, node)
 
     def _prepare(self, overlap: Overlap, headers: Sequence[Header], wire: Wire) -> None:
-        """Makes the next step's messages, and gives momenta to the ranks that vote on them."""
+        """Makes the next step's messages."""
         assert self._plan is not None, "the header made the plan"
-        before, node = self._plan, self.node
-        self._plan = overlap.prepare(headers, before, trainable(self.param_groups), wire)
-        if node is not None and self._plan is not before:
-            self._momenta().share_out(self._plan.owners, node, displaced=True)
+        self._plan = overlap.prepare(headers, self._plan, trainable(self.param_groups), wire)
 
     def _synchronize_some(self, wire: Wire) -> None:
         """Averages the momenta that are due; what is averaged in full has nothing to average."""
@@ -653,11 +637,9 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         near = () if node is None else node.members[node.index]
         check_replicas(self.param_groups, wire, self.steps, self.options.on_divergence, near)
 
-    def stretch_of(self, param: Tensor, index: int, wanted: Range) -> Tensor | None:
-        """Returns a stretch of a parameter's momentum, or None if this rank does not hold it."""
-        owned = {} if self._plan is None else self._plan.owned
-        momentum = self._momenta().of(param, index, owned)
-        return self._shards.stretch(index, momentum, wanted)
+    def momentum_of(self, param: Tensor, index: int) -> Tensor:
+        """Returns a parameter's momentum, made at its first use."""
+        return self._momenta().of(param, index, {})
 
     def _momenta(self) -> Momenta:
         dtype = self.options.momentum_dtype

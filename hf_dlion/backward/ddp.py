@@ -3,7 +3,7 @@
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with classes.
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -39,14 +39,6 @@ class Owner(Protocol):
     def note_reduced(self, params: Iterable[Tensor]) -> None:
         """Remembers the parameters whose gradients a wrapper has just averaged in the node."""
 
-    def note_bucket(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        averaged: torch.futures.Future[Tensor],
-    ) -> torch.futures.Future[Tensor]:
-        """Returns a future that is completed as `averaged`, after votes on the bucket have left."""
-
 
 class Averager(Protocol):
     """What the hooks need to know of a node: `hf_dlion.ranks.node.Node`."""
@@ -72,7 +64,6 @@ class Attachment:
         self.params = {id(param) for param in ddp.module.parameters()}
         self.used_for: set[int] = set()
         self._skips_buckets = _can_skip_buckets(ddp)
-        self._is_certain = _reduces_all(ddp)
         self._sync_is_off = False
         self._group = ddp.process_group
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -164,13 +155,7 @@ class Attachment:
             params = bucket.parameters()
             for owner in self._owners:
                 owner.note_reduced(params)
-            averaged = self._node.start_average(bucket.buffer())
-            if self._is_certain:
-                grads = _views(bucket)
-                for ref in self._in_order:
-                    if (owner := ref()) is not None:
-                        averaged = owner.note_bucket(params, grads, averaged)
-            return averaged
+            return self._node.start_average(bucket.buffer())
         warn_once(
             "reduced",
             "a DistributedLion of this DDP wrapper no longer exists: the wrapper averages "
@@ -192,27 +177,6 @@ def _can_skip_buckets(ddp: DistributedDataParallel) -> bool:
     a static graph and DDP's own mixed precision are prepared in the reducer.
     """
     return not (ddp.gradient_as_bucket_view or ddp.static_graph or ddp.mixed_precision)
-
-
-def _reduces_all(ddp: DistributedDataParallel) -> bool:
-    """Returns whether every backward pass fills all of DDP's buckets, on all ranks alike.
-
-    A static graph is searched for unused parameters too, and its first pass is different.
-    """
-    return not (ddp.find_unused_parameters or ddp.static_graph or ddp.mixed_precision)
-
-
-def _views(bucket: dist.GradBucket) -> list[Tensor]:  # type: ignore[name-defined]
-    """Returns the bucket's gradients, views in the parameters' shapes."""
-    views = []
-    for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        if not param.is_contiguous():
-            # DDP lays a dense gradient out as its parameter lies in memory, and does not say so.
-            dense = torch.empty_like(param, device="meta").stride() == param.stride()
-            if dense:
-                grad = grad.as_strided(param.shape, param.stride(), grad.storage_offset())
-        views.append(grad)
-    return views
 
 
 def local_gradients(

@@ -14,11 +14,9 @@ from torch import Tensor
 from hf_dlion.backward.background import Background
 from hf_dlion.codec.rule import StepRule
 from hf_dlion.exchange import WireStats
-from hf_dlion.momentum.shares import Range
 from hf_dlion.momentum.state_dict import check_gradient
 from hf_dlion.options import Options
 from hf_dlion.ranks.groups import group_values, tensor_rules
-from hf_dlion.ranks.node import Node
 from hf_dlion.step.ballot import Ballot
 from hf_dlion.step.message import Clock, Message, apply_all
 
@@ -34,12 +32,8 @@ class Owner(Protocol):
     def world_size(self) -> int:
         """Number of ranks."""
 
-    @property
-    def node(self) -> Node | None:
-        """Who votes together with this rank, as far as that is known."""
-
-    def stretch_of(self, param: Tensor, index: int, wanted: Range) -> Tensor | None:
-        """Returns a stretch of the parameter's momentum, or None if this rank does not hold it."""
+    def momentum_of(self, param: Tensor, index: int) -> Tensor:
+        """Returns the parameter's momentum, made at its first use."""
 
     def step_rule(self) -> StepRule:
         """Returns the constants of the coming step."""
@@ -90,9 +84,6 @@ class Flight:
         self.missing: set[int] = set()
         self._sent = 0
         self._broken: Exception | None = None
-        # A node's gradient is there where a wrapper has averaged it, and nowhere else.
-        self._in_buckets = owner.node is not None
-        self._averaged: dict[int, Tensor] = {}
         self._counter = counter
         self._counts: list[Future[None]] = []
         self._streams = streams
@@ -108,17 +99,6 @@ class Flight:
         self._missing[place].discard(key)
         while self._sent < len(self.messages) and not self._missing[self._sent]:
             self._send(self._place.keys(), self._scale)
-
-    def note_bucket(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """Takes note that a wrapper has averaged some gradients in the node, and sends as `note`.
-
-        Args:
-            params: The parameters of a bucket of the wrapper's.
-            grads: Their gradients, which are not in `.grad` yet.
-        """
-        for param, grad in zip(params, grads, strict=True):
-            self._averaged[id(param)] = grad
-            self.note(param)
 
     def known_finite(self, param: Tensor) -> bool:
         """Returns whether a gradient was finite when its vote left, and is still the same."""
@@ -141,10 +121,6 @@ class Flight:
             self.stale = True
         while self._sent < len(self.messages):
             message = self.messages[self._sent]
-            if self._in_buckets:
-                self.stale = True
-                self._send((), 1.0)
-                continue
             self._send({id(param) for index, param in message.params if present.get(index)}, 1.0)
 
     def land(self, ballot: Ballot) -> None:
@@ -207,18 +183,13 @@ class Flight:
         """Returns momenta and gradients, by index, of the parameters on which this rank votes."""
         momenta: dict[int, Tensor] = {}
         grads: dict[int, Tensor] = {}
-        stretches = message.stretches
         for index, param in message.params:
-            if self.failure is not None or id(param) not in voting or index not in stretches:
+            if self.failure is not None or id(param) not in voting:
                 continue
             check_gradient(param)
-            grad = self._averaged.get(id(param), param.grad)
-            momentum = self._owner.stretch_of(param, index, stretches[index])
-            if momentum is None:
-                # Loaded, and yet to be shared out in the step.
-                self.stale = True
-            elif grad is not None:
-                momenta[index], grads[index] = momentum, grad
+            if param.grad is not None:
+                momenta[index] = self._owner.momentum_of(param, index)
+                grads[index] = param.grad
         return momenta, grads
 
     def _count(self, message: Message) -> None:

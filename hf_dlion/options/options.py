@@ -136,6 +136,12 @@ class Options:
             _check_choice("local_group", self.local_group, get_args(NodeName))
         elif self.local_group is not None:
             _check_integer("local_group", self.local_group, low=1, high=2**31 - 1)
+        if self.overlap and self.local_group not in (None, 1):
+            raise NotImplementedError(
+                f"overlap=True does not go with local_group={self.local_group!r}: a node's "
+                f"gradient is there only once DDP has averaged it, so little of backward is left "
+                f"to hide votes behind; use local_group alone, or overlap=True alone"
+            )
         if self.bits > 1 and self.level_scale == "tensor" and self.local_group not in (None, 1):
             raise NotImplementedError(
                 f"level_scale='tensor' with local_group={self.local_group!r}: a node's ranks would "

@@ -13,7 +13,6 @@ from hf_dlion.codec import AdvanceJob, ApplyJob, Codec, EncodeJob
 from hf_dlion.codec.layout import MessageLayout, Slot
 from hf_dlion.codec.rule import StepRule, TensorRule, Verdict
 from hf_dlion.exchange import Exchange, WireStats
-from hf_dlion.momentum.shares import Range
 from hf_dlion.step.ballot import Ballot
 
 
@@ -53,11 +52,6 @@ class Message:
     def params(self) -> list[tuple[int, Tensor]]:
         """Pairs of parameter index and parameter."""
         return [(slot.index, param) for slot, param in self._params]
-
-    @property
-    def stretches(self) -> dict[int, Range]:
-        """Start and stop of what this rank votes on of each parameter, by index."""
-        return {slot.index: (0, slot.numel) for slot, _ in self._params}
 
     @property
     def wire_bytes(self) -> int:

@@ -9,12 +9,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from hf_dlion.codec import AdvanceJob, AloneJob, Codec, EncodeJob
+from hf_dlion.codec import AloneJob, Codec, EncodeJob
 from hf_dlion.codec.layout import MessageLayout, Slot
 from hf_dlion.codec.rule import TensorRule
 from hf_dlion.exchange import Wire, WireStats
 from hf_dlion.exchange.node import NodeExchange, RowEdges
-from hf_dlion.momentum.shares import Range
 from hf_dlion.step.ballot import Ballot
 from hf_dlion.step.message import Message
 
@@ -50,11 +49,6 @@ class NodeMessage(Message):
         self._words = torch.empty(bits * own.words, dtype=torch.int64, device=device)
         self._active = torch.empty(own.rows, dtype=torch.bool, device=device)
 
-    @property
-    def stretches(self) -> dict[int, Range]:
-        """Start and stop of what this rank votes on of each parameter, by index."""
-        return {slot.index: (slot.start, slot.stop) for slot, _ in self._own}
-
     def encode(self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]) -> None:
         """Packs the node's votes on this rank's shard and advances its momenta.
 
@@ -67,51 +61,6 @@ class NodeMessage(Message):
         """
         self._codec.encode_all(self._shard_jobs(voting, rules, self._gradients(voting)))
         self._complete_rows(rules)
-
-    def preview(
-        self,
-        voting: Mapping[int, Tensor],
-        rules: Mapping[int, TensorRule],
-        scale: float,
-        grads: Mapping[int, Tensor],
-    ) -> list[Tensor]:
-        """Packs the node's votes on this rank's shard for gradients times `scale`.
-
-        Every rank of the node must call this; momenta stay as they are.
-
-        Args:
-            voting: As for `encode`.
-            rules: As for `encode`.
-            scale: Factor of the gradients.
-            grads: The node's gradient of every parameter, by index, on which the node votes.
-
-        Returns:
-            None of the parameters: of most of them this rank has seen a part.
-        """
-        self._codec.preview_all(self._shard_jobs(voting, rules, grads), scale)
-        self._complete_rows(rules)
-        return []
-
-    def advance(self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]) -> None:
-        """Advances this rank's momenta of the parameters on which the node votes.
-
-        Args:
-            voting: As for `encode`.
-            rules: As for `encode`.
-        """
-        grads = self._gradients(voting)
-        self._codec.advance_all(
-            [
-                AdvanceJob(
-                    _stretch(grads[slot.index], slot),
-                    voting[slot.index],
-                    rules[slot.index],
-                    slot.run(),
-                )
-                for slot, _ in self._own
-                if slot.index in voting
-            ]
-        )
 
     def _shard_jobs(
         self,

@@ -13,7 +13,7 @@ from hf_dlion.ranks.header import digest
 from hf_dlion.ranks.node import Node
 from hf_dlion.step.message import Message
 from hf_dlion.step.node_messages import AloneMessage, NodeMessage, Params
-from hf_dlion.step.plan import VOTES_ONLY, Plan, ReadyOrder, split_in_order, split_into_messages
+from hf_dlion.step.plan import VOTES_ONLY, Plan, ReadyOrder, split_into_messages
 
 
 class NodePlan(Plan):
@@ -29,7 +29,6 @@ class NodePlan(Plan):
         wire: Wire,
         options: Options,
         node: Node,
-        order: ReadyOrder | None = None,
         routes: Routes = VOTES_ONLY,
     ) -> None:
         """Checks the parameters and makes the messages.
@@ -39,7 +38,6 @@ class NodePlan(Plan):
             wire: The process group.
             options: Give the exchange and what it carries.
             node: Who shares the work.
-            order: How the messages of an exchange during backward are cut, and where they travel.
             routes: Whose momenta are averaged now and then.
 
         Raises:
@@ -48,13 +46,8 @@ class NodePlan(Plan):
         """
         self._take_params(params, wire, routes)
         nodes, size = node.peers.world_size, node.local.world_size
-        self.ordered, self.bits = order is not None, options.bits
-        peers, down, inside = node.peers, node.peers, node.local
+        self.ordered, self.bits = False, options.bits
         groups = split_into_messages(params, wire.world_size)
-        if order is not None:
-            assert order.inside is not None, "a node's ranks have a group for cut rows"
-            (peers, down), inside = order.wires, order.inside
-            groups = split_in_order(params, order, wire.world_size)
         layouts = [MessageLayout.of([(i, p.shape) for i, p in group]) for group in groups]
         name = choose_node_exchange(layouts, nodes, size, options)
         split = [[index for index, _ in group] for group in groups]
@@ -75,8 +68,8 @@ class NodePlan(Plan):
             if nodes == 1:
                 self.alone.append(AloneMessage(group, parts, node.local, codec))
                 continue
-            exchange = NodeExchange(name, layout, peers, node.local, device, options, down)
-            edges = RowEdges(layout, shards, inside, device)
+            exchange = NodeExchange(name, layout, node.peers, node.local, device, options)
+            edges = RowEdges(layout, shards, node.local, device)
             self.messages.append(NodeMessage(group, layout, exchange, codec, edges, self.bits))
 
 
@@ -96,4 +89,4 @@ def make_plan(
     """
     if node is None or wire is None:
         return Plan(params, wire, options, order, routes)
-    return NodePlan(params, wire, options, node, order, routes)
+    return NodePlan(params, wire, options, node, routes)

@@ -81,14 +81,11 @@ class ReadyOrder:
             share no message with others.
         wires: A process group of their own for votes that leave during backward, and one for the
             verdicts on them: so that neither needs an order among the other's collectives.
-        inside: Where a node votes as one, a process group of its ranks for what they tell one
-            another before a vote leaves.
     """
 
     indices: Sequence[int]
     late: Sequence[int]
     wires: tuple[Wire, Wire]
-    inside: Wire | None = None
 
 
 def split_in_order(

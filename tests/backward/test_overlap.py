@@ -310,22 +310,17 @@ def test_what_fails_on_one_rank_while_the_next_step_is_prepared_is_raised_on_all
 
 def with_a_group_more(rank: int, world_size: int, what: str) -> tuple[str, int]:
     """Rank 0 alone makes one more group."""
-    model, options, holder = new_model(), {}, []
+    model, options = new_model(), {}
     if what == "subgroup":
         options = {"process_group": dist.new_group(list(range(world_size)))}
-    if what == "nodes":
-        options = {"local_group": 2}
-        holder = [DistributedDataParallel(model)]
     optimizer = optimizer_of(model, overlap=True, **options)
-    optimizer.join_node()
     if rank == 0:
         dist.new_group([0], use_local_synchronization=what != "everyone")
-    with released(holder):
-        (holder[0] if holder else model)(batches(rank, 1)[0][0]).backward()
-        try:
-            optimizer.step()
-        except Disagreement as error:
-            return str(error), optimizer.steps
+    model(batches(rank, 1)[0][0]).backward()
+    try:
+        optimizer.step()
+    except Disagreement as error:
+        return str(error), optimizer.steps
     return "accepted", optimizer.steps
 
 
@@ -333,7 +328,6 @@ def with_a_group_more(rank: int, world_size: int, what: str) -> tuple[str, int]:
     ("what", "world_size", "message"),
     [
         ("subgroup", 2, "ranks are members of different numbers of process groups, [3, 2]"),
-        ("nodes", 4, "ranks are members of different numbers of process groups, [4, 3, 3, 3]"),
         ("everyone", 2, "ranks made different numbers of process groups, [2, 1]"),
     ],
 )

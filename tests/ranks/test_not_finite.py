@@ -45,7 +45,6 @@ MODES = {
     "overlap": Mode(2, {"overlap": True, "exchange": "two_phase"}),
     "overlap in DDP": Mode(3, {"overlap": True}, wrapped=True),
     "nodes": Mode(4, {"local_group": 2}),
-    "nodes, overlap": Mode(4, {"local_group": 2, "overlap": True}, wrapped=True),
 }
 # What happens in step FAULT: a NaN or an Inf written into an element of one parameter, whose
 # message no other shares; the largest number of float16 exceeded in one; or everywhere.

@@ -134,24 +134,18 @@ def test_ranks_may_make_their_votes_in_different_ways(
     assert ranks(4).run(train_elsewhere, rule, ways) == ranks(4).run(train, rule, [{}])
 
 
-def train_and_clip(
-    rank: int, world_size: int, local_group: int | None
-) -> list[tuple[list[bytes], float]]:
+def train_and_clip(rank: int, world_size: int) -> list[tuple[list[bytes], float]]:
     """With clipping, overlapped directions take the factor of the step before: not step mode's."""
-    options = {"overlap": True, "local_group": local_group, "seed": 5}
     with computed(numel=150):
-        if local_group is None:
-            records = zoo.train(rank, world_size, 12, options)
-        else:
-            records = zoo.train_ddp(rank, world_size, 12, options, {}, everything=True)
+        records = zoo.train(rank, world_size, 12, {"overlap": True, "seed": 5})
     assert any(record.foreseen for record in records)
     return [(record.params, record.agreement) for record in records[1:]]
 
 
-@pytest.mark.parametrize(("world_size", "local_group"), [(2, None), (3, None), (4, 2)])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_overlap_with_clipping_makes_the_same_bytes_twice(
-    ranks: RankPools, world_size: int, local_group: int | None
+    ranks: RankPools, world_size: int
 ) -> None:
-    runs = [ranks(world_size).run(train_and_clip, local_group) for _ in range(2)]
+    runs = [ranks(world_size).run(train_and_clip) for _ in range(2)]
     # repr, since the agreement of a step that nobody took is no number.
     assert repr(runs[0]) == repr(runs[1])

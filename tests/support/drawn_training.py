@@ -150,7 +150,7 @@ decays = st.sampled_from((0.0, 0.1, 3.0))
 # Options that do not go together: with the first go none of the others.
 APART = {
     "aggregation": ("bits",),
-    "local_group": ("level_scale", "warmup_full_steps", "momentum_sync_every"),
+    "local_group": ("level_scale", "warmup_full_steps", "momentum_sync_every", "overlap"),
 }
 
 

@@ -32,7 +32,6 @@ MODES: dict[str, tuple[dict[str, Any], bool]] = {
     "overlap": ({"overlap": True}, True),
     "node": ({"local_group": 2}, True),
     "node plain": ({"local_group": 2}, False),
-    "node overlap": ({"local_group": 2, "overlap": True}, True),
 }
 
 
