@@ -23,7 +23,7 @@ from hf_dlion.options import Options
 from hf_dlion.options.routes import Routes
 from hf_dlion.ranks import header
 from hf_dlion.ranks.groups import layout_lines
-from tests.options.test_optim_args import EXAMPLES, needed
+from tests.support.option_cases import EXAMPLES, needed
 from tests.support.spawn import RankPools, run_ranks
 
 pytestmark = pytest.mark.multiproc
