@@ -26,8 +26,6 @@ from hf_dlion.ranks.groups import layout_lines
 from tests.support.option_cases import EXAMPLES, needed
 from tests.support.spawn import RankPools, run_ranks
 
-pytestmark = pytest.mark.multiproc
-
 WORLD_SIZE = 3
 
 
