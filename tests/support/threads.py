@@ -2,8 +2,9 @@
 
 A `ThreadPool` stands where a `RankPool` does. Its ranks meet in a `Hub`, whose group is the default
 one of every optimizer that they make; there is no `torch.distributed`. What a process has for
-itself (random numbers, environment, warnings) each rank gets back when it is its turn again. What a
-rank function patches in a module, other ranks see: such functions need processes.
+itself (random numbers, environment, warnings, what `pytest.MonkeyPatch` changed) each rank gets
+back when it is its turn again. What a rank function changes otherwise, other ranks see: such
+functions need processes.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import threading
 import traceback
 import warnings
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from hf_dlion.exchange.memory import Hub
@@ -62,7 +65,10 @@ class ThreadPool:
 
         outside = _Process()
         try:
-            self._hub.run([lambda rank=rank: work(rank) for rank in range(self.world_size)])
+            # Of the class: rank functions make their own.
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(pytest.MonkeyPatch, "setattr", _setattr)
+                self._hub.run([lambda rank=rank: work(rank) for rank in range(self.world_size)])
         except BaseException as error:
             name = f"{function.__module__}.{function.__qualname__}"
             head = f"{name} failed on {len(failures)} of {self.world_size} ranks"
@@ -83,8 +89,25 @@ class _TestHub(Hub):
 
     def pause(self) -> None:
         own = _Process()
+        patched = [entry for patch in _own.patches for entry in patch._setattr]
+        values = [getattr(target, name) for target, name, _ in patched]
+        for target, name, before in reversed(patched):
+            setattr(target, name, before)
         super().pause()
+        for (target, name, _), value in zip(patched, values, strict=True):
+            setattr(target, name, value)
         own.restore()
+
+
+_own = threading.local()
+_pytest_setattr = pytest.MonkeyPatch.setattr
+
+
+def _setattr(patch: pytest.MonkeyPatch, *args: Any, **kwargs: Any) -> None:
+    """Notes which rank patches."""
+    if patch not in _own.patches:
+        _own.patches.append(patch)
+    _pytest_setattr(patch, *args, **kwargs)
 
 
 class _Process:
@@ -114,6 +137,7 @@ def _begin(rank: int, world_size: int) -> None:
     np.random.seed(0)
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    _own.patches = []
     _set_environment({**os.environ, **rank_environment(rank, world_size)})
     warn_once._given = set()
     # In a list of its own, which the rank may change; pytest's makes errors of warnings.

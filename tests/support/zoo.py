@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -399,11 +400,9 @@ SHORT = 100
 
 @contextlib.contextmanager
 def short_messages() -> Any:
-    before, step_plan.MESSAGE_NUMEL = step_plan.MESSAGE_NUMEL, SHORT
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_plan, "MESSAGE_NUMEL", SHORT)
         yield
-    finally:
-        step_plan.MESSAGE_NUMEL = before
 
 
 def train_zoo(
