@@ -39,8 +39,8 @@ from hf_dlion.options import (
     check_group,
 )
 from hf_dlion.options.naming import with_names
-from hf_dlion.options.routes import Routes, routes_by_name
 from hf_dlion.options.selection import Selection
+from hf_dlion.options.treatment import Treatment, treatment_by_name
 from hf_dlion.ranks.abstention import Abstentions
 from hf_dlion.ranks.group import Ranks, plain
 from hf_dlion.ranks.groups import details_of, flat_params, names_of, tensor_rules, trainable
@@ -239,11 +239,11 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         check_group(defaults)
         self._shards = Shards()
         self._sync = MomentumSync()
-        self._routes = Routes()
+        self._treatment = Treatment()
         self.steps = 0
         self._begin()
         super().__init__(cast(Any, with_names(params)), defaults)
-        routes_by_name(self.options, self.param_groups, complete=True)
+        treatment_by_name(self.options, self.param_groups, complete=True)
         comm_hook.watch(self)
 
     def _begin(self) -> None:
@@ -412,8 +412,8 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             check_distinct(self.param_groups[-1]["params"])
             for param in self.param_groups[-1]["params"]:
                 check_trainable(param)
-            self._routes = routes_by_name(self.options, self.param_groups, complete=False)
-            self._routes.of_step(self.param_groups, self.options, self.steps + 1, ())
+            self._treatment = treatment_by_name(self.options, self.param_groups, complete=False)
+            self._treatment.of_step(self.param_groups, self.options, self.steps + 1, ())
         except Exception:
             self.param_groups.pop()
             raise
@@ -516,10 +516,12 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         self._shards.warn_of_gap()
         params = trainable(self.param_groups)
         indices = [index for index, _ in params]
-        routes = self._routes.of_step(self.param_groups, self.options, self.steps + 1, indices)
-        if self._plan is None or not self._plan.fits(params, wire, routes):
+        treatment = self._treatment.of_step(
+            self.param_groups, self.options, self.steps + 1, indices
+        )
+        if self._plan is None or not self._plan.fits(params, wire, treatment):
             self._plan = None
-            self._plan = make_plan(params, wire, self.options, node, routes=routes)
+            self._plan = make_plan(params, wire, self.options, node, treatment=treatment)
         scaling = Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         return own_header(
             momenta,
@@ -538,8 +540,10 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         self, mine: Header, wire: Wire, failure: Exception | None, flight: Flight | None
     ) -> list[Header]:
         """Returns all ranks' headers once they fit; a rank that failed raises its own error."""
-        routes = None if self._plan is None else self._plan.routes
-        details = details_of(self.param_groups, self.options, failure, routes, self._sync.agreed())
+        treatment = None if self._plan is None else self._plan.treatment
+        details = details_of(
+            self.param_groups, self.options, failure, treatment, self._sync.agreed()
+        )
         headers = agreed(mine, wire, self._ranks.agreement, details, failure, flight)
         self._origin.warn_if_foreign(wire.rank)
         return headers
@@ -581,7 +585,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         8 * (N - 1), and if momenta differ those of `synchronize_momentum` for them.
         """
         assert self._plan is not None, "the header made the plan"
-        full, momenta = self._plan.routes.full, self._momenta()
+        full, momenta = self._plan.treatment.full, self._momenta()
         # Also of parameters that this rank did not use: all must send the same.
         held = {
             index: momenta.of(param, index, {})
@@ -618,14 +622,14 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         """Averages the momenta that are due; what is averaged in full has nothing to average."""
         assert self._plan is not None, "the header made the plan"
         plan, momenta = self._plan, self._momenta()
-        self._common &= plan.routes.full
-        if not plan.routes.synced or wire.world_size == 1:
+        self._common &= plan.treatment.full
+        if not plan.treatment.synced or wire.world_size == 1:
             return
         rule = dataclasses.replace(self.step_rule(), step=self.steps)
         held = [
             Held(index, momenta.of(param, index, plan.owned), plan.owned.get(index, (0, 0))[0])
             for index, param in trainable(self.param_groups)
-            if index in plan.routes.synced
+            if index in plan.treatment.synced
         ]
         rules = tensor_rules(self.param_groups, {piece.index for piece in held}, rule)
         self._sync.after_step(held, rules, self.steps, self.options, wire)
@@ -764,7 +768,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             "steps": self.steps,
             "_shards": self._shards,
             "_sync": self._sync,
-            "_routes": self._routes,
+            "_treatment": self._treatment,
             "_ranks": self._ranks.carried(),
         }
 

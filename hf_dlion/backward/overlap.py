@@ -316,7 +316,7 @@ class Overlap:
         order = ReadyOrder(self._order, sorted(self._late), self._wires, self._inside)
         failure: Exception | None = None
         try:
-            plan = make_plan(params, wire, owner.options, node, order, plan.routes)
+            plan = make_plan(params, wire, owner.options, node, order, plan.treatment)
         except Exception as error:  # Memory, say; the others would send what this one does not.
             failure = error
         raise_together(failure, wire, "preparing the next step")

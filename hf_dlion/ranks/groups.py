@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_dlion.codec.rule import StepRule, TensorRule
 from hf_dlion.options import Options
-from hf_dlion.options.routes import Routes
+from hf_dlion.options.treatment import Treatment
 from hf_dlion.ranks.fingerprint import fingerprints
 from hf_dlion.ranks.header import Details, told
 
@@ -37,12 +37,12 @@ def names_of(groups: Groups) -> list[str]:
     return names
 
 
-def layout_lines(groups: Groups, routes: Routes) -> list[str]:
+def layout_lines(groups: Groups, treatment: Treatment) -> list[str]:
     """Returns a line with name, shape and dtype for every trainable parameter."""
     names = names_of(groups)
     # Without the number of the device, which differs between ranks that agree.
     return [
-        f"{names[index]}: {tuple(p.shape)} {p.dtype} on {p.device.type}{routes.told(index)}"
+        f"{names[index]}: {tuple(p.shape)} {p.dtype} on {p.device.type}{treatment.told(index)}"
         for index, p in trainable(groups)
     ]
 
@@ -100,7 +100,7 @@ def details_of(
     groups: Groups,
     options: Options,
     failure: Exception | None,
-    routes: Routes | None = None,
+    treatment: Treatment | None = None,
     beside: Sequence[dict[str, Any]] = (),
 ) -> Details:
     """Returns what a rank can say of itself should the ranks disagree.
@@ -109,7 +109,7 @@ def details_of(
         groups: The parameter groups.
         options: The options.
         failure: What failed on this rank, or None.
-        routes: What is exchanged of each parameter besides votes.
+        treatment: What is exchanged of each parameter besides votes.
         beside: What ranks have in common like the values of their groups.
     """
 
@@ -119,7 +119,7 @@ def details_of(
         return [(names[index], value) for (index, _), value in zip(held, hashes, strict=True)]
 
     return Details(
-        layout=lambda: layout_lines(groups, routes or Routes()),
+        layout=lambda: layout_lines(groups, treatment or Treatment()),
         options=lambda: option_values(options),
         groups=lambda: [*agreed_values(groups), *beside],
         parameters=parameters,

@@ -44,7 +44,7 @@ def ballot_of(momenta: Momenta, plan: Plan, votes: Tensor, mine: Header, rule: S
         momentum = momenta.of(param, index, plan.owned)
         if has and mine.finite:
             voting[index] = momentum
-        if index in plan.routes.full:
+        if index in plan.treatment.full:
             full[index] = momentum, counts[index]
     voted = {index for index, count in counts.items() if count}
     return Ballot(voting, tensor_rules(momenta.groups, voted, rule), rule, full)

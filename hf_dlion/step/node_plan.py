@@ -8,7 +8,7 @@ from hf_dlion.exchange import Wire
 from hf_dlion.exchange.node import NodeExchange, RowEdges, choose_node_exchange
 from hf_dlion.momentum.shares import Range
 from hf_dlion.options import Options
-from hf_dlion.options.routes import Routes
+from hf_dlion.options.treatment import Treatment
 from hf_dlion.ranks.header import digest
 from hf_dlion.ranks.node import Node
 from hf_dlion.step.message import Message
@@ -30,7 +30,7 @@ class NodePlan(Plan):
         options: Options,
         node: Node,
         order: ReadyOrder | None = None,
-        routes: Routes = VOTES_ONLY,
+        treatment: Treatment = VOTES_ONLY,
     ) -> None:
         """Checks the parameters and makes the messages.
 
@@ -40,13 +40,13 @@ class NodePlan(Plan):
             options: Give the exchange and what it carries.
             node: Who shares the work.
             order: How the messages of an exchange during backward are cut, and where they travel.
-            routes: Whose momenta are averaged now and then.
+            treatment: Whose momenta are averaged now and then.
 
         Raises:
             NotImplementedError: If a parameter is sharded.
             TypeError: If one is not dense or not floating.
         """
-        self._take_params(params, wire, routes)
+        self._take_params(params, wire, treatment)
         nodes, size = node.peers.world_size, node.local.world_size
         self.ordered, self.bits = order is not None, options.bits
         peers, down, inside = node.peers, node.peers, node.local
@@ -59,7 +59,7 @@ class NodePlan(Plan):
         name = choose_node_exchange(layouts, nodes, size, options)
         split = [[index for index, _ in group] for group in groups]
         kinds = [(index, tuple(p.shape), str(p.dtype)) for index, p in params]
-        self.layout = digest((kinds, split, name, node.members, routes.plain()))
+        self.layout = digest((kinds, split, name, node.members, treatment.plain()))
         self.messages: list[Message] = []
         self.alone: list[AloneMessage] = []
         owners: list[dict[int, Range]] = [
@@ -86,7 +86,7 @@ def make_plan(
     options: Options,
     node: Node | None,
     order: ReadyOrder | None = None,
-    routes: Routes = VOTES_ONLY,
+    treatment: Treatment = VOTES_ONLY,
 ) -> Plan:
     """Returns the messages of a set of trainable parameters; arguments as for `NodePlan`.
 
@@ -95,5 +95,5 @@ def make_plan(
         TypeError: If one is not dense or not floating.
     """
     if node is None or wire is None:
-        return Plan(params, wire, options, order, routes)
-    return NodePlan(params, wire, options, node, order, routes)
+        return Plan(params, wire, options, order, treatment)
+    return NodePlan(params, wire, options, node, order, treatment)

@@ -101,7 +101,7 @@ def own_header(
         present=torch.tensor(present, dtype=torch.bool),
         unaveraged=unaveraged,
         displaced=displaced,
-        uncommon=not plan.routes.full <= common,
+        uncommon=not plan.treatment.full <= common,
     )
 
 

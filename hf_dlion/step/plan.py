@@ -14,7 +14,7 @@ from hf_dlion.exchange import Wire, choose_exchange, make_exchange
 from hf_dlion.momentum.shares import Range
 from hf_dlion.momentum.state_dict import check_trainable
 from hf_dlion.options import Options
-from hf_dlion.options.routes import Routes
+from hf_dlion.options.treatment import Treatment
 from hf_dlion.ranks.header import digest
 from hf_dlion.step.full_precision import Batch, split_alike
 from hf_dlion.step.message import Message
@@ -25,7 +25,7 @@ MESSAGES = 32
 # ... none of fewer elements than that, and than so many for each rank. At 100 Mbit/s messages of
 # 2**20 elements reached 1.03 of the bound, of 2**22 1.11 (29.5 million parameters, two hosts).
 FEWEST_NUMEL, FEWEST_NUMEL_PER_RANK = 1 << 20, 1 << 17
-VOTES_ONLY = Routes()
+VOTES_ONLY = Treatment()
 # Elements per message whatever the model: for benchmarks and tests.
 MESSAGE_NUMEL: int | None = None
 
@@ -117,7 +117,7 @@ class Plan:
     Attributes:
         messages: With buffers for one step; none for one rank.
         full: Parameters that have no place in a message: their gradients are averaged.
-        routes: What is exchanged of each parameter besides votes.
+        treatment: What is exchanged of each parameter besides votes.
         bits: Of the votes that its messages have room for.
         layout: Hash of everything that decides which collectives of what size a step makes.
         ordered: Whether the messages follow an order in which gradients become ready.
@@ -137,7 +137,7 @@ class Plan:
         wire: Wire | None,
         options: Options,
         order: ReadyOrder | None = None,
-        routes: Routes = VOTES_ONLY,
+        treatment: Treatment = VOTES_ONLY,
     ) -> None:
         """Checks the parameters and makes the messages.
 
@@ -146,16 +146,16 @@ class Plan:
             wire: The process group, or None for one rank.
             options: Give the exchange and what it carries.
             order: How the messages of an exchange during backward are cut, and where they travel.
-            routes: What is exchanged of each parameter besides votes.
+            treatment: What is exchanged of each parameter besides votes.
 
         Raises:
             NotImplementedError: If a parameter is sharded.
             TypeError: If one is not dense or not floating.
         """
-        self._take_params(params, wire, routes)
+        self._take_params(params, wire, treatment)
         self.ordered, self.bits = order is not None, options.bits
         world_size = 1 if wire is None else wire.world_size
-        voted = [pair for pair in params if pair[0] not in routes.full]
+        voted = [pair for pair in params if pair[0] not in treatment.full]
         groups = split_into_messages(voted, world_size)
         up, down = wire, wire
         if order is not None:
@@ -165,11 +165,11 @@ class Plan:
         name = choose_exchange(layouts, world_size, options)
         split = [[index for index, _ in group] for group in groups]
         kinds = [(index, tuple(p.shape), str(p.dtype)) for index, p in params]
-        self.layout = digest((kinds, split, name, routes.plain()))
+        self.layout = digest((kinds, split, name, treatment.plain()))
         self.messages: list[Message] = []
         if up is None or world_size == 1:
             return
-        averaged = [pair for pair in params if pair[0] in routes.full]
+        averaged = [pair for pair in params if pair[0] in treatment.full]
         self.full = split_alike(averaged, message_numel(params, world_size))
         for group, layout in zip(groups, layouts, strict=True):
             device = group[0][1].device
@@ -177,16 +177,18 @@ class Plan:
             self.messages.append(Message(group, layout, exchange, codec_for(device), options.bits))
 
     def _take_params(
-        self, params: Sequence[tuple[int, Tensor]], wire: Wire | None, routes: Routes
+        self, params: Sequence[tuple[int, Tensor]], wire: Wire | None, treatment: Treatment
     ) -> None:
         for _, param in params:
             check_trainable(param)
-        self.routes = routes
+        self.treatment = treatment
         self._wire, self._key = wire, _key_of(params)
 
-    def fits(self, params: Sequence[tuple[int, Tensor]], wire: Wire | None, routes: Routes) -> bool:
-        """Returns whether these are the parameters, the wire and the routes of the plan."""
-        return self._wire is wire and self.routes == routes and self._key == _key_of(params)
+    def fits(
+        self, params: Sequence[tuple[int, Tensor]], wire: Wire | None, treatment: Treatment
+    ) -> bool:
+        """Returns whether these are the parameters, the wire and the treatment of the plan."""
+        return self._wire is wire and self.treatment == treatment and self._key == _key_of(params)
 
 
 def _key_of(params: Sequence[tuple[int, Tensor]]) -> list[tuple[object, ...]]:
