@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from hf_dlion.backward import search as comm_hook
 from hf_dlion.backward.flight import Flight
 from hf_dlion.backward.overlap import Overlap
-from hf_dlion.codec.rule import StepRule
+from hf_dlion.codec.rule import StepRule, tensor_rules
 from hf_dlion.exchange import LostRank, Wire, WireStats
 from hf_dlion.momentum.group_entry import with_entry_in_groups
 from hf_dlion.momentum.loading import checked_loading
@@ -38,13 +38,13 @@ from hf_dlion.options import (
     Ties,
     check_group,
 )
+from hf_dlion.options.groups import flat_params, names_of, trainable
 from hf_dlion.options.naming import with_names
 from hf_dlion.options.selection import Selection
 from hf_dlion.options.treatment import Treatment, treatment_by_name
 from hf_dlion.ranks.abstention import Abstentions
 from hf_dlion.ranks.group import Ranks, plain
-from hf_dlion.ranks.groups import details_of, flat_params, names_of, tensor_rules, trainable
-from hf_dlion.ranks.header import Disagreement, Header, votes_on
+from hf_dlion.ranks.header import Disagreement, Header, details_of, votes_on
 from hf_dlion.ranks.join import JoinableOptimizer
 from hf_dlion.ranks.node import Node
 from hf_dlion.ranks.replicas import check_replicas

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
+from hf_dlion.options.groups import Groups
 from hf_dlion.options.options import SYNC_WORDS, Options
 from hf_dlion.options.selection import check_matches, selected
-
-Groups = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from hf_dlion.backward.flight import Flight
 from hf_dlion.codec import AloneJob, codec_for
-from hf_dlion.codec.rule import StepRule
+from hf_dlion.codec.rule import StepRule, tensor_rules
 from hf_dlion.exchange import Wire, WireStats
 from hf_dlion.momentum.store import Momenta
-from hf_dlion.ranks.groups import tensor_rules, trainable
+from hf_dlion.options.groups import trainable
 from hf_dlion.ranks.header import Header
 from hf_dlion.step.ballot import Ballot
 from hf_dlion.step.full_precision import step_in_full

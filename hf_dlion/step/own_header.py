@@ -15,8 +15,8 @@ from hf_dlion.momentum.state_dict import check_gradient
 from hf_dlion.momentum.store import Momenta
 from hf_dlion.momentum.sync import MomentumSync
 from hf_dlion.options import Options
+from hf_dlion.options.groups import Groups, agreed_values, option_values, trainable
 from hf_dlion.ranks.abstention import all_finite, unscale
-from hf_dlion.ranks.groups import Groups, agreed_values, option_values, trainable
 from hf_dlion.ranks.header import Agreement, Details, Disagreement, Header, digest
 from hf_dlion.ranks.node import Node
 from hf_dlion.step.plan import Plan
