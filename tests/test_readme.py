@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from pathlib import Path
 
 import torch
 
-from hf_dlion import DistributedLion
+from hf_dlion import DistributedLion, Options
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -20,6 +21,8 @@ def test_every_option_is_in_the_table_with_its_default():
     parameters = inspect.signature(DistributedLion).parameters
     declared = {name: p.default for name, p in parameters.items() if name != "params"}
     assert {name: eval(default, {"torch": torch}) for name, default in rows} == declared
+    fields = {field.name for field in dataclasses.fields(Options)}
+    assert {name for name, _ in rows} == fields | {"lr", "betas", "weight_decay", "process_group"}
 
 
 def test_every_linked_file_exists():
