@@ -33,12 +33,13 @@ from hf_dlion.options import (
     Ties,
     check_group,
 )
+from hf_dlion.options.described import describes_options
+from hf_dlion.options.groups import flat_params, names_of
 from hf_dlion.options.naming import with_names
-from hf_dlion.options.routes import routes_by_name
 from hf_dlion.options.selection import Selection
+from hf_dlion.options.treatment import treatment_by_name
 from hf_dlion.ranks.abstention import Abstentions
 from hf_dlion.ranks.group import Ranks, plain
-from hf_dlion.ranks.groups import flat_params, names_of
 from hf_dlion.ranks.join import JoinableOptimizer
 from hf_dlion.step.early import NoEarlyVotes
 from hf_dlion.step.engine import Engine
@@ -49,6 +50,7 @@ STATE_VERSION = 1
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
+@describes_options
 class DistributedLion(Optimizer, JoinableOptimizer):
     r"""Lion for data-parallel training in which every rank sends one bit per parameter.
 
@@ -62,8 +64,9 @@ class DistributedLion(Optimizer, JoinableOptimizer):
 
     This is Distributed Lion (Liu et al., NeurIPS 2024, arXiv 2404.00438, Algorithm 1) on Lion
     (Chen et al., 2023, arXiv 2302.06675, Algorithm 2). A row (a slice along the first dimension)
-    whose u is exactly zero abstains, so that an embedding row that no rank has seen stays where
-    it is. Replicas are bitwise equal after every step. On one rank it is plain Lion.
+    whose u is exactly zero abstains, so an embedding row that no rank has seen stays where it is.
+    Replicas are bitwise equal after every step. On one rank it is plain Lion. docs/rule.md says
+    exactly what is computed and sent.
 
     Coming from AdamW: every element moves by lr in every step, so start at a third to a tenth of
     AdamW's learning rate, and raise weight_decay by the same factor, to keep lr * weight_decay.
@@ -92,61 +95,8 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         lr: Learning rate: how far each element moves in a step; a float or a 0-D tensor.
         betas: Decay factors of the direction and of the momentum.
         weight_decay: Decoupled weight decay.
-        aggregation: "majority" or "average" of the votes.
-        ties: A tied majority: "alternate" (+1 and -1 in turns over elements and steps, one bit on
-            the way down) or "zero" (no move, two bits).
-        bits: Of a vote, per element. With 2, 4 or 8 a rank sends how large u is, too: relative to
-            a, a mean of |u| which is not sent (see `level_scale`). With 4 and 8 bits that is
-            q = round(u / a * L / 2), cut to -L and L (7 or 127); with 2 bits -3, -1, 1 or 3, for
-            |u| above 1.5 a or not. The verdict is the sign of the sum of the q, and a sum of 0 is
-            a tie: with 4 and 8 bits also where all ranks round a small u to 0.
-            Two-phase sends (bits + 1) (N - 1) / N bits per parameter. Not with
-            aggregation="average".
-        level_scale: With 2, 4 or 8 bits, what a is the mean over: each "word" of 64 elements, those
-            of them that are not zero, or the whole "tensor", its rows that are not zero (Lion
-            Cub's). Rows that are small beside others of their tensor, such as those of rare tokens,
-            would all have the lowest level with the latter, which also reads gradients and momenta
-            twice, and does not go with `local_group` yet.
-        exchange: "gather", "two_phase", or "auto", which takes the one that sends fewer bytes.
-        overlap: Exchange votes during backward, as gradients become ready, from the second step
-            on. The momentum is advanced in `step()`, from the gradient as the loop left it; the
-            direction takes the factor by which the gradients of the step before were scaled
-            between backward and `step()` (by clipping or GradScaler), since that of this step is
-            not known yet. Costs one more pass over gradients and momenta. Not with `local_group`.
-        stochastic_rounding: Round bfloat16 and float16 parameters and momenta stochastically, the
-            parameters with the same random bits on every rank. Nearest rounding loses every
-            update smaller than half a unit in the last place: most steps of a fine-tuning.
-        momentum_dtype: dtype of the momentum: torch.float32, torch.bfloat16 or torch.float16;
-            None keeps each parameter's own.
         process_group: The ranks that vote; None is the default group, taken at first use.
-        seed: Seed of the stochastic rounding, the same on every rank.
-        max_abstained_steps: A rank whose gradients hold a NaN or an Inf abstains from the step;
-            when one does so this many steps in a row, all ranks raise.
-        checkpoint: "per_rank" has the integrations save every rank's momentum; "mean" has them
-            average the momenta before rank 0 saves.
-        local_group: Ranks that cast one vote together, because fast links join them: "node" (as
-            many as LOCAL_WORLD_SIZE says, ranks of a node following one another), their number,
-            or the process group of this rank's node. Gradients are averaged in full precision
-            inside a node, by DDP's backward or else in `step()`, and the momentum is shared out
-            among its ranks; in the rule above N is then the number of nodes. None: every rank
-            votes.
-        check_replicas_every: After every so many steps the ranks compare a hash of all
-            parameters of the groups, frozen ones too; 0 never does.
-        on_divergence: What to do should they differ: "raise" an error on every rank that names
-            the first such parameter, or "repair": warn, and give all ranks the values that most
-            of them have.
-        momentum_sync_every: In every so many steps the ranks average the selected momenta once, an
-            equal part of them in each step (Lion Cub, arXiv 2411.16462); 0 never does.
-        momentum_sync: Which momenta: "all", "auto" (those that differ most between the ranks, as
-            many as `momentum_sync_budget` allows), patterns of parameter names ("*.bias;*norm*" or
-            a sequence; as `fnmatch`), or a function of name and parameter (one that can be
-            imported, if the optimizer is to be pickled).
-        momentum_sync_dtype: How they travel: torch.bfloat16 or torch.float32.
-        momentum_sync_budget: For "auto": the most bytes that a rank sends for them in a step; None
-            stands for one bit per parameter.
-        full_precision: Parameters whose gradients are averaged over the ranks instead of a vote, by
-            name as for `momentum_sync`; a parameter group with "exchange": "full" is the same.
-        warmup_full_steps: So many steps at the start are plain Lion on the mean gradient.
+        ...: The fields of `hf_dlion.Options`; `help()` lists them here.
 
     Attributes:
         state: `state[p]["exp_avg"]`, shape of p, is this rank's momentum; with `local_group` its
@@ -224,7 +174,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         check_group(defaults)
         self._begin(Engine(self, options, ranks))
         super().__init__(cast(Any, with_names(params)), defaults)
-        routes_by_name(options, self.param_groups, complete=True)
+        treatment_by_name(options, self.param_groups, complete=True)
         self._engine.hooks.search()
 
     def _begin(self, engine: Engine) -> None:
@@ -330,9 +280,9 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             check_distinct(self.param_groups[-1]["params"])
             for param in self.param_groups[-1]["params"]:
                 check_trainable(param)
-            routes = routes_by_name(self.options, self.param_groups, complete=False)
-            self._engine.routes = routes
-            routes.of_step(self.param_groups, self.options, self.steps + 1, ())
+            treatment = treatment_by_name(self.options, self.param_groups, complete=False)
+            self._engine.treatment = treatment
+            treatment.of_step(self.param_groups, self.options, self.steps + 1, ())
         except Exception:
             self.param_groups.pop()
             raise

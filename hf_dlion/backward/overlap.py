@@ -35,9 +35,9 @@ from hf_dlion.backward.gradient_scale import ScaleProbes
 from hf_dlion.codec.rule import StepRule
 from hf_dlion.exchange import Wire, WireStats
 from hf_dlion.momentum.store import MomentumStore
+from hf_dlion.options.groups import trainable
 from hf_dlion.options.warn_once import warn_once
 from hf_dlion.ranks.group_counts import check_group_counts, group_counts
-from hf_dlion.ranks.groups import trainable
 from hf_dlion.ranks.header import Header, raise_together
 from hf_dlion.step.early import Sent, delivery_of
 from hf_dlion.step.engine import Engine
@@ -228,7 +228,7 @@ class Overlap:
                 params,
                 plan.voters,
                 engine.options,
-                plan.routes,
+                plan.treatment,
                 message_numel=engine.message_numel,
                 order=order,
             )

@@ -17,6 +17,10 @@ from torch import Tensor
 from hf_dlion.codec.bits import pack_bits, unpack_bits
 from hf_dlion.codec.layout import WORD_BYTES, words_for
 from hf_dlion.exchange.wire import Wire
+from hf_dlion.options import Options
+from hf_dlion.options.groups import Groups, agreed_values, names_of, option_values, trainable
+from hf_dlion.options.treatment import Treatment
+from hf_dlion.ranks.fingerprint import fingerprints
 
 # Of what is sent, hashed and rounded. The first header has one size in every version.
 WIRE_VERSION = 1
@@ -150,6 +154,47 @@ class Details:
     parameters: Callable[[], list[tuple[str, int]]]
     failure: Callable[[], str | None]
     doing: str = "the step"
+
+
+def layout_lines(groups: Groups, treatment: Treatment) -> list[str]:
+    """Returns a line with name, shape and dtype for every trainable parameter."""
+    names = names_of(groups)
+    # Without the number of the device, which differs between ranks that agree.
+    return [
+        f"{names[index]}: {tuple(p.shape)} {p.dtype} on {p.device.type}{treatment.told(index)}"
+        for index, p in trainable(groups)
+    ]
+
+
+def details_of(
+    groups: Groups,
+    options: Options,
+    failure: Exception | None,
+    treatment: Treatment | None = None,
+    beside: Sequence[dict[str, Any]] = (),
+) -> Details:
+    """Returns what a rank can say of itself should the ranks disagree.
+
+    Args:
+        groups: The parameter groups.
+        options: The options.
+        failure: What failed on this rank, or None.
+        treatment: What is exchanged of each parameter besides votes.
+        beside: What ranks have in common like the values of their groups.
+    """
+
+    def parameters() -> list[tuple[str, int]]:
+        names, held = names_of(groups), trainable(groups)
+        hashes = fingerprints([param for _, param in held])
+        return [(names[index], value) for (index, _), value in zip(held, hashes, strict=True)]
+
+    return Details(
+        layout=lambda: layout_lines(groups, treatment or Treatment()),
+        options=lambda: option_values(options),
+        groups=lambda: [*agreed_values(groups), *beside],
+        parameters=parameters,
+        failure=lambda: None if failure is None else told(failure),
+    )
 
 
 class Agreement:

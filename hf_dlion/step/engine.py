@@ -18,7 +18,7 @@ from hf_dlion.momentum.shares import Shares
 from hf_dlion.momentum.store import MomentumStore
 from hf_dlion.momentum.sync import MomentumSync
 from hf_dlion.options import Options
-from hf_dlion.options.routes import Routes
+from hf_dlion.options.treatment import Treatment
 from hf_dlion.ranks.group import Ranks
 from hf_dlion.step.early import EarlyVotes
 from hf_dlion.step.message import Message
@@ -59,7 +59,7 @@ class Engine:
         early: Votes that leave before the step.
         hooks: Watch gradients and wrappers.
         plan: The messages of the coming step, as far as they are known.
-        routes: What the options select by name.
+        treatment: What the options select by name.
         sync: Which momenta are averaged, and when.
         shares: Which stretch of each momentum this rank holds.
         origin: Whose momentum this rank goes on with.
@@ -85,7 +85,7 @@ class Engine:
         self.steps = self.sent_inside = 0
         self.presence = Presence()
         self.plan: Plan | None = None
-        self.routes = Routes()
+        self.treatment = Treatment()
         self.sync, self.shares, self.origin = MomentumSync(), Shares(), MomentumOrigin()
         self.shared_momenta: frozenset[int] = frozenset()
         self.message_numel: int | None = None
@@ -211,10 +211,12 @@ class Engine:
             TypeError: If one is not dense or not floating.
         """
         indices = [index for index, _ in params]
-        routes = self.routes.of_step(self.groups, self.options, self.steps + 1, indices)
-        if self.plan is None or not self.plan.fits(params, voters, routes):
+        treatment = self.treatment.of_step(self.groups, self.options, self.steps + 1, indices)
+        if self.plan is None or not self.plan.fits(params, voters, treatment):
             self.plan = None  # Should making another one fail, none holds.
-            self.plan = Plan(params, voters, self.options, routes, message_numel=self.message_numel)
+            self.plan = Plan(
+                params, voters, self.options, treatment, message_numel=self.message_numel
+            )
         return self.plan
 
     def momenta(self) -> MomentumStore:
@@ -250,4 +252,4 @@ class Engine:
 
 
 # What a copy of an optimizer takes over as it is.
-_COPIED = ("shares", "sync", "routes", "message_numel")
+_COPIED = ("shares", "sync", "treatment", "message_numel")

@@ -12,7 +12,7 @@ from hf_dlion.exchange import Wire
 from hf_dlion.momentum.shares import Range
 from hf_dlion.momentum.state_dict import check_trainable
 from hf_dlion.options import Options
-from hf_dlion.options.routes import Routes
+from hf_dlion.options.treatment import Treatment
 from hf_dlion.ranks.header import digest
 from hf_dlion.step.full_precision import Batch, split_alike
 from hf_dlion.step.message import Message
@@ -24,7 +24,7 @@ MESSAGES = 32
 # ... none of fewer elements than that, and than so many for each rank. At 100 Mbit/s messages of
 # 2**20 elements reached 1.03 of the bound, of 2**22 1.11 (29.5 million parameters, two hosts).
 FEWEST_NUMEL, FEWEST_NUMEL_PER_RANK = 1 << 20, 1 << 17
-VOTES_ONLY = Routes()
+VOTES_ONLY = Treatment()
 
 Params = Sequence[tuple[int, Tensor]]
 
@@ -53,7 +53,7 @@ class Plan:
         messages: With buffers for one step; none where nobody else votes.
         delivery: Carries them in the step.
         full: Parameters that have no place in a message: their gradients are averaged.
-        routes: What is exchanged of each parameter besides votes.
+        treatment: What is exchanged of each parameter besides votes.
         bits: Of the votes that its messages have room for.
         layout: Hash of everything that decides which collectives of what size a step makes.
         ordered: Whether the messages follow an order in which gradients become ready.
@@ -67,7 +67,7 @@ class Plan:
         params: Params,
         voters: Voters,
         options: Options,
-        routes: Routes = VOTES_ONLY,
+        treatment: Treatment = VOTES_ONLY,
         *,
         message_numel: int | None = None,
         order: ReadyOrder | None = None,
@@ -78,7 +78,7 @@ class Plan:
             params: Pairs of parameter index and parameter, those with requires_grad.
             voters: Who votes as one, and how their messages are made.
             options: Give the exchange and what it carries.
-            routes: What is exchanged of each parameter besides votes.
+            treatment: What is exchanged of each parameter besides votes.
             message_numel: Elements per message at most; None chooses by the size of the model and
                 the number of ranks.
             order: How the messages of an exchange during backward are cut, and where they travel.
@@ -89,19 +89,19 @@ class Plan:
         """
         for _, param in params:
             check_trainable(param)
-        self.voters, self.routes, self._key = voters, routes, _key_of(params)
+        self.voters, self.treatment, self._key = voters, treatment, _key_of(params)
         self.message_numel, self.ordered, self.bits = message_numel, order is not None, options.bits
-        voted = [pair for pair in params if pair[0] not in routes.full]
+        voted = [pair for pair in params if pair[0] not in treatment.full]
         limit = message_numel or usual_numel(voted, voters.ranks)
         groups = _runs(voted, limit) if order is None else _runs_in_order(voted, limit, order)
         layouts = [MessageLayout.of([(i, p.shape) for i, p in group]) for group in groups]
         name = voters.choose_exchange(layouts, options)
         split = [[index for index, _ in group] for group in groups]
         kinds = [(index, tuple(p.shape), str(p.dtype)) for index, p in params]
-        self.layout = digest((kinds, split, name, *voters.layout_key, routes.plain()))
+        self.layout = digest((kinds, split, name, *voters.layout_key, treatment.plain()))
         self.full: Sequence[Batch] = ()
         if voters.ranks > 1:
-            averaged = [pair for pair in params if pair[0] in routes.full]
+            averaged = [pair for pair in params if pair[0] in treatment.full]
             self.full = split_alike(averaged, message_numel or usual_numel(params, voters.ranks))
         wires = None if order is None else order.wires
         built = voters.build(params, list(zip(groups, layouts, strict=True)), name, options, wires)
@@ -110,9 +110,11 @@ class Plan:
         self.owners: Sequence[Mapping[int, Range]] = built.owners
         self.owned: Mapping[int, Range] = built.owned
 
-    def fits(self, params: Params, voters: Voters, routes: Routes) -> bool:
-        """Returns whether these are the parameters, the voters and the routes of the plan."""
-        return self.voters is voters and self.routes == routes and self._key == _key_of(params)
+    def fits(self, params: Params, voters: Voters, treatment: Treatment) -> bool:
+        """Returns whether these are the parameters, the voters and the treatment of the plan."""
+        return (
+            self.voters is voters and self.treatment == treatment and self._key == _key_of(params)
+        )
 
 
 def usual_numel(params: Params, ranks: int) -> int:

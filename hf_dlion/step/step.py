@@ -9,21 +9,15 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from hf_dlion.codec.rule import tensor_rules
 from hf_dlion.exchange import LostRank
 from hf_dlion.momentum.mean import average_over_ranks
 from hf_dlion.momentum.slices import Held
 from hf_dlion.momentum.state_dict import check_gradient
 from hf_dlion.options import check_group
+from hf_dlion.options.groups import agreed_values, flat_params, option_values, trainable
 from hf_dlion.ranks.abstention import all_finite, unscale
-from hf_dlion.ranks.groups import (
-    agreed_values,
-    details_of,
-    flat_params,
-    option_values,
-    tensor_rules,
-    trainable,
-)
-from hf_dlion.ranks.header import Disagreement, Header, digest, votes_on
+from hf_dlion.ranks.header import Disagreement, Header, details_of, digest, votes_on
 from hf_dlion.ranks.replicas import check_replicas
 from hf_dlion.step.delivery import Delivery, Moving
 from hf_dlion.step.engine import Engine
@@ -168,7 +162,7 @@ class Step:
             present=torch.tensor(present, dtype=torch.bool),
             unaveraged=any(self._unaveraged),
             displaced=displaced,
-            unshared=not plan.routes.full <= engine.shared_momenta,
+            unshared=not plan.treatment.full <= engine.shared_momenta,
         )
 
     def _agree(self, header: Header, failure: Exception | None, delivery: Delivery) -> list[Header]:
@@ -176,8 +170,10 @@ class Step:
         engine = self._engine
         if self._wire is None:
             return [header]
-        routes = None if engine.plan is None else engine.plan.routes
-        details = details_of(engine.groups, engine.options, failure, routes, engine.sync.agreed())
+        treatment = None if engine.plan is None else engine.plan.treatment
+        details = details_of(
+            engine.groups, engine.options, failure, treatment, engine.sync.agreed()
+        )
         try:
             headers = engine.ranks.agreement.agree(header, self._wire, details)
         except Exception as error:
@@ -206,7 +202,7 @@ class Step:
         8 * (N - 1), and if momenta differ those of `synchronize_momentum` for them.
         """
         assert self._wire is not None, "one rank has nobody to share with"
-        full = self._plan.routes.full
+        full = self._plan.treatment.full
         # Also of parameters that this rank did not use: all must send the same.
         held = {
             index: self._momenta.of(param, index, {})
@@ -244,7 +240,7 @@ class Step:
             momentum = self._momenta.of(param, index, plan.owned)
             if has and mine.finite:
                 voting[index] = momentum
-            if index in plan.routes.full:
+            if index in plan.treatment.full:
                 full[index] = momentum, counts[index]
         voted = {index for index, count in counts.items() if count}
         return Moving(voting, tensor_rules(self._engine.groups, voted, rule), rule, full)
@@ -268,8 +264,8 @@ class Step:
     def _synchronize_momenta(self, plan: Plan) -> None:
         """Averages the momenta that are due; what is averaged in full has nothing to average."""
         engine, between = self._engine, self._voters.between
-        engine.shared_momenta &= plan.routes.full
-        if not plan.routes.synced or between is None or between.world_size == 1:
+        engine.shared_momenta &= plan.treatment.full
+        if not plan.treatment.synced or between is None or between.world_size == 1:
             return
         held = [
             Held(
@@ -278,7 +274,7 @@ class Step:
                 plan.owned.get(index, (0, 0))[0],
             )
             for index, param in self._pairs
-            if index in plan.routes.synced
+            if index in plan.treatment.synced
         ]
         rules = tensor_rules(engine.groups, {piece.index for piece in held}, self._rule)
         engine.sync.after_step(held, rules, engine.steps, engine.options, between)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from hf_dlion.exchange import LostRank, Wire, WireStats
 from hf_dlion.exchange.pending import Pending
 from hf_dlion.optimizer import DistributedLion
+from hf_dlion.options.groups import Groups
 from hf_dlion.ranks.abstention import Abstentions
 from hf_dlion.ranks.group import Ranks
-from hf_dlion.ranks.groups import Groups
 
 
 class Hub:
