@@ -9,15 +9,14 @@
 from __future__ import annotations
 
 import functools
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_dlion.checkpoint import rank_files as checkpoint
-from hf_dlion.checkpoint import whole as whole_checkpoint
+from hf_dlion.checkpoint import rank_files, rotation, whole
 from hf_dlion.checkpoint.agreed import agreed_checkpoint, names_on_ranks
+from hf_dlion.checkpoint.lion import gather_objects, unwrap
 from hf_dlion.checkpoint.momentum_file import MOMENTUM_NAME
 from hf_dlion.checkpoint.save import Save
 from hf_dlion.optimizer import DistributedLion
@@ -57,60 +56,54 @@ def attach(accelerator: Accelerator) -> None:
     refuse_sharded(accelerator)
     if getattr(accelerator, _ATTACHED, False):
         return
-    folders: list[str] = []
-    saves: list[Save] = []
+    saves: list[Save] = []  # The one that is going on.
+    folders: list[Path] = []  # The one that is being loaded.
 
     def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
         # Every rank calls this hook, before rank 0 writes the optimizers' states.
-        with saves[0].part() if saves else nullcontext():
-            whole_checkpoint.begin(Path(output_dir))
+        for going_on in saves:
+            going_on.folder = Path(output_dir)  # As Accelerate understood it.
+            going_on.begin()
         for suffix, lion in _lions(accelerator):
             name = MOMENTUM_NAME + suffix
             if lion.options.checkpoint == "mean":
                 lion.synchronize_momentum()
-                checkpoint.remove_momentum(output_dir, name=name)
+                rank_files.remove_momentum(output_dir, name=name)
             else:
-                checkpoint.save_momentum(lion, output_dir, name=name, scaler=accelerator.scaler)
+                rank_files.save_momentum(lion, output_dir, name=name, scaler=accelerator.scaler)
 
     def remember(models: list[Any], input_dir: str) -> None:
         # The folder that load_state chose; it is too early to load, since rank 0's state follows.
-        folders[:] = [input_dir]
+        folders[:] = [Path(input_dir)]
 
     save_state, load_state = accelerator.save_state, accelerator.load_state
 
     @functools.wraps(save_state)
-    def save_all(*args: Any, **kwargs: Any) -> Any:
+    def save_all(output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         lions = _lions(accelerator)
         if not lions:
-            return save_state(*args, **kwargs)
-        ours = Save(lions[0][1])
+            return save_state(output_dir, *args, **kwargs)
+        ours = Save(lions[0][1], _next_folder(accelerator, output_dir))
         saves[:] = [ours]
         try:
             with _as_one(accelerator, ours):
                 with ours.part():
-                    _make_room(accelerator)
+                    _make_room(accelerator, ours.folder)
                 with ours.part():
-                    saved = save_state(*args, **kwargs)
-                with ours.part():
-                    ours.sync(Path(saved))  # What all ranks have written.
+                    saved = save_state(output_dir, *args, **kwargs)
+                ours.sync()
+            ours.finish()
             with ours.part():
-                if accelerator.is_local_main_process:
-                    whole_checkpoint.finish(Path(saved))
-            with ours.part():
-                _delete_superseded(accelerator, Path(saved))
+                _rotate(accelerator, ours.folder)
         finally:
             saves.clear()
         return saved
 
     @functools.wraps(load_state)
     def load_all(input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        failure: Exception | None = None
-        input_dir = _whole(accelerator, input_dir)
-        try:
-            load_state(input_dir, *args, **kwargs)
-        except Exception as error:  # The others hear of it below, instead of waiting for this rank.
-            failure = error
-        _load(accelerator, folders.pop() if folders else "", failure)
+        input_dir = _agreed_folder(accelerator, input_dir)
+        failure = rank_files.failure_of(lambda: load_state(input_dir, *args, **kwargs))
+        _load_momenta(accelerator, folders.pop() if folders else Path(), failure)
         _go_on_counting(accelerator)
 
     accelerator.register_save_state_pre_hook(save)
@@ -142,37 +135,61 @@ def _as_one(accelerator: Accelerator, save: Save) -> Iterator[None]:
         project.total_limit, accelerator.wait_for_everyone = limit, wait
 
 
-def _make_room(accelerator: Accelerator) -> None:
+def _automatic_folder(accelerator: Accelerator) -> Path:
+    """Returns where Accelerate puts the states that it names itself."""
+    return Path(accelerator.project_dir, "checkpoints")
+
+
+def _next_folder(accelerator: Accelerator, output_dir: str | None) -> Path:
+    """Returns where Accelerate is about to save; told nothing at all, it will raise."""
+    project = accelerator.project_configuration
+    if project.automatic_checkpoint_naming:
+        return _automatic_folder(accelerator) / f"checkpoint_{project.iteration}"
+    return Path(output_dir or ".")
+
+
+def _make_room(accelerator: Accelerator, place: Path) -> None:
     """Removes an unfinished state of the next number, which Accelerate would not write over."""
-    project = accelerator.project_configuration
-    if project.automatic_checkpoint_naming and accelerator.is_local_main_process:
-        place = _automatic_folder(accelerator) / f"checkpoint_{project.iteration}"
+    automatic = accelerator.project_configuration.automatic_checkpoint_naming
+    if automatic and accelerator.is_local_main_process:
         with suppress(FileNotFoundError):  # Of two machines with one disk the other was faster.
-            if place.is_dir() and whole_checkpoint.is_unfinished(place):
-                _remove(place)
+            if place.is_dir() and whole.is_unfinished(place):
+                rotation.remove(place)
 
 
-def _delete_superseded(accelerator: Accelerator, place: Path) -> None:
-    """Deletes other states than `place` over `total_limit`: unfinished ones, then the oldest."""
+def _rotate(accelerator: Accelerator, written: Path) -> None:
+    """Deletes older states over `total_limit`, which Accelerate counts by their numbers."""
     project = accelerator.project_configuration
-    if not project.automatic_checkpoint_naming or not project.total_limit:
-        return
-    if accelerator.is_main_process:
-        folder = _automatic_folder(accelerator)
-        names = whole_checkpoint.checkpoint_names(folder)
-        others = [folder / name for name in names if name != place.name]
-        others.sort(key=whole_checkpoint.is_unfinished)
-        for other in others[project.total_limit - 1 :]:
-            _remove(other)
+    if project.automatic_checkpoint_naming and accelerator.is_main_process:
+        names = reversed(whole.checkpoint_names(written.parent))
+        found = [written.with_name(name) for name in names]
+        rotation.delete_superseded(written, found, project.total_limit)
 
 
-def _remove(state: Path) -> None:
-    """Removes a state; a job that is killed meanwhile leaves nothing that is named like one."""
-    # With a number, which Accelerate looks for in all names there when it is used without us.
-    doomed = state.with_name(".deleted_0")
-    shutil.rmtree(doomed, ignore_errors=True)
-    state.rename(doomed)
-    shutil.rmtree(doomed)
+def _agreed_folder(accelerator: Accelerator, input_dir: str | None) -> str | None:
+    """Returns the folder to load, after all ranks agreed that it is whole."""
+    lions = _lions(accelerator)
+    automatic = accelerator.project_configuration.automatic_checkpoint_naming
+    if not lions or (input_dir is None and not automatic):
+        return input_dir
+    lion = lions[0][1]
+    named = None if input_dir is None else Path(input_dir).expanduser()
+    place = _automatic_folder(accelerator) if automatic else "."
+    return agreed_checkpoint(functools.partial(gather_objects, lion), lion.rank, named, place)
+
+
+def _load_momenta(accelerator: Accelerator, folder: Path, failure: Exception | None) -> None:
+    """Loads the momenta of all ranks once Accelerate has loaded rank 0's states, or has failed."""
+    states = []
+    for suffix, lion in _lions(accelerator):
+        state_file = folder / f"optimizer{suffix}.bin"
+        name = MOMENTUM_NAME + suffix
+        states.append(rank_files.resume_momentum(lion, state_file, name=name, failure=failure))
+    if failure is not None:
+        raise failure
+    if states and states[0] is not None and accelerator.scaler is not None:
+        # Accelerate has just given every rank the state that was written last.
+        accelerator.scaler.load_state_dict(states[0])
 
 
 def _go_on_counting(accelerator: Accelerator) -> None:
@@ -182,25 +199,20 @@ def _go_on_counting(accelerator: Accelerator) -> None:
     """
     project, lions = accelerator.project_configuration, _lions(accelerator)
     if lions and project.automatic_checkpoint_naming:
-        names = names_on_ranks(lions[0][1].gather_objects, _automatic_folder(accelerator))
+        gather = functools.partial(gather_objects, lions[0][1])
+        names = names_on_ranks(gather, _automatic_folder(accelerator))
         if names and project.iteration == 0:
-            project.iteration = whole_checkpoint.number_of(names[0]) + 1
+            project.iteration = whole.number_of(names[0]) + 1
 
 
-def _automatic_folder(accelerator: Accelerator) -> Path:
-    return Path(accelerator.project_dir, "checkpoints")
-
-
-def _whole(accelerator: Accelerator, input_dir: str | None) -> str | None:
-    """Returns the folder to load, after all ranks agreed that it is whole."""
-    lions = _lions(accelerator)
-    automatic = accelerator.project_configuration.automatic_checkpoint_naming
-    if not lions or (input_dir is None and not automatic):
-        return input_dir
-    lion = lions[0][1]
-    named = None if input_dir is None else Path(input_dir).expanduser()
-    place = _automatic_folder(accelerator) if automatic else "."
-    return agreed_checkpoint(lion.gather_objects, lion.rank, named, place)
+def _lions(accelerator: Accelerator) -> list[tuple[str, DistributedLion]]:
+    """Returns the accelerator's optimizers that are ours, with the suffixes of their files."""
+    found = []
+    for index, optimizer in enumerate(accelerator._optimizers):
+        lion = unwrap(optimizer)
+        if lion is not None:
+            found.append((f"_{index}" if index else "", lion))
+    return found
 
 
 def refuse_sharded(accelerator: Accelerator) -> None:
@@ -226,26 +238,3 @@ def unsupported(kind: str) -> NotImplementedError:
         "--multi_gpu, without FSDP, DeepSpeed and tensor parallelism); gradient checkpointing, "
         "PEFT and bf16 parameters make a model fit"
     )
-
-
-def _lions(accelerator: Accelerator) -> list[tuple[str, DistributedLion]]:
-    """Returns the accelerator's optimizers that are ours, with the suffixes of their files."""
-    found = []
-    for index, optimizer in enumerate(accelerator._optimizers):
-        lion = checkpoint.unwrap(optimizer)
-        if lion is not None:
-            found.append((f"_{index}" if index else "", lion))
-    return found
-
-
-def _load(accelerator: Accelerator, folder: str, failure: Exception | None) -> None:
-    states = []
-    for suffix, lion in _lions(accelerator):
-        state_file = Path(folder, f"optimizer{suffix}.bin")
-        name = MOMENTUM_NAME + suffix
-        states.append(checkpoint.resume_momentum(lion, state_file, name=name, failure=failure))
-    if failure is not None:
-        raise failure
-    if states and states[0] is not None and accelerator.scaler is not None:
-        # Accelerate has just given every rank the state that was written last.
-        accelerator.scaler.load_state_dict(states[0])

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,18 +23,10 @@ from typing import Any
 import torch
 
 from hf_dlion.checkpoint import momentum_file
+from hf_dlion.checkpoint.lion import gather_objects, nodes_of, require
 from hf_dlion.checkpoint.momentum_file import MOMENTUM_NAME, CheckpointError, MomentumFile
 from hf_dlion.checkpoint.saved_momentum import momentum_for
 from hf_dlion.optimizer import DistributedLion
-
-
-def unwrap(optimizer: object) -> DistributedLion | None:
-    """Returns the DistributedLion inside Accelerate's wrapper, or None if it is another one."""
-    while not isinstance(optimizer, DistributedLion):
-        optimizer = getattr(optimizer, "optimizer", None)
-        if optimizer is None:
-            return None
-    return optimizer
 
 
 def save_momentum(
@@ -130,8 +123,7 @@ def load_momentum(
     """
     lion = require(optimizer)
     content, problem = None, failure
-    node = lion.join_node()
-    ours = replace(_identity(lion), members=[list(ranks) for ranks in node.members] if node else [])
+    ours = replace(_identity(lion), members=nodes_of(lion))
     if problem is None:
         try:
             content = momentum_for(ours, Path(folder), name)
@@ -198,6 +190,18 @@ def resume_momentum(
     return None
 
 
+def failure_of(load: Callable[[], object]) -> Exception | None:
+    """Calls a loop's own loading and returns what it raised, as `resume_momentum` takes it.
+
+    A rank that simply raised would leave the others waiting for it.
+    """
+    try:
+        load()
+    except Exception as error:
+        return error
+    return None
+
+
 def _check_common(lion: DistributedLion, state_file: Path) -> None:
     """Checks that rank 0's state holds a momentum that all ranks had in common."""
     saved = torch.load(state_file, map_location="cpu", mmap=True, weights_only=True)
@@ -219,7 +223,7 @@ def _agree(lion: DistributedLion, problem: BaseException | None, *, found: objec
     text = str(problem)
     if not isinstance(problem, CheckpointError):
         text = f"{type(problem).__name__}: {problem}"
-    answers = lion.gather_objects((problem and text, found))
+    answers = gather_objects(lion, (problem and text, found))
     problems = [f"rank {rank}: {said}" for rank, (said, _) in enumerate(answers) if said]
     if problems:
         raise CheckpointError("\n".join(["cannot load", *problems])) from problem
@@ -228,18 +232,6 @@ def _agree(lion: DistributedLion, problem: BaseException | None, *, found: objec
             "cannot load: the ranks see different checkpoints, by rank "
             f"{[other for _, other in answers]}; give every rank the same files"
         )
-
-
-def require(optimizer: object) -> DistributedLion:
-    """Returns the DistributedLion inside Accelerate's wrapper.
-
-    Raises:
-        TypeError: If it is another optimizer.
-    """
-    lion = unwrap(optimizer)
-    if lion is None:
-        raise TypeError(f"optimizer must be a DistributedLion, got {type(optimizer).__name__}")
-    return lion
 
 
 def _parameters(lion: DistributedLion) -> list[torch.Tensor]:

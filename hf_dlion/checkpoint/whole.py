@@ -116,7 +116,11 @@ def finish(folder: Path) -> None:
 def is_unfinished(folder: Path) -> bool:
     """Returns whether the saving of a checkpoint began and did not end, by its names alone."""
     names = set(os.listdir(folder))
-    return not names or (INCOMPLETE in names and TRAINER_STATE not in names)
+    if TRAINER_STATE in names or not names:
+        return not names
+    # Without any mark it is one that Trainer has not ended, or that Accelerate saved without us.
+    of_trainer = _TRAINERS_FOLDER.fullmatch(folder.name) is not None
+    return INCOMPLETE in names or (of_trainer and COMPLETE not in names)
 
 
 @dataclass(frozen=True)

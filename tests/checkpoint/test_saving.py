@@ -22,8 +22,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 import hf_dlion
-from hf_dlion import DistributedLion, last_whole_checkpoint
-from hf_dlion.checkpoint import save as saving
+from hf_dlion import DistributedLion, last_whole_checkpoint, saving
 from hf_dlion.checkpoint import whole as whole_checkpoint
 from hf_dlion.checkpoint.agreed import agreed_checkpoint
 from hf_dlion.checkpoint.momentum_file import CheckpointError
