@@ -18,13 +18,15 @@ from hf_dlion.backward.flight import Flight
 from hf_dlion.backward.overlap import Overlap
 from hf_dlion.codec.rule import StepRule
 from hf_dlion.exchange import LostRank, Wire, WireStats
-from hf_dlion.momentum.group_entry import with_entry_in_groups
-from hf_dlion.momentum.loading import checked_loading
 from hf_dlion.momentum.mean import average_over_ranks
 from hf_dlion.momentum.origin import MomentumOrigin
 from hf_dlion.momentum.shares import Range, Shards
 from hf_dlion.momentum.slices import Held
-from hf_dlion.momentum.state_dict import check_distinct, check_trainable, restore_momentum
+from hf_dlion.momentum.state_dict import (
+    checked_loading,
+    restore_momentum,
+    with_entry_in_groups,
+)
 from hf_dlion.momentum.store import Momenta
 from hf_dlion.momentum.sync import MomentumSync
 from hf_dlion.options import (
@@ -39,6 +41,7 @@ from hf_dlion.options import (
     check_group,
 )
 from hf_dlion.options.naming import with_names
+from hf_dlion.options.params import check_distinct, check_trainable
 from hf_dlion.options.routes import Routes, routes_by_name
 from hf_dlion.options.selection import Selection
 from hf_dlion.ranks.abstention import Abstentions

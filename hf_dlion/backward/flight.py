@@ -15,8 +15,8 @@ from hf_dlion.backward.background import Background
 from hf_dlion.codec.rule import StepRule
 from hf_dlion.exchange import WireStats
 from hf_dlion.momentum.shares import Range
-from hf_dlion.momentum.state_dict import check_gradient
 from hf_dlion.options import Options
+from hf_dlion.options.params import check_gradient
 from hf_dlion.ranks.groups import group_values, tensor_rules
 from hf_dlion.ranks.node import Node
 from hf_dlion.step.ballot import Ballot

@@ -11,10 +11,10 @@ from torch import Tensor
 from hf_dlion.backward.flight import Flight
 from hf_dlion.backward.overlap import Overlap
 from hf_dlion.exchange import Wire
-from hf_dlion.momentum.state_dict import check_gradient
 from hf_dlion.momentum.store import Momenta
 from hf_dlion.momentum.sync import MomentumSync
 from hf_dlion.options import Options
+from hf_dlion.options.params import check_gradient
 from hf_dlion.ranks.abstention import all_finite, unscale
 from hf_dlion.ranks.groups import Groups, agreed_values, option_values, trainable
 from hf_dlion.ranks.header import Agreement, Details, Disagreement, Header, digest

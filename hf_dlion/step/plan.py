@@ -12,8 +12,8 @@ from hf_dlion.codec import codec_for
 from hf_dlion.codec.layout import MessageLayout
 from hf_dlion.exchange import Wire, choose_exchange, make_exchange
 from hf_dlion.momentum.shares import Range
-from hf_dlion.momentum.state_dict import check_trainable
 from hf_dlion.options import Options
+from hf_dlion.options.params import check_trainable
 from hf_dlion.options.routes import Routes
 from hf_dlion.ranks.header import digest
 from hf_dlion.step.full_precision import Batch, split_alike
