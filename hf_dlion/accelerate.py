@@ -9,10 +9,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from hf_dlion.checkpoint import rank_files, rotation, whole
 from hf_dlion.checkpoint.agreed import agreed_checkpoint, names_on_ranks
@@ -33,6 +34,10 @@ _UNSUPPORTED = {
     "XLA": "torch_xla",
 }
 _ATTACHED = "_hf_dlion_attached"
+
+# The save that an accelerator is in the middle of, and the folder from which it has just loaded.
+_saves: WeakKeyDictionary[Accelerator, Save] = WeakKeyDictionary()
+_folders: WeakKeyDictionary[Accelerator, Path] = WeakKeyDictionary()
 
 
 def attach(accelerator: Accelerator) -> None:
@@ -56,60 +61,61 @@ def attach(accelerator: Accelerator) -> None:
     refuse_sharded(accelerator)
     if getattr(accelerator, _ATTACHED, False):
         return
-    saves: list[Save] = []  # The one that is going on.
-    folders: list[Path] = []  # The one that is being loaded.
-
-    def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
-        # Every rank calls this hook, before rank 0 writes the optimizers' states.
-        for going_on in saves:
-            going_on.folder = Path(output_dir)  # As Accelerate understood it.
-            going_on.begin()
-        for suffix, lion in _lions(accelerator):
-            name = MOMENTUM_NAME + suffix
-            if lion.options.checkpoint == "mean":
-                lion.synchronize_momentum()
-                rank_files.remove_momentum(output_dir, name=name)
-            else:
-                rank_files.save_momentum(lion, output_dir, name=name, scaler=accelerator.scaler)
-
-    def remember(models: list[Any], input_dir: str) -> None:
-        # The folder that load_state chose; it is too early to load, since rank 0's state follows.
-        folders[:] = [Path(input_dir)]
-
-    save_state, load_state = accelerator.save_state, accelerator.load_state
-
-    @functools.wraps(save_state)
-    def save_all(output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        lions = _lions(accelerator)
-        if not lions:
-            return save_state(output_dir, *args, **kwargs)
-        ours = Save(lions[0][1], _next_folder(accelerator, output_dir))
-        saves[:] = [ours]
-        try:
-            with _as_one(accelerator, ours):
-                with ours.part():
-                    _make_room(accelerator, ours.folder)
-                with ours.part():
-                    saved = save_state(output_dir, *args, **kwargs)
-                ours.sync()
-            ours.finish()
-            with ours.part():
-                _rotate(accelerator, ours.folder)
-        finally:
-            saves.clear()
-        return saved
-
-    @functools.wraps(load_state)
-    def load_all(input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        input_dir = _agreed_folder(accelerator, input_dir)
-        failure = rank_files.failure_of(lambda: load_state(input_dir, *args, **kwargs))
-        _load_momenta(accelerator, folders.pop() if folders else Path(), failure)
-        _go_on_counting(accelerator)
-
-    accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(remember)
-    accelerator.save_state, accelerator.load_state = save_all, load_all
+    accelerator.register_save_state_pre_hook(functools.partial(_write_momenta, accelerator))
+    accelerator.register_load_state_pre_hook(functools.partial(_note_folder, accelerator))
+    for name, around in (("save_state", _around_save_state), ("load_state", _around_load_state)):
+        original = getattr(accelerator, name)
+        wrapper = functools.partial(around, accelerator, original)
+        setattr(accelerator, name, functools.update_wrapper(wrapper, original))
     setattr(accelerator, _ATTACHED, True)
+
+
+def _around_save_state(
+    accelerator: Accelerator,
+    original: Callable[..., str],
+    output_dir: str | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> str:
+    lions, automatic = _lions(accelerator), _automatic_folder(accelerator)
+    if not lions:
+        return original(output_dir, *args, **kwargs)
+    name = f"checkpoint_{accelerator.save_iteration}"
+    save = Save(lions[0][1], automatic / name if automatic else Path(output_dir or "."))
+    _saves[accelerator] = save
+    try:
+        with _as_one(accelerator, save):
+            with save.part():
+                if automatic and accelerator.is_local_main_process:
+                    _make_room(save.folder)
+            with save.part():  # In it the save begins, in the hook below.
+                saved = original(output_dir, *args, **kwargs)
+            save.sync()
+        save.finish()
+        with save.part():
+            if automatic and accelerator.is_main_process:
+                names = reversed(whole.checkpoint_names(automatic))  # By their numbers.
+                limit = accelerator.project_configuration.total_limit
+                rotation.delete_superseded(save.folder, [automatic / n for n in names], limit)
+    finally:
+        del _saves[accelerator]
+    return saved
+
+
+def _write_momenta(
+    accelerator: Accelerator, models: list[Any], weights: list[Any], output_dir: str
+) -> None:
+    """Begins the save; every rank calls it, before rank 0 writes the optimizers' states."""
+    if accelerator in _saves:
+        _saves[accelerator].folder = Path(output_dir)  # As Accelerate understood it.
+        _saves[accelerator].begin()
+    for suffix, lion in _lions(accelerator):
+        name = MOMENTUM_NAME + suffix
+        if lion.options.checkpoint == "mean":
+            lion.synchronize_momentum()
+            rank_files.remove_momentum(output_dir, name=name)
+        else:
+            rank_files.save_momentum(lion, output_dir, name=name, scaler=accelerator.scaler)
 
 
 @contextmanager
@@ -135,74 +141,55 @@ def _as_one(accelerator: Accelerator, save: Save) -> Iterator[None]:
         project.total_limit, accelerator.wait_for_everyone = limit, wait
 
 
-def _automatic_folder(accelerator: Accelerator) -> Path:
-    """Returns where Accelerate puts the states that it names itself."""
-    return Path(accelerator.project_dir, "checkpoints")
-
-
-def _next_folder(accelerator: Accelerator, output_dir: str | None) -> Path:
-    """Returns where Accelerate is about to save; told nothing at all, it will raise."""
-    project = accelerator.project_configuration
-    if project.automatic_checkpoint_naming:
-        return _automatic_folder(accelerator) / f"checkpoint_{project.iteration}"
-    return Path(output_dir or ".")
-
-
-def _make_room(accelerator: Accelerator, place: Path) -> None:
+def _make_room(place: Path) -> None:
     """Removes an unfinished state of the next number, which Accelerate would not write over."""
-    automatic = accelerator.project_configuration.automatic_checkpoint_naming
-    if automatic and accelerator.is_local_main_process:
-        with suppress(FileNotFoundError):  # Of two machines with one disk the other was faster.
-            if place.is_dir() and whole.is_unfinished(place):
-                rotation.remove(place)
+    with suppress(FileNotFoundError):  # Of two machines with one disk the other was faster.
+        if place.is_dir() and whole.is_unfinished(place):
+            rotation.remove(place)
 
 
-def _rotate(accelerator: Accelerator, written: Path) -> None:
-    """Deletes older states over `total_limit`, which Accelerate counts by their numbers."""
-    project = accelerator.project_configuration
-    if project.automatic_checkpoint_naming and accelerator.is_main_process:
-        names = reversed(whole.checkpoint_names(written.parent))
-        found = [written.with_name(name) for name in names]
-        rotation.delete_superseded(written, found, project.total_limit)
-
-
-def _agreed_folder(accelerator: Accelerator, input_dir: str | None) -> str | None:
-    """Returns the folder to load, after all ranks agreed that it is whole."""
-    lions = _lions(accelerator)
-    automatic = accelerator.project_configuration.automatic_checkpoint_naming
-    if not lions or (input_dir is None and not automatic):
-        return input_dir
-    lion = lions[0][1]
-    named = None if input_dir is None else Path(input_dir).expanduser()
-    place = _automatic_folder(accelerator) if automatic else "."
-    return agreed_checkpoint(functools.partial(gather_objects, lion), lion.rank, named, place)
-
-
-def _load_momenta(accelerator: Accelerator, folder: Path, failure: Exception | None) -> None:
-    """Loads the momenta of all ranks once Accelerate has loaded rank 0's states, or has failed."""
-    states = []
-    for suffix, lion in _lions(accelerator):
-        state_file = folder / f"optimizer{suffix}.bin"
-        name = MOMENTUM_NAME + suffix
-        states.append(rank_files.resume_momentum(lion, state_file, name=name, failure=failure))
-    if failure is not None:
-        raise failure
-    if states and states[0] is not None and accelerator.scaler is not None:
+def _around_load_state(
+    accelerator: Accelerator,
+    original: Callable[..., None],
+    input_dir: str | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    lions, automatic = _lions(accelerator), _automatic_folder(accelerator)
+    if not lions:
+        original(input_dir, *args, **kwargs)
+        return
+    gather = functools.partial(gather_objects, lions[0][1])
+    if input_dir is not None or automatic:
+        named = None if input_dir is None else Path(input_dir).expanduser()
+        input_dir = agreed_checkpoint(gather, lions[0][1].rank, named, automatic or ".")
+    # Raised on every rank by `resume_momentum`.
+    failure = rank_files.failure_of(lambda: original(input_dir, *args, **kwargs))
+    folder = _folders.pop(accelerator, Path())
+    scalers = [
+        rank_files.resume_momentum(
+            lion, folder / f"optimizer{suffix}.bin", name=MOMENTUM_NAME + suffix, failure=failure
+        )
+        for suffix, lion in lions
+    ]
+    if scalers[0] is not None and accelerator.scaler is not None:
         # Accelerate has just given every rank the state that was written last.
-        accelerator.scaler.load_state_dict(states[0])
+        accelerator.scaler.load_state_dict(scalers[0])
+    # Accelerate counts from 0 in every process; a number that the user chose stays.
+    names = names_on_ranks(gather, automatic) if automatic else []
+    if names and accelerator.project_configuration.iteration == 0:
+        accelerator.project_configuration.iteration = whole.number_of(names[0]) + 1
 
 
-def _go_on_counting(accelerator: Accelerator) -> None:
-    """Has the next automatic name follow those on the disk, unless the user chose a number.
+def _note_folder(accelerator: Accelerator, models: list[Any], input_dir: str) -> None:
+    """Notes what load_state chose; it is too early to load, since rank 0's state follows."""
+    _folders[accelerator] = Path(input_dir)
 
-    Every rank must call it. Accelerate counts from 0 in every process.
-    """
-    project, lions = accelerator.project_configuration, _lions(accelerator)
-    if lions and project.automatic_checkpoint_naming:
-        gather = functools.partial(gather_objects, lions[0][1])
-        names = names_on_ranks(gather, _automatic_folder(accelerator))
-        if names and project.iteration == 0:
-            project.iteration = whole.number_of(names[0]) + 1
+
+def _automatic_folder(accelerator: Accelerator) -> Path | None:
+    """Returns where Accelerate puts states that it names itself, None if the user names them."""
+    automatic = accelerator.project_configuration.automatic_checkpoint_naming
+    return Path(accelerator.project_dir, "checkpoints") if automatic else None
 
 
 def _lions(accelerator: Accelerator) -> list[tuple[str, DistributedLion]]:

@@ -214,12 +214,14 @@ def examine(
     names = {path.name for path in files}
     saved = saved_momenta(names)
     of_trainer = TRAINER_STATE in names
+    # Files that are cut or hold something else.
     problems = [
         f"{path.name} {what}"
         for path in [*files, *adapters]
         if (rank := _rank_of(path.name)) is None or reads(rank)
         for what in _damages(path)
     ]
+    # Whether its writing ended, as its own way of saving marks that.
     if not of_trainer and INCOMPLETE in names:
         problems.append("its saving did not end")
     elif not saved and not any(_is_like(name, _KNOWN) for name in names):
@@ -231,6 +233,7 @@ def examine(
         elif _ACCELERATES_FOLDER.fullmatch(folder.name):
             stated = saved or any(_is_like(name, _OPTIMIZERS) for name in names)
             problems += [] if stated else ["it holds neither a momentum nor an optimizer's state"]
+    # Files that a resumed run would miss.
     if of_trainer and not any(
         _is_like(path.name, _WEIGHTS) and not _is_like(path.name, _NO_WEIGHTS)
         for path in folder.rglob("*")
@@ -309,6 +312,7 @@ def _momenta(
     ranks_of: Callable[[int], Iterable[int]],
     reads: Callable[[int], bool],
 ) -> Momenta:
+    """Returns what one rank finds of the momentum files whose names start with `name`."""
     found = Momenta()
     for size, ranks in by_size.items():
         for rank in sorted({*ranks_of(size), *ranks}):

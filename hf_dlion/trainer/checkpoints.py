@@ -43,7 +43,8 @@ from hf_dlion.exchange import Wire, WireStats
 
 OPTIMIZER_FILE = "optimizer.pt"
 
-_ROTATE = "rotate_checkpoints"
+# One of Trainer's, bound to the Trainer.
+Method = Callable[..., Any]
 
 # The save that a Trainer is in the middle of.
 _saves: WeakKeyDictionary[Trainer, Save] = WeakKeyDictionary()
@@ -52,9 +53,7 @@ _saves: WeakKeyDictionary[Trainer, Save] = WeakKeyDictionary()
 _scaler_states: WeakKeyDictionary[Trainer, dict[str, Any]] = WeakKeyDictionary()
 
 
-def _around_save_checkpoint(
-    trainer: Trainer, original: Callable[..., Any], model: Any, trial: Any
-) -> None:
+def _around_save_checkpoint(trainer: Trainer, original: Method, model: Any, trial: Any) -> None:
     lion = unwrap(trainer.optimizer)
     if lion is None:
         original(model, trial)
@@ -86,7 +85,7 @@ def _sync(trainer: Trainer) -> None:
 
 def _around_save_model(
     trainer: Trainer,
-    original: Callable[..., Any],
+    original: Method,
     output_dir: str | None = None,
     _internal_call: bool = False,
 ) -> None:
@@ -101,7 +100,7 @@ def _around_save_model(
 
 
 def _around_save_optimizer_and_scheduler(
-    trainer: Trainer, original: Callable[..., Any], output_dir: str
+    trainer: Trainer, original: Method, output_dir: str
 ) -> None:
     lion = unwrap(trainer.optimizer)
     if lion is not None and lion.options.checkpoint == "mean":
@@ -111,7 +110,7 @@ def _around_save_optimizer_and_scheduler(
     original(output_dir)
 
 
-def _around_save_rng_state(trainer: Trainer, original: Callable[..., Any], output_dir: str) -> None:
+def _around_save_rng_state(trainer: Trainer, original: Method, output_dir: str) -> None:
     lion = unwrap(trainer.optimizer)
     # Rank 0 goes on to write trainer_state.json, and to delete older checkpoints.
     with _part_of_save(trainer):
@@ -128,7 +127,7 @@ def wrap_rotation() -> bool:
     the times of the folders say nothing, Trainer alone would keep the highest number, which may be
     what a crash left half, and delete the one just written.
     """
-    original = getattr(transformers_trainer, _ROTATE, None)
+    original = getattr(transformers_trainer, "rotate_checkpoints", None)
     if not callable(original):
         return False
 
@@ -145,11 +144,12 @@ def wrap_rotation() -> bool:
             original(output_dir, save_total_limit, best_model_checkpoint, *args, **kwargs)
             return
         sync_checkpoint(written[0])  # The mark of the end was written since the ranks met.
-        found = [Path(path) for path in sort_checkpoints(output_dir, use_mtime=True)]
-        best = None if best_model_checkpoint is None else Path(best_model_checkpoint)
-        delete_superseded(written[0], found, save_total_limit, best=best, ignore_errors=True)
+        if save_total_limit:
+            found = [Path(path) for path in sort_checkpoints(output_dir, use_mtime=True)]
+            best = Path(best_model_checkpoint) if best_model_checkpoint else None
+            delete_superseded(written[0], found, save_total_limit, best=best, ignore_errors=True)
 
-    setattr(transformers_trainer, _ROTATE, rotate)
+    setattr(transformers_trainer, "rotate_checkpoints", rotate)  # noqa: B010 (mypy)
     return True
 
 
@@ -184,7 +184,13 @@ def whole_checkpoint_for(trainer: Trainer, resume: Any) -> Any:
         first = args.process_index - args.local_process_index
         return everyone[first : first + int(os.environ.get("LOCAL_WORLD_SIZE", world_size))]
 
-    _check_alike(gather("nothing" if not resume else "True" if resume is True else "a name"))
+    asked = gather("nothing" if not resume else "True" if resume is True else "a name")
+    if len(set(asked)) > 1:  # They would enter different collectives.
+        ranks = {what: [rank for rank, own in enumerate(asked) if own == what] for what in asked}
+        told = ", ".join(f"{what} on ranks {some}" for what, some in ranks.items())
+        raise CheckpointError(
+            f"cannot resume: resume_from_checkpoint is {told}; give all ranks the same"
+        )
     if not resume:
         return resume
     named = None if resume is True else resume
@@ -193,18 +199,8 @@ def whole_checkpoint_for(trainer: Trainer, resume: Any) -> Any:
     return resume if found is None else found
 
 
-def _check_alike(asked: list[str]) -> None:
-    """Raises if some ranks resume and others do not: they would enter different collectives."""
-    if len(set(asked)) > 1:
-        ranks = {what: [rank for rank, own in enumerate(asked) if own == what] for what in asked}
-        told = ", ".join(f"{what} on ranks {some}" for what, some in ranks.items())
-        raise CheckpointError(
-            f"cannot resume: resume_from_checkpoint is {told}; give all ranks the same"
-        )
-
-
 def _around_load_optimizer_and_scheduler(
-    trainer: Trainer, original: Callable[..., Any], checkpoint: str | None
+    trainer: Trainer, original: Method, checkpoint: str | None
 ) -> None:
     lion = unwrap(trainer.optimizer)
     if lion is None or checkpoint is None:
@@ -216,9 +212,7 @@ def _around_load_optimizer_and_scheduler(
         _scaler_states[trainer] = state
 
 
-def _around_load_scaler(
-    trainer: Trainer, original: Callable[..., Any], checkpoint: str | None
-) -> None:
+def _around_load_scaler(trainer: Trainer, original: Method, checkpoint: str | None) -> None:
     original(checkpoint)
     state = _scaler_states.pop(trainer, None)
     if state is not None and _scaler(trainer) is not None:
@@ -231,7 +225,7 @@ def _scaler(trainer: Trainer) -> Any:
 
 
 # The methods that are wrapped, by what, and the parameters that the wrappers rely on.
-SEAMS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+SEAMS: dict[str, tuple[Method, tuple[str, ...]]] = {
     "_save_checkpoint": (_around_save_checkpoint, ("model", "trial")),
     "save_model": (_around_save_model, ("output_dir", "_internal_call")),
     "_save_optimizer_and_scheduler": (_around_save_optimizer_and_scheduler, ("output_dir",)),

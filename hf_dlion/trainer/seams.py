@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import transformers
@@ -24,6 +24,7 @@ from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options.naming import named_by
 from hf_dlion.trainer import checkpoints
 from hf_dlion.trainer.callback import DistributedLionCallback
+from hf_dlion.trainer.checkpoints import Method
 
 _INSTALLED = "_hf_dlion_seams"
 
@@ -58,7 +59,7 @@ def install_seams() -> None:
     setattr(Trainer, _INSTALLED, True)
 
 
-def _wrap(name: str, around: Callable[..., Any]) -> None:
+def _wrap(name: str, around: Method) -> None:
     original = vars(Trainer)[name]
 
     @functools.wraps(original)
@@ -70,7 +71,7 @@ def _wrap(name: str, around: Callable[..., Any]) -> None:
 
 def _around_train(
     trainer: Trainer,
-    original: Callable[..., Any],
+    original: Method,
     resume_from_checkpoint: str | bool | None = None,
     *args: Any,
     **kwargs: Any,
@@ -92,9 +93,7 @@ def _trains_with_lion(trainer: Trainer) -> bool:
     return bool(trainer.args.optim == "dlion")
 
 
-def _around_create_optimizer(
-    trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+def _around_create_optimizer(trainer: Trainer, original: Method, *args: Any, **kwargs: Any) -> Any:
     named = [] if trainer.model is None else list(trainer.model.named_parameters())
     # Trainer makes groups without names, and options may select by name.
     with named_by(named):
@@ -147,7 +146,7 @@ def _refuse_unsupported(trainer: Trainer) -> None:
 
 
 # The methods that are wrapped, by what, and the parameters that the wrappers rely on.
-_SEAMS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+_SEAMS: dict[str, tuple[Method, tuple[str, ...]]] = {
     "train": (_around_train, ("resume_from_checkpoint",)),
     "create_optimizer": (_around_create_optimizer, ()),
     **checkpoints.SEAMS,
