@@ -17,10 +17,12 @@ from hf_dlion.backward import search
 from hf_dlion.backward.hooks import OptimizerHooks
 from hf_dlion.backward.overlap import Overlap
 from hf_dlion.exchange import WireStats
-from hf_dlion.momentum.group_entry import with_entry_in_groups
-from hf_dlion.momentum.loading import checked_loading
 from hf_dlion.momentum.shares import Shares
-from hf_dlion.momentum.state_dict import check_distinct, check_trainable, restore_momentum
+from hf_dlion.momentum.state_dict import (
+    checked_loading,
+    restore_momentum,
+    with_entry_in_groups,
+)
 from hf_dlion.momentum.sync import MomentumSync
 from hf_dlion.options import (
     Aggregation,
@@ -36,6 +38,7 @@ from hf_dlion.options import (
 from hf_dlion.options.described import describes_options
 from hf_dlion.options.groups import flat_params, names_of
 from hf_dlion.options.naming import with_names
+from hf_dlion.options.params import check_distinct, check_trainable
 from hf_dlion.options.selection import Selection
 from hf_dlion.options.treatment import treatment_by_name
 from hf_dlion.ranks.abstention import Abstentions

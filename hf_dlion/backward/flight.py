@@ -13,9 +13,9 @@ from torch import Tensor
 from hf_dlion.backward.background import Background
 from hf_dlion.codec.rule import StepRule, tensor_rules
 from hf_dlion.exchange import WireStats
-from hf_dlion.momentum.state_dict import check_gradient
 from hf_dlion.momentum.store import MomentumStore
 from hf_dlion.options.groups import Groups, group_values
+from hf_dlion.options.params import check_gradient
 from hf_dlion.step.delivery import Clock, Moving, apply_verdicts
 from hf_dlion.step.message import Message
 from hf_dlion.step.presence import mark

@@ -10,8 +10,8 @@ from torch import Tensor
 from hf_dlion.codec.layout import MessageLayout
 from hf_dlion.exchange import Wire
 from hf_dlion.momentum.shares import Range
-from hf_dlion.momentum.state_dict import check_trainable
 from hf_dlion.options import Options
+from hf_dlion.options.params import check_trainable
 from hf_dlion.options.treatment import Treatment
 from hf_dlion.ranks.header import digest
 from hf_dlion.step.full_precision import Batch, split_alike

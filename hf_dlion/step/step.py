@@ -13,9 +13,9 @@ from hf_dlion.codec.rule import tensor_rules
 from hf_dlion.exchange import LostRank
 from hf_dlion.momentum.mean import average_over_ranks
 from hf_dlion.momentum.slices import Held
-from hf_dlion.momentum.state_dict import check_gradient
 from hf_dlion.options import check_group
 from hf_dlion.options.groups import agreed_values, flat_params, option_values, trainable
+from hf_dlion.options.params import check_gradient
 from hf_dlion.ranks.abstention import all_finite, unscale
 from hf_dlion.ranks.header import Disagreement, Header, details_of, digest, votes_on
 from hf_dlion.ranks.replicas import check_replicas

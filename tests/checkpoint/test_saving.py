@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import io
 import os
 import random
@@ -22,10 +23,10 @@ from torch import nn
 from transformers import TrainerCallback
 
 import hf_dlion
-from hf_dlion import DistributedLion, last_whole_checkpoint
-from hf_dlion.checkpoint import save as saving
+from hf_dlion import DistributedLion, last_whole_checkpoint, saving
 from hf_dlion.checkpoint import whole as whole_checkpoint
 from hf_dlion.checkpoint.agreed import agreed_checkpoint
+from hf_dlion.checkpoint.lion import gather_objects
 from hf_dlion.checkpoint.momentum_file import CheckpointError
 from hf_dlion.checkpoint.whole import INCOMPLETE
 from hf_dlion.ranks.header import Disagreement
@@ -96,6 +97,10 @@ def test_a_full_disk_is_an_error_on_every_rank(ranks: RankPools, tmp_path, faili
         assert other[0] == "Disagreement"
         assert f"saving a checkpoint failed on 1 of 2 ranks: rank {failing}: {own[0]}" in other[1]
     assert len(told[0]) == len(seeds)
+
+
+def gather_of(optimizer: DistributedLion):
+    return functools.partial(gather_objects, optimizer)
 
 
 def save_on_one_rank(rank, world_size, folder):
