@@ -16,7 +16,6 @@ from hf_dlion.codec.bits import expand_rows, popcount
 from hf_dlion.codec.cuda import count as cuda_count
 from hf_dlion.codec.cuda.launch import kernels
 from hf_dlion.codec.layout import Run, Shard
-from hf_dlion.codec.lion import alternating_word
 from hf_dlion.codec.native import codec as native
 from hf_dlion.codec.rule import StepRule, Verdict
 from hf_dlion.codec.stretches import stretches
@@ -181,13 +180,11 @@ def _decide(
         for plane, counter in zip(out, counters, strict=True):
             plane.copy_(counter)
         return
-    if rule.ties == "alternate":
-        negative = negative | (tied & alternating_word(rule.step))
-        if totals is not None:
-            negative = negative & _any(totals)
-    out[0].copy_(negative)
-    if rule.ties == "zero":
-        out[1].copy_(~tied if totals is None else ~tied & _any(totals))
+    negative = negative | (tied & rule.tie.word)
+    voted = -1 if totals is None else _any(totals)
+    out[0].copy_(negative & voted)
+    if rule.tie.to_zero:
+        out[1].copy_(~tied & voted)
 
 
 def _any(totals: list[Tensor]) -> Tensor:

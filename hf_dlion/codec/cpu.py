@@ -27,7 +27,6 @@ from hf_dlion.codec.lion import (
     round_stochastically,
     rounding_key,
     saturate,
-    zero_phase,
 )
 from hf_dlion.codec.rule import TensorRule, Verdict
 
@@ -178,7 +177,6 @@ class CpuCodec(Codec):
             return
         run = run or whole_run(grad.shape)
         step = rule.step_rule
-        phase = zero_phase(step.step, step.rank, step.world_size)
         new, old = grad.contiguous().view(-1), exp_avg.view(-1)
 
         def foresee(chunk: slice) -> Tensor:
@@ -206,9 +204,8 @@ class CpuCodec(Codec):
             zeros = np.equal(direction, 0, out=_buffers.zeros[:count])
             rows, starts = _rows_of(run, chunk)
             if zeros.any():
-                # +1 where k + phase is even: a zero at any other k counts as negative.
-                flags[phase % 2 :: 2] &= ~zeros[phase % 2 :: 2]
-                flags[1 - phase % 2 :: 2] |= zeros[1 - phase % 2 :: 2]
+                # A zero is not negative yet; it is sent so where k + phase is odd.
+                flags[1 - step.zero_phase :: 2] |= zeros[1 - step.zero_phase :: 2]
                 votes[rows] |= np.logical_or.reduceat(~zeros, starts)
             else:
                 votes[rows] = True

@@ -13,7 +13,6 @@ from hf_dlion.codec.layout import MessageLayout, Run, words_for
 from hf_dlion.codec.levels import encode_levels, row_of
 from hf_dlion.codec.lion import (
     PARAMETER_STREAM,
-    alternating_word,
     compute_dtype,
     interpolate,
     momentum_stream,
@@ -21,7 +20,6 @@ from hf_dlion.codec.lion import (
     round_stochastically,
     rounding_key,
     saturate,
-    zero_phase,
 )
 from hf_dlion.codec.rule import TensorRule, Verdict
 
@@ -92,7 +90,6 @@ class EagerCodec(Codec):
         if grad.numel() == 0:
             return
         step = rule.step_rule
-        fill = alternating_word(zero_phase(step.step, step.rank, step.world_size))
         run = run or whole_run(grad.shape)
         new, old = grad.contiguous().view(-1), exp_avg.view(-1)
 
@@ -117,7 +114,7 @@ class EagerCodec(Codec):
             votes.scatter_reduce_(0, row_of(run, chunk, grad.device), (~zero).byte(), "amax")
             part = words[here.start // 64 : words_for(here.stop)]
             pack_bits(direction < 0, part)
-            part |= pack_bits(zero) & fill
+            part |= pack_bits(zero) & step.zero_word
         active.copy_(votes)
         kept = torch.empty_like(words)
         expand_rows(active, run, kept)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_dlion.codec.layout import WORD_BITS, Run, words_for
-from hf_dlion.codec.lion import compute_dtype, zero_phase
+from hf_dlion.codec.lion import compute_dtype
 from hf_dlion.codec.rule import TensorRule
 
 
@@ -81,12 +81,12 @@ def codes_of(u: Tensor, factor: Tensor, bits: int, phase: int) -> Tensor:
         u: The direction, shape (n,), from an even element on.
         factor: `factor_of` the tensor, of one element, or of each element's word, shape (n,).
         bits: Of a vote.
-        phase: `zero_phase`.
+        phase: `StepRule.zero_phase`.
     """
     largest = LEVELS[bits].largest
     if bits == 2:
         negative = u < 0
-        odd = slice(1 - phase % 2, None, 2)
+        odd = slice(1 - phase, None, 2)
         negative[odd] |= u[odd] == 0
         far = (u.abs() > factor).to(torch.uint8)
         return torch.where(negative, 1 - far, 2 + far)
@@ -102,7 +102,7 @@ def zero_codes(bits: int, phase: int, device: torch.device) -> Tensor:
 
     Args:
         bits: Of a vote.
-        phase: `zero_phase`.
+        phase: `StepRule.zero_phase`.
         device: Where they are wanted.
     """
     zeros = torch.zeros(WORD_BITS, device=device)
@@ -177,7 +177,6 @@ def encode_levels(
     """
     bits, step, device = rule.step_rule.bits, rule.step_rule, grad.device
     votes = torch.zeros(run.rows, dtype=torch.uint8, device=device)
-    phase = zero_phase(step.step, step.rank, step.world_size)
     of_tensor = None
     if step.level_scale == "tensor":
         sums = torch.zeros(run.words, dtype=torch.float64, device=device)
@@ -193,7 +192,7 @@ def encode_levels(
         if factor is None:
             _mark_rows(votes, direction, run, chunk)
             factor = factors_of_words(direction, bits)
-        codes = codes_of(direction, factor, bits, phase)
+        codes = codes_of(direction, factor, bits, step.zero_phase)
         pack_codes(codes, bits, words[_words_of(run, chunk, bits)])
     active.copy_(votes)
     if device.type == "cpu" and bool(active.all()):

@@ -17,7 +17,6 @@ from hf_dlion.codec.cuda import levels as cuda_levels
 from hf_dlion.codec.cuda.launch import kernels
 from hf_dlion.codec.layout import WORD_BITS, Run, Shard, words_for
 from hf_dlion.codec.levels import LEVELS, unpack_codes
-from hf_dlion.codec.lion import alternating_word
 from hf_dlion.codec.native import codec as native
 from hf_dlion.codec.rule import StepRule
 from hf_dlion.codec.stretches import stretches
@@ -136,10 +135,9 @@ def _sum_in_chunks(votes: Tensor, voters: Tensor | None, out: Tensor, rule: Step
             total += largest * (rule.world_size - voters[places])
         agreement = agreement + total.abs().sum(dtype=torch.int64)
         negative, tied = pack_bits(total < 0), pack_bits(total == 0)
-        if rule.ties == "zero":
+        if rule.tie.to_zero:
             out[1, start:stop] = ~tied
-        else:
-            negative |= tied & alternating_word(rule.step)
+        negative |= tied & rule.tie.word
         if voters is not None:
             negative &= pack_bits(voters[places] > 0)
         out[0, start:stop] = negative

@@ -11,7 +11,6 @@ from torch import Tensor
 from hf_dlion.codec.bits import pack_bits
 from hf_dlion.codec.layout import WORD_BITS, MessageLayout, Run, Shard, shards_of
 from hf_dlion.codec.levels import pack_codes, zero_codes
-from hf_dlion.codec.lion import alternating_word, zero_phase
 from hf_dlion.codec.rule import StepRule, Verdict, verdict_planes
 from hf_dlion.exchange import Exchange, choose_exchange, make_exchange
 from hf_dlion.exchange.verdict_gather import VerdictGather
@@ -196,10 +195,9 @@ def _vote_zeros(words: Tensor, run: Run, row: int, rule: StepRule) -> None:
 
 def _votes_on_zeros(rule: StepRule, device: torch.device) -> Tensor:
     """Returns the votes on 64 directions that are 0 in a row that votes, int64 of shape (bits,)."""
-    phase = zero_phase(rule.step, rule.rank, rule.world_size)
     if rule.bits == 1:
-        return torch.tensor([alternating_word(phase)], device=device)
-    return zero_codes(rule.bits, phase, device)
+        return torch.tensor([rule.zero_word], device=device)
+    return zero_codes(rule.bits, rule.zero_phase, device)
 
 
 def _mask(flags: Tensor, bits: int) -> Tensor:

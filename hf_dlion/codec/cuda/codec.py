@@ -15,7 +15,7 @@ from hf_dlion.codec.cuda.launch import Kernels, key_of, on_device, run
 from hf_dlion.codec.cuda.levels import encode_levels
 from hf_dlion.codec.cuda.tables import Launch, entry_of, launches
 from hf_dlion.codec.layout import Run
-from hf_dlion.codec.lion import momentum_stream, zero_phase
+from hf_dlion.codec.lion import momentum_stream
 from hf_dlion.codec.rule import StepRule, TensorRule, Verdict
 
 
@@ -131,10 +131,10 @@ class TritonCodec(Codec):
                 self._encode(on, on.job_of, jobs[0].rule.step_rule, flags)
 
     def _encode(self, on: Launch, zeros_in: Tensor, step: StepRule, flags: dict[str, bool]) -> None:
-        phase = zero_phase(step.step, step.rank, step.world_size) % 2
         run(
             self._kernels.encode, on.blocks, on.jobs, on.job_of, zeros_in,
-            key_of(step), momentum_stream(step.rank), phase, **self._types(on, step), **flags,
+            key_of(step), momentum_stream(step.rank), step.zero_phase,
+            **self._types(on, step), **flags,
         )  # fmt: skip
 
     def apply_all(self, jobs: Sequence[ApplyJob]) -> None:

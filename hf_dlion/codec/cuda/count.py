@@ -8,7 +8,6 @@ from torch import Tensor
 from hf_dlion.codec.cuda.launch import Kernels, on_device, run
 from hf_dlion.codec.cuda.tables import Entry, Kind, launches
 from hf_dlion.codec.layout import Shard
-from hf_dlion.codec.lion import alternating_word
 from hf_dlion.codec.rule import StepRule
 
 # Words per program of the counting kernel.
@@ -43,9 +42,9 @@ def count_votes(
         run(
             found.count.count, -(-shard.words // WORDS),
             votes, votes.stride(0), rule.world_size, shard.words, totals, totals.stride(0),
-            out, out.stride(0), alternating_word(rule.step), change,
+            out, out.stride(0), rule.tie.word, change,
             DIGITS=digits, TOTALS=not everywhere, AVERAGE=rule.aggregation == "average",
-            ZERO=rule.ties == "zero", BLOCK=WORDS,
+            ZERO=rule.tie.to_zero, BLOCK=WORDS,
         )  # fmt: skip
     return change
 

@@ -24,10 +24,8 @@ from hf_dlion.codec.layout import Run
 from hf_dlion.codec.levels import LEVELS
 from hf_dlion.codec.lion import (
     PARAMETER_STREAM,
-    alternating_word,
     momentum_stream,
     rounding_key,
-    zero_phase,
 )
 from hf_dlion.codec.native import library as native_library
 from hf_dlion.codec.native.library import Rule
@@ -61,7 +59,6 @@ def _rule_for(rule: TensorRule, *tensors: Tensor) -> Rule:
 @functools.lru_cache(maxsize=64)
 def _shared_rule(step: StepRule, lr: float, betas: tuple[float, float], decay: float) -> Rule:
     beta1, beta2 = betas
-    fill = alternating_word(zero_phase(step.step, step.rank, step.world_size))
     return Rule(
         beta1=beta1,
         rest1=1.0 - beta1,
@@ -70,7 +67,7 @@ def _shared_rule(step: StepRule, lr: float, betas: tuple[float, float], decay: f
         decay=decay,
         lr=lr,
         stochastic=step.stochastic_rounding,
-        fill=fill % 2**64,
+        fill=step.zero_word % 2**64,
     )
 
 
@@ -91,14 +88,14 @@ def count_votes(votes: Tensor, totals: Tensor | None, out: Tensor, rule: StepRul
     found = native_library.library()
     if found is None:
         return None
-    mode = 2 if rule.aggregation == "average" else ("alternate", "zero").index(rule.ties)
     change: int = found.dlion_count(
         votes.data_ptr(),
         votes.stride(0),
         rule.world_size,
         votes.shape[1],
-        mode,
-        alternating_word(rule.step) % 2**64,
+        rule.aggregation == "average",
+        rule.tie.to_zero,
+        rule.tie.word % 2**64,
         None if totals is None else totals.data_ptr(),
         0 if totals is None else totals.stride(0),
         out.data_ptr(),
@@ -133,8 +130,8 @@ def sum_levels(
         rule.world_size,
         out.shape[1],
         rule.bits,
-        ("alternate", "zero").index(rule.ties),
-        alternating_word(rule.step) % 2**64,
+        rule.tie.to_zero,
+        rule.tie.word % 2**64,
         None if voters is None else voters.data_ptr(),
         out.data_ptr(),
         out.stride(0),
