@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_dlion.codec import Codec
 from hf_dlion.codec.bits import expand_rows
+from hf_dlion.codec.count import CountingCodec
 from hf_dlion.codec.eager import whole_run
 from hf_dlion.codec.layout import Run
 from hf_dlion.codec.levels import encode_levels
@@ -121,7 +121,7 @@ def _move(param: Tensor, move: Tensor, start: int, rule: TensorRule) -> None:
         _store(param, value, start, rule, PARAMETER_STREAM)
 
 
-class CpuCodec(Codec):
+class CpuCodec(CountingCodec):
     """Implements `hf_dlion.codec.Codec` for CPU tensors."""
 
     def encode(

@@ -7,8 +7,8 @@ import functools
 import torch
 from torch import Tensor
 
-from hf_dlion.codec import Codec
 from hf_dlion.codec.bits import expand_rows, pack_bits, unpack_bits
+from hf_dlion.codec.count import CountingCodec
 from hf_dlion.codec.layout import MessageLayout, Run, words_for
 from hf_dlion.codec.levels import encode_levels, row_of
 from hf_dlion.codec.lion import (
@@ -35,7 +35,7 @@ def whole_run(shape: torch.Size) -> Run:
     return layout.shard(0, layout.words).runs[0]
 
 
-class EagerCodec(Codec):
+class EagerCodec(CountingCodec):
     """Implements `hf_dlion.codec.Codec` without buffers of its own."""
 
     def encode(

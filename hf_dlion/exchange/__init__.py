@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hf_dlion.codec.layout import MessageLayout
+from hf_dlion.codec.levels import check_world_size
 from hf_dlion.codec.rule import StepRule, Verdict, verdict_planes
-from hf_dlion.codec.sums import check_world_size
 from hf_dlion.exchange.gather import Gather
 from hf_dlion.exchange.pending import LostRank, Pending
 from hf_dlion.exchange.two_phase import TwoPhase

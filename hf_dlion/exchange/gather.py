@@ -7,8 +7,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from hf_dlion.codec import codec_for
 from hf_dlion.codec.bits import pack_bits, unpack_bits
-from hf_dlion.codec.count import count_votes
 from hf_dlion.codec.layout import WORD_BYTES, MessageLayout, words_for
 from hf_dlion.codec.rule import StepRule, Verdict
 from hf_dlion.exchange.pending import Pending
@@ -44,6 +44,7 @@ class Gather:
         words = self._vote_words + words_for(layout.rows)
         self.bytes_per_rank = WORD_BYTES * (wire.world_size - 1) * words
         place = wire.device_for(device)
+        self._codec = codec_for(place)
         self._send = torch.empty(words, dtype=torch.int64, device=place)
         self._received = torch.empty((wire.world_size, words), dtype=torch.int64, device=place)
         self._shard = layout.shard(0, layout.words)
@@ -79,7 +80,7 @@ class Gather:
         out = self._free
         if out is None or rule.planes > 1 or out.device != votes.device:
             out = None
-        self._verdict = count_votes(votes, active, self._shard, self._row_numels, rule, out)
+        self._verdict = self._codec.count(votes, active, self._shard, self._row_numels, rule, out)
         self._free = None
 
     def verdict(self) -> Verdict:

@@ -7,8 +7,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from hf_dlion.codec import codec_for
 from hf_dlion.codec.bits import pack_bits, unpack_bits
-from hf_dlion.codec.count import count_votes
 from hf_dlion.codec.layout import WORD_BYTES, MessageLayout, shards_of, words_for
 from hf_dlion.codec.rule import StepRule, Verdict
 from hf_dlion.exchange.pending import Pending
@@ -58,6 +58,7 @@ class TwoPhase:
         self._bits, self._size = bits, bits * size
         self.bytes_per_rank = self.wire_bytes(layout, wire.world_size, planes, bits)
         place = wire.device_for(device)
+        self._codec = codec_for(place)
         # Zeros, because the ends of short shards are sent without ever being written.
         self._send = torch.zeros(
             (wire.world_size, self._size + row_words), dtype=torch.int64, device=place
@@ -98,7 +99,7 @@ class TwoPhase:
         mine = self._mine
         votes = self._received[:, : self._bits * mine.words]
         active = torch.stack([unpack_bits(row[self._size :], mine.rows) for row in self._received])
-        found = count_votes(votes, active, mine, self._row_numels, rule)
+        found = self._codec.count(votes, active, mine, self._row_numels, rule)
         self._gather.start(found)
         self._work = None
 

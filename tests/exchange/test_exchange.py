@@ -16,16 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hf_dlion.codec import codec_for
 from hf_dlion.codec import count as count_module
-from hf_dlion.codec import sums as sums_module
+from hf_dlion.codec import levels as levels_module
 from hf_dlion.codec.bits import unpack_bits
 from hf_dlion.codec.layout import MessageLayout
-from hf_dlion.codec.levels import LEVELS, pack_codes
+from hf_dlion.codec.levels import LEVELS, check_world_size, pack_codes
 from hf_dlion.codec.native import library as native_library
 from hf_dlion.codec.reference import levels as reference_levels
 from hf_dlion.codec.reference import votes as reference
 from hf_dlion.codec.rule import StepRule, Verdict
-from hf_dlion.codec.sums import check_world_size
 from hf_dlion.exchange import (
     Wire,
     WireStats,
@@ -213,7 +213,7 @@ def test_the_verdict_equals_a_vote_counted_in_one_process(
         if not compiled:
             patch.setattr(native_library, "library", lambda: None)
         patch.setattr(count_module, "CHUNK_WORDS", chunk_words)
-        patch.setattr(sums_module, "CHUNK", 64 * chunk_words)
+        patch.setattr(levels_module, "CHUNK", 64 * chunk_words)
         ballots = ballots_of(shapes, world_size, seed, absent_share, options.bits)
         results = on_threads(
             world_size, lambda wire: exchanged(wire, name, shapes, ballots, options, step)
@@ -339,7 +339,7 @@ def test_sums_of_many_ranks_are_exact(
     active = torch.ones((ranks, 1), dtype=torch.bool)
     votes = words.expand(ranks, -1).contiguous()
     rule = rule_of(Options(bits=bits), 0, ranks, 1)
-    found = count_module.count_votes(
+    found = codec_for(torch.device("cpu")).count(
         votes, active, shard, shard.row_numels(torch.device("cpu")), rule
     )
     near = spacing * (largest // spacing + 1) - largest

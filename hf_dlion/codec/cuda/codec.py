@@ -1,6 +1,6 @@
 """The codec for CUDA: a Triton kernel over many tensors at once, few launches per message.
 
-Nothing here waits for the device.
+Nothing here but `count` waits for the device.
 """
 
 from __future__ import annotations
@@ -10,20 +10,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_dlion.codec import AdvanceJob, AloneJob, ApplyJob, Codec, EncodeJob
+from hf_dlion.codec.codec import AdvanceJob, AloneJob, ApplyJob, EncodeJob
+from hf_dlion.codec.count import CountingCodec
+from hf_dlion.codec.cuda.count import count_bits, spread
 from hf_dlion.codec.cuda.launch import Kernels, key_of, on_device, run
-from hf_dlion.codec.cuda.levels import encode_levels
+from hf_dlion.codec.cuda.levels import add_levels, encode_levels
 from hf_dlion.codec.cuda.tables import Launch, entry_of, launches
 from hf_dlion.codec.layout import Run
 from hf_dlion.codec.lion import momentum_stream
 from hf_dlion.codec.rule import StepRule, TensorRule, Verdict
 
 
-class TritonCodec(Codec):
+class TritonCodec(CountingCodec):
     """Implements `hf_dlion.codec.Codec` for CUDA tensors of every dtype that can be trained."""
 
     def __init__(self, found: Kernels) -> None:
         """Takes the kernels."""
+        self._found = found
         self._kernels = found.codec
         self._levels = found.levels
         self._language = found.triton.tl
@@ -176,6 +179,22 @@ class TritonCodec(Codec):
                     momentum_stream(step.rank), **self._types(on, step),
                 )  # fmt: skip
         _hand_back(flats, [job.param for job in jobs])
+
+    def count_bits(
+        self, votes: Tensor, totals: Tensor | None, out: Tensor, rule: StepRule
+    ) -> int | Tensor:
+        """See `CountingCodec.count_bits`."""
+        return count_bits(self._found, votes, totals, out, rule)
+
+    def add_levels(
+        self, votes: Tensor, voters: Tensor | None, out: Tensor, rule: StepRule
+    ) -> tuple[int | Tensor, int | Tensor]:
+        """See `CountingCodec.add_levels`."""
+        return add_levels(self._found, votes, voters, out, rule)
+
+    def spread(self, counts: Tensor, runs: Sequence[Run], world_size: int) -> Tensor:
+        """See `CountingCodec.spread`."""
+        return spread(self._found, counts, runs, world_size)
 
     def _types(self, on: Launch, step: StepRule) -> dict[str, object]:
         """Returns what the compiler must know of the tensors."""

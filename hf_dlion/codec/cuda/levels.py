@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_dlion.codec import EncodeJob
+from hf_dlion.codec.codec import EncodeJob
 from hf_dlion.codec.cuda import tables
 from hf_dlion.codec.cuda.launch import Kernels, key_of, on_device, run
 from hf_dlion.codec.cuda.tables import Launch
@@ -86,21 +86,10 @@ def _factors(
     return torch.cat(factors)
 
 
-def sum_levels(
+def add_levels(
     found: Kernels, votes: Tensor, voters: Tensor | None, out: Tensor, rule: StepRule
 ) -> tuple[Tensor, Tensor]:
-    """Adds up votes of more than one bit, and does not wait for the device.
-
-    Args:
-        found: The kernels.
-        votes: int64, shape (N, bits * words), rows contiguous.
-        voters: int32, shape (64 * words,): how many ranks vote on each element; None for all.
-        out: int64, shape (planes, words), rows contiguous; receives the verdict's planes.
-        rule: The step's constants.
-
-    Returns:
-        As `hf_dlion.codec.native.codec.sum_levels`, each int64 of shape () on the device.
-    """
+    """Adds up votes of more than one bit, as `CountingCodec.add_levels`, without waiting."""
     sums = torch.zeros(2, dtype=torch.int64, device=votes.device)
     largest, spacing = LEVELS[rule.bits]
     # Kernels take words of 32 bits.

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_dlion.codec import EncodeJob
+from hf_dlion.codec.codec import EncodeJob
 from hf_dlion.codec.cpu import CpuCodec
 from hf_dlion.codec.eager import whole_run
 from hf_dlion.codec.layout import Run
@@ -27,7 +27,6 @@ from hf_dlion.codec.lion import (
     momentum_stream,
     rounding_key,
 )
-from hf_dlion.codec.native import library as native_library
 from hf_dlion.codec.native.library import Rule
 from hf_dlion.codec.rule import StepRule, TensorRule, Verdict
 
@@ -69,75 +68,6 @@ def _shared_rule(step: StepRule, lr: float, betas: tuple[float, float], decay: f
         stochastic=step.stochastic_rounding,
         fill=step.zero_word % 2**64,
     )
-
-
-def count_votes(votes: Tensor, totals: Tensor | None, out: Tensor, rule: StepRule) -> int | None:
-    """Counts packed votes (design S4, S5).
-
-    Args:
-        votes: int64 on the CPU, shape (N, words), rows contiguous.
-        totals: int64, shape (digits of N, words), rows contiguous: how many ranks voted on each
-            element, bit-sliced; None where all N did on all.
-        out: int64, shape (planes, words), rows contiguous; receives the verdict's planes.
-        rule: The step's constants.
-
-    Returns:
-        The sum of |n - 2 c| less the sum of n over all elements, c of n votes being negative, or
-        None, with nothing done, where there is no compiled library.
-    """
-    found = native_library.library()
-    if found is None:
-        return None
-    change: int = found.dlion_count(
-        votes.data_ptr(),
-        votes.stride(0),
-        rule.world_size,
-        votes.shape[1],
-        rule.aggregation == "average",
-        rule.tie.to_zero,
-        rule.tie.word % 2**64,
-        None if totals is None else totals.data_ptr(),
-        0 if totals is None else totals.stride(0),
-        out.data_ptr(),
-        out.stride(0),
-    )
-    return change
-
-
-def sum_levels(
-    votes: Tensor, voters: Tensor | None, out: Tensor, rule: StepRule
-) -> tuple[int, int] | None:
-    """Adds up votes of more than one bit (design S6); see `hf_dlion.codec.sums`.
-
-    Args:
-        votes: int64 on the CPU, shape (N, bits * words), rows contiguous.
-        voters: int32, shape (64 * words,): how many ranks vote on each element; None for all.
-        out: int64, shape (planes, words), rows contiguous; receives the verdict's planes.
-        rule: The step's constants.
-
-    Returns:
-        The sum over the elements of |sum of the levels|, and the sum over ranks too of |level|, an
-        abstention and the padding taken for the lowest level; or None, with nothing done, where
-        there is no compiled library.
-    """
-    found = native_library.library()
-    if found is None:
-        return None
-    sums = (ctypes.c_int64 * 2)()
-    found.dlion_sum(
-        votes.data_ptr(),
-        votes.stride(0),
-        rule.world_size,
-        out.shape[1],
-        rule.bits,
-        rule.tie.to_zero,
-        rule.tie.word % 2**64,
-        None if voters is None else voters.data_ptr(),
-        out.data_ptr(),
-        out.stride(0),
-        sums,
-    )
-    return sums[0], sums[1]
 
 
 @functools.cache
@@ -386,6 +316,30 @@ class NativeCodec(CpuCodec):
         _in_parts(run, work)
         if flat is not param:
             param.copy_(flat)
+
+    def count_bits(
+        self, votes: Tensor, totals: Tensor | None, out: Tensor, rule: StepRule
+    ) -> int | Tensor:
+        """See `CountingCodec.count_bits`."""
+        change: int = self._library.dlion_count(
+            votes.data_ptr(), votes.stride(0), rule.world_size, votes.shape[1],
+            rule.aggregation == "average", rule.tie.to_zero, rule.tie.word % 2**64,
+            None if totals is None else totals.data_ptr(),
+            0 if totals is None else totals.stride(0), out.data_ptr(), out.stride(0),
+        )  # fmt: skip
+        return change
+
+    def add_levels(
+        self, votes: Tensor, voters: Tensor | None, out: Tensor, rule: StepRule
+    ) -> tuple[int | Tensor, int | Tensor]:
+        """See `CountingCodec.add_levels`."""
+        sums = (ctypes.c_int64 * 2)()
+        self._library.dlion_sum(
+            votes.data_ptr(), votes.stride(0), rule.world_size, out.shape[1], rule.bits,
+            rule.tie.to_zero, rule.tie.word % 2**64, None if voters is None else voters.data_ptr(),
+            out.data_ptr(), out.stride(0), sums,
+        )  # fmt: skip
+        return sums[0], sums[1]
 
 
 def factor_of(total: float, count: int, bits: int) -> float:
