@@ -122,6 +122,11 @@ class Verdict:
     agreement: int = -1
     cast: int = 0
 
+    def to(self, device: torch.device) -> Verdict:
+        """Returns the same on `device`."""
+        planes, counts = self.planes.to(device), self.counts.to(device)
+        return Verdict(planes, counts, self.agreement, self.cast)
+
 
 def verdict_planes(aggregation: Aggregation, ties: Ties, world_size: int) -> tuple[int, int]:
     """Returns the bits per parameter and the bits per row of a verdict."""

@@ -12,7 +12,7 @@ from hf_dlion.codec.bits import pack_bits
 from hf_dlion.codec.layout import WORD_BITS, MessageLayout, Run, Shard, shards_of
 from hf_dlion.codec.levels import pack_codes, zero_codes
 from hf_dlion.codec.rule import StepRule, Verdict, verdict_planes
-from hf_dlion.exchange import Exchange, choose_exchange, make_exchange
+from hf_dlion.exchange.exchange import Exchange, choose_exchange, make_exchange
 from hf_dlion.exchange.verdict_gather import VerdictGather
 from hf_dlion.exchange.wire import Wire
 from hf_dlion.options import Options
@@ -45,7 +45,7 @@ class NodeExchange:
         """Makes the buffers.
 
         Args:
-            name: "gather" or "two_phase", between the nodes.
+            name: Of the strategy between the nodes.
             layout: The message.
             peers: The ranks that own the same shard, one on each node.
             local: The ranks of this node.
@@ -83,13 +83,8 @@ class NodeExchange:
     def verdict(self) -> Verdict:
         """Returns the verdict on the whole message, on the message's device."""
         found = self._nothing if self._inner is None else self._inner.verdict()
-        self._gather.start(_moved(found, self._place))
-        return _moved(self._gather.verdict(), self._device)
-
-
-def _moved(found: Verdict, place: torch.device) -> Verdict:
-    planes, counts = found.planes.to(place), found.counts.to(place)
-    return Verdict(planes, counts, found.agreement, found.cast)
+        self._gather.start(found.to(self._place))
+        return self._gather.verdict().to(self._device)
 
 
 def choose_node_exchange(

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -27,6 +27,7 @@ from hf_dlion.codec.reference import levels as reference_levels
 from hf_dlion.codec.reference import votes as reference
 from hf_dlion.codec.rule import StepRule, Verdict
 from hf_dlion.exchange import (
+    STRATEGIES,
     Wire,
     WireStats,
     choose_exchange,
@@ -34,7 +35,7 @@ from hf_dlion.exchange import (
     message_wire_bytes,
 )
 from hf_dlion.exchange.pending import naming_losses
-from hf_dlion.options import Options
+from hf_dlion.options import ExchangeName, Options
 from tests.support.spawn import RankPools
 
 SHAPES = st.lists(
@@ -186,7 +187,7 @@ def exchanged(
     return verdict, wire.stats.bytes_sent
 
 
-@pytest.mark.parametrize("name", ["gather", "two_phase"])
+@pytest.mark.parametrize("name", STRATEGIES)
 @settings(max_examples=120, deadline=None)
 @given(
     shapes=SHAPES,
@@ -263,11 +264,15 @@ def test_real_ranks_reach_the_same_verdict_with_the_documented_bytes(
     rule = rule_of(options, 0, world_size, 1)
     ballots = ballots_of(shapes, world_size, 3, 0.2, options.bits)
     expected = expected_signs(ballots, shapes, rule)
-    for name in ("gather", "two_phase"):
+    for name in STRATEGIES:
         for found, sent in ranks(world_size).run(real_ranks, name, shapes, options):
             for values, wanted in zip(found, expected, strict=True):
                 np.testing.assert_array_equal(values, wanted)
             assert sent == message_wire_bytes([layout], world_size, options, name)
+
+
+def test_every_strategy_can_be_chosen_by_name() -> None:
+    assert get_args(ExchangeName) == ("auto", *STRATEGIES)
 
 
 def test_bytes_are_those_of_the_documentation() -> None:
