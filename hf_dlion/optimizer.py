@@ -18,9 +18,9 @@ from hf_dlion.backward.flight import Flight
 from hf_dlion.backward.overlap import Overlap
 from hf_dlion.codec.rule import StepRule
 from hf_dlion.exchange import LostRank, Wire, WireStats
+from hf_dlion.exchange.mean import average_over_ranks
 from hf_dlion.momentum.group_entry import with_entry_in_groups
 from hf_dlion.momentum.loading import checked_loading
-from hf_dlion.momentum.mean import average_over_ranks
 from hf_dlion.momentum.origin import MomentumOrigin
 from hf_dlion.momentum.shares import Range, Shards
 from hf_dlion.momentum.slices import Held
