@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -12,7 +12,18 @@ from hf_dlion.codec.rule import StepRule, TensorRule, Verdict
 
 
 class EncodeJob(NamedTuple):
-    """The arguments of `Codec.encode`, and of `Codec.preview` but for the scale."""
+    """A parameter, or a stretch of it, on which this rank votes.
+
+    Attributes:
+        grad: Gradient, the parameter's shape, dense; of a stretch, shape (numel,).
+        exp_avg: Momentum, same shape, contiguous.
+        words: int64, shape (bits * ceil(numel / 64),); receives the votes.
+        active: bool, shape (rows,); receives which rows vote. Of a row that lies only partly in
+            the stretch, whether that part does.
+        rule: The step's constants for this parameter.
+        run: The stretch of the parameter that these are, or None for the whole of it; not with
+            levels that are relative to the tensor.
+    """
 
     grad: Tensor
     exp_avg: Tensor
@@ -23,7 +34,7 @@ class EncodeJob(NamedTuple):
 
 
 class AdvanceJob(NamedTuple):
-    """The arguments of `Codec.advance`."""
+    """A parameter whose momentum follows the gradient; fields as in `EncodeJob`."""
 
     grad: Tensor
     exp_avg: Tensor
@@ -32,7 +43,7 @@ class AdvanceJob(NamedTuple):
 
 
 class ApplyJob(NamedTuple):
-    """The arguments of `Codec.apply`."""
+    """A parameter, and what all ranks apply to it."""
 
     param: Tensor
     verdict: Verdict
@@ -40,7 +51,7 @@ class ApplyJob(NamedTuple):
 
 
 class AloneJob(NamedTuple):
-    """The arguments of `Codec.step_alone`."""
+    """A parameter, or a stretch of shape (numel,), that this rank moves by itself."""
 
     param: Tensor
     grad: Tensor
@@ -53,92 +64,27 @@ class Codec(Protocol):
     """What every backend does; see `hf_dlion.codec.eager` for the shortest one.
 
     In a step a rank encodes its votes, the exchange carries them to whoever counts them, and all
-    ranks apply the verdict. A call on many tensors, of one device and one step, does what a call on
-    each would. A backend for which a call costs more than a small tensor's work overrides those.
+    ranks apply the verdict. The jobs of one call are of one device and one step; tensors without
+    elements may be among them.
     """
 
     def encode_all(self, jobs: Sequence[EncodeJob]) -> None:
-        """Does `encode` on each."""
-        for job in jobs:
-            self.encode(*job)
+        """Writes votes and advances momenta, in place (design S1 to S3)."""
 
     def preview_all(self, jobs: Sequence[EncodeJob], scale: float) -> list[bool]:
-        """Does `preview` on each, and returns what each returns."""
-        return [self.preview(*job[:5], scale, job.run) for job in jobs]
-
-    def advance_all(self, jobs: Sequence[AdvanceJob]) -> None:
-        """Does `advance` on each."""
-        for job in jobs:
-            self.advance(*job)
-
-    def apply_all(self, jobs: Sequence[ApplyJob]) -> None:
-        """Does `apply` on each."""
-        for job in jobs:
-            self.apply(*job)
-
-    def step_alone_all(self, jobs: Sequence[AloneJob]) -> None:
-        """Does `step_alone` on each."""
-        for job in jobs:
-            self.step_alone(*job)
-
-    def encode(
-        self,
-        grad: Tensor,
-        exp_avg: Tensor,
-        words: Tensor,
-        active: Tensor,
-        rule: TensorRule,
-        run: Run | None = None,
-    ) -> None:
-        """Writes a parameter's votes and advances its momentum.
+        """Writes votes as `encode_all` does, and leaves momenta as they are.
 
         Args:
-            grad: Gradient, the parameter's shape, dense; of a stretch, shape (numel,).
-            exp_avg: Momentum, same shape; advanced in place.
-            words: int64, shape (bits * ceil(numel / 64),); receives the votes.
-            active: bool, shape (rows,); receives which rows vote. Of a row that lies only partly
-                in the stretch, whether that part does.
-            rule: The step's constants for this parameter.
-            run: The stretch of the parameter that these are, or None for the whole of it; not with
-                levels that are relative to the tensor.
-        """
-
-    def preview(
-        self,
-        grad: Tensor,
-        exp_avg: Tensor,
-        words: Tensor,
-        active: Tensor,
-        rule: TensorRule,
-        scale: float,
-        run: Run | None = None,
-    ) -> bool:
-        """Writes a parameter's votes as `encode` does, and leaves its momentum as it is.
-
-        Args:
-            grad: As for `encode`.
-            exp_avg: Momentum, same shape; not changed.
-            words: As for `encode`.
-            active: As for `encode`.
-            rule: The step's constants for this parameter.
+            jobs: As for `encode_all`.
             scale: The direction is that of fl(scale * grad), in the dtype of the computation.
-            run: As for `encode`.
 
         Returns:
-            True if fl(scale * grad) is known to be finite; False if it is not, or unknown.
+            For each, True if fl(scale * grad) is known to be finite; False if it is not, or
+            unknown.
         """
 
-    def advance(
-        self, grad: Tensor, exp_avg: Tensor, rule: TensorRule, run: Run | None = None
-    ) -> None:
-        """Advances a parameter's momentum as `encode` does, and writes no votes.
-
-        Args:
-            grad: As for `encode`.
-            exp_avg: Momentum, same shape; advanced in place.
-            rule: The step's constants for this parameter.
-            run: As for `encode`.
-        """
+    def advance_all(self, jobs: Sequence[AdvanceJob]) -> None:
+        """Advances momenta as `encode_all` does, in place, and writes no votes."""
 
     def count(
         self,
@@ -162,29 +108,39 @@ class Codec(Protocol):
                 tensor.
         """
 
-    def apply(self, param: Tensor, verdict: Verdict, rule: TensorRule) -> None:
-        """Moves a parameter by the verdict, in place (design S7).
+    def apply_all(self, jobs: Sequence[ApplyJob]) -> None:
+        """Moves parameters by their verdicts, in place (design S7)."""
 
-        Args:
-            param: The parameter.
-            verdict: What all ranks apply to it.
-            rule: The step's constants for this parameter.
-        """
+    def step_alone_all(self, jobs: Sequence[AloneJob]) -> None:
+        """Takes a step of plain Lion, in place: what a single rank does (design S9)."""
 
-    def step_alone(
+    # The same for one tensor, given by the fields of its job.
+
+    def encode(self, *job: Any) -> None:
+        """Does `encode_all` on one tensor."""
+        self.encode_all([EncodeJob(*job)])
+
+    def preview(
         self,
-        param: Tensor,
         grad: Tensor,
         exp_avg: Tensor,
+        words: Tensor,
+        active: Tensor,
         rule: TensorRule,
+        scale: float,
         run: Run | None = None,
-    ) -> None:
-        """Takes one step of plain Lion, in place: what a single rank does (design S9).
+    ) -> bool:
+        """Does `preview_all` on one tensor."""
+        return self.preview_all([EncodeJob(grad, exp_avg, words, active, rule, run)], scale)[0]
 
-        Args:
-            param: The parameter; of a stretch, shape (numel,).
-            grad: Gradient, same shape, dense.
-            exp_avg: Momentum, same shape; advanced in place.
-            rule: The step's constants for this parameter.
-            run: The stretch of the parameter that these are, or None for the whole of it.
-        """
+    def advance(self, *job: Any) -> None:
+        """Does `advance_all` on one tensor."""
+        self.advance_all([AdvanceJob(*job)])
+
+    def apply(self, *job: Any) -> None:
+        """Does `apply_all` on one tensor."""
+        self.apply_all([ApplyJob(*job)])
+
+    def step_alone(self, *job: Any) -> None:
+        """Does `step_alone_all` on one tensor."""
+        self.step_alone_all([AloneJob(*job)])

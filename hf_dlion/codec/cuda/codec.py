@@ -18,7 +18,7 @@ from hf_dlion.codec.cuda.levels import add_levels, encode_levels
 from hf_dlion.codec.cuda.tables import Launch, entry_of, launches
 from hf_dlion.codec.layout import Run
 from hf_dlion.codec.lion import momentum_stream
-from hf_dlion.codec.rule import StepRule, TensorRule, Verdict
+from hf_dlion.codec.rule import StepRule
 
 
 class TritonCodec(CountingCodec):
@@ -30,52 +30,6 @@ class TritonCodec(CountingCodec):
         self._kernels = found.codec
         self._levels = found.levels
         self._language = found.triton.tl
-
-    def encode(
-        self,
-        grad: Tensor,
-        exp_avg: Tensor,
-        words: Tensor,
-        active: Tensor,
-        rule: TensorRule,
-        run: Run | None = None,
-    ) -> None:
-        """See `Codec.encode`."""
-        self.encode_all([EncodeJob(grad, exp_avg, words, active, rule, run)])
-
-    def preview(
-        self,
-        grad: Tensor,
-        exp_avg: Tensor,
-        words: Tensor,
-        active: Tensor,
-        rule: TensorRule,
-        scale: float,
-        run: Run | None = None,
-    ) -> bool:
-        """See `Codec.preview`."""
-        return self.preview_all([EncodeJob(grad, exp_avg, words, active, rule, run)], scale)[0]
-
-    def advance(
-        self, grad: Tensor, exp_avg: Tensor, rule: TensorRule, run: Run | None = None
-    ) -> None:
-        """See `Codec.advance`."""
-        self.advance_all([AdvanceJob(grad, exp_avg, rule, run)])
-
-    def apply(self, param: Tensor, verdict: Verdict, rule: TensorRule) -> None:
-        """See `Codec.apply`."""
-        self.apply_all([ApplyJob(param, verdict, rule)])
-
-    def step_alone(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        exp_avg: Tensor,
-        rule: TensorRule,
-        run: Run | None = None,
-    ) -> None:
-        """See `Codec.step_alone`."""
-        self.step_alone_all([AloneJob(param, grad, exp_avg, rule, run)])
 
     def encode_all(self, jobs: Sequence[EncodeJob]) -> None:
         """See `Codec.encode_all`."""

@@ -12,8 +12,7 @@ from hf_dlion.codec.codec import EncodeJob
 from hf_dlion.codec.cuda import tables
 from hf_dlion.codec.cuda.launch import Kernels, key_of, on_device, run
 from hf_dlion.codec.cuda.tables import Launch
-from hf_dlion.codec.eager import whole_run
-from hf_dlion.codec.layout import WORD_BITS
+from hf_dlion.codec.layout import WORD_BITS, whole_run
 from hf_dlion.codec.levels import LEVELS, factor_of, fold
 from hf_dlion.codec.lion import compute_dtype, momentum_stream
 from hf_dlion.codec.rule import StepRule

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -17,10 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_dlion.codec.codec import EncodeJob
+from hf_dlion.codec.codec import AdvanceJob, AloneJob, ApplyJob, EncodeJob
 from hf_dlion.codec.cpu import CpuCodec
-from hf_dlion.codec.eager import whole_run
-from hf_dlion.codec.layout import Run
+from hf_dlion.codec.layout import Run, whole_run
 from hf_dlion.codec.levels import LEVELS
 from hf_dlion.codec.lion import (
     PARAMETER_STREAM,
@@ -28,7 +27,7 @@ from hf_dlion.codec.lion import (
     rounding_key,
 )
 from hf_dlion.codec.native.library import Rule
-from hf_dlion.codec.rule import StepRule, TensorRule, Verdict
+from hf_dlion.codec.rule import StepRule, TensorRule
 
 # Elements per thread: below, starting a thread costs more than it saves. A multiple of 64.
 PART = 1 << 18
@@ -109,68 +108,47 @@ class NativeCodec(CpuCodec):
         """Takes the compiled library."""
         self._library = library
 
-    def encode(
-        self,
-        grad: Tensor,
-        exp_avg: Tensor,
-        words: Tensor,
-        active: Tensor,
-        rule: TensorRule,
-        run: Run | None = None,
-    ) -> None:
-        """See `Codec.encode`."""
-        if grad.numel() == 0:
-            return
-        if not _supported(grad, exp_avg, run=run):
-            super().encode(grad, exp_avg, words, active, rule, run)
-            return
-        if rule.step_rule.bits > 1:
-            self._encode_levels(
-                EncodeJob(grad, exp_avg, words, active, rule, run), _VOTE | _ADVANCE
-            )
-            return
-        run = run or whole_run(grad.shape)
-        active.zero_()
-        self._encode(grad, exp_avg, words, active, rule, _VOTE | _ADVANCE, run=run)
-        self._clear_inactive(words, active, run)
+    def encode_all(self, jobs: Sequence[EncodeJob]) -> None:
+        """See `Codec.encode_all`."""
+        for job in jobs:
+            if not _supported(job.grad, job.exp_avg, run=job.run):
+                super().encode_all([job])
+            elif job.grad.numel():
+                self._vote(job, _VOTE | _ADVANCE)
 
-    def preview(
-        self,
-        grad: Tensor,
-        exp_avg: Tensor,
-        words: Tensor,
-        active: Tensor,
-        rule: TensorRule,
-        scale: float,
-        run: Run | None = None,
-    ) -> bool:
-        """See `Codec.preview`."""
-        if grad.numel() == 0:
-            return True
-        if not _supported(grad, exp_avg, run=run):
-            return super().preview(grad, exp_avg, words, active, rule, scale, run)
-        if rule.step_rule.bits > 1:
-            return self._encode_levels(
-                EncodeJob(grad, exp_avg, words, active, rule, run), _VOTE, scale
-            )
-        run = run or whole_run(grad.shape)
-        active.zero_()
-        finite = self._encode(grad, exp_avg, words, active, rule, _VOTE, scale, run)
-        self._clear_inactive(words, active, run)
+    def preview_all(self, jobs: Sequence[EncodeJob], scale: float) -> list[bool]:
+        """See `Codec.preview_all`."""
+        finite = []
+        for job in jobs:
+            if job.grad.numel() == 0:
+                finite.append(True)
+            elif _supported(job.grad, job.exp_avg, run=job.run):
+                finite.append(self._vote(job, _VOTE, scale))
+            else:
+                finite += super().preview_all([job], scale)
         return finite
 
-    def advance(
-        self, grad: Tensor, exp_avg: Tensor, rule: TensorRule, run: Run | None = None
-    ) -> None:
-        """See `Codec.advance`."""
-        if grad.numel() == 0:
-            return
-        if not _supported(grad, exp_avg, run=run):
-            super().advance(grad, exp_avg, rule, run)
-            return
-        self._encode(grad, exp_avg, None, None, rule, _ADVANCE, run=run)
+    def advance_all(self, jobs: Sequence[AdvanceJob]) -> None:
+        """See `Codec.advance_all`."""
+        for job in jobs:
+            if not _supported(job.grad, job.exp_avg, run=job.run):
+                super().advance_all([job])
+            elif job.grad.numel():
+                self._encode_bits(
+                    job.grad, job.exp_avg, None, None, job.rule, _ADVANCE, run=job.run
+                )
 
-    def _encode(
+    def _vote(self, job: EncodeJob, what: int, scale: float = 1.0) -> bool:
+        """Encodes; tells whether the gradient times `scale` is finite."""
+        if job.rule.step_rule.bits > 1:
+            return self._encode_levels(job, what, scale)
+        run = job.run or whole_run(job.grad.shape)
+        job.active.zero_()
+        finite = self._encode_bits(*job[:5], what, scale, run)
+        self._clear_inactive(job.words, job.active, run)
+        return finite
+
+    def _encode_bits(
         self,
         grad: Tensor,
         exp_avg: Tensor,
@@ -266,15 +244,13 @@ class NativeCodec(CpuCodec):
         _in_parts(run, encode)
         return finite
 
-    def apply(self, param: Tensor, verdict: Verdict, rule: TensorRule) -> None:
-        """See `Codec.apply`."""
-        if param.numel() == 0:
-            return
+    def apply_flat(self, flat: Tensor, job: ApplyJob) -> None:
+        """See `EagerCodec.apply_flat`."""
+        param, verdict, rule = job
         if rule.step_rule.aggregation != "majority" or not _supported(param):
-            super().apply(param, verdict, rule)
+            super().apply_flat(flat, job)
             return
-        run, native_rule = whole_run(param.shape), _rule_for(rule, param)
-        flat, planes = param.contiguous(), verdict.planes
+        run, native_rule, planes = whole_run(param.shape), _rule_for(rule, param), verdict.planes
         everywhere = bool(verdict.counts.all())
         counts = None if everywhere else verdict.counts.data_ptr()
         nonzero = planes[1].data_ptr() if len(planes) == 2 else None
@@ -286,24 +262,19 @@ class NativeCodec(CpuCodec):
             )  # fmt: skip
 
         _in_parts(run, work)
-        if flat is not param:
-            param.copy_(flat)
 
-    def step_alone(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        exp_avg: Tensor,
-        rule: TensorRule,
-        run: Run | None = None,
-    ) -> None:
-        """See `Codec.step_alone`."""
-        if param.numel() == 0:
-            return
-        if param.dtype != grad.dtype or not _supported(param, exp_avg, run=run):
-            super().step_alone(param, grad, exp_avg, rule, run)
-            return
-        run = run or whole_run(param.shape)
+    def step_alone_all(self, jobs: Sequence[AloneJob]) -> None:
+        """See `Codec.step_alone_all`."""
+        for job in jobs:
+            alike = job.param.dtype == job.grad.dtype
+            if not (alike and _supported(job.param, job.exp_avg, run=job.run)):
+                super().step_alone_all([job])
+            elif job.param.numel():
+                self._step_alone(job)
+
+    def _step_alone(self, job: AloneJob) -> None:
+        param, grad, exp_avg, rule, stretch = job
+        run = stretch or whole_run(param.shape)
         native_rule = _rule_for(rule, param, exp_avg)
         flat, grad = param.contiguous(), grad.contiguous()
 
