@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_dlion.exchange import Wire
-from hf_dlion.momentum.mean import average_over_ranks
+from hf_dlion.exchange.mean import average_over_ranks
 from hf_dlion.momentum.shares import Range, Shares
 from hf_dlion.options.groups import Groups, flat_params
 from hf_dlion.ranks.header import Disagreement, digest

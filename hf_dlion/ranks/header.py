@@ -259,17 +259,12 @@ class Agreement:
         return headers
 
     def _gather(self, mine: Header, wire: Wire) -> list[Header]:
-        words = mine.packed(self.parameters).to(wire.control_device)
-        everyone = torch.empty(
-            (wire.world_size, words.numel()), dtype=torch.int64, device=words.device
-        )
         try:
-            wire.all_gather(everyone, words, "a header").wait()
+            table = wire.gather_words(mine.packed(self.parameters), "a header")
         except RuntimeError as error:
             # It is here that ranks with different numbers of batches miss one another.
             error.add_note(FEWER_BATCHES)
             raise
-        table = everyone.cpu()
         versions = table[:, 0].tolist()
         if any(version != WIRE_VERSION for version in versions):
             raise Disagreement(
@@ -281,14 +276,7 @@ class Agreement:
     def _agree_on_layout(self, mine: Header, wire: Wire, details: Details) -> None:
         """Compares layouts, and parameters' names and values, which must start equal."""
         values = details.parameters()
-        words = torch.tensor(
-            [mine.layout, digest(values)],
-            dtype=torch.int64,
-            device=wire.control_device,
-        )
-        everyone = torch.empty((wire.world_size, 2), dtype=torch.int64, device=words.device)
-        wire.all_gather(everyone, words, "a layout").wait()
-        layouts, hashes = everyone.cpu().t().tolist()
+        layouts, hashes = wire.gather_words([mine.layout, digest(values)], "a layout").t().tolist()
         if len(set(layouts)) > 1:
             lines = wire.gather_objects(details.layout())
             described = [dict(enumerate(rank_lines)) for rank_lines in lines]

@@ -9,6 +9,7 @@ The mean has the same bits on all ranks, and so has the momentum, on a rank with
 from __future__ import annotations
 
 import dataclasses
+import operator
 import time
 from collections.abc import Mapping, Sequence
 from typing import cast
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from hf_dlion.codec import AloneJob, codec_for
 from hf_dlion.exchange import Wire, WireStats
+from hf_dlion.exchange.batches import by_kind, in_batches
 from hf_dlion.exchange.mean import average
 from hf_dlion.ranks.fingerprint import fingerprints
 from hf_dlion.ranks.header import digest
@@ -35,15 +37,8 @@ def split_alike(params: Sequence[tuple[int, Tensor]], limit: int) -> list[Batch]
         params: Pairs of parameter index and parameter.
         limit: Elements per batch.
     """
-    kinds: dict[tuple[torch.device, torch.dtype], list[Batch]] = {}
-    for index, param in params:
-        if param.numel() == 0:
-            continue
-        batches = kinds.setdefault((param.device, param.dtype), [[]])
-        if batches[-1] and sum(p.numel() for _, p in batches[-1]) + param.numel() > limit:
-            batches.append([])
-        batches[-1].append((index, param))
-    return [batch for batches in kinds.values() for batch in batches]
+    tensor_of, kind_of = operator.itemgetter(1), operator.attrgetter("device", "dtype")
+    return in_batches(by_kind(params, tensor_of, kind_of), limit, tensor_of, kind_of)
 
 
 def step_in_full(batches: Sequence[Batch], what: Moving, wire: Wire, stats: WireStats) -> None:
@@ -105,11 +100,6 @@ def momenta_differ(momenta: Mapping[int, Tensor], wire: Wire) -> bool:
         wire: The process group.
     """
     hashes = fingerprints(list(momenta.values()))
-    word = torch.tensor(
-        [digest(list(zip(momenta, hashes, strict=True)))],
-        dtype=torch.int64,
-        device=wire.control_device,
-    )
-    everyone = torch.empty((wire.world_size, 1), dtype=torch.int64, device=word.device)
-    wire.all_gather(everyone, word, "hashes of the momenta").wait()
+    mine = digest(list(zip(momenta, hashes, strict=True)))
+    everyone = wire.gather_words([mine], "hashes of the momenta")
     return len(set(everyone.view(-1).tolist())) > 1

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hf_dlion.codec.layout import MessageLayout
 from hf_dlion.exchange import Wire
+from hf_dlion.exchange.batches import in_batches
 from hf_dlion.momentum.shares import Range
 from hf_dlion.options import Options
 from hf_dlion.options.params import check_trainable
@@ -139,21 +140,8 @@ def split_into_messages(params: Params, ranks: int) -> list[list[tuple[int, Tens
 
 
 def _runs(params: Params, limit: int) -> list[list[tuple[int, Tensor]]]:
-    """Returns runs of parameters of one device with at most `limit` elements each.
-
-    A larger parameter is a message of its own; a parameter without elements is left out.
-    """
-    messages: list[list[tuple[int, Tensor]]] = []
-    room, device = 0, None
-    for index, param in params:
-        if param.numel() == 0:
-            continue
-        if not messages or param.numel() > room or param.device != device:
-            messages.append([])
-            room, device = limit, param.device
-        messages[-1].append((index, param))
-        room -= param.numel()
-    return messages
+    """Returns runs of parameters of one device with at most `limit` elements each."""
+    return in_batches(params, limit, lambda pair: pair[1])
 
 
 def _runs_in_order(params: Params, limit: int, order: ReadyOrder) -> list[list[tuple[int, Tensor]]]:

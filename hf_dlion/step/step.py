@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_dlion.codec.rule import tensor_rules
 from hf_dlion.exchange import LostRank
-from hf_dlion.momentum.mean import average_over_ranks
+from hf_dlion.exchange.mean import average_over_ranks
 from hf_dlion.momentum.slices import Held
 from hf_dlion.options import check_group
 from hf_dlion.options.groups import agreed_values, flat_params, option_values, trainable

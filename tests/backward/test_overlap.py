@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion import Disagreement
 from hf_dlion.backward.gradient_scale import ScaleProbes
+from hf_dlion.options import Options
 from tests.backward.test_ddp import (
     CASES,
     STEPS,
@@ -410,16 +411,12 @@ def count_bytes(rank: int, world_size: int, exchange: str) -> list[tuple[int, in
             optimizer.step()
             optimizer.zero_grad()
             formula = sum(
-                m._exchange.wire_bytes(m._layout, world_size, *_planes(exchange))
+                sum(m._exchange.wire_bytes(m._layout, world_size, Options()))
                 for m in optimizer._engine.messages
             )
             assert formula == sum(m.wire_bytes for m in optimizer._engine.messages)
             found.append((optimizer.wire.last_bytes_sent, formula + 8 * (world_size - 1) * 7))
     return found[2:]
-
-
-def _planes(exchange: str) -> list[tuple[int, int]]:
-    return [(1, 1)]
 
 
 @pytest.mark.parametrize("exchange", ["gather", "two_phase"])
