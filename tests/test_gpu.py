@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion import DistributedLion
-from hf_dlion.codec import ApplyJob, EncodeJob, codec_for, eager, sums
+from hf_dlion.codec import ApplyJob, EncodeJob, codec_for, eager
 from hf_dlion.codec.bits import expand_rows, unpack_bits
-from hf_dlion.codec.count import count_votes
 from hf_dlion.codec.cpu import CpuCodec
 from hf_dlion.codec.cuda import tables
 from hf_dlion.codec.cuda.codec import TritonCodec
@@ -107,7 +106,8 @@ def test_sum_levels(bits: int, ties: str, absent_share: float | None) -> None:
             # A stretch of longer rows, as messages are added up.
             out = torch.full((step.planes, 3 + words), 7, device=device)
             on_device = None if voters is None else voters.to(device)
-            told = sums._sum(votes.to(device), on_device, out[:, 3:], step)
+            codec: Any = codec_for(torch.device(device))
+            told = codec.add_levels(votes.to(device), on_device, out[:, 3:], step)
             found.append((*map(int, told), out.tolist()))
         assert found[0] == found[1]
 
@@ -169,7 +169,7 @@ def test_count(absent_share: float, options: dict[str, str], world_size: int) ->
             expand_rows(rows[run.row : run.row + run.rows], run, held)
             own[run.word : run.word + run.words] &= held
     found = [
-        count_votes(
+        codec_for(torch.device(device)).count(
             votes.to(device), active.to(device), shard, shard.row_numels(torch.device(device)), step
         )
         for device in ("cpu", DEVICE)

@@ -20,23 +20,28 @@ otherwise all ranks discard them and exchange again in the step.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hf_dlion.backward.background import Background
-from hf_dlion.backward.flight import Flight, Owner
+from hf_dlion.backward.flight import Flight
 from hf_dlion.backward.gradient_scale import ScaleProbes
-from hf_dlion.exchange import Wire
+from hf_dlion.codec.rule import StepRule
+from hf_dlion.exchange import Wire, WireStats
+from hf_dlion.momentum.store import MomentumStore
+from hf_dlion.options.groups import trainable
 from hf_dlion.options.warn_once import warn_once
 from hf_dlion.ranks.group_counts import check_group_counts, group_counts
 from hf_dlion.ranks.header import Header, raise_together
+from hf_dlion.step.early import Sent, delivery_of
+from hf_dlion.step.engine import Engine
 from hf_dlion.step.message import Message
-from hf_dlion.step.node_plan import make_plan
 from hf_dlion.step.plan import Plan, ReadyOrder
 
 # After so many stale steps in a row the ranks give up exchanging during backward, and after so many
@@ -53,9 +58,9 @@ CHANGED = (
 class Overlap:
     """Lets one optimizer's messages leave during backward."""
 
-    def __init__(self, owner: Owner) -> None:
-        """Holds the optimizer weakly: the parameters' hooks hold this."""
-        self._owner = weakref.ref(owner)
+    def __init__(self, engine: Engine) -> None:
+        """Holds the optimizer's engine weakly: the parameters' hooks hold this."""
+        self._engine = weakref.ref(engine)
         # With parameters on several devices autograd calls hooks from several threads.
         self._lock = threading.Lock()
         self._counter = Background("hf_dlion_count")
@@ -87,22 +92,23 @@ class Overlap:
 
     def note_gradient(self, param: Tensor) -> None:
         """Takes note that the gradient of a parameter is ready; called during backward."""
-        owner = self._owner()
-        if owner is None or self._gave_up or owner.world_size == 1:
+        engine = self._engine()
+        if engine is None or self._gave_up or engine.world_size == 1:
             return
         with self._lock:
             if self._flight is None and not self._sync:
                 return
-            if not self._messages:
-                self._ready[id(param)] = None
             self._probes.before(param)
             if not self._messages:
+                self._ready[id(param)] = None
                 return
             if self._flight is None:
-                self._flight = Flight(
-                    self._messages, owner, self.scale, self._counter, self._streams
-                )
+                self._flight = self._begin(engine.momenta(), engine.rule(), engine.stats)
             self._flight.note(param)
+
+    def _begin(self, momenta: MomentumStore, rule: StepRule, stats: WireStats) -> Flight:
+        carried = momenta, rule, stats, self.scale
+        return Flight(self._messages, *carried, self._counter, self._streams)
 
     def disturb(self) -> None:
         """Takes note that momenta changed: votes that left do not hold any more."""
@@ -120,28 +126,39 @@ class Overlap:
             return list(params)
         return [param for param in params if not flight.known_finite(param)]
 
-    def complete(self, present: Mapping[int, bool]) -> Flight | None:
-        """Sends what backward did not; every rank calls this, and before its header leaves.
-
-        Args:
-            present: By parameter index, whether this rank votes on it; empty if it failed.
-
-        Returns:
-            The step's messages, or None where votes leave in the step.
-        """
-        owner = self._owner()
-        if owner is None or not self._messages:
-            return None
+    def complete(
+        self,
+        header: Header,
+        failure: Exception | None,
+        plan: Plan | None,
+        momenta: MomentumStore,
+        bytes_before: int,
+    ) -> Sent:
+        """Sends what backward did not; see `EarlyVotes.complete`."""
+        engine = self._engine()
+        assert engine is not None, "it is the engine that calls"
+        ordered = plan is not None and plan.ordered
+        if not self._messages:
+            header = dataclasses.replace(header, ordered=ordered and not self.wants_order)
+            return Sent(header, failure, delivery_of(plan), bytes_before)
+        rule = engine.rule()
         began = self._flight is not None
-        flight = self._flight or Flight(
-            self._messages, owner, self.scale, self._counter, self._streams
-        )
+        flight = self._flight or self._begin(momenta, rule, engine.stats)
         self._flight = None
         self._probes.after()
-        flight.complete(present, self._probes.odd)
+        # By index, whether this rank votes now; on a rank that failed, or is not finite, it does
+        # not.
+        votes = header.present.tolist() if header.finite else []
+        params = trainable(momenta.groups)
+        present = {index: has for (index, _), has in zip(params, votes, strict=False)}
+        flight.complete(present, self._probes.odd, momenta, rule)
         if began:
             self._note_missing(flight)
-        return flight
+        if flight.failure is not None and failure is None:
+            failure, header = flight.failure, Header.of_failure(header.step)
+        stale = flight.stale or plan is None or flight.messages is not plan.messages
+        header = dataclasses.replace(header, stale=stale, ordered=ordered and not self.wants_order)
+        return Sent(header, failure, flight, flight.bytes_before)
 
     def _note_missing(self, flight: Flight) -> None:
         pairs = [pair for message in flight.messages for pair in message.params]
@@ -180,8 +197,8 @@ class Overlap:
                 the plan failed on another one; one on which it failed raises what failed. The plan
                 before still holds.
         """
-        owner = self._owner()
-        assert owner is not None, "it is the owner that calls"
+        engine = self._engine()
+        assert engine is not None, "it is the engine that calls"
         self._probes.after()
         ready, self._ready = self._ready, {}
         self._probes.odd = set()
@@ -207,7 +224,14 @@ class Overlap:
         order = ReadyOrder(self._order, sorted(self._late), self._wires)
         failure: Exception | None = None
         try:
-            plan = make_plan(params, wire, owner.options, None, order, plan.routes)
+            plan = Plan(
+                params,
+                plan.voters,
+                engine.options,
+                plan.treatment,
+                message_numel=engine.message_numel,
+                order=order,
+            )
         except Exception as error:  # Memory, say; the others would send what this one does not.
             failure = error
         raise_together(failure, wire, "preparing the next step")

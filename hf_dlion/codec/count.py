@@ -1,31 +1,215 @@
-"""Counting votes on packed words: bit-sliced counters, never one number per vote.
+"""Counting votes: the part of a codec that turns all ranks' votes into a verdict.
 
-A counter of 64 elements is a few words: word b holds bit b of all 64 counts. Full adders turn three
-words of one weight into a sum and a carry with five operations on words (a carry-save adder), so
-that N votes of 64 elements take about 5 N word operations, and two votes take two.
+Votes of one bit are counted on packed words, never one number per vote. A counter of 64 elements is
+a few words: word b holds bit b of all 64 counts. Full adders turn three words of one weight into a
+sum and a carry with five operations on words (a carry-save adder), so N votes of 64 elements take
+about 5 N word operations, and two votes take two. Votes of more bits are added up as whole numbers.
+
+Two cases are told apart. Mostly every rank votes on every row; where some abstain, each element
+also needs the number of ranks that vote on it, bit-sliced (one bit) or as int32 (more bits).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from hf_dlion.codec import levels
 from hf_dlion.codec.bits import expand_rows, popcount
-from hf_dlion.codec.cuda import count as cuda_count
-from hf_dlion.codec.cuda.launch import kernels
-from hf_dlion.codec.layout import Run, Shard
-from hf_dlion.codec.lion import alternating_word
-from hf_dlion.codec.native import codec as native
+from hf_dlion.codec.codec import Codec
+from hf_dlion.codec.layout import WORD_BITS, Run, Shard, words_for
+from hf_dlion.codec.levels import LEVELS
 from hf_dlion.codec.rule import StepRule, Verdict
-from hf_dlion.codec.stretches import stretches
-from hf_dlion.codec.sums import sum_levels
 
 # Words counted at a time: the counters of 2**14 words stay in a core's cache. Elsewhere a chunk
 # only bounds the temporaries: each costs the host a wait for its sums.
 CHUNK_WORDS = 1 << 14
 DEVICE_CHUNK_WORDS = 1 << 22
+
+
+class CountingCodec(Codec):
+    """Counts with torch operations, on any device; a backend replaces the three steps below.
+
+    What a step returns are numbers, or int64 tensors of one element where the votes are, so that
+    the host waits for a device once.
+    """
+
+    def count(
+        self,
+        votes: Tensor,
+        active: Tensor,
+        shard: Shard,
+        row_numels: Tensor,
+        rule: StepRule,
+        out: Tensor | None = None,
+    ) -> Verdict:
+        """See `Codec.count`."""
+        counts = active.sum(dim=0, dtype=torch.int32)
+        if out is None:
+            out = torch.empty((rule.planes, shard.words), dtype=torch.int64, device=votes.device)
+        voted = (counts * row_numels).sum()
+        agreement: int | Tensor = 0
+        cast: int | Tensor = 0
+        if rule.bits == 1:
+            agreement = voted + self._count_all(votes, counts, shard, out, rule)
+        else:
+            agreement, cast = self._add_all(votes, counts, shard, out, rule)
+            # Where a rank abstains, and behind the last elements, the code 0 was taken for the
+            # lowest level.
+            absent = WORD_BITS * shard.words * rule.world_size - voted
+            cast = cast - LEVELS[rule.bits].largest * absent
+        if rule.aggregation == "majority":
+            counts = counts.clamp_(max=1)
+        return Verdict(out, counts, int(agreement), int(cast))
+
+    def count_bits(
+        self, votes: Tensor, totals: Tensor | None, out: Tensor, rule: StepRule
+    ) -> int | Tensor:
+        """Counts votes of one bit (design S4, S5).
+
+        Args:
+            votes: int64, shape (N, words), rows contiguous.
+            totals: int64, shape (digits of N, words), rows contiguous: how many ranks voted on
+                each element, bit-sliced; None where all N did on all.
+            out: int64, shape (planes, words), rows contiguous; receives the verdict's planes.
+            rule: The step's constants.
+
+        Returns:
+            The sum of |n - 2 c| less the sum of n over all elements, c of n votes being negative.
+        """
+        world_size = rule.world_size
+        change = 0
+        size = CHUNK_WORDS if votes.device.type == "cpu" else DEVICE_CHUNK_WORDS
+        for start in range(0, votes.shape[1], size):
+            part = slice(start, min(start + size, votes.shape[1]))
+            counters = add_votes(votes[:, part], world_size.bit_length())
+            voters = None if totals is None else list(totals[:, part])
+            if voters is None:
+                negative, tied = compare_with_constant(counters, world_size // 2)
+                if world_size % 2:
+                    tied = torch.zeros_like(tied)
+            else:
+                negative, tied = compare_twice(counters, voters)
+            change += _agreement_change(counters, negative, voters, world_size)
+            _decide(out[:, part], counters, negative, tied, voters, rule)
+        return change
+
+    def add_levels(
+        self, votes: Tensor, voters: Tensor | None, out: Tensor, rule: StepRule
+    ) -> tuple[int | Tensor, int | Tensor]:
+        """Adds up votes of more than one bit (design S6).
+
+        Args:
+            votes: int64, shape (N, bits * words), rows contiguous.
+            voters: int32, shape (64 * words,): how many ranks vote on each element; None for all.
+            out: int64, shape (planes, words), rows contiguous; receives the verdict's planes.
+            rule: The step's constants.
+
+        Returns:
+            The sum over the elements of |sum of the levels|, and the sum over ranks too of |level|,
+            an abstention and the padding taken for the lowest level.
+        """
+        return levels.add_levels(votes, voters, out, rule)
+
+    def spread(self, counts: Tensor, runs: Sequence[Run], world_size: int) -> Tensor:
+        """Returns the rows' counts as bit-sliced numbers per element of runs, 0 in the padding.
+
+        Args:
+            counts: int32, shape (rows,), of the shard.
+            runs: Neighbours in the shard.
+            world_size: The largest count, N.
+
+        Returns:
+            int64, shape (digits of N, words of the runs).
+        """
+        first = runs[0].word
+        shape = (world_size.bit_length(), runs[-1].word + runs[-1].words - first)
+        planes = torch.empty(shape, dtype=torch.int64, device=counts.device)
+        for run in runs:
+            rows = counts[run.row : run.row + run.rows]
+            words = slice(run.word - first, run.word - first + run.words)
+            for place, plane in enumerate(planes):
+                expand_rows((rows >> place & 1).to(torch.bool), run, plane[words])
+        return planes
+
+    def _count_all(
+        self, votes: Tensor, counts: Tensor, shard: Shard, out: Tensor, rule: StepRule
+    ) -> int | Tensor:
+        change: int | Tensor = 0
+        for words, runs, everywhere in _stretches(counts, shard, rule.world_size):
+            totals = None if everywhere else self.spread(counts, runs, rule.world_size)
+            change = change + self.count_bits(votes[:, words], totals, out[:, words], rule)
+        return change
+
+    def _add_all(
+        self, votes: Tensor, counts: Tensor, shard: Shard, out: Tensor, rule: StepRule
+    ) -> tuple[int | Tensor, int | Tensor]:
+        bits, ranks = rule.bits, rule.world_size
+        agreement: int | Tensor = 0
+        cast: int | Tensor = 0
+        for words, runs, everywhere in _stretches(counts, shard, ranks):
+            if everywhere:
+                pieces: Iterator[tuple[slice, Tensor | None]] = iter([(words, None)])
+                numel = sum(run.stop - run.start for run in runs)
+                padding = WORD_BITS * (words.stop - words.start) - numel
+                agreement = agreement - LEVELS[bits].largest * ranks * padding
+            else:
+                pieces = (piece for run in runs for piece in _voters(counts, run))
+            for part, voters in pieces:
+                of_part = votes[:, bits * part.start : bits * part.stop]
+                found = self.add_levels(of_part, voters, out[:, part], rule)
+                agreement, cast = agreement + found[0], cast + found[1]
+        return agreement, cast
+
+
+def _stretches(
+    counts: Tensor, shard: Shard, world_size: int
+) -> Iterator[tuple[slice, Sequence[Run], bool]]:
+    """Yields the words of a shard in stretches, their runs, and whether every rank votes on all.
+
+    That is the usual case, and the quick one. On the CPU parameters with other rows (an embedding
+    with unseen tokens) are told apart; elsewhere that would cost a wait for the device.
+
+    Args:
+        counts: int32, shape (rows,): how many ranks vote on each row.
+        shard: Which words and rows these are.
+        world_size: Number of ranks.
+    """
+    runs = shard.runs
+    if not runs:
+        return
+    if bool((counts == world_size).all()):
+        yield slice(0, shard.words), runs, True
+        return
+    if counts.device.type != "cpu":
+        yield slice(0, shard.words), runs, False
+        return
+    rows = np.array([run.row for run in runs])
+    whole = np.minimum.reduceat(counts.numpy(), rows) == world_size
+    for same, members in itertools.groupby(range(len(runs)), lambda k: bool(whole[k])):
+        part = [runs[k] for k in members]
+        yield slice(part[0].word, part[-1].word + part[-1].words), part, same
+
+
+def _voters(counts: Tensor, run: Run) -> Iterator[tuple[slice, Tensor]]:
+    """Yields the words of a run in pieces, with how many ranks vote on each element, padded by 0.
+
+    Args:
+        counts: int32, shape (rows,), of the shard.
+        run: A run of the shard.
+    """
+    size = levels.CHUNK if counts.device.type == "cpu" else levels.DEVICE_CHUNK
+    for first in range(0, run.stop - run.start, size):
+        numel = min(size, run.stop - run.start - first)
+        word, words = run.word + first // WORD_BITS, words_for(numel)
+        element = torch.arange(numel, device=counts.device).add_(run.start + first)
+        row = element.div_(run.row_numel, rounding_mode="floor").add_(run.row - run.first_row)
+        padding = (0, WORD_BITS * words - numel)
+        yield slice(word, word + words), torch.nn.functional.pad(counts[row], padding)
 
 
 def add_votes(votes: Tensor, planes: int) -> list[Tensor]:
@@ -85,89 +269,6 @@ def compare_twice(counters: list[Tensor], totals: list[Tensor]) -> tuple[Tensor,
     return greater, equal
 
 
-def count_votes(
-    votes: Tensor,
-    active: Tensor,
-    shard: Shard,
-    row_numels: Tensor,
-    rule: StepRule,
-    out: Tensor | None = None,
-) -> Verdict:
-    """Returns the verdict on a shard (design S3 to S6).
-
-    Args:
-        votes: int64, shape (N, bits * shard.words), every rank's votes; 0 in a row that abstains.
-        active: bool, shape (N, shard.rows), the rows on which each rank votes.
-        shard: Which words and rows these are.
-        row_numels: `shard.row_numels`.
-        rule: The step's constants.
-        out: int64, shape (planes, shard.words), receives the verdict's planes; else a new tensor.
-    """
-    counts = active.sum(dim=0, dtype=torch.int32)
-    if out is None:
-        out = torch.empty((rule.planes, shard.words), dtype=torch.int64, device=votes.device)
-    most = (counts * row_numels).sum()
-    if rule.bits > 1:
-        sums = sum_levels(votes, counts, shard, int(most), out, rule)
-        return Verdict(out, counts.clamp_(max=1), *sums)
-    found_kernels = kernels(votes.device) if votes.device.type == "cuda" else None
-    if found_kernels is not None:
-        change = cuda_count.count_votes(found_kernels, votes, counts, shard, out, rule)
-        agreement = int(most + change)
-    else:
-        agreement = int(most) + _count_in_stretches(votes, counts, shard, out, rule)
-    if rule.aggregation == "majority":
-        counts = counts.clamp_(max=1)
-    return Verdict(out, counts, agreement)
-
-
-def _count_in_stretches(
-    votes: Tensor, counts: Tensor, shard: Shard, out: Tensor, rule: StepRule
-) -> int:
-    """Counts in C or with torch; returns as `cuda_count.count_votes` does."""
-    change = 0
-    for words, runs, everywhere in stretches(counts, shard, rule.world_size):
-        totals = None if everywhere else _spread(counts, runs, rule.world_size)
-        found = None
-        if votes.device.type == "cpu":
-            found = native.count_votes(votes[:, words], totals, out[:, words], rule)
-        if found is None:
-            found = _count_in_chunks(votes[:, words], totals, out[:, words], rule)
-        change += found
-    return change
-
-
-def _count_in_chunks(votes: Tensor, totals: Tensor | None, out: Tensor, rule: StepRule) -> int:
-    """Counts with torch's bitwise operations.
-
-    Args:
-        votes: int64, shape (N, words).
-        totals: int64, shape (digits, words), how many ranks voted on each element, bit-sliced;
-            None where all N did on all.
-        out: int64, shape (planes, words); receives the verdict's planes.
-        rule: The step's constants.
-
-    Returns:
-        The sum of |n - 2 c| less the sum of n over all elements, c of n votes being negative.
-    """
-    world_size = rule.world_size
-    change = 0
-    size = CHUNK_WORDS if votes.device.type == "cpu" else DEVICE_CHUNK_WORDS
-    for start in range(0, votes.shape[1], size):
-        part = slice(start, min(start + size, votes.shape[1]))
-        counters = add_votes(votes[:, part], world_size.bit_length())
-        voters = None if totals is None else list(totals[:, part])
-        if voters is None:
-            negative, tied = compare_with_constant(counters, world_size // 2)
-            if world_size % 2:
-                tied = torch.zeros_like(tied)
-        else:
-            negative, tied = compare_twice(counters, voters)
-        change += _agreement_change(counters, negative, voters, world_size)
-        _decide(out[:, part], counters, negative, tied, voters, rule)
-    return change
-
-
 def _decide(
     out: Tensor,
     counters: list[Tensor],
@@ -181,13 +282,11 @@ def _decide(
         for plane, counter in zip(out, counters, strict=True):
             plane.copy_(counter)
         return
-    if rule.ties == "alternate":
-        negative = negative | (tied & alternating_word(rule.step))
-        if totals is not None:
-            negative = negative & _any(totals)
-    out[0].copy_(negative)
-    if rule.ties == "zero":
-        out[1].copy_(~tied if totals is None else ~tied & _any(totals))
+    negative = negative | (tied & rule.tie.word)
+    voted = -1 if totals is None else _any(totals)
+    out[0].copy_(negative & voted)
+    if rule.tie.to_zero:
+        out[1].copy_(~tied & voted)
 
 
 def _any(totals: list[Tensor]) -> Tensor:
@@ -196,19 +295,6 @@ def _any(totals: list[Tensor]) -> Tensor:
     for plane in totals[1:]:
         union = union | plane
     return union
-
-
-def _spread(counts: Tensor, runs: Sequence[Run], world_size: int) -> Tensor:
-    """Returns the rows' counts as bit-sliced numbers per element of runs, 0 in the padding."""
-    first = runs[0].word
-    shape = (world_size.bit_length(), runs[-1].word + runs[-1].words - first)
-    planes = torch.empty(shape, dtype=torch.int64, device=counts.device)
-    for run in runs:
-        rows = counts[run.row : run.row + run.rows]
-        words = slice(run.word - first, run.word - first + run.words)
-        for place, plane in enumerate(planes):
-            expand_rows((rows >> place & 1).to(torch.bool), run, plane[words])
-    return planes
 
 
 def _agreement_change(

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hf_dlion.codec import Codec
 from hf_dlion.codec.bits import expand_rows
-from hf_dlion.codec.eager import whole_run
-from hf_dlion.codec.layout import Run
-from hf_dlion.codec.levels import encode_levels
+from hf_dlion.codec.codec import ApplyJob
+from hf_dlion.codec.eager import EagerCodec
+from hf_dlion.codec.layout import Run, whole_run
 from hf_dlion.codec.lion import (
     PARAMETER_STREAM,
     compute_dtype,
@@ -27,9 +27,8 @@ from hf_dlion.codec.lion import (
     round_stochastically,
     rounding_key,
     saturate,
-    zero_phase,
 )
-from hf_dlion.codec.rule import TensorRule, Verdict
+from hf_dlion.codec.rule import StepRule, TensorRule
 
 # Elements per chunk: a power of two, so that no chunk crosses element 2**32. Four float32 buffers
 # of this length take 1 MiB, which fits a core's second-level cache.
@@ -91,109 +90,23 @@ def _widened(tensor: Tensor, buffer: Tensor) -> Tensor:
     return tensor if tensor.dtype == buffer.dtype else buffer.copy_(tensor)
 
 
-def _advance(grad: Tensor, exp_avg: Tensor, start: int, rule: TensorRule) -> Tensor:
-    """Returns a chunk's direction, in a buffer, and advances its momentum."""
-    dtype = compute_dtype(grad.dtype)
-    direction, scratch, wide_grad, wide_avg = _buffers.floating(dtype, grad.numel())
-    new, old = _widened(grad, wide_grad), _widened(exp_avg, wide_avg)
-    interpolate(old, new, rule.betas[0], out=direction, scratch=scratch)
-    interpolate(old, new, rule.betas[1], out=old, scratch=scratch)
-    if old is not exp_avg:
-        saturate(old, exp_avg.dtype)
-        _store(exp_avg, old, start, rule, momentum_stream(rule.step_rule.rank))
-    return direction
-
-
-def _foreseen(grad: Tensor, exp_avg: Tensor, rule: TensorRule, scale: float) -> Tensor:
-    """Returns a chunk's direction for the gradient times `scale`, in a buffer."""
-    direction, scratch, new, wide_avg = _buffers.floating(compute_dtype(grad.dtype), grad.numel())
-    new.copy_(grad).mul_(scale)
-    old = _widened(exp_avg, wide_avg)
-    return interpolate(old, new, rule.betas[0], out=direction, scratch=scratch)
-
-
-def _move(param: Tensor, move: Tensor, start: int, rule: TensorRule) -> None:
-    """Applies decay and a move to a chunk of a parameter."""
-    value = _widened(param, _buffers.floating(move.dtype, param.numel())[3])
-    if rule.decay != 1.0:
-        value.mul_(rule.decay)
-    value.sub_(move)
-    if value is not param:
-        _store(param, value, start, rule, PARAMETER_STREAM)
-
-
-class CpuCodec(Codec):
+class CpuCodec(EagerCodec):
     """Implements `hf_dlion.codec.Codec` for CPU tensors."""
 
-    def encode(
+    @property
+    def chunk_numel(self) -> int:
+        """Elements per chunk."""
+        return CHUNK
+
+    def pack_signs(
         self,
-        grad: Tensor,
-        exp_avg: Tensor,
         words: Tensor,
         active: Tensor,
-        rule: TensorRule,
-        run: Run | None = None,
+        step: StepRule,
+        run: Run,
+        direct: Callable[[slice], Tensor],
     ) -> None:
-        """See `Codec.encode`."""
-        self._encode_in_chunks(grad, exp_avg, words, active, rule, run=run)
-
-    def preview(
-        self,
-        grad: Tensor,
-        exp_avg: Tensor,
-        words: Tensor,
-        active: Tensor,
-        rule: TensorRule,
-        scale: float,
-        run: Run | None = None,
-    ) -> bool:
-        """See `Codec.preview`."""
-        self._encode_in_chunks(grad, exp_avg, words, active, rule, scale, run)
-        return False
-
-    def advance(
-        self, grad: Tensor, exp_avg: Tensor, rule: TensorRule, run: Run | None = None
-    ) -> None:
-        """See `Codec.advance`."""
-        if grad.numel() == 0:
-            return
-        run = run or whole_run(grad.shape)
-        new, old = grad.contiguous().view(-1), exp_avg.view(-1)
-        for chunk in run.chunks(CHUNK):
-            here = run.within(chunk)
-            _advance(new[here], old[here], chunk.start, rule)
-
-    def _encode_in_chunks(
-        self,
-        grad: Tensor,
-        exp_avg: Tensor,
-        words: Tensor,
-        active: Tensor,
-        rule: TensorRule,
-        scale: float | None = None,
-        run: Run | None = None,
-    ) -> None:
-        """Encodes; with a `scale`, previews."""
-        if grad.numel() == 0:
-            return
-        run = run or whole_run(grad.shape)
-        step = rule.step_rule
-        phase = zero_phase(step.step, step.rank, step.world_size)
-        new, old = grad.contiguous().view(-1), exp_avg.view(-1)
-
-        def foresee(chunk: slice) -> Tensor:
-            here = run.within(chunk)
-            return _foreseen(new[here], old[here], rule, 1.0 if scale is None else scale)
-
-        def direct(chunk: slice) -> Tensor:
-            here = run.within(chunk)
-            if scale is None:
-                return _advance(new[here], old[here], chunk.start, rule)
-            return _foreseen(new[here], old[here], rule, scale)
-
-        if step.bits > 1:
-            encode_levels(grad, words, active, rule, run, CHUNK, foresee, direct)
-            return
+        """See `EagerCodec.pack_signs`."""
         as_bytes = words.numpy().view(np.uint8)
         votes = active.numpy()
         votes[:] = False
@@ -206,9 +119,8 @@ class CpuCodec(Codec):
             zeros = np.equal(direction, 0, out=_buffers.zeros[:count])
             rows, starts = _rows_of(run, chunk)
             if zeros.any():
-                # +1 where k + phase is even: a zero at any other k counts as negative.
-                flags[phase % 2 :: 2] &= ~zeros[phase % 2 :: 2]
-                flags[1 - phase % 2 :: 2] |= zeros[1 - phase % 2 :: 2]
+                # A zero is not negative yet; it is sent so where k + phase is odd.
+                flags[1 - step.zero_phase :: 2] |= zeros[1 - step.zero_phase :: 2]
                 votes[rows] |= np.logical_or.reduceat(~zeros, starts)
             else:
                 votes[rows] = True
@@ -224,10 +136,9 @@ class CpuCodec(Codec):
             expand_rows(active, run, kept)
             words &= kept
 
-    def apply(self, param: Tensor, verdict: Verdict, rule: TensorRule) -> None:
-        """See `Codec.apply`."""
-        if param.numel() == 0:
-            return
+    def apply_flat(self, flat: Tensor, job: ApplyJob) -> None:
+        """See `EagerCodec.apply_flat`."""
+        param, verdict, rule = job
         run = whole_run(param.shape)
         dtype = compute_dtype(param.dtype)
         moves = rule.moves(dtype).numpy()
@@ -236,7 +147,6 @@ class CpuCodec(Codec):
         planes = [plane.numpy().view(np.uint8) for plane in verdict.planes]
         counts = verdict.counts.numpy()
         same = int(counts[0]) if (counts == counts[0]).all() else None
-        flat = param.contiguous().view(-1)
         for chunk in run.chunks(CHUNK):
             count = chunk.stop - chunk.start
             move = _buffers.floating(dtype, count)[0]
@@ -258,31 +168,37 @@ class CpuCodec(Codec):
                     bit = np.unpackbits(part, count=count, bitorder="little")
                     offset -= bit.astype(np.int32) << (place + 1)
                 np.take(moves, offset, out=move.numpy(), mode="clip")
-            _move(flat[chunk], move, chunk.start, rule)
-        if not param.is_contiguous():
-            param.copy_(flat.view(param.shape))
+            self.move(flat[chunk], move, chunk.start, rule)
 
-    def step_alone(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        exp_avg: Tensor,
-        rule: TensorRule,
-        run: Run | None = None,
-    ) -> None:
-        """See `Codec.step_alone`."""
-        if param.numel() == 0:
-            return
-        run = run or whole_run(param.shape)
-        new, old = grad.contiguous().view(-1), exp_avg.view(-1)
-        flat = param.contiguous().view(-1)
-        for chunk in run.chunks(CHUNK):
-            here = run.within(chunk)
-            direction = _advance(new[here], old[here], chunk.start, rule)
-            move = direction.sign_().mul_(rule.lr)
-            _move(flat[here], move, chunk.start, rule)
-        if not param.is_contiguous():
-            param.copy_(flat.view(param.shape))
+    def advanced(self, grad: Tensor, exp_avg: Tensor, start: int, rule: TensorRule) -> Tensor:
+        """See `EagerCodec.advanced`; the direction is in a buffer."""
+        dtype = compute_dtype(grad.dtype)
+        direction, scratch, wide_grad, wide_avg = _buffers.floating(dtype, grad.numel())
+        new, old = _widened(grad, wide_grad), _widened(exp_avg, wide_avg)
+        interpolate(old, new, rule.betas[0], out=direction, scratch=scratch)
+        interpolate(old, new, rule.betas[1], out=old, scratch=scratch)
+        if old is not exp_avg:
+            saturate(old, exp_avg.dtype)
+            _store(exp_avg, old, start, rule, momentum_stream(rule.step_rule.rank))
+        return direction
+
+    def foreseen(self, grad: Tensor, exp_avg: Tensor, rule: TensorRule, scale: float) -> Tensor:
+        """See `EagerCodec.foreseen`; the direction is in a buffer."""
+        direction, scratch, new, wide_avg = _buffers.floating(
+            compute_dtype(grad.dtype), grad.numel()
+        )
+        new.copy_(grad).mul_(scale)
+        old = _widened(exp_avg, wide_avg)
+        return interpolate(old, new, rule.betas[0], out=direction, scratch=scratch)
+
+    def move(self, param: Tensor, move: Tensor, start: int, rule: TensorRule) -> None:
+        """See `EagerCodec.move`."""
+        value = _widened(param, _buffers.floating(move.dtype, param.numel())[3])
+        if rule.decay != 1.0:
+            value.mul_(rule.decay)
+        value.sub_(move)
+        if value is not param:
+            _store(param, value, start, rule, PARAMETER_STREAM)
 
 
 @functools.lru_cache(maxsize=64)

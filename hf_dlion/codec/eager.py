@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from hf_dlion.codec import Codec
 from hf_dlion.codec.bits import expand_rows, pack_bits, unpack_bits
-from hf_dlion.codec.layout import MessageLayout, Run, words_for
+from hf_dlion.codec.codec import AdvanceJob, AloneJob, ApplyJob, EncodeJob
+from hf_dlion.codec.count import CountingCodec
+from hf_dlion.codec.layout import Run, whole_run, words_for
 from hf_dlion.codec.levels import encode_levels, row_of
 from hf_dlion.codec.lion import (
     PARAMETER_STREAM,
-    alternating_word,
     compute_dtype,
     interpolate,
     momentum_stream,
@@ -21,116 +21,130 @@ from hf_dlion.codec.lion import (
     round_stochastically,
     rounding_key,
     saturate,
-    zero_phase,
 )
-from hf_dlion.codec.rule import TensorRule, Verdict
+from hf_dlion.codec.rule import StepRule, TensorRule
 
 # Elements per chunk: a power of two, so that no chunk crosses element 2**32. A chunk's temporaries
 # take about 50 bytes per element.
 CHUNK = 1 << 21
 
 
-@functools.lru_cache(maxsize=4096)
-def whole_run(shape: torch.Size) -> Run:
-    """Returns the stretch that is one whole parameter of `shape`."""
-    layout = MessageLayout.of([(0, shape)])
-    return layout.shard(0, layout.words).runs[0]
+class EagerCodec(CountingCodec):
+    """Implements `hf_dlion.codec.Codec` without buffers of its own.
 
+    A tensor goes by in chunks. A codec with a faster way to treat a chunk replaces the methods
+    after `step_alone_all`.
+    """
 
-class EagerCodec(Codec):
-    """Implements `hf_dlion.codec.Codec` without buffers of its own."""
+    def encode_all(self, jobs: Sequence[EncodeJob]) -> None:
+        """See `Codec.encode_all`."""
+        for job in jobs:
+            self._encode(job)
 
-    def encode(
-        self,
-        grad: Tensor,
-        exp_avg: Tensor,
-        words: Tensor,
-        active: Tensor,
-        rule: TensorRule,
-        run: Run | None = None,
-    ) -> None:
-        """See `Codec.encode`."""
-        self._encode(grad, exp_avg, words, active, rule, run=run)
+    def preview_all(self, jobs: Sequence[EncodeJob], scale: float) -> list[bool]:
+        """See `Codec.preview_all`."""
+        for job in jobs:
+            self._encode(job, scale)
+        return [False] * len(jobs)
 
-    def preview(
-        self,
-        grad: Tensor,
-        exp_avg: Tensor,
-        words: Tensor,
-        active: Tensor,
-        rule: TensorRule,
-        scale: float,
-        run: Run | None = None,
-    ) -> bool:
-        """See `Codec.preview`."""
-        self._encode(grad, exp_avg, words, active, rule, scale, run)
-        return False
-
-    def advance(
-        self, grad: Tensor, exp_avg: Tensor, rule: TensorRule, run: Run | None = None
-    ) -> None:
-        """See `Codec.advance`."""
-        if grad.numel() == 0:
-            return
-        run = run or whole_run(grad.shape)
-        new, old = grad.contiguous().view(-1), exp_avg.view(-1)
-        for chunk in run.chunks(CHUNK):
-            here = run.within(chunk)
-            _advance(new[here], old[here], chunk.start, rule)
-
-    @staticmethod
-    def _encode(
-        grad: Tensor,
-        exp_avg: Tensor,
-        words: Tensor,
-        active: Tensor,
-        rule: TensorRule,
-        scale: float | None = None,
-        run: Run | None = None,
-    ) -> None:
+    def _encode(self, job: EncodeJob, scale: float | None = None) -> None:
         """Encodes; with a `scale`, previews."""
+        grad, exp_avg, words, active, rule, stretch = job
         if grad.numel() == 0:
             return
-        step = rule.step_rule
-        fill = alternating_word(zero_phase(step.step, step.rank, step.world_size))
-        run = run or whole_run(grad.shape)
+        run = stretch or whole_run(grad.shape)
         new, old = grad.contiguous().view(-1), exp_avg.view(-1)
 
         def foresee(chunk: slice) -> Tensor:
             here = run.within(chunk)
-            return _foreseen(new[here], old[here], rule, 1.0 if scale is None else scale)
+            return self.foreseen(new[here], old[here], rule, 1.0 if scale is None else scale)
 
         def direct(chunk: slice) -> Tensor:
             here = run.within(chunk)
             if scale is None:
-                return _advance(new[here], old[here], chunk.start, rule)
-            return _foreseen(new[here], old[here], rule, scale)
+                return self.advanced(new[here], old[here], chunk.start, rule)
+            return self.foreseen(new[here], old[here], rule, scale)
 
-        if step.bits > 1:
-            encode_levels(grad, words, active, rule, run, CHUNK, foresee, direct)
-            return
-        votes = torch.zeros(run.rows, dtype=torch.uint8, device=grad.device)
-        for chunk in run.chunks(CHUNK):
+        if rule.step_rule.bits > 1:
+            encode_levels(grad, words, active, rule, run, self.chunk_numel, foresee, direct)
+        else:
+            self.pack_signs(words, active, rule.step_rule, run, direct)
+
+    def advance_all(self, jobs: Sequence[AdvanceJob]) -> None:
+        """See `Codec.advance_all`."""
+        for grad, exp_avg, rule, stretch in jobs:
+            if grad.numel() == 0:
+                continue
+            run = stretch or whole_run(grad.shape)
+            new, old = grad.contiguous().view(-1), exp_avg.view(-1)
+            for chunk in run.chunks(self.chunk_numel):
+                here = run.within(chunk)
+                self.advanced(new[here], old[here], chunk.start, rule)
+
+    def apply_all(self, jobs: Sequence[ApplyJob]) -> None:
+        """See `Codec.apply_all`."""
+        for job in jobs:
+            if job.param.numel():
+                flat = job.param.contiguous().view(-1)
+                self.apply_flat(flat, job)
+                _hand_back(flat, job.param)
+
+    def step_alone_all(self, jobs: Sequence[AloneJob]) -> None:
+        """See `Codec.step_alone_all`."""
+        for param, grad, exp_avg, rule, stretch in jobs:
+            if param.numel() == 0:
+                continue
+            run = stretch or whole_run(param.shape)
+            new, old = grad.contiguous().view(-1), exp_avg.view(-1)
+            flat = param.contiguous().view(-1)
+            for chunk in run.chunks(self.chunk_numel):
+                here = run.within(chunk)
+                direction = self.advanced(new[here], old[here], chunk.start, rule)
+                self.move(flat[here], direction.sign_().mul_(rule.lr), chunk.start, rule)
+            _hand_back(flat, param)
+
+    @property
+    def chunk_numel(self) -> int:
+        """Elements per chunk."""
+        return CHUNK
+
+    def pack_signs(
+        self,
+        words: Tensor,
+        active: Tensor,
+        step: StepRule,
+        run: Run,
+        direct: Callable[[slice], Tensor],
+    ) -> None:
+        """Writes votes of one bit.
+
+        Args:
+            words: int64, shape (run.words,).
+            active: bool, shape (run.rows,).
+            step: The step's constants.
+            run: The elements.
+            direct: Returns the direction of a chunk; called once for each, in order.
+        """
+        votes = torch.zeros(run.rows, dtype=torch.uint8, device=words.device)
+        for chunk in run.chunks(self.chunk_numel):
             here = run.within(chunk)
             direction = direct(chunk)
             zero = direction == 0
-            votes.scatter_reduce_(0, row_of(run, chunk, grad.device), (~zero).byte(), "amax")
+            votes.scatter_reduce_(0, row_of(run, chunk, words.device), (~zero).byte(), "amax")
             part = words[here.start // 64 : words_for(here.stop)]
             pack_bits(direction < 0, part)
-            part |= pack_bits(zero) & fill
+            part |= pack_bits(zero) & step.zero_word
         active.copy_(votes)
         kept = torch.empty_like(words)
         expand_rows(active, run, kept)
         words &= kept
 
-    def apply(self, param: Tensor, verdict: Verdict, rule: TensorRule) -> None:
-        """See `Codec.apply`."""
-        if param.numel() == 0:
-            return
+    def apply_flat(self, flat: Tensor, job: ApplyJob) -> None:
+        """Moves a parameter, given as a contiguous vector that is not empty."""
+        param, verdict, rule = job
         run = whole_run(param.shape)
         moves = rule.moves(compute_dtype(param.dtype)).to(param.device)
-        flat = param.contiguous().view(-1)
-        for chunk in run.chunks(CHUNK):
+        for chunk in run.chunks(self.chunk_numel):
             count = chunk.stop - chunk.start
             planes = verdict.planes[:, chunk.start // 64 : words_for(chunk.stop)]
             bits = [unpack_bits(plane, count) for plane in planes]
@@ -143,56 +157,43 @@ class EagerCodec(Codec):
             else:
                 negative = sum(bit.to(torch.int32) << place for place, bit in enumerate(bits))
                 offset = rule.step_rule.world_size + counts - 2 * negative
-            _move(flat[chunk], moves[offset], chunk.start, rule)
-        if not param.is_contiguous():
-            param.copy_(flat.view(param.shape))
+            self.move(flat[chunk], moves[offset], chunk.start, rule)
 
-    def step_alone(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        exp_avg: Tensor,
-        rule: TensorRule,
-        run: Run | None = None,
-    ) -> None:
-        """See `Codec.step_alone`."""
-        if param.numel() == 0:
-            return
-        run = run or whole_run(param.shape)
-        new, old = grad.contiguous().view(-1), exp_avg.view(-1)
-        flat = param.contiguous().view(-1)
-        for chunk in run.chunks(CHUNK):
-            here = run.within(chunk)
-            direction = _advance(new[here], old[here], chunk.start, rule)
-            _move(flat[here], direction.sign_().mul_(rule.lr), chunk.start, rule)
-        if not param.is_contiguous():
-            param.copy_(flat.view(param.shape))
+    def advanced(self, grad: Tensor, exp_avg: Tensor, start: int, rule: TensorRule) -> Tensor:
+        """Returns a chunk's direction and advances its momentum in place.
 
+        Args:
+            grad: Vector.
+            exp_avg: Vector, changed in place.
+            start: Where in the parameter they begin.
+            rule: The constants.
+        """
+        dtype = compute_dtype(grad.dtype)
+        new, old = grad.to(dtype), exp_avg.to(dtype)
+        scratch, direction, following = (torch.empty_like(new) for _ in range(3))
+        interpolate(old, new, rule.betas[0], out=direction, scratch=scratch)
+        interpolate(old, new, rule.betas[1], out=following, scratch=scratch)
+        saturate(following, exp_avg.dtype)
+        store(exp_avg, following, start, rule, momentum_stream(rule.step_rule.rank))
+        return direction
 
-def _advance(grad: Tensor, exp_avg: Tensor, start: int, rule: TensorRule) -> Tensor:
-    """Returns a chunk's direction and advances its momentum in place."""
-    dtype = compute_dtype(grad.dtype)
-    new, old = grad.to(dtype), exp_avg.to(dtype)
-    scratch, direction, following = (torch.empty_like(new) for _ in range(3))
-    interpolate(old, new, rule.betas[0], out=direction, scratch=scratch)
-    interpolate(old, new, rule.betas[1], out=following, scratch=scratch)
-    saturate(following, exp_avg.dtype)
-    store(exp_avg, following, start, rule, momentum_stream(rule.step_rule.rank))
-    return direction
+    def foreseen(self, grad: Tensor, exp_avg: Tensor, rule: TensorRule, scale: float) -> Tensor:
+        """Returns a chunk's direction for the gradient times `scale`, and changes nothing."""
+        dtype = compute_dtype(grad.dtype)
+        new, old = grad.to(dtype, copy=True).mul_(scale), exp_avg.to(dtype)
+        direction = torch.empty_like(new)
+        return interpolate(old, new, rule.betas[0], out=direction, scratch=torch.empty_like(new))
+
+    def move(self, param: Tensor, move: Tensor, start: int, rule: TensorRule) -> None:
+        """Applies decay and a move to a chunk of a parameter, in place."""
+        value = param.to(move.dtype, copy=True).mul_(rule.decay).sub_(move)
+        store(param, value, start, rule, PARAMETER_STREAM)
 
 
-def _foreseen(grad: Tensor, exp_avg: Tensor, rule: TensorRule, scale: float) -> Tensor:
-    """Returns a chunk's direction for the gradient times `scale`."""
-    dtype = compute_dtype(grad.dtype)
-    new, old = grad.to(dtype, copy=True).mul_(scale), exp_avg.to(dtype)
-    direction = torch.empty_like(new)
-    return interpolate(old, new, rule.betas[0], out=direction, scratch=torch.empty_like(new))
-
-
-def _move(param: Tensor, move: Tensor, start: int, rule: TensorRule) -> None:
-    """Applies decay and a move to a chunk of a parameter."""
-    value = param.to(move.dtype, copy=True).mul_(rule.decay).sub_(move)
-    store(param, value, start, rule, PARAMETER_STREAM)
+def _hand_back(flat: Tensor, param: Tensor) -> None:
+    """Copies the result to a parameter that is not contiguous."""
+    if not param.is_contiguous():
+        param.copy_(flat.view(param.shape))
 
 
 def store(target: Tensor, value: Tensor, start: int, rule: TensorRule, stream: int) -> None:

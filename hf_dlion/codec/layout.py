@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -203,3 +204,10 @@ def shards_of(layout: MessageLayout, count: int) -> list[Shard]:
     """Returns `count` shards of ceil(W / count) words each but for the last ones."""
     size = -(-layout.words // count)
     return [layout.shard(k * size, (k + 1) * size) for k in range(count)]
+
+
+@functools.lru_cache(maxsize=4096)
+def whole_run(shape: torch.Size) -> Run:
+    """Returns the stretch that is one whole parameter of `shape`, which is not empty."""
+    layout = MessageLayout.of([(0, shape)])
+    return layout.shard(0, layout.words).runs[0]

@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_dlion.codec.bits import pack_bits
 from hf_dlion.codec.layout import WORD_BITS, Run, words_for
-from hf_dlion.codec.lion import compute_dtype, zero_phase
-from hf_dlion.codec.rule import TensorRule
+from hf_dlion.codec.lion import compute_dtype
+from hf_dlion.codec.rule import StepRule, TensorRule
 
 
 class Levels(NamedTuple):
@@ -24,6 +25,10 @@ class Levels(NamedTuple):
     largest: int
     spacing: int
 
+
+# Elements added up at a time, a multiple of 64; temporaries take about 20 bytes for each.
+CHUNK = 1 << 16
+DEVICE_CHUNK = 1 << 22
 
 LEVELS = {2: Levels(3, 2), 4: Levels(7, 1), 8: Levels(127, 1)}
 
@@ -81,12 +86,12 @@ def codes_of(u: Tensor, factor: Tensor, bits: int, phase: int) -> Tensor:
         u: The direction, shape (n,), from an even element on.
         factor: `factor_of` the tensor, of one element, or of each element's word, shape (n,).
         bits: Of a vote.
-        phase: `zero_phase`.
+        phase: `StepRule.zero_phase`.
     """
     largest = LEVELS[bits].largest
     if bits == 2:
         negative = u < 0
-        odd = slice(1 - phase % 2, None, 2)
+        odd = slice(1 - phase, None, 2)
         negative[odd] |= u[odd] == 0
         far = (u.abs() > factor).to(torch.uint8)
         return torch.where(negative, 1 - far, 2 + far)
@@ -102,7 +107,7 @@ def zero_codes(bits: int, phase: int, device: torch.device) -> Tensor:
 
     Args:
         bits: Of a vote.
-        phase: `zero_phase`.
+        phase: `StepRule.zero_phase`.
         device: Where they are wanted.
     """
     zeros = torch.zeros(WORD_BITS, device=device)
@@ -177,7 +182,6 @@ def encode_levels(
     """
     bits, step, device = rule.step_rule.bits, rule.step_rule, grad.device
     votes = torch.zeros(run.rows, dtype=torch.uint8, device=device)
-    phase = zero_phase(step.step, step.rank, step.world_size)
     of_tensor = None
     if step.level_scale == "tensor":
         sums = torch.zeros(run.words, dtype=torch.float64, device=device)
@@ -193,7 +197,7 @@ def encode_levels(
         if factor is None:
             _mark_rows(votes, direction, run, chunk)
             factor = factors_of_words(direction, bits)
-        codes = codes_of(direction, factor, bits, phase)
+        codes = codes_of(direction, factor, bits, step.zero_phase)
         pack_codes(codes, bits, words[_words_of(run, chunk, bits)])
     active.copy_(votes)
     if device.type == "cpu" and bool(active.all()):
@@ -226,3 +230,51 @@ def _mark_rows(votes: Tensor, direction: Tensor, run: Run, chunk: slice) -> None
         votes[first - run.first_row : last + 1 - run.first_row] = 1
         return
     votes.scatter_reduce_(0, row_of(run, chunk, direction.device), nonzero.byte(), "amax")
+
+
+def add_levels(
+    votes: Tensor, voters: Tensor | None, out: Tensor, rule: StepRule
+) -> tuple[Tensor, Tensor]:
+    """Adds up votes of all ranks; see `hf_dlion.codec.count.CountingCodec.add_levels`.
+
+    With L the largest level and s the spacing, a code c stands for the level s c - L. In rows that
+    abstain it is 0, and stands for nothing, so there L is added back.
+    """
+    bits, (largest, spacing) = rule.bits, LEVELS[rule.bits]
+    agreement = cast = torch.zeros((), dtype=torch.int64, device=votes.device)
+    size = (CHUNK if votes.device.type == "cpu" else DEVICE_CHUNK) // WORD_BITS
+    for start in range(0, out.shape[1], size):
+        stop = min(start + size, out.shape[1])
+        places = slice(WORD_BITS * start, WORD_BITS * stop)
+        total = torch.zeros(places.stop - places.start, dtype=torch.int32, device=votes.device)
+        for vote in votes[:, bits * start : bits * stop]:
+            level = unpack_codes(vote, bits).to(torch.int32).mul_(spacing).sub_(largest)
+            total += level
+            cast = cast + level.abs_().sum(dtype=torch.int64)
+        if voters is not None:
+            total += largest * (rule.world_size - voters[places])
+        agreement = agreement + total.abs().sum(dtype=torch.int64)
+        negative, tied = pack_bits(total < 0), pack_bits(total == 0)
+        if rule.tie.to_zero:
+            out[1, start:stop] = ~tied
+        negative |= tied & rule.tie.word
+        if voters is not None:
+            negative &= pack_bits(voters[places] > 0)
+        out[0, start:stop] = negative
+    return agreement, cast
+
+
+def check_world_size(world_size: int, bits: int) -> None:
+    """Refuses more ranks than can be added up: 64 sums of levels must fit 32 bits.
+
+    Raises:
+        ValueError: If there are more.
+    """
+    if bits == 1:
+        return
+    most = (2**31 - 1) // (2 * LEVELS[bits].largest * WORD_BITS)
+    if world_size > most:
+        raise ValueError(
+            f"world_size={world_size} exceeds the limit of {most} for bits={bits}, whose votes are "
+            f"added up in 32 bits; use fewer bits"
+        )

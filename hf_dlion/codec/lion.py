@@ -155,13 +155,3 @@ def saturate(momentum: Tensor, dtype: torch.dtype) -> Tensor:
         limit = torch.finfo(dtype).max
         momentum.clamp_(-limit, limit)
     return momentum
-
-
-def alternating_word(phase: int) -> int:
-    """Returns the word, as int64, that votes +1 where k + `phase` is even and -1 elsewhere."""
-    return 0x5555555555555555 if phase % 2 else -0x5555555555555556
-
-
-def zero_phase(step: int, rank: int, world_size: int) -> int:
-    """Returns the phase of a rank's votes for isolated exact zeros (design S3)."""
-    return step // 2 + (rank + step) % world_size

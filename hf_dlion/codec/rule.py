@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_dlion.codec.ties import TieRule, alternating_word, tie_rule, zero_phase
 from hf_dlion.options import Aggregation, LevelScale, Ties
+from hf_dlion.options.groups import Groups, group_values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,21 @@ class StepRule:
     def planes(self) -> int:
         """Bits per parameter of a verdict."""
         return verdict_planes(self.aggregation, self.ties, self.world_size)[0]
+
+    @property
+    def tie(self) -> TieRule:
+        """What a tie becomes."""
+        return tie_rule(self.ties, self.step)
+
+    @property
+    def zero_phase(self) -> int:
+        """0 or 1: this rank sends an isolated exact zero as +1 where k + this is even."""
+        return zero_phase(self.step, self.rank, self.world_size)
+
+    @property
+    def zero_word(self) -> int:
+        """The same as a word, int64: bit k is 1 where this rank sends a zero as -1."""
+        return alternating_word(self.zero_phase)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +97,19 @@ class TensorRule:
         return _moves(1 if majority else self.step_rule.world_size, self.lr, dtype)
 
 
+def tensor_rules(groups: Groups, indices: set[int], step_rule: StepRule) -> dict[int, TensorRule]:
+    """Returns the constants of one step for the parameters `indices`, by index."""
+    rules: dict[int, TensorRule] = {}
+    index = 0
+    for group, values in zip(groups, group_values(groups), strict=True):
+        del values["exchange"]
+        for _ in group["params"]:
+            if index in indices:
+                rules[index] = TensorRule(step_rule=step_rule, index=index, **values)
+            index += 1
+    return rules
+
+
 @functools.lru_cache(maxsize=64)
 def _moves(n: int, lr: float, dtype: torch.dtype) -> Tensor:
     sums = torch.arange(-n, n + 1, dtype=dtype, device="cpu")
@@ -106,9 +136,14 @@ class Verdict:
     agreement: int = -1
     cast: int = 0
 
+    def to(self, device: torch.device) -> Verdict:
+        """Returns the same on `device`."""
+        planes, counts = self.planes.to(device), self.counts.to(device)
+        return Verdict(planes, counts, self.agreement, self.cast)
+
 
 def verdict_planes(aggregation: Aggregation, ties: Ties, world_size: int) -> tuple[int, int]:
     """Returns the bits per parameter and the bits per row of a verdict."""
     if aggregation == "average":
         return world_size.bit_length(), world_size.bit_length()
-    return (2 if ties == "zero" else 1), 1
+    return 1 + tie_rule(ties, 0).to_zero, 1

@@ -7,12 +7,13 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from hf_dlion.codec import codec_for
 from hf_dlion.codec.bits import pack_bits, unpack_bits
-from hf_dlion.codec.count import count_votes
 from hf_dlion.codec.layout import WORD_BYTES, MessageLayout, words_for
 from hf_dlion.codec.rule import StepRule, Verdict
 from hf_dlion.exchange.pending import Pending
 from hf_dlion.exchange.wire import Wire
+from hf_dlion.options import Options
 
 
 class Gather:
@@ -22,28 +23,26 @@ class Gather:
         rank 1: votes of 1      rank 1: votes of 0, votes of 1  ->  counts all  ->  verdict
 
     Bytes per rank: 8 * (N - 1) * (p * W + ceil(R / 64)) for W words of elements, p bits each, and R
-    rows. Every rank of the group must call the three methods in this order, with messages in the
-    same order.
+    rows. See `hf_dlion.exchange.exchange` for who calls what.
     """
 
     rounds = 1
 
     def __init__(
-        self, layout: MessageLayout, wire: Wire, device: torch.device, bits: int = 1
+        self,
+        layout: MessageLayout,
+        wire: Wire,
+        device: torch.device,
+        options: Options,
+        down: Wire | None = None,
     ) -> None:
-        """Makes the buffers.
-
-        Args:
-            layout: The message.
-            wire: The process group.
-            device: Where the votes are made and the verdict is wanted.
-            bits: Of a vote.
-        """
+        """Makes the buffers; see `make_exchange`. There is no second round for `down`."""
         self._wire, self._layout, self._device = wire, layout, device
-        self._bits, self._vote_words = bits, bits * layout.words
+        self._bits, self._vote_words = options.bits, options.bits * layout.words
         words = self._vote_words + words_for(layout.rows)
-        self.bytes_per_rank = WORD_BYTES * (wire.world_size - 1) * words
+        self.bytes_per_rank = sum(self.wire_bytes(layout, wire.world_size, options))
         place = wire.device_for(device)
+        self._codec = codec_for(place)
         self._send = torch.empty(words, dtype=torch.int64, device=place)
         self._received = torch.empty((wire.world_size, words), dtype=torch.int64, device=place)
         self._shard = layout.shard(0, layout.words)
@@ -53,15 +52,13 @@ class Gather:
         self._free: Tensor | None = None
 
     @staticmethod
-    def wire_bytes(
-        layout: MessageLayout, world_size: int, planes: tuple[int, int], bits: int = 1
-    ) -> int:
-        """Returns the bytes that a rank sends for one message, and receives."""
-        del planes  # every rank counts for itself: no verdict travels
-        return WORD_BYTES * (world_size - 1) * (bits * layout.words + words_for(layout.rows))
+    def wire_bytes(layout: MessageLayout, world_size: int, options: Options) -> tuple[int, int]:
+        """See `Strategy.wire_bytes`; every rank counts for itself, so no verdict travels."""
+        words = options.bits * layout.words + words_for(layout.rows)
+        return WORD_BYTES * (world_size - 1) * words, 0
 
     def start(self, words: Tensor, active: Tensor) -> None:
-        """Sends the votes: words int64 (pW,), active bool (R,); `words` will hold the verdict."""
+        """See `Exchange.start`."""
         self._free = words[: self._layout.words].view(1, -1)
         self._send[: self._vote_words] = words
         self._send[self._vote_words :] = pack_bits(active)
@@ -79,16 +76,11 @@ class Gather:
         out = self._free
         if out is None or rule.planes > 1 or out.device != votes.device:
             out = None
-        self._verdict = count_votes(votes, active, self._shard, self._row_numels, rule, out)
+        self._verdict = self._codec.count(votes, active, self._shard, self._row_numels, rule, out)
         self._free = None
 
     def verdict(self) -> Verdict:
-        """Returns the verdict on the whole message, on the message's device."""
+        """See `Exchange.verdict`."""
         assert self._verdict is not None, "verdict() follows count()"
         found, self._verdict, self._work = self._verdict, None, None
-        return Verdict(
-            found.planes.to(self._device),
-            found.counts.to(self._device),
-            found.agreement,
-            found.cast,
-        )
+        return found.to(self._device)

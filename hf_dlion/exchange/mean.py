@@ -1,4 +1,4 @@
-"""The mean of numbers over the ranks, in arithmetic that fixes every bit."""
+"""The mean of numbers over the ranks, with the same bits on all of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 
 from hf_dlion.codec.lion import compute_dtype
+from hf_dlion.exchange.batches import in_batches
 from hf_dlion.exchange.wire import Wire
+
+# Elements per all-reduce of `average_over_ranks`: 64 MiB of float32.
+BATCH_NUMEL = 1 << 24
 
 
 def mean_of(tensors: Sequence[Tensor], counts: Tensor | None = None) -> Tensor:
@@ -69,3 +73,30 @@ def average(flat: Tensor, wire: Wire, what: str, counts: Tensor | None = None) -
 def average_wire_bytes(numel: int, world_size: int, dtype: torch.dtype) -> int:
     """Returns the bytes that a rank sends for one `average`: 2 * (N - 1) * ceil(n / N) elements."""
     return 2 * (world_size - 1) * -(-numel // world_size) * dtype.itemsize
+
+
+def average_over_ranks(tensors: Sequence[Tensor], wire: Wire) -> None:
+    """Replaces each tensor by its mean over the ranks, in place; bitwise equal on all of them.
+
+    Sums are float32 (float64 for float64) in the order that the backend's all-reduce takes, and the
+    mean is rounded to nearest. Every rank of the group must call this with tensors of the same
+    shapes in the same order. Bytes per rank, as a ring: 8 * (N - 1) / N per element (16 for
+    float64).
+
+    Args:
+        tensors: Contiguous, of any floating dtypes and devices.
+        wire: The process group.
+    """
+
+    def kind_of(tensor: Tensor) -> tuple[torch.device, bool]:
+        return tensor.device, tensor.dtype == torch.float64
+
+    for batch in in_batches(tensors, BATCH_NUMEL, lambda tensor: tensor, kind_of):
+        place = wire.device_for(batch[0].device)
+        dtype = torch.promote_types(batch[0].dtype, torch.float32)
+        flat = torch.cat([tensor.view(-1).to(place, dtype) for tensor in batch])
+        wire.all_reduce(flat, "momenta")
+        flat /= wire.world_size
+        means = torch.split(flat, [tensor.numel() for tensor in batch])
+        for tensor, mean in zip(batch, means, strict=True):
+            tensor.copy_(mean.view(tensor.shape))

@@ -11,9 +11,8 @@ from torch import Tensor
 from hf_dlion.codec.bits import pack_bits
 from hf_dlion.codec.layout import WORD_BITS, MessageLayout, Run, Shard, shards_of
 from hf_dlion.codec.levels import pack_codes, zero_codes
-from hf_dlion.codec.lion import alternating_word, zero_phase
 from hf_dlion.codec.rule import StepRule, Verdict, verdict_planes
-from hf_dlion.exchange import Exchange, choose_exchange, make_exchange
+from hf_dlion.exchange.exchange import Exchange, choose_exchange, make_exchange
 from hf_dlion.exchange.verdict_gather import VerdictGather
 from hf_dlion.exchange.wire import Wire
 from hf_dlion.options import Options
@@ -46,7 +45,7 @@ class NodeExchange:
         """Makes the buffers.
 
         Args:
-            name: "gather" or "two_phase", between the nodes.
+            name: Of the strategy between the nodes.
             layout: The message.
             peers: The ranks that own the same shard, one on each node.
             local: The ranks of this node.
@@ -84,13 +83,8 @@ class NodeExchange:
     def verdict(self) -> Verdict:
         """Returns the verdict on the whole message, on the message's device."""
         found = self._nothing if self._inner is None else self._inner.verdict()
-        self._gather.start(_moved(found, self._place))
-        return _moved(self._gather.verdict(), self._device)
-
-
-def _moved(found: Verdict, place: torch.device) -> Verdict:
-    planes, counts = found.planes.to(place), found.counts.to(place)
-    return Verdict(planes, counts, found.agreement, found.cast)
+        self._gather.start(found.to(self._place))
+        return self._gather.verdict().to(self._device)
 
 
 def choose_node_exchange(
@@ -196,10 +190,9 @@ def _vote_zeros(words: Tensor, run: Run, row: int, rule: StepRule) -> None:
 
 def _votes_on_zeros(rule: StepRule, device: torch.device) -> Tensor:
     """Returns the votes on 64 directions that are 0 in a row that votes, int64 of shape (bits,)."""
-    phase = zero_phase(rule.step, rule.rank, rule.world_size)
     if rule.bits == 1:
-        return torch.tensor([alternating_word(phase)], device=device)
-    return zero_codes(rule.bits, phase, device)
+        return torch.tensor([rule.zero_word], device=device)
+    return zero_codes(rule.bits, rule.zero_phase, device)
 
 
 def _mask(flags: Tensor, bits: int) -> Tensor:

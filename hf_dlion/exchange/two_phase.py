@@ -7,13 +7,14 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from hf_dlion.codec import codec_for
 from hf_dlion.codec.bits import pack_bits, unpack_bits
-from hf_dlion.codec.count import count_votes
 from hf_dlion.codec.layout import WORD_BYTES, MessageLayout, shards_of, words_for
-from hf_dlion.codec.rule import StepRule, Verdict
+from hf_dlion.codec.rule import StepRule, Verdict, verdict_planes
 from hf_dlion.exchange.pending import Pending
 from hf_dlion.exchange.verdict_gather import VerdictGather, sizes_of
 from hf_dlion.exchange.wire import Wire
+from hf_dlion.options import Options
 
 
 class TwoPhase:
@@ -25,8 +26,8 @@ class TwoPhase:
     A shard is S = ceil(W / N) words of elements, of which a vote takes p bits each; the activity of
     the rows that a shard touches rides along in A words (the most that any shard needs). A verdict
     has P bits per parameter, Q per row and D words for `WireStats.agreement`: one, or two if p > 1.
-    Bytes per rank: 8 * (N - 1) * ((p * S + A) + (P * S + Q * A + D)). Every rank of the group must
-    call the three methods in this order, with messages in the same order.
+    Bytes per rank: 8 * (N - 1) * ((p * S + A) + (P * S + Q * A + D)). See
+    `hf_dlion.exchange.exchange` for who calls what.
     """
 
     rounds = 2
@@ -36,50 +37,42 @@ class TwoPhase:
         layout: MessageLayout,
         wire: Wire,
         device: torch.device,
-        planes: tuple[int, int],
+        options: Options,
         down: Wire | None = None,
-        bits: int = 1,
     ) -> None:
-        """Makes the buffers.
-
-        Args:
-            layout: The message.
-            wire: The process group.
-            device: Where the votes are made and the verdict is wanted.
-            planes: Bits per parameter and bits per row of a verdict (`verdict_planes`).
-            down: Another process group of the same ranks for the verdicts: `count` may then be
-                called on another thread than `start`.
-            bits: Of a vote.
-        """
+        """Makes the buffers; see `make_exchange`. The verdicts travel on `down`."""
         self._wire, self._device = wire, device
         self._shards = shards_of(layout, wire.world_size)
         self._mine = self._shards[wire.rank]
         size, row_words = sizes_of(self._shards)
-        self._bits, self._size = bits, bits * size
-        self.bytes_per_rank = self.wire_bytes(layout, wire.world_size, planes, bits)
+        self._bits, self._size = options.bits, options.bits * size
+        self.bytes_per_rank = sum(self.wire_bytes(layout, wire.world_size, options))
         place = wire.device_for(device)
+        self._codec = codec_for(place)
         # Zeros, because the ends of short shards are sent without ever being written.
         self._send = torch.zeros(
             (wire.world_size, self._size + row_words), dtype=torch.int64, device=place
         )
         self._received = torch.empty_like(self._send)
         self._row_numels = self._mine.row_numels(place)
-        self._gather = VerdictGather(layout, self._shards, down or wire, place, planes, bits)
+        planes = verdict_planes(options.aggregation, options.ties, wire.world_size)
+        self._gather = VerdictGather(
+            layout, self._shards, down or wire, place, planes, options.bits
+        )
         self._work: Pending | None = None
         self._free: Tensor | None = None
 
     @staticmethod
-    def wire_bytes(
-        layout: MessageLayout, world_size: int, planes: tuple[int, int], bits: int = 1
-    ) -> int:
-        """Returns the bytes that a rank sends for one message, and receives."""
+    def wire_bytes(layout: MessageLayout, world_size: int, options: Options) -> tuple[int, int]:
+        """See `Strategy.wire_bytes`."""
         shards = shards_of(layout, world_size)
         size, row_words = sizes_of(shards)
-        up = WORD_BYTES * (world_size - 1) * (bits * size + row_words)
-        return up + VerdictGather.wire_bytes(shards, planes, bits)
+        planes = verdict_planes(options.aggregation, options.ties, world_size)
+        up = WORD_BYTES * (world_size - 1) * (options.bits * size + row_words)
+        return up, VerdictGather.wire_bytes(shards, planes, options.bits)
 
     def start(self, words: Tensor, active: Tensor) -> None:
-        """Sends the votes: words int64 (pW,), active bool (R,); `words` will hold the verdict."""
+        """See `Exchange.start`."""
         bits = self._bits
         self._free = words[: words.numel() // bits].view(1, -1)
         for segment, shard in zip(self._send, self._shards, strict=True):
@@ -98,17 +91,12 @@ class TwoPhase:
         mine = self._mine
         votes = self._received[:, : self._bits * mine.words]
         active = torch.stack([unpack_bits(row[self._size :], mine.rows) for row in self._received])
-        found = count_votes(votes, active, mine, self._row_numels, rule)
+        found = self._codec.count(votes, active, mine, self._row_numels, rule)
         self._gather.start(found)
         self._work = None
 
     def verdict(self) -> Verdict:
-        """Returns the verdict on the whole message, on the message's device."""
+        """See `Exchange.verdict`."""
         found = self._gather.verdict(self._free)
         self._free = None
-        return Verdict(
-            found.planes.to(self._device),
-            found.counts.to(self._device),
-            found.agreement,
-            found.cast,
-        )
+        return found.to(self._device)

@@ -179,10 +179,7 @@ class Wire:
 
         Every rank must call this. Bytes per rank: 8 * (N - 1).
         """
-        place = self.device_for(self._device)
-        word = torch.zeros(1, dtype=torch.int64, device=place)
-        everyone = torch.empty((self.world_size, 1), dtype=torch.int64, device=place)
-        self.all_gather(everyone, word, "a first word").wait()
+        self._gather_words([0], "a first word", self.device_for(self._device))
 
     def subgroup(self, members: Sequence[int]) -> dist.ProcessGroup:
         """Returns a new process group of some of the ranks, which all call this, and no other.
@@ -277,6 +274,25 @@ class Wire:
         data = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         self._spread(data, source, "parameters").wait()
 
+    def gather_words(self, words: Sequence[int] | Tensor, what: str) -> Tensor:
+        """Returns every rank's words, in rank order: int64, shape (N, n), on the CPU.
+
+        Every rank must call this with as many words. Bytes per rank: 8 * (N - 1) * n.
+
+        Args:
+            words: n numbers of 64 bits, as int64 of shape (n,) if they are a tensor.
+            what: As for `all_gather`.
+        """
+        return self._gather_words(words, what, self.control_device)
+
+    def _gather_words(
+        self, words: Sequence[int] | Tensor, what: str, place: torch.device
+    ) -> Tensor:
+        mine = torch.as_tensor(words, dtype=torch.int64, device=place)
+        everyone = torch.empty((self.world_size, mine.numel()), dtype=torch.int64, device=place)
+        self.all_gather(everyone, mine, what).wait()
+        return everyone.cpu()
+
     def gather_objects(self, value: Any) -> list[Any]:
         """Returns every rank's `value`, in rank order: for error messages, not for the hot path.
 
@@ -286,15 +302,13 @@ class Wire:
             value: A plain picklable object.
         """
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        size = torch.tensor([data.numel()], dtype=torch.int64, device=self.control_device)
-        sizes = torch.empty((self.world_size, 1), dtype=torch.int64, device=self.control_device)
-        self.all_gather(sizes, size, "an answer").wait()
-        longest = int(sizes.max())
+        sizes = self.gather_words([data.numel()], "an answer").view(-1).tolist()
+        longest = max(sizes)
         mine = torch.zeros(longest, dtype=torch.uint8, device=self.control_device)
         mine[: data.numel()] = data
         everyone = torch.empty((self.world_size, longest), dtype=torch.uint8, device=mine.device)
         self.all_gather(everyone, mine, "an answer").wait()
-        rows = zip(everyone.cpu(), sizes.view(-1).tolist(), strict=True)
+        rows = zip(everyone.cpu(), sizes, strict=True)
         return [pickle.loads(row[:length].numpy().tobytes()) for row, length in rows]
 
     def found_neighbours(self, neighbours: int, sent: int) -> None:

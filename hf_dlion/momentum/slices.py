@@ -15,6 +15,8 @@ so that with float32 all ranks get the mean, and with bfloat16 no small step of 
 
 from __future__ import annotations
 
+import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +27,7 @@ from hf_dlion.codec.eager import store
 from hf_dlion.codec.lion import COMMON_STREAM, compute_dtype, saturate
 from hf_dlion.codec.rule import TensorRule
 from hf_dlion.exchange import Wire
+from hf_dlion.exchange.batches import by_kind, in_batches
 from hf_dlion.exchange.mean import average, average_wire_bytes, mean_of
 
 # Elements per exchange: bounds the temporaries.
@@ -137,20 +140,18 @@ def _slice(momenta: Sequence[Held], part: int, parts: int) -> Iterator[Held]:
 
 def _batches(pieces: Iterator[Held]) -> list[list[Held]]:
     """Returns the pieces, cut again, in batches of one device and `BATCH_NUMEL` elements."""
-    by_device: dict[torch.device, list[list[Held]]] = {}
-    room: dict[torch.device, int] = {}
+    cut: list[Held] = []
+    filled: Counter[torch.device] = Counter()
     for piece in pieces:
         flat, start = piece.exp_avg, piece.start
-        batches = by_device.setdefault(flat.device, [])
         while flat.numel():
-            if room.get(flat.device, 0) == 0:
-                batches.append([])
-                room[flat.device] = BATCH_NUMEL
-            taken = flat[: room[flat.device]]
-            batches[-1].append(Held(piece.index, taken, start))
-            room[flat.device] -= taken.numel()
+            # To the end of the batch.
+            taken = flat[: BATCH_NUMEL - filled[flat.device] % BATCH_NUMEL]
+            cut.append(Held(piece.index, taken, start))
+            filled[flat.device] += taken.numel()
             flat, start = flat[taken.numel() :], start + taken.numel()
-    return [batch for batches in by_device.values() for batch in batches]
+    tensor_of = operator.attrgetter("exp_avg")
+    return in_batches(by_kind(cut, tensor_of), BATCH_NUMEL, tensor_of)
 
 
 def slice_wire_bytes(numel: int, parts: int, world_size: int, dtype: torch.dtype) -> int:

@@ -6,14 +6,13 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import zip_longest
 
-import torch
 from torch import Tensor
 
 from hf_dlion.exchange import Wire
 from hf_dlion.options import OnDivergence
+from hf_dlion.options.groups import Groups, flat_params, names_of
 from hf_dlion.options.warn_once import warn_once
 from hf_dlion.ranks.fingerprint import fingerprints
-from hf_dlion.ranks.groups import Groups, flat_params, names_of
 from hf_dlion.ranks.header import Disagreement, digest
 
 # Name, shape and dtype, and hash of a parameter.
@@ -47,7 +46,8 @@ def check_replicas(
     params = flat_params(groups)
     kinds = [f"{tuple(param.shape)} {param.dtype}" for param in params]
     own = list(zip(names_of(groups), kinds, fingerprints(params), strict=True))
-    digests = _gathered(digest([entry[1:] for entry in own]), wire)
+    mine = digest([entry[1:] for entry in own])
+    digests: list[int] = wire.gather_words([mine], "a hash of parameters").view(-1).tolist()
     if len(set(digests)) == 1:
         return
     tables: list[list[Entry]] = wire.gather_objects(own)
@@ -75,15 +75,6 @@ def majority_of(digests: Sequence[int]) -> list[int]:
     # Entries come in the order of the ranks, and the first of equal ones is taken.
     (most, _), *_ = Counter(digests).most_common(1)
     return [rank for rank, value in enumerate(digests) if value == most]
-
-
-def _gathered(value: int, wire: Wire) -> list[int]:
-    """Returns every rank's 64-bit value, in rank order."""
-    word = torch.tensor([value], dtype=torch.int64, device=wire.control_device)
-    everyone = torch.empty((wire.world_size, 1), dtype=torch.int64, device=word.device)
-    wire.all_gather(everyone, word, "a hash of parameters").wait()
-    values: list[int] = everyone.view(-1).tolist()
-    return values
 
 
 def _different(tables: Sequence[Sequence[Entry]]) -> list[int]:

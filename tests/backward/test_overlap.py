@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion import Disagreement
 from hf_dlion.backward.gradient_scale import ScaleProbes
+from hf_dlion.options import Options
 from tests.support import zoo
 from tests.support.ddp_training import (
     CASES,
@@ -206,8 +207,8 @@ def fail_once(rank: int, world_size: int, how: str) -> tuple[list[str], list[Ten
             try:
                 if bad and how == "sparse":
                     handle = model.branch.weight.register_post_accumulate_grad_hook(_make_sparse)
-                    optimizer._presence._handles.pop(id(model.branch.weight)).remove()
-                    optimizer._presence.watch([model.branch.weight])
+                    optimizer._engine.presence._handles.pop(id(model.branch.weight)).remove()
+                    optimizer._engine.presence.watch([model.branch.weight])
                     loss.backward()
                     handle.remove()
                 elif bad and how == "closure":
@@ -261,7 +262,7 @@ def fail_to_prepare(rank: int, world_size: int, bad: bool) -> tuple[list[str], l
             try:
                 with pytest.MonkeyPatch.context() as patch:
                     if bad and t == 0 and rank == 1:
-                        patch.setattr("hf_dlion.backward.overlap.make_plan", _raise_memory_error)
+                        patch.setattr("hf_dlion.backward.overlap.Plan", _raise_memory_error)
                     optimizer.step()
             except (Disagreement, MemoryError) as error:
                 raised.append(f"{t} {type(error).__name__}: {error}")
@@ -326,7 +327,7 @@ def alone(rank: int, world_size: int) -> int:
         model(step[0]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return len(optimizer._overlap._ready) + len(optimizer._overlap._probes._before)
+    return len(optimizer._engine.early._ready) + len(optimizer._engine.early._probes._before)
 
 
 def test_one_rank_keeps_no_account_of_gradients(ranks: RankPools) -> None:
@@ -369,7 +370,7 @@ def use_sometimes(rank: int, world_size: int) -> list[tuple[int, int]]:
             model(tokens, branch=rank == 0 or t == 0).backward()
             optimizer.step()
             optimizer.zero_grad()
-            left.append((optimizer.wire.sent_in_backward, len(optimizer.messages)))
+            left.append((optimizer.wire.sent_in_backward, len(optimizer._engine.messages)))
     assert optimizer.wire.overlapped == 7
     return left
 
@@ -392,16 +393,12 @@ def count_bytes(rank: int, world_size: int, exchange: str) -> list[tuple[int, in
             optimizer.step()
             optimizer.zero_grad()
             formula = sum(
-                m._exchange.wire_bytes(m._layout, world_size, *_planes(exchange))
-                for m in optimizer.messages
+                sum(m._exchange.wire_bytes(m._layout, world_size, Options()))
+                for m in optimizer._engine.messages
             )
-            assert formula == sum(m.wire_bytes for m in optimizer.messages)
+            assert formula == sum(m.wire_bytes for m in optimizer._engine.messages)
             found.append((optimizer.wire.last_bytes_sent, formula + 8 * (world_size - 1) * 7))
     return found[2:]
-
-
-def _planes(exchange: str) -> list[tuple[int, int]]:
-    return [(1, 1)]
 
 
 @pytest.mark.parametrize("exchange", ["gather", "two_phase"])
@@ -423,11 +420,11 @@ def accumulate(rank: int, world_size: int) -> list[int]:
                 quiet = holder[0].no_sync() if number < 2 else contextlib.nullcontext()
                 with quiet:
                     holder[0](tokens).backward()
-                flight = optimizer._overlap._flight
+                flight = optimizer._engine.early._flight
                 left.append(flight._sent if flight else 0)
             optimizer.step()
             optimizer.zero_grad()
-        total = len(optimizer.messages)
+        total = len(optimizer._engine.messages)
     return [*left[-3:], total]
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_dlion.codec import AloneJob, ApplyJob, EncodeJob, sums
-from hf_dlion.codec import count as count_module
+from hf_dlion.codec import AloneJob, ApplyJob, EncodeJob
 from hf_dlion.codec.bits import pack_bits
 from hf_dlion.codec.cpu import CpuCodec
 from hf_dlion.codec.cuda import count as cuda_count
@@ -26,6 +24,7 @@ from hf_dlion.codec.cuda import levels as cuda_levels
 from hf_dlion.codec.cuda import tables
 from hf_dlion.codec.cuda.codec import TritonCodec
 from hf_dlion.codec.cuda.launch import kernels, run
+from hf_dlion.codec.eager import EagerCodec
 from hf_dlion.codec.layout import MessageLayout, words_for
 from hf_dlion.codec.lion import signed32, step_key
 from hf_dlion.codec.reference import votes as reference
@@ -305,11 +304,10 @@ def test_counts_equal_those_of_torch_operations(
         step=4, world_size=world_size, aggregation=combination[0], ties=combination[1]
     ).step_rule
     row_numels = shard.row_numels(torch.device("cpu"))
-    expected = count_module.count_votes(of_shard, active, shard, row_numels, step)
+    expected = EagerCodec().count(of_shard, active, shard, row_numels, step)
 
-    counts = active.sum(dim=0, dtype=torch.int32)
     planes = torch.full((step.planes, shard.words), 7)
-    change = cuda_count.count_votes(KERNELS, of_shard, counts, shard, planes, step)
+    found = CODEC.count(of_shard, active, shard, row_numels, step, planes)
 
     # What a plane holds past a tensor's end is nobody's business.
     held = torch.zeros(shard.words, dtype=torch.int64)
@@ -317,7 +315,8 @@ def test_counts_equal_those_of_torch_operations(
         flags = torch.ones(part.stop - part.start, dtype=torch.bool)
         held[part.word : part.word + part.words] = pack_bits(flags)
     assert torch.equal(planes & held, expected.planes & held)
-    assert int((counts * row_numels).sum() + change) == expected.agreement
+    assert torch.equal(found.counts, expected.counts)
+    assert found.agreement == expected.agreement
 
 
 @examples(100)
@@ -347,10 +346,8 @@ def test_sums_of_levels_equal_those_of_torch_operations(
     step = dataclasses.replace(made, bits=bits)
     planes = [torch.full((step.planes, before + words), 7) for _ in range(2)]
     found, expected = (
-        add(votes[:, bits * before :], voters, plane[:, before:], step)
-        for add, plane in zip(
-            (partial(cuda_levels.sum_levels, KERNELS), sums._sum_in_chunks), planes, strict=True
-        )
+        codec.add_levels(votes[:, bits * before :], voters, plane[:, before:], step)
+        for codec, plane in zip((CODEC, EagerCodec()), planes, strict=True)
     )
     assert [int(told) for told in found] == [int(told) for told in expected]
     assert torch.equal(*planes)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -16,17 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hf_dlion.codec import codec_for
 from hf_dlion.codec import count as count_module
-from hf_dlion.codec import sums as sums_module
+from hf_dlion.codec import levels as levels_module
 from hf_dlion.codec.bits import unpack_bits
 from hf_dlion.codec.layout import MessageLayout
-from hf_dlion.codec.levels import LEVELS, pack_codes
+from hf_dlion.codec.levels import LEVELS, check_world_size, pack_codes
 from hf_dlion.codec.native import library as native_library
 from hf_dlion.codec.reference import levels as reference_levels
 from hf_dlion.codec.reference import votes as reference
 from hf_dlion.codec.rule import StepRule, Verdict
-from hf_dlion.codec.sums import check_world_size
 from hf_dlion.exchange import (
+    STRATEGIES,
     Wire,
     WireStats,
     choose_exchange,
@@ -34,7 +35,7 @@ from hf_dlion.exchange import (
     message_wire_bytes,
 )
 from hf_dlion.exchange.pending import naming_losses
-from hf_dlion.options import Options
+from hf_dlion.options import ExchangeName, Options
 from tests.support.spawn import RankPools
 
 SHAPES = st.lists(
@@ -186,7 +187,7 @@ def exchanged(
     return verdict, wire.stats.bytes_sent
 
 
-@pytest.mark.parametrize("name", ["gather", "two_phase"])
+@pytest.mark.parametrize("name", STRATEGIES)
 @settings(max_examples=120, deadline=None)
 @given(
     shapes=SHAPES,
@@ -213,7 +214,7 @@ def test_the_verdict_equals_a_vote_counted_in_one_process(
         if not compiled:
             patch.setattr(native_library, "library", lambda: None)
         patch.setattr(count_module, "CHUNK_WORDS", chunk_words)
-        patch.setattr(sums_module, "CHUNK", 64 * chunk_words)
+        patch.setattr(levels_module, "CHUNK", 64 * chunk_words)
         ballots = ballots_of(shapes, world_size, seed, absent_share, options.bits)
         results = on_threads(
             world_size, lambda wire: exchanged(wire, name, shapes, ballots, options, step)
@@ -263,11 +264,15 @@ def test_real_ranks_reach_the_same_verdict_with_the_documented_bytes(
     rule = rule_of(options, 0, world_size, 1)
     ballots = ballots_of(shapes, world_size, 3, 0.2, options.bits)
     expected = expected_signs(ballots, shapes, rule)
-    for name in ("gather", "two_phase"):
+    for name in STRATEGIES:
         for found, sent in ranks(world_size).run(real_ranks, name, shapes, options):
             for values, wanted in zip(found, expected, strict=True):
                 np.testing.assert_array_equal(values, wanted)
             assert sent == message_wire_bytes([layout], world_size, options, name)
+
+
+def test_every_strategy_can_be_chosen_by_name() -> None:
+    assert get_args(ExchangeName) == ("auto", *STRATEGIES)
 
 
 def test_bytes_are_those_of_the_documentation() -> None:
@@ -339,7 +344,7 @@ def test_sums_of_many_ranks_are_exact(
     active = torch.ones((ranks, 1), dtype=torch.bool)
     votes = words.expand(ranks, -1).contiguous()
     rule = rule_of(Options(bits=bits), 0, ranks, 1)
-    found = count_module.count_votes(
+    found = codec_for(torch.device("cpu")).count(
         votes, active, shard, shard.row_numels(torch.device("cpu")), rule
     )
     near = spacing * (largest // spacing + 1) - largest

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_dlion import DistributedLion
 from hf_dlion.codec.layout import MessageLayout, shards_of
 from hf_dlion.exchange.node import RowEdges
-from hf_dlion.step import plan as step_plan
 from tests.support import ddp_training, zoo
+from tests.support.messages import message_numel
 from tests.support.nodes import environment, nodes_of
 from tests.support.oracle import OracleGroup, OracleLion, bits_of
 from tests.support.rule_cases import bytes_of_words, planes_of, rows_of_words
@@ -578,8 +578,7 @@ def test_the_option_is_reachable_from_optim_args() -> None:
 
 
 def train_with_small_messages(rank: int, world_size: int, size: int) -> list[zoo.Record]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_plan, "MESSAGE_NUMEL", 150)
+    with message_numel(150):
         return zoo.train(rank, world_size, STEPS, {"local_group": size})
 
 

@@ -15,8 +15,8 @@ from hf_dlion import DistributedLion
 from hf_dlion.codec.eager import EagerCodec
 from hf_dlion.codec.native import codec as native
 from hf_dlion.codec.native import library as native_library
-from hf_dlion.step import plan as step_plan
 from tests.support import zoo
+from tests.support.messages import message_numel
 from tests.support.oracle import bits_of
 from tests.support.random_training import backward, random_param
 from tests.support.spawn import RankPools
@@ -47,15 +47,13 @@ WAYS: dict[str, dict[str, Any]] = {
 def computed(codec: str = "native", threads: int = 1, numel: int | None = None) -> Iterator[None]:
     """Chooses what makes the votes, on how many threads, and how long the messages are."""
     before = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, message_numel(numel):
         patch.setattr(native, "PART", PART)
         if codec == "numpy":
             patch.setattr(native_library, "library", lambda: None)
         if codec == "eager":
-            for module in ("step_plan", "node_plan", "move"):
-                patch.setattr(f"hf_dlion.{module}.codec_for", lambda device: EagerCodec())
-        if numel is not None:
-            patch.setattr(step_plan, "MESSAGE_NUMEL", numel)
+            for module in ("voters.every_rank", "voters.node", "delivery"):
+                patch.setattr(f"hf_dlion.step.{module}.codec_for", lambda device: EagerCodec())
         torch.set_num_threads(threads)
         try:
             yield

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.support import zoo
+from tests.support.messages import message_numel
 from tests.support.option_cases import needed
 from tests.support.oracle import OracleGroup, OracleLion, bits_of
 from tests.support.rule_cases import bytes_of_words, rows_of_words
@@ -322,13 +323,8 @@ class Seen:
 @contextmanager
 def messages_of(numel: int | None) -> Iterator[None]:
     """Has messages of `numel` elements made."""
-    from hf_dlion.step import plan as step_plan
-
-    before, step_plan.MESSAGE_NUMEL = step_plan.MESSAGE_NUMEL, numel
-    try:
+    with message_numel(numel):
         yield
-    finally:
-        step_plan.MESSAGE_NUMEL = before
 
 
 def train(rank: int, world_size: int, case: Case) -> list[Seen]:

@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_dlion.step import plan as step_plan
+from tests.support.messages import message_numel
 from tests.support.oracle import OracleGroup, OracleLion, bits_of, widen
 
 # Rows of the embedding that no rank ever looks up.
@@ -234,7 +233,7 @@ def train(
 
 def foreseen_of(optimizer: Any, params: Sequence[Tensor]) -> dict[int, Any]:
     """Returns fl(scale * gradient) of the parameters whose votes have left, by index."""
-    flight = optimizer._overlap and optimizer._overlap._flight
+    flight = getattr(optimizer._engine.early, "_flight", None)
     if not flight:
         return {}
     left = [index for m in flight.messages[: flight._sent] for index, _ in m.params]
@@ -400,8 +399,7 @@ SHORT = 100
 
 @contextlib.contextmanager
 def short_messages() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_plan, "MESSAGE_NUMEL", SHORT)
+    with message_numel(SHORT):
         yield
 
 

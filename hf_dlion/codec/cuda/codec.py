@@ -1,6 +1,6 @@
 """The codec for CUDA: a Triton kernel over many tensors at once, few launches per message.
 
-Nothing here waits for the device.
+Nothing here but `count` waits for the device.
 """
 
 from __future__ import annotations
@@ -10,69 +10,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_dlion.codec import AdvanceJob, AloneJob, ApplyJob, Codec, EncodeJob
+from hf_dlion.codec.codec import AdvanceJob, AloneJob, ApplyJob, EncodeJob
+from hf_dlion.codec.count import CountingCodec
+from hf_dlion.codec.cuda.count import count_bits, spread
 from hf_dlion.codec.cuda.launch import Kernels, key_of, on_device, run
-from hf_dlion.codec.cuda.levels import encode_levels
+from hf_dlion.codec.cuda.levels import add_levels, encode_levels
 from hf_dlion.codec.cuda.tables import Launch, entry_of, launches
 from hf_dlion.codec.layout import Run
-from hf_dlion.codec.lion import momentum_stream, zero_phase
-from hf_dlion.codec.rule import StepRule, TensorRule, Verdict
+from hf_dlion.codec.lion import momentum_stream
+from hf_dlion.codec.rule import StepRule
 
 
-class TritonCodec(Codec):
+class TritonCodec(CountingCodec):
     """Implements `hf_dlion.codec.Codec` for CUDA tensors of every dtype that can be trained."""
 
     def __init__(self, found: Kernels) -> None:
         """Takes the kernels."""
+        self._found = found
         self._kernels = found.codec
         self._levels = found.levels
         self._language = found.triton.tl
-
-    def encode(
-        self,
-        grad: Tensor,
-        exp_avg: Tensor,
-        words: Tensor,
-        active: Tensor,
-        rule: TensorRule,
-        run: Run | None = None,
-    ) -> None:
-        """See `Codec.encode`."""
-        self.encode_all([EncodeJob(grad, exp_avg, words, active, rule, run)])
-
-    def preview(
-        self,
-        grad: Tensor,
-        exp_avg: Tensor,
-        words: Tensor,
-        active: Tensor,
-        rule: TensorRule,
-        scale: float,
-        run: Run | None = None,
-    ) -> bool:
-        """See `Codec.preview`."""
-        return self.preview_all([EncodeJob(grad, exp_avg, words, active, rule, run)], scale)[0]
-
-    def advance(
-        self, grad: Tensor, exp_avg: Tensor, rule: TensorRule, run: Run | None = None
-    ) -> None:
-        """See `Codec.advance`."""
-        self.advance_all([AdvanceJob(grad, exp_avg, rule, run)])
-
-    def apply(self, param: Tensor, verdict: Verdict, rule: TensorRule) -> None:
-        """See `Codec.apply`."""
-        self.apply_all([ApplyJob(param, verdict, rule)])
-
-    def step_alone(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        exp_avg: Tensor,
-        rule: TensorRule,
-        run: Run | None = None,
-    ) -> None:
-        """See `Codec.step_alone`."""
-        self.step_alone_all([AloneJob(param, grad, exp_avg, rule, run)])
 
     def encode_all(self, jobs: Sequence[EncodeJob]) -> None:
         """See `Codec.encode_all`."""
@@ -131,10 +88,10 @@ class TritonCodec(Codec):
                 self._encode(on, on.job_of, jobs[0].rule.step_rule, flags)
 
     def _encode(self, on: Launch, zeros_in: Tensor, step: StepRule, flags: dict[str, bool]) -> None:
-        phase = zero_phase(step.step, step.rank, step.world_size) % 2
         run(
             self._kernels.encode, on.blocks, on.jobs, on.job_of, zeros_in,
-            key_of(step), momentum_stream(step.rank), phase, **self._types(on, step), **flags,
+            key_of(step), momentum_stream(step.rank), step.zero_phase,
+            **self._types(on, step), **flags,
         )  # fmt: skip
 
     def apply_all(self, jobs: Sequence[ApplyJob]) -> None:
@@ -176,6 +133,22 @@ class TritonCodec(Codec):
                     momentum_stream(step.rank), **self._types(on, step),
                 )  # fmt: skip
         _hand_back(flats, [job.param for job in jobs])
+
+    def count_bits(
+        self, votes: Tensor, totals: Tensor | None, out: Tensor, rule: StepRule
+    ) -> int | Tensor:
+        """See `CountingCodec.count_bits`."""
+        return count_bits(self._found, votes, totals, out, rule)
+
+    def add_levels(
+        self, votes: Tensor, voters: Tensor | None, out: Tensor, rule: StepRule
+    ) -> tuple[int | Tensor, int | Tensor]:
+        """See `CountingCodec.add_levels`."""
+        return add_levels(self._found, votes, voters, out, rule)
+
+    def spread(self, counts: Tensor, runs: Sequence[Run], world_size: int) -> Tensor:
+        """See `CountingCodec.spread`."""
+        return spread(self._found, counts, runs, world_size)
 
     def _types(self, on: Launch, step: StepRule) -> dict[str, object]:
         """Returns what the compiler must know of the tensors."""

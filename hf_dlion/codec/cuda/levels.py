@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_dlion.codec import EncodeJob
+from hf_dlion.codec.codec import EncodeJob
 from hf_dlion.codec.cuda import tables
 from hf_dlion.codec.cuda.launch import Kernels, key_of, on_device, run
 from hf_dlion.codec.cuda.tables import Launch
-from hf_dlion.codec.eager import whole_run
-from hf_dlion.codec.layout import WORD_BITS
+from hf_dlion.codec.layout import WORD_BITS, whole_run
 from hf_dlion.codec.levels import LEVELS, factor_of, fold
-from hf_dlion.codec.lion import alternating_word, compute_dtype, momentum_stream, zero_phase
+from hf_dlion.codec.lion import compute_dtype, momentum_stream
 from hf_dlion.codec.rule import StepRule
 
 # Words of 64 elements per program of the adding kernel.
@@ -50,10 +49,9 @@ def encode_levels(
     factors = zeros_in
     if measured:
         factors = _factors(found, on, jobs, zeros_in, types, flags["SCALED"])
-    phase = zero_phase(step.step, step.rank, step.world_size) % 2
     run(
         found.encode_levels, on.blocks, on.jobs, on.job_of, zeros_in, factors,
-        key_of(step), momentum_stream(step.rank), phase,
+        key_of(step), momentum_stream(step.rank), step.zero_phase,
         **types, **flags, **code, MEASURED=measured,
     )  # fmt: skip
     run(found.clear_levels, on.blocks, on.jobs, on.job_of, zeros_in, BITS=step.bits)
@@ -87,21 +85,10 @@ def _factors(
     return torch.cat(factors)
 
 
-def sum_levels(
+def add_levels(
     found: Kernels, votes: Tensor, voters: Tensor | None, out: Tensor, rule: StepRule
 ) -> tuple[Tensor, Tensor]:
-    """Adds up votes of more than one bit, and does not wait for the device.
-
-    Args:
-        found: The kernels.
-        votes: int64, shape (N, bits * words), rows contiguous.
-        voters: int32, shape (64 * words,): how many ranks vote on each element; None for all.
-        out: int64, shape (planes, words), rows contiguous; receives the verdict's planes.
-        rule: The step's constants.
-
-    Returns:
-        As `hf_dlion.codec.native.codec.sum_levels`, each int64 of shape () on the device.
-    """
+    """Adds up votes of more than one bit, as `CountingCodec.add_levels`, without waiting."""
     sums = torch.zeros(2, dtype=torch.int64, device=votes.device)
     largest, spacing = LEVELS[rule.bits]
     # Kernels take words of 32 bits.
@@ -111,8 +98,8 @@ def sum_levels(
             found.levels.sum_levels, -(-out.shape[1] // WORDS),
             narrow, narrow.stride(0), rule.world_size, out.shape[1],
             sums if voters is None else voters, planes, planes.stride(0),
-            alternating_word(rule.step), sums,
+            rule.tie.word, sums,
             BITS=rule.bits, LARGEST=largest, SPACING=spacing, VOTERS=voters is not None,
-            ZERO=rule.ties == "zero", BLOCK=WORDS,
+            ZERO=rule.tie.to_zero, BLOCK=WORDS,
         )  # fmt: skip
     return sums[0], sums[1]

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_dlion.codec.eager import whole_run
-from hf_dlion.codec.layout import Run
+from hf_dlion.codec.layout import Run, whole_run
 from hf_dlion.codec.lion import compute_dtype
 from hf_dlion.codec.rule import TensorRule
 

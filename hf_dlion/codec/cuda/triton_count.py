@@ -75,7 +75,7 @@ def count(
         totals_stride: From plane to plane.
         out: int64, receives the planes.
         out_stride: From plane to plane.
-        tie_word: The verdict on ties, unless ZERO.
+        tie_word: int64, `TieRule.word`.
         change: int64, one element; the sum of |n - 2 c| less the sum of n over all elements, c of
             n votes being negative, is added to it.
         DIGITS: The bit length of N.
@@ -126,10 +126,8 @@ def count(
         for digit in tl.static_range(DIGITS):
             tl.store(out + digit * out_stride + at, planes[digit].to(tl.int64, bitcast=True), held)
     else:
-        negative = greater
+        negative = greater | (equal & tie_word.to(tl.uint64, bitcast=True))
         if ZERO:
             nonzero = (~equal & voted).to(tl.int64, bitcast=True)
             tl.store(out + out_stride + at, nonzero, mask=held)
-        else:
-            negative = negative | (equal & tie_word.to(tl.uint64, bitcast=True))
         tl.store(out + at, (negative & voted).to(tl.int64, bitcast=True), mask=held)

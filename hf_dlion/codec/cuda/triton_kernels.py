@@ -82,7 +82,7 @@ def encode(
         zeros_in: uint8 per block, receives whether a direction is exactly zero.
         key: `step_key`.
         stream: Of the momentum's rounding.
-        phase: `zero_phase`, or 0 or 1 for its parity.
+        phase: `StepRule.zero_phase`.
     """
     job, start, count = block_of(jobs, job_of, BLOCK)
     u = directions(

@@ -117,7 +117,7 @@ def encode_levels(
             factor of its own, and the activity must be 0 before.
         key: `step_key`.
         stream: Of the momentum's rounding.
-        phase: `zero_phase`, or 0 or 1 for its parity.
+        phase: `StepRule.zero_phase`.
     """
     job, start, count = block_of(jobs, job_of, BLOCK)
     u = directions(
@@ -178,7 +178,7 @@ def sum_levels(
         voters: int32 per element, how many ranks vote on it; not read unless VOTERS.
         out: int32, receives the planes.
         out_stride: From plane to plane.
-        tie_word: int64, the verdict on ties, unless ZERO.
+        tie_word: int64, `TieRule.word`.
         sums: int64, two elements; the sum over the elements of |sum of the levels|, and that over
             ranks too of |level|, are added to them.
         VOTERS: Whether some ranks do not vote on some elements.
@@ -213,10 +213,9 @@ def sum_levels(
     each = tl.arange(0, 2 * BLOCK)
     here = tl.program_id(0).to(tl.int64) * (2 * BLOCK) + each
     inside = here < 2 * words
+    negative = negative | ((total == 0) & (((tie_word >> element.to(tl.int64)) & 1) == 1))
     if ZERO:
         nonzero = pack(tl.reshape(total != 0, (2 * BLOCK, 32)))
         tl.store(out + out_stride + here, nonzero.to(tl.int32, bitcast=True), mask=inside)
-    else:
-        negative = negative | ((total == 0) & (((tie_word >> element.to(tl.int64)) & 1) == 1))
     flags = pack(tl.reshape(negative & voted, (2 * BLOCK, 32)))
     tl.store(out + here, flags.to(tl.int32, bitcast=True), mask=inside)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -17,21 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_dlion.codec import EncodeJob
+from hf_dlion.codec.codec import AdvanceJob, AloneJob, ApplyJob, EncodeJob
 from hf_dlion.codec.cpu import CpuCodec
-from hf_dlion.codec.eager import whole_run
-from hf_dlion.codec.layout import Run
+from hf_dlion.codec.layout import Run, whole_run
 from hf_dlion.codec.levels import LEVELS
 from hf_dlion.codec.lion import (
     PARAMETER_STREAM,
-    alternating_word,
     momentum_stream,
     rounding_key,
-    zero_phase,
 )
-from hf_dlion.codec.native import library as native_library
 from hf_dlion.codec.native.library import Rule
-from hf_dlion.codec.rule import StepRule, TensorRule, Verdict
+from hf_dlion.codec.rule import StepRule, TensorRule
 
 # Elements per thread: below, starting a thread costs more than it saves. A multiple of 64.
 PART = 1 << 18
@@ -61,7 +57,6 @@ def _rule_for(rule: TensorRule, *tensors: Tensor) -> Rule:
 @functools.lru_cache(maxsize=64)
 def _shared_rule(step: StepRule, lr: float, betas: tuple[float, float], decay: float) -> Rule:
     beta1, beta2 = betas
-    fill = alternating_word(zero_phase(step.step, step.rank, step.world_size))
     return Rule(
         beta1=beta1,
         rest1=1.0 - beta1,
@@ -70,77 +65,8 @@ def _shared_rule(step: StepRule, lr: float, betas: tuple[float, float], decay: f
         decay=decay,
         lr=lr,
         stochastic=step.stochastic_rounding,
-        fill=fill % 2**64,
+        fill=step.zero_word % 2**64,
     )
-
-
-def count_votes(votes: Tensor, totals: Tensor | None, out: Tensor, rule: StepRule) -> int | None:
-    """Counts packed votes (design S4, S5).
-
-    Args:
-        votes: int64 on the CPU, shape (N, words), rows contiguous.
-        totals: int64, shape (digits of N, words), rows contiguous: how many ranks voted on each
-            element, bit-sliced; None where all N did on all.
-        out: int64, shape (planes, words), rows contiguous; receives the verdict's planes.
-        rule: The step's constants.
-
-    Returns:
-        The sum of |n - 2 c| less the sum of n over all elements, c of n votes being negative, or
-        None, with nothing done, where there is no compiled library.
-    """
-    found = native_library.library()
-    if found is None:
-        return None
-    mode = 2 if rule.aggregation == "average" else ("alternate", "zero").index(rule.ties)
-    change: int = found.dlion_count(
-        votes.data_ptr(),
-        votes.stride(0),
-        rule.world_size,
-        votes.shape[1],
-        mode,
-        alternating_word(rule.step) % 2**64,
-        None if totals is None else totals.data_ptr(),
-        0 if totals is None else totals.stride(0),
-        out.data_ptr(),
-        out.stride(0),
-    )
-    return change
-
-
-def sum_levels(
-    votes: Tensor, voters: Tensor | None, out: Tensor, rule: StepRule
-) -> tuple[int, int] | None:
-    """Adds up votes of more than one bit (design S6); see `hf_dlion.codec.sums`.
-
-    Args:
-        votes: int64 on the CPU, shape (N, bits * words), rows contiguous.
-        voters: int32, shape (64 * words,): how many ranks vote on each element; None for all.
-        out: int64, shape (planes, words), rows contiguous; receives the verdict's planes.
-        rule: The step's constants.
-
-    Returns:
-        The sum over the elements of |sum of the levels|, and the sum over ranks too of |level|, an
-        abstention and the padding taken for the lowest level; or None, with nothing done, where
-        there is no compiled library.
-    """
-    found = native_library.library()
-    if found is None:
-        return None
-    sums = (ctypes.c_int64 * 2)()
-    found.dlion_sum(
-        votes.data_ptr(),
-        votes.stride(0),
-        rule.world_size,
-        out.shape[1],
-        rule.bits,
-        ("alternate", "zero").index(rule.ties),
-        alternating_word(rule.step) % 2**64,
-        None if voters is None else voters.data_ptr(),
-        out.data_ptr(),
-        out.stride(0),
-        sums,
-    )
-    return sums[0], sums[1]
 
 
 @functools.cache
@@ -182,68 +108,47 @@ class NativeCodec(CpuCodec):
         """Takes the compiled library."""
         self._library = library
 
-    def encode(
-        self,
-        grad: Tensor,
-        exp_avg: Tensor,
-        words: Tensor,
-        active: Tensor,
-        rule: TensorRule,
-        run: Run | None = None,
-    ) -> None:
-        """See `Codec.encode`."""
-        if grad.numel() == 0:
-            return
-        if not _supported(grad, exp_avg, run=run):
-            super().encode(grad, exp_avg, words, active, rule, run)
-            return
-        if rule.step_rule.bits > 1:
-            self._encode_levels(
-                EncodeJob(grad, exp_avg, words, active, rule, run), _VOTE | _ADVANCE
-            )
-            return
-        run = run or whole_run(grad.shape)
-        active.zero_()
-        self._encode(grad, exp_avg, words, active, rule, _VOTE | _ADVANCE, run=run)
-        self._clear_inactive(words, active, run)
+    def encode_all(self, jobs: Sequence[EncodeJob]) -> None:
+        """See `Codec.encode_all`."""
+        for job in jobs:
+            if not _supported(job.grad, job.exp_avg, run=job.run):
+                super().encode_all([job])
+            elif job.grad.numel():
+                self._vote(job, _VOTE | _ADVANCE)
 
-    def preview(
-        self,
-        grad: Tensor,
-        exp_avg: Tensor,
-        words: Tensor,
-        active: Tensor,
-        rule: TensorRule,
-        scale: float,
-        run: Run | None = None,
-    ) -> bool:
-        """See `Codec.preview`."""
-        if grad.numel() == 0:
-            return True
-        if not _supported(grad, exp_avg, run=run):
-            return super().preview(grad, exp_avg, words, active, rule, scale, run)
-        if rule.step_rule.bits > 1:
-            return self._encode_levels(
-                EncodeJob(grad, exp_avg, words, active, rule, run), _VOTE, scale
-            )
-        run = run or whole_run(grad.shape)
-        active.zero_()
-        finite = self._encode(grad, exp_avg, words, active, rule, _VOTE, scale, run)
-        self._clear_inactive(words, active, run)
+    def preview_all(self, jobs: Sequence[EncodeJob], scale: float) -> list[bool]:
+        """See `Codec.preview_all`."""
+        finite = []
+        for job in jobs:
+            if job.grad.numel() == 0:
+                finite.append(True)
+            elif _supported(job.grad, job.exp_avg, run=job.run):
+                finite.append(self._vote(job, _VOTE, scale))
+            else:
+                finite += super().preview_all([job], scale)
         return finite
 
-    def advance(
-        self, grad: Tensor, exp_avg: Tensor, rule: TensorRule, run: Run | None = None
-    ) -> None:
-        """See `Codec.advance`."""
-        if grad.numel() == 0:
-            return
-        if not _supported(grad, exp_avg, run=run):
-            super().advance(grad, exp_avg, rule, run)
-            return
-        self._encode(grad, exp_avg, None, None, rule, _ADVANCE, run=run)
+    def advance_all(self, jobs: Sequence[AdvanceJob]) -> None:
+        """See `Codec.advance_all`."""
+        for job in jobs:
+            if not _supported(job.grad, job.exp_avg, run=job.run):
+                super().advance_all([job])
+            elif job.grad.numel():
+                self._encode_bits(
+                    job.grad, job.exp_avg, None, None, job.rule, _ADVANCE, run=job.run
+                )
 
-    def _encode(
+    def _vote(self, job: EncodeJob, what: int, scale: float = 1.0) -> bool:
+        """Encodes; tells whether the gradient times `scale` is finite."""
+        if job.rule.step_rule.bits > 1:
+            return self._encode_levels(job, what, scale)
+        run = job.run or whole_run(job.grad.shape)
+        job.active.zero_()
+        finite = self._encode_bits(*job[:5], what, scale, run)
+        self._clear_inactive(job.words, job.active, run)
+        return finite
+
+    def _encode_bits(
         self,
         grad: Tensor,
         exp_avg: Tensor,
@@ -339,15 +244,13 @@ class NativeCodec(CpuCodec):
         _in_parts(run, encode)
         return finite
 
-    def apply(self, param: Tensor, verdict: Verdict, rule: TensorRule) -> None:
-        """See `Codec.apply`."""
-        if param.numel() == 0:
-            return
+    def apply_flat(self, flat: Tensor, job: ApplyJob) -> None:
+        """See `EagerCodec.apply_flat`."""
+        param, verdict, rule = job
         if rule.step_rule.aggregation != "majority" or not _supported(param):
-            super().apply(param, verdict, rule)
+            super().apply_flat(flat, job)
             return
-        run, native_rule = whole_run(param.shape), _rule_for(rule, param)
-        flat, planes = param.contiguous(), verdict.planes
+        run, native_rule, planes = whole_run(param.shape), _rule_for(rule, param), verdict.planes
         everywhere = bool(verdict.counts.all())
         counts = None if everywhere else verdict.counts.data_ptr()
         nonzero = planes[1].data_ptr() if len(planes) == 2 else None
@@ -359,24 +262,19 @@ class NativeCodec(CpuCodec):
             )  # fmt: skip
 
         _in_parts(run, work)
-        if flat is not param:
-            param.copy_(flat)
 
-    def step_alone(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        exp_avg: Tensor,
-        rule: TensorRule,
-        run: Run | None = None,
-    ) -> None:
-        """See `Codec.step_alone`."""
-        if param.numel() == 0:
-            return
-        if param.dtype != grad.dtype or not _supported(param, exp_avg, run=run):
-            super().step_alone(param, grad, exp_avg, rule, run)
-            return
-        run = run or whole_run(param.shape)
+    def step_alone_all(self, jobs: Sequence[AloneJob]) -> None:
+        """See `Codec.step_alone_all`."""
+        for job in jobs:
+            alike = job.param.dtype == job.grad.dtype
+            if not (alike and _supported(job.param, job.exp_avg, run=job.run)):
+                super().step_alone_all([job])
+            elif job.param.numel():
+                self._step_alone(job)
+
+    def _step_alone(self, job: AloneJob) -> None:
+        param, grad, exp_avg, rule, stretch = job
+        run = stretch or whole_run(param.shape)
         native_rule = _rule_for(rule, param, exp_avg)
         flat, grad = param.contiguous(), grad.contiguous()
 
@@ -389,6 +287,30 @@ class NativeCodec(CpuCodec):
         _in_parts(run, work)
         if flat is not param:
             param.copy_(flat)
+
+    def count_bits(
+        self, votes: Tensor, totals: Tensor | None, out: Tensor, rule: StepRule
+    ) -> int | Tensor:
+        """See `CountingCodec.count_bits`."""
+        change: int = self._library.dlion_count(
+            votes.data_ptr(), votes.stride(0), rule.world_size, votes.shape[1],
+            rule.aggregation == "average", rule.tie.to_zero, rule.tie.word % 2**64,
+            None if totals is None else totals.data_ptr(),
+            0 if totals is None else totals.stride(0), out.data_ptr(), out.stride(0),
+        )  # fmt: skip
+        return change
+
+    def add_levels(
+        self, votes: Tensor, voters: Tensor | None, out: Tensor, rule: StepRule
+    ) -> tuple[int | Tensor, int | Tensor]:
+        """See `CountingCodec.add_levels`."""
+        sums = (ctypes.c_int64 * 2)()
+        self._library.dlion_sum(
+            votes.data_ptr(), votes.stride(0), rule.world_size, out.shape[1], rule.bits,
+            rule.tie.to_zero, rule.tie.word % 2**64, None if voters is None else voters.data_ptr(),
+            out.data_ptr(), out.stride(0), sums,
+        )  # fmt: skip
+        return sums[0], sums[1]
 
 
 def factor_of(total: float, count: int, bits: int) -> float:

@@ -78,7 +78,7 @@ def library() -> ctypes.CDLL | None:
     found.dlion_encode.restype = flag
     word = ctypes.c_uint64
     found.dlion_count.argtypes = [
-        *(pointer, size, flag, size, flag, word),
+        *(pointer, size, flag, size, flag, flag, word),
         *(pointer, size, pointer, size),
     ]
     found.dlion_count.restype = ctypes.c_int64

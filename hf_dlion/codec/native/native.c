@@ -1,8 +1,8 @@
 /* The CPU codec's inner loops: encode, apply and a step alone, each one pass over memory.
  *
  * Every product and every sum is rounded by itself: compile with -ffp-contract=off and never with
- * -ffast-math. The formulas are those of hf_dlion/lion.py and hf_dlion/codec/reference.py, which
- * this equals bit for bit. A block is 64 elements, one word of signs; the first element of a call
+ * -ffast-math. The formulas are those of hf_dlion/codec/lion.py and the NumPy reference, which this
+ * equals bit for bit. A block is 64 elements, one word of signs; the first element of a call
  * always begins a word, the last block may be short. "Narrow" tensors are bfloat16, others float32.
  */
 #include <float.h>
@@ -561,8 +561,6 @@ void dlion_alone(void *param, const void *grad, void *exp_avg, int64_t start, in
 #define TILE 64
 #define MAX_DIGITS 32
 
-enum { ALTERNATE, ZERO, AVERAGE };
-
 /* Adds up the votes of a tile: bit k of plane b is bit b of how many votes have bit k. */
 INLINE void add_votes(uint64_t plane[][TILE], const uint64_t *votes, int64_t stride, int ranks,
                       int digits, int count)
@@ -584,9 +582,11 @@ INLINE void add_votes(uint64_t plane[][TILE], const uint64_t *votes, int64_t str
 /* Counts votes, `stride` words apart, and writes the verdict's planes, `out_stride` words apart.
  * `totals` are bit-sliced, `totals_stride` words apart: how many ranks voted on each element; null
  * where all of them did on all. Returns the sum of |n - 2 c| less the sum of n over all elements, c
- * of n votes being negative. */
-int64_t dlion_count(const uint64_t *votes, int64_t stride, int ranks, int64_t words, int mode,
-                    uint64_t tie_word, const uint64_t *totals, int64_t totals_stride,
+ * of n votes being negative. If `average` the planes are the digits of c; else plane 0 says where
+ * the verdict is -1, on a tie where `tie_word` has a 1, and plane 1, if `to_zero`, where it is not
+ * a tie. */
+int64_t dlion_count(const uint64_t *votes, int64_t stride, int ranks, int64_t words, int average,
+                    int to_zero, uint64_t tie_word, const uint64_t *totals, int64_t totals_stride,
                     uint64_t *out, int64_t out_stride)
 {
     int digits = 32 - __builtin_clz((unsigned)ranks);
@@ -620,15 +620,14 @@ int64_t dlion_count(const uint64_t *votes, int64_t stride, int ranks, int64_t wo
                            2 * (int64_t)__builtin_popcountll(plane[digit][k]) -
                            2 * (int64_t)__builtin_popcountll(total[digit][k] & greater[k])) *
                           ((int64_t)1 << digit);
-        if (mode == AVERAGE) {
+        if (average) {
             for (int digit = 0; digit < digits; digit++)
                 memcpy(out + digit * out_stride + at, plane[digit], (size_t)count * sizeof *out);
             continue;
         }
         for (int k = 0; k < count; k++) {
-            uint64_t tied = mode == ALTERNATE ? equal[k] & tie_word : 0;
-            out[at + k] = (greater[k] | tied) & voted[k];
-            if (mode == ZERO)
+            out[at + k] = (greater[k] | (equal[k] & tie_word)) & voted[k];
+            if (to_zero)
                 out[out_stride + at + k] = ~equal[k] & voted[k];
         }
     }
@@ -667,9 +666,9 @@ INLINE int64_t add_block(int32_t *total, const uint64_t *votes, int64_t stride, 
     return cast;
 }
 
-INLINE void sum_blocks(const uint64_t *votes, int64_t stride, int ranks, int64_t words, int mode,
-                       uint64_t tie_word, const int32_t *voters, uint64_t *out, int64_t out_stride,
-                       int64_t *sums, int bits, int largest, int spacing)
+INLINE void sum_blocks(const uint64_t *votes, int64_t stride, int ranks, int64_t words,
+                       int to_zero, uint64_t tie_word, const int32_t *voters, uint64_t *out,
+                       int64_t out_stride, int64_t *sums, int bits, int largest, int spacing)
 {
     for (int64_t at = 0; at < words; at++) {
         int32_t total[BLOCK];
@@ -689,11 +688,9 @@ INLINE void sum_blocks(const uint64_t *votes, int64_t stride, int ranks, int64_t
                 some[k] = voters[BLOCK * at + k] != 0;
         sums[0] += size;
         uint64_t tied = packed(zero);
-        if (mode == ZERO)
+        if (to_zero)
             out[out_stride + at] = ~tied;
-        else
-            tied &= voters ? tie_word & packed(some) : tie_word;
-        out[at] = packed(negative) | (mode == ZERO ? 0 : tied);
+        out[at] = packed(negative) | (tied & tie_word & (voters ? packed(some) : ~0ull));
     }
 }
 
@@ -701,17 +698,17 @@ INLINE void sum_blocks(const uint64_t *votes, int64_t stride, int ranks, int64_t
  * elements, and writes the verdict's planes as `dlion_count` does. `voters`: how many ranks vote on
  * each element; null where all do. Adds to `sums` the sum of |sum of levels| over the elements, and
  * the sum of |level| over ranks too, the code 0 of an abstention taken for the lowest level. */
-void dlion_sum(const uint64_t *votes, int64_t stride, int ranks, int64_t words, int bits, int mode,
-               uint64_t tie_word, const int32_t *voters, uint64_t *out, int64_t out_stride,
-               int64_t *sums)
+void dlion_sum(const uint64_t *votes, int64_t stride, int ranks, int64_t words, int bits,
+               int to_zero, uint64_t tie_word, const int32_t *voters, uint64_t *out,
+               int64_t out_stride, int64_t *sums)
 {
     if (bits == 2)
-        sum_blocks(votes, stride, ranks, words, mode, tie_word, voters, out, out_stride, sums, 2,
+        sum_blocks(votes, stride, ranks, words, to_zero, tie_word, voters, out, out_stride, sums, 2,
                    3, 2);
     else if (bits == 4)
-        sum_blocks(votes, stride, ranks, words, mode, tie_word, voters, out, out_stride, sums, 4,
+        sum_blocks(votes, stride, ranks, words, to_zero, tie_word, voters, out, out_stride, sums, 4,
                    7, 1);
     else
-        sum_blocks(votes, stride, ranks, words, mode, tie_word, voters, out, out_stride, sums, 8,
+        sum_blocks(votes, stride, ranks, words, to_zero, tie_word, voters, out, out_stride, sums, 8,
                    127, 1);
 }

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from hf_dlion.codec import Codec, codec_for
-from hf_dlion.codec.count import count_votes
 from hf_dlion.codec.layout import MessageLayout
 from hf_dlion.codec.native import library as native_library
 from hf_dlion.codec.rule import StepRule, TensorRule, Verdict
@@ -110,7 +109,7 @@ class Work:
             assert param.grad is not None, "made with the parameter"
             codec.encode(param.grad, momentum, words, active, tensor_rule)
         encoded = time.perf_counter()
-        found = count_votes(self._votes, self._active, self._shard, self._row_numels, rule)
+        found = codec.count(self._votes, self._active, self._shard, self._row_numels, rule)
         counted = time.perf_counter()
         for slot, param, _, tensor_rule in work:
             planes = found.planes[:, slot.word : slot.word + slot.words]

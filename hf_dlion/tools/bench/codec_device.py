@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from hf_dlion.codec import ApplyJob, Codec, EncodeJob, codec_for
-from hf_dlion.codec.count import count_votes
 from hf_dlion.codec.eager import EagerCodec
 from hf_dlion.codec.layout import MessageLayout
 from hf_dlion.codec.rule import StepRule, TensorRule, Verdict
@@ -78,9 +77,9 @@ class Step:
         """Applies a verdict to all parameters."""
         codec.apply_all(self._applying)
 
-    def count(self) -> None:
+    def count(self, codec: Codec) -> None:
         """Counts all ranks' votes. It waits for the device: its time has the host's in it."""
-        count_votes(self._votes, self._active, self._shard, self._row_numels, self._rule)
+        codec.count(self._votes, self._active, self._shard, self._row_numels, self._rule)
 
     def hash(self) -> None:
         """Hashes all parameters. It waits for the device too."""
@@ -113,7 +112,7 @@ def run(args: argparse.Namespace, shapes: list[torch.Size], dtypes: dict[str, An
         tasks: list[tuple[str, str, Callable[[], None]]] = [
             ("encode", "encode", partial(step.encode, codec)),
             ("apply", "apply", partial(step.apply, codec)),
-            ("count", "count", step.count),
+            ("count", "count", partial(step.count, codec)),
             ("hash", "hash", step.hash),
             ("eager encode", "encode", partial(step.encode, EagerCodec())),
             ("eager apply", "apply", partial(step.apply, EagerCodec())),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hf_dlion.codec.layout import MessageLayout
 from hf_dlion.codec.rule import StepRule
-from hf_dlion.exchange import Exchange, Wire, WireStats, make_exchange
+from hf_dlion.exchange import STRATEGIES, Exchange, Wire, WireStats, make_exchange
 from hf_dlion.options import Options
 from hf_dlion.step.plan import split_into_messages
 from hf_dlion.tools.bench.codec import shapes
@@ -38,7 +38,7 @@ class Votes:
         """Makes votes and buffers.
 
         Args:
-            strategy: "gather" or "two_phase".
+            strategy: A name in `STRATEGIES`.
             parameters: How many elements are voted on.
             wire: Carries them and counts the bytes.
             device: Where the votes lie.
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         gradient = torch.zeros(args.parameters, dtype=dtype, device=device)
         tasks[f"all-reduce {name}"] = _reduction(wire, gradient)
-    for strategy in ("gather", "two_phase"):
+    for strategy in STRATEGIES:
         tasks[strategy] = Votes(strategy, args.parameters, wire, device)
     times: dict[str, list[float]] = {name: [] for name in tasks}
     sent: dict[str, int] = {}

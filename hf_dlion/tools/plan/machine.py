@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from hf_dlion.codec import codec_for
-from hf_dlion.codec.count import count_votes
 from hf_dlion.codec.layout import MessageLayout
 from hf_dlion.codec.rule import StepRule, TensorRule, Verdict
 from hf_dlion.tools.bench.traffic import POWER_RANK
@@ -182,10 +181,10 @@ def _codec(param: Tensor, momentum: Tensor, clock: _Clock, bits: int) -> dict[st
 
     def count(ranks: int) -> float:
         rows = votes[:ranks], active[:ranks]
-        return clock.ns(NUMEL, lambda: count_votes(*rows, shard, row_numels, _rule(ranks, bits)))
+        return clock.ns(NUMEL, lambda: codec.count(*rows, shard, row_numels, _rule(ranks, bits)))
 
     fixed, each = _line(2, count(2), 4, count(4))
-    found = count_votes(votes[:2], active[:2], shard, row_numels, rule)
+    found = codec.count(votes[:2], active[:2], shard, row_numels, rule)
     verdict = Verdict(found.planes, found.counts)
     return {
         "encode_ns": encode,

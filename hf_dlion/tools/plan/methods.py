@@ -9,10 +9,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from hf_dlion.codec.layout import WORD_BYTES, MessageLayout
-from hf_dlion.exchange import choose_exchange, message_wire_bytes
-from hf_dlion.exchange.two_phase import TwoPhase
-from hf_dlion.exchange.verdict_gather import sums_for
+from hf_dlion.codec.layout import MessageLayout
+from hf_dlion.exchange import STRATEGIES, choose_exchange
 from hf_dlion.options import Options
 from hf_dlion.ranks.header import header_wire_bytes
 from hf_dlion.step.plan import split_into_messages
@@ -228,7 +226,7 @@ def _voted(
     ranks, machine = case.cluster.ranks, case.machine
     shipments = []
     for at, message in zip(ready, messages.sent, strict=True):
-        if messages.exchange == "gather":
+        if STRATEGIES[messages.exchange].rounds == 1:
             up, down = all_gather_s(message.up_bytes, case.cluster, case.link), 0.0
             count = machine.count_s(message.numel, ranks)
         else:
@@ -306,12 +304,8 @@ def _messages(groups: Sequence[Sequence[tuple[int, Tensor]]], ranks: int, bits: 
     exchange = choose_exchange(layouts, ranks, options)
     sent = []
     for layout in layouts:
-        total = up = message_wire_bytes([layout], ranks, options, exchange)
-        if exchange == "two_phase":
-            # The votes alone: a verdict without planes is its sums.
-            nothing = WORD_BYTES * (ranks - 1) * sums_for(bits)
-            up = TwoPhase.wire_bytes(layout, ranks, (0, 0), bits) - nothing
+        up, down = STRATEGIES[exchange].wire_bytes(layout, ranks, options)
         places = tuple(slot.index for slot in layout.slots)
         numel = sum(slot.numel for slot in layout.slots)
-        sent.append(_Message(places, numel, up, total - up))
+        sent.append(_Message(places, numel, up, down))
     return _Messages(exchange, tuple(sent))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from hf_dlion.codec.bits import pack_bits, unpack_bits
-from hf_dlion.codec.layout import words_for
 from hf_dlion.exchange import Wire
+from hf_dlion.exchange.batches import in_batches
 from hf_dlion.ranks.node import Node
 
 # Elements per all-reduce.
@@ -28,7 +29,7 @@ def average_gradients(params: Sequence[Tensor], unaveraged: Tensor, node: Node) 
         unaveraged: bool, shape (P,), those whose gradient on this rank is yet to be averaged.
         node: The ranks.
     """
-    batch: list[Tensor] = []
+    grads: list[Tensor] = []
     for position in _on_any_rank(unaveraged, node.local):
         param = params[position]
         if param.numel() == 0:
@@ -38,24 +39,16 @@ def average_gradients(params: Sequence[Tensor], unaveraged: Tensor, node: Node) 
         if 0 in param.grad.stride():
             # Expanded: its elements share memory, so that no mean can be written there.
             param.grad = param.grad.clone()
-        full = sum(member.numel() for member in batch) + param.numel() > BATCH_NUMEL
-        same = not batch or (batch[0].device, batch[0].dtype) == (param.device, param.dtype)
-        if batch and (full or not same):
-            _average(batch, node)
-            batch = []
-        batch.append(param.grad)
-    if batch:
+        grads.append(param.grad)
+    kind_of = operator.attrgetter("device", "dtype")
+    for batch in in_batches(grads, BATCH_NUMEL, lambda grad: grad, kind_of):
         _average(batch, node)
 
 
 def _on_any_rank(flags: Tensor, wire: Wire) -> list[int]:
     """Returns the positions at which any rank of the node has a flag."""
-    words = pack_bits(flags).to(wire.control_device)
-    everyone = torch.empty(
-        (wire.world_size, words_for(flags.numel())), dtype=torch.int64, device=words.device
-    )
-    wire.all_gather(everyone, words, "word of its gradients").wait()
-    anywhere = torch.stack([unpack_bits(row, flags.numel()) for row in everyone.cpu()]).any(dim=0)
+    everyone = wire.gather_words(pack_bits(flags), "word of its gradients")
+    anywhere = torch.stack([unpack_bits(row, flags.numel()) for row in everyone]).any(dim=0)
     return [position for position, flag in enumerate(anywhere.tolist()) if flag]
 
 

@@ -1,0 +1,146 @@
+"""The seam between a step and its backends: the protocol of a codec, and the jobs it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from hf_dlion.codec.layout import Run, Shard
+from hf_dlion.codec.rule import StepRule, TensorRule, Verdict
+
+
+class EncodeJob(NamedTuple):
+    """A parameter, or a stretch of it, on which this rank votes.
+
+    Attributes:
+        grad: Gradient, the parameter's shape, dense; of a stretch, shape (numel,).
+        exp_avg: Momentum, same shape, contiguous.
+        words: int64, shape (bits * ceil(numel / 64),); receives the votes.
+        active: bool, shape (rows,); receives which rows vote. Of a row that lies only partly in
+            the stretch, whether that part does.
+        rule: The step's constants for this parameter.
+        run: The stretch of the parameter that these are, or None for the whole of it; not with
+            levels that are relative to the tensor.
+    """
+
+    grad: Tensor
+    exp_avg: Tensor
+    words: Tensor
+    active: Tensor
+    rule: TensorRule
+    run: Run | None = None
+
+
+class AdvanceJob(NamedTuple):
+    """A parameter whose momentum follows the gradient; fields as in `EncodeJob`."""
+
+    grad: Tensor
+    exp_avg: Tensor
+    rule: TensorRule
+    run: Run | None = None
+
+
+class ApplyJob(NamedTuple):
+    """A parameter, and what all ranks apply to it."""
+
+    param: Tensor
+    verdict: Verdict
+    rule: TensorRule
+
+
+class AloneJob(NamedTuple):
+    """A parameter, or a stretch of shape (numel,), that this rank moves by itself."""
+
+    param: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    rule: TensorRule
+    run: Run | None = None
+
+
+class Codec(Protocol):
+    """What every backend does; see `hf_dlion.codec.eager` for the shortest one.
+
+    In a step a rank encodes its votes, the exchange carries them to whoever counts them, and all
+    ranks apply the verdict. The jobs of one call are of one device and one step; tensors without
+    elements may be among them.
+    """
+
+    def encode_all(self, jobs: Sequence[EncodeJob]) -> None:
+        """Writes votes and advances momenta, in place (design S1 to S3)."""
+
+    def preview_all(self, jobs: Sequence[EncodeJob], scale: float) -> list[bool]:
+        """Writes votes as `encode_all` does, and leaves momenta as they are.
+
+        Args:
+            jobs: As for `encode_all`.
+            scale: The direction is that of fl(scale * grad), in the dtype of the computation.
+
+        Returns:
+            For each, True if fl(scale * grad) is known to be finite; False if it is not, or
+            unknown.
+        """
+
+    def advance_all(self, jobs: Sequence[AdvanceJob]) -> None:
+        """Advances momenta as `encode_all` does, in place, and writes no votes."""
+
+    def count(
+        self,
+        votes: Tensor,
+        active: Tensor,
+        shard: Shard,
+        row_numels: Tensor,
+        rule: StepRule,
+        out: Tensor | None = None,
+    ) -> Verdict:
+        """Returns the verdict on a shard (design S3 to S6).
+
+        Args:
+            votes: int64, shape (N, bits * shard.words), rows contiguous: every rank's votes; 0 in
+                a row that abstains.
+            active: bool, shape (N, shard.rows), the rows on which each rank votes.
+            shard: Which words and rows these are.
+            row_numels: `shard.row_numels`.
+            rule: The step's constants.
+            out: int64, shape (planes, shard.words), receives the verdict's planes; else a new
+                tensor.
+        """
+
+    def apply_all(self, jobs: Sequence[ApplyJob]) -> None:
+        """Moves parameters by their verdicts, in place (design S7)."""
+
+    def step_alone_all(self, jobs: Sequence[AloneJob]) -> None:
+        """Takes a step of plain Lion, in place: what a single rank does (design S9)."""
+
+    # The same for one tensor, given by the fields of its job.
+
+    def encode(self, *job: Any) -> None:
+        """Does `encode_all` on one tensor."""
+        self.encode_all([EncodeJob(*job)])
+
+    def preview(
+        self,
+        grad: Tensor,
+        exp_avg: Tensor,
+        words: Tensor,
+        active: Tensor,
+        rule: TensorRule,
+        scale: float,
+        run: Run | None = None,
+    ) -> bool:
+        """Does `preview_all` on one tensor."""
+        return self.preview_all([EncodeJob(grad, exp_avg, words, active, rule, run)], scale)[0]
+
+    def advance(self, *job: Any) -> None:
+        """Does `advance_all` on one tensor."""
+        self.advance_all([AdvanceJob(*job)])
+
+    def apply(self, *job: Any) -> None:
+        """Does `apply_all` on one tensor."""
+        self.apply_all([ApplyJob(*job)])
+
+    def step_alone(self, *job: Any) -> None:
+        """Does `step_alone_all` on one tensor."""
+        self.step_alone_all([AloneJob(*job)])
