@@ -28,6 +28,12 @@ def test_every_step_equals_the_simulation(ranks: RankPools, world_size: int, cas
     _assert_unseen_rows_only_decayed(oracle.params[0], oracle.steps)
 
 
+@pytest.mark.multiproc
+@pytest.mark.smoke
+def test_real_ranks_take_the_same_steps(ranks: RankPools) -> None:
+    zoo.replay(ranks(2).run(zoo.train, FEWER_STEPS, {}), {})
+
+
 def _assert_unseen_rows_only_decayed(embedding: torch.Tensor, steps: int) -> None:
     expected = zoo.Zoo().embedding.detach()
     factor = torch.tensor(1.0 - zoo.GROUPS[0]["lr"] * zoo.GROUPS[0]["weight_decay"])
@@ -36,6 +42,7 @@ def _assert_unseen_rows_only_decayed(embedding: torch.Tensor, steps: int) -> Non
     assert bits_of(embedding[zoo.UNSEEN_ROWS]) == bits_of(expected[zoo.UNSEEN_ROWS])
 
 
+@pytest.mark.multiproc
 @pytest.mark.parametrize("exchange", ["gather", "two_phase"])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
@@ -54,6 +61,7 @@ def test_training_in_ddp_equals_the_simulation(
     zoo.replay(ranks(world_size).run(zoo.train_ddp, 15, options, ddp), options)
 
 
+@pytest.mark.multiproc
 @pytest.mark.parametrize("exchange", ["gather", "two_phase"])
 @pytest.mark.parametrize("members", [[[1, 3], [0, 2]], [[1, 2, 3], [0]]], ids=str)
 def test_a_process_group_of_some_ranks_trains_by_itself(
