@@ -67,7 +67,9 @@ def test_training_equals_the_simulation_with_a_worker_per_node(
     [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 1e-4}],
     ids=["default", "bucket_view", "many_buckets"],
 )
-@pytest.mark.parametrize(("nodes", "size"), [(2, 2), (2, 3), (1, 2)])
+@pytest.mark.parametrize(
+    ("nodes", "size"), [pytest.param(2, 2, marks=pytest.mark.smoke), (2, 3), (1, 2)]
+)
 def test_ddp_averages_inside_the_node_and_training_equals_the_simulation(
     ranks: RankPools, nodes: int, size: int, ddp: dict[str, Any]
 ) -> None:

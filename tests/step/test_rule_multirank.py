@@ -11,7 +11,7 @@ from hf_dlion import DistributedLion
 from tests.support import zoo
 from tests.support.oracle import bits_of
 from tests.support.random_training import backward, random_param
-from tests.support.rule_cases import CASES, _words, bytes_of_words, rows_of_words
+from tests.support.rule_cases import CASES, bytes_of_words, rows_of_words, words_of
 from tests.support.spawn import RankPools
 
 STEPS = {"default": 50, "two_phase-average": 50}
@@ -104,7 +104,7 @@ def test_bytes_sent_in_a_step_are_the_documented_formula(
     steps = zoo.ALL_INF_STEP + 2
     for records in ranks(world_size).run(zoo.train, steps, options):
         shapes = [p.shape for group in zoo.Zoo().groups() for p in group]
-        header = 8 * (world_size - 1) * (6 + _words(len(shapes)))
+        header = 8 * (world_size - 1) * (6 + words_of(len(shapes)))
         words = rows_of_words(shapes)
         votes = bytes_of_words(words, world_size, exchange, aggregation, ties, bits)
         # The first step also agrees on the layout.

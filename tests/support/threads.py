@@ -68,10 +68,10 @@ class ThreadPool:
 
         outside = _Process()
         try:
-            # Of the class: rank functions make their own.
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(pytest.MonkeyPatch, "setattr", _setattr)
                 patch.setattr(Background, "submit", _at_once)
+                # Of the class: rank functions make their own.
+                patch.setattr(pytest.MonkeyPatch, "setattr", _setattr)
                 self._hub.run([lambda rank=rank: work(rank) for rank in range(self.world_size)])
         except BaseException as error:
             name = f"{function.__module__}.{function.__qualname__}"
