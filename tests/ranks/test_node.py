@@ -40,16 +40,24 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+SHORT = ("default", "two_phase-average", "two_phase-4-bits")
+
+
+def of_four_ranks(case: str) -> Any:
+    return pytest.param(2, 2, case, marks=[] if case in SHORT else pytest.mark.full)
+
+
 def of_six_ranks(nodes: int, size: int, case: str) -> Any:
     """A case of nodes that take long on a few cores; some of them stand for the others."""
-    short = case in ("default", "two_phase-average", "two_phase-4-bits")
-    return pytest.param(nodes, size, case, marks=[] if short else pytest.mark.long)
+    return pytest.param(
+        nodes, size, case, marks=pytest.mark.full if case in SHORT else pytest.mark.long
+    )
 
 
 @pytest.mark.parametrize(
     ("nodes", "size", "case"),
     [
-        *((2, 2, case) for case in CASES),
+        *map(of_four_ranks, CASES),
         *(of_six_ranks(*nodes, case) for nodes in ((2, 3), (3, 2)) for case in CASES),
     ],
 )

@@ -344,6 +344,7 @@ def train_on_after_a_repair(rank: int, world_size: int, overlap: bool) -> list[b
     return found
 
 
+@pytest.mark.multiproc
 @pytest.mark.parametrize("overlap", [False, True])
 def test_training_goes_on_with_equal_replicas(ranks: RankPools, overlap: bool) -> None:
     found = ranks(3).run(train_on_after_a_repair, overlap, timeout=60)
