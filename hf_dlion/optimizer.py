@@ -17,6 +17,7 @@ from hf_dlion.backward import search
 from hf_dlion.backward.hooks import OptimizerHooks
 from hf_dlion.backward.overlap import Overlap
 from hf_dlion.exchange import WireStats
+from hf_dlion.exchange.wire import RankGroup
 from hf_dlion.momentum.shares import Shares
 from hf_dlion.momentum.state_dict import (
     checked_loading,
@@ -135,7 +136,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         overlap: bool = False,
         stochastic_rounding: bool = True,
         momentum_dtype: torch.dtype | None = None,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: RankGroup | None = None,
         seed: int = 0,
         max_abstained_steps: int = 20,
         checkpoint: CheckpointMode = "per_rank",

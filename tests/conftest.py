@@ -10,7 +10,7 @@ from hypothesis import settings
 
 from tests.support.spawn import RankPools
 
-# Needs its environment from the start: tests/test_triton.py runs it in a process of its own.
+# Needs its environment from the start: tests/codec/test_triton.py runs it in a process of its own.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore = [] if INTERPRETED else ["codec/interpreted_triton.py"]
 

@@ -25,8 +25,7 @@ from hf_dlion.codec.layout import MessageLayout, words_for
 from hf_dlion.codec.reference import votes as reference
 from hf_dlion.codec.rule import Verdict
 from hf_dlion.ranks.fingerprint import ROW, fingerprints
-from tests.codec.test_codec import gradients, rule, verdict_of
-from tests.codec.test_levels import packed_levels
+from tests.support.codec_cases import gradients, packed_levels, rule, verdict_of
 from tests.support.oracle import bits_of
 from tests.support.random_training import DTYPES, normal
 from tests.support.spawn import RankPools

@@ -1,4 +1,4 @@
-"""Imports inside the package go one way, and `import hf_dlion` is cheap (design 9)."""
+"""Imports go one way, `import hf_dlion` is cheap (design 9), and tests mirror the package."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ OPTIONAL = {
     "trl": set(),
 }
 
+TESTS = Path(__file__).parent
 SOURCES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
 
 
@@ -119,3 +120,18 @@ def test_importing_the_package_loads_no_optional_package():
     )
     assert "hf_dlion" in done.stdout.split()
     assert not set(done.stdout.split()) & set(OPTIONAL)
+
+
+def test_no_test_module_imports_another():
+    modules = [path for path in sorted(TESTS.rglob("*.py")) if path.parent.name != "support"]
+    assert len(modules) > 50
+    for path in modules:
+        for name in imported(path):
+            assert not name.startswith("tests.") or name.startswith("tests.support"), (path, name)
+    for path in sorted((TESTS / "support").glob("*.py")):
+        assert not [n for n in imported(path) if n.startswith("tests.") and ".test_" in n], path
+
+
+def test_the_folders_of_tests_are_those_of_the_package():
+    folders = {path.parent.name for path in TESTS.glob("*/__init__.py")}
+    assert folders - {"support"} == set(ROW_OF)

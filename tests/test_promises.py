@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 import hf_dlion
 from hf_dlion import DistributedLion
 from hf_dlion.exchange import WireStats
-from tests.options.test_optimizer_options import BAD_OPTIONS
 from tests.support import zoo
+from tests.support.option_cases import BAD_OPTIONS
 from tests.support.random_training import backward, random_param
 from tests.support.spawn import RankPools, run_script
 from tests.support.tiny import tiny_args

@@ -6,8 +6,9 @@ import math
 import pickle
 import threading
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -70,6 +71,35 @@ class WireStats:
     apply_s: float = 0.0
 
 
+@runtime_checkable
+class ConnectableGroup(Protocol):
+    """Ranks that meet elsewhere than in torch.distributed (`exchange.memory`)."""
+
+    def connect(self, stats: WireStats, device: torch.device, neighbours: int = 0) -> Wire:
+        """Returns this rank's wire; the arguments are those of `Wire`."""
+
+
+RankGroup = dist.ProcessGroup | ConnectableGroup
+
+# A rank that is a thread has a default group of its own.
+default_of_thread: ContextVar[ConnectableGroup | None] = ContextVar("group", default=None)
+
+
+def default_group() -> RankGroup | None:
+    """Returns the default group, None without torch.distributed."""
+    group = default_of_thread.get()
+    if group is not None or not (dist.is_available() and dist.is_initialized()):
+        return group
+    return dist.group.WORLD
+
+
+def connect(group: RankGroup, stats: WireStats, device: torch.device, neighbours: int = 0) -> Wire:
+    """Returns the wire of a group; see `Wire` for the arguments."""
+    if isinstance(group, dist.ProcessGroup):
+        return Wire(group, stats, device, neighbours)
+    return group.connect(stats, device, neighbours)
+
+
 class Wire:
     """Collectives of one process group, with every byte counted.
 
@@ -80,6 +110,7 @@ class Wire:
         stats: Receives the counts.
         rank: This rank in the group.
         world_size: Number of ranks in the group.
+        ranks: The group's ranks as ranks of the whole job.
         neighbours: How many of the other ranks are on this rank's node.
     """
 
@@ -104,6 +135,7 @@ class Wire:
         self.stats = stats
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        self.ranks: Sequence[int] = dist.get_process_group_ranks(group)
         self._backends = _backends(group)
 
     def device_for(self, device: torch.device) -> torch.device:
@@ -137,8 +169,7 @@ class Wire:
         config = dist.get_backend_config(self.group)
         options: dict[str, Any] = {"backend": str(config), "timeout": timeout_of(self.group)}
         if self.group is not dist.group.WORLD:
-            ranks = dist.get_process_group_ranks(self.group)
-            options.update(ranks=ranks, use_local_synchronization=True)
+            options.update(ranks=self.ranks, use_local_synchronization=True)
         with naming_losses("a process group", self.group):
             group = dist.new_group(**options)
         return Wire(group, self.stats, self._device, self.neighbours)
@@ -158,10 +189,9 @@ class Wire:
         Args:
             members: Ranks in this wire's group.
         """
-        everyone = dist.get_process_group_ranks(self.group)
         with naming_losses("a process group", self.group):
             group: dist.ProcessGroup = dist.new_group(
-                [everyone[rank] for rank in members],
+                [self.ranks[rank] for rank in members],
                 backend=str(dist.get_backend_config(self.group)),
                 timeout=timeout_of(self.group),
                 use_local_synchronization=True,
@@ -182,9 +212,7 @@ class Wire:
             what: What is gathered, for the message should a rank be lost.
         """
         self._count_to_each(tensor.numel() * tensor.element_size())
-        send, received = tensor.view(-1), out.view(-1)
-        work = _all_gather_single(received, send, group=self.group, async_op=True)
-        return self._pending(work, what)
+        return self._gather(out.view(-1), tensor.view(-1), what)
 
     def all_to_all(self, out: Tensor, tensor: Tensor, what: str) -> Pending:
         """Starts the exchange of segments: segment j of `tensor` goes to rank j.
@@ -200,9 +228,7 @@ class Wire:
             what: As for `all_gather`.
         """
         self._count_to_each(tensor[0].numel() * tensor.element_size())
-        send, received = tensor.view(-1), out.view(-1)
-        work = dist.all_to_all_single(received, send, group=self.group, async_op=True)
-        return self._pending(work, what)
+        return self._scatter(out.view(-1), tensor.view(-1), what)
 
     def all_reduce(self, tensor: Tensor, what: str) -> None:
         """Sums `tensor` over the ranks, in place, and waits for it.
@@ -222,8 +248,7 @@ class Wire:
         # A ring passes on to the next rank only, which is a neighbour if all others are.
         inside = 0 < self.neighbours == self.world_size - 1
         self._count(size, inside=inside, rounds=2 * (self.world_size - 1))
-        work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        return self._pending(work, what)
+        return self._reduce(tensor, what)
 
     def broadcast(self, tensor: Tensor, source: int, *, near: bool = False) -> None:
         """Gives every rank the tensor of one of them, in place, and waits for it.
@@ -247,9 +272,7 @@ class Wire:
             self._count(0, inside=near, received=size, rounds=1)
         # As bytes, which every backend sends whatever they mean.
         data = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-        root = dist.get_global_rank(self.group, source)
-        work = dist.broadcast(data, root, group=self.group, async_op=True)
-        self._pending(work, "parameters").wait()
+        self._spread(data, source, "parameters").wait()
 
     def gather_words(self, words: Sequence[int] | Tensor, what: str) -> Tensor:
         """Returns every rank's words, in rank order: int64, shape (N, n), on the CPU.
@@ -299,6 +322,22 @@ class Wire:
         inside = sent * neighbours // (self.world_size - 1)
         self._count(-inside, inside=False)
         self._count(inside, inside=True)
+
+    def _gather(self, out: Tensor, tensor: Tensor, what: str) -> Pending:
+        work = _all_gather_single(out, tensor, group=self.group, async_op=True)
+        return self._pending(work, what)
+
+    def _scatter(self, out: Tensor, tensor: Tensor, what: str) -> Pending:
+        work = dist.all_to_all_single(out, tensor, group=self.group, async_op=True)
+        return self._pending(work, what)
+
+    def _reduce(self, tensor: Tensor, what: str) -> Pending:
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return self._pending(work, what)
+
+    def _spread(self, data: Tensor, source: int, what: str) -> Pending:
+        work = dist.broadcast(data, self.ranks[source], group=self.group, async_op=True)
+        return self._pending(work, what)
 
     def _pending(self, work: dist.Work | None, what: str) -> Pending:
         assert work is not None, "a member of the group gets a handle for asynchronous work"

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hf_dlion.exchange import Wire, WireStats
+from hf_dlion.exchange.wire import ConnectableGroup, RankGroup, connect, default_group
 from hf_dlion.options import NodeName, Options
 from hf_dlion.options.groups import Groups, flat_params, option_values
 from hf_dlion.ranks.abstention import Abstentions
@@ -26,7 +27,7 @@ class Ranks:
     """
 
     def __init__(
-        self, process_group: dist.ProcessGroup | None, local_group: LocalGroup, limit: int
+        self, process_group: RankGroup | None, local_group: LocalGroup, limit: int
     ) -> None:
         """Knows no rank yet: an optimizer may be built before the process group.
 
@@ -38,7 +39,8 @@ class Ranks:
         Raises:
             TypeError: If `process_group` is not one of which this rank is a member.
         """
-        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        kinds = (dist.ProcessGroup, ConnectableGroup)
+        if process_group is not None and not isinstance(process_group, kinds):
             raise TypeError(
                 f"process_group={process_group!r} must be a torch.distributed process group of "
                 f"which this rank is a member, or None"
@@ -71,7 +73,9 @@ class Ranks:
         Raises:
             RuntimeError: If this belongs to a copy, and the process group was the original's own.
         """
-        if not (dist.is_available() and dist.is_initialized()):
+        group = self._process_group or default_group()
+        # A process group outlives the torch.distributed that made it.
+        if group is None or (isinstance(group, dist.ProcessGroup) and not dist.is_initialized()):
             self._wire = None
             return None, False
         if self._lost_group:
@@ -80,11 +84,9 @@ class Ranks:
                 "own, which a copy does not carry: make a new one with process_group=... (or "
                 "local_group=...) and load the state dict into it"
             )
-        group = self._process_group or dist.group.WORLD
-        assert group is not None, "an initialised torch.distributed has a default group"
         if self._wire is not None and self._wire.group is group:
             return self._wire, False
-        self._wire = Wire(group, stats, _device_of(groups))
+        self._wire = connect(group, stats, _device_of(groups))
         self.node, self._joined = None, False
         self.agreement = Agreement()
         self.abstentions = Abstentions(self._wire.world_size, self._limit)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_dlion.exchange import Wire, WireStats
+from hf_dlion.exchange.wire import connect
 from hf_dlion.ranks.group_counts import check_group_counts, group_counts
 from hf_dlion.ranks.header import Disagreement
 
@@ -174,9 +175,8 @@ def find_node(
     except ValueError as error:
         failure = error
     agree(failure)
-    ranks = dist.get_process_group_ranks(wire.group)
     told = wire.gather_objects((claim, group_counts()))
-    members = members_of([theirs for theirs, _ in told], ranks)
+    members = members_of([theirs for theirs, _ in told], wire.ranks)
     size = len(members[0])
     if size == 1:
         return None
@@ -196,8 +196,8 @@ def find_node(
     return Node(
         members,
         index,
-        Wire(local, stats, device, neighbours=size - 1),
-        Wire(peers, stats, device),
+        connect(local, stats, device, neighbours=size - 1),
+        connect(peers, stats, device),
     )
 
 

@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_dlion import Disagreement
 from hf_dlion.backward.gradient_scale import ScaleProbes
 from hf_dlion.options import Options
-from tests.backward.test_ddp import (
+from tests.support import zoo
+from tests.support.ddp_training import (
     CASES,
     STEPS,
     batches,
@@ -25,29 +26,10 @@ from tests.backward.test_ddp import (
     released,
     train,
 )
-from tests.support import zoo
-from tests.support.messages import message_numel
 from tests.support.spawn import RankPools, run_ranks
+from tests.support.zoo import short_messages, train_zoo
 
 pytestmark = pytest.mark.multiproc
-
-# With a message per parameter or two, several of them are on their way at once.
-SHORT = 100
-
-
-@contextlib.contextmanager
-def short_messages() -> Any:
-    with message_numel(SHORT):
-        yield
-
-
-def train_zoo(
-    rank: int, world_size: int, steps: int, options: dict[str, Any], ddp: dict[str, Any] | None
-) -> list[zoo.Record]:
-    with short_messages():
-        if ddp is None:
-            return zoo.train(rank, world_size, steps, options)
-        return zoo.train_ddp(rank, world_size, steps, options, ddp)
 
 
 @pytest.mark.parametrize(

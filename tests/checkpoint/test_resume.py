@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 import hf_dlion
 from hf_dlion import DistributedLion, load_momentum, saving
-from tests.accelerate.test_accelerate import Loop
+from tests.support.accelerate_training import Loop
 from tests.support.spawn import RankPools
 from tests.support.tiny import tiny_args, tiny_trainer, weights_digest
 

@@ -30,10 +30,9 @@ from hf_dlion.checkpoint.lion import gather_objects
 from hf_dlion.checkpoint.momentum_file import CheckpointError
 from hf_dlion.checkpoint.whole import INCOMPLETE
 from hf_dlion.ranks.header import Disagreement
-from tests.accelerate.test_accelerate import Loop
+from tests.support.accelerate_training import Loop
 from tests.support.spawn import RankPools
-from tests.support.tiny import tiny_args, tiny_data, tiny_trainer, weights_digest
-from tests.trainer.test_trainer_checkpoint import StopAt
+from tests.support.tiny import StopAt, tiny_args, tiny_data, tiny_trainer, weights_digest
 
 pytestmark = pytest.mark.multiproc
 

@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter, on CPU tensors; tests/test_triton.py runs this file.
+"""The Triton kernels in Triton's interpreter, on CPU tensors; run by tests/codec/test_triton.py.
 
 Not collected by itself: TRITON_INTERPRET=1 must be in the environment before triton is imported.
 """
@@ -29,11 +29,18 @@ from hf_dlion.codec.layout import MessageLayout, words_for
 from hf_dlion.codec.lion import signed32, step_key
 from hf_dlion.codec.reference import votes as reference
 from hf_dlion.codec.rule import StepRule, Verdict
-from tests.codec.test_codec import examples, gradients, rounded, rule, same_bits, widened
-from tests.codec.test_levels import packed_levels
+from tests.support.codec_cases import (
+    examples,
+    gradients,
+    packed_levels,
+    rounded,
+    rule,
+    same_bits,
+    widened,
+)
 from tests.support.oracle import bits_of
 
-assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/test_triton.py"
+assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/codec/test_triton.py"
 KERNELS = kernels(torch.device("cpu"))
 assert KERNELS is not None
 CODEC = TritonCodec(KERNELS)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from hf_dlion import DistributedLion, Options
 from hf_dlion.codec.reference import levels as reference_levels
-from tests.backward.test_overlap import train_zoo
 from tests.support import zoo
 from tests.support.oracle import same_bits
 from tests.support.random_training import backward, random_param
 from tests.support.spawn import RankPools
+from tests.support.zoo import train_zoo
 
 pytestmark = pytest.mark.multiproc
 

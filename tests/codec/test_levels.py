@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_dlion.codec import Codec
 from hf_dlion.codec.layout import words_for
-from hf_dlion.codec.levels import LEVELS, fold, magnitude_sums, pack_codes, unpack_codes
+from hf_dlion.codec.levels import LEVELS, fold, magnitude_sums, unpack_codes
 from hf_dlion.codec.lion import momentum_stream
 from hf_dlion.codec.native import codec as native
 from hf_dlion.codec.native import library as native_library
@@ -22,7 +22,7 @@ from hf_dlion.codec.native.codec import NativeCodec
 from hf_dlion.codec.reference import levels as reference_levels
 from hf_dlion.codec.reference import votes as reference
 from hf_dlion.codec.rule import TensorRule
-from tests.codec.test_codec import (
+from tests.support.codec_cases import (
     CODECS,
     SHAPES,
     examples,
@@ -51,24 +51,6 @@ def buffers(shape: tuple[int, ...], bits: int) -> tuple[Tensor, Tensor]:
     """Returns words and activity that hold what an encoder must overwrite."""
     words = torch.full((bits * words_for(int(np.prod(shape))),), -1)
     return words, torch.ones(reference.row_count(shape), dtype=torch.bool)
-
-
-def packed_levels(
-    bits: int, words: int, world_size: int, absent_share: float | None, seed: int
-) -> tuple[Tensor, Tensor | None]:
-    """Returns votes of several ranks, many of them ties, and how many vote on each element."""
-    random = np.random.default_rng(seed)
-    codes = random.integers(0, 2**bits, (world_size, 64 * words))
-    codes[:, ::3] = random.integers(2 ** (bits - 1) - 1, 2 ** (bits - 1) + 1, codes[:, ::3].shape)
-    voters = None
-    if absent_share is not None:
-        absent = random.random(codes.shape) < absent_share
-        codes[absent] = 0
-        voters = torch.from_numpy((~absent).sum(axis=0).astype(np.int32))
-    votes = torch.empty((world_size, bits * words), dtype=torch.int64)
-    for rank in range(world_size):
-        pack_codes(torch.from_numpy(codes[rank].astype(np.uint8)), bits, votes[rank])
-    return votes, voters
 
 
 @CODECS

@@ -17,7 +17,7 @@ from torch import nn
 from hf_dlion import DistributedLion
 from hf_dlion.options import Options
 from hf_dlion.options.optim_args import parse_optim_args
-from tests.options.test_optim_args import EXAMPLES, NEEDS, needed
+from tests.support.option_cases import EXAMPLES, NEEDS, needed
 from tests.support.random_training import random_param, take_steps
 
 OPTIONS = [field.name for field in dataclasses.fields(Options)]

@@ -9,43 +9,7 @@ import torch
 
 from hf_dlion.options import Options
 from hf_dlion.options.optim_args import parse_optim_args
-
-EXAMPLES = {
-    "local_group": ("node", "node"),
-    "aggregation": ("average", "average"),
-    "ties": ("zero", "zero"),
-    "bits": ("4", 4),
-    "level_scale": ("tensor", "tensor"),
-    "exchange": ("two_phase", "two_phase"),
-    "overlap": ("true", True),
-    "stochastic_rounding": ("false", False),
-    "momentum_dtype": ("bfloat16", torch.bfloat16),
-    "seed": ("7", 7),
-    "max_abstained_steps": ("3", 3),
-    "checkpoint": ("mean", "mean"),
-    "check_replicas_every": ("50", 50),
-    "on_divergence": ("repair", "repair"),
-    "momentum_sync_every": ("10", 10),
-    "momentum_sync": ("auto", "auto"),
-    "momentum_sync_dtype": ("float32", torch.float32),
-    "momentum_sync_budget": ("20000", 20_000),
-    "full_precision": ("*.bias;*norm*", "*.bias;*norm*"),
-    "warmup_full_steps": ("5", 5),
-}
-
-# What an option has no effect without.
-NEEDS = {
-    "level_scale": ("bits",),
-    "on_divergence": ("check_replicas_every",),
-    "momentum_sync": ("momentum_sync_every",),
-    "momentum_sync_dtype": ("momentum_sync_every",),
-    "momentum_sync_budget": ("momentum_sync_every", "momentum_sync"),
-}
-
-
-def needed(name):
-    """Returns what makes an option effective, as keyword arguments."""
-    return {other: EXAMPLES[other][1] for other in NEEDS.get(name, ())}
+from tests.support.option_cases import EXAMPLES, NEEDS, needed
 
 
 @pytest.mark.parametrize("field", dataclasses.fields(Options), ids=lambda field: field.name)

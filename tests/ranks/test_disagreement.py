@@ -22,7 +22,7 @@ from hf_dlion import DistributedLion
 from hf_dlion.options import Options
 from hf_dlion.options.treatment import Treatment
 from hf_dlion.ranks import header
-from tests.options.test_optim_args import EXAMPLES, needed
+from tests.support.option_cases import EXAMPLES, needed
 from tests.support.spawn import RankPools, run_ranks
 
 pytestmark = pytest.mark.multiproc

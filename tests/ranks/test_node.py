@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import math
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_dlion import DistributedLion
 from hf_dlion.codec.layout import MessageLayout, shards_of
 from hf_dlion.exchange.node import RowEdges
-from tests.backward import test_ddp
-from tests.step.test_rule_multirank import bytes_of_words, planes_of, rows_of_words
-from tests.support import zoo
+from tests.support import ddp_training, zoo
 from tests.support.messages import message_numel
+from tests.support.nodes import environment, nodes_of
 from tests.support.oracle import OracleGroup, OracleLion, bits_of
+from tests.support.rule_cases import bytes_of_words, planes_of, rows_of_words
 from tests.support.spawn import RankPools, run_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -47,10 +46,6 @@ def of_six_ranks(nodes: int, size: int, case: str) -> Any:
     """A case of nodes that take long on a few cores; some of them stand for the others."""
     short = case in ("default", "two_phase-average", "two_phase-4-bits")
     return pytest.param(nodes, size, case, marks=[] if short else pytest.mark.long)
-
-
-def nodes_of(nodes: int, size: int) -> list[list[int]]:
-    return [list(range(first, first + size)) for first in range(0, nodes * size, size)]
 
 
 @pytest.mark.parametrize(
@@ -98,27 +93,16 @@ def test_nodes_of_one_rank_are_no_nodes(ranks: RankPools) -> None:
     zoo.replay(ranks(2).run(zoo.train, STEPS, {"local_group": 1}), {})
 
 
-@pytest.mark.parametrize("case", [name for name in test_ddp.CASES if name != "clipping"])
+@pytest.mark.parametrize("case", [name for name in ddp_training.CASES if name != "clipping"])
 def test_a_wrapper_makes_no_difference(ranks: RankPools, case: str) -> None:
-    wrap, ddp_options, loop = test_ddp.CASES[case]
+    wrap, ddp_options, loop = ddp_training.CASES[case]
     loop = {**loop, "options": {"local_group": 2}}
-    wrapped = ranks(4).run(test_ddp.train, wrap, ddp_options, loop)
-    bare = ranks(4).run(test_ddp.train, "bare", {}, {**loop, "set_to_none": True})
+    wrapped = ranks(4).run(ddp_training.train, wrap, ddp_options, loop)
+    bare = ranks(4).run(ddp_training.train, "bare", {}, {**loop, "set_to_none": True})
     for (bits, sent), (bare_bits, bare_sent) in zip(wrapped, bare, strict=True):
         assert all(map(torch.equal, bits, wrapped[0][0]))
         assert all(map(torch.equal, bits, bare_bits))
         assert sent == bare_sent
-
-
-@contextlib.contextmanager
-def environment(**values: str | None) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in values.items():
-            if value is None:
-                patch.delenv(name, raising=False)
-            else:
-                patch.setenv(name, value)
-        yield
 
 
 def train_as_launched(rank: int, world_size: int, size: int, how: str) -> list[zoo.Record]:
@@ -410,11 +394,11 @@ def test_nodes_are_found_wherever_torch_can_make_their_groups_and_refused_elsewh
 
 
 def fail_in_the_first_forward(rank: int, world_size: int) -> str:
-    model = test_ddp.new_model()
-    optimizer = test_ddp.optimizer_of(model, local_group="node")
+    model = ddp_training.new_model()
+    optimizer = ddp_training.optimizer_of(model, local_group="node")
     holder = [DistributedDataParallel(model)]
     with (
-        test_ddp.released(holder),
+        ddp_training.released(holder),
         environment(LOCAL_WORLD_SIZE="2" if rank else None, LOCAL_RANK=None),
     ):
         said = say_why(lambda: holder[0](torch.zeros(1, 1, dtype=torch.int64)))
@@ -435,11 +419,11 @@ def test_a_bad_value_is_refused_at_construction(value: Any) -> None:
 
 def differ_inside_a_node(rank: int, world_size: int, what: str) -> list[Any]:
     """One rank's gradients went another way than its node's."""
-    model = test_ddp.new_model()
-    optimizer = test_ddp.optimizer_of(model, local_group=2)
+    model = ddp_training.new_model()
+    optimizer = ddp_training.optimizer_of(model, local_group=2)
     holder = [DistributedDataParallel(model)]
-    with test_ddp.released(holder):
-        for step, (tokens,) in enumerate(test_ddp.batches(rank, 1)):
+    with ddp_training.released(holder):
+        for step, (tokens,) in enumerate(ddp_training.batches(rank, 1)):
             holder[0](tokens).backward()
             if step == 1 and rank == 1:
                 if what == "dropped":
@@ -450,27 +434,27 @@ def differ_inside_a_node(rank: int, world_size: int, what: str) -> list[Any]:
                     model.second.weight.grad = torch.ones_like(model.second.weight)
             optimizer.step()
             optimizer.zero_grad()
-    return [test_ddp.bits_of(model), optimizer.wire.exchanges]
+    return [ddp_training.bits_of(model), optimizer.wire.exchanges]
 
 
 @pytest.mark.parametrize("what", ["dropped", "more_backward", "replaced"])
 def test_a_difference_inside_a_node_neither_hangs_nor_diverges(ranks: RankPools, what: str) -> None:
     results = ranks(4).run(differ_inside_a_node, what)
     for bits, exchanges in results:
-        assert exchanges == test_ddp.STEPS
+        assert exchanges == ddp_training.STEPS
         assert all(map(torch.equal, bits, results[0][0]))
 
 
 def overflow(rank: int, world_size: int, wrapped: bool) -> dict[str, Any]:
     """Rank 1's loss overflows in step 1; its node has ranks 0 and 1."""
-    model = test_ddp.new_model()
-    optimizer = test_ddp.optimizer_of(model, local_group=2)
+    model = ddp_training.new_model()
+    optimizer = ddp_training.optimizer_of(model, local_group=2)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
     holder: list[Any] = [DistributedDataParallel(model) if wrapped else model]
     momenta = []
-    with test_ddp.released(holder), warnings.catch_warnings():
+    with ddp_training.released(holder), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for step, (tokens,) in enumerate(test_ddp.batches(rank, 1)):
+        for step, (tokens,) in enumerate(ddp_training.batches(rank, 1)):
             loss = holder[0](tokens)
             if rank == 1 and step == 1:
                 loss = loss * float("inf")
@@ -483,7 +467,7 @@ def overflow(rank: int, world_size: int, wrapped: bool) -> dict[str, Any]:
             optimizer.zero_grad()
             momenta.append([s["exp_avg"].clone() for s in optimizer.state.values()])
     return {
-        "bits": test_ddp.bits_of(model),
+        "bits": ddp_training.bits_of(model),
         "scale": scaler.get_scale(),
         "kept": all(map(torch.equal, momenta[0], momenta[1])),
         "abstentions": optimizer.wire.abstentions,
@@ -520,11 +504,11 @@ def test_a_node_that_always_abstains_is_named_on_every_rank(ranks: RankPools) ->
 
 def see_the_gradient(rank: int, world_size: int, micro_steps: int) -> tuple[Tensor, Tensor, float]:
     """The gradient that a loop clips and logs, this rank's own, and how often all were sent."""
-    model, alone = test_ddp.new_model(), test_ddp.new_model()
-    optimizer = test_ddp.optimizer_of(model, local_group=2)
+    model, alone = ddp_training.new_model(), ddp_training.new_model()
+    optimizer = ddp_training.optimizer_of(model, local_group=2)
     holder = [DistributedDataParallel(model)]
-    with test_ddp.released(holder):
-        micro_batches = test_ddp.batches(rank, micro_steps)[0]
+    with ddp_training.released(holder):
+        micro_batches = ddp_training.batches(rank, micro_steps)[0]
         for number, tokens in enumerate(micro_batches):
             last = number == len(micro_batches) - 1
             with contextlib.nullcontext() if last else holder[0].no_sync():
@@ -549,7 +533,7 @@ def test_the_loop_sees_the_nodes_gradient(ranks: RankPools, micro_steps: int) ->
 
 
 def share_a_wrapper(rank: int, world_size: int, second: int | None) -> str:
-    models = nn.ModuleList([test_ddp.new_model(), test_ddp.new_model()])
+    models = nn.ModuleList([ddp_training.new_model(), ddp_training.new_model()])
 
     class Both(nn.Module):
         def __init__(self) -> None:
@@ -560,12 +544,12 @@ def share_a_wrapper(rank: int, world_size: int, second: int | None) -> str:
             return self.models[0](tokens) + self.models[1](tokens)
 
     optimizers = [
-        test_ddp.optimizer_of(model, local_group=size)
+        ddp_training.optimizer_of(model, local_group=size)
         for model, size in zip(models, (2, second), strict=True)
     ]
     holder = [DistributedDataParallel(Both())]
-    with test_ddp.released(holder):
-        tokens = test_ddp.batches(rank, 1)[0][0]
+    with ddp_training.released(holder):
+        tokens = ddp_training.batches(rank, 1)[0][0]
         said = say_why(lambda: holder[0](tokens).backward())
         if said == "accepted":
             for optimizer in optimizers:

@@ -15,10 +15,10 @@ from hf_dlion.options import warn_once
 from hf_dlion.ranks import fingerprint
 from hf_dlion.ranks.fingerprint import ROW, fingerprints
 from hf_dlion.ranks.replicas import majority_of
-from tests.step.test_rule_multirank import CASES
 from tests.support import zoo
 from tests.support.oracle import bits_of
 from tests.support.random_training import DTYPES, backward, normal, random_param
+from tests.support.rule_cases import CASES
 from tests.support.spawn import RankPools
 
 multiproc = pytest.mark.multiproc

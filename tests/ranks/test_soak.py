@@ -2,7 +2,7 @@
 
 Every trial is drawn from the seed and its own number alone. A failure names both;
 
-    SOAK_SEED=1 SOAK_TRIALS=17 pytest -m long tests/test_soak.py
+    SOAK_SEED=1 SOAK_TRIALS=17 pytest -m long tests/ranks/test_soak.py
 
 repeats it alone ("17-20,31" repeats several).
 """

@@ -19,11 +19,11 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.options.test_optim_args import needed
-from tests.step.test_rule_multirank import bytes_of_words, rows_of_words
 from tests.support import zoo
 from tests.support.messages import message_numel
+from tests.support.option_cases import needed
 from tests.support.oracle import OracleGroup, OracleLion, bits_of
+from tests.support.rule_cases import bytes_of_words, rows_of_words
 
 KINDS = (
     *("normal", "signs", "zeros", "negative zeros", "zero rows", "holes", "tiny", "huge"),

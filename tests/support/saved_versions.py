@@ -1,9 +1,10 @@
-"""Writes the checkpoints in tests/data, to which tests/test_saved_versions.py holds later versions.
+"""Writes the checkpoints in tests/support/data, for tests/checkpoint/test_saved_versions.py.
 
-Run it once whenever the version of the momentum file or of the state dict changes, before the next
-release, and keep what it wrote; it needs nothing that an older version lacks:
+Later versions are held to them. Run it once whenever the version of the momentum file or of the
+state dict changes, before the next release, and keep what it wrote; it needs nothing that an older
+version lacks:
 
-    PYTHONPATH=. python tests/saved_versions.py
+    PYTHONPATH=. python tests/support/saved_versions.py
 """
 
 from __future__ import annotations

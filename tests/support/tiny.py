@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 VOCABULARY = 64
 SEQUENCE = 12
@@ -73,3 +73,14 @@ def weights_digest(model: torch.nn.Module) -> str:
         flat = parameter.detach().contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+class StopAt(TrainerCallback):
+    """Ends the training after a step, without touching the schedule."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            control.should_training_stop = True

@@ -6,6 +6,7 @@ with the oracle: `train(...)` on the ranks, `replay(...)` in the test.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.support.messages import message_numel
 from tests.support.oracle import OracleGroup, OracleLion, bits_of, widen
 
 # Rows of the embedding that no rank ever looks up.
@@ -389,3 +391,22 @@ def _joined(
     whole = torch.cat([part for part in parts if part is not None])
     assert whole.numel() == shape.numel(), "the stretches are the whole, without overlaps"
     return whole.view(shape)
+
+
+# With a message per parameter or two, several of them are on their way at once.
+SHORT = 100
+
+
+@contextlib.contextmanager
+def short_messages() -> Any:
+    with message_numel(SHORT):
+        yield
+
+
+def train_zoo(
+    rank: int, world_size: int, steps: int, options: dict[str, Any], ddp: dict[str, Any] | None
+) -> list[Record]:
+    with short_messages():
+        if ddp is None:
+            return train(rank, world_size, steps, options)
+        return train_ddp(rank, world_size, steps, options, ddp)

@@ -12,12 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_dlion.exchange import LostRank
 from hf_dlion.tools.cli import main as command
 from hf_dlion.tools.study import table
 from hf_dlion.tools.study.agreement import SignAgreement
 from hf_dlion.tools.study.cli import main
-from hf_dlion.tools.study.memory_wire import Hub, MemoryWire
 from hf_dlion.tools.study.methods import METHODS, Method, recipe, sgd, trainable
 from hf_dlion.tools.study.real import RealRank, run_real
 from hf_dlion.tools.study.records import Records
@@ -306,65 +304,6 @@ def test_sign_agreement_counts_what_the_vote_got_wrong():
     signs.after()
     method.close()
     assert list(signs.by_parameter().values())[:4] == [1.0, 0.0, 1.0, 0.0]
-
-
-def test_a_rank_that_fails_ends_the_others_with_its_own_error():
-    hub = Hub(2)
-    wires = [MemoryWire(hub, rank) for rank in range(2)]
-    out = torch.empty(2, 1)
-
-    def waits() -> None:
-        with pytest.raises(LostRank):
-            wires[0].all_gather(out, torch.zeros(1), "votes").wait()
-        raise LostRank("after it")
-
-    def fails() -> None:
-        raise ValueError("mine")
-
-    with pytest.raises(ValueError, match="mine"):
-        hub.run([waits, fails])
-    hub.close()
-
-
-def test_ranks_that_begin_different_collectives_are_told():
-    hub = Hub(2)
-    wires = [MemoryWire(hub, rank) for rank in range(2)]
-
-    def of_size(wire: MemoryWire, size: int) -> None:
-        wire.all_gather(torch.empty(2, size), torch.zeros(size), "votes").wait()
-
-    with pytest.raises(RuntimeError, match=r"rank . began all_gather of . torch.float32 where"):
-        hub.run([lambda: of_size(wires[0], 1), lambda: of_size(wires[1], 2)])
-    hub.close()
-
-
-def test_memory_gives_every_rank_what_a_network_would():
-    hub = Hub(3)
-    wires = [MemoryWire(hub, rank) for rank in range(3)]
-    found: dict[int, dict[str, Any]] = {}
-
-    def work(wire: MemoryWire) -> None:
-        own = torch.arange(3.0) + 10 * wire.rank
-        to_all, reduced, sent = torch.empty(3), own.clone(), own.clone()
-        wire.all_to_all(to_all, own, "segments").wait()
-        wire.all_reduce(reduced, "sums")
-        wire.broadcast(sent, 2)
-        found[wire.rank] = {
-            "segments": to_all.tolist(),
-            "sums": reduced.tolist(),
-            "broadcast": sent.tolist(),
-            "objects": wire.gather_objects(f"rank {wire.rank}"),
-        }
-
-    hub.run([lambda wire=wire: work(wire) for wire in wires])
-    hub.close()
-    for rank in range(3):
-        assert found[rank] == {
-            "segments": [rank, 10 + rank, 20 + rank],
-            "sums": [30, 33, 36],
-            "broadcast": [20, 21, 22],
-            "objects": ["rank 0", "rank 1", "rank 2"],
-        }
 
 
 def test_a_run_that_diverges_is_recorded_as_such():

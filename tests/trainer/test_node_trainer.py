@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import hf_dlion
-from tests.accelerate.test_accelerate import Loop
-from tests.ranks.test_node import environment
+from tests.support.accelerate_training import Loop
+from tests.support.nodes import environment
 from tests.support.spawn import RankPools
 from tests.support.tiny import tiny_args, tiny_llama, tiny_trainer, weights_digest
 

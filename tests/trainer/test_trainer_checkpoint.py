@@ -18,7 +18,7 @@ from hf_dlion.checkpoint import momentum_file
 from hf_dlion.checkpoint.momentum_file import CheckpointError
 from hf_dlion.trainer import DistributedLionCallback
 from tests.support.spawn import RankPools
-from tests.support.tiny import tiny_args, tiny_data, tiny_trainer, weights_digest
+from tests.support.tiny import StopAt, tiny_args, tiny_data, tiny_trainer, weights_digest
 
 pytestmark = pytest.mark.multiproc
 
@@ -30,17 +30,6 @@ def files(folder: str | Path) -> list[str]:
     """Returns the names of all momentum files below a folder, with their folders."""
     found = Path(folder).rglob("*momentum*")
     return sorted(str(path.relative_to(folder)) for path in found)
-
-
-class StopAt(TrainerCallback):
-    """Ends the training after a step, without touching the schedule."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            control.should_training_stop = True
 
 
 def train(rank, world_size, folder, changes, *, resume=None, stop=None, **trainer_changes):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from hf_dlion.exchange.memory import Hub
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.tools.bench.traffic import ring_bytes
 from hf_dlion.tools.study.compressors import DGC, Compressor, GradDrop, TernGrad
-from hf_dlion.tools.study.memory_wire import Hub, MemoryWire, simulated
 from hf_dlion.tools.study.scenes import Scene, UnknownNameError
 from hf_dlion.tools.study.setting import Setting
 
@@ -116,13 +116,16 @@ class Voting(Method):
     def __init__(self, scene: Scene, setting: Setting, options: Options) -> None:
         """Makes the replicas."""
         self._hub = Hub(setting.workers)
-        self._wires = [MemoryWire(self._hub, rank) for rank in range(setting.workers)]
         self.places = [(rank, scene.model(setting.seed)) for rank in range(setting.workers)]
         numel = sum(param.numel() for param in trainable(self.places[0][1]))
         every = lion_options(setting) | options(setting, numel)
+        named = [
+            [pair for pair in model.named_parameters() if pair[1].requires_grad]
+            for _, model in self.places
+        ]
         self._optimizers = [
-            simulated(model, wire, **every)
-            for (_, model), wire in zip(self.places, self._wires, strict=True)
+            DistributedLion(params, process_group=group, **every)
+            for params, group in zip(named, self._hub.groups, strict=True)
         ]
 
     @property
@@ -137,8 +140,8 @@ class Voting(Method):
         self._hub.run([optimizer.step for optimizer in self._optimizers])
         for optimizer in self._optimizers:
             optimizer.zero_grad()
-        self.bytes_sent = float(self._wires[0].stats.bytes_sent)
-        self.rounds = self._wires[0].stats.rounds
+        self.bytes_sent = float(self._optimizers[0].wire.bytes_sent)
+        self.rounds = self._optimizers[0].wire.rounds
 
     def close(self) -> None:
         """Ends the threads."""
