@@ -16,7 +16,7 @@ from hf_dlion.checkpoint.whole import last_whole_checkpoint
 from hf_dlion.exchange import LostRank, WireStats
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options import Options
-from hf_dlion.ranks.header import Disagreement
+from hf_dlion.ranks.agreement import Disagreement
 
 if TYPE_CHECKING:
     from hf_dlion import accelerate, trainer

@@ -135,3 +135,15 @@ def test_no_test_module_imports_another():
 def test_the_folders_of_tests_are_those_of_the_package():
     folders = {path.parent.name for path in TESTS.glob("*/__init__.py")}
     assert folders - {"support"} == set(ROW_OF)
+
+
+def test_the_optimizer_shows_what_torch_or_a_user_calls_and_nothing_else():
+    from torch.distributed.algorithms.join import Joinable
+    from torch.optim import Optimizer
+
+    theirs = {*dir(Optimizer), *dir(Joinable), "grad_scale", "found_inf"}
+    ours = {name for name in dir(hf_dlion.DistributedLion) if not name.startswith("_")} - theirs
+    assert ours == {
+        *("attach", "synchronize_momentum", "momentum_divergence", "momentum_report"),
+        *("wire", "options", "steps", "rank", "world_size", "abstentions"),
+    }

@@ -37,8 +37,9 @@ from hf_dlion.exchange import Wire, WireStats
 from hf_dlion.momentum.store import MomentumStore
 from hf_dlion.options.groups import trainable
 from hf_dlion.options.warn_once import warn_once
+from hf_dlion.ranks.agreement import raise_together
 from hf_dlion.ranks.group_counts import check_group_counts, group_counts
-from hf_dlion.ranks.header import Header, raise_together
+from hf_dlion.ranks.header import Header
 from hf_dlion.step.early import Sent, delivery_of
 from hf_dlion.step.engine import Engine
 from hf_dlion.step.message import Message

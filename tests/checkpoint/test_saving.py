@@ -29,7 +29,7 @@ from hf_dlion.checkpoint.agreed import agreed_checkpoint
 from hf_dlion.checkpoint.lion import gather_objects
 from hf_dlion.checkpoint.momentum_file import CheckpointError
 from hf_dlion.checkpoint.whole import INCOMPLETE
-from hf_dlion.ranks.header import Disagreement
+from hf_dlion.ranks.agreement import Disagreement
 from tests.support.accelerate_training import Loop
 from tests.support.spawn import RankPools
 from tests.support.tiny import StopAt, tiny_args, tiny_data, tiny_trainer, weights_digest
