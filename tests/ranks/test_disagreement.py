@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_dlion import DistributedLion
 from hf_dlion.options import Options
 from hf_dlion.options.treatment import Treatment
-from hf_dlion.ranks import agreement
+from hf_dlion.ranks import agreement, header
 from tests.support.option_cases import EXAMPLES, needed
 from tests.support.spawn import RankPools, run_ranks
 
