@@ -1,4 +1,8 @@
-"""Fixtures that every test module may use."""
+"""Fixtures that every test module may use, and the two tiers of tests.
+
+Plain `pytest` runs ranks as threads of one process, and of the tests that start processes only
+those marked `smoke`. `-m "not long"` runs everything, each test with ranks on threads and on gloo.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +13,35 @@ import pytest
 from hypothesis import settings
 
 from tests.support.spawn import RankPools
+from tests.support.threads import ThreadPool
 
 # Needs its environment from the start: tests/codec/test_triton.py runs it in a process of its own.
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-collect_ignore = [] if INTERPRETED else ["codec/interpreted_triton.py"]
+collect_ignore = (
+    [] if os.environ.get("TRITON_INTERPRET") == "1" else ["codec/interpreted_triton.py"]
+)
 
 # A time limit per example fails at random on a machine that is busy with several ranks.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPools]:
+@pytest.fixture(scope="module", params=["threads", "gloo"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[RankPools]:
     """Pools of ranks that live as long as the test module: `ranks(2).run(f, *args)`."""
-    pools = RankPools()
+    pools = RankPools(ThreadPool) if request.param == "threads" else RankPools()
     yield pools
     pools.close()
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves tests that need processes to gloo, and real ranks to the full tier."""
+    dropped = []
+    for item in items:
+        kind = getattr(item, "callspec", None) and item.callspec.params.get("ranks")
+        multiproc = item.get_closest_marker("multiproc") is not None
+        if kind == "threads" and multiproc:
+            dropped.append(item)
+        elif (kind == "gloo" or multiproc) and item.get_closest_marker("smoke") is None:
+            item.add_marker("full")
+    items[:] = [item for item in items if item not in set(dropped)]

@@ -144,14 +144,17 @@ class MemoryGroup:
 class _Delivery(Pending):
     """A collective on its way through memory."""
 
-    def __init__(self, finish: Callable[[], None]) -> None:
+    def __init__(self, finish: Callable[[], Tensor]) -> None:
         self._finish = finish
 
     def wait(self) -> None:
         self._finish()
 
-    def get_future(self) -> NoReturn:
-        raise NotImplementedError("votes during backward (overlap=True) take real ranks")
+    def get_future(self) -> torch.futures.Future[Tensor]:
+        # Nobody would fill it later: the rank's own thread is the one that waits.
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(self._finish())
+        return future
 
 
 class MemoryWire(Wire):
@@ -186,31 +189,32 @@ class MemoryWire(Wire):
         return MemoryGroup(group.hub, tuple(self.ranks[rank] for rank in members), group.rank)
 
     def _gather(self, out: Tensor, tensor: Tensor, what: str) -> Pending:
-        def finish(sent: list[Tensor]) -> None:
-            torch.stack(sent, out=out.view(len(sent), -1))
+        def finish(sent: list[Tensor]) -> Tensor:
+            return torch.stack(sent, out=out.view(len(sent), -1))
 
         return self._begin("all_gather", tensor, finish)
 
     def _scatter(self, out: Tensor, tensor: Tensor, what: str) -> Pending:
-        def finish(sent: list[Tensor]) -> None:
+        def finish(sent: list[Tensor]) -> Tensor:
             mine = [other.view(self.world_size, -1)[self.rank] for other in sent]
-            torch.stack(mine, out=out.view(self.world_size, -1))
+            return torch.stack(mine, out=out.view(self.world_size, -1))
 
         return self._begin("all_to_all", tensor, finish)
 
     def _reduce(self, tensor: Tensor, what: str) -> Pending:
-        def finish(sent: list[Tensor]) -> None:
+        def finish(sent: list[Tensor]) -> Tensor:
             total = sent[0].clone()
             for other in sent[1:]:
                 total += other
             tensor.view(-1).copy_(total)
+            return tensor
 
         return self._begin("all_reduce", tensor.view(-1), finish)
 
     def _spread(self, data: Tensor, source: int, what: str) -> Pending:
         return self._begin("broadcast", data, lambda sent: data.copy_(sent[source]))
 
-    def _begin(self, kind: str, flat: Tensor, finish: Callable[[list[Tensor]], Any]) -> Pending:
+    def _begin(self, kind: str, flat: Tensor, finish: Callable[[list[Tensor]], Tensor]) -> Pending:
         hub, members = self._memory.hub, self._memory.members
         kind = f"{kind} of {flat.numel()} {flat.dtype}"
         slot = hub.deliver(members, self._memory.rank, kind, flat)

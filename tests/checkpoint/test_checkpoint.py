@@ -18,8 +18,6 @@ from hf_dlion.checkpoint.momentum_file import CheckpointError
 from hf_dlion.checkpoint.rank_files import load_momentum, save_momentum
 from tests.support.spawn import RankPools
 
-pytestmark = pytest.mark.multiproc
-
 
 def make(width: int = 3, momentum_dtype: torch.dtype | None = None):
     torch.manual_seed(0)

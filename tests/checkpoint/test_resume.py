@@ -16,8 +16,6 @@ from tests.support.accelerate_training import Loop
 from tests.support.spawn import RankPools
 from tests.support.tiny import tiny_args, tiny_trainer, weights_digest
 
-pytestmark = pytest.mark.multiproc
-
 
 def by_hand(rank, world_size, folder, load):
     torch.manual_seed(0)

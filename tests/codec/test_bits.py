@@ -18,8 +18,6 @@ from tests.support.random_training import backward, random_param
 from tests.support.spawn import RankPools
 from tests.support.zoo import train_zoo
 
-pytestmark = pytest.mark.multiproc
-
 
 @pytest.mark.parametrize(
     "options",

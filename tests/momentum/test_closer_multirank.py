@@ -29,8 +29,6 @@ from tests.support.random_training import (
 )
 from tests.support.spawn import RankPools
 
-pytestmark = pytest.mark.multiproc
-
 CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "sync": ({"momentum_sync_every": 3}, ()),
     "sync-float32": ({"momentum_sync_every": 1, "momentum_sync_dtype": torch.float32}, ()),

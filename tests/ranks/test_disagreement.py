@@ -25,8 +25,6 @@ from hf_dlion.ranks import agreement, header
 from tests.support.option_cases import EXAMPLES, needed
 from tests.support.spawn import RankPools, run_ranks
 
-pytestmark = pytest.mark.multiproc
-
 WORLD_SIZE = 3
 
 

@@ -24,8 +24,6 @@ from tests.support.oracle import OracleGroup, OracleLion, bits_of
 from tests.support.rule_cases import bytes_of_words, planes_of, rows_of_words
 from tests.support.spawn import RankPools, run_ranks
 
-pytestmark = pytest.mark.multiproc
-
 STEPS = 15
 
 CASES: dict[str, dict[str, Any]] = {

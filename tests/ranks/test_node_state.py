@@ -23,8 +23,6 @@ from hf_dlion.checkpoint.rank_files import (
 from tests.support.oracle import OracleGroup, OracleLion, bits_of, same_bits
 from tests.support.spawn import RankPools
 
-pytestmark = pytest.mark.multiproc
-
 SHAPES = [(5, 40), (130,), (3, 70), (64,)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float32, torch.float32]
 

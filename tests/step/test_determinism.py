@@ -21,8 +21,6 @@ from tests.support.oracle import bits_of
 from tests.support.random_training import backward, random_param
 from tests.support.spawn import RankPools
 
-pytestmark = pytest.mark.multiproc
-
 STEPS = 4
 # The first is long enough for a second thread of the compiled codec, at so many elements for each.
 PART = 256

@@ -9,8 +9,6 @@ from hypothesis import HealthCheck, given, settings
 from tests.support.drawn_training import Case, Group, Odd, Param, Step, cases, replay, train
 from tests.support.spawn import RankPools
 
-pytestmark = pytest.mark.multiproc
-
 # Exchanges during backward, and nodes, make process groups, which a process keeps to its end, with
 # threads that wake up a hundred times a second.
 RUNS_PER_POOL = 50

@@ -15,8 +15,6 @@ from tests.support.oracle import OracleGroup, OracleLion, same_bits
 from tests.support.random_training import DTYPES, backward, normal, random_param
 from tests.support.spawn import RankPools
 
-pytestmark = pytest.mark.multiproc
-
 Grads = list[Tensor | None]
 
 

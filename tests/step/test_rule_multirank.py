@@ -14,8 +14,6 @@ from tests.support.random_training import backward, random_param
 from tests.support.rule_cases import CASES, _words, bytes_of_words, rows_of_words
 from tests.support.spawn import RankPools
 
-pytestmark = pytest.mark.multiproc
-
 STEPS = {"default": 50, "two_phase-average": 50}
 FEWER_STEPS = 16
 

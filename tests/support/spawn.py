@@ -126,7 +126,7 @@ class RankPool:
         }
         self._kill()
         if failures:
-            raise RanksFailedError(_sections("the ranks did not end cleanly", failures))
+            raise RanksFailedError(sections("the ranks did not end cleanly", failures))
 
     def __enter__(self) -> RankPool:
         """Returns the pool."""
@@ -180,7 +180,7 @@ class RankPool:
             output = worker.output()
             if output and output not in parts[worker.rank]:
                 parts[worker.rank] += f"\noutput:\n{output}"
-        return _sections(f"{head} (limit {limit})" if limit else head, dict(sorted(parts.items())))
+        return sections(f"{head} (limit {limit})" if limit else head, dict(sorted(parts.items())))
 
     def _kill(self) -> None:
         for worker in self._workers:
@@ -190,15 +190,22 @@ class RankPool:
 
 
 class RankPools:
-    """One pool per world size: `pools(2).run(f)`."""
+    """One pool per world size: `pools(2).run(f)`.
 
-    def __init__(self) -> None:
+    Args:
+        make: Makes one; processes unless something else is given.
+    """
+
+    def __init__(self, make: Callable[[int], Any] = RankPool) -> None:
         """Starts nothing yet."""
-        self._pools: dict[int, RankPool] = {}
+        self._make = make
+        self._pools: dict[int, Any] = {}
 
-    def __call__(self, world_size: int) -> RankPool:
+    def __call__(self, world_size: int) -> Any:
         """Returns the pool of `world_size` ranks."""
-        return self._pools.setdefault(world_size, RankPool(world_size))
+        if world_size not in self._pools:
+            self._pools[world_size] = self._make(world_size)
+        return self._pools[world_size]
 
     def close(self) -> None:
         """Ends all pools; the first one that did not end cleanly decides what is raised."""
@@ -365,14 +372,7 @@ def _serve(rank: int, world_size: int, folder: str, connection: Connection) -> N
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     torch.set_num_threads(1)
     # For libraries that take these from the environment (Accelerate, Trainer).
-    os.environ.update(
-        {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-        }
-    )
+    os.environ.update(rank_environment(rank, world_size))
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/rendezvous",
@@ -386,6 +386,13 @@ def _serve(rank: int, world_size: int, folder: str, connection: Connection) -> N
     # A DDP model that outlives its gloo group sometimes aborts the process.
     gc.collect()
     dist.destroy_process_group()
+
+
+def rank_environment(rank: int, world_size: int) -> dict[str, str]:
+    """Returns what a launcher sets for a rank."""
+    names = {"RANK": rank, "LOCAL_RANK": rank}
+    sizes = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    return {name: str(value) for name, value in (names | sizes).items()}
 
 
 def _receive(connection: Connection) -> bytes | None:
@@ -409,7 +416,8 @@ def _answer(rank: int, world_size: int, call: bytes) -> bytes:
         return pickle.dumps((True, traceback.format_exc()))
 
 
-def _sections(head: str, parts: Mapping[int, str]) -> str:
+def sections(head: str, parts: Mapping[int, str]) -> str:
+    """Returns a text with a part per rank."""
     return head + "".join(f"\n\nrank {rank}:\n{text}" for rank, text in parts.items())
 
 
