@@ -9,15 +9,15 @@
 from __future__ import annotations
 
 import functools
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
-from hf_dlion.checkpoint import rank_files as checkpoint
-from hf_dlion.checkpoint import whole as whole_checkpoint
+from hf_dlion.checkpoint import rank_files, rotation, whole
 from hf_dlion.checkpoint.agreed import agreed_checkpoint, names_on_ranks
+from hf_dlion.checkpoint.lion import gather_objects, unwrap
 from hf_dlion.checkpoint.momentum_file import MOMENTUM_NAME
 from hf_dlion.checkpoint.save import Save
 from hf_dlion.optimizer import DistributedLion
@@ -34,6 +34,10 @@ _UNSUPPORTED = {
     "XLA": "torch_xla",
 }
 _ATTACHED = "_hf_dlion_attached"
+
+# The save that an accelerator is in the middle of, and the folder from which it has just loaded.
+_saves: WeakKeyDictionary[Accelerator, Save] = WeakKeyDictionary()
+_folders: WeakKeyDictionary[Accelerator, Path] = WeakKeyDictionary()
 
 
 def attach(accelerator: Accelerator) -> None:
@@ -57,66 +61,61 @@ def attach(accelerator: Accelerator) -> None:
     refuse_sharded(accelerator)
     if getattr(accelerator, _ATTACHED, False):
         return
-    folders: list[str] = []
-    saves: list[Save] = []
-
-    def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
-        # Every rank calls this hook, before rank 0 writes the optimizers' states.
-        with saves[0].part() if saves else nullcontext():
-            whole_checkpoint.begin(Path(output_dir))
-        for suffix, lion in _lions(accelerator):
-            name = MOMENTUM_NAME + suffix
-            if lion.options.checkpoint == "mean":
-                lion.synchronize_momentum()
-                checkpoint.remove_momentum(output_dir, name=name)
-            else:
-                checkpoint.save_momentum(lion, output_dir, name=name, scaler=accelerator.scaler)
-
-    def remember(models: list[Any], input_dir: str) -> None:
-        # The folder that load_state chose; it is too early to load, since rank 0's state follows.
-        folders[:] = [input_dir]
-
-    save_state, load_state = accelerator.save_state, accelerator.load_state
-
-    @functools.wraps(save_state)
-    def save_all(*args: Any, **kwargs: Any) -> Any:
-        lions = _lions(accelerator)
-        if not lions:
-            return save_state(*args, **kwargs)
-        ours = Save(lions[0][1])
-        saves[:] = [ours]
-        try:
-            with _as_one(accelerator, ours):
-                with ours.part():
-                    _make_room(accelerator)
-                with ours.part():
-                    saved = save_state(*args, **kwargs)
-                with ours.part():
-                    ours.sync(Path(saved))  # What all ranks have written.
-            with ours.part():
-                if accelerator.is_local_main_process:
-                    whole_checkpoint.finish(Path(saved))
-            with ours.part():
-                _delete_superseded(accelerator, Path(saved))
-        finally:
-            saves.clear()
-        return saved
-
-    @functools.wraps(load_state)
-    def load_all(input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        failure: Exception | None = None
-        input_dir = _whole(accelerator, input_dir)
-        try:
-            load_state(input_dir, *args, **kwargs)
-        except Exception as error:  # The others hear of it below, instead of waiting for this rank.
-            failure = error
-        _load(accelerator, folders.pop() if folders else "", failure)
-        _go_on_counting(accelerator)
-
-    accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(remember)
-    accelerator.save_state, accelerator.load_state = save_all, load_all
+    accelerator.register_save_state_pre_hook(functools.partial(_write_momenta, accelerator))
+    accelerator.register_load_state_pre_hook(functools.partial(_note_folder, accelerator))
+    for name, around in (("save_state", _around_save_state), ("load_state", _around_load_state)):
+        original = getattr(accelerator, name)
+        wrapper = functools.partial(around, accelerator, original)
+        setattr(accelerator, name, functools.update_wrapper(wrapper, original))
     setattr(accelerator, _ATTACHED, True)
+
+
+def _around_save_state(
+    accelerator: Accelerator,
+    original: Callable[..., str],
+    output_dir: str | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> str:
+    lions, automatic = _lions(accelerator), _automatic_folder(accelerator)
+    if not lions:
+        return original(output_dir, *args, **kwargs)
+    name = f"checkpoint_{accelerator.save_iteration}"
+    save = Save(lions[0][1], automatic / name if automatic else Path(output_dir or "."))
+    _saves[accelerator] = save
+    try:
+        with _as_one(accelerator, save):
+            with save.part():
+                if automatic and accelerator.is_local_main_process:
+                    _make_room(save.folder)
+            with save.part():  # In it the save begins, in the hook below.
+                saved = original(output_dir, *args, **kwargs)
+            save.sync()
+        save.finish()
+        with save.part():
+            if automatic and accelerator.is_main_process:
+                names = reversed(whole.checkpoint_names(automatic))  # By their numbers.
+                limit = accelerator.project_configuration.total_limit
+                rotation.delete_superseded(save.folder, [automatic / n for n in names], limit)
+    finally:
+        del _saves[accelerator]
+    return saved
+
+
+def _write_momenta(
+    accelerator: Accelerator, models: list[Any], weights: list[Any], output_dir: str
+) -> None:
+    """Begins the save; every rank calls it, before rank 0 writes the optimizers' states."""
+    if accelerator in _saves:
+        _saves[accelerator].folder = Path(output_dir)  # As Accelerate understood it.
+        _saves[accelerator].begin()
+    for suffix, lion in _lions(accelerator):
+        name = MOMENTUM_NAME + suffix
+        if lion.options.checkpoint == "mean":
+            lion.synchronize_momentum()
+            rank_files.remove_momentum(output_dir, name=name)
+        else:
+            rank_files.save_momentum(lion, output_dir, name=name, scaler=accelerator.scaler)
 
 
 @contextmanager
@@ -142,65 +141,65 @@ def _as_one(accelerator: Accelerator, save: Save) -> Iterator[None]:
         project.total_limit, accelerator.wait_for_everyone = limit, wait
 
 
-def _make_room(accelerator: Accelerator) -> None:
+def _make_room(place: Path) -> None:
     """Removes an unfinished state of the next number, which Accelerate would not write over."""
-    project = accelerator.project_configuration
-    if project.automatic_checkpoint_naming and accelerator.is_local_main_process:
-        place = _automatic_folder(accelerator) / f"checkpoint_{project.iteration}"
-        with suppress(FileNotFoundError):  # Of two machines with one disk the other was faster.
-            if place.is_dir() and whole_checkpoint.is_unfinished(place):
-                _remove(place)
+    with suppress(FileNotFoundError):  # Of two machines with one disk the other was faster.
+        if place.is_dir() and whole.is_unfinished(place):
+            rotation.remove(place)
 
 
-def _delete_superseded(accelerator: Accelerator, place: Path) -> None:
-    """Deletes other states than `place` over `total_limit`: unfinished ones, then the oldest."""
-    project = accelerator.project_configuration
-    if not project.automatic_checkpoint_naming or not project.total_limit:
+def _around_load_state(
+    accelerator: Accelerator,
+    original: Callable[..., None],
+    input_dir: str | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    lions, automatic = _lions(accelerator), _automatic_folder(accelerator)
+    if not lions:
+        original(input_dir, *args, **kwargs)
         return
-    if accelerator.is_main_process:
-        folder = _automatic_folder(accelerator)
-        names = whole_checkpoint.checkpoint_names(folder)
-        others = [folder / name for name in names if name != place.name]
-        others.sort(key=whole_checkpoint.is_unfinished)
-        for other in others[project.total_limit - 1 :]:
-            _remove(other)
+    gather = functools.partial(gather_objects, lions[0][1])
+    if input_dir is not None or automatic:
+        named = None if input_dir is None else Path(input_dir).expanduser()
+        input_dir = agreed_checkpoint(gather, lions[0][1].rank, named, automatic or ".")
+    # Raised on every rank by `resume_momentum`.
+    failure = rank_files.failure_of(lambda: original(input_dir, *args, **kwargs))
+    folder = _folders.pop(accelerator, Path())
+    scalers = [
+        rank_files.resume_momentum(
+            lion, folder / f"optimizer{suffix}.bin", name=MOMENTUM_NAME + suffix, failure=failure
+        )
+        for suffix, lion in lions
+    ]
+    if scalers[0] is not None and accelerator.scaler is not None:
+        # Accelerate has just given every rank the state that was written last.
+        accelerator.scaler.load_state_dict(scalers[0])
+    # Accelerate counts from 0 in every process; a number that the user chose stays.
+    names = names_on_ranks(gather, automatic) if automatic else []
+    if names and accelerator.project_configuration.iteration == 0:
+        accelerator.project_configuration.iteration = whole.number_of(names[0]) + 1
 
 
-def _remove(state: Path) -> None:
-    """Removes a state; a job that is killed meanwhile leaves nothing that is named like one."""
-    # With a number, which Accelerate looks for in all names there when it is used without us.
-    doomed = state.with_name(".deleted_0")
-    shutil.rmtree(doomed, ignore_errors=True)
-    state.rename(doomed)
-    shutil.rmtree(doomed)
+def _note_folder(accelerator: Accelerator, models: list[Any], input_dir: str) -> None:
+    """Notes what load_state chose; it is too early to load, since rank 0's state follows."""
+    _folders[accelerator] = Path(input_dir)
 
 
-def _go_on_counting(accelerator: Accelerator) -> None:
-    """Has the next automatic name follow those on the disk, unless the user chose a number.
-
-    Every rank must call it. Accelerate counts from 0 in every process.
-    """
-    project, lions = accelerator.project_configuration, _lions(accelerator)
-    if lions and project.automatic_checkpoint_naming:
-        names = names_on_ranks(lions[0][1].gather_objects, _automatic_folder(accelerator))
-        if names and project.iteration == 0:
-            project.iteration = whole_checkpoint.number_of(names[0]) + 1
-
-
-def _automatic_folder(accelerator: Accelerator) -> Path:
-    return Path(accelerator.project_dir, "checkpoints")
-
-
-def _whole(accelerator: Accelerator, input_dir: str | None) -> str | None:
-    """Returns the folder to load, after all ranks agreed that it is whole."""
-    lions = _lions(accelerator)
+def _automatic_folder(accelerator: Accelerator) -> Path | None:
+    """Returns where Accelerate puts states that it names itself, None if the user names them."""
     automatic = accelerator.project_configuration.automatic_checkpoint_naming
-    if not lions or (input_dir is None and not automatic):
-        return input_dir
-    lion = lions[0][1]
-    named = None if input_dir is None else Path(input_dir).expanduser()
-    place = _automatic_folder(accelerator) if automatic else "."
-    return agreed_checkpoint(lion.gather_objects, lion.rank, named, place)
+    return Path(accelerator.project_dir, "checkpoints") if automatic else None
+
+
+def _lions(accelerator: Accelerator) -> list[tuple[str, DistributedLion]]:
+    """Returns the accelerator's optimizers that are ours, with the suffixes of their files."""
+    found = []
+    for index, optimizer in enumerate(accelerator._optimizers):
+        lion = unwrap(optimizer)
+        if lion is not None:
+            found.append((f"_{index}" if index else "", lion))
+    return found
 
 
 def refuse_sharded(accelerator: Accelerator) -> None:
@@ -226,26 +225,3 @@ def unsupported(kind: str) -> NotImplementedError:
         "--multi_gpu, without FSDP, DeepSpeed and tensor parallelism); gradient checkpointing, "
         "PEFT and bf16 parameters make a model fit"
     )
-
-
-def _lions(accelerator: Accelerator) -> list[tuple[str, DistributedLion]]:
-    """Returns the accelerator's optimizers that are ours, with the suffixes of their files."""
-    found = []
-    for index, optimizer in enumerate(accelerator._optimizers):
-        lion = checkpoint.unwrap(optimizer)
-        if lion is not None:
-            found.append((f"_{index}" if index else "", lion))
-    return found
-
-
-def _load(accelerator: Accelerator, folder: str, failure: Exception | None) -> None:
-    states = []
-    for suffix, lion in _lions(accelerator):
-        state_file = Path(folder, f"optimizer{suffix}.bin")
-        name = MOMENTUM_NAME + suffix
-        states.append(checkpoint.resume_momentum(lion, state_file, name=name, failure=failure))
-    if failure is not None:
-        raise failure
-    if states and states[0] is not None and accelerator.scaler is not None:
-        # Accelerate has just given every rank the state that was written last.
-        accelerator.scaler.load_state_dict(states[0])

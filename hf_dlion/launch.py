@@ -42,32 +42,26 @@ def main(argv: list[str] | None = None) -> None:
         return
     if not argv:
         _fail("no script given")
-    if argv[0] == "-m":
-        if len(argv) < 2:
-            _fail("no module given after -m")
-        _register()
-        sys.argv = argv[1:]
-        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
-        _end_process_group()
-        return
-    if argv[0].startswith("-"):
+    if argv[0] == "-m" and len(argv) < 2:
+        _fail("no module given after -m")
+    if argv[0] != "-m" and argv[0].startswith("-"):
         _fail(f"{argv[0]} stands before the script; the script's options go after its name")
-    script = argv[0]
-    if not os.path.isfile(script):
-        _fail(f"there is no script {script}")
-    _register()
-    sys.argv = argv
-    if not sys.flags.safe_path:
-        # What `python script` puts there; -m left the current folder.
-        sys.path[0] = os.path.dirname(os.path.realpath(script))
-    runpy.run_path(script, run_name="__main__")
-    _end_process_group()
+    if argv[0] != "-m" and not os.path.isfile(argv[0]):
+        _fail(f"there is no script {argv[0]}")
 
-
-def _register() -> None:
-    from hf_dlion.trainer import register
+    from hf_dlion.trainer import register  # Takes seconds, which a usage error need not.
 
     register()
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = argv
+        if not sys.flags.safe_path:
+            # What `python script` puts there; -m left the current folder.
+            sys.path[0] = os.path.dirname(os.path.realpath(argv[0]))
+        runpy.run_path(argv[0], run_name="__main__")
+    _end_process_group()
 
 
 def _end_process_group() -> None:

@@ -45,6 +45,7 @@ def agreed_checkpoint(
         CheckpointError: On every rank, if the one that was asked for is not whole on all of them,
             or if there are some and none is.
     """
+    # First, because what follows are other collectives for the one than for the other.
     told = gather(folder is None)
     if len(set(told)) > 1:
         raise CheckpointError("cannot load: some ranks want the newest checkpoint, others name one")
@@ -52,6 +53,7 @@ def agreed_checkpoint(
         if problems := _problems_on_ranks(gather, rank, len(told), Path(folder), ranks_of):
             raise CheckpointError(f"cannot load {folder}, it is not whole: {'; '.join(problems)}")
         return os.fspath(folder)
+    # The newest that is whole on all of them; a newer one may be on the disk of some ranks only.
     complaints: list[str] = []
     places = [Path(output_dir, name) for name in names_on_ranks(gather, output_dir)]
     for place in places:

@@ -71,3 +71,13 @@ def sync_tree(folder: Path) -> None:
             finally:
                 os.close(descriptor)
         sync_folder(Path(place))
+
+
+def sync_checkpoint(folder: Path) -> None:
+    """Waits until a checkpoint is on the disk: all files below it, and its own name.
+
+    Raises:
+        OSError: As `sync_tree`.
+    """
+    sync_tree(folder)
+    sync_folder(folder.parent)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ VERSION = 3
 # Version 1 is from before nodes could vote as one: such a file holds whole momenta. Version 2 has
 # no checksum of what is not a tensor.
 _VERSIONS = (1, 2, VERSION)
+_FILE_NAME = re.compile(r"(.+)_(\d+)_of_(\d+)\.pt")
 
 
 class CheckpointError(RuntimeError):
@@ -61,14 +62,20 @@ def file_name(name: str, rank: int, world_size: int) -> str:
     return f"{name}_{rank}_of_{world_size}.pt"
 
 
+def saved_momenta(names: Iterable[str]) -> dict[str, dict[int, set[int]]]:
+    """Returns the ranks of momentum files, by how their names start and the number of ranks."""
+    found: dict[str, dict[int, set[int]]] = {}
+    for name in names:
+        if match := _FILE_NAME.fullmatch(name):
+            by_size = found.setdefault(match[1], {})
+            by_size.setdefault(int(match[3]), set()).add(int(match[2]))
+    return found
+
+
 def saved_ranks(folder: Path, name: str) -> dict[int, set[int]]:
     """Returns the ranks whose files are in `folder`, by the world size of the run that saved."""
-    found: dict[int, set[int]] = {}
-    pattern = re.compile(re.escape(name) + r"_(\d+)_of_(\d+)\.pt")
-    for entry in folder.iterdir() if folder.is_dir() else ():
-        if match := pattern.fullmatch(entry.name):
-            found.setdefault(int(match[2]), set()).add(int(match[1]))
-    return found
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return saved_momenta(entry.name for entry in entries).get(name, {})
 
 
 def write(path: Path, content: MomentumFile) -> None:

@@ -13,8 +13,10 @@ The way without files is `optimizer.synchronize_momentum()` before `state_dict()
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,18 +24,11 @@ from typing import Any
 import torch
 
 from hf_dlion.checkpoint import momentum_file
+from hf_dlion.checkpoint.lion import gather_objects, nodes_of, require
 from hf_dlion.checkpoint.momentum_file import MOMENTUM_NAME, CheckpointError, MomentumFile
-from hf_dlion.checkpoint.saved_momentum import momentum_for
+from hf_dlion.momentum.shares import assemble
 from hf_dlion.optimizer import DistributedLion
-
-
-def unwrap(optimizer: object) -> DistributedLion | None:
-    """Returns the DistributedLion inside Accelerate's wrapper, or None if it is another one."""
-    while not isinstance(optimizer, DistributedLion):
-        optimizer = getattr(optimizer, "optimizer", None)
-        if optimizer is None:
-            return None
-    return optimizer
+from hf_dlion.options.naming import bare
 
 
 def save_momentum(
@@ -93,11 +88,6 @@ def remove_momentum(
                 Path(folder, momentum_file.file_name(name, rank, world_size)).unlink(True)
 
 
-def has_momentum(folder: str | os.PathLike[str], *, name: str = MOMENTUM_NAME) -> bool:
-    """Returns whether a rank saved its momentum in `folder`."""
-    return bool(momentum_file.saved_ranks(Path(folder), name))
-
-
 def load_momentum(
     optimizer: object,
     folder: str | os.PathLike[str],
@@ -130,11 +120,10 @@ def load_momentum(
     """
     lion = require(optimizer)
     content, problem = None, failure
-    node = lion.join_node()
-    ours = replace(_identity(lion), members=[list(ranks) for ranks in node.members] if node else [])
+    ours = replace(_identity(lion), members=nodes_of(lion))
     if problem is None:
         try:
-            content = momentum_for(ours, Path(folder), name)
+            content = _momentum_for(ours, Path(folder), name)
         except Exception as error:  # Whatever it is, the other ranks wait for this one below.
             problem = error
     _agree(lion, problem, found=content and (content.world_size, content.steps))
@@ -181,7 +170,7 @@ def resume_momentum(
     """
     state_file = Path(state_file)
     folder = state_file.parent
-    if has_momentum(folder, name=name):
+    if momentum_file.saved_ranks(folder, name):
         return load_momentum(lion, folder, name=name, failure=failure)
     exists = state_file.is_file()
     try:
@@ -195,6 +184,18 @@ def resume_momentum(
             f"{folder} holds no optimizer state (save_only_model?): the momentum starts at zero",
             stacklevel=2,
         )
+    return None
+
+
+def failure_of(load: Callable[[], object]) -> Exception | None:
+    """Calls a loop's own loading and returns what it raised, as `resume_momentum` takes it.
+
+    A rank that simply raised would leave the others waiting for it.
+    """
+    try:
+        load()
+    except Exception as error:
+        return error
     return None
 
 
@@ -219,7 +220,7 @@ def _agree(lion: DistributedLion, problem: BaseException | None, *, found: objec
     text = str(problem)
     if not isinstance(problem, CheckpointError):
         text = f"{type(problem).__name__}: {problem}"
-    answers = lion.gather_objects((problem and text, found))
+    answers = gather_objects(lion, (problem and text, found))
     problems = [f"rank {rank}: {said}" for rank, (said, _) in enumerate(answers) if said]
     if problems:
         raise CheckpointError("\n".join(["cannot load", *problems])) from problem
@@ -228,18 +229,6 @@ def _agree(lion: DistributedLion, problem: BaseException | None, *, found: objec
             "cannot load: the ranks see different checkpoints, by rank "
             f"{[other for _, other in answers]}; give every rank the same files"
         )
-
-
-def require(optimizer: object) -> DistributedLion:
-    """Returns the DistributedLion inside Accelerate's wrapper.
-
-    Raises:
-        TypeError: If it is another optimizer.
-    """
-    lion = unwrap(optimizer)
-    if lion is None:
-        raise TypeError(f"optimizer must be a DistributedLion, got {type(optimizer).__name__}")
-    return lion
 
 
 def _parameters(lion: DistributedLion) -> list[torch.Tensor]:
@@ -266,6 +255,7 @@ def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _apply(lion: DistributedLion, content: MomentumFile) -> None:
+    """Gives the optimizer the momenta, by way of a state dict, whose checks they pass too."""
     parameters = _parameters(lion)
     dtypes = {
         index: lion.options.momentum_dtype or parameters[index].dtype for index in content.exp_avg
@@ -279,3 +269,121 @@ def _apply(lion: DistributedLion, content: MomentumFile) -> None:
     if content.ranges:
         state["dlion"]["shard"] = {"members": content.members, "ranges": content.ranges}
     lion.load_state_dict(state)
+
+
+def _momentum_for(ours: MomentumFile, folder: Path, name: str) -> MomentumFile:
+    """Returns this rank's file, or the mean of all files if other ranks or other nodes saved.
+
+    Where nodes voted, the shares of each node's ranks are put together, and the mean is that over
+    the nodes. A mean has no `ranges`, whatever its `members` say.
+
+    Args:
+        ours: The rank, world size, nodes, step, names and shapes of the optimizer that loads.
+        folder: Where the files are.
+        name: How their names start.
+
+    Raises:
+        CheckpointError: If a file is missing, damaged, or does not belong to this optimizer.
+    """
+    saved = momentum_file.saved_ranks(folder, name)
+    if not saved:
+        raise CheckpointError(
+            f"there is no {momentum_file.file_name(name, ours.rank, ours.world_size)} in {folder}: "
+            "the momenta of the ranks were not saved there"
+        )
+    if ours.world_size in saved:
+        own = _checked(ours, folder / momentum_file.file_name(name, ours.rank, ours.world_size))
+        if own.members == ours.members:
+            return own
+        saved = {ours.world_size: saved[ours.world_size]}
+    if len(saved) > 1:
+        raise CheckpointError(
+            f"{folder} holds the momenta of runs with {sorted(saved)} ranks; remove all but one"
+        )
+    files = [momentum_file.file_name(name, rank, *saved) for rank in range(*saved)]
+    return _mean(ours, [folder / file for file in files])
+
+
+def _checked(ours: MomentumFile, path: Path) -> MomentumFile:
+    """Returns what a file holds, which must be of the parameters and the step of `ours`."""
+    content = momentum_file.read(path)
+    rank, world_size = content.rank, content.world_size
+    if not path.name.endswith(momentum_file.file_name("", rank, world_size)):
+        raise CheckpointError(f"{path} holds the momentum of rank {rank} of {world_size}: renamed?")
+    if content.shapes != ours.shapes:
+        raise CheckpointError(f"{path} is of other parameters: {_difference(content, ours)}")
+    names = [list(map(bare, names)) for names in (content.names, ours.names)]
+    if all(names) and names[0] != names[1]:
+        raise CheckpointError(f"{path} is of other parameters: {_difference(content, ours)}")
+    for index, momentum in content.exp_avg.items():
+        shape = ours.shapes[index]
+        if index in content.ranges:
+            start, stop = content.ranges[index]
+            shape = [stop - start] if 0 <= start <= stop <= math.prod(shape) else []
+        if list(momentum.shape) != shape:
+            raise CheckpointError(f"{path} is damaged: parameter {index} has {momentum.shape}")
+    # A fresh optimizer may load its momentum alone and goes on from the step of the file.
+    if ours.steps not in (0, content.steps):
+        raise CheckpointError(
+            f"{path} was saved after step {content.steps}, the optimizer is at step {ours.steps}; "
+            "load the state_dict() that was saved with it first"
+        )
+    return content
+
+
+def _mean(ours: MomentumFile, paths: list[Path]) -> MomentumFile:
+    """Returns the mean over the voters, from the files of all ranks in their order."""
+    first = _checked(ours, paths[0])
+    nodes = first.members or [[rank] for rank in range(len(paths))]
+    if sorted(rank for ranks in nodes for rank in ranks) != list(range(len(paths))):
+        raise CheckpointError(f"{paths[0]} is damaged: its nodes are {first.members}")
+    # In the order of the ranks, so that every rank gets the same bits.
+    total: dict[int, torch.Tensor] = {}
+    for ranks in nodes:
+        for index, momentum in _whole_of([paths[rank] for rank in ranks], first, ours).items():
+            wide = momentum.to(torch.promote_types(momentum.dtype, torch.float32))
+            total[index] = total[index].add_(wide) if index in total else wide.clone()
+    mean = {index: momentum.div_(len(nodes)) for index, momentum in total.items()}
+    return replace(first, exp_avg=mean, ranges={}, scaler=None)
+
+
+def _whole_of(
+    paths: list[Path], first: MomentumFile, ours: MomentumFile
+) -> dict[int, torch.Tensor]:
+    """Returns a node's momenta, put together from the files of its ranks."""
+    pieces: dict[int, list[tuple[tuple[int, int], torch.Tensor]]] = {}
+    for path in paths:
+        content = _checked(ours, path)
+        if (content.steps, content.members) != (first.steps, first.members):
+            raise CheckpointError(
+                f"{path} was saved after step {content.steps} by nodes {content.members}, the "
+                f"file of rank {first.rank} after step {first.steps} by nodes {first.members}: "
+                f"they do not belong together"
+            )
+        for index, momentum in content.exp_avg.items():
+            start, stop = content.ranges.get(index, (0, momentum.numel()))
+            pieces.setdefault(index, []).append(((start, stop), momentum))
+    found = {}
+    for index, parts in pieces.items():
+        shape = ours.shapes[index]
+        whole, gap = assemble(parts, math.prod(shape))
+        if gap:
+            raise CheckpointError(
+                f"{paths[0]} and its node's other files lack a part of the momentum of parameter "
+                f"{index}"
+            )
+        found[index] = whole.view(shape)
+    return found
+
+
+def _difference(saved: MomentumFile, ours: MomentumFile) -> str:
+    if len(saved.shapes) != len(ours.shapes):
+        return f"it has {len(saved.shapes)}, the optimizer {len(ours.shapes)}"
+
+    def described(content: MomentumFile) -> list[Any]:
+        names: list[Any] = list(map(bare, content.names)) or [""] * len(content.shapes)
+        return [f"{name} {tuple(shape)}" for name, shape in zip(names, content.shapes, strict=True)]
+
+    pairs = zip(described(saved), described(ours), strict=True)
+    index, (there, here) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+    return f"parameter {index} is {there.strip()} there and {here.strip()} here"

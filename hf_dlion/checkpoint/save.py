@@ -1,4 +1,19 @@
-"""A checkpoint that all ranks write together: whole on all of them, or an error on all of them."""
+"""A checkpoint that all ranks write together: whole on all of them, or an error on all of them.
+
+A save has these parts. All ranks meet after each, in one header, and what failed on one of them is
+raised on all:
+
+1. begin: the folder is marked as incomplete. From here on a crash leaves nothing taken for whole.
+2. write: every rank its own files, rank 0 also those that the ranks share.
+3. sync: one rank of each machine waits until what all ranks wrote is on the disk.
+4. finish: the mark changes to complete.
+5. rotate: older checkpoints over a limit are deleted (`rotation.delete_superseded`).
+
+`saving` does 1 to 4 around the body of a `with`. `hf_dlion.accelerate` does all of them around
+`save_state`, whose hook is where 1 comes in. Trainer has methods of its own for some of them:
+`hf_dlion.trainer.checkpoints` adds the meetings. There 1 removes trainer_state.json, Trainer's own
+mark of the end; 2 are two parts, the weights and the rest; and rank 0 does 4 and 5 in the last.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +22,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hf_dlion.checkpoint import whole as whole_checkpoint
-from hf_dlion.checkpoint.durable import sync_folder, sync_tree
-from hf_dlion.checkpoint.rank_files import require
+from hf_dlion.checkpoint import whole
+from hf_dlion.checkpoint.durable import sync_checkpoint
+from hf_dlion.checkpoint.lion import meet_to_save, require
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.header import Disagreement
 
@@ -49,26 +64,29 @@ def saving(optimizer: object, folder: str | os.PathLike[str]) -> Iterator[Path]:
         >>> hf_dlion.last_whole_checkpoint(output_dir) == str(folder)
         True
     """
-    save, folder = Save(require(optimizer)), Path(folder)
+    save = Save(require(optimizer), Path(folder))
+    save.begin()
     with save.part():
-        whole_checkpoint.begin(folder)
-    with save.part():
-        yield folder
-    with save.part():
-        save.sync(folder)
-    with save.part():
-        whole_checkpoint.finish(folder)
+        yield save.folder
+    save.sync()
+    save.finish()
 
 
 class Save:
-    """The parts of a save, after each of which all ranks meet."""
+    """One save: its folder, and the parts after each of which all ranks meet.
 
-    def __init__(self, lion: DistributedLion) -> None:
+    Attributes:
+        folder: The checkpoint.
+    """
+
+    def __init__(self, lion: DistributedLion, folder: Path) -> None:
         """Starts before the first part.
 
         Args:
             lion: Whose ranks meet.
+            folder: The checkpoint.
         """
+        self.folder = folder
         self._lion = lion
         self._told = False
 
@@ -86,22 +104,33 @@ class Save:
             raise
         self._meet(None)
 
-    def sync(self, folder: Path) -> None:
+    def begin(self) -> None:
+        """Marks the folder as incomplete, and makes it if there is none."""
+        with self.part():
+            whole.begin(self.folder)
+
+    def sync(self) -> None:
         """Waits for the disk, on one rank of each machine.
 
         A part of its own, after the one in which the ranks write: what another rank writes later
         would not be on the disk.
         """
-        if self._lion.rank == 0 or os.environ.get("LOCAL_RANK") == "0":
-            sync_tree(folder)
-            # That holds the name of the checkpoint itself.
-            sync_folder(folder.parent)
+        with self.part():
+            if self._lion.rank == 0 or os.environ.get("LOCAL_RANK") == "0":
+                sync_checkpoint(self.folder)
+
+    def finish(self) -> None:
+        """Marks the folder as complete."""
+        with self.part():
+            whole.finish(self.folder)
 
     def _meet(self, failure: Exception | None) -> None:
+        # The others are told once: they have left the save when this rank's error passes on
+        # through the parts around the one that failed.
         if self._told:
             return
         try:
-            self._lion.meet_to_save(failure)
+            meet_to_save(self._lion, failure)
         except Disagreement:
             self._told = True
             if failure is None:

@@ -25,7 +25,13 @@ from typing import Any
 import torch
 
 from hf_dlion.checkpoint.durable import sync_folder
-from hf_dlion.checkpoint.momentum_file import MOMENTUM_NAME, CheckpointError, file_name, read_step
+from hf_dlion.checkpoint.momentum_file import (
+    MOMENTUM_NAME,
+    CheckpointError,
+    file_name,
+    read_step,
+    saved_momenta,
+)
 
 # The first is transformers' own, for a checkpoint that it writes when a job is terminated.
 INCOMPLETE = "checkpoint-is-incomplete.txt"
@@ -49,9 +55,10 @@ _NO_WEIGHTS = ("optimizer.*", "scheduler.*", "scaler.*", "rng_state*", "training
 _FOLDER = re.compile(r"checkpoint[-_](\d+)")
 _TRAINERS_FOLDER = re.compile(r"checkpoint-\d+")
 _ACCELERATES_FOLDER = re.compile(r"checkpoint_\d+")
+# What reading a file that is cut, or holds something else, may raise.
+_DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, zipfile.BadZipFile)
 _SHARD = re.compile(r"(.+)-0*1-of-\d+(\.safetensors|\.bin)")
 _OF_A_RANK = re.compile(r"(?:rng_state|random_states)_(\d+)\.(?:pth|pkl)")
-_MOMENTUM = re.compile(r"(.+)_(\d+)_of_(\d+)\.pt")
 
 
 def last_whole_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
@@ -116,7 +123,11 @@ def finish(folder: Path) -> None:
 def is_unfinished(folder: Path) -> bool:
     """Returns whether the saving of a checkpoint began and did not end, by its names alone."""
     names = set(os.listdir(folder))
-    return not names or (INCOMPLETE in names and TRAINER_STATE not in names)
+    if TRAINER_STATE in names or not names:
+        return not names
+    # Without any mark it is one that Trainer has not ended, or that Accelerate saved without us.
+    of_trainer = _TRAINERS_FOLDER.fullmatch(folder.name) is not None
+    return INCOMPLETE in names or (of_trainer and COMPLETE not in names)
 
 
 @dataclass(frozen=True)
@@ -201,14 +212,16 @@ def examine(
     files = [path for path in sorted(folder.iterdir()) if path.is_file()]
     adapters = [path for path in sorted(folder.glob("*/adapter_model.*")) if path.is_file()]
     names = {path.name for path in files}
-    saved = _saved_momenta(names)
+    saved = saved_momenta(names)
     of_trainer = TRAINER_STATE in names
+    # Files that are cut or hold something else.
     problems = [
         f"{path.name} {what}"
         for path in [*files, *adapters]
         if (rank := _rank_of(path.name)) is None or reads(rank)
         for what in _damages(path)
     ]
+    # Whether its writing ended, as its own way of saving marks that.
     if not of_trainer and INCOMPLETE in names:
         problems.append("its saving did not end")
     elif not saved and not any(_is_like(name, _KNOWN) for name in names):
@@ -220,6 +233,7 @@ def examine(
         elif _ACCELERATES_FOLDER.fullmatch(folder.name):
             stated = saved or any(_is_like(name, _OPTIMIZERS) for name in names)
             problems += [] if stated else ["it holds neither a momentum nor an optimizer's state"]
+    # Files that a resumed run would miss.
     if of_trainer and not any(
         _is_like(path.name, _WEIGHTS) and not _is_like(path.name, _NO_WEIGHTS)
         for path in folder.rglob("*")
@@ -263,16 +277,11 @@ def _damages(path: Path) -> Iterator[str]:
         elif _is_like(path.name, _JSON_FILES):
             content = json.loads(path.read_bytes())
             if path.name.endswith(".index.json"):
-                shards = sorted(set(content.get("weight_map", {}).values()))
-                yield from (f"names {s}, which is missing" for s in shards if _lacks(path, s))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+                for shard in sorted(set(content.get("weight_map", {}).values())):
+                    if not path.with_name(shard).is_file():
+                        yield f"names {shard}, which is missing"
+    except _DAMAGED as error:
         yield f"is damaged ({error})"
-    except zipfile.BadZipFile as error:
-        yield f"is damaged ({error})"
-
-
-def _lacks(index: Path, shard: str) -> bool:
-    return not index.with_name(shard).is_file()
 
 
 def _check_safetensors(path: Path) -> None:
@@ -296,16 +305,6 @@ def _check_zip(path: Path) -> None:
                 raise ValueError(f"{entry.filename} in it is overwritten")
 
 
-def _saved_momenta(names: Iterable[str]) -> dict[str, dict[int, set[int]]]:
-    """Returns the ranks of the momenta, by what their names start with and the number of ranks."""
-    found: dict[str, dict[int, set[int]]] = {}
-    for name in names:
-        if match := _MOMENTUM.fullmatch(name):
-            by_size = found.setdefault(match[1], {})
-            by_size.setdefault(int(match[3]), set()).add(int(match[2]))
-    return found
-
-
 def _momenta(
     folder: Path,
     name: str,
@@ -313,6 +312,7 @@ def _momenta(
     ranks_of: Callable[[int], Iterable[int]],
     reads: Callable[[int], bool],
 ) -> Momenta:
+    """Returns what one rank finds of the momentum files whose names start with `name`."""
     found = Momenta()
     for size, ranks in by_size.items():
         for rank in sorted({*ranks_of(size), *ranks}):

@@ -12,7 +12,7 @@ class MomentumOrigin:
     """Remembers what made the momenta, so that a rank that lost its own says so."""
 
     def __init__(self) -> None:
-        """The momenta are this rank's own."""
+        """Starts with momenta that are this rank's own."""
         self._averaged_at: int | None = None
         self._saved_by: int | None = None
 

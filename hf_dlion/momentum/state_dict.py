@@ -1,9 +1,21 @@
-"""Checks of parameters and of state dicts, and the momentum's dtype across loading."""
+"""An optimizer's state dict: what it holds, how it is checked and restored, how torch carries it.
+
+Besides torch's "state" and "param_groups" it has an entry "dlion":
+
+    version, steps, seed, checkpoint   the state's version, the last step, and two options
+    rank, world_size                   whose momentum it is: rank None stands for all of them
+    divergence                         with momentum_sync="auto", how far momenta differ
+    shard                              with local_group, which stretch of each momentum this is
+
+`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` keeps "state" and "param_groups"
+and drops the rest. So each group has a copy of the entry, which is put back when a state is loaded.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -13,77 +25,90 @@ from torch.optim import Optimizer
 
 from hf_dlion.options import check_group
 from hf_dlion.options.naming import bare
+from hf_dlion.options.params import FLOATING
+from hf_dlion.options.warn_once import warn_once
 
-FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+Own = Mapping[str, Any]
+Groups = Sequence[Mapping[str, Any]]
 
 
-def check_trainable(param: Tensor) -> None:
-    """Checks that a parameter is one that DistributedLion can move.
+def with_entry_in_groups(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Returns the state dict with a copy of its entry "dlion" in each group.
+
+    Not where the momentum is this rank's share of a node's: torch would keep one rank's for all.
+    """
+    own = state_dict["dlion"]
+    if "shard" in own:
+        return state_dict
+    groups = [{**group, "dlion": dict(own)} for group in state_dict["param_groups"]]
+    return {**state_dict, "param_groups": groups}
+
+
+@contextlib.contextmanager
+def checked_loading(
+    optimizer: Optimizer, version: int, restore: Callable[[Mapping[str, Any], Own | None], None]
+) -> Iterator[None]:
+    """Makes torch's `load_state_dict`, called inside, check a state dict and restore from it.
+
+    As hooks, so that what the user's own hooks return is checked and restored.
+
+    Args:
+        optimizer: The one that loads.
+        version: Of the states that it reads.
+        restore: Called after torch's part with the state dict and its entry "dlion", which is None
+            for an empty state without one.
 
     Raises:
-        TypeError: If its dtype is not floating, or it is not dense.
-        NotImplementedError: If it is sharded.
+        ValueError: If the state dict does not fit; nothing is changed then.
     """
-    sharded = {
-        "FSDP, fully_shard or tensor parallel": type(param).__name__ == "DTensor",
-        "FSDP": getattr(param, "_is_flat_param", False) or hasattr(param, "_fsdp_flattened"),
-        "DeepSpeed ZeRO-3": hasattr(param, "ds_id"),
-    }
-    for what, found in sharded.items():
-        if found:
-            raise NotImplementedError(
-                f"DistributedLion does not support sharded parameters ({what}): every rank must "
-                f"hold whole parameters; use DistributedDataParallel (accelerate launch "
-                f"--multi_gpu), or no wrapper at all"
+    found: dict[str, Any] = {}
+
+    def check(_: Optimizer, hooked: dict[str, Any]) -> dict[str, Any]:
+        placed = _with_entry_from_groups(hooked)
+        own = _check_state(placed, optimizer.param_groups, version)
+        found.update(state_dict=placed, own=own)
+        return placed
+
+    def take(_: Optimizer) -> None:
+        restore(found["state_dict"], found["own"])
+
+    before = optimizer.register_load_state_dict_pre_hook(check)
+    after = optimizer.register_load_state_dict_post_hook(take, prepend=True)
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
+
+
+def restore_momentum(
+    optimizer: Optimizer, state_dict: Mapping[str, Any], dtype: torch.dtype | None
+) -> None:
+    """Sets every momentum anew from the state dict: torch casts it to the parameter's dtype.
+
+    Args:
+        optimizer: Has just loaded `state_dict`.
+        state_dict: Checked.
+        dtype: The momentum's dtype, None for each parameter's own.
+    """
+    for key, param in _keyed(state_dict["param_groups"], optimizer.param_groups):
+        saved = state_dict["state"].get(key)
+        if saved is not None:
+            optimizer.state[param]["exp_avg"] = saved["exp_avg"].to(
+                device=param.device,
+                dtype=dtype or param.dtype,
+                copy=True,
+                memory_format=torch.contiguous_format,
             )
-    if param.layout != torch.strided:
-        raise TypeError(f"DistributedLion takes dense parameters, got layout {param.layout}")
-    if param.dtype not in FLOATING:
-        allowed = ", ".join(map(str, FLOATING))
-        raise TypeError(
-            f"DistributedLion takes parameters of {allowed}, got {param.dtype}; leave quantised "
-            f"and complex ones out of the groups"
-        )
 
 
-def check_distinct(params: Sequence[Tensor]) -> None:
-    """Checks that no parameter is there twice: it would vote, and move, twice in every step.
-
-    Raises:
-        ValueError: If one is; torch itself only warns.
-    """
-    seen: dict[int, int] = {}
-    for position, param in enumerate(params):
-        first = seen.setdefault(id(param), position)
-        if first != position:
-            raise ValueError(
-                f"parameters {first} and {position} of the group are one and the same: pass each "
-                f"once, as model.named_parameters() does with tied weights"
-            )
+def _keyed(saved: Groups, groups: Groups) -> list[tuple[Any, Tensor]]:
+    """Returns the state dict's key of each parameter, and the parameter."""
+    keys = [key for group in saved for key in group["params"]]
+    return list(zip(keys, (p for group in groups for p in group["params"]), strict=True))
 
 
-def check_gradient(param: Tensor) -> None:
-    """Checks that a parameter's gradient, if it has one, is dense and has values.
-
-    Raises:
-        TypeError: If it is sparse.
-        RuntimeError: If it is on the meta device.
-    """
-    if param.grad is not None and param.grad.is_meta:
-        raise RuntimeError(
-            "DistributedLion got a gradient on the meta device, which holds no values: load the "
-            "model's weights (or model.to_empty(...)) before the optimizer is made"
-        )
-    if param.grad is not None and param.grad.layout != torch.strided:
-        raise TypeError(
-            "DistributedLion takes no sparse gradients: build the embedding with sparse=False; "
-            "rows without a gradient abstain anyway"
-        )
-
-
-def check_state(
-    state_dict: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]], version: int
-) -> dict[str, Any] | None:
+def _check_state(state_dict: Mapping[str, Any], param_groups: Groups, version: int) -> Own | None:
     """Checks that a state dict fits, before anything is changed.
 
     Returns:
@@ -107,46 +132,20 @@ def check_state(
         )
     if own is not None:
         _check_own(own, version)
+    # Before anything is looked up by the keys in them.
     _check_groups(state_dict["param_groups"], param_groups)
-    params = [param for group in param_groups for param in group["params"]]
-    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    ranges = _ranges_in(own, len(params))
-    _check_divergence((own or {}).get("divergence"), len(params))
-    for position, (key, param) in enumerate(zip(keys, params, strict=True)):
-        saved = saved_state.get(key)
-        if saved is None and key not in saved_state and position not in ranges:
-            continue
-        momentum = saved.get("exp_avg") if isinstance(saved, Mapping) else None
-        _check_momentum(momentum, param, position, ranges.get(position))
+    pairs = _keyed(state_dict["param_groups"], param_groups)
+    ranges = _ranges_in(own or {}, len(pairs))
+    _check_divergence((own or {}).get("divergence"), len(pairs))
+    for position, (key, param) in enumerate(pairs):
+        # One that has not been stepped has no momentum; of a stretch the entry says that it has.
+        if key in saved_state or position in ranges:
+            _check_momentum(saved_state.get(key), param, position, ranges.get(position))
+    keys = [key for key, _ in pairs]
     unknown = [key for key in saved_state if key not in keys]
     if unknown:
         raise ValueError(f"the state has entries of no parameter group: {unknown[:5]}")
     return own
-
-
-def _check_momentum(
-    momentum: object, param: Tensor, position: int, held: tuple[int, int] | None
-) -> None:
-    if not isinstance(momentum, Tensor):
-        raise ValueError(f"the state of parameter {position} has no tensor 'exp_avg'")
-    if momentum.dtype not in FLOATING or momentum.layout != torch.strided or momentum.is_meta:
-        raise ValueError(
-            f"the momentum of parameter {position} is {momentum.dtype}, {momentum.layout}, on "
-            f"{momentum.device}: it must hold dense floating numbers"
-        )
-    if held is not None:
-        start, stop = held
-        if not 0 <= start <= stop <= param.numel() or momentum.shape != (stop - start,):
-            raise ValueError(
-                f"the momentum of parameter {position} has shape {tuple(momentum.shape)} and "
-                f"is said to be elements {start} to {stop} of {param.numel()}: is it the same "
-                f"model?"
-            )
-    elif momentum.shape != param.shape:
-        raise ValueError(
-            f"the momentum of parameter {position} has shape {tuple(momentum.shape)}, the "
-            f"parameter {tuple(param.shape)}: is it the same model?"
-        )
 
 
 def _check_own(own: object, version: int) -> None:
@@ -168,47 +167,7 @@ def _check_own(own: object, version: int) -> None:
         raise ValueError(f"the state's rank={rank!r} of {world_size!r} must be integers")
 
 
-def _ranges_in(own: Mapping[str, Any] | None, count: int) -> dict[int, tuple[int, int]]:
-    """Returns start and stop of the momenta that are stretches, by position."""
-    shard = None if own is None else own.get("shard")
-    if shard is None:
-        return {}
-    if not isinstance(shard, Mapping):
-        raise ValueError(f"the state dict's entry 'shard' is no dict but {type(shard).__name__}")
-    try:
-        ranges = {index: (start, stop) for index, (start, stop) in shard["ranges"].items()}
-        members = [list(ranks) for ranks in shard["members"]]
-        numbers = [*ranges, *chain(*ranges.values()), *chain(*members)]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"the state dict's entry 'shard' is damaged: {error!r}") from error
-    if any(type(number) is not int for number in numbers):
-        raise ValueError("the state dict's entry 'shard' is damaged: it holds what is no integer")
-    if not members or not set(ranges) <= set(range(count)):
-        raise ValueError("the state dict's entry 'shard' is of other parameters")
-    return ranges
-
-
-def _check_divergence(entry: object, count: int) -> None:
-    """Checks the divergences of a state dict, None standing for none.
-
-    Args:
-        entry: What the state dict holds.
-        count: Number of parameters.
-
-    Raises:
-        ValueError: If it is damaged.
-    """
-    if entry is None:
-        return
-    if (
-        not isinstance(entry, (list, tuple))
-        or len(entry) != count
-        or not all(isinstance(value, float) and math.isfinite(value) for value in entry)
-    ):
-        raise ValueError("the state dict's entry 'divergence' is damaged, or of other parameters")
-
-
-def _check_groups(saved: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+def _check_groups(saved: Any, groups: Groups) -> None:
     if not isinstance(saved, Sequence) or not all(isinstance(group, Mapping) for group in saved):
         raise ValueError("the state dict's 'param_groups' are no list of dicts")
     if len(saved) != len(groups):
@@ -220,14 +179,14 @@ def _check_groups(saved: Any, groups: Sequence[Mapping[str, Any]]) -> None:
         missing = {"params", "lr", "betas", "weight_decay"} - set(theirs)
         if missing:
             raise ValueError(f"group {position} of the state lacks {', '.join(sorted(missing))}")
-        counts = {"params": len(ours["params"]), "param_names": len(ours["params"])}
-        for name in counts.keys() & theirs.keys():
+        count = len(ours["params"])
+        for name in theirs.keys() & {"params", "param_names"}:
             held = theirs[name]
-            if not isinstance(held, (list, tuple)) or len(held) != counts[name]:
-                count = len(held) if isinstance(held, (list, tuple)) else repr(held)
+            listed = isinstance(held, (list, tuple))
+            if not listed or len(held) != count:
                 raise ValueError(
-                    f"group {position} of the state has {count} {name}, the optimizer's has "
-                    f"{counts[name]} parameters"
+                    f"group {position} of the state has {len(held) if listed else repr(held)} "
+                    f"{name}, the optimizer's has {count} parameters"
                 )
         keys.extend(theirs["params"])
         _check_names(theirs, ours, position)
@@ -253,24 +212,90 @@ def _check_names(saved: Mapping[str, Any], ours: Mapping[str, Any], position: in
             )
 
 
-def restore_momentum(
-    optimizer: Optimizer, state_dict: Mapping[str, Any], dtype: torch.dtype | None
-) -> None:
-    """Sets every momentum anew from the state dict: torch casts it to the parameter's dtype.
+def _ranges_in(own: Own, count: int) -> dict[int, tuple[int, int]]:
+    """Returns start and stop of the momenta that are stretches, by position."""
+    shard = own.get("shard")
+    if shard is None:
+        return {}
+    if not isinstance(shard, Mapping):
+        raise ValueError(f"the state dict's entry 'shard' is no dict but {type(shard).__name__}")
+    try:
+        ranges = {index: (start, stop) for index, (start, stop) in shard["ranges"].items()}
+        members = [list(ranks) for ranks in shard["members"]]
+        numbers = [*ranges, *chain(*ranges.values()), *chain(*members)]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"the state dict's entry 'shard' is damaged: {error!r}") from error
+    if any(type(number) is not int for number in numbers):
+        raise ValueError("the state dict's entry 'shard' is damaged: it holds what is no integer")
+    if not members or not set(ranges) <= set(range(count)):
+        raise ValueError("the state dict's entry 'shard' is of other parameters")
+    return ranges
 
-    Args:
-        optimizer: Has just loaded `state_dict`.
-        state_dict: Checked.
-        dtype: The momentum's dtype, None for each parameter's own.
-    """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    for key, param in zip(keys, params, strict=True):
-        saved = state_dict["state"].get(key)
-        if saved is not None:
-            optimizer.state[param]["exp_avg"] = saved["exp_avg"].to(
-                device=param.device,
-                dtype=dtype or param.dtype,
-                copy=True,
-                memory_format=torch.contiguous_format,
+
+def _check_divergence(entry: object, count: int) -> None:
+    """Checks the divergences of `count` parameters; None stands for none."""
+    if entry is None:
+        return
+    if (
+        not isinstance(entry, (list, tuple))
+        or len(entry) != count
+        or not all(isinstance(value, float) and math.isfinite(value) for value in entry)
+    ):
+        raise ValueError("the state dict's entry 'divergence' is damaged, or of other parameters")
+
+
+def _check_momentum(
+    saved: object, param: Tensor, position: int, held: tuple[int, int] | None
+) -> None:
+    momentum = saved.get("exp_avg") if isinstance(saved, Mapping) else None
+    if not isinstance(momentum, Tensor):
+        raise ValueError(f"the state of parameter {position} has no tensor 'exp_avg'")
+    if momentum.dtype not in FLOATING or momentum.layout != torch.strided or momentum.is_meta:
+        raise ValueError(
+            f"the momentum of parameter {position} is {momentum.dtype}, {momentum.layout}, on "
+            f"{momentum.device}: it must hold dense floating numbers"
+        )
+    if held is not None:
+        start, stop = held
+        if not 0 <= start <= stop <= param.numel() or momentum.shape != (stop - start,):
+            raise ValueError(
+                f"the momentum of parameter {position} has shape {tuple(momentum.shape)} and "
+                f"is said to be elements {start} to {stop} of {param.numel()}: is it the same "
+                f"model?"
             )
+    elif momentum.shape != param.shape:
+        raise ValueError(
+            f"the momentum of parameter {position} has shape {tuple(momentum.shape)}, the "
+            f"parameter {tuple(param.shape)}: is it the same model?"
+        )
+
+
+def _with_entry_from_groups(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the state dict with its entry "dlion" in its place and in no group.
+
+    Warns, once per process, if the entry was in the groups alone and the momentum is not that of
+    all ranks: torch's distributed checkpoints hold each tensor once, from any of the ranks.
+    """
+    found = dict(state_dict)
+    groups = found.get("param_groups")
+    if not isinstance(groups, Sequence) or not all(isinstance(group, Mapping) for group in groups):
+        return found  # Refused by name by whoever checks it.
+    entries = [group["dlion"] for group in groups if "dlion" in group]
+    found["param_groups"] = [
+        {key: value for key, value in group.items() if key != "dlion"} for group in groups
+    ]
+    if "dlion" in found or not entries or not isinstance(entries[0], Mapping):
+        return found
+    found["dlion"] = own = dict(entries[0])
+    state, world_size = found.get("state"), own.get("world_size")
+    # What they hold is checked later; an array or a tensor is neither true nor false.
+    several = isinstance(world_size, int) and world_size != 1
+    if several and isinstance(state, Mapping) and state and own.get("rank") is not None:
+        own["rank"] = None
+        warn_once(
+            "momentum collected",
+            "the optimizer's state came through get_optimizer_state_dict, and "
+            "torch.distributed.checkpoint keeps of each momentum that of one rank, for all: call "
+            "optimizer.synchronize_momentum() on every rank before get_optimizer_state_dict",
+        )
+    return found

@@ -166,6 +166,12 @@ class Options:
             )
         if self.local_group in (None, 1):
             return
+        if self.overlap:
+            raise NotImplementedError(
+                f"overlap=True does not go with local_group={self.local_group!r}: a node's "
+                f"gradient is there only once DDP has averaged it, so little of backward is left "
+                f"to hide votes behind; use local_group alone, or overlap=True alone"
+            )
         # Each rank of a node holds a part of every momentum, and sees only its node's gradients.
         if self.bits > 1 and self.level_scale == "tensor":
             raise NotImplementedError(

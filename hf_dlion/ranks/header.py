@@ -31,7 +31,7 @@ FEWER_BATCHES = (
 )
 
 _FINITE, _FAILED, _STALE, _ORDERED, _UNAVERAGED, _DISPLACED = 1, 2, 4, 8, 16, 32
-_UNCOMMON = 64
+_UNSHARED = 64
 _FIXED_WORDS = 6
 
 
@@ -57,7 +57,7 @@ class Header:
         ordered: Whether its messages follow an agreed order of gradients.
         unaveraged: Whether it has gradients that are yet to be averaged with those of its node.
         displaced: Whether it lacks a part of the momentum that it must hold for its node.
-        uncommon: Whether it cannot tell that all ranks have one momentum of the parameters whose
+        unshared: Whether it cannot tell that all ranks have one momentum of the parameters whose
             gradients are averaged.
     """
 
@@ -72,7 +72,7 @@ class Header:
     ordered: bool = False
     unaveraged: bool = False
     displaced: bool = False
-    uncommon: bool = False
+    unshared: bool = False
 
     @staticmethod
     def of_failure(step: int) -> Header:
@@ -87,7 +87,7 @@ class Header:
         status = _FINITE * self.finite | _FAILED * self.failed
         status |= _STALE * self.stale | _ORDERED * self.ordered
         status |= _UNAVERAGED * self.unaveraged | _DISPLACED * self.displaced
-        status |= _UNCOMMON * self.uncommon
+        status |= _UNSHARED * self.unshared
         fixed = (WIRE_VERSION, status, self.step, self.layout, self.options, self.groups)
         words = torch.zeros(_FIXED_WORDS + words_for(parameters), dtype=torch.int64, device="cpu")
         words[:_FIXED_WORDS] = torch.tensor(fixed, dtype=torch.int64)
@@ -112,7 +112,7 @@ class Header:
             ordered=bool(status & _ORDERED),
             unaveraged=bool(status & _UNAVERAGED),
             displaced=bool(status & _DISPLACED),
-            uncommon=bool(status & _UNCOMMON),
+            unshared=bool(status & _UNSHARED),
         )
 
 

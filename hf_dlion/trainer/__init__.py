@@ -11,8 +11,7 @@ An optimizer that you make yourself, `Trainer(optimizers=(DistributedLion(...), 
 too, if `register()` was called.
 """
 
-from hf_dlion.trainer.arguments import optimizer_cls_and_kwargs
+from hf_dlion.trainer.arguments import optimizer_cls_and_kwargs, register
 from hf_dlion.trainer.callback import DistributedLionCallback
-from hf_dlion.trainer.registration import register
 
 __all__ = ["DistributedLionCallback", "optimizer_cls_and_kwargs", "register"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 
-from hf_dlion.checkpoint.rank_files import unwrap
+from hf_dlion.checkpoint.lion import unwrap
 from hf_dlion.momentum.divergence import by_kind
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.abstention import Abstentions
@@ -41,7 +41,7 @@ class DistributedLionCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        """Nothing is measured until a step is made."""
+        """Starts without figures; the first come with the first step."""
         self._steps = 0
         self._exchanges = 0
         self._agreement_sum = 0.0
@@ -49,27 +49,13 @@ class DistributedLionCallback(TrainerCallback):
         self._abstentions_before = 0
         self._abstained_before: list[int] = []
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        optimizer: Any = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_begin(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
         """Starts counting: what the optimizer did before is not of this run."""
         lion = unwrap(optimizer)
         if lion is not None:
             self._start_interval(lion)
 
-    def on_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        optimizer: Any = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_optimizer_step(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
         """Counts the step and notes its agreement."""
         lion = unwrap(optimizer)
         if lion is None:
@@ -82,9 +68,9 @@ class DistributedLionCallback(TrainerCallback):
 
     def on_log(
         self,
-        args: TrainingArguments,
+        args: Any,
         state: TrainerState,
-        control: TrainerControl,
+        control: Any,
         logs: dict[str, Any] | None = None,
         optimizer: Any = None,
         **kwargs: Any,

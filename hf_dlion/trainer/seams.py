@@ -1,51 +1,31 @@
-"""Where Trainer lets a momentum per rank, parameter names and log entries in.
+"""Where Trainer lets parameter names, log entries and a momentum per rank in.
 
-Each method below is one that every rank enters, whatever asked for it. In particular a momentum is
-saved where Trainer saves the random state of every rank: `save_strategy` steps, epoch and best, a
-callback that sets `should_save` and a just-in-time checkpoint all come through there, and
-`save_only_model` does not. The wrappers act only where the optimizer is a DistributedLion.
-
-Every rank must enter a save: the ranks meet in it four times, in one header each, so that a
-checkpoint is finished, and older ones are deleted, only when the files of all ranks are there and
-on the disk, and so that what fails on one rank is raised on all of them.
+`install_seams` wraps Trainer's methods, each one that every rank enters, whatever asked for it; the
+wrappers act only where the optimizer is a DistributedLion. Those around training and the making of
+the optimizer are here, those around checkpoints in `hf_dlion.trainer.checkpoints`.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import transformers
 from torch import Tensor
 from transformers import Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils.import_utils import is_sagemaker_mp_enabled
 
-import hf_dlion.checkpoint.rank_files as momenta
-from hf_dlion.backward import search as comm_hook
-from hf_dlion.checkpoint.rank_files import unwrap
-from hf_dlion.checkpoint.save import Save
-from hf_dlion.checkpoint.whole import INCOMPLETE, TRAINER_STATE
+from hf_dlion.accelerate import refuse_sharded, unsupported
+from hf_dlion.checkpoint.lion import unwrap
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options.naming import named_by
+from hf_dlion.trainer import checkpoints
 from hf_dlion.trainer.callback import DistributedLionCallback
-from hf_dlion.trainer.resume import whole_checkpoint_for
-from hf_dlion.trainer.rotation import rotation_after, wrap_rotation
-from hf_dlion.trainer.unsupported import refuse_unsupported
-
-OPTIMIZER_FILE = "optimizer.pt"
+from hf_dlion.trainer.checkpoints import Method
 
 _INSTALLED = "_hf_dlion_seams"
-
-# This rank's GradScaler state, between the two methods that load the optimizer and the scaler.
-_scaler_states: WeakKeyDictionary[Trainer, dict[str, Any]] = WeakKeyDictionary()
-
-# The save that a Trainer is in the middle of.
-_saves: WeakKeyDictionary[Trainer, Save] = WeakKeyDictionary()
 
 
 def missing_seam(what: str) -> RuntimeError:
@@ -71,14 +51,14 @@ def install_seams() -> None:
             raise missing_seam(f"Trainer.{name}")
         if tuple(inspect.signature(method).parameters)[1 : 1 + len(parameters)] != parameters:
             raise missing_seam(f"Trainer.{name}({', '.join(parameters)})")
-    if not wrap_rotation():
+    if not checkpoints.wrap_rotation():
         raise missing_seam("transformers.trainer.rotate_checkpoints")
     for name, (around, _) in _SEAMS.items():
         _wrap(name, around)
     setattr(Trainer, _INSTALLED, True)
 
 
-def _wrap(name: str, around: Callable[..., Any]) -> None:
+def _wrap(name: str, around: Method) -> None:
     original = vars(Trainer)[name]
 
     @functools.wraps(original)
@@ -90,16 +70,16 @@ def _wrap(name: str, around: Callable[..., Any]) -> None:
 
 def _around_train(
     trainer: Trainer,
-    original: Callable[..., Any],
+    original: Method,
     resume_from_checkpoint: str | bool | None = None,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     if _trains_with_lion(trainer):
-        refuse_unsupported(trainer)
+        _refuse_unsupported(trainer)
         # Here too, for a subclass that creates the optimizer all by itself.
         _put_callback_first(trainer.callback_handler)
-        resume_from_checkpoint = whole_checkpoint_for(trainer, resume_from_checkpoint)
+        resume_from_checkpoint = checkpoints.whole_checkpoint_for(trainer, resume_from_checkpoint)
     return original(resume_from_checkpoint, *args, **kwargs)
 
 
@@ -112,9 +92,7 @@ def _trains_with_lion(trainer: Trainer) -> bool:
     return bool(trainer.args.optim == "dlion")
 
 
-def _around_create_optimizer(
-    trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+def _around_create_optimizer(trainer: Trainer, original: Method, *args: Any, **kwargs: Any) -> Any:
     named = [] if trainer.model is None else list(trainer.model.named_parameters())
     # Trainer makes groups without names, and options may select by name.
     with named_by(named):
@@ -126,7 +104,7 @@ def _around_create_optimizer(
         if trainer.model_wrapped is trainer.model:
             # Trainer goes on to make a DDP wrapper, while an old one of another batch size or of an
             # earlier training may still be alive.
-            comm_hook.watch(lion)
+            lion._engine.hooks.search()
     return optimizer
 
 
@@ -147,117 +125,28 @@ def _put_callback_first(handler: Any) -> None:
     handler.callbacks.insert(0, present[0] if present else DistributedLionCallback())
 
 
-def _around_save_checkpoint(
-    trainer: Trainer, original: Callable[..., Any], model: Any, trial: Any
-) -> None:
-    lion = unwrap(trainer.optimizer)
-    if lion is None:
-        original(model, trial)
-        return
-    name = f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
-    folder = Path(trainer._get_output_dir(trial=trial), name)
-    _saves[trainer] = save = Save(lion)
-    try:
-        with save.part(), rotation_after(folder):
-            # Rank 0 writes it last: without it no older state is taken for what is being written.
-            (folder / TRAINER_STATE).unlink(missing_ok=True)
-            original(model, trial)
-            # Trainer's just-in-time checkpoint puts it there and takes it away, on every rank: one
-            # that looks and another that removes it meanwhile would end the job.
-            (folder / INCOMPLETE).unlink(missing_ok=True)
-    finally:
-        del _saves[trainer]
+def _refuse_unsupported(trainer: Trainer) -> None:
+    """Refuses a Trainer that shards the model.
 
-
-def _part_of_save(trainer: Trainer) -> AbstractContextManager[None]:
-    return _saves[trainer].part() if trainer in _saves else nullcontext()
-
-
-def _sync(trainer: Trainer, output_dir: str) -> None:
-    """Waits for the disk when all ranks have written, before the mark that they have."""
-    if trainer in _saves:
-        with _saves[trainer].part():
-            _saves[trainer].sync(Path(output_dir))
-
-
-def _around_save_model(
-    trainer: Trainer,
-    original: Callable[..., Any],
-    output_dir: str | None = None,
-    _internal_call: bool = False,
-) -> None:
-    if not _internal_call:
-        original(output_dir, _internal_call)
-        return
-    # Before the barrier that Trainer enters next if there is a best model: rank 0 may fail before.
-    with _part_of_save(trainer):
-        original(output_dir, _internal_call)
-    if trainer.args.save_only_model and output_dir is not None:
-        # Nothing follows that all ranks enter.
-        _sync(trainer, output_dir)
-
-
-def _around_save_optimizer_and_scheduler(
-    trainer: Trainer, original: Callable[..., Any], output_dir: str
-) -> None:
-    lion = unwrap(trainer.optimizer)
-    if lion is not None and lion.options.checkpoint == "mean":
-        # Before rank 0 writes its state, which is then every rank's.
-        lion.synchronize_momentum()
-        momenta.remove_momentum(output_dir)
-    original(output_dir)
-
-
-def _around_save_rng_state(trainer: Trainer, original: Callable[..., Any], output_dir: str) -> None:
-    lion = unwrap(trainer.optimizer)
-    # Rank 0 goes on to write trainer_state.json, and to delete older checkpoints.
-    with _part_of_save(trainer):
-        original(output_dir)
-        if lion is not None and lion.options.checkpoint != "mean":
-            momenta.save_momentum(lion, output_dir, scaler=_scaler(trainer))
-    _sync(trainer, output_dir)
-
-
-def _around_load_optimizer_and_scheduler(
-    trainer: Trainer, original: Callable[..., Any], checkpoint: str | None
-) -> None:
-    lion = unwrap(trainer.optimizer)
-    if lion is None or checkpoint is None:
-        original(checkpoint)
-        return
-    failure: Exception | None = None
-    try:
-        original(checkpoint)
-    except Exception as error:
-        # The others must hear of it before this rank leaves, or they wait for it.
-        failure = error
-    state = momenta.resume_momentum(lion, Path(checkpoint, OPTIMIZER_FILE), failure=failure)
-    if state is not None:
-        _scaler_states[trainer] = state
-
-
-def _around_load_scaler(
-    trainer: Trainer, original: Callable[..., Any], checkpoint: str | None
-) -> None:
-    original(checkpoint)
-    state = _scaler_states.pop(trainer, None)
-    if state is not None and _scaler(trainer) is not None:
-        # Trainer has just given every rank the state of rank 0.
-        _scaler(trainer).load_state_dict(state)
-
-
-def _scaler(trainer: Trainer) -> Any:
-    return getattr(trainer.accelerator, "scaler", None)
+    Raises:
+        NotImplementedError: Naming what the Trainer does, and what works instead.
+    """
+    refuse_sharded(trainer.accelerator)
+    if trainer.is_deepspeed_enabled:
+        raise unsupported("DeepSpeed")
+    if trainer.is_fsdp_enabled or trainer.args.fsdp:
+        raise unsupported("FSDP")
+    if is_sagemaker_mp_enabled():
+        raise unsupported("SageMaker model parallelism")
+    if (getattr(trainer.model, "tp_size", None) or 1) > 1:
+        raise unsupported("tensor parallelism")
+    if getattr(trainer, "is_distributed_loading_by_transformers", False):
+        raise unsupported("a model that is sharded when it is loaded (DistributedConfig)")
 
 
 # The methods that are wrapped, by what, and the parameters that the wrappers rely on.
-_SEAMS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+_SEAMS: dict[str, tuple[Method, tuple[str, ...]]] = {
     "train": (_around_train, ("resume_from_checkpoint",)),
     "create_optimizer": (_around_create_optimizer, ()),
-    "_save_checkpoint": (_around_save_checkpoint, ("model", "trial")),
-    "save_model": (_around_save_model, ("output_dir", "_internal_call")),
-    "_save_optimizer_and_scheduler": (_around_save_optimizer_and_scheduler, ("output_dir",)),
-    "_save_rng_state": (_around_save_rng_state, ("output_dir",)),
-    "_load_optimizer_and_scheduler": (_around_load_optimizer_and_scheduler, ("checkpoint",)),
-    "_load_scaler": (_around_load_scaler, ("checkpoint",)),
+    **checkpoints.SEAMS,
 }

@@ -13,7 +13,7 @@ import torch
 
 from hf_dlion import DistributedLion
 from hf_dlion.checkpoint import momentum_file
-from hf_dlion.checkpoint import rank_files as checkpoint
+from hf_dlion.checkpoint.lion import unwrap
 from hf_dlion.checkpoint.momentum_file import CheckpointError
 from hf_dlion.checkpoint.rank_files import load_momentum, save_momentum
 from tests.support.spawn import RankPools
@@ -305,7 +305,7 @@ def test_another_optimizer_is_refused(tmp_path):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     with pytest.raises(TypeError, match="must be a DistributedLion, got SGD"):
         save_momentum(optimizer, tmp_path)
-    assert checkpoint.unwrap(optimizer) is None
+    assert unwrap(optimizer) is None
 
 
 def fail_on_one_rank(rank, world_size, folder):

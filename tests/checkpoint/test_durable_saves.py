@@ -17,8 +17,7 @@ from torch import nn
 from transformers import TrainerState
 
 import hf_dlion
-from hf_dlion import DistributedLion, last_whole_checkpoint
-from hf_dlion.checkpoint import save as saving
+from hf_dlion import DistributedLion, last_whole_checkpoint, saving
 from hf_dlion.checkpoint.whole import COMPLETE
 from tests.support.spawn import RankPools
 from tests.support.tiny import tiny_args, tiny_trainer

@@ -11,8 +11,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 import hf_dlion
-from hf_dlion import DistributedLion, load_momentum
-from hf_dlion.checkpoint import save as saving
+from hf_dlion import DistributedLion, load_momentum, saving
 from tests.accelerate.test_accelerate import Loop
 from tests.support.spawn import RankPools
 from tests.support.tiny import tiny_args, tiny_trainer, weights_digest

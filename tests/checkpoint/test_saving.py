@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import io
 import os
 import random
@@ -22,10 +23,10 @@ from torch import nn
 from transformers import TrainerCallback
 
 import hf_dlion
-from hf_dlion import DistributedLion, last_whole_checkpoint
-from hf_dlion.checkpoint import save as saving
+from hf_dlion import DistributedLion, last_whole_checkpoint, saving
 from hf_dlion.checkpoint import whole as whole_checkpoint
 from hf_dlion.checkpoint.agreed import agreed_checkpoint
+from hf_dlion.checkpoint.lion import gather_objects
 from hf_dlion.checkpoint.momentum_file import CheckpointError
 from hf_dlion.checkpoint.whole import INCOMPLETE
 from hf_dlion.ranks.header import Disagreement
@@ -98,6 +99,10 @@ def test_a_full_disk_is_an_error_on_every_rank(ranks: RankPools, tmp_path, faili
     assert len(told[0]) == len(seeds)
 
 
+def gather_of(optimizer: DistributedLion):
+    return functools.partial(gather_objects, optimizer)
+
+
 def save_on_one_rank(rank, world_size, folder):
     model = nn.Linear(4, 2)
     optimizer = DistributedLion(model.named_parameters())
@@ -117,7 +122,13 @@ def resume_apart(rank, world_size, folders):
     optimizer = DistributedLion([nn.Parameter(torch.zeros(2))])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        arguments = (optimizer.gather_objects, rank, None, folders[rank], lambda size: [rank])
+        arguments = (
+            optimizer._engine.gather_objects,
+            rank,
+            None,
+            folders[rank],
+            lambda size: [rank],
+        )
         found = agreed_checkpoint(*arguments)
     return found, [str(warning.message) for warning in caught]
 
@@ -155,7 +166,7 @@ def note_what_is_opened(rank, world_size, folder):
     sys.addaudithook(note)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        agreed_checkpoint(optimizer.gather_objects, rank, None, folder)
+        agreed_checkpoint(optimizer._engine.gather_objects, rank, None, folder)
     found, opened = opened, None  # The hook stays for ever.
     return found
 
@@ -179,7 +190,7 @@ def list_nothing_on_one_rank(rank, world_size, folder):
         Path.iterdir = fail
     try:
         with pytest.raises(CheckpointError) as caught:
-            agreed_checkpoint(optimizer.gather_objects, rank, None, folder)
+            agreed_checkpoint(optimizer._engine.gather_objects, rank, None, folder)
     finally:
         Path.iterdir = iterdir
     return str(caught.value)

@@ -78,7 +78,7 @@ def _with_options(
             optimizer.step()
     if rank == 1 and late:
         optimizer.options = _options_with(chosen, name)
-        optimizer._ranks._local_group = optimizer.options.local_group
+        optimizer._engine.ranks._local_group = optimizer.options.local_group
     _backward(params, rank)
     return _attempt(optimizer.step, params)
 

@@ -14,8 +14,8 @@ from transformers.training_args import OptimizerNames
 
 import hf_dlion
 from hf_dlion import DistributedLion
-from hf_dlion.checkpoint.rank_files import unwrap
-from hf_dlion.trainer import DistributedLionCallback, optimizer_cls_and_kwargs, registration, seams
+from hf_dlion.checkpoint.lion import unwrap
+from hf_dlion.trainer import DistributedLionCallback, optimizer_cls_and_kwargs, seams
 from hf_dlion.trainer.arguments import lion_kwargs
 from tests.support.tiny import tiny_args, tiny_llama, tiny_trainer, weights_digest
 
@@ -65,7 +65,7 @@ def test_a_seam_with_other_parameters_is_refused(monkeypatch):
 def test_a_transformers_without_a_table_of_handlers_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers.trainer_optimizer", None)
     with pytest.raises(RuntimeError, match="_OPTIMIZER_HANDLERS"):
-        registration.register()
+        hf_dlion.register()
 
 
 def test_options_reach_the_optimizer(tmp_path):

@@ -62,7 +62,7 @@ def departures_of(
     """
     optimizer = overlapped.optimizer
     assert isinstance(optimizer, DistributedLion), "the overlapped method"
-    messages = optimizer.messages
+    messages = optimizer._engine.messages
     if not messages:
         return None
     params = list(alone.model.parameters())

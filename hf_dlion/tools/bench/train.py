@@ -16,7 +16,6 @@ import torch.distributed as dist
 from hf_dlion.exchange import WireStats
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options import BITS
-from hf_dlion.step import plan as step_plan
 from hf_dlion.tools.bench.bound import departures_of, exposed_wire_s
 from hf_dlion.tools.bench.emulate import INTERFACE
 from hf_dlion.tools.bench.methods import ALONE, Method, methods_of, name_of, sensible_methods
@@ -54,7 +53,6 @@ def run(args: argparse.Namespace) -> None:
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     shape = (args.batch, args.sequence)
     batch = torch.randint(tokens, shape, generator=generator).to(device)
-    step_plan.MESSAGE_NUMEL = args.message_numel
     methods = methods_of(args.methods or sensible_methods(), args.bits, make)
     rows = _measured(methods, args, functools.partial(_step, batch=batch, device=device))
     if args.emulate:

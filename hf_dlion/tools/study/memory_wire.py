@@ -230,5 +230,5 @@ def simulated(model: nn.Module, wire: MemoryWire, **options: Any) -> Distributed
     params = [pair for pair in model.named_parameters() if pair[1].requires_grad]
     optimizer = DistributedLion(params, **options)
     wire.stats = optimizer.wire
-    optimizer._ranks = _MemoryRanks(wire, optimizer.options.max_abstained_steps)
+    optimizer._engine.ranks = _MemoryRanks(wire, optimizer.options.max_abstained_steps)
     return optimizer

@@ -1,0 +1,55 @@
+"""The optimizer that a loop passes, and what a checkpoint asks of its ranks.
+
+Whatever this folder and the integrations need of a DistributedLion beyond its public face is asked
+for here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_dlion.optimizer import DistributedLion
+
+
+def unwrap(optimizer: object) -> DistributedLion | None:
+    """Returns the DistributedLion inside Accelerate's wrapper, or None if it is another one."""
+    while not isinstance(optimizer, DistributedLion):
+        optimizer = getattr(optimizer, "optimizer", None)
+        if optimizer is None:
+            return None
+    return optimizer
+
+
+def require(optimizer: object) -> DistributedLion:
+    """Returns the DistributedLion inside Accelerate's wrapper.
+
+    Raises:
+        TypeError: If it is another optimizer.
+    """
+    lion = unwrap(optimizer)
+    if lion is None:
+        raise TypeError(f"optimizer must be a DistributedLion, got {type(optimizer).__name__}")
+    return lion
+
+
+def gather_objects(lion: DistributedLion, value: Any) -> list[Any]:
+    """Returns every rank's `value`, a small plain object, in rank order; all ranks must call it."""
+    return lion._engine.gather_objects(value)
+
+
+def meet_to_save(lion: DistributedLion, failure: Exception | None) -> None:
+    """Has all ranks meet in the course of a save, in one header; all ranks must call it.
+
+    Args:
+        lion: Whose ranks meet.
+        failure: What went wrong on this rank.
+
+    Raises:
+        Disagreement: On every rank, if something failed on one, or one takes a step meanwhile.
+    """
+    lion._engine.meet_to_save(failure)
+
+
+def nodes_of(lion: DistributedLion) -> list[list[int]]:
+    """Returns the ranks of each node, or nothing where every rank votes; all ranks must call it."""
+    return [list(ranks) for ranks in lion._engine.voters().members]

@@ -1,0 +1,74 @@
+"""Checks of the parameters and gradients that a user passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_trainable(param: Tensor) -> None:
+    """Checks that a parameter is one that DistributedLion can move.
+
+    Raises:
+        TypeError: If its dtype is not floating, or it is not dense.
+        NotImplementedError: If it is sharded.
+    """
+    sharded = {
+        "FSDP, fully_shard or tensor parallel": type(param).__name__ == "DTensor",
+        "FSDP": getattr(param, "_is_flat_param", False) or hasattr(param, "_fsdp_flattened"),
+        "DeepSpeed ZeRO-3": hasattr(param, "ds_id"),
+    }
+    for what, found in sharded.items():
+        if found:
+            raise NotImplementedError(
+                f"DistributedLion does not support sharded parameters ({what}): every rank must "
+                f"hold whole parameters; use DistributedDataParallel (accelerate launch "
+                f"--multi_gpu), or no wrapper at all"
+            )
+    if param.layout != torch.strided:
+        raise TypeError(f"DistributedLion takes dense parameters, got layout {param.layout}")
+    if param.dtype not in FLOATING:
+        allowed = ", ".join(map(str, FLOATING))
+        raise TypeError(
+            f"DistributedLion takes parameters of {allowed}, got {param.dtype}; leave quantised "
+            f"and complex ones out of the groups"
+        )
+
+
+def check_distinct(params: Sequence[Tensor]) -> None:
+    """Checks that no parameter is there twice: it would vote, and move, twice in every step.
+
+    Raises:
+        ValueError: If one is; torch itself only warns.
+    """
+    seen: dict[int, int] = {}
+    for position, param in enumerate(params):
+        first = seen.setdefault(id(param), position)
+        if first != position:
+            raise ValueError(
+                f"parameters {first} and {position} of the group are one and the same: pass each "
+                f"once, as model.named_parameters() does with tied weights"
+            )
+
+
+def check_gradient(param: Tensor) -> None:
+    """Checks that a parameter's gradient, if it has one, is dense and has values.
+
+    Raises:
+        TypeError: If it is sparse.
+        RuntimeError: If it is on the meta device.
+    """
+    if param.grad is not None and param.grad.is_meta:
+        raise RuntimeError(
+            "DistributedLion got a gradient on the meta device, which holds no values: load the "
+            "model's weights (or model.to_empty(...)) before the optimizer is made"
+        )
+    if param.grad is not None and param.grad.layout != torch.strided:
+        raise TypeError(
+            "DistributedLion takes no sparse gradients: build the embedding with sparse=False; "
+            "rows without a gradient abstain anyway"
+        )
