@@ -34,8 +34,8 @@ DEVICE_CHUNK_WORDS = 1 << 22
 class CountingCodec(Codec):
     """Counts with torch operations, on any device; a backend replaces the three steps below.
 
-    What a step returns are numbers, or int64 tensors of one element where the votes are, so that
-    the host waits for a device once.
+    What a step returns are numbers, or int64 tensors of one element where the votes are, so the
+    host waits for a device once.
     """
 
     def count(

@@ -1,6 +1,6 @@
 """Lion's arithmetic as pure functions on tensors (design S1, S7).
 
-Every formula here fixes every bit: products and sums are rounded one by one, never fused, so that
+Every formula here fixes every bit: products and sums are rounded one by one, never fused, so
 a CPU, a GPU and the NumPy definition in `hf_dlion.codec.reference.votes` agree exactly.
 """
 

@@ -10,7 +10,7 @@ With q = the momentum m of a rank rounded to the wire's dtype, and M = the mean 
 
     m = M + (m - q)       each rank keeps what its own rounding left off
 
-so that with float32 all ranks get the mean, and with bfloat16 no small step of the average is lost.
+so with float32 all ranks get the mean, and with bfloat16 no small step of the average is lost.
 """
 
 from __future__ import annotations
