@@ -40,6 +40,11 @@ def zero_phase(step: int, rank: int, world_size: int) -> int:
     return (step // 2 + (rank + step) % world_size) % 2
 
 
+def zero_word(step: int, rank: int, world_size: int) -> int:
+    """Returns the same as a word, as int64: bit k is 1 where a zero is sent as -1."""
+    return alternating_word(zero_phase(step, rank, world_size))
+
+
 def alternating_word(phase: int) -> int:
     """Returns the word, as int64, that votes +1 where k + `phase` is even and -1 elsewhere."""
     return 0x5555555555555555 if phase % 2 else -0x5555555555555556
