@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType, ProjectConfiguration
 
 import hf_dlion
