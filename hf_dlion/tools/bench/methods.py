@@ -24,9 +24,6 @@ ONE_BUCKET_MB = 1 << 20
 
 ALONE = "one host alone, Lion"
 NODE = "dlion-node"
-NODE_OVERLAP = "dlion-node-overlap"
-# These differ from the others only where there are several nodes of several ranks.
-OF_NODES = (NODE, NODE_OVERLAP)
 
 
 class LocalLion:
@@ -185,7 +182,6 @@ def name_of(bits: int, *, local_group: str | None = None, overlap: bool = False)
 VOTING: dict[str, dict[str, Any]] = {
     "dlion": {},
     NODE: {"local_group": "node"},
-    NODE_OVERLAP: {"local_group": "node", "overlap": True},
     "overlap": {"overlap": True},
 }
 METHODS: dict[str, Callable[[Callable[[], nn.Module]], Method]] = {
@@ -219,9 +215,9 @@ def methods_of(
 
 
 def sensible_methods() -> list[str]:
-    """Returns the methods that differ here: nodes matter where there are several, of several."""
+    """Returns the methods that differ here: a vote per node does on several nodes of several."""
     size, ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), dist.get_world_size()
-    return [name for name in METHODS if name not in OF_NODES or 1 < size < ranks]
+    return [name for name in METHODS if name != NODE or 1 < size < ranks]
 
 
 def _reduced(numel: int, size: int) -> int:
