@@ -38,6 +38,13 @@ def llama(parameters: int) -> nn.Module:
     return model
 
 
+def sizes_of(parameters: int) -> tuple[int, int]:
+    """Returns the parameters that `llama(parameters)` really has, and its number of tokens."""
+    with torch.device("meta"):
+        model = llama(parameters)
+    return sum(param.numel() for param in model.parameters()), vocabulary(model)
+
+
 def vocabulary(model: nn.Module) -> int:
     """Returns how many tokens the model knows."""
     return int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]

@@ -88,21 +88,25 @@ class Cluster:
         return self.ranks // self.ranks_per_node
 
 
-def all_reduce_s(rank_bytes: int, cluster: Cluster, link: Link) -> float:
-    """Returns the time of an all-reduce.
+def all_reduce_rounds(ranks: int, tree: bool) -> int:
+    """Returns the rounds of an all-reduce: 2 (N - 1) of a ring, or 2 log2(N) of trees if fewer.
 
-    A ring of all ranks crosses each card once, and needs 2 (N - 1) rounds. Two trees, each for half
-    of the data, send as many bytes in 2 log2(N) rounds (Sanders, Speck and Traeff, 2009).
+    Two trees, each for half of the data, send as many bytes as a ring (Sanders, Speck and Traeff,
+    2009).
+    """
+    ring = 2 * (ranks - 1)
+    return min(ring, 2 * math.ceil(math.log2(ranks))) if tree else ring
+
+
+def all_reduce_s(rank_bytes: int, cluster: Cluster, link: Link) -> float:
+    """Returns the time of an all-reduce; a ring of all ranks crosses each card once.
 
     Args:
         rank_bytes: Bytes that a rank sends, 2 (N - 1) / N of the tensor.
         cluster: Who takes part.
         link: Between the nodes.
     """
-    rounds = 2 * (cluster.ranks - 1)
-    if link.tree:
-        rounds = min(rounds, 2 * math.ceil(math.log2(cluster.ranks)))
-    return link.seconds(rank_bytes, rounds)
+    return link.seconds(rank_bytes, all_reduce_rounds(cluster.ranks, link.tree))
 
 
 def all_gather_s(rank_bytes: int, cluster: Cluster, link: Link) -> float:

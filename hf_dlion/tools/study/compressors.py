@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_dlion.tools.bench.traffic import ring_bytes
+from hf_dlion.exchange.mean import average_wire_bytes
 
 # The share of elements that the Distributed Lion paper lets GradDrop and DGC send.
 DENSITY = 0.04
@@ -137,7 +137,9 @@ class Compressor(ABC):
 
 def sent_bytes(message: Tensor, scale: Tensor, world_size: int) -> int:
     """Returns the bytes that a rank sends to gather all messages and to agree on the scale."""
-    return (world_size - 1) * message.numel() + ring_bytes(scale.numel(), 4, world_size)
+    return (world_size - 1) * message.numel() + average_wire_bytes(
+        scale.numel(), world_size, torch.float32
+    )
 
 
 def sent_rounds(scale: Tensor, world_size: int) -> int:

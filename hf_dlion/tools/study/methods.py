@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from hf_dlion.exchange.mean import average_wire_bytes
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.tools.bench.traffic import ring_bytes
 from hf_dlion.tools.study.compressors import DGC, Compressor, GradDrop, TernGrad
 from hf_dlion.tools.study.memory_wire import Hub, MemoryWire, simulated
 from hf_dlion.tools.study.scenes import Scene, UnknownNameError
@@ -89,7 +89,8 @@ class Averaged(Method):
             for param in self._params:
                 if param.grad is not None:
                     param.grad /= workers
-            self.bytes_sent += ring_bytes(sum(p.numel() for p in self._params), 4, workers)
+            numel = sum(param.numel() for param in self._params)
+            self.bytes_sent += average_wire_bytes(numel, workers, torch.float32)
             self.rounds += 2 * (workers - 1)
         else:
             for param, mean in zip(

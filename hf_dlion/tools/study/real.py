@@ -16,8 +16,8 @@ from torch import nn
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_dlion.exchange.mean import average_wire_bytes
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.tools.bench.traffic import ring_bytes
 from hf_dlion.tools.study.compressors_hook import HookState, compress_hook
 from hf_dlion.tools.study.methods import Method, adamw, lion_options, recipe, set_lr, sgd, trainable
 from hf_dlion.tools.study.scenes import Scene, UnknownNameError, scene_class
@@ -69,8 +69,9 @@ class RealRank(Method):
         elif self._hook is not None:
             self.bytes_sent, self.rounds = float(self._hook.bytes_sent), self._hook.rounds
         else:
-            self.bytes_sent += ring_bytes(self._numel, 4, dist.get_world_size())
-            self.rounds += 2 * (dist.get_world_size() - 1)
+            ranks = dist.get_world_size()
+            self.bytes_sent += average_wire_bytes(self._numel, ranks, torch.float32)
+            self.rounds += 2 * (ranks - 1)
 
 
 def named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

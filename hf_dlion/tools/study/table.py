@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hf_dlion.tools.bench.report import print_table
+from hf_dlion.tools.report import print_table
 from hf_dlion.tools.study.modelled import LINKS, compute_s, link, step_s
 from hf_dlion.tools.study.result import Result, cell, finite, mean_of, spread
 
