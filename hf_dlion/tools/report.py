@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+# Titles of the columns of a `summary`.
+TIMES = {"median_ms": "median ms", "min_ms": "min", "max_ms": "max"}
 # What each package is for, and the extra that brings it.
 NEEDED = {
     "rich": ("the benchmarks print their tables", "bench"),

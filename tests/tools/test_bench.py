@@ -17,8 +17,7 @@ from torch import nn
 
 from hf_dlion import DistributedLion
 from hf_dlion.tools import cli
-from hf_dlion.tools.bench import codec, codec_device, emulate
-from hf_dlion.tools.bench.bound import Departure, exposed_wire_s
+from hf_dlion.tools.bench import codec, emulate
 from hf_dlion.tools.bench.cli import main
 from hf_dlion.tools.bench.emulate import (
     Emulation,
@@ -28,6 +27,7 @@ from hf_dlion.tools.bench.emulate import (
     remove_stale,
 )
 from hf_dlion.tools.bench.methods import METHODS, NODE
+from hf_dlion.tools.bench.train import Departure, exposed_wire_s
 from tests.support.spawn import RankPools, run_command, run_script
 
 BENCH = [sys.executable, "-m", "hf_dlion.tools.bench"]
@@ -64,7 +64,7 @@ def test_codec_times_every_backend_beside_fused_adamw(tmp_path, capfd):
 def test_on_a_device_codecs_are_timed_beside_a_copy_of_as_many_bytes(tmp_path):
     out = tmp_path / "codec.json"
     args = argparse.Namespace(device="cpu", parameters=5000, repeats=2, json=str(out))
-    codec_device.run(args, codec.shapes(5000), codec.DTYPES)
+    codec.run_on_device(args)
     rows = {(row["name"], row["dtype"]): row for row in checked(out, "codec")}
     assert rows["encode", "float32"]["megabytes"] == (3 * 4 * 5000 + 8 * 79) / 1e6
     assert rows["eager apply", "bfloat16"]["ratio"] > 0

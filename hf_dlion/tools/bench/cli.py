@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from types import ModuleType
 
 from hf_dlion.options import BITS
 from hf_dlion.tools.arguments import exit_code, positive
@@ -42,6 +43,7 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
         ranks.refuse_under_launcher(network)
         ranks.take_part(RUNS[args.bench], args)
         return 0
+    # On an emulated network its hosts say how many ranks there are.
     count = args.ranks if network is None else network.hosts * args.local_ranks
     if count % args.local_ranks:
         raise ValueError(
@@ -58,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--json", help="where to write the result (outputs/bench_NAME.json)")
     common.add_argument("--threads", type=positive, default=1, help="torch's threads (1)")
 
-    add = benches.add_parser("codec", parents=[common], help=codec.__doc__).add_argument
+    add = benches.add_parser("codec", parents=[common], help=_summary(codec)).add_argument
     add("--parameters", type=positive, default=50_000_000)
     add("--repeats", type=positive, default=7)
     add("--device", default="cpu", help='"cuda" times the Triton kernels beside a copy (cpu)')
@@ -81,12 +83,12 @@ def _parser() -> argparse.ArgumentParser:
         help="ranks on each emulated host; without --emulate, of --ranks, on each pretended node",
     )
     add("--seconds", type=float, default=25.0, help="a method stops after 3 repeats beyond this")
-    add = benches.add_parser("exchange", parents=[several], help=exchange.__doc__).add_argument
+    add = benches.add_parser("exchange", parents=[several], help=_summary(exchange)).add_argument
     add("--repeats", type=positive, default=7)
 
-    benches.add_parser("memory", parents=[several], help=memory.__doc__)
+    benches.add_parser("memory", parents=[several], help=_summary(memory))
 
-    add = benches.add_parser("train", parents=[several], help=train.__doc__).add_argument
+    add = benches.add_parser("train", parents=[several], help=_summary(train)).add_argument
     add("--batch", type=positive, default=1, help="sequences per rank (1)")
     add("--sequence", type=positive, default=128, help="tokens in each (128)")
     add("--warmup", type=positive, default=2)
@@ -100,6 +102,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--methods", nargs="+", choices=list(METHODS))
     add("--bits", type=int, nargs="+", choices=BITS, default=[1], help="of DistributedLion's votes")
     return parser
+
+
+def _summary(module: ModuleType) -> str:
+    """Returns the first line of a benchmark's docstring."""
+    return (module.__doc__ or "").partition("\n")[0]
 
 
 def _network(text: str) -> Network:

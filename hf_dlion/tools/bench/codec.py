@@ -1,4 +1,8 @@
-"""Encode, count, apply and hash on one core, beside a fused AdamW step and a copy of them all."""
+"""Encode, count, apply and hash, beside what a step does anyway.
+
+On a CPU that is a fused AdamW step and a copy of all parameters, on a GPU a copy of as many bytes
+as each part of the work must move.
+"""
 
 from __future__ import annotations
 
@@ -14,28 +18,27 @@ from typing import Any
 import torch
 
 from hf_dlion.codec import codec_for
+from hf_dlion.codec.eager import EagerCodec
 from hf_dlion.codec.native import library as native_library
 from hf_dlion.ranks.fingerprint import fingerprints
-from hf_dlion.tools.bench import codec_device
 from hf_dlion.tools.bench.clock import in_turns, seconds_of
 from hf_dlion.tools.bench.work import Work, shapes
-from hf_dlion.tools.report import environment, publish, summary
+from hf_dlion.tools.report import TIMES, environment, publish, summary
 
 COLUMNS = {
-    "name": "work",
-    "dtype": "dtype",
-    "median_ms": "median ms",
-    "min_ms": "min",
-    "max_ms": "max",
-    "ns_per_element": "ns/element",
-    "ratio": "x fused AdamW",
-    "encode_ms": "encode",
-    "count_ms": "count",
-    "apply_ms": "apply",
+    **{"name": "work", "dtype": "dtype", **TIMES},
+    **{"ns_per_element": "ns/element", "ratio": "x fused AdamW"},
+    **{f"{part}_ms": part for part in ("encode", "count", "apply")},
+}
+DEVICE_COLUMNS = {
+    **{"name": "work", "dtype": "dtype", **TIMES},
+    **{"megabytes": "MB moved", "gigabytes_per_second": "GB/s", "ratio": "x copy of as much"},
 }
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WORLD_SIZES = (2, 4)
+DEVICE_WORLD_SIZE = 4
+SLEEP_CYCLES = 20_000_000
 
 # Seconds by part of the work; "total" is always there.
 Lap = dict[str, float]
@@ -45,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
     """Measures, prints and writes."""
     torch.set_num_threads(args.threads)
     if args.device != "cpu":
-        codec_device.run(args, shapes(args.parameters), DTYPES)
+        run_on_device(args)
         return
     torch.manual_seed(0)
     before = environment()
@@ -56,9 +59,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    params = [torch.randn(shape).mul_(0.02).to(DTYPES[name]) for shape in shapes(args.parameters)]
-    for param in params:
-        param.grad = torch.randn_like(param)
+    params = _params(args.parameters, name, CPU)
     copies = [torch.empty_like(param) for param in params]
     adamw = torch.optim.AdamW(params, lr=1e-4, fused=True)
 
@@ -71,6 +72,7 @@ def _rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         "copy": lambda: {"total": seconds_of(copy, CPU)},
         "hash of all parameters": lambda: {"total": seconds_of(partial(fingerprints, params), CPU)},
     }
+    # One step's work with the compiled library, if there is one, and without.
     for bits, world_size in itertools.product(args.bits, WORLD_SIZES):
         work, case = Work(params, world_size, bits), f"{world_size} ranks"
         case += "" if bits == 1 else f", {bits} bits"
@@ -122,3 +124,68 @@ def without_compiler() -> Iterator[None]:
         else:
             os.environ[native_library.ENVIRONMENT] = before
         native_library.library.cache_clear()
+
+
+def run_on_device(args: argparse.Namespace) -> None:
+    """Measures on `args.device`, prints and writes."""
+    device = torch.device(args.device)
+    before = environment()
+    codec, eager = codec_for(device), EagerCodec()
+    rows: list[dict[str, Any]] = []
+    for name in DTYPES:
+        torch.manual_seed(0)
+        params = _params(args.parameters, name, device)
+        work = Work(params, DEVICE_WORLD_SIZE)
+        # The bytes that each part must read and write: gradient, momentum and its new value are
+        # encoded, a parameter and its new value applied.
+        values, words = sum(param.nbytes for param in params), 8 * work.words
+        encoded, applied = 3 * values + words, 2 * values + words
+        counted = (DEVICE_WORLD_SIZE + 1) * words
+        tasks: list[tuple[str, int, Callable[[], object]]] = [
+            ("encode", encoded, partial(work.encode, codec)),
+            ("apply", applied, partial(work.apply, codec)),
+            ("count", counted, work.count),
+            ("hash", values, partial(fingerprints, params)),
+            ("eager encode", encoded, partial(work.encode, eager)),
+            ("eager apply", applied, partial(work.apply, eager)),
+        ]
+        # Beside each, a copy that reads and writes as many bytes.
+        for task, moved, call in tasks:
+            source = torch.empty(moved // 2, dtype=torch.uint8, device=device)
+            copy = partial(torch.empty_like(source).copy_, source)
+            both = {"work": partial(_busy_s, call, device), "copy": partial(_busy_s, copy, device)}
+            # The first three rounds compile and warm up.
+            times = in_turns(both, args.repeats, warmup=3)
+            row = {"name": task, "dtype": name, **summary(times["work"]), "megabytes": moved / 1e6}
+            row["copy_ms"] = summary(times["copy"])["median_ms"]
+            row["gigabytes_per_second"] = moved / 1e6 / row["median_ms"]
+            row["ratio"] = row["median_ms"] / row["copy_ms"]
+            rows.append(row)
+    config = {key: getattr(args, key) for key in ("parameters", "repeats", "device")}
+    config["codec"] = type(codec).__name__
+    publish("codec", args.json, config, before, rows, DEVICE_COLUMNS)
+
+
+def _busy_s(call: Callable[[], object], device: torch.device) -> float:
+    """Returns the seconds that the device is busy with the work, or the CPU with all of it."""
+    if device.type != "cuda":
+        return seconds_of(call, device)
+    event: Any = torch.cuda.Event  # without types
+    begin, end = (event(enable_timing=True) for _ in range(2))
+    # While the device sleeps the host gets ahead, so no launch is waited for.
+    torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+    begin.record()
+    call()
+    end.record()
+    torch.cuda.synchronize(device)
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds / 1e3
+
+
+def _params(parameters: int, dtype: str, device: torch.device) -> list[torch.Tensor]:
+    """Returns parameters with gradients."""
+    sizes = shapes(parameters)
+    params = [torch.randn(s, device=device).mul_(0.02).to(DTYPES[dtype]) for s in sizes]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    return params

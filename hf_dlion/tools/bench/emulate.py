@@ -5,7 +5,7 @@
     host 1  eth0 --- p1 /
 
 All of it, the bridge too, lies in namespaces made here: no interface of the machine takes part.
-Their names tell which process made them, so that the next start removes what a killed one left.
+Their names tell which process made them, so the next start can remove what a killed one left.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Emulation:
     """
 
     def __init__(self, network: Network) -> None:
-        """Builds nothing yet."""
+        """Names the namespaces; `with` builds them."""
         self._network = network
         self._stem = f"{PREFIX}-{os.getpid()}-{_start_of(os.getpid())}"
         self._switch = f"{self._stem}-sw"
@@ -135,9 +135,11 @@ class Emulation:
 
     def _build(self) -> None:
         switch = self._switch
+        # A namespace with a bridge is the switch ...
         _run("ip", "netns", "add", switch)
         _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
         _run("ip", "-n", switch, "link", "set", "bridge", "up")
+        # ... and each host a namespace whose one card ends in a port of it.
         for host, name in enumerate(self.namespaces):
             port = f"p{host}"
             _run("ip", "netns", "add", name)

@@ -17,13 +17,11 @@ from hf_dlion.step.plan import split_into_messages
 from hf_dlion.tools.bench.clock import is_over, slowest
 from hf_dlion.tools.bench.ranks import device_of_rank
 from hf_dlion.tools.bench.work import shapes, step_rule
-from hf_dlion.tools.report import environment, publish, summary
+from hf_dlion.tools.report import TIMES, environment, publish, summary
 
 COLUMNS = {
     "name": "exchange",
-    "median_ms": "median ms",
-    "min_ms": "min",
-    "max_ms": "max",
+    **TIMES,
     "repeats": "repeats",
     "ratio": "x fp32",
     "bytes_per_step": "bytes sent",

@@ -52,10 +52,11 @@ class LocalLion:
     def step(self) -> None:
         """Moves the parameters."""
         self._step += 1
+        rule = step_rule(self._step)
         for index, (param, momentum) in enumerate(zip(self._params, self._momenta, strict=True)):
             if param.grad is not None:
-                rule = tensor_rule(step_rule(self._step), index)
-                codec_for(param.device).step_alone(param, param.grad, momentum, rule)
+                own = tensor_rule(rule, index)
+                codec_for(param.device).step_alone(param, param.grad, momentum, own)
 
     def zero_grad(self) -> None:
         """Drops the gradients."""

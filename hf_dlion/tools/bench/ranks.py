@@ -32,7 +32,7 @@ def is_rank() -> bool:
 
 
 def refuse_under_launcher(network: Network | None) -> None:
-    """Checks that nobody asks for an emulated network on a real one.
+    """Checks that no emulated network is asked for on a real one.
 
     Raises:
         EmulationRefusedError: If torchrun started this process and `network` is not None.
@@ -52,6 +52,7 @@ def take_part(run: Callable[[argparse.Namespace], None], args: argparse.Namespac
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     file = os.environ.get(RENDEZVOUS)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # A launcher has set the address of the ranks' meeting, `launch` the file.
     if file is None:
         dist.init_process_group(backend)
     else:
@@ -97,6 +98,7 @@ def launch(
             names = stack.enter_context(Emulation(network)).namespaces
         processes: list[subprocess.Popen[bytes]] = []
         stack.callback(_end, processes)
+        # Every rank gets what torchrun would tell it, and on a network the namespace of its host.
         for rank in range(count):
             host = None if network is None else rank // local_ranks
             prefix = [] if host is None else ["ip", "netns", "exec", names[host]]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hf_dlion.options import BITS
+from hf_dlion.tools import report
 from hf_dlion.tools.arguments import checked, exit_code, positive
 from hf_dlion.tools.bench import ranks
 from hf_dlion.tools.bench.methods import NONE
@@ -21,14 +22,7 @@ from hf_dlion.tools.plan.machine import Machine
 from hf_dlion.tools.plan.methods import PARTS, Case, predict
 from hf_dlion.tools.plan.model import parse_count, workload
 from hf_dlion.tools.plan.report import rate, rows_of, verdict
-from hf_dlion.tools.report import (
-    MissingPackageError,
-    environment,
-    print_table,
-    read_bench,
-    require,
-    write_json,
-)
+from hf_dlion.tools.report import MissingPackageError, print_table, read_bench, require, write_json
 
 COLUMNS = {
     "name": "method",
@@ -68,6 +62,7 @@ def _run(args: argparse.Namespace) -> None:
         raise ValueError("say what to train: a count such as 7b, a folder, or a name on the hub")
     if args.link is None and not args.table:
         raise ValueError("give --link (for example 1gbit, or measure), or --table for several")
+    # What is trained, who takes part, and what one rank's own work costs ...
     work = workload(args.model, args.trainable)
     found = _link(args)
     if found is None:
@@ -80,6 +75,7 @@ def _run(args: argparse.Namespace) -> None:
         work=work, cluster=cluster, link=found, machine=own, compute_s=compute_s,
         dtype=DTYPES[args.dtype], bits=args.bits,
     )  # fmt: skip
+    # ... give the predictions, which are printed, drawn and written.
     result: dict[str, Any] = {
         "plan": "table" if args.table else "step",
         "model": {"name": work.name, "parameters": work.parameters, "trainable": work.trainable},
@@ -88,7 +84,7 @@ def _run(args: argparse.Namespace) -> None:
         "machine": asdict(own),
         "compute_ms": 1e3 * compute_s,
         "bits": args.bits,
-        "environment": environment(),
+        "environment": report.environment(),
     }
     predictions = predict(case)
     if args.table:

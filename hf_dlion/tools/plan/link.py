@@ -116,7 +116,7 @@ def measured() -> Link:
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if per_node >= ranks:
         raise UnmeasurableError(
-            f"all {ranks} ranks are on this node, so that --link measure would time its memory: "
+            f"all {ranks} ranks are on this node, so --link measure would time its memory: "
             f"start ranks on two nodes at least, or give the rate: --link 1gbit"
         )
     Cluster(ranks=ranks, ranks_per_node=per_node)
@@ -129,7 +129,7 @@ def measured_all_reduces() -> Link:
     latency_s = _all_reduce_s(SHORT_BYTES) / all_reduce_rounds(ranks, tree)
     size = FIRST_LONG_BYTES
     long, longer = _all_reduce_s(size), _all_reduce_s(2 * size)
-    # The slowest rank's time is the same on all, so that all stop together.
+    # The slowest rank's time is the same on all, so all stop together.
     while longer < LONG_S and size < LARGEST_BYTES:
         size *= 2
         long, longer = longer, _all_reduce_s(2 * size)

@@ -77,12 +77,14 @@ def measure(dtype: torch.dtype, device: torch.device, bits: int = 1) -> Machine:
     def ns(call: Callable[[], object]) -> float:
         return 1e9 * median_s(call, device) / NUMEL
 
+    # What the other methods do besides their collectives ...
     adamw = torch.optim.AdamW([param], lr=1e-4, fused=True)
     times = {"adamw_ns": ns(adamw.step), "copy_ns": ns(lambda: other.copy_(param))}
     del adamw  # and its momenta, which are as large again
     # The bf16 hook makes a tensor of its own on the way there.
     times["cast_ns"] = ns(lambda: other.copy_(param.to(torch.bfloat16).div_(2)))
     times["power_ns"] = ns(_power(param, other))
+    # ... and what DistributedLion does; counting is a line through 2 and 4 votes.
     codec, works = codec_for(device), {ranks: Work([param], ranks, bits) for ranks in (2, 4)}
     times["encode_ns"] = ns(partial(works[2].encode, codec))
     times["apply_ns"] = ns(partial(works[2].apply, codec))
@@ -130,7 +132,7 @@ def stand_in_s(parameters: int, batch: int, sequence: int, device: torch.device)
         parameters: Of the model that is meant.
         batch: Sequences per rank and step.
         sequence: Tokens in each.
-        device: Where it runs.
+        device: Where the Llama runs.
     """
     model = llama(min(STAND_IN, parameters)).to(device)
     size = sum(param.numel() for param in model.parameters())

@@ -229,6 +229,7 @@ def _voted(
         after: Time of the header, where it follows the gradients.
     """
     ranks, machine = case.cluster.ranks, case.machine
+    # Each message's collectives, and between them the count: of all elements, or of a rank's share.
     shipments = []
     for at, message in zip(ready, messages, strict=True):
         if message.exchange == "gather":

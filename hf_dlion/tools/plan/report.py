@@ -49,29 +49,22 @@ def verdict(case: Case, predictions: Predictions) -> str:
         predictions: Of all methods.
     """
     rival = best_all_reduce(predictions)
-    where = f"at {rate(case.link)} with {case.cluster.ranks} ranks"
     step, overlapped = gain(predictions), gain(predictions, OVERLAPPED)
-    exposed = rival.parts["wire"]
-    hidden = "hides its all-reduce behind backward"
-    waits = f"waits {1e3 * exposed:,.0f} ms of {1e3 * rival.step_s:,.0f} for the wire"
-    state = hidden if is_hidden(rival) else waits
-    votes = f"{case.bits}-bit exchange"
-    if not pays(predictions):
+    state = f"waits {1e3 * rival.parts['wire']:,.0f} ms of {1e3 * rival.step_s:,.0f} for the wire"
+    if is_hidden(rival):
+        state = "hides its all-reduce behind backward"
+    found = f"at {rate(case.link)} with {case.cluster.ranks} ranks {rival.name} {state}"
+    if pays(predictions):
+        only = "" if step >= WORTH else " with overlap=True only"
         text = (
-            f"{votes} does not pay: {where} {rival.name} {state}; DistributedLion's step is "
-            f"predicted to take {1 / step:.2f} times as long, {1 / overlapped:.2f} times with "
-            f"overlap=True. Use AdamW."
-        )
-    elif step < WORTH:
-        text = (
-            f"{votes} pays with overlap=True only: {where} {rival.name} {state}; "
-            f"DistributedLion is predicted to be {step:.2f} times as fast, at most "
-            f"{overlapped:.2f} times with overlap=True."
+            f"{case.bits}-bit exchange pays{only}: {found}; DistributedLion is predicted to be "
+            f"{step:.2f} times as fast, at most {overlapped:.2f} times with overlap=True."
         )
     else:
         text = (
-            f"{votes} pays: {where} {rival.name} {state}; DistributedLion is predicted to "
-            f"be {step:.2f} times as fast, at most {overlapped:.2f} times with overlap=True."
+            f"{case.bits}-bit exchange does not pay: {found}; DistributedLion's step is predicted "
+            f"to take {1 / step:.2f} times as long, {1 / overlapped:.2f} times with overlap=True. "
+            f"Use AdamW."
         )
     power, own_s = predictions[POWER], predictions[DLION].step_s
     if power.step_s < min(own_s, rival.step_s) / WORTH:

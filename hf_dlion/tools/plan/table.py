@@ -47,6 +47,7 @@ def points(case: Case, nodes: Sequence[int] = NODES, rates: Sequence[float] = RA
     for count in nodes:
         cluster = Cluster(ranks=count * per_node, ranks_per_node=per_node)
         for bits_per_s in rates:
+            # Latency and the machine's constants stay: only nodes and rate are varied.
             link = replace(case.link, bits_per_s=bits_per_s)
             here = replace(case, cluster=cluster, link=link)
             found.append(Point(nodes=count, link=rate(link), predictions=predict(here)))

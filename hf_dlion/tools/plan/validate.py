@@ -36,7 +36,7 @@ def emulated_link(result: Mapping[str, Any]) -> Link:
     text = result["config"].get("emulate")
     if text is None:
         raise ValueError(
-            "this run of `bench train` emulated no network, so that its link is unknown: give "
+            "this run of `bench train` emulated no network, so its link is unknown: give "
             "--link RATE, or the JSON of `bench exchange` on the same ranks"
         )
     bits = Network.parse(text).bits_per_s

@@ -18,7 +18,7 @@ from hf_dlion.tools.study.records import Records
 from hf_dlion.tools.study.result import results
 from hf_dlion.tools.study.run import complete, estimate_s
 from hf_dlion.tools.study.scenes import SCENES, scene_class
-from hf_dlion.tools.study.search import Trial, count_missing
+from hf_dlion.tools.study.search import Trial, missing
 from hf_dlion.tools.study.setting import SCHEDULES, Setting
 
 # One of each kind, and what the Distributed Lion paper compares with.
@@ -29,48 +29,24 @@ COMPARED = [
 
 # About 14 hours of one core for a scene.
 MEDIUM: dict[str, Any] = {
-    "methods": COMPARED,
-    "workers": [2, 4, 8],
-    "batch": [8],
-    "sequence": 128,
-    "hidden": 128,
-    "layers": 4,
-    "steps": 1000,
-    "seeds": 3,
-    "evaluations": 10,
-    "base_steps": 3000,
-}
+    "methods": COMPARED, "workers": [2, 4, 8], "batch": [8], "sequence": 128, "hidden": 128,
+    "layers": 4, "steps": 1000, "seeds": 3, "evaluations": 10, "base_steps": 3000,
+}  # fmt: skip
 
 # What a scale stands for; a flag of the same name comes first.
 SCALES: dict[str, dict[str, Any]] = {
     "smoke": {
-        "methods": ["adamw", "lion", "majority"],
-        "workers": [2],
-        "batch": [2],
-        "sequence": 16,
-        "hidden": 32,
-        "layers": 1,
-        "steps": 6,
-        "seeds": 2,
-        "evaluations": 2,
-        "base_steps": 6,
+        "methods": ["adamw", "lion", "majority"], "workers": [2], "batch": [2], "sequence": 16,
+        "hidden": 32, "layers": 1, "steps": 6, "seeds": 2, "evaluations": 2, "base_steps": 6,
     },
     "small": {
-        "methods": list(METHODS),
-        "workers": [2, 4, 8],
-        "batch": [8],
-        "sequence": 64,
-        "hidden": 64,
-        "layers": 2,
-        "steps": 300,
-        "seeds": 3,
-        "evaluations": 6,
-        "base_steps": 1000,
+        "methods": list(METHODS), "workers": [2, 4, 8], "batch": [8], "sequence": 64, "hidden": 64,
+        "layers": 2, "steps": 300, "seeds": 3, "evaluations": 6, "base_steps": 1000,
     },
     "medium": MEDIUM,
     # The workers and the batch of the Distributed Lion paper; about five days of one core.
     "full": {**MEDIUM, "workers": [4, 8, 16, 32], "batch": [32], "sequence": 64},
-}
+}  # fmt: skip
 FINE_TUNING = ("finetune", "lora")
 
 
@@ -96,12 +72,13 @@ def _run(args: argparse.Namespace) -> None:
     folder = Path(args.out)
     records = Records(folder / "runs.jsonl")
     if args.dry_run:
-        todo = count_missing(trials, records)
+        todo = list(missing(trials, records, ahead=True))
         print(
             f"{len(todo)} runs to make, {len(records)} are there; about "
             f"{estimate_s(todo) / 60:.0f} minutes of one core for their gradients"
         )
         return
+    # Every run is written as soon as it is made, so an interrupted study goes on from there.
     if not args.report:
         before = environment()
         made = complete(trials, records, args.jobs)
@@ -139,24 +116,13 @@ def _trials(args: argparse.Namespace) -> list[Trial]:
     ):
         kind, family = scene_class(scene), recipe(method).family
         setting = Setting(
-            scene=scene,
-            method=method,
-            workers=workers,
-            batch=batch,
-            sequence=args.sequence,
-            hidden=args.hidden,
-            layers=args.layers,
-            steps=args.steps,
-            lr=0.0,
-            weight_decay=args.weight_decay,
-            betas=(args.betas[0], args.betas[1]),
-            schedule=args.schedule,
-            seed=0,
-            evaluations=args.evaluations,
-            base_steps=args.base_steps if scene in FINE_TUNING else 0,
-            real=args.real,
+            scene=scene, method=method, workers=workers, batch=batch, sequence=args.sequence,
+            hidden=args.hidden, layers=args.layers, steps=args.steps, lr=0.0,
+            weight_decay=args.weight_decay, betas=(args.betas[0], args.betas[1]),
+            schedule=args.schedule, seed=0, evaluations=args.evaluations,
+            base_steps=args.base_steps if scene in FINE_TUNING else 0, real=args.real,
             folder=args.out,
-        )
+        )  # fmt: skip
         if args.real:
             check_real(setting)
         lrs = tuple(sorted(set(grids[family] or kind.grids[family])))

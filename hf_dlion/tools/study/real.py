@@ -6,29 +6,21 @@ import gc
 import json
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.exchange.mean import average_wire_bytes
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.tools.study.compressors_hook import HookState, compress_hook
-from hf_dlion.tools.study.methods import Method, adamw, lion_options, recipe, set_lr, sgd, trainable
+from hf_dlion.tools.study.methods import Method, lion_options, named, recipe, set_lr, trainable
 from hf_dlion.tools.study.scenes import Scene, UnknownNameError, scene_class
 from hf_dlion.tools.study.setting import Setting
 from hf_dlion.tools.study.train import train
-
-# Optimizers of one process that get the gradients that DDP has made of all ranks', by family.
-PLAIN: dict[str, Callable[[nn.Module, Setting], torch.optim.Optimizer]] = {
-    "adamw": adamw,
-    "sgd": sgd,
-}
 
 
 class RealRank(Method):
@@ -52,11 +44,11 @@ class RealRank(Method):
             self._hook = HookState(how.compressor(), params, seed=setting.seed, steps=setting.steps)
             ddp.register_comm_hook(self._hook, compress_hook)
         self._optimizer: torch.optim.Optimizer
-        if how.family in PLAIN:
-            self._optimizer = PLAIN[how.family](model, setting)
-        else:
+        if how.make is None or how.family == "lion":
             options = real_options(setting, self._numel)
             self._optimizer = DistributedLion(named(model), **lion_options(setting), **options)
+        else:
+            self._optimizer = how.make(model, setting)
 
     def step(self, lr: float) -> None:
         """Takes a step together with the other ranks."""
@@ -72,11 +64,6 @@ class RealRank(Method):
             ranks = dist.get_world_size()
             self.bytes_sent += average_wire_bytes(self._numel, ranks, torch.float32)
             self.rounds += 2 * (ranks - 1)
-
-
-def named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Returns names and parameters of what is trained."""
-    return [pair for pair in model.named_parameters() if pair[1].requires_grad]
 
 
 def real_options(setting: Setting, numel: int) -> dict[str, Any]:
@@ -105,7 +92,7 @@ def check_real(setting: Setting) -> None:
     Raises:
         UnknownNameError: If it has none, or there is no such method.
     """
-    if recipe(setting.method).family not in PLAIN:
+    if recipe(setting.method).family == "lion":
         real_options(setting, 0)
 
 

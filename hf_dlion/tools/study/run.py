@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -51,12 +51,10 @@ def _records(todo: Sequence[Setting], jobs: int) -> Iterator[Record]:
     # One thread each: more of them would wait for one another's cores.
     os.environ["OMP_NUM_THREADS"] = "1"
     with ProcessPoolExecutor(jobs, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        pending: set[Future[Record]] = {pool.submit(_made, setting) for setting in todo}
+        futures = [pool.submit(_made, setting) for setting in todo]
         try:
-            while pending:
-                done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                for future in done:
-                    yield future.result()
+            for future in as_completed(futures):
+                yield future.result()
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -81,7 +79,7 @@ def _of_scene(setting: Setting) -> Setting:
 
 
 def _prepare(trials: Sequence[Trial]) -> None:
-    """Has every scene make what its runs share, before several of them would."""
+    """Lets every scene make what its runs share, before several processes would at once."""
     for setting in dict.fromkeys(_of_scene(trial.setting) for trial in trials):
         _scene_of(setting).prepare(Path(setting.folder))
 
