@@ -182,7 +182,7 @@ def _go_on_counting(accelerator: Accelerator) -> None:
     """
     project, lions = accelerator.project_configuration, _lions(accelerator)
     if lions and project.automatic_checkpoint_naming:
-        names = names_on_ranks(lions[0][1].gather_objects, _automatic_folder(accelerator))
+        names = names_on_ranks(lions[0][1]._engine.gather_objects, _automatic_folder(accelerator))
         if names and project.iteration == 0:
             project.iteration = whole_checkpoint.number_of(names[0]) + 1
 
@@ -200,7 +200,7 @@ def _whole(accelerator: Accelerator, input_dir: str | None) -> str | None:
     lion = lions[0][1]
     named = None if input_dir is None else Path(input_dir).expanduser()
     place = _automatic_folder(accelerator) if automatic else "."
-    return agreed_checkpoint(lion.gather_objects, lion.rank, named, place)
+    return agreed_checkpoint(lion._engine.gather_objects, lion.rank, named, place)
 
 
 def refuse_sharded(accelerator: Accelerator) -> None:

@@ -11,7 +11,8 @@ from hypothesis import settings
 from tests.support.spawn import RankPools
 
 # Needs its environment from the start: tests/test_triton.py runs it in a process of its own.
-collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["codec/interpreted_triton.py"]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+collect_ignore = [] if INTERPRETED else ["codec/interpreted_triton.py"]
 
 # A time limit per example fails at random on a machine that is busy with several ranks.
 settings.register_profile("no deadline", deadline=None)

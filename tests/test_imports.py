@@ -31,7 +31,7 @@ ROWS = (
 )
 ROW_OF = {name: number for number, names in enumerate(ROWS) for name in names}
 # Still to be turned round.
-BACKWARDS = {("step", "backward")}
+BACKWARDS: set[tuple[str, str]] = set()
 
 # Who may import what is not needed for training with torch alone.
 OPTIONAL = {

@@ -3,7 +3,7 @@
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with classes.
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -13,50 +13,42 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.options.warn_once import warn_once
+from hf_dlion.step.early import EarlyVotes
+from hf_dlion.step.engine import Hooks
+from hf_dlion.step.presence import Presence
+from hf_dlion.step.voters import ONE_RANK, Voters
 
 
 class Owner(Protocol):
-    """What the hooks need to know of an optimizer."""
+    """What hooks see of an optimizer: its `Engine`, which they hold weakly.
 
-    param_groups: list[dict[str, Any]]
+    Attributes:
+        presence: Hears which gradients a wrapper has averaged in the node.
+        early: Hears of forward passes.
+        hooks: Watch the gradients of parameters.
+    """
+
+    presence: Presence
+    early: EarlyVotes
+    hooks: Hooks
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's parameter groups."""
 
     @property
     def world_size(self) -> int:
         """Number of ranks that the optimizer exchanges votes with."""
 
+    @property
+    def joins(self) -> bool:
+        """Whether the optimizer is inside a `Join`."""
+
     def group(self) -> dist.ProcessGroup | None:
         """Returns the process group that the optimizer exchanges votes in."""
 
-    def watch_gradients(self) -> None:
-        """Begins to watch parameters that were frozen before."""
-
-    def note_forward(self, sync: bool) -> None:
-        """Takes note of a wrapper's forward pass; `sync` is False under no_sync()."""
-
-    def join_node(self) -> "Averager | None":
-        """Returns the ranks of this node if they vote as one; found on all ranks together."""
-
-    def note_reduced(self, params: Iterable[Tensor]) -> None:
-        """Remembers the parameters whose gradients a wrapper has just averaged in the node."""
-
-    def note_bucket(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        averaged: torch.futures.Future[Tensor],
-    ) -> torch.futures.Future[Tensor]:
-        """Returns a future that is completed as `averaged`, after votes on the bucket have left."""
-
-
-class Averager(Protocol):
-    """What the hooks need to know of a node: `hf_dlion.ranks.node.Node`."""
-
-    @property
-    def members(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each node."""
-
-    def start_average(self, gradient: Tensor) -> torch.futures.Future[Tensor]:
-        """Starts the averaging of a gradient over the node's ranks, in place."""
+    def voters(self) -> Voters:
+        """Returns who votes as one; found on all ranks together."""
 
 
 class Attachment:
@@ -68,17 +60,16 @@ class Attachment:
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        """Has seen nothing."""
+        """Belongs to no optimizer yet."""
         self.params = {id(param) for param in ddp.module.parameters()}
         self.used_for: set[int] = set()
         self._skips_buckets = _can_skip_buckets(ddp)
-        self._is_certain = _reduces_all(ddp)
         self._sync_is_off = False
         self._group = ddp.process_group
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._in_order: list[weakref.ref[Any]] = []
         self._expected = 0
-        self._node: Averager | None = None
+        self._voters: Voters = ONE_RANK
 
     def belongs_to(self, owners: Iterable[Owner]) -> None:
         """Sets the optimizers that own the wrapper's trainable parameters, held weakly."""
@@ -99,10 +90,10 @@ class Attachment:
         self.used_for = {id(owner) for owner in self._owners}
         self._check_join(module)
         for owner in self._owners:
-            owner.note_forward(module.require_backward_grad_sync)
-        self._node = self._joined()
-        # The buckets are how gradients are averaged inside a node.
-        skips = self._skips_buckets and self._node is None
+            owner.early.note_forward(module.require_backward_grad_sync)
+        self._voters = self._found_voters()
+        # The buckets are how gradients are averaged among ranks that share a vote.
+        skips = self._skips_buckets and not self._voters.averages
         if skips and module.require_backward_grad_sync and self._alive():
             # For this forward only, as under no_sync(): backward does what forward prepared.
             module.require_backward_grad_sync = False
@@ -117,7 +108,7 @@ class Attachment:
                 "the optimizer alone, `with torch.distributed.algorithms.Join([optimizer]):`, or "
                 "give every rank as many batches"
             )
-        if not any(map(_joins, self._owners)):
+        if not any(owner.joins for owner in self._owners):
             return
         if module.broadcast_buffers and module.modules_buffers:
             raise RuntimeError(
@@ -140,15 +131,15 @@ class Attachment:
             # Buffers (BatchNorm's averages) go on being broadcast before the next forward.
             module.require_forward_param_sync = True
 
-    def _joined(self) -> Averager | None:
-        """Returns the node inside which the wrapper averages; in one order on every rank."""
-        nodes = [owner.join_node() for ref in self._in_order if (owner := ref()) is not None]
-        if len({None if node is None else node.members for node in nodes}) > 1:
+    def _found_voters(self) -> Voters:
+        """Returns who votes as one; asked of the owners in one order on every rank."""
+        found = [owner.voters() for ref in self._in_order if (owner := ref()) is not None]
+        if len({voters.members for voters in found}) > 1:
             raise RuntimeError(
                 "the optimizers of this DDP wrapper have different local_group: a wrapper averages "
                 "all its gradients over the same ranks, so pass the same local_group to all of them"
             )
-        return nodes[0] if nodes else None
+        return found[0] if found else ONE_RANK
 
     def _alive(self) -> bool:
         return len(self._owners) >= self._expected
@@ -159,18 +150,12 @@ class Attachment:
     ) -> torch.futures.Future[Tensor] | None:
         """Starts averaging in the node, or DDP's own if an owner is gone, or returns None."""
         if self._alive():
-            if self._node is None:
+            if not self._voters.averages:
                 return None
             params = bucket.parameters()
             for owner in self._owners:
-                owner.note_reduced(params)
-            averaged = self._node.start_average(bucket.buffer())
-            if self._is_certain:
-                grads = _views(bucket)
-                for ref in self._in_order:
-                    if (owner := ref()) is not None:
-                        averaged = owner.note_bucket(params, grads, averaged)
-            return averaged
+                owner.presence.note_averaged(params)
+            return self._voters.start_average(bucket.buffer())
         warn_once(
             "reduced",
             "a DistributedLion of this DDP wrapper no longer exists: the wrapper averages "
@@ -179,9 +164,9 @@ class Attachment:
         return allreduce_hook(self._group, bucket)
 
 
-def _joins(joinable: Any) -> bool:
-    """Returns whether a wrapper or an optimizer is inside a `Join`."""
-    return bool(getattr(getattr(joinable, "_join_config", None), "enable", False))
+def _joins(ddp: Any) -> bool:
+    """Returns whether a wrapper is inside a `Join`."""
+    return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))
 
 
 def _can_skip_buckets(ddp: DistributedDataParallel) -> bool:
@@ -192,27 +177,6 @@ def _can_skip_buckets(ddp: DistributedDataParallel) -> bool:
     a static graph and DDP's own mixed precision are prepared in the reducer.
     """
     return not (ddp.gradient_as_bucket_view or ddp.static_graph or ddp.mixed_precision)
-
-
-def _reduces_all(ddp: DistributedDataParallel) -> bool:
-    """Returns whether every backward pass fills all of DDP's buckets, on all ranks alike.
-
-    A static graph is searched for unused parameters too, and its first pass is different.
-    """
-    return not (ddp.find_unused_parameters or ddp.static_graph or ddp.mixed_precision)
-
-
-def _views(bucket: dist.GradBucket) -> list[Tensor]:  # type: ignore[name-defined]
-    """Returns the bucket's gradients, views in the parameters' shapes."""
-    views = []
-    for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        if not param.is_contiguous():
-            # DDP lays a dense gradient out as its parameter lies in memory, and does not say so.
-            dense = torch.empty_like(param, device="meta").stride() == param.stride()
-            if dense:
-                grad = grad.as_strided(param.shape, param.stride(), grad.storage_offset())
-        views.append(grad)
-    return views
 
 
 def local_gradients(

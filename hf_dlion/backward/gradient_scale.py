@@ -30,20 +30,11 @@ class ScaleProbes:
         self.odd: set[int] = set()
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def before(self, param: Tensor, grad: Tensor | None = None) -> None:
-        """Looks at a gradient as backward leaves it.
-
-        Args:
-            param: Its gradient is ready.
-            grad: The gradient, where it is not in `param.grad` yet.
-        """
-        seen = _magnitude(param.grad if grad is None else grad)
+    def before(self, param: Tensor) -> None:
+        """Looks at a parameter's gradient as backward leaves it."""
+        seen = _magnitude(param.grad)
         if seen is not None:
             self._before[id(param)] = (param, seen)
-
-    def forget(self, param: Tensor) -> None:
-        """Drops what was seen of a gradient: it is accumulated into once more."""
-        self._before.pop(id(param), None)
 
     def after(self) -> float:
         """Looks at the same gradients as the loop leaves them.

@@ -129,7 +129,7 @@ def attach(ddp: DistributedDataParallel) -> Attachment | None:
             f"or set requires_grad=False before wrapping the model in DDP"
         )
     for owner in concerned.values():
-        owner.watch_gradients()
+        owner.hooks.watch_gradients(_params(owner))
         group = owner.group()
         if group is not None and ddp.process_group is not group:
             raise RuntimeError(
@@ -201,5 +201,5 @@ def _params_of_wrappers(owner: Owner) -> tuple[set[int], set[int]]:
 
 
 def _params(owner: Owner) -> Iterator[Tensor]:
-    for group in owner.param_groups:
+    for group in owner.groups:
         yield from group["params"]

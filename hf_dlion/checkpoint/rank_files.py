@@ -130,8 +130,8 @@ def load_momentum(
     """
     lion = require(optimizer)
     content, problem = None, failure
-    node = lion.join_node()
-    ours = replace(_identity(lion), members=[list(ranks) for ranks in node.members] if node else [])
+    members = [list(ranks) for ranks in lion._engine.voters().members]
+    ours = replace(_identity(lion), members=members)
     if problem is None:
         try:
             content = momentum_for(ours, Path(folder), name)
@@ -219,7 +219,7 @@ def _agree(lion: DistributedLion, problem: BaseException | None, *, found: objec
     text = str(problem)
     if not isinstance(problem, CheckpointError):
         text = f"{type(problem).__name__}: {problem}"
-    answers = lion.gather_objects((problem and text, found))
+    answers = lion._engine.gather_objects((problem and text, found))
     problems = [f"rank {rank}: {said}" for rank, (said, _) in enumerate(answers) if said]
     if problems:
         raise CheckpointError("\n".join(["cannot load", *problems])) from problem

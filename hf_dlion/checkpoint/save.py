@@ -101,7 +101,7 @@ class Save:
         if self._told:
             return
         try:
-            self._lion.meet_to_save(failure)
+            self._lion._engine.meet_to_save(failure)
         except Disagreement:
             self._told = True
             if failure is None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_dlion.options import Aggregation, LevelScale, Ties
+from hf_dlion.options.groups import Groups, group_values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,19 @@ class TensorRule:
         """
         majority = self.step_rule.aggregation == "majority"
         return _moves(1 if majority else self.step_rule.world_size, self.lr, dtype)
+
+
+def tensor_rules(groups: Groups, indices: set[int], step_rule: StepRule) -> dict[int, TensorRule]:
+    """Returns the constants of one step for the parameters `indices`, by index."""
+    rules: dict[int, TensorRule] = {}
+    index = 0
+    for group, values in zip(groups, group_values(groups), strict=True):
+        del values["exchange"]
+        for _ in group["params"]:
+            if index in indices:
+                rules[index] = TensorRule(step_rule=step_rule, index=index, **values)
+            index += 1
+    return rules
 
 
 @functools.lru_cache(maxsize=64)

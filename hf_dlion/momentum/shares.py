@@ -20,7 +20,7 @@ Range = tuple[int, int]
 Momenta = Mapping[int, Tensor]
 
 
-class Shards:
+class Shares:
     """What this rank holds of the momenta.
 
     Attributes:
@@ -37,13 +37,13 @@ class Shards:
         self.has_gap = False
 
     @staticmethod
-    def loaded(entry: Mapping[str, Any] | None) -> Shards:
+    def loaded(entry: Mapping[str, Any] | None) -> Shares:
         """Returns what a state dict's `entry` describes; None stands for whole momenta."""
-        shards = Shards()
+        shares = Shares()
         if entry is not None:
-            shards.held = {index: (start, stop) for index, (start, stop) in entry["ranges"].items()}
-            shards.members = tuple(map(tuple, entry["members"]))
-        return shards
+            shares.held = {index: (start, stop) for index, (start, stop) in entry["ranges"].items()}
+            shares.members = tuple(map(tuple, entry["members"]))
+        return shares
 
     def entry(self) -> dict[str, Any]:
         """Returns plain values for a state dict or a file: who shared, and what is held."""

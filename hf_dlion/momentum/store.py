@@ -11,26 +11,25 @@ from torch import Tensor
 
 from hf_dlion.exchange import Wire
 from hf_dlion.momentum.mean import average_over_ranks
-from hf_dlion.momentum.shares import Range, Shards
-from hf_dlion.ranks.groups import Groups, flat_params
+from hf_dlion.momentum.shares import Range, Shares
+from hf_dlion.options.groups import Groups, flat_params
 from hf_dlion.ranks.header import Disagreement, digest
-from hf_dlion.ranks.node import Node
 
 
 @dataclass(frozen=True)
-class Momenta:
+class MomentumStore:
     """The momenta of an optimizer: a view, made anew when needed, since torch replaces its state.
 
     Attributes:
         state: The optimizer's; `state[p]["exp_avg"]` is what this rank holds of p's momentum.
         groups: The parameter groups.
-        shards: Which stretch that is.
+        shares: Which stretch that is.
         dtype: Of the momenta, None for each parameter's own.
     """
 
     state: MutableMapping[Tensor, dict[str, Any]]
     groups: Groups
-    shards: Shards
+    shares: Shares
     dtype: torch.dtype | None
 
     def of(self, param: Tensor, index: int, owned: Mapping[int, Range]) -> Tensor:
@@ -45,7 +44,7 @@ class Momenta:
         if "exp_avg" not in state:
             shape: Sequence[int] = param.shape
             if index in owned:
-                self.shards.held[index] = owned[index]
+                self.shares.held[index] = owned[index]
                 shape = (owned[index][1] - owned[index][0],)
             dtype = self.dtype or param.dtype
             state["exp_avg"] = torch.zeros(shape, dtype=dtype, device=param.device)
@@ -67,52 +66,60 @@ class Momenta:
 
     def fill_up(self) -> None:
         """Makes momenta whole, with zeros for what other ranks held; nothing is sent."""
-        if self.shards.held:
-            self.hold(self.shards.filled_up(self.held(), flat_params(self.groups)))
+        if self.shares.held:
+            self.hold(self.shares.filled_up(self.held(), flat_params(self.groups)))
 
     def displaced(self, owned: Mapping[int, Range]) -> bool:
         """Returns whether this rank lacks a part of what it must own."""
-        return self.shards.displaced(self.held(), owned)
+        return self.shares.displaced(self.held(), owned)
 
-    def share_out(self, owners: Sequence[Mapping[int, Range]], node: Node, displaced: bool) -> None:
+    def share_out(
+        self,
+        owners: Sequence[Mapping[int, Range]],
+        local: Wire,
+        members: tuple[tuple[int, ...], ...],
+        displaced: bool,
+    ) -> None:
         """Gives every rank of the node the momentum that it owns.
 
         Args:
             owners: The stretches that each rank of the node must own.
-            node: The ranks; all of them must call this.
+            local: The node's ranks; all of them must call this.
+            members: The ranks of each node.
             displaced: Whether any of them lacks a part; otherwise nothing is sent.
         """
-        momenta, shards = self.held(), self.shards
+        momenta, shares = self.held(), self.shares
         if displaced:
             params = flat_params(self.groups)
-            momenta = shards.shared_out(momenta, owners, params, self.dtype, node.local)
-        self.hold(shards.cut(momenta, owners[node.local.rank]))
-        shards.members = node.members
+            momenta = shares.shared_out(momenta, owners, params, self.dtype, local)
+        self.hold(shares.cut(momenta, owners[local.rank]))
+        shares.members = members
 
-    def check_alike(self, wire: Wire, node: Node | None) -> None:
+    def check_alike(self, wire: Wire, alike: Sequence[Sequence[int]]) -> None:
         """Checks that the ranks hold momenta of the same parameters; every rank must call this.
+
+        Args:
+            wire: All ranks.
+            alike: Groups of ranks that must hold the same stretches: the ranks of a node hold
+                different ones, those with one place on all nodes the same.
 
         Raises:
             Disagreement: On every rank, if they do not.
         """
         held = self.held()
-        told = wire.gather_objects((list(held), digest(self.shards.ranges(held))))
-        # The ranks of a node hold different shares, those with one place on all nodes the same.
-        places = (range(wire.world_size),) if node is None else zip(*node.members, strict=True)
+        told = wire.gather_objects((list(held), digest(self.shares.ranges(held))))
         if len({repr(indices) for indices, _ in told}) > 1 or any(
-            len({told[rank][1] for rank in ranks}) > 1 for ranks in places
+            len({told[rank][1] for rank in ranks}) > 1 for ranks in alike
         ):
             raise Disagreement(
                 "ranks hold momenta of different parameters: load the same checkpoint on every rank"
             )
 
-    def average(self, wire: Wire, node: Node | None) -> None:
-        """Replaces every momentum by its mean over ranks, or nodes, whole on every rank.
+    def average(self, wire: Wire) -> None:
+        """Replaces what this rank holds by the mean over ranks that hold the same stretches."""
+        average_over_ranks(list(self.held().values()), wire)
 
-        Every rank must call this, after `check_alike`.
-        """
-        held = self.held()
-        average_over_ranks(list(held.values()), wire if node is None else node.peers)
-        if node is not None:
-            params = flat_params(self.groups)
-            self.hold(self.shards.made_whole(held, params, self.dtype, node.local))
+    def make_whole(self, local: Wire) -> None:
+        """Gives every rank of a node the whole momenta; the node's ranks all call this."""
+        params = flat_params(self.groups)
+        self.hold(self.shares.made_whole(self.held(), params, self.dtype, local))

@@ -4,6 +4,7 @@ In: keyword arguments of `DistributedLion`, `optim_args`, and torch's parameter 
 Out: checked `Options`, names of parameters, and what is exchanged of each of them.
 """
 
+from hf_dlion.options.groups import check_group
 from hf_dlion.options.options import (
     BITS,
     SYNC_WORDS,
@@ -15,7 +16,6 @@ from hf_dlion.options.options import (
     OnDivergence,
     Options,
     Ties,
-    check_group,
 )
 
 __all__ = [

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import numbers
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 
@@ -19,14 +16,6 @@ CheckpointMode = Literal["per_rank", "mean"]
 NodeName = Literal["node"]
 OnDivergence = Literal["raise", "repair"]
 LevelScale = Literal["word", "tensor"]
-GroupExchange = Literal["vote", "full"]
-
-# What groups written for another optimizer may hold. Keys of a user's own, or a scheduler's, pass.
-FOREIGN = (
-    *("maximize", "differentiable", "capturable", "foreach", "fused"),
-    *("amsgrad", "eps", "momentum", "dampening", "nesterov", "decoupled_weight_decay"),
-    *("beta1", "beta2", "learning_rate"),
-)
 
 BITS = (1, 2, 4, 8)
 MOMENTUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,41 +28,67 @@ SYNC_WORDS = ("all", "auto")
 class Options:
     """The options of `DistributedLion` that hold for every parameter group.
 
+    In what follows N is the number of ranks, u the direction whose sign a rank votes with; the
+    rule is in docs/rule.md. `DistributedLion` takes the same arguments, and its docstring shows the
+    same text.
+
     Attributes:
         aggregation: What all ranks apply: "majority" (the sign of the sum of the votes) or
-            "average" (the mean of the votes).
-        ties: The verdict of a tied majority: "alternate" (+1 and -1 in turns, one bit on the way
-            down) or "zero" (no move, two bits).
-        bits: Of a vote, per parameter: 1 sends the sign; 2, 4 and 8 send the direction relative to
-            the mean magnitude, on so many bits.
-        level_scale: Whose mean magnitude that is: that of each "word" of 64 elements, or the
-            "tensor"'s.
-        exchange: How votes travel: "gather", "two_phase", or "auto" (the one with fewer bytes).
-        overlap: Exchange votes during backward, as gradients become ready, or in the step.
-        stochastic_rounding: Round parameters and momenta below float32 stochastically; False
-            rounds to nearest.
-        momentum_dtype: dtype of `exp_avg`; None keeps each parameter's own.
+            "average" (their mean).
+        ties: A tied majority: "alternate" (+1 and -1 in turns over elements and steps, one bit on
+            the way down) or "zero" (no move, two bits).
+        bits: Of a vote, per element. 1 sends the sign of u; 2, 4 and 8 also send how large u is,
+            relative to a mean a of |u| that is not sent (see `level_scale`). With 4 and 8 bits that
+            is q = round(u / a * L / 2), cut to -L and L (7 or 127); with 2 bits -3, -1, 1 or 3, for
+            |u| above 1.5 a or not. The verdict is the sign of the sum of the q, and a sum of 0 is
+            a tie: with 4 and 8 bits also where all ranks round a small u to 0. Two-phase sends
+            (bits + 1) (N - 1) / N bits per parameter. Not with aggregation="average".
+        level_scale: With 2, 4 or 8 bits, what a is the mean over: each "word" of 64 elements, those
+            of them that are not zero, or the whole "tensor", its rows that are not zero (Lion
+            Cub's). With the latter rows that are small beside others of their tensor, such as those
+            of rare tokens, all have the lowest level. It also reads gradients and momenta twice,
+            and does not go with `local_group` yet.
+        exchange: How votes travel: "gather", "two_phase", or "auto", which takes the one that sends
+            fewer bytes.
+        overlap: Exchange votes during backward, as gradients become ready, from the second step
+            on. The momentum is advanced in `step()`, from the gradient as the loop left it; the
+            direction takes the factor by which the gradients of the step before were scaled
+            between backward and `step()` (by clipping or GradScaler), since that of this step is
+            not known yet. Costs one more pass over gradients and momenta. Not with `local_group`.
+        stochastic_rounding: Round bfloat16 and float16 parameters and momenta stochastically, the
+            parameters with the same random bits on every rank. Nearest rounding (False) loses every
+            update smaller than half a unit in the last place: most steps of a fine-tuning.
+        momentum_dtype: dtype of the momentum: torch.float32, torch.bfloat16 or torch.float16;
+            None keeps each parameter's own.
         seed: Seed of the stochastic rounding, the same on every rank.
-        max_abstained_steps: After so many steps in a row in which one rank's gradients held a NaN
-            or an Inf, all ranks raise.
-        checkpoint: "per_rank" (every rank saves its momentum) or "mean" (ranks average their
-            momenta before rank 0 saves).
-        local_group: Ranks per node, which cast one vote together, or "node" for as many as the
-            launcher started on each; None lets every rank vote.
-        check_replicas_every: After every so many steps the ranks compare hashes of all their
-            parameters; 0 never does.
-        on_divergence: Should they differ: "raise" on every rank, or "repair" by broadcasting the
-            majority's values.
-        momentum_sync_every: In how many steps the ranks average the selected momenta once; 0
-            never does.
-        momentum_sync: Which: "all", "auto" (the most divergent ones, within a budget), patterns of
-            parameter names, or a function of name and parameter.
+        max_abstained_steps: A rank whose gradients hold a NaN or an Inf abstains from the step;
+            when one does so this many steps in a row, all ranks raise.
+        checkpoint: "per_rank" has the integrations save every rank's momentum; "mean" has them
+            average the momenta before rank 0 saves.
+        local_group: Ranks that cast one vote together, because fast links join them: "node" (as
+            many as LOCAL_WORLD_SIZE says, ranks of a node following one another), their number, or
+            the process group of this rank's node, of which `Options` holds the size. Gradients are
+            averaged in full precision inside a node, by DDP's backward or else in `step()`, and the
+            momentum is shared out among its ranks; in the rule N is then the number of nodes. None:
+            every rank votes. Not with `overlap`.
+        check_replicas_every: After every so many steps the ranks compare a hash of all
+            parameters of the groups, frozen ones too; 0 never does.
+        on_divergence: What to do should they differ: "raise" an error on every rank that names
+            the first such parameter, or "repair": warn, and give all ranks the values that most
+            of them have.
+        momentum_sync_every: In every so many steps the ranks average the selected momenta once, an
+            equal part of them in each step (Lion Cub, arXiv 2411.16462); 0 never does.
+        momentum_sync: Which momenta: "all", "auto" (those that differ most between the ranks, as
+            many as `momentum_sync_budget` allows), patterns of parameter names ("*.bias;*norm*" or
+            a sequence; as `fnmatch`), or a function of name and parameter (one that can be
+            imported, if the optimizer is to be pickled).
         momentum_sync_dtype: How they travel: torch.bfloat16 or torch.float32.
-        momentum_sync_budget: For "auto": the most bytes that a rank sends for it in a step; None
+        momentum_sync_budget: For "auto": the most bytes that a rank sends for them in a step; None
             stands for one bit per parameter.
-        full_precision: Patterns of the names of parameters whose gradients are averaged instead of
-            voted on, or a function of name and parameter; None selects none.
-        warmup_full_steps: In so many steps at the start all parameters are.
+        full_precision: Parameters whose gradients are averaged over the ranks instead of a vote, by
+            name as for `momentum_sync`; a parameter group with "exchange": "full" is the same.
+            None selects none.
+        warmup_full_steps: So many steps at the start are plain Lion on the mean gradient.
 
     Raises:
         ValueError: If a value is not one of those allowed, or has no effect with the others.
@@ -104,8 +119,8 @@ class Options:
 
     def __post_init__(self) -> None:
         """Check every value, so that a bad one is refused where it was written."""
-        _check_choice("aggregation", self.aggregation, get_args(Aggregation))
-        _check_choice("ties", self.ties, get_args(Ties))
+        check_choice("aggregation", self.aggregation, get_args(Aggregation))
+        check_choice("ties", self.ties, get_args(Ties))
         _check_integer("bits", self.bits, low=1, high=8)
         if self.bits not in BITS:
             raise ValueError(f"bits={self.bits} is unknown; choose one of 1, 2, 4, 8")
@@ -114,9 +129,9 @@ class Options:
                 f"aggregation='average' is the mean of votes of one bit, got bits={self.bits}; use "
                 f"bits=1 or aggregation='majority', which takes the sign of the sum of the votes"
             )
-        _check_choice("level_scale", self.level_scale, get_args(LevelScale))
-        _check_choice("exchange", self.exchange, get_args(ExchangeName))
-        _check_choice("checkpoint", self.checkpoint, get_args(CheckpointMode))
+        check_choice("level_scale", self.level_scale, get_args(LevelScale))
+        check_choice("exchange", self.exchange, get_args(ExchangeName))
+        check_choice("checkpoint", self.checkpoint, get_args(CheckpointMode))
         for name in ("overlap", "stochastic_rounding"):
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -131,11 +146,17 @@ class Options:
         _check_integer("seed", self.seed, low=0, high=2**64 - 1)
         _check_integer("max_abstained_steps", self.max_abstained_steps, low=1, high=2**31 - 1)
         _check_integer("check_replicas_every", self.check_replicas_every, low=0, high=2**31 - 1)
-        _check_choice("on_divergence", self.on_divergence, get_args(OnDivergence))
+        check_choice("on_divergence", self.on_divergence, get_args(OnDivergence))
         if isinstance(self.local_group, str):
-            _check_choice("local_group", self.local_group, get_args(NodeName))
+            check_choice("local_group", self.local_group, get_args(NodeName))
         elif self.local_group is not None:
             _check_integer("local_group", self.local_group, low=1, high=2**31 - 1)
+        if self.overlap and self.local_group not in (None, 1):
+            raise NotImplementedError(
+                f"overlap=True does not go with local_group={self.local_group!r}: a node's "
+                f"gradient is there only once DDP has averaged it, so little of backward is left "
+                f"to hide votes behind; use local_group alone, or overlap=True alone"
+            )
         if self.bits > 1 and self.level_scale == "tensor" and self.local_group not in (None, 1):
             raise NotImplementedError(
                 f"level_scale='tensor' with local_group={self.local_group!r}: a node's ranks would "
@@ -195,15 +216,12 @@ class Options:
                 raise ValueError(f"{name}={value!r} would have no effect: it needs {need}")
 
 
-def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Refuses a value that is not one of the allowed strings."""
     if not isinstance(value, str):
         raise TypeError(f"{name}={value!r} must be a string, one of {', '.join(allowed)}")
     if value not in allowed:
         raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(allowed)}")
-
-
-def _is_choice(value: object, choices: object) -> bool:
-    return isinstance(value, str) and value in get_args(choices)
 
 
 def _check_integer(name: str, value: object, *, low: int, high: int) -> None:
@@ -211,60 +229,3 @@ def _check_integer(name: str, value: object, *, low: int, high: int) -> None:
         raise TypeError(f"{name}={value!r} must be an integer, got {type(value).__name__}")
     if not low <= value <= high:
         raise ValueError(f"{name}={value} must be between {low} and {high}")
-
-
-def check_group(group: Mapping[str, Any]) -> None:
-    """Check the hyperparameters of one parameter group.
-
-    Args:
-        group: A parameter group with "lr" (float or 0-D tensor), "betas" and "weight_decay", and
-            perhaps "exchange".
-
-    Raises:
-        TypeError: If one of them is not a number, or betas is not a pair.
-        ValueError: If one of them is out of its range, or the group holds what would be ignored:
-            an option of the whole optimizer, or one that only other optimizers have.
-    """
-    for name in (*(field.name for field in fields(Options)), "process_group"):
-        # A group's own "exchange" is another thing: whether it votes.
-        if name in group and (name != "exchange" or _is_choice(group[name], ExchangeName)):
-            raise ValueError(
-                f"{name}={group[name]!r} in a parameter group would have no effect: it holds for "
-                f"all groups, so give it to DistributedLion itself"
-            )
-    for name in FOREIGN:
-        # Off is what DistributedLion does; torch itself puts differentiable=False into groups.
-        if group.get(name):
-            raise ValueError(
-                f"{name}={group[name]!r} in a parameter group would have no effect: "
-                f"DistributedLion has no such option; a group may have its own lr, betas and "
-                f"weight_decay"
-            )
-    _check_number("lr", group["lr"])
-    _check_number("weight_decay", group["weight_decay"])
-    _check_choice("exchange", group.get("exchange", "vote"), get_args(GroupExchange))
-    betas = group["betas"]
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise TypeError(f"betas={betas!r} must be a pair of numbers, for example (0.9, 0.99)")
-    for position, beta in enumerate(betas):
-        _check_number(f"betas[{position}]", beta)
-        if float(beta) >= 1.0:
-            raise ValueError(f"betas[{position}]={beta} must be at least 0 and below 1")
-
-
-def _check_number(name: str, value: object) -> None:
-    if isinstance(value, torch.Tensor):
-        if value.numel() != 1 or value.is_meta:
-            where = f"{tuple(value.shape)} on {value.device}"
-            raise TypeError(f"{name} must hold one number, got a tensor of {where}")
-        value = value.item()
-    # Real, because schedules written with NumPy make its floats.
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name}={value!r} must be a number, got {type(value).__name__}")
-    try:
-        number = float(value)
-    except OverflowError:  # An integer or a fraction beyond the largest float.
-        number = math.inf
-    if not (math.isfinite(number) and number >= 0.0):
-        shown = value if math.isfinite(number) else number
-        raise ValueError(f"{name}={shown} must be a finite number, 0 or greater")

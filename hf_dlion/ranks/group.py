@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from hf_dlion.exchange import Wire, WireStats
 from hf_dlion.options import NodeName, Options
+from hf_dlion.options.groups import Groups, flat_params, option_values
 from hf_dlion.ranks.abstention import Abstentions
-from hf_dlion.ranks.groups import Groups, details_of, flat_params, option_values
-from hf_dlion.ranks.header import Agreement, Header, digest
+from hf_dlion.ranks.header import Agreement, Header, details_of, digest
 from hf_dlion.ranks.node import LocalGroup, Node, find_node
 
 

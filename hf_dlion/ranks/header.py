@@ -17,6 +17,10 @@ from torch import Tensor
 from hf_dlion.codec.bits import pack_bits, unpack_bits
 from hf_dlion.codec.layout import WORD_BYTES, words_for
 from hf_dlion.exchange.wire import Wire
+from hf_dlion.options import Options
+from hf_dlion.options.groups import Groups, agreed_values, names_of, option_values, trainable
+from hf_dlion.options.treatment import Treatment
+from hf_dlion.ranks.fingerprint import fingerprints
 
 # Of what is sent, hashed and rounded. The first header has one size in every version.
 WIRE_VERSION = 1
@@ -27,7 +31,7 @@ FEWER_BATCHES = (
 )
 
 _FINITE, _FAILED, _STALE, _ORDERED, _UNAVERAGED, _DISPLACED = 1, 2, 4, 8, 16, 32
-_UNCOMMON = 64
+_UNSHARED = 64
 _FIXED_WORDS = 6
 
 
@@ -53,7 +57,7 @@ class Header:
         ordered: Whether its messages follow an agreed order of gradients.
         unaveraged: Whether it has gradients that are yet to be averaged with those of its node.
         displaced: Whether it lacks a part of the momentum that it must hold for its node.
-        uncommon: Whether it cannot tell that all ranks have one momentum of the parameters whose
+        unshared: Whether it cannot tell that all ranks have one momentum of the parameters whose
             gradients are averaged.
     """
 
@@ -68,7 +72,7 @@ class Header:
     ordered: bool = False
     unaveraged: bool = False
     displaced: bool = False
-    uncommon: bool = False
+    unshared: bool = False
 
     @staticmethod
     def of_failure(step: int) -> Header:
@@ -83,7 +87,7 @@ class Header:
         status = _FINITE * self.finite | _FAILED * self.failed
         status |= _STALE * self.stale | _ORDERED * self.ordered
         status |= _UNAVERAGED * self.unaveraged | _DISPLACED * self.displaced
-        status |= _UNCOMMON * self.uncommon
+        status |= _UNSHARED * self.unshared
         fixed = (WIRE_VERSION, status, self.step, self.layout, self.options, self.groups)
         words = torch.zeros(_FIXED_WORDS + words_for(parameters), dtype=torch.int64, device="cpu")
         words[:_FIXED_WORDS] = torch.tensor(fixed, dtype=torch.int64)
@@ -108,7 +112,7 @@ class Header:
             ordered=bool(status & _ORDERED),
             unaveraged=bool(status & _UNAVERAGED),
             displaced=bool(status & _DISPLACED),
-            uncommon=bool(status & _UNCOMMON),
+            unshared=bool(status & _UNSHARED),
         )
 
 
@@ -150,6 +154,47 @@ class Details:
     parameters: Callable[[], list[tuple[str, int]]]
     failure: Callable[[], str | None]
     doing: str = "the step"
+
+
+def layout_lines(groups: Groups, treatment: Treatment) -> list[str]:
+    """Returns a line with name, shape and dtype for every trainable parameter."""
+    names = names_of(groups)
+    # Without the number of the device, which differs between ranks that agree.
+    return [
+        f"{names[index]}: {tuple(p.shape)} {p.dtype} on {p.device.type}{treatment.told(index)}"
+        for index, p in trainable(groups)
+    ]
+
+
+def details_of(
+    groups: Groups,
+    options: Options,
+    failure: Exception | None,
+    treatment: Treatment | None = None,
+    beside: Sequence[dict[str, Any]] = (),
+) -> Details:
+    """Returns what a rank can say of itself should the ranks disagree.
+
+    Args:
+        groups: The parameter groups.
+        options: The options.
+        failure: What failed on this rank, or None.
+        treatment: What is exchanged of each parameter besides votes.
+        beside: What ranks have in common like the values of their groups.
+    """
+
+    def parameters() -> list[tuple[str, int]]:
+        names, held = names_of(groups), trainable(groups)
+        hashes = fingerprints([param for _, param in held])
+        return [(names[index], value) for (index, _), value in zip(held, hashes, strict=True)]
+
+    return Details(
+        layout=lambda: layout_lines(groups, treatment or Treatment()),
+        options=lambda: option_values(options),
+        groups=lambda: [*agreed_values(groups), *beside],
+        parameters=parameters,
+        failure=lambda: None if failure is None else told(failure),
+    )
 
 
 class Agreement:

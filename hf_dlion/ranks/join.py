@@ -15,24 +15,18 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from hf_dlion.options import Options
 
 
 class JoinableOptimizer(Joinable):
-    """What `Join` asks of an optimizer whose `step()` all ranks take together.
+    """What `Join` asks of an optimizer whose `step()` all ranks take together."""
 
-    Attributes:
-        options: The optimizer's options.
-    """
-
-    options: Options
-
+    @property
     @abstractmethod
-    def group(self) -> dist.ProcessGroup | None:
-        """Returns the process group in use."""
+    def options(self) -> Options:
+        """The optimizer's options."""
 
     @abstractmethod
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -41,11 +35,6 @@ class JoinableOptimizer(Joinable):
     @abstractmethod
     def step(self, closure: None = None) -> Any:
         """Takes one step together with all ranks."""
-
-    @property
-    def join_process_group(self) -> Any:
-        """The process group in which `Join` counts the ranks that still have data."""
-        return self.group()
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Returns what `Join` calls on a rank that has run out of data.
@@ -65,7 +54,7 @@ class JoinableOptimizer(Joinable):
             )
         return _StepsWithoutData(self)
 
-    def leave_join(self) -> None:
+    def _leave_join(self) -> None:
         """Tells no `Join` of this rank's steps from now on."""
         Joinable.__init__(self)
 
@@ -78,11 +67,11 @@ class _StepsWithoutData(JoinHook):
 
     def main_hook(self) -> None:
         # The others would take this rank's steps for such with data, and wait for more of them.
-        self._optimizer.leave_join()
+        self._optimizer._leave_join()
         # What an accumulation left over when the data ended is no gradient of these steps.
         self._optimizer.zero_grad()
         self._optimizer.step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         # torch's own go on telling after the context; here that would be bytes for nothing.
-        self._optimizer.leave_join()
+        self._optimizer._leave_join()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hf_dlion.exchange import Wire, WireStats
 from hf_dlion.ranks.group_counts import check_group_counts, group_counts
-from hf_dlion.ranks.header import Disagreement, Header
+from hf_dlion.ranks.header import Disagreement
 
 ENVIRONMENT = "LOCAL_WORLD_SIZE"
 
@@ -47,27 +47,6 @@ class Node:
     def places(self) -> tuple[tuple[int, ...], ...]:
         """The ranks with the same place on all nodes, by place."""
         return tuple(zip(*self.members, strict=True))
-
-    def heard(self, headers: Sequence[Header]) -> list[Header]:
-        """Returns one header per node from those of all ranks, which fit together.
-
-        A node is finite if all its ranks are, and has a parameter if any of them has.
-        """
-        merged = []
-        for ranks in self.members:
-            own = [headers[rank] for rank in ranks]
-            present = torch.stack([header.present for header in own]).any(dim=0)
-            finite = all(header.finite for header in own)
-            merged.append(
-                replace(
-                    own[0],
-                    finite=finite,
-                    present=present,
-                    unaveraged=any(header.unaveraged for header in own),
-                    displaced=any(header.displaced for header in own),
-                )
-            )
-        return merged
 
     def start_average(self, gradient: Tensor) -> torch.futures.Future[Tensor]:
         """Starts the averaging of a gradient over the node's ranks, in place, in its own dtype.

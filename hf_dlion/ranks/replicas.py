@@ -11,9 +11,9 @@ from torch import Tensor
 
 from hf_dlion.exchange import Wire
 from hf_dlion.options import OnDivergence
+from hf_dlion.options.groups import Groups, flat_params, names_of
 from hf_dlion.options.warn_once import warn_once
 from hf_dlion.ranks.fingerprint import fingerprints
-from hf_dlion.ranks.groups import Groups, flat_params, names_of
 from hf_dlion.ranks.header import Disagreement, digest
 
 # Name, shape and dtype, and hash of a parameter.

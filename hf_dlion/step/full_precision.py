@@ -21,7 +21,7 @@ from hf_dlion.exchange import Wire, WireStats
 from hf_dlion.exchange.mean import average
 from hf_dlion.ranks.fingerprint import fingerprints
 from hf_dlion.ranks.header import digest
-from hf_dlion.step.ballot import Ballot
+from hf_dlion.step.delivery import Moving
 
 Batch = list[tuple[int, Tensor]]
 
@@ -46,30 +46,30 @@ def split_alike(params: Sequence[tuple[int, Tensor]], limit: int) -> list[Batch]
     return [batch for batches in kinds.values() for batch in batches]
 
 
-def step_in_full(batches: Sequence[Batch], ballot: Ballot, wire: Wire, stats: WireStats) -> None:
+def step_in_full(batches: Sequence[Batch], what: Moving, wire: Wire, stats: WireStats) -> None:
     """Takes a step of plain Lion on the mean gradients; every rank of the group must call this.
 
     Bytes per rank: those of `average` for each batch, as far as any rank has a gradient.
 
     Args:
         batches: Parameters of one device and dtype each.
-        ballot: What moves.
+        what: What moves.
         wire: The process group.
         stats: Receives the times.
     """
     begin, exchanging = time.perf_counter(), 0.0
     # The momentum is that of all ranks, and is rounded alike on all of them.
-    rule = dataclasses.replace(ballot.rule, rank=0)
+    rule = dataclasses.replace(what.rule, rank=0)
     for batch in batches:
-        moving = [(index, param) for index, param in batch if index in ballot.full]
+        moving = [(index, param) for index, param in batch if index in what.full]
         if not moving:
             continue
-        flat = torch.cat([_sent(index, param, ballot) for index, param in moving])
+        flat = torch.cat([_sent(index, param, what) for index, param in moving])
         counts = None
-        if any(ballot.full[index][1] != wire.world_size for index, _ in moving):
+        if any(what.full[index][1] != wire.world_size for index, _ in moving):
             counts = torch.cat(
                 [
-                    torch.full((param.numel(),), ballot.full[index][1], dtype=torch.int32)
+                    torch.full((param.numel(),), what.full[index][1], dtype=torch.int32)
                     for index, param in moving
                 ]
             )
@@ -80,16 +80,16 @@ def step_in_full(batches: Sequence[Batch], ballot: Ballot, wire: Wire, stats: Wi
         for index, param in moving:
             grad = mean[start : start + param.numel()].view(param.shape)
             start += param.numel()
-            own = dataclasses.replace(ballot.rules[index], step_rule=rule)
-            jobs.append(AloneJob(param, grad, ballot.full[index][0], own))
+            own = dataclasses.replace(what.rules[index], step_rule=rule)
+            jobs.append(AloneJob(param, grad, what.full[index][0], own))
         codec_for(flat.device).step_alone_all(jobs)
     stats.exchange_s += exchanging
     stats.apply_s += time.perf_counter() - begin - exchanging
 
 
-def _sent(index: int, param: Tensor, ballot: Ballot) -> Tensor:
+def _sent(index: int, param: Tensor, what: Moving) -> Tensor:
     """Returns what this rank adds to the sum: its gradient, or zeros if it has none."""
-    if index in ballot.voting:
+    if index in what.voting:
         # Which may be of another dtype (`grad_dtype`), and is not on every rank.
         return cast(Tensor, param.grad).reshape(-1).to(param.dtype)
     return torch.zeros(param.numel(), dtype=param.dtype, device=param.device)

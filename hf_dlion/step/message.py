@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Container, Mapping, Sequence
 
 import torch
@@ -12,9 +10,7 @@ from torch import Tensor
 from hf_dlion.codec import AdvanceJob, ApplyJob, Codec, EncodeJob
 from hf_dlion.codec.layout import MessageLayout, Slot
 from hf_dlion.codec.rule import StepRule, TensorRule, Verdict
-from hf_dlion.exchange import Exchange, WireStats
-from hf_dlion.momentum.shares import Range
-from hf_dlion.step.ballot import Ballot
+from hf_dlion.exchange import Exchange
 
 
 class Message:
@@ -53,11 +49,6 @@ class Message:
     def params(self) -> list[tuple[int, Tensor]]:
         """Pairs of parameter index and parameter."""
         return [(slot.index, param) for slot, param in self._params]
-
-    @property
-    def stretches(self) -> dict[int, Range]:
-        """Start and stop of what this rank votes on of each parameter, by index."""
-        return {slot.index: (0, slot.numel) for slot, _ in self._params}
 
     @property
     def wire_bytes(self) -> int:
@@ -177,70 +168,3 @@ class Message:
             self._words[self._bits * slot.word : self._bits * (slot.word + slot.words)],
             self._active[slot.row : slot.row + slot.rows],
         )
-
-
-def exchange_all(
-    messages: Sequence[Message],
-    ballot: Ballot,
-    stats: WireStats,
-) -> None:
-    """Sends each message as soon as it is encoded, and applies each verdict as it arrives.
-
-    Every rank of the group calls this with the same messages; the collectives' order is that of
-    the messages, by construction.
-
-    Args:
-        messages: Each of some parameters.
-        ballot: What moves.
-        stats: Receives times and agreement.
-    """
-    clock = Clock()
-    for message in messages:
-        message.encode(ballot.voting, ballot.rules)
-        stats.encode_s += clock.lap()
-        message.send()
-        stats.exchange_s += clock.lap()
-    for message in messages:
-        message.count(ballot.rule)
-    stats.exchange_s += clock.lap()
-    apply_all(messages, ballot, stats)
-
-
-def apply_all(
-    messages: Sequence[Message],
-    ballot: Ballot,
-    stats: WireStats,
-) -> None:
-    """Applies each verdict as it arrives.
-
-    Args:
-        messages: Counted, in the order in which they were sent.
-        ballot: What moves.
-        stats: Receives times and agreement.
-    """
-    clock = Clock()
-    agreement = most = 0
-    for message in messages:
-        verdict = message.verdict()
-        agreement += verdict.agreement
-        # With one bit every vote that can be cast is as large as any.
-        one_bit = ballot.rule.bits == 1
-        voters = ballot.rule.world_size
-        most += voters * message.voted_elements(verdict) if one_bit else verdict.cast
-        stats.exchange_s += clock.lap()
-        message.apply(verdict, ballot.rules)
-        stats.apply_s += clock.lap()
-    stats.exchanges += 1
-    stats.agreement = agreement / most if most else math.nan
-
-
-class Clock:
-    """A stop watch."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-
-    def lap(self) -> float:
-        """Returns the seconds since the last call."""
-        last, self._last = self._last, time.perf_counter()
-        return self._last - last

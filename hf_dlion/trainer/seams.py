@@ -26,7 +26,6 @@ from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_dlion.checkpoint.rank_files as momenta
-from hf_dlion.backward import search as comm_hook
 from hf_dlion.checkpoint.rank_files import unwrap
 from hf_dlion.checkpoint.save import Save
 from hf_dlion.checkpoint.whole import INCOMPLETE, TRAINER_STATE
@@ -126,7 +125,7 @@ def _around_create_optimizer(
         if trainer.model_wrapped is trainer.model:
             # Trainer goes on to make a DDP wrapper, while an old one of another batch size or of an
             # earlier training may still be alive.
-            comm_hook.watch(lion)
+            lion._engine.hooks.search()
     return optimizer
 
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_dlion import DistributedLion
 from hf_dlion.backward import search as comm_hook
+from tests.support.messages import message_numel
 from tests.support.spawn import RankPools
 
 pytestmark = pytest.mark.multiproc
@@ -572,19 +573,14 @@ def test_a_gradient_set_by_hand_counts_beside_those_of_autograd(ranks: RankPools
 
 
 def split_unlike(rank: int, world_size: int) -> str:
-    from hf_dlion.step import plan as step_plan
-
-    limit = step_plan.MESSAGE_NUMEL
     params = [nn.Parameter(torch.ones(70)) for _ in range(4)]
     for param in params:
         param.grad = torch.ones(70)
-    step_plan.MESSAGE_NUMEL = 100 if rank else limit
     try:
-        DistributedLion(params).step()
+        with message_numel(100 if rank else None):
+            DistributedLion(params).step()
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
-    finally:
-        step_plan.MESSAGE_NUMEL = limit
     return "accepted"
 
 

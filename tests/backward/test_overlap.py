@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion import Disagreement
 from hf_dlion.backward.gradient_scale import ScaleProbes
-from hf_dlion.step import plan as step_plan
 from tests.backward.test_ddp import (
     CASES,
     STEPS,
@@ -26,6 +25,7 @@ from tests.backward.test_ddp import (
     train,
 )
 from tests.support import zoo
+from tests.support.messages import message_numel
 from tests.support.spawn import RankPools, run_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -36,11 +36,8 @@ SHORT = 100
 
 @contextlib.contextmanager
 def short_messages() -> Any:
-    before, step_plan.MESSAGE_NUMEL = step_plan.MESSAGE_NUMEL, SHORT
-    try:
+    with message_numel(SHORT):
         yield
-    finally:
-        step_plan.MESSAGE_NUMEL = before
 
 
 def train_zoo(
@@ -227,8 +224,8 @@ def fail_once(rank: int, world_size: int, how: str) -> tuple[list[str], list[Ten
             try:
                 if bad and how == "sparse":
                     handle = model.branch.weight.register_post_accumulate_grad_hook(_make_sparse)
-                    optimizer._presence._handles.pop(id(model.branch.weight)).remove()
-                    optimizer._presence.watch([model.branch.weight])
+                    optimizer._engine.presence._handles.pop(id(model.branch.weight)).remove()
+                    optimizer._engine.presence.watch([model.branch.weight])
                     loss.backward()
                     handle.remove()
                 elif bad and how == "closure":
@@ -282,7 +279,7 @@ def fail_to_prepare(rank: int, world_size: int, bad: bool) -> tuple[list[str], l
             try:
                 with pytest.MonkeyPatch.context() as patch:
                     if bad and t == 0 and rank == 1:
-                        patch.setattr("hf_dlion.backward.overlap.make_plan", _raise_memory_error)
+                        patch.setattr("hf_dlion.backward.overlap.Plan", _raise_memory_error)
                     optimizer.step()
             except (Disagreement, MemoryError) as error:
                 raised.append(f"{t} {type(error).__name__}: {error}")
@@ -310,22 +307,17 @@ def test_what_fails_on_one_rank_while_the_next_step_is_prepared_is_raised_on_all
 
 def with_a_group_more(rank: int, world_size: int, what: str) -> tuple[str, int]:
     """Rank 0 alone makes one more group."""
-    model, options, holder = new_model(), {}, []
+    model, options = new_model(), {}
     if what == "subgroup":
         options = {"process_group": dist.new_group(list(range(world_size)))}
-    if what == "nodes":
-        options = {"local_group": 2}
-        holder = [DistributedDataParallel(model)]
     optimizer = optimizer_of(model, overlap=True, **options)
-    optimizer.join_node()
     if rank == 0:
         dist.new_group([0], use_local_synchronization=what != "everyone")
-    with released(holder):
-        (holder[0] if holder else model)(batches(rank, 1)[0][0]).backward()
-        try:
-            optimizer.step()
-        except Disagreement as error:
-            return str(error), optimizer.steps
+    model(batches(rank, 1)[0][0]).backward()
+    try:
+        optimizer.step()
+    except Disagreement as error:
+        return str(error), optimizer.steps
     return "accepted", optimizer.steps
 
 
@@ -333,7 +325,6 @@ def with_a_group_more(rank: int, world_size: int, what: str) -> tuple[str, int]:
     ("what", "world_size", "message"),
     [
         ("subgroup", 2, "ranks are members of different numbers of process groups, [3, 2]"),
-        ("nodes", 4, "ranks are members of different numbers of process groups, [4, 3, 3, 3]"),
         ("everyone", 2, "ranks made different numbers of process groups, [2, 1]"),
     ],
 )
@@ -353,7 +344,7 @@ def alone(rank: int, world_size: int) -> int:
         model(step[0]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return len(optimizer._overlap._ready) + len(optimizer._overlap._probes._before)
+    return len(optimizer._engine.early._ready) + len(optimizer._engine.early._probes._before)
 
 
 def test_one_rank_keeps_no_account_of_gradients(ranks: RankPools) -> None:
@@ -396,7 +387,7 @@ def use_sometimes(rank: int, world_size: int) -> list[tuple[int, int]]:
             model(tokens, branch=rank == 0 or t == 0).backward()
             optimizer.step()
             optimizer.zero_grad()
-            left.append((optimizer.wire.sent_in_backward, len(optimizer.messages)))
+            left.append((optimizer.wire.sent_in_backward, len(optimizer._engine.messages)))
     assert optimizer.wire.overlapped == 7
     return left
 
@@ -420,9 +411,9 @@ def count_bytes(rank: int, world_size: int, exchange: str) -> list[tuple[int, in
             optimizer.zero_grad()
             formula = sum(
                 m._exchange.wire_bytes(m._layout, world_size, *_planes(exchange))
-                for m in optimizer.messages
+                for m in optimizer._engine.messages
             )
-            assert formula == sum(m.wire_bytes for m in optimizer.messages)
+            assert formula == sum(m.wire_bytes for m in optimizer._engine.messages)
             found.append((optimizer.wire.last_bytes_sent, formula + 8 * (world_size - 1) * 7))
     return found[2:]
 
@@ -450,11 +441,11 @@ def accumulate(rank: int, world_size: int) -> list[int]:
                 quiet = holder[0].no_sync() if number < 2 else contextlib.nullcontext()
                 with quiet:
                     holder[0](tokens).backward()
-                flight = optimizer._overlap._flight
+                flight = optimizer._engine.early._flight
                 left.append(flight._sent if flight else 0)
             optimizer.step()
             optimizer.zero_grad()
-        total = len(optimizer.messages)
+        total = len(optimizer._engine.messages)
     return [*left[-3:], total]
 
 

@@ -116,7 +116,7 @@ def with_divergence(rank: int, world_size: int, folder: str) -> list[dict[int, f
         else:
             dcp.load({"optimizer": state}, checkpoint_id=folder)
             set_optimizer_state_dict(run.model, run.lion, state)
-        found.append(run.lion._sync.divergence)
+        found.append(run.lion._engine.sync.divergence)
         run.close()
     return found
 

@@ -117,7 +117,13 @@ def resume_apart(rank, world_size, folders):
     optimizer = DistributedLion([nn.Parameter(torch.zeros(2))])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        arguments = (optimizer.gather_objects, rank, None, folders[rank], lambda size: [rank])
+        arguments = (
+            optimizer._engine.gather_objects,
+            rank,
+            None,
+            folders[rank],
+            lambda size: [rank],
+        )
         found = agreed_checkpoint(*arguments)
     return found, [str(warning.message) for warning in caught]
 
@@ -155,7 +161,7 @@ def note_what_is_opened(rank, world_size, folder):
     sys.addaudithook(note)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        agreed_checkpoint(optimizer.gather_objects, rank, None, folder)
+        agreed_checkpoint(optimizer._engine.gather_objects, rank, None, folder)
     found, opened = opened, None  # The hook stays for ever.
     return found
 
@@ -179,7 +185,7 @@ def list_nothing_on_one_rank(rank, world_size, folder):
         Path.iterdir = fail
     try:
         with pytest.raises(CheckpointError) as caught:
-            agreed_checkpoint(optimizer.gather_objects, rank, None, folder)
+            agreed_checkpoint(optimizer._engine.gather_objects, rank, None, folder)
     finally:
         Path.iterdir = iterdir
     return str(caught.value)

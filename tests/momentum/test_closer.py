@@ -38,8 +38,8 @@ def _named() -> list[tuple[str, nn.Parameter]]:
 @pytest.mark.parametrize("option", ["momentum_sync", "full_precision"])
 def test_parameters_are_selected_by_name(option: str, selection: Any, names: list[str]) -> None:
     optimizer = DistributedLion(_named(), momentum_sync_every=2, **{option: selection})
-    routes = optimizer._routes
-    found = routes.synced if option == "momentum_sync" else routes.full
+    treatment = optimizer._engine.treatment
+    found = treatment.synced if option == "momentum_sync" else treatment.full
     assert [_named()[index][0] for index in sorted(found)] == names
 
 
@@ -75,7 +75,7 @@ def test_names_are_asked_for_where_there_are_none(option: str) -> None:
 def test_all_and_auto_need_no_names() -> None:
     for choice in ("all", "auto"):
         optimizer = DistributedLion(SMALL.parameters(), momentum_sync_every=2, momentum_sync=choice)
-        assert optimizer._routes.synced == {0, 1, 2, 3}
+        assert optimizer._engine.treatment.synced == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_bad_exchange_of_a_group_is_refused() -> None:
 def test_added_parameters_are_selected_too() -> None:
     optimizer = DistributedLion(_named(), full_precision="*.bias")
     optimizer.add_param_group({"params": [("new.bias", nn.Parameter(torch.zeros(2)))]})
-    assert optimizer._routes.full == {1, 3, 4}
+    assert optimizer._engine.treatment.full == {1, 3, 4}
     with pytest.raises(ValueError, match="without names"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     assert len(optimizer.param_groups) == 2

@@ -176,7 +176,7 @@ def train_in_auto(rank: int, world_size: int, budget: int, steps: int) -> dict[s
     return {
         "sent": sent,
         "divergence": divergences,
-        "chosen": dict(optimizer._sync.needed),
+        "chosen": dict(optimizer._engine.sync.needed),
         "report": optimizer.momentum_report(),
         "apart": optimizer.state[params["apart"]]["exp_avg"],
         "large": optimizer.state[params["large"]]["exp_avg"],
@@ -347,7 +347,7 @@ def differ(rank: int, world_size: int, how: str) -> str:
     if how == "group" and rank == 1:
         optimizer.param_groups[0]["exchange"] = "full"
     if how == "divergence":
-        optimizer._sync.divergence = {0: 0.5 + rank}
+        optimizer._engine.sync.divergence = {0: 0.5 + rank}
     backward(params, rank)
     try:
         optimizer.step()

@@ -197,7 +197,9 @@ def test_any_text_asks_for_what_it_says_or_is_refused() -> None:
 
 # What does not go with the example of an option.
 APART = {
-    "local_group": {"level_scale", "full_precision", "warmup_full_steps", "momentum_sync"},
+    "local_group": {
+        *("level_scale", "full_precision", "warmup_full_steps", "momentum_sync", "overlap"),
+    },
     "aggregation": {"bits", "ties"},
 }
 

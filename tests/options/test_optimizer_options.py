@@ -238,3 +238,9 @@ def test_a_gradient_on_the_meta_device_is_refused(beside: bool) -> None:
     with pytest.raises(RuntimeError, match="meta device, which holds no values"):
         optimizer.step()
     assert torch.equal(real, before)
+
+
+@pytest.mark.parametrize("local_group", ["node", 2])
+def test_overlap_with_local_group_is_refused_and_the_way_out_named(local_group):
+    with pytest.raises(NotImplementedError, match="local_group alone, or overlap=True alone"):
+        DistributedLion([torch.nn.Parameter(torch.ones(2))], overlap=True, local_group=local_group)

@@ -20,9 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion import DistributedLion
 from hf_dlion.options import Options
-from hf_dlion.options.routes import Routes
+from hf_dlion.options.treatment import Treatment
 from hf_dlion.ranks import header
-from hf_dlion.ranks.groups import layout_lines
 from tests.options.test_optim_args import EXAMPLES, needed
 from tests.support.spawn import RankPools, run_ranks
 
@@ -79,7 +78,7 @@ def _with_options(
             optimizer.step()
     if rank == 1 and late:
         optimizer.options = _options_with(chosen, name)
-        optimizer._ranks._local_group = optimizer.options.local_group
+        optimizer._engine.ranks._local_group = optimizer.options.local_group
     _backward(params, rank)
     return _attempt(optimizer.step, params)
 
@@ -338,7 +337,9 @@ def test_devices_are_compared_by_their_kind() -> None:
     with FakeTensorMode():
         devices = ["cuda:0", "cuda:1", "cpu"]
         alike, same, other = (
-            layout_lines([{"params": [nn.Parameter(torch.empty(3, device=device))]}], Routes())
+            header.layout_lines(
+                [{"params": [nn.Parameter(torch.empty(3, device=device))]}], Treatment()
+            )
             for device in devices
         )
     assert alike == same != other

@@ -25,7 +25,7 @@ JOBS = {
     "plain": (Job(mode="plain"), 3),
     "ddp": (Job(mode="ddp", options=TWO_PHASE, dtype="bfloat16"), 2),
     "overlap": (Job(mode="overlap", options=TWO_PHASE), 2),
-    "node": (Job(mode="node overlap", options=TWO_PHASE), 4),
+    "node": (Job(mode="node", options=TWO_PHASE), 4),
     "overlap on four": (Job(mode="overlap", options=TWO_PHASE), 4),
     "node plain": (Job(mode="node plain"), 4),
 }

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from hf_dlion import DistributedLion
-from hf_dlion.step import plan as step_plan
+from tests.support.messages import message_numel
 from tests.support.oracle import OracleGroup, OracleLion, same_bits
 from tests.support.random_training import ignored_warnings, normal
 from tests.support.spawn import RankPools
@@ -62,8 +62,7 @@ class Trained:
 
 @contextlib.contextmanager
 def short_messages() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_plan, "MESSAGE_NUMEL", 40)
+    with message_numel(40):
         yield
 
 

@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_dlion import DistributedLion
 from hf_dlion.codec.layout import MessageLayout, shards_of
 from hf_dlion.exchange.node import RowEdges
-from hf_dlion.step import plan as step_plan
 from tests.backward import test_ddp
 from tests.step.test_rule_multirank import bytes_of_words, planes_of, rows_of_words
 from tests.support import zoo
+from tests.support.messages import message_numel
 from tests.support.oracle import OracleGroup, OracleLion, bits_of
 from tests.support.spawn import RankPools, run_ranks
 
@@ -596,8 +596,7 @@ def test_the_option_is_reachable_from_optim_args() -> None:
 
 
 def train_with_small_messages(rank: int, world_size: int, size: int) -> list[zoo.Record]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_plan, "MESSAGE_NUMEL", 150)
+    with message_numel(150):
         return zoo.train(rank, world_size, STEPS, {"local_group": size})
 
 

@@ -53,9 +53,9 @@ def whole(optimizer: DistributedLion, params: list[nn.Parameter]) -> list[Tensor
     mine = optimizer.state_dict()
     ranges = mine["dlion"].get("shard", {}).get("ranges", {})
     held = {k: state["exp_avg"].float() for k, state in mine["state"].items()}
-    node = optimizer.join_node()
-    everyone = optimizer.gather_objects((ranges, held))
-    members = [everyone[rank] for rank in (node.members[node.index] if node else [optimizer.rank])]
+    node = optimizer._engine.voters()
+    everyone = optimizer._engine.gather_objects((ranges, held))
+    members = [everyone[rank] for rank in (node.near or [optimizer.rank])]
     found: list[Tensor | None] = []
     for k, p in enumerate(params):
         total = torch.full((p.numel(),), torch.nan)

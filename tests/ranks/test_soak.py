@@ -36,7 +36,7 @@ Place = tuple[Job, int]
 def places(short: bool) -> list[Place]:
     """Returns the kinds of training: job and number of ranks."""
     sizes = {"plain": (2, 3, 4), "ddp": (2, 3, 4), "overlap": (2, 3, 4)}
-    sizes |= {"node": (4, 2), "node plain": (4, 2), "node overlap": (4,)}
+    sizes |= {"node": (4, 2), "node plain": (4, 2)}
     found = []
     for mode, counts in sizes.items():
         for world_size in counts[:1] if short else counts:

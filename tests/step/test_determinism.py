@@ -15,8 +15,8 @@ from hf_dlion import DistributedLion
 from hf_dlion.codec.eager import EagerCodec
 from hf_dlion.codec.native import codec as native
 from hf_dlion.codec.native import library as native_library
-from hf_dlion.step import plan as step_plan
 from tests.support import zoo
+from tests.support.messages import message_numel
 from tests.support.oracle import bits_of
 from tests.support.random_training import backward, random_param
 from tests.support.spawn import RankPools
@@ -49,15 +49,13 @@ WAYS: dict[str, dict[str, Any]] = {
 def computed(codec: str = "native", threads: int = 1, numel: int | None = None) -> Iterator[None]:
     """Chooses what makes the votes, on how many threads, and how long the messages are."""
     before = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, message_numel(numel):
         patch.setattr(native, "PART", PART)
         if codec == "numpy":
             patch.setattr(native_library, "library", lambda: None)
         if codec == "eager":
-            for module in ("step_plan", "node_plan", "move"):
-                patch.setattr(f"hf_dlion.{module}.codec_for", lambda device: EagerCodec())
-        if numel is not None:
-            patch.setattr(step_plan, "MESSAGE_NUMEL", numel)
+            for module in ("voters.every_rank", "voters.node", "delivery"):
+                patch.setattr(f"hf_dlion.step.{module}.codec_for", lambda device: EagerCodec())
         torch.set_num_threads(threads)
         try:
             yield
@@ -134,24 +132,18 @@ def test_ranks_may_make_their_votes_in_different_ways(
     assert ranks(4).run(train_elsewhere, rule, ways) == ranks(4).run(train, rule, [{}])
 
 
-def train_and_clip(
-    rank: int, world_size: int, local_group: int | None
-) -> list[tuple[list[bytes], float]]:
+def train_and_clip(rank: int, world_size: int) -> list[tuple[list[bytes], float]]:
     """With clipping, overlapped directions take the factor of the step before: not step mode's."""
-    options = {"overlap": True, "local_group": local_group, "seed": 5}
     with computed(numel=150):
-        if local_group is None:
-            records = zoo.train(rank, world_size, 12, options)
-        else:
-            records = zoo.train_ddp(rank, world_size, 12, options, {}, everything=True)
+        records = zoo.train(rank, world_size, 12, {"overlap": True, "seed": 5})
     assert any(record.foreseen for record in records)
     return [(record.params, record.agreement) for record in records[1:]]
 
 
-@pytest.mark.parametrize(("world_size", "local_group"), [(2, None), (3, None), (4, 2)])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_overlap_with_clipping_makes_the_same_bytes_twice(
-    ranks: RankPools, world_size: int, local_group: int | None
+    ranks: RankPools, world_size: int
 ) -> None:
-    runs = [ranks(world_size).run(train_and_clip, local_group) for _ in range(2)]
+    runs = [ranks(world_size).run(train_and_clip) for _ in range(2)]
     # repr, since the agreement of a step that nobody took is no number.
     assert repr(runs[0]) == repr(runs[1])

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tests.options.test_optim_args import needed
 from tests.step.test_rule_multirank import bytes_of_words, rows_of_words
 from tests.support import zoo
+from tests.support.messages import message_numel
 from tests.support.oracle import OracleGroup, OracleLion, bits_of
 
 KINDS = (
@@ -150,7 +151,7 @@ decays = st.sampled_from((0.0, 0.1, 3.0))
 # Options that do not go together: with the first go none of the others.
 APART = {
     "aggregation": ("bits",),
-    "local_group": ("level_scale", "warmup_full_steps", "momentum_sync_every"),
+    "local_group": ("level_scale", "warmup_full_steps", "momentum_sync_every", "overlap"),
 }
 
 
@@ -322,13 +323,8 @@ class Seen:
 @contextmanager
 def messages_of(numel: int | None) -> Iterator[None]:
     """Has messages of `numel` elements made."""
-    from hf_dlion.step import plan as step_plan
-
-    before, step_plan.MESSAGE_NUMEL = step_plan.MESSAGE_NUMEL, numel
-    try:
+    with message_numel(numel):
         yield
-    finally:
-        step_plan.MESSAGE_NUMEL = before
 
 
 def train(rank: int, world_size: int, case: Case) -> list[Seen]:

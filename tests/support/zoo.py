@@ -231,7 +231,7 @@ def train(
 
 def foreseen_of(optimizer: Any, params: Sequence[Tensor]) -> dict[int, Any]:
     """Returns fl(scale * gradient) of the parameters whose votes have left, by index."""
-    flight = optimizer._overlap and optimizer._overlap._flight
+    flight = getattr(optimizer._engine.early, "_flight", None)
     if not flight:
         return {}
     left = [index for m in flight.messages[: flight._sent] for index, _ in m.params]

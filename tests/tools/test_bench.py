@@ -149,7 +149,7 @@ def buffer_bytes(rank: int, world_size: int, exchange: str) -> float:
             for entry in vars(value).values():
                 look(entry)
 
-    for message in optimizer.messages:
+    for message in optimizer._engine.messages:
         for entry in vars(message).values():
             look(entry)
     return sum(seen.values()) / param.numel()

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options import BITS
-from hf_dlion.step import plan as step_plan
 from hf_dlion.tools.bench.clock import is_over, slowest
 from hf_dlion.tools.bench.emulate import INTERFACE
 from hf_dlion.tools.bench.methods import ALONE, NONE, Method, methods_of, name_of, sensible_methods
@@ -51,9 +50,12 @@ def run(args: argparse.Namespace) -> None:
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     shape = (args.batch, args.sequence)
     batch = torch.randint(tokens, shape, generator=generator).to(device)
-    step_plan.MESSAGE_NUMEL = args.message_numel
     names = args.methods or sensible_methods()
     methods = methods_of(names, args.bits, lambda: llama(args.parameters).to(device))
+    for method in methods:
+        if isinstance(method.optimizer, DistributedLion):
+            # Read when the first step makes its plan.
+            method.optimizer._engine.message_numel = args.message_numel
     rows = _measured(methods, args, batch)
     if args.emulate:
         _add_bound(rows, methods, batch, args.emulate.bits_per_s)
@@ -187,7 +189,7 @@ def departures_of(
     """
     optimizer = overlapped.optimizer
     assert isinstance(optimizer, DistributedLion), "the overlapped method"
-    messages = optimizer.messages
+    messages = optimizer._engine.messages
     if not messages:
         return None
     ready: dict[int, float] = {}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.groups import names_of
+from hf_dlion.options.groups import names_of
 
 
 class SignAgreement:

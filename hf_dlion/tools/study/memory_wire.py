@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from hf_dlion.exchange import LostRank, Wire, WireStats
 from hf_dlion.exchange.pending import Pending
 from hf_dlion.optimizer import DistributedLion
+from hf_dlion.options.groups import Groups
 from hf_dlion.ranks.abstention import Abstentions
 from hf_dlion.ranks.group import Ranks
-from hf_dlion.ranks.groups import Groups
 
 
 class Hub:
@@ -230,5 +230,5 @@ def simulated(model: nn.Module, wire: MemoryWire, **options: Any) -> Distributed
     params = [pair for pair in model.named_parameters() if pair[1].requires_grad]
     optimizer = DistributedLion(params, **options)
     wire.stats = optimizer.wire
-    optimizer._ranks = _MemoryRanks(wire, optimizer.options.max_abstained_steps)
+    optimizer._engine.ranks = _MemoryRanks(wire, optimizer.options.max_abstained_steps)
     return optimizer

@@ -1,4 +1,4 @@
-"""A step's messages where a node votes as one: each rank encodes its own shard of each message."""
+"""What a node's ranks send: each encodes its own shard of each message."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from hf_dlion.codec import AdvanceJob, AloneJob, Codec, EncodeJob
+from hf_dlion.codec import AloneJob, Codec, EncodeJob
 from hf_dlion.codec.layout import MessageLayout, Slot
 from hf_dlion.codec.rule import TensorRule
 from hf_dlion.exchange import Wire, WireStats
 from hf_dlion.exchange.node import NodeExchange, RowEdges
-from hf_dlion.momentum.shares import Range
-from hf_dlion.step.ballot import Ballot
+from hf_dlion.step.delivery import Moving
 from hf_dlion.step.message import Message
 
 Params = Sequence[tuple[int, Tensor]]
@@ -50,11 +49,6 @@ class NodeMessage(Message):
         self._words = torch.empty(bits * own.words, dtype=torch.int64, device=device)
         self._active = torch.empty(own.rows, dtype=torch.bool, device=device)
 
-    @property
-    def stretches(self) -> dict[int, Range]:
-        """Start and stop of what this rank votes on of each parameter, by index."""
-        return {slot.index: (slot.start, slot.stop) for slot, _ in self._own}
-
     def encode(self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]) -> None:
         """Packs the node's votes on this rank's shard and advances its momenta.
 
@@ -65,80 +59,24 @@ class NodeMessage(Message):
                 node votes.
             rules: The step's constants by parameter index.
         """
-        self._codec.encode_all(self._shard_jobs(voting, rules, self._gradients(voting)))
-        self._complete_rows(rules)
-
-    def preview(
-        self,
-        voting: Mapping[int, Tensor],
-        rules: Mapping[int, TensorRule],
-        scale: float,
-        grads: Mapping[int, Tensor],
-    ) -> list[Tensor]:
-        """Packs the node's votes on this rank's shard for gradients times `scale`.
-
-        Every rank of the node must call this; momenta stay as they are.
-
-        Args:
-            voting: As for `encode`.
-            rules: As for `encode`.
-            scale: Factor of the gradients.
-            grads: The node's gradient of every parameter, by index, on which the node votes.
-
-        Returns:
-            None of the parameters: of most of them this rank has seen a part.
-        """
-        self._codec.preview_all(self._shard_jobs(voting, rules, grads), scale)
-        self._complete_rows(rules)
-        return []
-
-    def advance(self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]) -> None:
-        """Advances this rank's momenta of the parameters on which the node votes.
-
-        Args:
-            voting: As for `encode`.
-            rules: As for `encode`.
-        """
-        grads = self._gradients(voting)
-        self._codec.advance_all(
-            [
-                AdvanceJob(
-                    _stretch(grads[slot.index], slot),
-                    voting[slot.index],
-                    rules[slot.index],
-                    slot.run(),
-                )
-                for slot, _ in self._own
-                if slot.index in voting
-            ]
-        )
-
-    def _shard_jobs(
-        self,
-        voting: Mapping[int, Tensor],
-        rules: Mapping[int, TensorRule],
-        grads: Mapping[int, Tensor],
-    ) -> list[EncodeJob]:
-        """Returns the jobs of this rank's stretches that vote; the others' votes become 0."""
-        jobs = []
+        grads, jobs = self._gradients(voting), []
         for slot, _ in self._own:
             words, active = self._views(slot)
             if slot.index in voting:
-                grad, rule = _stretch(grads[slot.index], slot), rules[slot.index]
-                momentum = voting[slot.index]
+                grad, momentum = _stretch(grads[slot.index], slot), voting[slot.index]
+                rule = rules[slot.index]
                 jobs.append(EncodeJob(grad, momentum, words, active, rule, slot.run()))
             else:
+                # Its votes are 0, and its rows abstain.
                 words.zero_()
                 active.zero_()
-        return jobs
-
-    def _complete_rows(self, rules: Mapping[int, TensorRule]) -> None:
-        step = next(iter(rules.values())).step_rule
-        self._edges.complete(self._words, self._active, step)
+        self._codec.encode_all(jobs)
+        # A row that several ranks share votes if any part of it does.
+        self._edges.complete(self._words, self._active, next(iter(rules.values())).step_rule)
 
 
-class AloneMessage:
-    """A message where there is one node only: each rank moves its shard, then all share them.
+class SharedMove:
+    """Parameters of the only node: each rank moves its share of them, then all get all.
 
         rank a: moves p0  ->  p0 p1        no vote: plain Lion on the node's gradient
         rank b: moves p1      p0 p1
@@ -214,22 +152,22 @@ class AloneMessage:
                 param.copy_(values.view(param.shape))
 
 
-def step_alone_in_node(
-    messages: Sequence[AloneMessage],
-    ballot: Ballot,
-    stats: WireStats,
-) -> None:
-    """Takes a step of plain Lion by shards; every rank of the only node calls this.
+class LionInNode:
+    """Plain Lion on the gradient of the only node: no votes, each rank moves its share."""
 
-    Args:
-        messages: Of all trainable parameters.
-        ballot: What moves.
-        stats: Receives the time.
-    """
-    begin = time.perf_counter()
-    for message in messages:
-        message.step(ballot.voting, ballot.rules)
-    stats.apply_s += time.perf_counter() - begin
+    def __init__(self, moves: Sequence[SharedMove]) -> None:
+        """Takes the moves of all trainable parameters."""
+        self._moves = moves
+
+    def land(self, moving: Moving, stats: WireStats) -> None:
+        """Moves the parameters; every rank of the node must call this."""
+        begin = time.perf_counter()
+        for move in self._moves:
+            move.step(moving.voting, moving.rules)
+        stats.apply_s += time.perf_counter() - begin
+
+    def discard(self) -> None:
+        """Does nothing: nothing has left."""
 
 
 def _with_params(layout: MessageLayout, params: Params) -> list[tuple[Slot, Tensor]]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
+from hf_dlion.options.groups import Groups
 from hf_dlion.options.options import SYNC_WORDS, Options
 from hf_dlion.options.selection import check_matches, selected
 
-Groups = Sequence[Mapping[str, Any]]
-
 
 @dataclass(frozen=True)
-class Routes:
+class Treatment:
     """Indices of the parameters of which more than votes is exchanged; the same on all ranks.
 
     Attributes:
@@ -35,8 +33,8 @@ class Routes:
 
     def of_step(
         self, groups: Groups, options: Options, step: int, indices: Collection[int]
-    ) -> Routes:
-        """Returns the routes of one step: groups may say "full", and a warm-up is full.
+    ) -> Treatment:
+        """Returns the treatment of one step: groups may say "full", and a warm-up is full.
 
         Args:
             groups: The parameter groups.
@@ -48,7 +46,7 @@ class Routes:
             NotImplementedError: If a group is exchanged in full together with `local_group`.
         """
         if step <= options.warmup_full_steps:
-            return Routes(frozenset(indices))
+            return Treatment(frozenset(indices))
         exchanges = [group.get("exchange") for group in groups for _ in group["params"]]
         by_group = {index for index, exchange in enumerate(exchanges) if exchange == "full"}
         if by_group and options.local_group not in (None, 1):
@@ -58,10 +56,10 @@ class Routes:
             )
         full = (self.full | by_group).intersection(indices)
         # Gradients that are averaged leave all ranks with one momentum.
-        return Routes(full, self.synced.intersection(indices) - full)
+        return Treatment(full, self.synced.intersection(indices) - full)
 
 
-def routes_by_name(options: Options, groups: Groups, *, complete: bool) -> Routes:
+def treatment_by_name(options: Options, groups: Groups, *, complete: bool) -> Treatment:
     """Returns what the options select.
 
     Args:
@@ -79,11 +77,11 @@ def routes_by_name(options: Options, groups: Groups, *, complete: bool) -> Route
         if complete:
             check_matches("full_precision", options.full_precision, groups, ())
     if options.momentum_sync_every == 0:
-        return Routes(full)
+        return Treatment(full)
     if options.momentum_sync in SYNC_WORDS:
         synced = frozenset(range(sum(len(group["params"]) for group in groups)))
     else:
         synced = selected("momentum_sync", options.momentum_sync, groups)
         if complete:
             check_matches("momentum_sync", options.momentum_sync, groups, SYNC_WORDS)
-    return Routes(full, synced)
+    return Treatment(full, synced)

@@ -1,0 +1,149 @@
+"""How votes leave and verdicts come back: a delivery carries what moves in a step.
+
+    in the step       `InStep`: each message leaves once it is encoded, verdicts are applied as
+                      they arrive
+    during backward   `hf_dlion.backward.flight.Flight`: the votes have left already
+    nobody to ask     `LionAlone`: plain Lion on this rank, nothing is sent
+
+A step calls exactly one of `land` and `discard`, on every rank the same one.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from hf_dlion.codec import AloneJob, codec_for
+from hf_dlion.codec.rule import StepRule, TensorRule
+from hf_dlion.exchange import WireStats
+from hf_dlion.step.message import Message
+
+
+@dataclass(frozen=True)
+class Moving:
+    """The parameters that move in a step, and by which constants.
+
+    Whatever exchanges and applies takes from it the parameters that are its own.
+
+    Attributes:
+        voting: `exp_avg`, or this rank's share of it, of every parameter, by index, on which this
+            rank, or its node, votes.
+        rules: The step's constants of every parameter on which any rank votes, by index.
+        rule: The step's constants.
+        full: `exp_avg`, and the number of ranks that have a gradient, of every parameter, by index,
+            that moves by the mean gradient.
+    """
+
+    voting: Mapping[int, Tensor]
+    rules: Mapping[int, TensorRule]
+    rule: StepRule
+    full: Mapping[int, tuple[Tensor, int]] = field(default_factory=dict)
+
+
+class Delivery(Protocol):
+    """Carries a step's votes to the other ranks and their verdict back to the parameters."""
+
+    def land(self, moving: Moving, stats: WireStats) -> None:
+        """Advances momenta and moves parameters by the verdict; every rank must call this.
+
+        Args:
+            moving: What moves; the same `rules` on every rank.
+            stats: Receives times and agreement.
+        """
+
+    def discard(self) -> None:
+        """Drops what has left, so that nothing of it moves; every rank must call this."""
+
+
+class InStep:
+    """Votes leave in the step: one message travels while the next one is encoded.
+
+    The collectives' order is that of the messages, by construction, on every rank.
+    """
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        """Takes the plan's messages, in the order in which they leave."""
+        self._messages = messages
+
+    def land(self, moving: Moving, stats: WireStats) -> None:
+        """Exchanges votes and applies the verdict; see `Delivery.land`."""
+        if not self._messages:
+            return
+        clock = Clock()
+        for message in self._messages:
+            message.encode(moving.voting, moving.rules)
+            stats.encode_s += clock.lap()
+            message.send()
+            stats.exchange_s += clock.lap()
+        for message in self._messages:
+            message.count(moving.rule)
+        stats.exchange_s += clock.lap()
+        apply_verdicts(self._messages, moving, stats)
+
+    def discard(self) -> None:
+        """Does nothing: nothing has left."""
+
+
+class LionAlone:
+    """Plain Lion on this rank alone (design S9); nothing is encoded or sent."""
+
+    def __init__(self, params: Sequence[tuple[int, Tensor]]) -> None:
+        """Takes pairs of parameter index and parameter."""
+        self._params = params
+
+    def land(self, moving: Moving, stats: WireStats) -> None:
+        """Moves the parameters; see `Delivery.land`."""
+        start = time.perf_counter()
+        jobs: dict[torch.device, list[AloneJob]] = {}
+        for index, param in self._params:
+            if index in moving.voting:
+                momentum, rule = moving.voting[index], moving.rules[index]
+                job = AloneJob(param, cast(Tensor, param.grad), momentum, rule)
+                jobs.setdefault(param.device, []).append(job)
+        for device, of_device in jobs.items():
+            codec_for(device).step_alone_all(of_device)
+        stats.apply_s += time.perf_counter() - start
+
+    def discard(self) -> None:
+        """Does nothing: nothing has left."""
+
+
+def apply_verdicts(messages: Sequence[Message], moving: Moving, stats: WireStats) -> None:
+    """Applies each verdict as it arrives, and measures how far the ranks agreed.
+
+    Args:
+        messages: Counted, in the order in which they were sent.
+        moving: What moves.
+        stats: Receives times and agreement.
+    """
+    clock = Clock()
+    agreement = most = 0
+    for message in messages:
+        verdict = message.verdict()
+        agreement += verdict.agreement
+        # With one bit every vote that can be cast is as large as any.
+        one_bit, voters = moving.rule.bits == 1, moving.rule.world_size
+        most += voters * message.voted_elements(verdict) if one_bit else verdict.cast
+        stats.exchange_s += clock.lap()
+        message.apply(verdict, moving.rules)
+        stats.apply_s += clock.lap()
+    stats.exchanges += 1
+    stats.agreement = agreement / most if most else math.nan
+
+
+class Clock:
+    """A stop watch."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        """Returns the seconds since the last call."""
+        last, self._last = self._last, time.perf_counter()
+        return self._last - last

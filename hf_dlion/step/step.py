@@ -1,0 +1,291 @@
+"""One step, from a rank's own gradients to parameters that are equal on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from hf_dlion.codec.rule import tensor_rules
+from hf_dlion.exchange import LostRank
+from hf_dlion.momentum.mean import average_over_ranks
+from hf_dlion.momentum.slices import Held
+from hf_dlion.momentum.state_dict import check_gradient
+from hf_dlion.options import check_group
+from hf_dlion.options.groups import agreed_values, flat_params, option_values, trainable
+from hf_dlion.ranks.abstention import all_finite, unscale
+from hf_dlion.ranks.header import Disagreement, Header, details_of, digest, votes_on
+from hf_dlion.ranks.replicas import check_replicas
+from hf_dlion.step.delivery import Delivery, Moving
+from hf_dlion.step.engine import Engine
+from hf_dlion.step.full_precision import momenta_differ, step_in_full
+from hf_dlion.step.plan import Plan
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What GradScaler leaves to the step.
+
+    Attributes:
+        scale: What the loss was multiplied by, or None if that is divided out already.
+        found_inf: Not 0 if GradScaler saw a NaN or an Inf, or None if it did not look.
+    """
+
+    scale: Tensor | None
+    found_inf: Tensor | None
+
+
+class Step:
+    """One step of all ranks, made by each of them for one call of `optimizer.step()`.
+
+    Every rank passes the phases below in this order, and in each of them the collectives in the
+    same order, whatever happens on it:
+
+    1. *Look.* Find out what this rank has to vote on: gradients, momenta, the plan of messages.
+       All that can fail on one rank alone fails here, and nothing is sent.
+    2. *Send early votes.* With overlap: what backward did not send leaves, so no rank waits for a
+       message that another one never sends.
+    3. *Agree.* Exchange one header per rank. A failure or a difference raises on every rank; no
+       parameter has moved yet.
+    4. *Decide.* From the headers, alike on every rank: who abstains, which parameters move, and
+       whether early votes hold.
+    5. *Complete.* Give each rank the momenta and gradients that its part of a vote takes (a node's
+       ranks share both), and all ranks one momentum where gradients are averaged in full.
+    6. *Move.* Exchange votes, count them, apply the verdict; average gradients in full precision.
+    7. *End.* Forget the gradients; average the momenta that are due, prepare the next step's early
+       votes, compare replicas.
+    """
+
+    def __init__(self, engine: Engine, scaling: Scaling) -> None:
+        """Starts a step.
+
+        Args:
+            engine: What lasts from step to step.
+            scaling: What GradScaler left to do.
+        """
+        self._engine, self._scaling = engine, scaling
+        self._wire, self._stats = engine.others(), engine.stats
+        self._plan_before = engine.plan
+
+    def take(self, closure: Callable[[], float] | None) -> float | None:
+        """Takes the step together with all ranks; see `DistributedLion.step`.
+
+        Returns:
+            What the closure returned, or None.
+        """
+        engine = self._engine
+        loss: float | None = None
+        failure: Exception | None = None
+        bytes_before = self._stats.bytes_sent
+        # 1. Look.
+        try:
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._voters = engine.voters()
+            header = self._look()
+        except (Disagreement, LostRank):
+            raise  # On every rank that is left.
+        except Exception as error:
+            if self._wire is None:
+                raise
+            # The others wait for this rank's header: they must hear of it there.
+            failure, header = error, Header.of_failure(engine.steps)
+        # 2. Send early votes.
+        sent = engine.early.complete(header, failure, engine.plan, engine.momenta(), bytes_before)
+        # 3. Agree.
+        headers = self._agree(sent.header, sent.failure, sent.delivery)
+        # 4. Decide.
+        plan, delivery = self._plan, sent.delivery
+        if any(other.stale or not other.finite for other in headers):
+            # What left during backward is not, on every rank, what the rule has it vote now.
+            delivery.discard()
+            delivery = plan.delivery
+        heard = self._voters.heard(headers)
+        mine = heard[self._voters.index]
+        self._stats.abstentions += engine.ranks.abstentions.note(
+            [other.finite for other in heard], self._voters.index, tells=engine.rank == 0
+        )
+        votes = votes_on(heard)
+        moves = bool(votes.any())
+        if moves:
+            self._complete(heard, mine)
+            self._move(plan, votes, mine, delivery)
+            engine.steps += 1
+        else:
+            delivery.discard()
+        self._end(plan, heard, moves)
+        self._count_bytes(sent.bytes_before)
+        return loss
+
+    def _look(self) -> Header:
+        """Returns what this rank says of itself, after all that can fail on it alone.
+
+        Gradients are unscaled in place; a parameter with a gradient gets its momentum.
+
+        Raises:
+            TypeError: If a gradient is sparse, or a group's value has the wrong type.
+            ValueError: If a group's value is out of its range.
+        """
+        engine = self._engine
+        for group in engine.groups:
+            check_group(group)
+        self._pairs = trainable(engine.groups)
+        self._params = params = [param for _, param in self._pairs]
+        self._momenta = momenta = engine.momenta()
+        self._plan = plan = engine.plan_for(self._pairs, self._voters)
+        displaced = self._voters.settle(momenta, plan.owned)
+        momenta.shares.warn_of_gap()
+        for param in params:
+            check_gradient(param)
+        self._present = present = engine.presence.of(params)
+        # Parameters that were thawed after their wrapper was attached.
+        engine.hooks.watch_gradients(params)
+        for (index, param), has in zip(self._pairs, present, strict=True):
+            if has:
+                momenta.of(param, index, plan.owned)
+        voting = self._voters.voting(engine.presence, params, present)
+        self._unaveraged = self._voters.unaveraged(engine.presence, params, present)
+        finite = unscale(_gradients(voting), self._scaling.scale, self._scaling.found_inf)
+        # Those whose early votes said that they are finite need not be read again.
+        finite = finite and all_finite(_gradients(engine.early.unknown(voting)))
+        return Header(
+            finite=finite,
+            failed=False,
+            step=engine.steps,
+            layout=plan.layout,
+            options=digest(option_values(engine.options)),
+            groups=digest([*agreed_values(engine.groups), *engine.sync.agreed()]),
+            present=torch.tensor(present, dtype=torch.bool),
+            unaveraged=any(self._unaveraged),
+            displaced=displaced,
+            unshared=not plan.treatment.full <= engine.shared_momenta,
+        )
+
+    def _agree(self, header: Header, failure: Exception | None, delivery: Delivery) -> list[Header]:
+        """Returns all ranks' headers once they fit; a rank that failed raises its own error."""
+        engine = self._engine
+        if self._wire is None:
+            return [header]
+        treatment = None if engine.plan is None else engine.plan.treatment
+        details = details_of(
+            engine.groups, engine.options, failure, treatment, engine.sync.agreed()
+        )
+        try:
+            headers = engine.ranks.agreement.agree(header, self._wire, details)
+        except Exception as error:
+            if isinstance(error, Disagreement):
+                delivery.discard()
+            # This rank alone may have made another; the step can be taken once it is mended.
+            engine.plan = self._plan_before
+            if isinstance(error, Disagreement) and failure is not None:
+                raise failure from None
+            raise
+        engine.origin.warn_if_foreign(self._wire.rank)
+        return headers
+
+    def _complete(self, heard: Sequence[Header], mine: Header) -> None:
+        """Brings momenta and gradients to where the votes are made."""
+        if self._wire is not None and any(other.unshared for other in heard):
+            self._share_momenta()
+        self._voters.complete(
+            self._momenta, self._plan.owners, self._params, self._unaveraged, mine
+        )
+
+    def _share_momenta(self) -> None:
+        """Gives all ranks one momentum of the parameters whose gradients are averaged.
+
+        What was voted on before, or loaded, may differ. Every rank must call this. Bytes per rank:
+        8 * (N - 1), and if momenta differ those of `synchronize_momentum` for them.
+        """
+        assert self._wire is not None, "one rank has nobody to share with"
+        full = self._plan.treatment.full
+        # Also of parameters that this rank did not use: all must send the same.
+        held = {
+            index: self._momenta.of(param, index, {})
+            for index, param in self._pairs
+            if index in full
+        }
+        if momenta_differ(held, self._wire):
+            average_over_ranks(list(held.values()), self._wire)
+        self._engine.shared_momenta = full
+
+    def _move(self, plan: Plan, votes: Tensor, mine: Header, delivery: Delivery) -> None:
+        """Exchanges votes and applies the verdict to the parameters that any rank votes on.
+
+        Args:
+            plan: Carries what moves.
+            votes: int64, shape (P,), how many vote on each parameter.
+            mine: What this rank, or its node, said of itself.
+            delivery: Carries the votes.
+        """
+        moving = self._moving(plan, votes, mine)
+        if plan.full and self._wire is not None:
+            step_in_full(plan.full, moving, self._wire, self._stats)
+        delivery.land(moving, self._stats)
+
+    def _moving(self, plan: Plan, votes: Tensor, mine: Header) -> Moving:
+        """Returns what moves; momenta are made where there are none."""
+        self._rule = rule = self._engine.rule()
+        counts = dict(zip((index for index, _ in self._pairs), votes.tolist(), strict=True))
+        voting: dict[int, Tensor] = {}
+        full: dict[int, tuple[Tensor, int]] = {}
+        for (index, param), has in zip(self._pairs, mine.present.tolist(), strict=True):
+            if counts[index] == 0:
+                continue
+            # Also where this rank does not vote: the state has the same entries on all ranks.
+            momentum = self._momenta.of(param, index, plan.owned)
+            if has and mine.finite:
+                voting[index] = momentum
+            if index in plan.treatment.full:
+                full[index] = momentum, counts[index]
+        voted = {index for index, count in counts.items() if count}
+        return Moving(voting, tensor_rules(self._engine.groups, voted, rule), rule, full)
+
+    def _end(self, plan: Plan, heard: Sequence[Header], moved: bool) -> None:
+        """Makes ready for the next step, and looks after momenta and replicas."""
+        engine, wire = self._engine, self._wire
+        engine.hooks.after_step(engine.presence.seen(flat_params(engine.groups)))
+        engine.presence.clear()
+        if wire is None:
+            return
+        if moved:
+            self._synchronize_momenta(plan)
+        # Last but for comparisons: where it fails the step has been taken, on every rank.
+        engine.plan = engine.early.prepare(heard, plan, self._pairs, wire)
+        every = engine.options.check_replicas_every
+        if moved and every and engine.steps % every == 0:
+            on_divergence = engine.options.on_divergence
+            check_replicas(engine.groups, wire, engine.steps, on_divergence, self._voters.near)
+
+    def _synchronize_momenta(self, plan: Plan) -> None:
+        """Averages the momenta that are due; what is averaged in full has nothing to average."""
+        engine, between = self._engine, self._voters.between
+        engine.shared_momenta &= plan.treatment.full
+        if not plan.treatment.synced or between is None or between.world_size == 1:
+            return
+        held = [
+            Held(
+                index,
+                self._momenta.of(param, index, plan.owned),
+                plan.owned.get(index, (0, 0))[0],
+            )
+            for index, param in self._pairs
+            if index in plan.treatment.synced
+        ]
+        rules = tensor_rules(engine.groups, {piece.index for piece in held}, self._rule)
+        engine.sync.after_step(held, rules, engine.steps, engine.options, between)
+
+    def _count_bytes(self, bytes_before: int) -> None:
+        """Tells what the step sent; a node's since the last step, its backward included."""
+        stats, engine = self._stats, self._engine
+        stats.last_bytes_sent = stats.bytes_sent - bytes_before
+        stats.last_node_bytes_sent = stats.node_bytes_sent - engine.sent_inside
+        engine.sent_inside = stats.node_bytes_sent
+
+
+def _gradients(params: Sequence[Tensor]) -> list[Tensor]:
+    return [cast(Tensor, param.grad) for param in params]
