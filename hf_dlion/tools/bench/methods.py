@@ -164,13 +164,7 @@ def power_numel(shape: Sequence[int]) -> int:
 
 
 def distributed_lion(make: Make, bits: int = 1, **options: Any) -> Method:
-    """Returns DistributedLion; its name tells what is not the default.
-
-    Args:
-        make: Makes the model.
-        bits: Of a vote.
-        options: More of its options.
-    """
+    """Returns DistributedLion with some options; its name tells what is not the default."""
     ddp = _wrapped(make())
     optimizer = DistributedLion(
         ddp.named_parameters(), lr=1e-4, weight_decay=0.1, bits=bits, **options
@@ -204,13 +198,7 @@ METHODS: dict[str, Callable[[Make], Method]] = {
 
 
 def methods_of(names: Sequence[str], bits: Sequence[int], make: Make) -> list[Method]:
-    """Returns methods, those that vote once for each number of bits.
-
-    Args:
-        names: Keys of `METHODS`.
-        bits: Of a vote.
-        make: Makes the model.
-    """
+    """Returns methods by their keys in `METHODS`, those that vote once for each number of bits."""
     found = []
     for name in names:
         if name in VOTING:

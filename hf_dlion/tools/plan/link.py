@@ -34,11 +34,6 @@ class UnmeasurableError(RuntimeError):
 def given(text: str, latency_ms: float, tree: bool) -> Link:
     """Returns the link that "100mbit" or "25gbit" stands for.
 
-    Args:
-        text: A rate as `tc` writes it.
-        latency_ms: From one rank to another.
-        tree: Whether all-reduces go through trees where these are faster.
-
     Raises:
         ValueError: If the text has another form.
     """
@@ -56,10 +51,6 @@ def from_exchange_bench(path: Path, tree: bool) -> Link:
 
     Its two all-reduces tell the rate, and its votes what a short transfer loses besides. For the
     latency it sends nothing short enough: that is `DEFAULT_LATENCY_MS`.
-
-    Args:
-        path: Its JSON.
-        tree: Whether all-reduces go through trees where these are faster.
 
     Raises:
         ValueError: If the file is something else.
@@ -83,7 +74,7 @@ def fitted(
         latency_s: Of a message without size.
         long: Bytes on the busiest card, and seconds.
         longer: The same of a longer one.
-        tree: Whether all-reduces go through trees where these are faster.
+        tree: As in `Link`.
     """
     rate = (longer[0] - long[0]) / max(longer[1] - long[1], 1e-9)
     lost = max(long[1] - latency_s - long[0] / rate, 0.0)

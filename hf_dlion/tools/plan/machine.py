@@ -63,7 +63,7 @@ class Machine:
 
 
 def measure(dtype: torch.dtype, device: torch.device, bits: int = 1) -> Machine:
-    """Returns the constants of this machine; takes less than ten seconds.
+    """Returns the constants of this machine for votes of `bits` bits, in less than ten seconds.
 
     Args:
         dtype: Of parameters and gradients.
@@ -98,12 +98,8 @@ def measure(dtype: torch.dtype, device: torch.device, bits: int = 1) -> Machine:
 def of_codec_bench(path: Path, bits: int = 1) -> dict[str, float]:
     """Returns those of a `Machine`'s constants that `bench codec` measured.
 
-    Args:
-        path: Its JSON.
-        bits: Of a vote.
-
     Raises:
-        ValueError: If the file is something else, or tells nothing of such votes.
+        ValueError: If the file is something else, or tells nothing of votes of so many bits.
     """
     result = read_bench(path, "codec")
     rows = {row["name"]: row for row in result["rows"] if row["dtype"] == "float32"}

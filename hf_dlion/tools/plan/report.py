@@ -42,12 +42,7 @@ def pays(predictions: Predictions) -> bool:
 
 
 def verdict(case: Case, predictions: Predictions) -> str:
-    """Returns in words whether the exchange of votes pays, with the predicted ratios.
-
-    Args:
-        case: What was predicted.
-        predictions: Of all methods.
-    """
+    """Returns in words whether the exchange of votes pays, with the predicted ratios."""
     rival = best_all_reduce(predictions)
     step, overlapped = gain(predictions), gain(predictions, OVERLAPPED)
     state = f"waits {1e3 * rival.parts['wire']:,.0f} ms of {1e3 * rival.step_s:,.0f} for the wire"
@@ -84,11 +79,7 @@ def rate(link: Link) -> str:
 
 
 def rows_of(predictions: Predictions) -> list[dict[str, Any]]:
-    """Returns the predictions as plain dicts, times in milliseconds.
-
-    Args:
-        predictions: Of all methods.
-    """
+    """Returns the predictions as plain dicts, times in milliseconds."""
     return [
         {
             "name": p.name,

@@ -40,7 +40,7 @@ def points(case: Case, nodes: Sequence[int] = NODES, rates: Sequence[float] = RA
     Args:
         case: Gives all the rest, the link's latency and efficiency too.
         nodes: Numbers of nodes.
-        rates: Nominal rates in bits per second.
+        rates: Nominal, in bits per second.
     """
     found = []
     per_node = case.cluster.ranks_per_node
@@ -59,9 +59,6 @@ def rows(found: Sequence[Point]) -> list[dict[str, object]]:
 
     A cell holds the best all-reduce / DistributedLion / its bound with overlap, each relative to no
     communication, and a star where the exchange of votes does not pay.
-
-    Args:
-        found: From `points`.
     """
     table: dict[int, dict[str, object]] = {}
     for point in found:
@@ -80,10 +77,7 @@ def _short(ratio: float) -> str:
 def draw(found: Sequence[Point], title: str, path: Path) -> None:
     """Writes a picture of step times over the number of nodes, a panel per link.
 
-    Args:
-        found: From `points`.
-        title: Above all panels.
-        path: The file; its ending decides on the format.
+    The ending of `path` decides on the format.
     """
     from matplotlib.figure import Figure
 

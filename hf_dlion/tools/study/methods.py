@@ -18,6 +18,9 @@ from hf_dlion.tools.study.memory_wire import Hub, MemoryWire, simulated
 from hf_dlion.tools.study.scenes import Scene, UnknownNameError
 from hf_dlion.tools.study.setting import Setting
 
+Make = Callable[[nn.Module, Setting], Optimizer]
+Options = Callable[[Setting, int], dict[str, Any]]
+
 
 class Method(ABC):
     """N workers, or one of N, and what makes one step of their gradients.
@@ -52,19 +55,11 @@ class Method(ABC):
 class Averaged(Method):
     """One optimizer on the mean gradient, or on what a compressor makes of the workers' gradients.
 
-    Args:
-        scene: Makes the model.
-        setting: Of the run.
-        make: Makes the optimizer.
-        compressor: None averages in full precision.
+    The last two arguments are as in `Recipe`.
     """
 
     def __init__(
-        self,
-        scene: Scene,
-        setting: Setting,
-        make: Callable[[nn.Module, Setting], Optimizer],
-        compressor: Compressor | None,
+        self, scene: Scene, setting: Setting, make: Make, compressor: Compressor | None
     ) -> None:
         """Makes one model: the workers' would never differ."""
         model = scene.model(setting.seed)
@@ -94,9 +89,8 @@ class Averaged(Method):
             self.bytes_sent += average_wire_bytes(numel, workers, torch.float32)
             self.rounds += 2 * (workers - 1)
         else:
-            for param, mean in zip(
-                self._params, self._compressor.compress(self._gradients), strict=True
-            ):
+            means = self._compressor.compress(self._gradients)
+            for param, mean in zip(self._params, means, strict=True):
                 param.grad = mean
             self._gradients = []
             self.bytes_sent += self._compressor.bits_per_iteration / 8
@@ -107,13 +101,7 @@ class Averaged(Method):
 
 
 class Voting(Method):
-    """N `DistributedLion` in N threads, each with a replica of its own.
-
-    Args:
-        scene: Makes the models.
-        setting: Of the run.
-        options: As in `Recipe`.
-    """
+    """N `DistributedLion` in N threads, each with a replica of its own; options as in `Recipe`."""
 
     def __init__(self, scene: Scene, setting: Setting, options: Options) -> None:
         """Makes the replicas."""
@@ -147,9 +135,6 @@ class Voting(Method):
         self._hub.close()
 
 
-Options = Callable[[Setting, int], dict[str, Any]]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """How a method is made: an optimizer on the mean gradient, or votes.
@@ -163,7 +148,7 @@ class Recipe:
     """
 
     family: str
-    make: Callable[[nn.Module, Setting], Optimizer] | None = None
+    make: Make | None = None
     compressor: Callable[[], Compressor] | None = None
     options: Options | None = None
 
@@ -199,10 +184,7 @@ def lion_options(setting: Setting) -> dict[str, Any]:
     return {key: getattr(setting, key) for key in ("lr", "betas", "weight_decay", "seed")}
 
 
-def averaged(
-    make: Callable[[nn.Module, Setting], Optimizer],
-    compressor: Callable[[], Compressor] | None = None,
-) -> Recipe:
+def averaged(make: Make, compressor: Callable[[], Compressor] | None = None) -> Recipe:
     """Returns an optimizer on the mean gradient, arguments as in `Recipe`."""
     return Recipe(family=make.__name__, make=make, compressor=compressor)
 

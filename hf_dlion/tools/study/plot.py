@@ -16,12 +16,7 @@ FLAT = 4.0
 
 
 def draw(results: Sequence[Result], folder: Path) -> list[Path]:
-    """Writes all pictures; returns their paths.
-
-    Args:
-        results: Of the study.
-        folder: Where to put them.
-    """
+    """Writes all pictures into a folder; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for together in cells(results):

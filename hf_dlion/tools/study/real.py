@@ -27,12 +27,7 @@ class RealRank(Method):
     """This process's share of a run; a process group is there."""
 
     def __init__(self, scene: Scene, setting: Setting) -> None:
-        """Makes the model, its wrapper and the optimizer.
-
-        Args:
-            scene: Makes the model.
-            setting: Of the run, on as many workers as there are ranks.
-        """
+        """Makes the model, its wrapper and the optimizer."""
         model = scene.model(setting.seed)
         params = trainable(model)
         self._numel = sum(param.numel() for param in params)
@@ -68,10 +63,6 @@ class RealRank(Method):
 
 def real_options(setting: Setting, numel: int) -> dict[str, Any]:
     """Returns the options of `DistributedLion` that make a method with real ranks.
-
-    Args:
-        setting: Of the run.
-        numel: Trained elements.
 
     Raises:
         UnknownNameError: If the method is one of Lion's, and no option of `DistributedLion`.

@@ -23,15 +23,14 @@ from hf_dlion.tools.study.train import simulate
 
 
 def complete(trials: Sequence[Trial], records: Records, jobs: int) -> int:
-    """Makes all missing runs of the trials, each written as soon as it is there.
+    """Makes all missing runs of the trials; returns how many.
+
+    Each is in the records as soon as it has been made.
 
     Args:
         trials: What the study consists of.
         records: Of the runs that are there.
         jobs: Processes, with one thread each.
-
-    Returns:
-        How many runs were made.
     """
     _prepare(trials)
     made = 0
@@ -85,12 +84,9 @@ def _prepare(trials: Sequence[Trial]) -> None:
 
 
 def estimate_s(settings: Sequence[Setting]) -> float:
-    """Returns the processor time of all gradients; some of each kind are timed, on one thread.
+    """Returns the processor time of all runs' gradients, without those of a fine-tuning's base.
 
-    Without that of the base that a fine-tuning begins with.
-
-    Args:
-        settings: Of the runs.
+    Some of each kind are timed, on one thread.
     """
     times: dict[Setting, float] = {}
     total = 0.0

@@ -62,8 +62,7 @@ class Choice:
 def choose(losses: Mapping[float, Sequence[float]]) -> Choice:
     """Returns the learning rate with the lowest mean loss, of equal ones the smallest.
 
-    Args:
-        losses: By learning rate, of the same seeds each.
+    Losses are by learning rate, of the same seeds each.
     """
     means = {lr: statistics.fmean(losses[lr]) for lr in sorted(losses)}
     return Choice(min(means, key=lambda lr: means[lr]), means)

@@ -21,10 +21,6 @@ SIGN_SAMPLES = 5
 def simulate(setting: Setting, scene: Scene | None = None) -> dict[str, Any]:
     """Trains with all workers in this process; returns the record of the run.
 
-    Args:
-        setting: Of the run.
-        scene: Made already, or None.
-
     Raises:
         UnknownNameError: If there is no such scene or method.
     """
@@ -38,12 +34,9 @@ def simulate(setting: Setting, scene: Scene | None = None) -> dict[str, Any]:
 
 
 def train(setting: Setting, scene: Scene, method: Method) -> dict[str, Any]:
-    """Trains `method.places` and returns the record of the run, `loss` None where it diverged.
+    """Trains `method.places` from their start and returns the record of the run.
 
-    Args:
-        setting: Of the run.
-        scene: Gives batches and losses.
-        method: With its models at their start.
+    `loss` is None where it diverged.
     """
     evaluated_after = set(setting.evaluated_after())
     # Signs are compared in the middle of each of so many parts of the run.

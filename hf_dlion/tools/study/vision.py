@@ -187,7 +187,7 @@ class Digits(Scene):
 
     def _held_out_logits(self, model: nn.Module) -> Tensor:
         with evaluating(model):
-            parts = self._images.held_out.pixels.split(VALIDATION_BATCH)
+            parts = torch.split(self._images.held_out.pixels, VALIDATION_BATCH)
             return torch.cat([model(pixel_values=part).logits for part in parts])
 
 
