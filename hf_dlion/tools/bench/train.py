@@ -52,10 +52,7 @@ def run(args: argparse.Namespace) -> None:
     batch = torch.randint(tokens, shape, generator=generator).to(device)
     names = args.methods or sensible_methods()
     methods = methods_of(names, args.bits, lambda: llama(args.parameters).to(device))
-    for method in methods:
-        if isinstance(method.optimizer, DistributedLion):
-            # Read when the first step makes its plan.
-            method.optimizer._engine.message_numel = args.message_numel
+    _limit_messages(methods, args.message_numel)
     rows = _measured(methods, args, batch)
     if args.emulate:
         _add_bound(rows, methods, batch, args.emulate.bits_per_s)
@@ -70,6 +67,13 @@ def run(args: argparse.Namespace) -> None:
         config["message_numel"] = args.message_numel
         config["backend"] = dist.get_backend()
         publish("train", args.json, config, before, rows, COLUMNS)
+
+
+def _limit_messages(methods: list[Method], message_numel: int | None) -> None:
+    for method in methods:
+        if isinstance(method.optimizer, DistributedLion):
+            # Read when the first step makes its plan.
+            method.optimizer._engine.message_numel = message_numel
 
 
 def _measured(
