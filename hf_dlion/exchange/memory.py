@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Condition
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -34,8 +34,8 @@ class Hub:
         everyone = tuple(range(world_size))
         self.groups = [MemoryGroup(self, everyone, rank) for rank in everyone]
         self._turn = Condition()
-        self._slots: dict[tuple[tuple[int, ...], int], _Slot] = {}
-        self._begun: dict[tuple[tuple[int, ...], int], int] = {}
+        self._slots: dict[Any, _Slot] = {}
+        self._begun: dict[Any, int] = {}
         self._ended: set[int] = set()
         self._failed = False
         threads = torch.get_num_threads()
@@ -60,26 +60,31 @@ class Hub:
         """Ends the threads."""
         self._pool.shutdown()
 
-    def deliver(self, members: tuple[int, ...], rank: int, kind: str, tensor: Tensor) -> _Slot:
+    def deliver(self, group: MemoryGroup, kind: str, tensor: Tensor) -> _Slot:
         """Takes what a rank sends; its tensor may be overwritten afterwards.
 
         Args:
-            members: The ranks of its group, which begin their collectives in one order.
-            rank: Which rank.
+            group: The rank's; its members begin their collectives in one order.
             kind: Of the collective, and of the tensor; must be the same on all ranks.
             tensor: Copied.
 
         Returns:
             What `collect` takes.
+
+        Raises:
+            NotImplementedError: On a thread beside the rank's own: each would wait for the other.
         """
-        number = self._begun[members, rank] = self._begun.get((members, rank), -1) + 1
-        slot = self._slots.setdefault((members, number), _Slot(kind))
+        rank, place = group.rank, (group.members, group.number)
+        if default_of_thread.get() is not self.groups[rank]:
+            raise NotImplementedError("votes during backward (overlap=True) take real ranks")
+        number = self._begun[place, rank] = self._begun.get((place, rank), -1) + 1
+        slot = self._slots.setdefault((place, number), _Slot(kind))
         if slot.kind != kind:
             raise RuntimeError(f"rank {rank} began {kind} where another one began {slot.kind}")
         slot.sent[rank] = tensor.clone()
-        if len(slot.sent) == len(members):
+        if len(slot.sent) == len(group.members):
             # Whoever still reads from it has it.
-            del self._slots[members, number]
+            del self._slots[place, number]
             self._turn.notify_all()
         return slot
 
@@ -130,11 +135,13 @@ class MemoryGroup:
         hub: Where they meet.
         members: Ranks of the hub, the same tuple on all of them.
         rank: This rank in the hub.
+        number: Tells groups of the same members apart.
     """
 
-    def __init__(self, hub: Hub, members: tuple[int, ...], rank: int) -> None:
+    def __init__(self, hub: Hub, members: tuple[int, ...], rank: int, number: int = 0) -> None:
         """Sends nothing."""
-        self.hub, self.members, self.rank = hub, members, rank
+        self.hub, self.members, self.rank, self.number = hub, members, rank, number
+        self.siblings = number
 
     def connect(self, stats: WireStats, device: torch.device, neighbours: int = 0) -> Wire:
         """Returns the rank's wire."""
@@ -175,13 +182,12 @@ class MemoryWire(Wire):
         """Returns `device`: memory carries all."""
         return device
 
-    def sibling(self) -> NoReturn:
-        """Refuses: threads beside a rank's own would wait for its turn, and it for them.
-
-        Raises:
-            NotImplementedError: Always.
-        """
-        raise NotImplementedError("votes during backward (overlap=True) take real ranks")
+    def sibling(self) -> Wire:
+        """As `Wire.sibling`."""
+        group = self._memory
+        group.siblings += 1
+        fresh = MemoryGroup(group.hub, group.members, group.rank, group.siblings)
+        return fresh.connect(self.stats, self._device, self.neighbours)
 
     def subgroup(self, members: Sequence[int]) -> Any:
         """As `Wire.subgroup`."""
@@ -215,7 +221,6 @@ class MemoryWire(Wire):
         return self._begin("broadcast", data, lambda sent: data.copy_(sent[source]))
 
     def _begin(self, kind: str, flat: Tensor, finish: Callable[[list[Tensor]], Tensor]) -> Pending:
-        hub, members = self._memory.hub, self._memory.members
-        kind = f"{kind} of {flat.numel()} {flat.dtype}"
-        slot = hub.deliver(members, self._memory.rank, kind, flat)
-        return _Delivery(lambda: finish(hub.collect(members, slot)))
+        hub, group = self._memory.hub, self._memory
+        slot = hub.deliver(group, f"{kind} of {flat.numel()} {flat.dtype}", flat)
+        return _Delivery(lambda: finish(hub.collect(group.members, slot)))

@@ -93,6 +93,7 @@ def load(rank, world_size, folder, **options):
     return loaded, loop.digest(), loop.momenta(), said
 
 
+@pytest.mark.smoke
 def test_load_state_gives_every_rank_its_momentum(ranks, tmp_path):
     saved = ranks(2).run(save, str(tmp_path))
     loaded = ranks(2).run(load, str(tmp_path))

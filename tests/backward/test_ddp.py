@@ -34,7 +34,7 @@ from tests.support.spawn import RankPools
 pytestmark = pytest.mark.multiproc
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param("plain", marks=pytest.mark.smoke), *list(CASES)[1:]])
 def test_training_in_ddp_equals_training_without_it(ranks: RankPools, case: str) -> None:
     wrap, ddp_options, loop = CASES[case]
     wrapped = ranks(2).run(train, wrap, ddp_options, loop)

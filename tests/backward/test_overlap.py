@@ -428,6 +428,7 @@ def accumulate(rank: int, world_size: int) -> list[int]:
     return [*left[-3:], total]
 
 
+@pytest.mark.smoke
 def test_votes_leave_in_the_last_backward_of_an_accumulation(ranks: RankPools) -> None:
     for first, second, last, total in ranks(2).run(accumulate):
         assert first == second == 0

@@ -19,6 +19,7 @@ from tests.support.spawn import RankPools
 from tests.support.zoo import train_zoo
 
 
+@pytest.mark.multiproc
 @pytest.mark.parametrize(
     "options",
     [{"exchange": "two_phase", "bits": 4}, {"bits": 2}, {"bits": 2, "level_scale": "tensor"}],

@@ -253,6 +253,7 @@ def real_ranks(
     return signs_in(verdict, layout, shapes, rule_of(options, rank, world_size, 1)), sent
 
 
+@pytest.mark.smoke
 @pytest.mark.multiproc
 @pytest.mark.parametrize("options", [*COMBINATIONS, *MORE_BITS])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -90,6 +90,7 @@ def whole(script, tmp_path_factory):
     return results(folder, 2)
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 @pytest.mark.multiproc
 def test_accelerate_launch_runs_a_script_that_nobody_edited(whole, script):

@@ -64,6 +64,7 @@ def test_every_step_equals_the_simulation(ranks: RankPools, world_size: int, cas
     assert oracle.steps == 15
 
 
+@pytest.mark.multiproc
 @pytest.mark.parametrize("case", ["sync", "full-named", "warmup", "warmup-and-all"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_training_in_ddp_equals_the_simulation(ranks: RankPools, overlap: bool, case: str) -> None:
@@ -110,6 +111,7 @@ def synchronize_shares(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     return momentum, torch.cat([rest, part])
 
 
+@pytest.mark.multiproc
 def test_a_share_is_rounded_as_in_the_whole(ranks: RankPools) -> None:
     for whole, parts in ranks(2).run(synchronize_shares):
         assert bits_of(whole) == bits_of(parts)
@@ -284,6 +286,7 @@ def train_on_means(rank: int, world_size: int, dtype: torch.dtype) -> tuple[list
     return [bits_of(x) for x in [*ours, *states[0]]], [bits_of(x) for x in [*theirs, *states[1]]]
 
 
+@pytest.mark.multiproc
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_in_full_is_lion_on_the_mean_gradient(ranks: RankPools, dtype: torch.dtype) -> None:
     for full, plain in ranks(3).run(train_on_means, dtype):
@@ -322,6 +325,7 @@ def train_and_resume(rank: int, world_size: int, folder: str, resume: bool) -> l
     return [optimizer.momentum_divergence, *(bits_of(x) for x in [*params, *momenta])]
 
 
+@pytest.mark.multiproc
 def test_a_resumed_run_equals_the_uninterrupted_one(ranks: RankPools, tmp_path: Path) -> None:
     whole, resumed = (ranks(2).run(train_and_resume, str(tmp_path), r) for r in (False, True))
     assert whole == resumed

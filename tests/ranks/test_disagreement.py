@@ -266,6 +266,7 @@ def _never_meet(rank: int, world_size: int, what: str) -> tuple[str, float]:
     return said, time.monotonic() - begin
 
 
+@pytest.mark.multiproc
 @pytest.mark.parametrize(("what", "world_size"), [("another group", 3), ("another optimizer", 2)])
 def test_ranks_that_never_meet_end_at_the_timeout(what: str, world_size: int) -> None:
     # Nothing can be compared then. In processes of its own: the groups are broken.

@@ -60,7 +60,7 @@ PHASES = {
     ("name", "phase"),
     [
         ("plain", "before the header"),
-        ("plain", "after applying"),
+        pytest.param("plain", "after applying", marks=pytest.mark.smoke),
         ("ddp", "before the first vote"),
         ("ddp", "between votes and verdict"),
         ("ddp", "before applying"),

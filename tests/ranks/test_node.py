@@ -61,12 +61,15 @@ def test_training_equals_the_simulation_with_a_worker_per_node(
     zoo.replay(zoo.as_nodes(records, nodes_of(nodes, size)), options)
 
 
+@pytest.mark.multiproc
 @pytest.mark.parametrize(
     "ddp",
     [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 1e-4}],
     ids=["default", "bucket_view", "many_buckets"],
 )
-@pytest.mark.parametrize(("nodes", "size"), [(2, 2), (2, 3), (1, 2)])
+@pytest.mark.parametrize(
+    ("nodes", "size"), [pytest.param(2, 2, marks=pytest.mark.smoke), (2, 3), (1, 2)]
+)
 def test_ddp_averages_inside_the_node_and_training_equals_the_simulation(
     ranks: RankPools, nodes: int, size: int, ddp: dict[str, Any]
 ) -> None:
@@ -91,6 +94,7 @@ def test_nodes_of_one_rank_are_no_nodes(ranks: RankPools) -> None:
     zoo.replay(ranks(2).run(zoo.train, STEPS, {"local_group": 1}), {})
 
 
+@pytest.mark.multiproc
 @pytest.mark.parametrize("case", [name for name in ddp_training.CASES if name != "clipping"])
 def test_a_wrapper_makes_no_difference(ranks: RankPools, case: str) -> None:
     wrap, ddp_options, loop = ddp_training.CASES[case]
@@ -120,6 +124,7 @@ def train_as_launched(rank: int, world_size: int, size: int, how: str) -> list[z
         return zoo.train(rank, world_size, STEPS, options)
 
 
+@pytest.mark.multiproc
 @pytest.mark.parametrize(
     ("how", "world_size", "nodes"),
     [
@@ -317,6 +322,7 @@ def fail_to_find_nodes(rank: int, world_size: int, what: str) -> str:
         return say_why(optimizer.step)
 
 
+@pytest.mark.multiproc
 @pytest.mark.parametrize(
     ("what", "message"),
     [
@@ -379,6 +385,7 @@ def find_nodes_beside_other_groups(rank: int, world_size: int) -> list[str]:
     return found
 
 
+@pytest.mark.multiproc
 def test_nodes_are_found_wherever_torch_can_make_their_groups_and_refused_elsewhere() -> None:
     refused = "Disagreement: ranks are members of different numbers of process groups, [{}] in rank"
     counts = ["8, 7, 7, 7", "8, 7, 7, 7", "8, 7, 8, 7", "10, 10, 9, 9", "10, 10, 9, 9"]
@@ -404,6 +411,7 @@ def fail_in_the_first_forward(rank: int, world_size: int) -> str:
     return said
 
 
+@pytest.mark.multiproc
 def test_a_wrapper_finds_the_nodes_or_fails_on_every_rank(ranks: RankPools) -> None:
     for said in ranks(2).run(fail_in_the_first_forward):
         assert "rank 0: ValueError: local_group='node' reads LOCAL_WORLD_SIZE" in said
@@ -435,6 +443,7 @@ def differ_inside_a_node(rank: int, world_size: int, what: str) -> list[Any]:
     return [ddp_training.bits_of(model), optimizer.wire.exchanges]
 
 
+@pytest.mark.multiproc
 @pytest.mark.parametrize("what", ["dropped", "more_backward", "replaced"])
 def test_a_difference_inside_a_node_neither_hangs_nor_diverges(ranks: RankPools, what: str) -> None:
     results = ranks(4).run(differ_inside_a_node, what)
@@ -519,6 +528,7 @@ def see_the_gradient(rank: int, world_size: int, micro_steps: int) -> tuple[Tens
     return seen, alone.first.weight.grad, optimizer.wire.last_node_bytes_sent / total
 
 
+@pytest.mark.multiproc
 @pytest.mark.parametrize("micro_steps", [1, 3])
 def test_the_loop_sees_the_nodes_gradient(ranks: RankPools, micro_steps: int) -> None:
     results = ranks(4).run(see_the_gradient, micro_steps)

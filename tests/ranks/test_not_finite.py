@@ -20,6 +20,8 @@ from tests.support.random_training import ignored_warnings, normal
 from tests.support.spawn import RankPools
 from tests.support.zoo import foreseen_of
 
+pytestmark = pytest.mark.multiproc
+
 STEPS, FAULT = 6, 3
 SCALE = 1024.0
 

@@ -11,7 +11,7 @@ from hf_dlion import DistributedLion
 from tests.support import zoo
 from tests.support.oracle import bits_of
 from tests.support.random_training import backward, random_param
-from tests.support.rule_cases import CASES, _words, bytes_of_words, rows_of_words
+from tests.support.rule_cases import CASES, bytes_of_words, rows_of_words, words_of
 from tests.support.spawn import RankPools
 
 STEPS = {"default": 50, "two_phase-average": 50}
@@ -28,6 +28,12 @@ def test_every_step_equals_the_simulation(ranks: RankPools, world_size: int, cas
     _assert_unseen_rows_only_decayed(oracle.params[0], oracle.steps)
 
 
+@pytest.mark.multiproc
+@pytest.mark.smoke
+def test_real_ranks_take_the_same_steps(ranks: RankPools) -> None:
+    zoo.replay(ranks(2).run(zoo.train, FEWER_STEPS, {}), {})
+
+
 def _assert_unseen_rows_only_decayed(embedding: torch.Tensor, steps: int) -> None:
     expected = zoo.Zoo().embedding.detach()
     factor = torch.tensor(1.0 - zoo.GROUPS[0]["lr"] * zoo.GROUPS[0]["weight_decay"])
@@ -36,6 +42,7 @@ def _assert_unseen_rows_only_decayed(embedding: torch.Tensor, steps: int) -> Non
     assert bits_of(embedding[zoo.UNSEEN_ROWS]) == bits_of(expected[zoo.UNSEEN_ROWS])
 
 
+@pytest.mark.multiproc
 @pytest.mark.parametrize("exchange", ["gather", "two_phase"])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
@@ -54,6 +61,7 @@ def test_training_in_ddp_equals_the_simulation(
     zoo.replay(ranks(world_size).run(zoo.train_ddp, 15, options, ddp), options)
 
 
+@pytest.mark.multiproc
 @pytest.mark.parametrize("exchange", ["gather", "two_phase"])
 @pytest.mark.parametrize("members", [[[1, 3], [0, 2]], [[1, 2, 3], [0]]], ids=str)
 def test_a_process_group_of_some_ranks_trains_by_itself(
@@ -96,7 +104,7 @@ def test_bytes_sent_in_a_step_are_the_documented_formula(
     steps = zoo.ALL_INF_STEP + 2
     for records in ranks(world_size).run(zoo.train, steps, options):
         shapes = [p.shape for group in zoo.Zoo().groups() for p in group]
-        header = 8 * (world_size - 1) * (6 + _words(len(shapes)))
+        header = 8 * (world_size - 1) * (6 + words_of(len(shapes)))
         words = rows_of_words(shapes)
         votes = bytes_of_words(words, world_size, exchange, aggregation, ties, bits)
         # The first step also agrees on the layout.

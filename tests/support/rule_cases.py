@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def _words(bits: int) -> int:
+def words_of(bits: int) -> int:
     return -(-bits // 64)
 
 
@@ -67,11 +67,11 @@ def bytes_of_words(
     """The formulas in the docstrings of Gather and TwoPhase, for words that touch these rows."""
     words, rows = len(row_of_word), len(set().union(*row_of_word))
     if exchange == "gather":
-        return 8 * (world_size - 1) * (bits * words + _words(rows))
+        return 8 * (world_size - 1) * (bits * words + words_of(rows))
     per_element, per_row = planes_of(world_size, aggregation, ties)
     size = -(-words // world_size)
     shards = [row_of_word[k : k + size] for k in range(0, words, size)]
-    activity = _words(max(len(set().union(*shard)) for shard in shards))
+    activity = words_of(max(len(set().union(*shard)) for shard in shards))
     sums = 1 if bits == 1 else 2
     up, down = bits * size + activity, per_element * size + per_row * activity + sums
     return 8 * (world_size - 1) * (up + down)

@@ -138,6 +138,7 @@ def train_by_factory(rank, world_size, folder):
     return outcome(first), outcome(second)
 
 
+@pytest.mark.smoke
 def test_the_factory_trains_logs_saves_and_resumes(ranks, tmp_path):
     results = ranks(2).run(train_by_factory, str(tmp_path))
     for (first, entries, _), (second, _, _) in results:
