@@ -4,6 +4,8 @@ Words used throughout: *direction* u; *sign* s of it; *packed* (64 signs in a wo
 a rank sends); *verdict* (what every rank applies); *exchange* (votes in, verdict out); *abstain*
 (cast no vote on a row); *tie*; *wire bytes* (what a rank hands to a collective and another host
 must receive).
+
+"Rule S4" and the like, here and in the tests, are sections of docs/rule.md.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Imports go one way, `import hf_dlion` is cheap (design 9), and tests mirror the package."""
+"""Imports go one way, `import hf_dlion` is cheap, and tests mirror the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exchange that runs while backward does (design section 5).
+"""The exchange that runs while backward does (docs/rule.md, "When it travels").
 
     backward:  .. gradients of message 0 ready -> votes 0 leave
                .. gradients of message 1 ready -> votes 1 leave      (0 is on the wire)

@@ -1,6 +1,6 @@
 """Booleans to 64-bit words and back, on any device.
 
-Bit k of word w is element 64 * w + k (design S2). Words are int64 because torch's bitwise
+Bit k of word w is element 64 * w + k (rule S2). Words are int64 because torch's bitwise
 operations know no uint64; the sign bit is just bit 63.
 """
 

@@ -1,4 +1,4 @@
-"""The constants of a step and the shape of a verdict (design S4, S5, S7)."""
+"""The constants of a step and the shape of a verdict (rule S4, S5, S7)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tie becomes, and what an exact zero votes: the one place that decides (design S3, S4).
+"""What a tie becomes, and what an exact zero votes: the one place that decides (rule S3, S4).
 
 Backends know neither the option nor the step. They take a word of 64 bits, which says for the
 elements 64 w + k of every word w what becomes -1, and whether a verdict has a second plane:

@@ -68,7 +68,7 @@ def synchronized(momenta: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         dtype: On the wire, torch.bfloat16 or torch.float32.
 
     Returns:
-        float32, or float64 for float64; a narrower momentum is then rounded (design S1).
+        float32, or float64 for float64; a narrower momentum is then rounded (rule S1).
     """
     own = [wire_value(momentum, dtype) for momentum in momenta]
     mean = mean_of(own)

@@ -1,7 +1,7 @@
 """What all ranks must agree on before any vote is sent, and what they say if they do not.
 
 Headers come first, so a rank with another layout is found before messages of different sizes meet
-in a collective, where they would hang (design S12).
+in a collective, where they would hang (rule S12).
 """
 
 from __future__ import annotations

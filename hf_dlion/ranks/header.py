@@ -1,4 +1,4 @@
-"""The header of a step: what one rank says of itself before any vote is sent (design S12)."""
+"""The header of a step: what one rank says of itself before any vote is sent (rule S12)."""
 
 from __future__ import annotations
 

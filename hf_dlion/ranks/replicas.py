@@ -1,4 +1,4 @@
-"""Whether the ranks' parameters are still bitwise equal, and how they are made so (design S8)."""
+"""Whether the ranks' parameters are still bitwise equal, and how they are made so (rule S8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton kernels that count packed votes (design S4, S5); see `hf_dlion.codec.count`."""
+"""The Triton kernels that count packed votes (rule S4, S5); see `hf_dlion.codec.count`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of votes of more than one bit (design S6).
+"""The Triton kernels of votes of more than one bit (rule S6).
 
 `hf_dlion.codec.cuda.triton` names their common arguments, `hf_dlion.codec.levels` what a level
 and its factor are. A word of the direction is 64 elements; its codes take 2 * BITS words of 32
