@@ -4,6 +4,8 @@ Words used throughout: *direction* u; *sign* s of it; *packed* (64 signs in a wo
 a rank sends); *verdict* (what every rank applies); *exchange* (votes in, verdict out); *abstain*
 (cast no vote on a row); *tie*; *wire bytes* (what a rank hands to a collective and another host
 must receive).
+
+"Rule S4" and the like, here and in the tests, are sections of docs/rule.md.
 """
 
 from importlib import import_module
@@ -16,7 +18,7 @@ from hf_dlion.checkpoint.whole import last_whole_checkpoint
 from hf_dlion.exchange import LostRank, WireStats
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options import Options
-from hf_dlion.ranks.header import Disagreement
+from hf_dlion.ranks.agreement import Disagreement
 
 if TYPE_CHECKING:
     from hf_dlion import accelerate, trainer

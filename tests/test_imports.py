@@ -1,4 +1,4 @@
-"""Imports go one way, `import hf_dlion` is cheap (design 9), and tests mirror the package."""
+"""Imports go one way, `import hf_dlion` is cheap, and tests mirror the package."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ OPTIONAL = {
     },
     "accelerate": {"accelerate", "trainer"},
     "triton": {"codec/cuda/triton.py"},
-    "rich": {"tools/bench/report.py"},
-    "matplotlib": {"tools/plan/plot.py", "tools/study/plot.py"},
+    "rich": {"tools/report.py"},
+    "matplotlib": {"tools/plan/table.py", "tools/study/plot.py"},
     "datasets": {"tools/study/vision.py"},
     "peft": {"tools/study/text.py"},
     "sklearn": {"tools/study/vision.py"},
@@ -135,3 +135,15 @@ def test_no_test_module_imports_another():
 def test_the_folders_of_tests_are_those_of_the_package():
     folders = {path.parent.name for path in TESTS.glob("*/__init__.py")}
     assert folders - {"support"} == set(ROW_OF)
+
+
+def test_the_optimizer_shows_what_torch_or_a_user_calls_and_nothing_else():
+    from torch.distributed.algorithms.join import Joinable
+    from torch.optim import Optimizer
+
+    theirs = {*dir(Optimizer), *dir(Joinable), "grad_scale", "found_inf"}
+    ours = {name for name in dir(hf_dlion.DistributedLion) if not name.startswith("_")} - theirs
+    assert ours == {
+        *("attach", "synchronize_momentum", "momentum_divergence", "momentum_report"),
+        *("wire", "options", "steps", "rank", "world_size", "abstentions"),
+    }

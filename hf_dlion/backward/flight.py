@@ -1,4 +1,4 @@
-"""One step's messages, on their way while backward runs (design section 5)."""
+"""One step's messages, on their way while backward runs (docs/rule.md, "When it travels")."""
 
 from __future__ import annotations
 

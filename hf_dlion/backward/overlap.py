@@ -1,4 +1,4 @@
-"""The exchange that runs while backward does (design section 5).
+"""The exchange that runs while backward does (docs/rule.md, "When it travels").
 
     backward:  .. gradients of message 0 ready -> votes 0 leave
                .. gradients of message 1 ready -> votes 1 leave      (0 is on the wire)
@@ -37,8 +37,9 @@ from hf_dlion.exchange import Wire, WireStats
 from hf_dlion.momentum.store import MomentumStore
 from hf_dlion.options.groups import trainable
 from hf_dlion.options.warn_once import warn_once
+from hf_dlion.ranks.agreement import raise_together
 from hf_dlion.ranks.group_counts import check_group_counts, group_counts
-from hf_dlion.ranks.header import Header, raise_together
+from hf_dlion.ranks.header import Header
 from hf_dlion.step.early import Sent, delivery_of
 from hf_dlion.step.engine import Engine
 from hf_dlion.step.message import Message

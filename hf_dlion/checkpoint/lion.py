@@ -53,3 +53,8 @@ def meet_to_save(lion: DistributedLion, failure: Exception | None) -> None:
 def nodes_of(lion: DistributedLion) -> list[list[int]]:
     """Returns the ranks of each node, or nothing where every rank votes; all ranks must call it."""
     return [list(ranks) for ranks in lion._engine.voters().members]
+
+
+def search_ddp(lion: DistributedLion) -> None:
+    """Has the optimizer attach to every DDP wrapper of its parameters, now and later."""
+    lion._engine.hooks.search()

@@ -26,7 +26,7 @@ from hf_dlion.checkpoint import whole
 from hf_dlion.checkpoint.durable import sync_checkpoint
 from hf_dlion.checkpoint.lion import meet_to_save, require
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.header import Disagreement
+from hf_dlion.ranks.agreement import Disagreement
 
 
 @contextmanager

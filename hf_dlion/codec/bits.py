@@ -1,6 +1,6 @@
 """Booleans to 64-bit words and back, on any device.
 
-Bit k of word w is element 64 * w + k (design S2). Words are int64 because torch's bitwise
+Bit k of word w is element 64 * w + k (rule S2). Words are int64 because torch's bitwise
 operations know no uint64; the sign bit is just bit 63.
 """
 
@@ -78,7 +78,7 @@ def _pack_anywhere(flags: Tensor, out: Tensor) -> Tensor:
     """Packs with torch operations that every device has."""
     padded = torch.nn.functional.pad(flags, (0, out.numel() * WORD_BITS - flags.numel()))
     bits = padded.view(out.numel(), WORD_BITS).to(torch.int64)
-    # The bits are disjoint, so that their sum is their union (bit 63 included, modulo 2**64).
+    # The bits are disjoint, so their sum is their union (bit 63 included, modulo 2**64).
     return out.copy_((bits << _places(flags.device)).sum(dim=1))
 
 

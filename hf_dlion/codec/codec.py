@@ -69,7 +69,7 @@ class Codec(Protocol):
     """
 
     def encode_all(self, jobs: Sequence[EncodeJob]) -> None:
-        """Writes votes and advances momenta, in place (design S1 to S3)."""
+        """Writes votes and advances momenta, in place (rule S1 to S3)."""
 
     def preview_all(self, jobs: Sequence[EncodeJob], scale: float) -> list[bool]:
         """Writes votes as `encode_all` does, and leaves momenta as they are.
@@ -95,7 +95,7 @@ class Codec(Protocol):
         rule: StepRule,
         out: Tensor | None = None,
     ) -> Verdict:
-        """Returns the verdict on a shard (design S3 to S6).
+        """Returns the verdict on a shard (rule S3 to S6).
 
         Args:
             votes: int64, shape (N, bits * shard.words), rows contiguous: every rank's votes; 0 in
@@ -109,10 +109,10 @@ class Codec(Protocol):
         """
 
     def apply_all(self, jobs: Sequence[ApplyJob]) -> None:
-        """Moves parameters by their verdicts, in place (design S7)."""
+        """Moves parameters by their verdicts, in place (rule S7)."""
 
     def step_alone_all(self, jobs: Sequence[AloneJob]) -> None:
-        """Takes a step of plain Lion, in place: what a single rank does (design S9)."""
+        """Takes a step of plain Lion, in place: what a single rank does (rule S9)."""
 
     # The same for one tensor, given by the fields of its job.
 

@@ -34,8 +34,8 @@ DEVICE_CHUNK_WORDS = 1 << 22
 class CountingCodec(Codec):
     """Counts with torch operations, on any device; a backend replaces the three steps below.
 
-    What a step returns are numbers, or int64 tensors of one element where the votes are, so that
-    the host waits for a device once.
+    What a step returns are numbers, or int64 tensors of one element where the votes are, so the
+    host waits for a device once.
     """
 
     def count(
@@ -69,7 +69,7 @@ class CountingCodec(Codec):
     def count_bits(
         self, votes: Tensor, totals: Tensor | None, out: Tensor, rule: StepRule
     ) -> int | Tensor:
-        """Counts votes of one bit (design S4, S5).
+        """Counts votes of one bit (rule S4, S5).
 
         Args:
             votes: int64, shape (N, words), rows contiguous.
@@ -101,7 +101,7 @@ class CountingCodec(Codec):
     def add_levels(
         self, votes: Tensor, voters: Tensor | None, out: Tensor, rule: StepRule
     ) -> tuple[int | Tensor, int | Tensor]:
-        """Adds up votes of more than one bit (design S6).
+        """Adds up votes of more than one bit (rule S6).
 
         Args:
             votes: int64, shape (N, bits * words), rows contiguous.

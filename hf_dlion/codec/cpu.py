@@ -1,6 +1,6 @@
 """The CPU codec: one pass over each tensor in chunks that stay in cache.
 
-Fresh large temporaries cost more in page faults than the arithmetic does, so that every buffer is
+Fresh large temporaries cost more in page faults than the arithmetic does, so every buffer is
 as long as a chunk and made once per thread.
 """
 
@@ -30,7 +30,7 @@ from hf_dlion.codec.lion import (
 )
 from hf_dlion.codec.rule import StepRule, TensorRule
 
-# Elements per chunk: a power of two, so that no chunk crosses element 2**32. Four float32 buffers
+# Elements per chunk: a power of two, so no chunk crosses element 2**32. Four float32 buffers
 # of this length take 1 MiB, which fits a core's second-level cache.
 CHUNK = 1 << 16
 

@@ -24,7 +24,7 @@ from hf_dlion.codec.lion import (
 )
 from hf_dlion.codec.rule import StepRule, TensorRule
 
-# Elements per chunk: a power of two, so that no chunk crosses element 2**32. A chunk's temporaries
+# Elements per chunk: a power of two, so no chunk crosses element 2**32. A chunk's temporaries
 # take about 50 bytes per element.
 CHUNK = 1 << 21
 

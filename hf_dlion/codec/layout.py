@@ -1,4 +1,4 @@
-"""Where every parameter's signs and rows lie in a message (design S2, S3)."""
+"""Where every parameter's signs and rows lie in a message (rule S2, S3)."""
 
 from __future__ import annotations
 

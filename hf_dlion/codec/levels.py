@@ -1,7 +1,7 @@
-"""Votes of more than one bit in plain torch operations, for any device (design S6).
+"""Votes of more than one bit in plain torch operations, for any device (rule S6).
 
 `hf_dlion.codec.reference.levels` is the definition: what a level is, how its code is packed, and
-the order in which magnitudes are added. That order is a tree over words of 64 elements, so that any
+the order in which magnitudes are added. That order is a tree over words of 64 elements, so any
 aligned power of two of them is a subtree: whoever adds in chunks, threads or blocks gets the same.
 """
 

@@ -1,6 +1,6 @@
-"""Lion's arithmetic as pure functions on tensors (design S1, S7).
+"""Lion's arithmetic as pure functions on tensors (rule S1, S7).
 
-Every formula here fixes every bit: products and sums are rounded one by one, never fused, so that
+Every formula here fixes every bit: products and sums are rounded one by one, never fused, so
 a CPU, a GPU and the NumPy definition in `hf_dlion.codec.reference.votes` agree exactly.
 """
 
@@ -29,7 +29,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def interpolate(old: Tensor, new: Tensor, beta: float, *, out: Tensor, scratch: Tensor) -> Tensor:
-    """Returns fl(fl(beta * old) + fl((1 - beta) * new)) in `out` (design S1).
+    """Returns fl(fl(beta * old) + fl((1 - beta) * new)) in `out` (rule S1).
 
     With beta1 this is Lion's direction, with beta2 its next momentum (Chen et al., 2023,
     arXiv 2302.06675, Algorithm 2).

@@ -1,4 +1,4 @@
-"""The constants of a step and the shape of a verdict (design S4, S5, S7)."""
+"""The constants of a step and the shape of a verdict (rule S4, S5, S7)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_dlion.codec.ties import TieRule, alternating_word, tie_rule, zero_phase
+from hf_dlion.codec.ties import TieRule, tie_rule, zero_phase, zero_word
 from hf_dlion.options import Aggregation, LevelScale, Ties
 from hf_dlion.options.groups import Groups, group_values
 
@@ -57,7 +57,7 @@ class StepRule:
     @property
     def zero_word(self) -> int:
         """The same as a word, int64: bit k is 1 where this rank sends a zero as -1."""
-        return alternating_word(self.zero_phase)
+        return zero_word(self.step, self.rank, self.world_size)
 
 
 @dataclass(frozen=True, kw_only=True)

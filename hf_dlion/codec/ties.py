@@ -1,4 +1,4 @@
-"""What a tie becomes, and what an exact zero votes: the one place that decides (design S3, S4).
+"""What a tie becomes, and what an exact zero votes: the one place that decides (rule S3, S4).
 
 Backends know neither the option nor the step. They take a word of 64 bits, which says for the
 elements 64 w + k of every word w what becomes -1, and whether a verdict has a second plane:
@@ -38,6 +38,11 @@ def tie_rule(ties: Ties, step: int) -> TieRule:
 def zero_phase(step: int, rank: int, world_size: int) -> int:
     """Returns 0 or 1: an exact zero in a row that votes is sent as +1 where k + this is even."""
     return (step // 2 + (rank + step) % world_size) % 2
+
+
+def zero_word(step: int, rank: int, world_size: int) -> int:
+    """Returns the same as a word, as int64: bit k is 1 where a zero is sent as -1."""
+    return alternating_word(zero_phase(step, rank, world_size))
 
 
 def alternating_word(phase: int) -> int:

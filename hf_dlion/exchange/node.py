@@ -98,7 +98,7 @@ def choose_node_exchange(
 class RowEdges:
     """The activity of the rows that lie in several shards of a message.
 
-    A row abstains only if its direction is zero everywhere (design S3), and of a row that is cut a
+    A row abstains only if its direction is zero everywhere (rule S3), and of a row that is cut a
     rank sees a part. So each rank tells the others of its node whether the first and the last row
     of its shard vote. Where a row votes in another shard only, the zeros of the part in this one
     vote by their rule. Bytes inside the node, per rank: 2 * (L - 1); none if no row is cut.

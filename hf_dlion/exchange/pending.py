@@ -28,7 +28,7 @@ class Pending:
     """
 
     def __init__(self, work: dist.Work, what: str, group: dist.ProcessGroup) -> None:
-        """Waits for nothing yet."""
+        """Takes a collective that was started."""
         self._work, self._what, self._group = work, what, group
 
     def wait(self) -> None:

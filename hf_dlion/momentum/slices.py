@@ -10,7 +10,7 @@ With q = the momentum m of a rank rounded to the wire's dtype, and M = the mean 
 
     m = M + (m - q)       each rank keeps what its own rounding left off
 
-so that with float32 all ranks get the mean, and with bfloat16 no small step of the average is lost.
+so with float32 all ranks get the mean, and with bfloat16 no small step of the average is lost.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def synchronized(momenta: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         dtype: On the wire, torch.bfloat16 or torch.float32.
 
     Returns:
-        float32, or float64 for float64; a narrower momentum is then rounded (design S1).
+        float32, or float64 for float64; a narrower momentum is then rounded (rule S1).
     """
     own = [wire_value(momentum, dtype) for momentum in momenta]
     mean = mean_of(own)

@@ -13,7 +13,8 @@ from hf_dlion.exchange import Wire
 from hf_dlion.exchange.mean import average_over_ranks
 from hf_dlion.momentum.shares import Range, Shares
 from hf_dlion.options.groups import Groups, flat_params
-from hf_dlion.ranks.header import Disagreement, digest
+from hf_dlion.ranks.agreement import Disagreement
+from hf_dlion.ranks.fingerprint import digest
 
 
 @dataclass(frozen=True)

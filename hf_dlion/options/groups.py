@@ -25,7 +25,7 @@ FOREIGN = (
 
 
 def check_group(group: Mapping[str, Any]) -> None:
-    """Check the hyperparameters of one parameter group.
+    """Checks the hyperparameters of one parameter group.
 
     Args:
         group: A parameter group with "lr" (float or 0-D tensor), "betas" and "weight_decay", and
@@ -86,17 +86,17 @@ def _check_number(name: str, value: object) -> None:
 
 
 def flat_params(groups: Groups) -> list[Tensor]:
-    """Returns the parameters of the flattened groups: position is parameter index."""
+    """Returns the parameters of all groups in a row; the position is the parameter's index."""
     return [param for group in groups for param in group["params"]]
 
 
 def trainable(groups: Groups) -> list[tuple[int, Tensor]]:
-    """Returns index and parameter of those that require a gradient: they make the layout."""
+    """Returns index and parameter of those that require a gradient, which messages are made of."""
     return [(index, p) for index, p in enumerate(flat_params(groups)) if p.requires_grad]
 
 
 def names_of(groups: Groups) -> list[str]:
-    """Returns a name for every parameter of the flattened groups."""
+    """Returns the name of every parameter, or its number where it has none."""
     names: list[str] = []
     for group in groups:
         numbered = [f"parameter {len(names) + k}" for k in range(len(group["params"]))]
@@ -118,7 +118,7 @@ def group_values(groups: Groups) -> list[dict[str, Any]]:
 
 
 def agreed_values(groups: Groups) -> list[dict[str, Any]]:
-    """Returns what all ranks must agree on of each group: who has which hyperparameters."""
+    """Returns each group's hyperparameters and size, on which all ranks must agree."""
     return [
         {**values, "parameters": len(group["params"])}
         for group, values in zip(groups, group_values(groups), strict=True)

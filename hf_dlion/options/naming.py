@@ -1,4 +1,4 @@
-"""Names of parameters: for those given to the optimizer without, and bare of a wrapper's prefix."""
+"""Names of parameters: given to those that came without, and freed of wrappers' prefixes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-# Wrappers put these before a parameter's name, which does not make it another parameter. The first
-# ends like the last, so they are taken off in this order.
+# Wrappers put these before a parameter's name. The first ends like the last, so they are taken off
+# in this order.
 _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
 _names: ContextVar[Mapping[Tensor, str] | None] = ContextVar("names", default=None)
@@ -18,7 +18,7 @@ _names: ContextVar[Mapping[Tensor, str] | None] = ContextVar("names", default=No
 
 @contextlib.contextmanager
 def named_by(named: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
-    """Lets optimizers that are made inside name their parameters as a model does.
+    """Gives the parameters of optimizers that are made inside the names that a model has for them.
 
     Args:
         named: The model's named parameters.
@@ -31,7 +31,7 @@ def named_by(named: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
 
 
 def with_names(params: Iterable[Any]) -> Iterable[Any]:
-    """Returns parameter groups with named parameters if all their names are known.
+    """Returns parameter groups whose parameters have names, if `named_by` knows all of them.
 
     Args:
         params: What an optimizer is given; everything but groups of unnamed parameters is returned
@@ -47,8 +47,8 @@ def with_names(params: Iterable[Any]) -> Iterable[Any]:
     if not all(isinstance(p, Tensor) and p in names for group in members for p in group):
         return groups
     return [
-        # torch sees a group as named by its members, so that an empty one needs its list: with
-        # LoRA nothing is left for the group without weight decay.
+        # torch looks at a group's members to see whether they have names. An empty group (with
+        # LoRA nothing is left for the one without weight decay) needs the list of names itself.
         {**group, "params": [(names[p], p) for p in own]} if own else {**group, "param_names": []}
         for group, own in zip(groups, members, strict=True)
     ]

@@ -32,13 +32,13 @@ def parse_optim_args(
 ) -> dict[str, Any]:
     """Returns the keyword arguments that `optim_args` asks for, converted and checked.
 
-    Every option of `hf_dlion.Options` is reachable under its name; `beta1` and `beta2`, or
-    `betas=0.9;0.99`, are reachable besides. A list is separated by semicolons.
+    It may name every option of `hf_dlion.Options`, and `beta1` and `beta2`, or `betas=0.9;0.99`.
+    Semicolons separate the parts of a list.
 
     Args:
         text: For example "aggregation=average,beta2=0.98". None and "" ask for nothing.
         defaults: Options that hold unless the text says otherwise.
-        chosen: Options that hold whatever the text says. What goes together is checked of all.
+        chosen: Options that hold whatever the text says. All of them together are checked.
 
     Returns:
         Some of the names of `Options`, and "beta1", "beta2" (float).
@@ -86,7 +86,7 @@ def check_names(names: list[str]) -> None:
 
 
 def _items(text: str | None) -> list[tuple[str, str]]:
-    # Trainer drops all spaces before it splits, so that "a=1, b=2" is fine.
+    # Trainer drops all spaces before it splits, so "a=1, b=2" is fine.
     squeezed = (text or "").replace(" ", "")
     items = []
     for item in squeezed.split(",") if squeezed else []:
@@ -128,12 +128,12 @@ def _beta(name: str, value: str) -> float:
 
 
 def _convert(name: str, value: str, kind: Any) -> Any:
-    """Returns `value` as the type that `Options` declares; what is allowed is checked by it."""
+    """Returns `value` as the type that `Options` declares; `Options` checks what is allowed."""
     if get_origin(kind) in (Union, types.UnionType):
         if value.lower() == "none":
             return None
         parts = [part for part in get_args(kind) if part is not type(None)]
-        # Where a number or a name will do, what is no name is meant as a number.
+        # Of a number or a name, what ends in a digit is the number.
         kind = int if int in parts and value[-1:].isdigit() else parts[0]
     if kind is bool:
         return _boolean(name, value)

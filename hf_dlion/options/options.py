@@ -28,41 +28,41 @@ SYNC_WORDS = ("all", "auto")
 class Options:
     """The options of `DistributedLion` that hold for every parameter group.
 
-    In what follows N is the number of ranks, u the direction whose sign a rank votes with; the
-    rule is in docs/rule.md. `DistributedLion` takes the same arguments, and its docstring shows the
-    same text.
+    N is the number of ranks and u the direction whose sign is a rank's vote; docs/rule.md has the
+    whole rule. `DistributedLion` takes these as arguments, and its docstring repeats the text.
 
     Attributes:
         aggregation: What all ranks apply: "majority" (the sign of the sum of the votes) or
             "average" (their mean).
         ties: A tied majority: "alternate" (+1 and -1 in turns over elements and steps, one bit on
             the way down) or "zero" (no move, two bits).
-        bits: Of a vote, per element. 1 sends the sign of u; 2, 4 and 8 also send how large u is,
-            relative to a mean a of |u| that is not sent (see `level_scale`). With 4 and 8 bits that
-            is q = round(u / a * L / 2), cut to -L and L (7 or 127); with 2 bits -3, -1, 1 or 3, for
-            |u| above 1.5 a or not. The verdict is the sign of the sum of the q, and a sum of 0 is
-            a tie: with 4 and 8 bits also where all ranks round a small u to 0. Two-phase sends
-            (bits + 1) (N - 1) / N bits per parameter. Not with aggregation="average".
-        level_scale: With 2, 4 or 8 bits, what a is the mean over: each "word" of 64 elements, those
-            of them that are not zero, or the whole "tensor", its rows that are not zero (Lion
-            Cub's). With the latter rows that are small beside others of their tensor, such as those
-            of rare tokens, all have the lowest level. It also reads gradients and momenta twice,
-            and does not go with `local_group` yet.
+        bits: Bits of a vote, per element. 1 sends the sign of u; 2, 4 and 8 also send how large u
+            is, relative to a mean a of |u| that is not sent (see `level_scale`). With 4 and 8 bits
+            that is q = round(u / a * L / 2), cut to -L and L (7 or 127); with 2 bits -3, -1, 1 or
+            3, for |u| above 1.5 a or not. The verdict is the sign of the sum of the q. A sum of 0
+            is a tie; with 4 and 8 bits that is also where all ranks round a small u to 0. Two-phase
+            sends (bits + 1) (N - 1) / N bits per parameter. Not with aggregation="average".
+        level_scale: With 2, 4 or 8 bits, what a is the mean over: in each "word" of 64 elements
+            those that are not zero, or in the whole "tensor" the rows that are not zero (Lion
+            Cub's). With "tensor" rows that are small beside others, such as those of rare tokens,
+            all get the lowest level; gradients and momenta are read twice; and it does not go with
+            `local_group` yet.
         exchange: How votes travel: "gather", "two_phase", or "auto", which takes the one that sends
             fewer bytes.
         overlap: Exchange votes during backward, as gradients become ready, from the second step
             on. The momentum is advanced in `step()`, from the gradient as the loop left it; the
             direction takes the factor by which the gradients of the step before were scaled
             between backward and `step()` (by clipping or GradScaler), since that of this step is
-            not known yet. Costs one more pass over gradients and momenta. Not with `local_group`.
+            not known yet. It costs one more pass over gradients and momenta. Not with
+            `local_group`.
         stochastic_rounding: Round bfloat16 and float16 parameters and momenta stochastically, the
             parameters with the same random bits on every rank. Nearest rounding (False) loses every
             update smaller than half a unit in the last place: most steps of a fine-tuning.
         momentum_dtype: dtype of the momentum: torch.float32, torch.bfloat16 or torch.float16;
             None keeps each parameter's own.
         seed: Seed of the stochastic rounding, the same on every rank.
-        max_abstained_steps: A rank whose gradients hold a NaN or an Inf abstains from the step;
-            when one does so this many steps in a row, all ranks raise.
+        max_abstained_steps: A rank whose gradients hold a NaN or an Inf abstains from the step.
+            When one does so in this many steps in a row, all ranks raise.
         checkpoint: "per_rank" has the integrations save every rank's momentum; "mean" has them
             average the momenta before rank 0 saves.
         local_group: Ranks that cast one vote together, because fast links join them: "node" (as
@@ -71,24 +71,24 @@ class Options:
             averaged in full precision inside a node, by DDP's backward or else in `step()`, and the
             momentum is shared out among its ranks; in the rule N is then the number of nodes. None:
             every rank votes. Not with `overlap`.
-        check_replicas_every: After every so many steps the ranks compare a hash of all
+        check_replicas_every: Number of steps after which the ranks compare a hash of all
             parameters of the groups, frozen ones too; 0 never does.
-        on_divergence: What to do should they differ: "raise" an error on every rank that names
-            the first such parameter, or "repair": warn, and give all ranks the values that most
-            of them have.
-        momentum_sync_every: In every so many steps the ranks average the selected momenta once, an
-            equal part of them in each step (Lion Cub, arXiv 2411.16462); 0 never does.
+        on_divergence: What happens if they differ: "raise" an error on every rank that names the
+            first such parameter, or "repair": warn, and give all ranks the values that most of
+            them have.
+        momentum_sync_every: Number of steps in which the ranks average the selected momenta once,
+            an equal part of them in each step (Lion Cub, arXiv 2411.16462); 0 never does.
         momentum_sync: Which momenta: "all", "auto" (those that differ most between the ranks, as
             many as `momentum_sync_budget` allows), patterns of parameter names ("*.bias;*norm*" or
             a sequence; as `fnmatch`), or a function of name and parameter (one that can be
             imported, if the optimizer is to be pickled).
         momentum_sync_dtype: How they travel: torch.bfloat16 or torch.float32.
-        momentum_sync_budget: For "auto": the most bytes that a rank sends for them in a step; None
+        momentum_sync_budget: For "auto", the most bytes that a rank sends for them in a step; None
             stands for one bit per parameter.
         full_precision: Parameters whose gradients are averaged over the ranks instead of a vote, by
             name as for `momentum_sync`; a parameter group with "exchange": "full" is the same.
             None selects none.
-        warmup_full_steps: So many steps at the start are plain Lion on the mean gradient.
+        warmup_full_steps: Number of steps at the start that are plain Lion on the mean gradient.
 
     Raises:
         ValueError: If a value is not one of those allowed, or has no effect with the others.
@@ -118,55 +118,33 @@ class Options:
     warmup_full_steps: int = 0
 
     def __post_init__(self) -> None:
-        """Check every value, so that a bad one is refused where it was written."""
+        """Checks every value, so a bad one is refused where it was written."""
+        self._check_values()
+        self._check_together()
+        self._check_effect()
+
+    def _check_values(self) -> None:
+        """Checks each value by itself."""
         check_choice("aggregation", self.aggregation, get_args(Aggregation))
         check_choice("ties", self.ties, get_args(Ties))
         _check_integer("bits", self.bits, low=1, high=8)
         if self.bits not in BITS:
             raise ValueError(f"bits={self.bits} is unknown; choose one of 1, 2, 4, 8")
-        if self.bits > 1 and self.aggregation == "average":
-            raise ValueError(
-                f"aggregation='average' is the mean of votes of one bit, got bits={self.bits}; use "
-                f"bits=1 or aggregation='majority', which takes the sign of the sum of the votes"
-            )
         check_choice("level_scale", self.level_scale, get_args(LevelScale))
         check_choice("exchange", self.exchange, get_args(ExchangeName))
         check_choice("checkpoint", self.checkpoint, get_args(CheckpointMode))
+        check_choice("on_divergence", self.on_divergence, get_args(OnDivergence))
         for name in ("overlap", "stochastic_rounding"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise TypeError(
                     f"{name}={value!r} must be True or False, got {type(value).__name__}"
                 )
-        # By identity: an array compares element by element.
-        if not any(self.momentum_dtype is dtype for dtype in (None, *MOMENTUM_DTYPES)):
-            kind = ValueError if isinstance(self.momentum_dtype, torch.dtype) else TypeError
-            allowed = ", ".join(map(str, MOMENTUM_DTYPES))
-            raise kind(f"momentum_dtype={self.momentum_dtype!r} must be None or one of {allowed}")
+        _check_dtype("momentum_dtype", self.momentum_dtype, (None, *MOMENTUM_DTYPES))
+        _check_dtype("momentum_sync_dtype", self.momentum_sync_dtype, SYNC_DTYPES)
         _check_integer("seed", self.seed, low=0, high=2**64 - 1)
         _check_integer("max_abstained_steps", self.max_abstained_steps, low=1, high=2**31 - 1)
         _check_integer("check_replicas_every", self.check_replicas_every, low=0, high=2**31 - 1)
-        check_choice("on_divergence", self.on_divergence, get_args(OnDivergence))
-        if isinstance(self.local_group, str):
-            check_choice("local_group", self.local_group, get_args(NodeName))
-        elif self.local_group is not None:
-            _check_integer("local_group", self.local_group, low=1, high=2**31 - 1)
-        if self.overlap and self.local_group not in (None, 1):
-            raise NotImplementedError(
-                f"overlap=True does not go with local_group={self.local_group!r}: a node's "
-                f"gradient is there only once DDP has averaged it, so little of backward is left "
-                f"to hide votes behind; use local_group alone, or overlap=True alone"
-            )
-        if self.bits > 1 and self.level_scale == "tensor" and self.local_group not in (None, 1):
-            raise NotImplementedError(
-                f"level_scale='tensor' with local_group={self.local_group!r}: a node's ranks would "
-                f"have to agree on every tensor's mean magnitude; use level_scale='word'"
-            )
-        self._check_full_precision()
-        self._check_effect()
-
-    def _check_full_precision(self) -> None:
-        """Check what makes the step more exact than votes."""
         for name in ("momentum_sync_every", "warmup_full_steps"):
             _check_integer(name, getattr(self, name), low=0, high=2**63 - 1)
         if self.momentum_sync_budget is not None:
@@ -174,12 +152,32 @@ class Options:
         check_selection("momentum_sync", self.momentum_sync)
         if self.full_precision is not None:
             check_selection("full_precision", self.full_precision)
-        if not any(self.momentum_sync_dtype is dtype for dtype in SYNC_DTYPES):
-            kind = ValueError if isinstance(self.momentum_sync_dtype, torch.dtype) else TypeError
-            allowed = ", ".join(map(str, SYNC_DTYPES))
-            raise kind(f"momentum_sync_dtype={self.momentum_sync_dtype!r} must be one of {allowed}")
+        if isinstance(self.local_group, str):
+            check_choice("local_group", self.local_group, get_args(NodeName))
+        elif self.local_group is not None:
+            _check_integer("local_group", self.local_group, low=1, high=2**31 - 1)
+
+    def _check_together(self) -> None:
+        """Refuses values that do not go together."""
+        if self.bits > 1 and self.aggregation == "average":
+            raise ValueError(
+                f"aggregation='average' is the mean of votes of one bit, got bits={self.bits}; use "
+                f"bits=1 or aggregation='majority', which takes the sign of the sum of the votes"
+            )
         if self.local_group in (None, 1):
             return
+        if self.overlap:
+            raise NotImplementedError(
+                f"overlap=True does not go with local_group={self.local_group!r}: a node's "
+                f"gradient is there only once DDP has averaged it, so little of backward is left "
+                f"to hide votes behind; use local_group alone, or overlap=True alone"
+            )
+        # Each rank of a node holds a part of every momentum, and sees only its node's gradients.
+        if self.bits > 1 and self.level_scale == "tensor":
+            raise NotImplementedError(
+                f"level_scale='tensor' with local_group={self.local_group!r}: a node's ranks would "
+                f"have to agree on every tensor's mean magnitude; use level_scale='word'"
+            )
         if self.full_precision is not None or self.warmup_full_steps:
             raise NotImplementedError(
                 f"local_group={self.local_group!r} does not go with full_precision or "
@@ -192,9 +190,9 @@ class Options:
             )
 
     def _check_effect(self) -> None:
-        """Refuse what another option makes idle: whoever wrote it expects that it does something.
+        """Refuses what another option makes idle: whoever wrote it expects an effect.
 
-        A value that was written out cannot be told from the default, which passes.
+        The default passes, since it cannot be told from a value that was left out.
         """
         averages = self.momentum_sync_every > 0
         auto = isinstance(self.momentum_sync, str) and self.momentum_sync == "auto"
@@ -209,7 +207,7 @@ class Options:
                 "momentum_sync_every=k and momentum_sync='auto'",
             ),
         }
-        # No seed, which a loaded state may bring whatever is rounded.
+        # `seed` is not among them: a loaded state brings one, whether anything is rounded or not.
         for name, (effective, need) in needs.items():
             value = getattr(self, name)
             if not effective and value != getattr(type(self), name):
@@ -229,3 +227,12 @@ def _check_integer(name: str, value: object, *, low: int, high: int) -> None:
         raise TypeError(f"{name}={value!r} must be an integer, got {type(value).__name__}")
     if not low <= value <= high:
         raise ValueError(f"{name}={value} must be between {low} and {high}")
+
+
+def _check_dtype(name: str, value: object, allowed: tuple[torch.dtype | None, ...]) -> None:
+    # By identity: an array compares element by element.
+    if not any(value is dtype for dtype in allowed):
+        kind = ValueError if isinstance(value, torch.dtype) else TypeError
+        or_none = "None or " if None in allowed else ""
+        dtypes = ", ".join(str(dtype) for dtype in allowed if dtype is not None)
+        raise kind(f"{name}={value!r} must be {or_none}one of {dtypes}")

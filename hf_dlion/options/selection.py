@@ -43,7 +43,7 @@ def patterns_of(selection: str | Sequence[str]) -> tuple[str, ...]:
 def selected(
     option: str, selection: Selection, groups: Sequence[Mapping[str, Any]]
 ) -> frozenset[int]:
-    """Returns the indices of the parameters that a selection means.
+    """Returns the indices of the parameters that a selection matches.
 
     Args:
         option: The name of the option, for error messages.
@@ -72,7 +72,7 @@ def selected(
 def check_matches(
     option: str, selection: Selection, groups: Sequence[Mapping[str, Any]], words: Sequence[str]
 ) -> None:
-    """Checks that every pattern means at least one parameter.
+    """Checks that every pattern matches at least one parameter.
 
     Args:
         option: The name of the option, for the error message.
@@ -81,7 +81,7 @@ def check_matches(
         words: What the option may be besides patterns.
 
     Raises:
-        ValueError: If one does not; the text names what is close to it.
+        ValueError: If one does not; the message names what is close to it.
     """
     if callable(selection):
         return

@@ -12,7 +12,7 @@ from hf_dlion.options.selection import check_matches, selected
 
 @dataclass(frozen=True)
 class Treatment:
-    """Indices of the parameters of which more than votes is exchanged; the same on all ranks.
+    """The parameters of which more than votes is exchanged, by index; the same on all ranks.
 
     Attributes:
         full: Their gradients are averaged, instead of a vote.
@@ -23,18 +23,18 @@ class Treatment:
     synced: frozenset[int] = frozenset()
 
     def plain(self) -> tuple[list[int], list[int]]:
-        """Returns them as plain values that ranks can compare."""
+        """Returns the indices as plain values that ranks can compare."""
         return sorted(self.full), sorted(self.synced)
 
     def told(self, index: int) -> str:
-        """Returns what to say of a parameter where ranks compare what they do."""
+        """Returns what an error message adds to a parameter's description."""
         full = ", in full precision" if index in self.full else ""
         return full + (", momentum synchronised" if index in self.synced else "")
 
     def of_step(
         self, groups: Groups, options: Options, step: int, indices: Collection[int]
     ) -> Treatment:
-        """Returns the treatment of one step: groups may say "full", and a warm-up is full.
+        """Returns the treatment in one step, in which groups or a warm-up may ask for more.
 
         Args:
             groups: The parameter groups.
@@ -60,15 +60,15 @@ class Treatment:
 
 
 def treatment_by_name(options: Options, groups: Groups, *, complete: bool) -> Treatment:
-    """Returns what the options select.
+    """Returns the treatment that the options select by name.
 
     Args:
         options: The options.
         groups: The parameter groups.
-        complete: Whether a pattern that means no parameter is an error.
+        complete: Whether all groups are there, so a pattern without a match is an error.
 
     Raises:
-        ValueError: If parameters are selected by name and have none, or a pattern means none.
+        ValueError: If parameters are selected by name and have none, or a pattern matches none.
     """
     full: frozenset[int] = frozenset()
     synced: frozenset[int] = frozenset()

@@ -1,4 +1,4 @@
-"""Warnings that are given once per process."""
+"""Warnings that a process gives once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _given: set[str] = set()
 
 
 def warn_once(key: str, message: str) -> None:
-    """Gives a warning unless one with the same key was given in this process.
+    """Warns, unless this process has warned under the same key before.
 
     Args:
         key: Identifies the warning.

@@ -1,4 +1,4 @@
-"""Ranks that abstain from whole steps, and for how long that may go on (design S10)."""
+"""Ranks that abstain from whole steps, and for how long that may go on (rule S10)."""
 
 from __future__ import annotations
 

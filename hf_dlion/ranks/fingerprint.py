@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -91,3 +92,9 @@ def _weights(count: int, stream: int, device: torch.device) -> Tensor:
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     z = (z ^ (z >> np.uint64(31))) | np.uint64(1)
     return torch.from_numpy(z.view(np.int64)).to(device)
+
+
+def digest(value: object) -> int:
+    """Returns a 64-bit hash, as int64, of a plain value's `repr`, the same on every rank."""
+    data = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
+    return int.from_bytes(data, "little", signed=True)

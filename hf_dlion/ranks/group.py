@@ -13,7 +13,9 @@ from hf_dlion.exchange.wire import ConnectableGroup, RankGroup, connect, default
 from hf_dlion.options import NodeName, Options
 from hf_dlion.options.groups import Groups, flat_params, option_values
 from hf_dlion.ranks.abstention import Abstentions
-from hf_dlion.ranks.header import Agreement, Header, details_of, digest
+from hf_dlion.ranks.agreement import Agreement, details_of
+from hf_dlion.ranks.fingerprint import digest
+from hf_dlion.ranks.header import Header
 from hf_dlion.ranks.node import LocalGroup, Node, find_node
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 
-from hf_dlion.ranks.header import Disagreement
+from hf_dlion.ranks.agreement import Disagreement
 
 
 def group_counts() -> tuple[int, int]:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from hf_dlion.exchange import Wire, WireStats
 from hf_dlion.exchange.wire import connect
+from hf_dlion.ranks.agreement import Disagreement
 from hf_dlion.ranks.group_counts import check_group_counts, group_counts
-from hf_dlion.ranks.header import Disagreement
 
 ENVIRONMENT = "LOCAL_WORLD_SIZE"
 

@@ -1,4 +1,4 @@
-"""Whether the ranks' parameters are still bitwise equal, and how they are made so (design S8)."""
+"""Whether the ranks' parameters are still bitwise equal, and how they are made so (rule S8)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hf_dlion.exchange import Wire
 from hf_dlion.options import OnDivergence
 from hf_dlion.options.groups import Groups, flat_params, names_of
 from hf_dlion.options.warn_once import warn_once
-from hf_dlion.ranks.fingerprint import fingerprints
-from hf_dlion.ranks.header import Disagreement, digest
+from hf_dlion.ranks.agreement import Disagreement
+from hf_dlion.ranks.fingerprint import digest, fingerprints
 
 # Name, shape and dtype, and hash of a parameter.
 Entry = tuple[str, str, int]

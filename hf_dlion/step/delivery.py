@@ -91,7 +91,7 @@ class InStep:
 
 
 class LionAlone:
-    """Plain Lion on this rank alone (design S9); nothing is encoded or sent."""
+    """Plain Lion on this rank alone (rule S9); nothing is encoded or sent."""
 
     def __init__(self, params: Sequence[tuple[int, Tensor]]) -> None:
         """Takes pairs of parameter index and parameter."""

@@ -21,8 +21,7 @@ from hf_dlion.codec import AloneJob, codec_for
 from hf_dlion.exchange import Wire, WireStats
 from hf_dlion.exchange.batches import by_kind, in_batches
 from hf_dlion.exchange.mean import average
-from hf_dlion.ranks.fingerprint import fingerprints
-from hf_dlion.ranks.header import digest
+from hf_dlion.ranks.fingerprint import digest, fingerprints
 from hf_dlion.step.delivery import Moving
 
 Batch = list[tuple[int, Tensor]]

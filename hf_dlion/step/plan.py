@@ -14,7 +14,7 @@ from hf_dlion.momentum.shares import Range
 from hf_dlion.options import Options
 from hf_dlion.options.params import check_trainable
 from hf_dlion.options.treatment import Treatment
-from hf_dlion.ranks.header import digest
+from hf_dlion.ranks.fingerprint import digest
 from hf_dlion.step.full_precision import Batch, split_alike
 from hf_dlion.step.message import Message
 from hf_dlion.step.voters import Voters

@@ -1,4 +1,4 @@
-"""Which parameters received a gradient: what autograd saw, not what `grad` holds (design S11).
+"""Which parameters received a gradient: what autograd saw, not what `grad` holds (rule S11).
 
 With find_unused_parameters DDP hands zeros to a rank that skipped a parameter, and without a
 reduction its `grad` is None; both must train alike.

@@ -17,7 +17,9 @@ from hf_dlion.options import check_group
 from hf_dlion.options.groups import agreed_values, flat_params, option_values, trainable
 from hf_dlion.options.params import check_gradient
 from hf_dlion.ranks.abstention import all_finite, unscale
-from hf_dlion.ranks.header import Disagreement, Header, details_of, digest, votes_on
+from hf_dlion.ranks.agreement import Disagreement, details_of
+from hf_dlion.ranks.fingerprint import digest
+from hf_dlion.ranks.header import Header, votes_on
 from hf_dlion.ranks.replicas import check_replicas
 from hf_dlion.step.delivery import Delivery, Moving
 from hf_dlion.step.engine import Engine

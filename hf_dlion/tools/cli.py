@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 
+COMMANDS = ("bench", "plan", "study")
 USAGE = """\
 usage: hf-dlion bench {codec,exchange,memory,train} [OPTIONS...]
        hf-dlion plan MODEL --ranks N --link RATE [OPTIONS...]
@@ -20,19 +22,11 @@ def main(argv: list[str] | None = None) -> int:
     Args:
         argv: The words after `hf-dlion`; by default those of this process.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["bench"]:
-        from hf_dlion.tools.bench.cli import main as bench
-
-        return bench(words[1:])
-    if words[:1] == ["plan"]:
-        from hf_dlion.tools.plan.cli import main as plan
-
-        return plan(words[1:])
-    if words[:1] == ["study"]:
-        from hf_dlion.tools.study.cli import main as study
-
-        return study(words[1:])
-    asked = words[:1] in (["-h"], ["--help"])
+    word, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+    if word in COMMANDS:
+        # Each command needs packages of its own.
+        code: int = importlib.import_module(f"hf_dlion.tools.{word}.cli").main(rest)
+        return code
+    asked = word in ("-h", "--help")
     print(USAGE, file=sys.stdout if asked else sys.stderr)
     return 0 if asked else 2

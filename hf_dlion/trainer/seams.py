@@ -18,7 +18,7 @@ from transformers import Trainer
 from transformers.utils.import_utils import is_sagemaker_mp_enabled
 
 from hf_dlion.accelerate import refuse_sharded, unsupported
-from hf_dlion.checkpoint.lion import unwrap
+from hf_dlion.checkpoint.lion import search_ddp, unwrap
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options.naming import named_by
 from hf_dlion.trainer import checkpoints
@@ -104,7 +104,7 @@ def _around_create_optimizer(trainer: Trainer, original: Method, *args: Any, **k
         if trainer.model_wrapped is trainer.model:
             # Trainer goes on to make a DDP wrapper, while an old one of another batch size or of an
             # earlier training may still be alive.
-            lion._engine.hooks.search()
+            search_ddp(lion)
     return optimizer
 
 

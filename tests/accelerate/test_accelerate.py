@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType, ProjectConfiguration
 
 import hf_dlion
@@ -245,3 +247,15 @@ def test_tensor_parallelism_is_refused():
     )
     with pytest.raises(NotImplementedError, match="tp_size > 1"):
         hf_dlion.accelerate.attach(accelerator)
+
+
+def test_an_accelerator_without_a_lion_saves_as_it_did(tmp_path):
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    accelerator = Accelerator(cpu=True)
+    hf_dlion.accelerate.attach(accelerator)
+    model = torch.nn.Linear(2, 1)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.save_state(str(tmp_path))
+    accelerator.load_state(str(tmp_path))
+    assert not list(tmp_path.glob("checkpoint-is-*"))

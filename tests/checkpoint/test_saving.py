@@ -29,7 +29,7 @@ from hf_dlion.checkpoint.agreed import agreed_checkpoint
 from hf_dlion.checkpoint.lion import gather_objects
 from hf_dlion.checkpoint.momentum_file import CheckpointError
 from hf_dlion.checkpoint.whole import INCOMPLETE
-from hf_dlion.ranks.header import Disagreement
+from hf_dlion.ranks.agreement import Disagreement
 from tests.support.accelerate_training import Loop
 from tests.support.spawn import RankPools
 from tests.support.tiny import StopAt, tiny_args, tiny_data, tiny_trainer, weights_digest
@@ -121,13 +121,7 @@ def resume_apart(rank, world_size, folders):
     optimizer = DistributedLion([nn.Parameter(torch.zeros(2))])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        arguments = (
-            optimizer._engine.gather_objects,
-            rank,
-            None,
-            folders[rank],
-            lambda size: [rank],
-        )
+        arguments = (gather_of(optimizer), rank, None, folders[rank], lambda size: [rank])
         found = agreed_checkpoint(*arguments)
     return found, [str(warning.message) for warning in caught]
 
@@ -165,7 +159,7 @@ def note_what_is_opened(rank, world_size, folder):
     sys.addaudithook(note)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        agreed_checkpoint(optimizer._engine.gather_objects, rank, None, folder)
+        agreed_checkpoint(gather_of(optimizer), rank, None, folder)
     found, opened = opened, None  # The hook stays for ever.
     return found
 
@@ -189,7 +183,7 @@ def list_nothing_on_one_rank(rank, world_size, folder):
         Path.iterdir = fail
     try:
         with pytest.raises(CheckpointError) as caught:
-            agreed_checkpoint(optimizer._engine.gather_objects, rank, None, folder)
+            agreed_checkpoint(gather_of(optimizer), rank, None, folder)
     finally:
         Path.iterdir = iterdir
     return str(caught.value)

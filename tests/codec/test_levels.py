@@ -213,7 +213,7 @@ def test_the_mean_is_that_of_all_active_rows_however_it_is_added(seed: int, nume
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
-def test_levels_are_those_of_the_design(bits: Any) -> None:
+def test_levels_are_those_of_the_rule(bits: Any) -> None:
     # Mean magnitude 1: levels are multiples of 2 / L, or thresholds at 0 and 1.5.
     u = np.array([1.0, -1.0, 0.25, -0.25, 1.75, -1.75, 0.0, 2.0], dtype=np.float32)
     q, active = reference_levels.levels(u, bits=bits, t=1, rank=0, world_size=2)

@@ -1,4 +1,4 @@
-"""The NumPy definition of the code, against hand-made values and the sentences of the design."""
+"""The NumPy definition of the code, against hand-made values and the sentences of docs/rule.md."""
 
 from __future__ import annotations
 

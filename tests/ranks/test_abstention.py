@@ -1,4 +1,4 @@
-"""Who abstained, from how many steps, and what is said about it (design S10)."""
+"""Who abstained, from how many steps, and what is said about it (rule S10)."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_dlion import DistributedLion
 from hf_dlion.options import Options
 from hf_dlion.options.treatment import Treatment
-from hf_dlion.ranks import header
+from hf_dlion.ranks import agreement, header
 from tests.support.option_cases import EXAMPLES, needed
 from tests.support.spawn import RankPools, run_ranks
 
@@ -344,7 +344,7 @@ def test_devices_are_compared_by_their_kind() -> None:
     with FakeTensorMode():
         devices = ["cuda:0", "cuda:1", "cpu"]
         alike, same, other = (
-            header.layout_lines(
+            agreement.layout_lines(
                 [{"params": [nn.Parameter(torch.empty(3, device=device))]}], Treatment()
             )
             for device in devices

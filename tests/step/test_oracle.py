@@ -1,4 +1,4 @@
-"""The single-process simulation of the rule is Lion where the design says so."""
+"""The single-process simulation of the rule is Lion where docs/rule.md says so."""
 
 from __future__ import annotations
 

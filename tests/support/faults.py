@@ -38,7 +38,7 @@ import torch.distributed as dist
 
 from hf_dlion.checkpoint import whole as whole_checkpoint
 from hf_dlion.exchange import Wire
-from hf_dlion.ranks.header import Agreement
+from hf_dlion.ranks.agreement import Agreement
 from hf_dlion.step.message import Message
 from tests.support.spawn import PRELOAD, RANK_ENV, _environment
 

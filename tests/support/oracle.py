@@ -1,4 +1,4 @@
-"""The whole rule (design S1 to S7, S9 to S11) in one process, for any number of ranks.
+"""The whole rule (rule S1 to S7, S9 to S11) in one process, for any number of ranks.
 
 Only the arithmetic of `hf_dlion.codec.reference` is used, and votes of more than one bit are added
 up without any code; tensors are mere containers here, because NumPy has no bfloat16. Whatever the
@@ -312,7 +312,7 @@ def to_nearest(values: Array, dtype: torch.dtype) -> Tensor:
 
 
 def tree_sum(values: Array) -> np.float64:
-    """Returns the sum in the order that the design fixes, not empty.
+    """Returns the sum in the order that the rule fixes, not empty.
 
     Up to 64 numbers are halved across, more of them split where the largest power of two ends.
     """

@@ -17,8 +17,7 @@ from torch import nn
 
 from hf_dlion import DistributedLion
 from hf_dlion.tools import cli
-from hf_dlion.tools.bench import codec, codec_device, emulate
-from hf_dlion.tools.bench.bound import Departure, exposed_wire_s
+from hf_dlion.tools.bench import codec, emulate
 from hf_dlion.tools.bench.cli import main
 from hf_dlion.tools.bench.emulate import (
     Emulation,
@@ -27,7 +26,8 @@ from hf_dlion.tools.bench.emulate import (
     namespaces,
     remove_stale,
 )
-from hf_dlion.tools.bench.methods import METHODS, NODE, NODE_OVERLAP, OF_NODES
+from hf_dlion.tools.bench.methods import METHODS, NODE
+from hf_dlion.tools.bench.train import Departure, exposed_wire_s
 from tests.support.spawn import RankPools, run_command, run_script
 
 BENCH = [sys.executable, "-m", "hf_dlion.tools.bench"]
@@ -64,7 +64,7 @@ def test_codec_times_every_backend_beside_fused_adamw(tmp_path, capfd):
 def test_on_a_device_codecs_are_timed_beside_a_copy_of_as_many_bytes(tmp_path):
     out = tmp_path / "codec.json"
     args = argparse.Namespace(device="cpu", parameters=5000, repeats=2, json=str(out))
-    codec_device.run(args, codec.shapes(5000), codec.DTYPES)
+    codec.run_on_device(args)
     rows = {(row["name"], row["dtype"]): row for row in checked(out, "codec")}
     assert rows["encode", "float32"]["megabytes"] == (3 * 4 * 5000 + 8 * 79) / 1e6
     assert rows["eager apply", "bfloat16"]["ratio"] > 0
@@ -105,7 +105,7 @@ def test_train_compares_every_method(tmp_path, launcher):
         run_command([*BENCH, *words])
     rows = checked(out, "train")
     # One vote per node is for several nodes.
-    names = [name for name in METHODS if name not in OF_NODES]
+    names = [name for name in METHODS if name != NODE]
     sent = [row["bytes_per_step"] for row in rows]
     bytes_of = dict(zip(names, sent, strict=True))
     assert bytes_of["none"] == bytes_of["alone"] == 0
@@ -171,12 +171,11 @@ def test_the_messages_keep_less_than_six_tenths_of_a_byte_per_parameter(
 def test_train_measures_one_vote_per_node(tmp_path):
     out = tmp_path / "train.json"
     words = ["train", "--parameters=5000", "--sequence=16", "--steps=3", f"--json={out}"]
-    nodes = ["--ranks=4", "--local-ranks=2", "--methods", "dlion", NODE, NODE_OVERLAP]
+    nodes = ["--ranks=4", "--local-ranks=2", "--methods", "dlion", NODE]
     run_command([*BENCH, *words, *nodes])
-    flat, node, overlapped = checked(out, "train")
+    flat, node = checked(out, "train")
     assert node["name"] == "DistributedLion, a vote per node"
-    assert overlapped["name"] == "DistributedLion, a vote per node, overlap"
-    assert 0 < node["bytes_per_step"] == overlapped["bytes_per_step"] < flat["bytes_per_step"] / 2
+    assert 0 < node["bytes_per_step"] < flat["bytes_per_step"] / 2
 
 
 @pytest.mark.long

@@ -21,7 +21,7 @@ from hf_dlion.step import plan as step_plan
 from hf_dlion.step.plan import split_into_messages
 from hf_dlion.tools import cli
 from hf_dlion.tools.bench.model import llama
-from hf_dlion.tools.plan import compute, link, machine, methods, validate
+from hf_dlion.tools.plan import link, machine, methods, validate
 from hf_dlion.tools.plan.cost import (
     Cluster,
     Link,
@@ -43,6 +43,7 @@ from hf_dlion.tools.plan.model import (
     workload,
 )
 from hf_dlion.tools.plan.report import gain, verdict
+from hf_dlion.tools.report import read_bench
 from tests.support.spawn import RankPools, run_command, run_script
 
 NUMEL = 29_499_904
@@ -86,7 +87,7 @@ def a_case(work: Workload, ranks: int = 2, **changes: Any) -> Case:
 
 
 def times(case: Case) -> dict[str, float]:
-    return {p.name: 1e3 * p.step_s for p in predict(case)}
+    return {p.name: 1e3 * p.step_s for p in predict(case).values()}
 
 
 def within(predicted: float, measured: float, percent: float = 15.0) -> bool:
@@ -100,7 +101,7 @@ def within(predicted: float, measured: float, percent: float = 15.0) -> bool:
     ("ranks", "bits"), [(2, 1), (3, 1), (4, 1), (16, 1), (1024, 1), (2, 4), (3, 2), (16, 8)]
 )
 def test_bytes_are_those_of_the_packages_formulas(bench_llama, ranks, bits):
-    sent = {p.name: p.wire_bytes for p in predict(a_case(bench_llama, ranks, bits=bits))}
+    sent = {p.name: p.wire_bytes for p in predict(a_case(bench_llama, ranks, bits=bits)).values()}
     params = [(i, torch.empty(s, device="meta")) for i, s in enumerate(bench_llama.shapes)]
     groups = split_into_messages(params, ranks)
     layouts = [MessageLayout.of([(i, p.shape) for i, p in group]) for group in groups]
@@ -146,15 +147,10 @@ def test_a_measured_run_sent_the_predicted_bytes(tmp_path, capsys, quick_machine
 @pytest.fixture
 def one_message(monkeypatch):
     """A step whose votes leave as one message, as they did when these were measured."""
-
-    def forget():
-        methods._step_messages.cache_clear()
-        methods._overlapped_messages.cache_clear()
-
-    forget()
+    methods._messages.cache_clear()
     monkeypatch.setattr(step_plan, "usual_numel", lambda params, ranks: 1 << 25)
     yield
-    forget()
+    methods._messages.cache_clear()
 
 
 def from_no_communication(work: Workload, own: Machine, rate: str, free_ms: float) -> Case:
@@ -287,8 +283,7 @@ def test_overlap_hides_all_but_what_is_ready_last(bench_llama):
 def test_two_phase_count_does_not_grow_with_the_ranks(bench_llama):
     counts = {}
     for ranks in (2, 4, 64):
-        parts = {p.name: p.parts for p in predict(a_case(bench_llama, ranks))}
-        counts[ranks] = parts[DLION]["count"]
+        counts[ranks] = predict(a_case(bench_llama, ranks))[DLION].parts["count"]
     assert counts[64] < counts[4] < counts[2]
 
 
@@ -413,10 +408,10 @@ def test_constants_are_taken_from_the_codec_benchmark(tmp_path):
 
 def test_compute_is_measured_on_a_stand_in_or_on_the_model(folder):
     device = torch.device("cpu")
-    assert compute.of_stand_in(20_000, 1, 8, device) > 0
-    assert compute.of_model(str(folder), torch.float32, 1, 8, device) > 0
+    assert machine.stand_in_s(20_000, 1, 8, device) > 0
+    assert machine.model_s(str(folder), torch.float32, 1, 8, device) > 0
     with pytest.raises(UnknownModelError, match="only a count"):
-        compute.of_model("7b", torch.float32, 1, 8, device)
+        machine.model_s("7b", torch.float32, 1, 8, device)
 
 
 # The link
@@ -578,7 +573,7 @@ def test_validation_refuses_what_it_cannot_compare(tmp_path):
     path = tmp_path / "run.json"
     path.write_text('{"bench": "codec"}')
     with pytest.raises(ValueError, match="bench train"):
-        validate.load(path)
+        read_bench(path, "train")
     with pytest.raises(ValueError, match="emulated no network"):
         validate.emulated_link({"config": {"emulate": None}})
     config = {"parameters": 20_000, "ranks": 2}

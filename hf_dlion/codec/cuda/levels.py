@@ -1,4 +1,4 @@
-"""Votes of more than one bit with Triton kernels (design S6): encoding and adding up."""
+"""Votes of more than one bit with Triton kernels (rule S6): encoding and adding up."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from hf_dlion.codec.lion import compute_dtype
 from hf_dlion.codec.rule import TensorRule
 
 # Elements per program: with 16 per thread enough loads are under way to keep the memory busy. A
-# power of two, so that no block crosses element 2**32.
+# power of two, so no block crosses element 2**32.
 BLOCK = 2048
 
 

@@ -7,7 +7,7 @@ with a row per job, whose columns are named below (addresses, sizes, and constan
 `job_of` is int32, the job of each block. The formulas are those of `hf_dlion.codec.lion` and
 `hf_dlion.codec.reference`, which these equal bit for bit: launch with enable_fp_fusion=False, so
 that every product and every sum is rounded by itself. Bits are packed 32 at a time: on a
-little-endian device two such words are the int64 word of the design.
+little-endian device two such words are the int64 word of the rule.
 
 Common arguments, known to the compiler: GRAD, AVG, PARAM, WIDE: Triton's dtypes of the tensors and
 of the arithmetic; STOCHASTIC: how narrow tensors are rounded; ALIGNED: all tensors begin at

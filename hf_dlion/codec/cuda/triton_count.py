@@ -1,4 +1,4 @@
-"""The Triton kernels that count packed votes (design S4, S5); see `hf_dlion.codec.count`."""
+"""The Triton kernels that count packed votes (rule S4, S5); see `hf_dlion.codec.count`."""
 
 from __future__ import annotations
 
@@ -126,7 +126,8 @@ def count(
         for digit in tl.static_range(DIGITS):
             tl.store(out + digit * out_stride + at, planes[digit].to(tl.int64, bitcast=True), held)
     else:
-        negative = greater | (equal & tie_word.to(tl.uint64, bitcast=True))
+        # A word of 0 comes as 32 bits.
+        negative = greater | (equal & tie_word.to(tl.int64).to(tl.uint64, bitcast=True))
         if ZERO:
             nonzero = (~equal & voted).to(tl.int64, bitcast=True)
             tl.store(out + out_stride + at, nonzero, mask=held)

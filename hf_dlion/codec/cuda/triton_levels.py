@@ -1,4 +1,4 @@
-"""The Triton kernels of votes of more than one bit (design S6).
+"""The Triton kernels of votes of more than one bit (rule S6).
 
 `hf_dlion.codec.cuda.triton` names their common arguments, `hf_dlion.codec.levels` what a level
 and its factor are. A word of the direction is 64 elements; its codes take 2 * BITS words of 32
@@ -213,7 +213,9 @@ def sum_levels(
     each = tl.arange(0, 2 * BLOCK)
     here = tl.program_id(0).to(tl.int64) * (2 * BLOCK) + each
     inside = here < 2 * words
-    negative = negative | ((total == 0) & (((tie_word >> element.to(tl.int64)) & 1) == 1))
+    # A word of 0 comes as 32 bits.
+    tie = (tie_word.to(tl.int64) >> element.to(tl.int64)) & 1
+    negative = negative | ((total == 0) & (tie == 1))
     if ZERO:
         nonzero = pack(tl.reshape(total != 0, (2 * BLOCK, 32)))
         tl.store(out + out_stride + here, nonzero.to(tl.int32, bitcast=True), mask=inside)

@@ -1,7 +1,7 @@
 """The library of the CPU codec: native.c, compiled at first use where there is a compiler.
 
 It is kept in the user's cache folder, under a name made of the source, the compiler's flags and the
-processor's features, so that hosts that share a home folder but not a processor keep theirs apart.
+processor's features, so hosts that share a home folder but not a processor keep theirs apart.
 
 `HF_DLION_NATIVE=0` in the environment leaves the compiler alone.
 """

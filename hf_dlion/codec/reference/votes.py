@@ -2,7 +2,7 @@
 
 Every other codec equals this one bit for bit. It is written to be read, element by element, and is
 as slow as that is. NumPy has no bfloat16, so bfloat16 values are handled as their uint16 bit
-patterns. Rule numbers (S1, S2, ...) are those of the optimizer's docstring.
+patterns. Rule numbers (S1, S2, ...) are those of docs/rule.md.
 """
 
 from __future__ import annotations

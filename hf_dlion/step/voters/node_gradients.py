@@ -37,7 +37,7 @@ def average_gradients(params: Sequence[Tensor], unaveraged: Tensor, node: Node) 
         if param.grad is None:
             param.grad = torch.zeros_like(param)
         if 0 in param.grad.stride():
-            # Expanded: its elements share memory, so that no mean can be written there.
+            # Expanded: its elements share memory, so no mean can be written there.
             param.grad = param.grad.clone()
         grads.append(param.grad)
     kind_of = operator.attrgetter("device", "dtype")
@@ -56,7 +56,7 @@ def _average(batch: list[Tensor], node: Node) -> None:
     place = node.local.device_for(batch[0].device)
     flat = torch.cat([grad.reshape(-1).to(place) for grad in batch])
     limit = torch.finfo(flat.dtype).max
-    # Dividing first may round up, so that the largest numbers add up to more than the largest.
+    # Dividing first may round up, so the largest numbers add up to more than the largest.
     mean = node.start_average(flat).wait().clamp_(-limit, limit)
     start = 0
     for grad in batch:

@@ -1,4 +1,4 @@
-"""One rank alone: plain Lion, nothing is sent (design S9)."""
+"""One rank alone: plain Lion, nothing is sent (rule S9)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Encode, count, apply and hash on one core, beside a fused AdamW step and a copy of them all."""
+"""Encode, count, apply and hash, beside what a step does anyway.
+
+On a CPU that is a fused AdamW step and a copy of all parameters, on a GPU a copy of as many bytes
+as each part of the work must move.
+"""
 
 from __future__ import annotations
 
@@ -8,38 +12,102 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from hf_dlion.codec import Codec, codec_for
-from hf_dlion.codec.layout import MessageLayout
+from hf_dlion.codec import codec_for
+from hf_dlion.codec.eager import EagerCodec
 from hf_dlion.codec.native import library as native_library
-from hf_dlion.codec.rule import StepRule, TensorRule, Verdict
 from hf_dlion.ranks.fingerprint import fingerprints
-from hf_dlion.tools.bench import codec_device
-from hf_dlion.tools.bench.report import environment, publish, summary
+from hf_dlion.tools.bench.clock import in_turns, seconds_of
+from hf_dlion.tools.bench.work import Work, shapes
+from hf_dlion.tools.report import TIMES, environment, publish, summary
 
 COLUMNS = {
-    "name": "work",
-    "dtype": "dtype",
-    "median_ms": "median ms",
-    "min_ms": "min",
-    "max_ms": "max",
-    "ns_per_element": "ns/element",
-    "ratio": "x fused AdamW",
-    "encode_ms": "encode",
-    "count_ms": "count",
-    "apply_ms": "apply",
+    **{"name": "work", "dtype": "dtype", **TIMES},
+    **{"ns_per_element": "ns/element", "ratio": "x fused AdamW"},
+    **{f"{part}_ms": part for part in ("encode", "count", "apply")},
 }
+DEVICE_COLUMNS = {
+    **{"name": "work", "dtype": "dtype", **TIMES},
+    **{"megabytes": "MB moved", "gigabytes_per_second": "GB/s", "ratio": "x copy of as much"},
+}
+CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WORLD_SIZES = (2, 4)
-# A matrix of this many rows and columns is a usual tensor of a model of this kind.
-ROW = 1024
-LARGEST = 4096 * ROW
+DEVICE_WORLD_SIZE = 4
+SLEEP_CYCLES = 20_000_000
 
+# Seconds by part of the work; "total" is always there.
 Lap = dict[str, float]
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measures, prints and writes."""
+    torch.set_num_threads(args.threads)
+    if args.device != "cpu":
+        run_on_device(args)
+        return
+    torch.manual_seed(0)
+    before = environment()
+    rows = [row for name in DTYPES for row in _rows_of(name, args)]
+    config = {key: getattr(args, key) for key in ("parameters", "repeats", "threads", "bits")}
+    config["compiler"] = native_library.library() is not None
+    publish("codec", args.json, config, before, rows, COLUMNS)
+
+
+def _rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    params = _params(args.parameters, name, CPU)
+    copies = [torch.empty_like(param) for param in params]
+    adamw = torch.optim.AdamW(params, lr=1e-4, fused=True)
+
+    def copy() -> None:
+        for target, source in zip(copies, params, strict=True):
+            target.copy_(source)
+
+    tasks: dict[str, Callable[[], Lap]] = {
+        "fused AdamW step": lambda: {"total": seconds_of(adamw.step, CPU)},
+        "copy": lambda: {"total": seconds_of(copy, CPU)},
+        "hash of all parameters": lambda: {"total": seconds_of(partial(fingerprints, params), CPU)},
+    }
+    # One step's work with the compiled library, if there is one, and without.
+    for bits, world_size in itertools.product(args.bits, WORLD_SIZES):
+        work, case = Work(params, world_size, bits), f"{world_size} ranks"
+        case += "" if bits == 1 else f", {bits} bits"
+        if native_library.library() is not None:
+            tasks[f"native, {case}"] = partial(_lap, work)
+        tasks[f"eager, {case}"] = without_compiler()(partial(_lap, work))
+    laps = in_turns(tasks, args.repeats)
+    adamw_ms = summary([lap["total"] for lap in laps["fused AdamW step"]])["median_ms"]
+    rows = []
+    for task, found in laps.items():
+        row = {"name": task, "dtype": name, **summary([lap["total"] for lap in found])}
+        row["ns_per_element"] = 1e6 * row["median_ms"] / args.parameters
+        row["ratio"] = row["median_ms"] / adamw_ms
+        for part in found[0].keys() - {"total"}:
+            row[f"{part}_ms"] = summary([lap[part] for lap in found])["median_ms"]
+        rows.append(row)
+    return rows
+
+
+def _lap(work: Work) -> Lap:
+    """Does the work of a step once, with the codec that this process has now."""
+    codec = codec_for(CPU)
+    begin = time.perf_counter()
+    work.encode(codec)
+    encoded = time.perf_counter()
+    work.count(codec)
+    counted = time.perf_counter()
+    work.apply(codec)
+    applied = time.perf_counter()
+    return {
+        "total": applied - begin,
+        "encode": encoded - begin,
+        "count": counted - encoded,
+        "apply": applied - counted,
+    }
 
 
 @contextlib.contextmanager
@@ -58,144 +126,66 @@ def without_compiler() -> Iterator[None]:
         native_library.library.cache_clear()
 
 
-def shapes(parameters: int) -> list[torch.Size]:
-    """Returns matrices of rows of 1024, and a vector for the rest."""
-    found = [torch.Size((LARGEST // ROW, ROW))] * (parameters // LARGEST)
-    rest = parameters % LARGEST
-    if rest >= ROW:
-        found.append(torch.Size((rest // ROW, ROW)))
-    if rest % ROW:
-        found.append(torch.Size((rest % ROW,)))
-    return found
-
-
-class Work:
-    """One step's work of a rank on a set of tensors, without the wire."""
-
-    def __init__(self, params: list[Tensor], world_size: int, bits: int) -> None:
-        """Makes momenta, buffers, and the other ranks' votes.
-
-        Args:
-            params: Parameters with gradients.
-            world_size: Number of ranks whose votes are counted.
-            bits: Of a vote.
-        """
-        self._params = params
-        self._momenta = [torch.zeros_like(param) for param in params]
-        self._layout = MessageLayout.of([(i, p.shape) for i, p in enumerate(params)])
-        self._votes = torch.randint(-(2**62), 2**62, (world_size, bits * self._layout.words))
-        self._active = torch.ones((world_size, self._layout.rows), dtype=torch.bool)
-        self._shard = self._layout.shard(0, self._layout.words)
-        self._row_numels = self._shard.row_numels(torch.device("cpu"))
-        self._world_size, self._bits, self._step = world_size, bits, 0
-
-    def __call__(self, codec: Codec) -> Lap:
-        """Does the work once; returns its seconds by part."""
-        self._step += 1
-        rule = StepRule(
-            step=self._step, rank=0, world_size=self._world_size, aggregation="majority",
-            ties="alternate", stochastic_rounding=True, seed=0, bits=self._bits,
-        )  # fmt: skip
-        rules = [
-            TensorRule(step_rule=rule, index=i, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.1)
-            for i in range(len(self._params))
-        ]
-        work = list(zip(self._layout.slots, self._params, self._momenta, rules, strict=True))
-        begin = time.perf_counter()
-        for slot, param, momentum, tensor_rule in work:
-            first, count = self._bits * slot.word, self._bits * slot.words
-            words = self._votes[0, first : first + count]
-            active = self._active[0, slot.row : slot.row + slot.rows]
-            assert param.grad is not None, "made with the parameter"
-            codec.encode(param.grad, momentum, words, active, tensor_rule)
-        encoded = time.perf_counter()
-        found = codec.count(self._votes, self._active, self._shard, self._row_numels, rule)
-        counted = time.perf_counter()
-        for slot, param, _, tensor_rule in work:
-            planes = found.planes[:, slot.word : slot.word + slot.words]
-            counts = found.counts[slot.row : slot.row + slot.rows]
-            codec.apply(param, Verdict(planes, counts), tensor_rule)
-        applied = time.perf_counter()
-        return {
-            "total": applied - begin,
-            "encode": encoded - begin,
-            "count": counted - encoded,
-            "apply": applied - counted,
-        }
-
-
-def run(args: argparse.Namespace) -> None:
-    """Measures, prints and writes."""
-    torch.set_num_threads(args.threads)
-    if args.device != "cpu":
-        codec_device.run(args, shapes(args.parameters), DTYPES)
-        return
-    torch.manual_seed(0)
+def run_on_device(args: argparse.Namespace) -> None:
+    """Measures on `args.device`, prints and writes."""
+    device = torch.device(args.device)
     before = environment()
+    codec, eager = codec_for(device), EagerCodec()
     rows: list[dict[str, Any]] = []
     for name in DTYPES:
-        rows += _rows_of(name, args)
-    config = {key: getattr(args, key) for key in ("parameters", "repeats", "threads", "bits")}
-    config["compiler"] = native_library.library() is not None
-    publish("codec", args.json, config, before, rows, COLUMNS)
+        torch.manual_seed(0)
+        params = _params(args.parameters, name, device)
+        work = Work(params, DEVICE_WORLD_SIZE)
+        # The bytes that each part must read and write: gradient, momentum and its new value are
+        # encoded, a parameter and its new value applied.
+        values, words = sum(param.nbytes for param in params), 8 * work.words
+        encoded, applied = 3 * values + words, 2 * values + words
+        counted = (DEVICE_WORLD_SIZE + 1) * words
+        tasks: list[tuple[str, int, Callable[[], object]]] = [
+            ("encode", encoded, partial(work.encode, codec)),
+            ("apply", applied, partial(work.apply, codec)),
+            ("count", counted, partial(work.count, codec)),
+            ("hash", values, partial(fingerprints, params)),
+            ("eager encode", encoded, partial(work.encode, eager)),
+            ("eager apply", applied, partial(work.apply, eager)),
+        ]
+        # Beside each, a copy that reads and writes as many bytes.
+        for task, moved, call in tasks:
+            source = torch.empty(moved // 2, dtype=torch.uint8, device=device)
+            copy = partial(torch.empty_like(source).copy_, source)
+            both = {"work": partial(_busy_s, call, device), "copy": partial(_busy_s, copy, device)}
+            # The first three rounds compile and warm up.
+            times = in_turns(both, args.repeats, warmup=3)
+            row = {"name": task, "dtype": name, **summary(times["work"]), "megabytes": moved / 1e6}
+            row["copy_ms"] = summary(times["copy"])["median_ms"]
+            row["gigabytes_per_second"] = moved / 1e6 / row["median_ms"]
+            row["ratio"] = row["median_ms"] / row["copy_ms"]
+            rows.append(row)
+    config = {key: getattr(args, key) for key in ("parameters", "repeats", "device")}
+    config["codec"] = type(codec).__name__
+    publish("codec", args.json, config, before, rows, DEVICE_COLUMNS)
 
 
-def _rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    parameters, repeats = args.parameters, args.repeats
-    params = [torch.randn(shape).mul_(0.02).to(DTYPES[name]) for shape in shapes(parameters)]
+def _busy_s(call: Callable[[], object], device: torch.device) -> float:
+    """Returns the seconds that the device is busy with the work, or the CPU with all of it."""
+    if device.type != "cuda":
+        return seconds_of(call, device)
+    event: Any = torch.cuda.Event  # without types
+    begin, end = (event(enable_timing=True) for _ in range(2))
+    # While the device sleeps the host gets ahead, so no launch is waited for.
+    torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+    begin.record()
+    call()
+    end.record()
+    torch.cuda.synchronize(device)
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds / 1e3
+
+
+def _params(parameters: int, dtype: str, device: torch.device) -> list[torch.Tensor]:
+    """Returns parameters with gradients."""
+    sizes = shapes(parameters)
+    params = [torch.randn(s, device=device).mul_(0.02).to(DTYPES[dtype]) for s in sizes]
     for param in params:
         param.grad = torch.randn_like(param)
-    copies = [torch.empty_like(param) for param in params]
-    adamw = torch.optim.AdamW(params, lr=1e-4, fused=True)
-    tasks: dict[str, Callable[[], Lap]] = {
-        "fused AdamW step": lambda: _timed(adamw.step),
-        "copy": lambda: _timed(lambda: _copy(copies, params)),
-        "hash of all parameters": lambda: _timed(lambda: fingerprints(params)),
-    }
-    compiled = native_library.library() is not None
-    for bits, world_size in itertools.product(args.bits, WORLD_SIZES):
-        work, case = Work(params, world_size, bits), f"{world_size} ranks"
-        case += "" if bits == 1 else f", {bits} bits"
-        if compiled:
-            tasks[f"native, {case}"] = _native(work)
-        tasks[f"eager, {case}"] = _eager(work)
-    laps: dict[str, list[Lap]] = {task: [] for task in tasks}
-    # In turns, so that whatever else the machine does hits all alike; the first round is warm-up.
-    for turn in range(repeats + 1):
-        for task, call in tasks.items():
-            lap = call()
-            if turn:
-                laps[task].append(lap)
-    adamw_ms = summary([lap["total"] for lap in laps["fused AdamW step"]])["median_ms"]
-    rows = []
-    for task, found in laps.items():
-        row = {"name": task, "dtype": name, **summary([lap["total"] for lap in found])}
-        row["ns_per_element"] = 1e6 * row["median_ms"] / parameters
-        row["ratio"] = row["median_ms"] / adamw_ms
-        for part in found[0].keys() - {"total"}:
-            row[f"{part}_ms"] = summary([lap[part] for lap in found])["median_ms"]
-        rows.append(row)
-    return rows
-
-
-def _native(work: Work) -> Callable[[], Lap]:
-    return lambda: work(codec_for(torch.device("cpu")))
-
-
-def _eager(work: Work) -> Callable[[], Lap]:
-    def call() -> Lap:
-        with without_compiler():
-            return work(codec_for(torch.device("cpu")))
-
-    return call
-
-
-def _timed(call: Callable[[], Any]) -> Lap:
-    begin = time.perf_counter()
-    call()
-    return {"total": time.perf_counter() - begin}
-
-
-def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+    return params

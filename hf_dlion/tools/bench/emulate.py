@@ -5,7 +5,7 @@
     host 1  eth0 --- p1 /
 
 All of it, the bridge too, lies in namespaces made here: no interface of the machine takes part.
-Their names tell which process made them, so that the next start removes what a killed one left.
+Their names tell which process made them, so the next start can remove what a killed one left.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 PREFIX = "hfdlion"
 INTERFACE = "eth0"
@@ -47,6 +46,9 @@ class Network:
     rate: str
     bits_per_s: float
 
+    def __str__(self) -> str:
+        return f"{self.hosts}x{self.rate}"
+
     @staticmethod
     def parse(text: str) -> Network:
         """Returns the network that "2x100mbit" stands for.
@@ -54,14 +56,20 @@ class Network:
         Raises:
             ValueError: If the text has another form.
         """
-        found = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.lower())
-        if found is None or not 2 <= int(found[1]) <= 64 or float(found[2]) == 0:
+        hosts, _, rate = text.lower().partition("x")
+        bits = bits_per_s(rate)
+        if bits is None or not hosts.isdecimal() or not 2 <= int(hosts) <= 64:
             raise ValueError(
                 f"{text!r} is no network: write hosts (2 to 64), x, and a rate in kbit, mbit or "
                 f"gbit, for example 2x100mbit"
             )
-        bits = float(found[2]) * _UNITS[found[3]]
-        return Network(int(found[1]), found[2] + found[3], bits)
+        return Network(int(hosts), rate, bits)
+
+
+def bits_per_s(rate: str) -> float | None:
+    """Returns what a rate such as "2.5gbit" stands for, None for other texts and for 0."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate.lower())
+    return float(found[1]) * _UNITS[found[2]] or None if found else None
 
 
 def check_possible() -> None:
@@ -90,7 +98,7 @@ class Emulation:
     """
 
     def __init__(self, network: Network) -> None:
-        """Builds nothing yet."""
+        """Names the namespaces; `with` builds them."""
         self._network = network
         self._stem = f"{PREFIX}-{os.getpid()}-{_start_of(os.getpid())}"
         self._switch = f"{self._stem}-sw"
@@ -116,12 +124,7 @@ class Emulation:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Removes everything."""
         self.close()
 
@@ -132,9 +135,11 @@ class Emulation:
 
     def _build(self) -> None:
         switch = self._switch
+        # A namespace with a bridge is the switch ...
         _run("ip", "netns", "add", switch)
         _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
         _run("ip", "-n", switch, "link", "set", "bridge", "up")
+        # ... and each host a namespace whose one card ends in a port of it.
         for host, name in enumerate(self.namespaces):
             port = f"p{host}"
             _run("ip", "netns", "add", name)

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hf_dlion.codec.layout import MessageLayout
-from hf_dlion.codec.rule import StepRule
 from hf_dlion.exchange import STRATEGIES, Exchange, Wire, WireStats, make_exchange
 from hf_dlion.options import Options
 from hf_dlion.step.plan import split_into_messages
-from hf_dlion.tools.bench.codec import shapes
+from hf_dlion.tools.bench.clock import is_over, slowest
 from hf_dlion.tools.bench.ranks import device_of_rank
-from hf_dlion.tools.bench.report import environment, publish, summary
-from hf_dlion.tools.bench.train import FEWEST, slowest
+from hf_dlion.tools.bench.work import shapes, step_rule
+from hf_dlion.tools.report import TIMES, environment, publish, summary
 
 COLUMNS = {
     "name": "exchange",
-    "median_ms": "median ms",
-    "min_ms": "min",
-    "max_ms": "max",
+    **TIMES,
     "repeats": "repeats",
     "ratio": "x fp32",
     "bytes_per_step": "bytes sent",
@@ -56,10 +54,7 @@ class Votes:
     def __call__(self) -> None:
         """Exchanges every message once; every rank calls this."""
         self._step += 1
-        rule = StepRule(
-            step=self._step, rank=self._wire.rank, world_size=self._wire.world_size,
-            aggregation="majority", ties="alternate", stochastic_rounding=True, seed=0,
-        )  # fmt: skip
+        rule = step_rule(self._step, self._wire.rank, self._wire.world_size)
         for exchange, words, active in self._parts:
             exchange.start(words, active)
         for exchange, _, _ in self._parts:
@@ -79,51 +74,30 @@ def run(args: argparse.Namespace) -> None:
     tasks: dict[str, Callable[[], None]] = {}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         gradient = torch.zeros(args.parameters, dtype=dtype, device=device)
-        tasks[f"all-reduce {name}"] = _reduction(wire, gradient)
+        tasks[f"all-reduce {name}"] = partial(wire.all_reduce, gradient, "gradients")
     for strategy in STRATEGIES:
         tasks[strategy] = Votes(strategy, args.parameters, wire, device)
     times: dict[str, list[float]] = {name: [] for name in tasks}
     sent: dict[str, int] = {}
-    # In turns, so that whatever else the machine does hits all alike; the first round is warm-up.
+    # In turns, so whatever else the machine does hits all alike; the first round is warm-up.
     for turn in range(args.repeats + 1):
         for name, task in tasks.items():
-            if len(times[name]) >= FEWEST and sum(times[name]) > args.seconds:
+            if is_over(times[name], args.seconds):
                 continue
             begin = wire.stats.bytes_sent
-            taken = slowest(_finished(task, device))
+            taken = slowest(task, device)
             sent[name] = wire.stats.bytes_sent - begin
             if turn:
                 times[name].append(taken)
-    if dist.get_rank() == 0:
-        rows = _rows(times, sent, args.parameters)
-        config = {"parameters": args.parameters, "ranks": dist.get_world_size()}
-        config |= {"repeats": args.repeats, "threads": args.threads}
-        config["emulate"] = args.emulate and f"{args.emulate.hosts}x{args.emulate.rate}"
-        config["backend"] = dist.get_backend()
-        publish("exchange", args.json, config, before, rows, COLUMNS)
-
-
-def _rows(
-    times: dict[str, list[float]], sent: dict[str, int], parameters: int
-) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for name, found in times.items():
         row = {"name": name, **summary(found), "bytes_per_step": sent[name]}
-        row["bits_per_parameter"] = 8 * sent[name] / parameters
+        row["bits_per_parameter"] = 8 * sent[name] / args.parameters
         rows.append(row)
-    for row in rows:
         row["ratio"] = row["median_ms"] / rows[0]["median_ms"]
-    return rows
-
-
-def _reduction(wire: Wire, gradient: torch.Tensor) -> Callable[[], None]:
-    return lambda: wire.all_reduce(gradient, "gradients")
-
-
-def _finished(task: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    def call() -> None:
-        task()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    return call
+    if dist.get_rank() == 0:
+        config = {"parameters": args.parameters, "ranks": dist.get_world_size()}
+        config |= {"repeats": args.repeats, "threads": args.threads}
+        config["emulate"] = args.emulate and str(args.emulate)
+        config["backend"] = dist.get_backend()
+        publish("exchange", args.json, config, before, rows, COLUMNS)

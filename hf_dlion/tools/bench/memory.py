@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import functools
 import gc
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from hf_dlion.tools.bench.methods import METHODS, Method
-from hf_dlion.tools.bench.model import llama, vocabulary
+from hf_dlion.tools.bench.model import llama, sizes_of
 from hf_dlion.tools.bench.ranks import device_of_rank
-from hf_dlion.tools.bench.report import environment, publish
+from hf_dlion.tools.report import environment, publish
 
 COLUMNS = {
     "name": "method",
@@ -37,20 +36,16 @@ def run(args: argparse.Namespace) -> None:
     before = environment()
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, THRESHOLD)
     device = device_of_rank()
-    make = functools.partial(lambda: llama(args.parameters).to(device))
-    model = make()
-    size, tokens = sum(p.numel() for p in model.parameters()), vocabulary(model)
-    del model
+    size, tokens = sizes_of(args.parameters)
     # As few tokens as there can be: activations are not what is measured.
     batch = torch.randint(tokens, (1, 2)).to(device)
     rows: list[dict[str, Any]] = []
     # What a process allocates once and for all belongs to no method.
-    small = functools.partial(lambda: llama(1).to(device))
     for name in COMPARED:
-        _steps(METHODS[name](small), torch.zeros_like(batch))
+        _steps(METHODS[name](lambda: llama(1).to(device)), torch.zeros_like(batch))
     for name in COMPARED:
         start = _reset_peak(device)
-        method = METHODS[name](make)
+        method = METHODS[name](lambda: llama(args.parameters).to(device))
         _steps(method, batch)
         peak = _peak(device) - start
         rows.append({"name": method.name, "peak_bytes": peak, "peak_mib": peak / 2**20})

@@ -2,8 +2,9 @@
 
 # No `from __future__ import annotations` here: DDP compares the hooks' annotations with classes.
 
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,46 +15,48 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.codec import codec_for
-from hf_dlion.codec.rule import StepRule, TensorRule
+from hf_dlion.exchange.mean import average_wire_bytes
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.tools.bench.traffic import POWER_RANK, power_numel, ring_bytes
+from hf_dlion.tools.bench.work import step_rule, tensor_rule
 
+POWER_RANK = 4
 # PowerSGD's warm start needs two plain steps before the first compressed one.
 POWER_START = 2
 ONE_BUCKET_MB = 1 << 20
 
+# Rows of the tables that other code looks for.
+NONE = "no communication, AdamW"
 ALONE = "one host alone, Lion"
+FP32 = "DDP fp32, AdamW"
+BF16 = "DDP bf16 hook, AdamW"
+POWER = f"PowerSGD rank {POWER_RANK}, AdamW"
+DLION = "DistributedLion"
+# A method that differs from "dlion" only on several nodes of several ranks.
 NODE = "dlion-node"
-NODE_OVERLAP = "dlion-node-overlap"
-# These differ from the others only where there are several nodes of several ranks.
-OF_NODES = (NODE, NODE_OVERLAP)
+
+# Makes a new model, the same on every rank.
+Make = Callable[[], nn.Module]
+ADAMW = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 
 
 class LocalLion:
     """Lion on the gradients as they are, with the codec that DistributedLion uses alone."""
 
-    def __init__(self, params: list[Tensor]) -> None:
+    def __init__(self, params: Iterable[Tensor]) -> None:
         """Starts with momenta of 0."""
-        self._params = params
-        self._momenta = [torch.zeros_like(param) for param in params]
+        self._params = list(params)
+        self._momenta = [torch.zeros_like(param) for param in self._params]
         self._step = 0
 
+    @torch.no_grad()
     def step(self) -> None:
         """Moves the parameters."""
         self._step += 1
-        rule = StepRule(
-            step=self._step, rank=0, world_size=1, aggregation="majority", ties="alternate",
-            stochastic_rounding=True, seed=0,
-        )  # fmt: skip
-        with torch.no_grad():
-            for index, (param, momentum) in enumerate(
-                zip(self._params, self._momenta, strict=True)
-            ):
-                if param.grad is not None:
-                    one = TensorRule(
-                        step_rule=rule, index=index, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.1
-                    )
-                    codec_for(param.device).step_alone(param, param.grad, momentum, one)
+        rule = step_rule(self._step)
+        for index, (param, momentum) in enumerate(zip(self._params, self._momenta, strict=True)):
+            if param.grad is not None:
+                own = tensor_rule(rule, index)
+                codec_for(param.device).step_alone(param, param.grad, momentum, own)
 
     def zero_grad(self) -> None:
         """Drops the gradients."""
@@ -71,10 +74,10 @@ class Method:
         bytes_sent: Bytes that a rank sends in a step; an all-reduce counts as a ring.
     """
 
-    def __init__(self, name: str, model: nn.Module, optimizer: Any) -> None:
-        """Sends nothing until told otherwise."""
+    def __init__(self, name: str, model: nn.Module, optimizer: Any, bytes_sent: int = 0) -> None:
+        """Keeps the attributes."""
         self.name, self.model, self.optimizer = name, model, optimizer
-        self.bytes_sent = 0
+        self.bytes_sent = bytes_sent
 
     def loss(self, tokens: Tensor) -> Tensor:
         """Returns the loss on tokens."""
@@ -110,62 +113,58 @@ def reduce_in_bf16(
     return default_hooks.bf16_compress_hook(state, bucket)  # type: ignore[arg-type]
 
 
-def no_communication(make: Callable[[], nn.Module]) -> Method:
-    """Returns the step without a network: replicas drift apart."""
-    ddp = _wrapped(make())
-    ddp.register_comm_hook(None, keep_local)
-    return Method("no communication, AdamW", ddp, _adamw(ddp))
-
-
-def alone(make: Callable[[], nn.Module]) -> Method:
+def alone(make: Make) -> Method:
     """Returns the step of a host by itself: no wrapper, no network, plain Lion."""
     model = make()
-    return Method(ALONE, model, LocalLion(list(model.parameters())))
+    return Method(ALONE, model, LocalLion(model.parameters()))
 
 
-def ddp_fp32(make: Callable[[], nn.Module]) -> Method:
-    """Returns DDP as it comes."""
+def reduced(
+    make: Make,
+    name: str,
+    dtype: torch.dtype | None,
+    hook: Callable[..., Any] | None = None,
+    optimizer: Callable[[Iterable[Tensor]], Any] = ADAMW,
+) -> Method:
+    """Returns an optimizer on the gradients that DDP has made of all ranks'.
+
+    Args:
+        make: Makes the model.
+        name: Of the method.
+        dtype: Of the gradients on the wire; None where nothing is sent.
+        hook: DDP's comm hook, or None.
+        optimizer: Makes it of the parameters.
+    """
     ddp = _wrapped(make())
-    method = Method("DDP fp32, AdamW", ddp, _adamw(ddp))
-    method.bytes_sent = _reduced(_numel(ddp), 4)
-    return method
+    if hook is not None:
+        ddp.register_comm_hook(None, hook)
+    numel = sum(param.numel() for param in ddp.parameters())
+    sent = 0 if dtype is None else average_wire_bytes(numel, dist.get_world_size(), dtype)
+    return Method(name, ddp, optimizer(ddp.parameters()), sent)
 
 
-def ddp_bf16(make: Callable[[], nn.Module]) -> Method:
-    """Returns DDP with gradients in bfloat16 on the wire."""
-    ddp = _wrapped(make())
-    ddp.register_comm_hook(None, reduce_in_bf16)
-    method = Method("DDP bf16 hook, AdamW", ddp, _adamw(ddp))
-    method.bytes_sent = _reduced(_numel(ddp), 2)
-    return method
-
-
-def power_sgd(make: Callable[[], nn.Module]) -> Method:
+def power_sgd(make: Make) -> Method:
     """Returns DDP with PowerSGD; in one bucket, because several deadlock on gloo."""
     ddp = _wrapped(make(), bucket_cap_mb=ONE_BUCKET_MB)
     state = powerSGD_hook.PowerSGDState(None, POWER_RANK, start_powerSGD_iter=POWER_START)
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    method = Method(f"PowerSGD rank {POWER_RANK}, AdamW", ddp, _adamw(ddp))
-    method.bytes_sent = _reduced(sum(power_numel(p.shape) for p in ddp.parameters()), 4)
-    return method
+    numel = sum(power_numel(param.shape) for param in ddp.parameters())
+    sent = average_wire_bytes(numel, dist.get_world_size(), torch.float32)
+    return Method(POWER, ddp, ADAMW(ddp.parameters()), sent)
 
 
-def reduced_lion(make: Callable[[], nn.Module]) -> Method:
-    """Returns Lion on DDP's averaged gradients."""
-    ddp = _wrapped(make())
-    method = Method("DDP fp32, Lion", ddp, LocalLion(list(ddp.parameters())))
-    method.bytes_sent = _reduced(_numel(ddp), 4)
-    return method
+def power_numel(shape: Sequence[int]) -> int:
+    """Returns the elements that PowerSGD reduces for a tensor: two factors, or all of it."""
+    numel = math.prod(shape)
+    # A tensor of more dimensions is a matrix with the first as rows; a vector is one row.
+    rows = shape[0] if len(shape) > 1 else 1
+    columns = math.prod(shape[1:] if len(shape) > 1 else shape)
+    factors = (rows + columns) * min(rows, columns, POWER_RANK)
+    return factors if factors * 2 < numel else numel
 
 
-def distributed_lion(make: Callable[[], nn.Module], bits: int = 1, **options: Any) -> Method:
-    """Returns DistributedLion; its name tells what is not the default.
-
-    Args:
-        make: Makes the model.
-        bits: Of a vote.
-        options: More of its options.
-    """
+def distributed_lion(make: Make, bits: int = 1, **options: Any) -> Method:
+    """Returns DistributedLion with some options; its name tells what is not the default."""
     ddp = _wrapped(make())
     optimizer = DistributedLion(
         ddp.named_parameters(), lr=1e-4, weight_decay=0.1, bits=bits, **options
@@ -175,7 +174,7 @@ def distributed_lion(make: Callable[[], nn.Module], bits: int = 1, **options: An
 
 def name_of(bits: int, *, local_group: str | None = None, overlap: bool = False) -> str:
     """Returns the name of DistributedLion with some options in the tables."""
-    parts = ["DistributedLion"]
+    parts = [DLION]
     parts += [f"{bits} bits"] if bits > 1 else []
     parts += ["a vote per node"] if local_group is not None else []
     return ", ".join(parts + ["overlap"] * overlap)
@@ -185,30 +184,21 @@ def name_of(bits: int, *, local_group: str | None = None, overlap: bool = False)
 VOTING: dict[str, dict[str, Any]] = {
     "dlion": {},
     NODE: {"local_group": "node"},
-    NODE_OVERLAP: {"local_group": "node", "overlap": True},
     "overlap": {"overlap": True},
 }
-METHODS: dict[str, Callable[[Callable[[], nn.Module]], Method]] = {
-    "none": no_communication,
+METHODS: dict[str, Callable[[Make], Method]] = {
+    "none": partial(reduced, name=NONE, dtype=None, hook=keep_local),
     "alone": alone,
-    "fp32": ddp_fp32,
-    "bf16": ddp_bf16,
+    "fp32": partial(reduced, name=FP32, dtype=torch.float32),
+    "bf16": partial(reduced, name=BF16, dtype=torch.bfloat16, hook=reduce_in_bf16),
     "powersgd": power_sgd,
-    "lion": reduced_lion,
+    "lion": partial(reduced, name="DDP fp32, Lion", dtype=torch.float32, optimizer=LocalLion),
     **{name: partial(distributed_lion, **options) for name, options in VOTING.items()},
 }
 
 
-def methods_of(
-    names: Sequence[str], bits: Sequence[int], make: Callable[[], nn.Module]
-) -> list[Method]:
-    """Returns methods, those that vote once for each number of bits.
-
-    Args:
-        names: Keys of `METHODS`.
-        bits: Of a vote.
-        make: Makes the model.
-    """
+def methods_of(names: Sequence[str], bits: Sequence[int], make: Make) -> list[Method]:
+    """Returns methods by their keys in `METHODS`, those that vote once for each number of bits."""
     found = []
     for name in names:
         if name in VOTING:
@@ -219,23 +209,11 @@ def methods_of(
 
 
 def sensible_methods() -> list[str]:
-    """Returns the methods that differ here: nodes matter where there are several, of several."""
+    """Returns the methods that differ here: a vote per node does on several nodes of several."""
     size, ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), dist.get_world_size()
-    return [name for name in METHODS if name not in OF_NODES or 1 < size < ranks]
-
-
-def _reduced(numel: int, size: int) -> int:
-    return ring_bytes(numel, size, dist.get_world_size())
+    return [name for name in METHODS if name != NODE or 1 < size < ranks]
 
 
 def _wrapped(model: nn.Module, **options: Any) -> DistributedDataParallel:
     # Every rank seeds alike: nothing need be sent to make the replicas equal.
     return DistributedDataParallel(model, init_sync=False, **options)
-
-
-def _adamw(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-
-def _numel(model: nn.Module) -> int:
-    return sum(param.numel() for param in model.parameters())

@@ -24,18 +24,21 @@ def llama(parameters: int) -> nn.Module:
     layers = round((parameters - VOCABULARY * WIDTH) / LAYER)
     tiny = layers < 1
     config = LlamaConfig(
-        vocab_size=64 if tiny else VOCABULARY,
-        hidden_size=32 if tiny else WIDTH,
-        intermediate_size=48 if tiny else INNER,
-        num_hidden_layers=1 if tiny else layers,
-        num_attention_heads=2 if tiny else 8,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        use_cache=False,
-    )
+        vocab_size=64 if tiny else VOCABULARY, hidden_size=32 if tiny else WIDTH,
+        intermediate_size=48 if tiny else INNER, num_hidden_layers=1 if tiny else layers,
+        num_attention_heads=2 if tiny else 8, max_position_embeddings=2048,
+        tie_word_embeddings=True, use_cache=False,
+    )  # fmt: skip
     torch.manual_seed(0)
     model: nn.Module = LlamaForCausalLM(config)
     return model
+
+
+def sizes_of(parameters: int) -> tuple[int, int]:
+    """Returns the parameters that `llama(parameters)` really has, and its number of tokens."""
+    with torch.device("meta"):
+        model = llama(parameters)
+    return sum(param.numel() for param in model.parameters()), vocabulary(model)
 
 
 def vocabulary(model: nn.Module) -> int:

@@ -26,13 +26,13 @@ RENDEZVOUS = "HF_DLION_BENCH_RENDEZVOUS"
 GRACE_S = 3.0
 
 
-def started_by_launcher() -> bool:
-    """Returns whether this process is a rank already."""
+def is_rank() -> bool:
+    """Returns whether a launcher, or `launch`, started this process."""
     return "RANK" in os.environ
 
 
 def refuse_under_launcher(network: Network | None) -> None:
-    """Checks that nobody asks for an emulated network on a real one.
+    """Checks that no emulated network is asked for on a real one.
 
     Raises:
         EmulationRefusedError: If torchrun started this process and `network` is not None.
@@ -52,6 +52,7 @@ def take_part(run: Callable[[argparse.Namespace], None], args: argparse.Namespac
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     file = os.environ.get(RENDEZVOUS)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # A launcher has set the address of the ranks' meeting, `launch` the file.
     if file is None:
         dist.init_process_group(backend)
     else:
@@ -72,20 +73,16 @@ def device_of_rank() -> torch.device:
 
 
 def launch(
-    words: Sequence[str],
-    count: int,
-    threads: int,
-    network: Network | None,
-    local_ranks: int | None = None,
+    words: Sequence[str], count: int, local_ranks: int, threads: int, network: Network | None
 ) -> int:
     """Runs this command once more on every rank, and ends all of them whatever happens.
 
     Args:
         words: The command line of the benchmark.
         count: Number of ranks.
+        local_ranks: Ranks on each host, or node.
         threads: torch's threads per rank.
         network: Of hosts with one core, or None.
-        local_ranks: Ranks on each host, or node; None for all.
 
     Returns:
         The first exit code that is not 0, or 0.
@@ -93,37 +90,31 @@ def launch(
     Raises:
         EmulationRefusedError: If the network cannot be built.
     """
+    command = [sys.executable, "-m", "hf_dlion.tools.bench", *words]
     with _termination_raises(), contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hf_dlion_bench_"))
-        size = local_ranks or count
-        prefixes: list[list[str]] = [[] for _ in range(count)]
+        names = []
         if network is not None:
-            emulation = stack.enter_context(Emulation(network))
-            names = emulation.namespaces
-            prefixes = [["ip", "netns", "exec", names[rank // size]] for rank in range(count)]
+            names = stack.enter_context(Emulation(network)).namespaces
         processes: list[subprocess.Popen[bytes]] = []
         stack.callback(_end, processes)
-        for rank, prefix in enumerate(prefixes):
-            env = _environment(rank, count, size, threads, Path(folder, "rendezvous"))
-            env["GLOO_SOCKET_IFNAME"] = "lo" if network is None else INTERFACE
-            command = [*prefix, sys.executable, "-m", "hf_dlion.tools.bench", *words]
-            prepare = _preparation(None if network is None else rank // size)
-            processes.append(subprocess.Popen(command, env=env, preexec_fn=prepare))
+        # Every rank gets what torchrun would tell it, and on a network the namespace of its host.
+        for rank in range(count):
+            host = None if network is None else rank // local_ranks
+            prefix = [] if host is None else ["ip", "netns", "exec", names[host]]
+            env = {
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank % local_ranks),
+                "WORLD_SIZE": str(count),
+                "LOCAL_WORLD_SIZE": str(local_ranks),
+                "OMP_NUM_THREADS": str(threads),
+                "GLOO_SOCKET_IFNAME": "lo" if network is None else INTERFACE,
+                RENDEZVOUS: str(Path(folder, "rendezvous")),
+            }
+            prepare = _preparation(host)
+            processes.append(subprocess.Popen([*prefix, *command], env=env, preexec_fn=prepare))
         return _wait(processes)
-
-
-def _environment(
-    rank: int, count: int, local_ranks: int, threads: int, rendezvous: Path
-) -> dict[str, str]:
-    return {
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank % local_ranks),
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(local_ranks),
-        "OMP_NUM_THREADS": str(threads),
-        RENDEZVOUS: str(rendezvous),
-    }
 
 
 def _preparation(host: int | None) -> Callable[[], None] | None:
@@ -142,6 +133,7 @@ def _preparation(host: int | None) -> Callable[[], None] | None:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Returns the first exit code that is not 0, some time after the first failure, or 0."""
     deadline = None
     while True:
         codes = [process.poll() for process in processes]
@@ -165,7 +157,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 @contextlib.contextmanager
 def _termination_raises() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP raise SystemExit, so that the stack unwinds."""
+    """Makes SIGTERM and SIGHUP raise SystemExit, so the stack unwinds."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

@@ -1,79 +1,132 @@
-"""Times a training step under every method, in turns within one process group."""
+"""Times a training step under every method, in turns within one process group.
+
+On an emulated link it also tells the least that a step with an overlapped exchange could take.
+"""
 
 from __future__ import annotations
 
 import argparse
 import functools
 import gc
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hf_dlion.exchange import WireStats
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options import BITS
-from hf_dlion.tools.bench.bound import departures_of, exposed_wire_s
+from hf_dlion.tools.bench.clock import is_over, slowest
 from hf_dlion.tools.bench.emulate import INTERFACE
-from hf_dlion.tools.bench.methods import ALONE, Method, methods_of, name_of, sensible_methods
-from hf_dlion.tools.bench.model import llama, vocabulary
+from hf_dlion.tools.bench.methods import ALONE, NONE, Method, methods_of, name_of, sensible_methods
+from hf_dlion.tools.bench.model import llama, sizes_of
 from hf_dlion.tools.bench.ranks import device_of_rank
-from hf_dlion.tools.bench.report import environment, publish, summary
+from hf_dlion.tools.report import TIMES, environment, publish, summary
 
+BOUND_REPEATS = 3
+# Of the seconds in `DistributedLion.wire`.
+PARTS = ("encode", "exchange", "apply")
 COLUMNS = {
     "name": "method",
-    "median_ms": "median ms",
-    "min_ms": "min",
-    "max_ms": "max",
+    **TIMES,
     "repeats": "steps",
     "ratio": "x no comm.",
     "bound_ms": "bound",
     "bytes_per_step": "bytes sent",
     "interface_bytes": "on the link",
-    "encode_ms": "encode",
-    "exchange_ms": "exchange",
-    "apply_ms": "apply",
+    **{f"{part}_ms": part for part in PARTS},
 }
-PARTS = ("encode", "exchange", "apply")
-# A slow method may stop after so many steps: the fewest that have a median and a spread.
-FEWEST = 3
 
 
 def run(args: argparse.Namespace) -> None:
     """Measures on this rank; rank 0 prints and writes. Every rank calls this."""
     before = environment()
     device = device_of_rank()
-    make = functools.partial(lambda: llama(args.parameters).to(device))
-    model = make()
-    size, tokens = sum(p.numel() for p in model.parameters()), vocabulary(model)
-    del model
+    size, tokens = sizes_of(args.parameters)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     shape = (args.batch, args.sequence)
     batch = torch.randint(tokens, shape, generator=generator).to(device)
-    methods = methods_of(args.methods or sensible_methods(), args.bits, make)
-    rows = _measured(methods, args, functools.partial(_step, batch=batch, device=device))
+    names = args.methods or sensible_methods()
+    methods = methods_of(names, args.bits, lambda: llama(args.parameters).to(device))
+    _limit_messages(methods, args.message_numel)
+    rows = _measured(methods, args, batch)
     if args.emulate:
         _add_bound(rows, methods, batch, args.emulate.bits_per_s)
     # gloo may abort the process if a DDP model outlives its process group.
     methods.clear()
     gc.collect()
     if dist.get_rank() == 0:
-        config = {key: getattr(args, key) for key in ("batch", "sequence", "warmup", "threads")}
-        config = {"parameters": size, "ranks": dist.get_world_size(), "steps": args.steps, **config}
-        config["local_ranks"] = args.local_ranks
-        config["emulate"] = args.emulate and f"{args.emulate.hosts}x{args.emulate.rate}"
+        config = {"parameters": size, "ranks": dist.get_world_size(), "steps": args.steps}
+        for key in ("batch", "sequence", "warmup", "threads", "local_ranks"):
+            config[key] = getattr(args, key)
+        config["emulate"] = args.emulate and str(args.emulate)
         config["message_numel"] = args.message_numel
         config["backend"] = dist.get_backend()
         publish("train", args.json, config, before, rows, COLUMNS)
 
 
-def _step(method: Method, batch: torch.Tensor, device: torch.device) -> None:
-    method.step(batch)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _limit_messages(methods: list[Method], message_numel: int | None) -> None:
+    for method in methods:
+        if isinstance(method.optimizer, DistributedLion):
+            # Read when the first step makes its plan.
+            method.optimizer._engine.message_numel = message_numel
+
+
+def _measured(
+    methods: list[Method], args: argparse.Namespace, batch: torch.Tensor
+) -> list[dict[str, Any]]:
+    """Returns a row per method, in the same order on every rank."""
+    # DDP settles its buckets, and an overlapped exchange its order, in the first steps.
+    for method in methods:
+        for _ in range(args.warmup):
+            method.step(batch)
+    times: list[list[float]] = [[] for _ in methods]
+    links: list[list[int]] = [[] for _ in methods]
+    parts: list[list[dict[str, float]]] = [[] for _ in methods]
+    # In turns, so whatever else the machines do hits all methods alike.
+    for _ in range(args.steps):
+        for place, method in enumerate(methods):
+            if is_over(times[place], args.seconds):
+                continue
+            before, link = _parts(method), _interface_bytes()
+            times[place].append(slowest(functools.partial(method.step, batch), batch.device))
+            links[place].append(_interface_bytes() - link)
+            after = _parts(method)
+            parts[place].append({part: after[part] - before[part] for part in after})
+    rows = []
+    for method, found, sent, laps in zip(methods, times, links, parts, strict=True):
+        row = {"name": method.name, **summary(found), "bytes_per_step": method.bytes_sent}
+        row["interface_bytes"] = sorted(sent)[len(sent) // 2] if args.emulate else None
+        if isinstance(method.optimizer, DistributedLion):
+            row["bits"] = method.optimizer.options.bits
+        for part in laps[0]:
+            row[f"{part}_ms"] = summary([lap[part] for lap in laps])["median_ms"]
+        rows.append(row)
+    free = next((row["median_ms"] for row in rows if row["name"] == NONE), None)
+    for row in rows:
+        row["ratio"] = row["median_ms"] / free if free else None
+    return rows
+
+
+def _parts(method: Method) -> dict[str, float]:
+    """Returns the seconds that DistributedLion has spent on each part of its steps so far."""
+    if not isinstance(method.optimizer, DistributedLion):
+        return {}
+    return {part: float(getattr(method.optimizer.wire, f"{part}_s")) for part in PARTS}
+
+
+def _interface_bytes() -> int:
+    """Returns the bytes that have left the emulated host, 0 on a real one without that name."""
+    try:
+        lines = Path("/proc/self/net/dev").read_text().splitlines()
+    except OSError:
+        return 0
+    sent = [line.split(":")[1].split()[8] for line in lines if line.strip().startswith(INTERFACE)]
+    return int(sent[0]) if sent else 0
 
 
 def _add_bound(
@@ -96,64 +149,77 @@ def _add_bound(
             row["x_bound"] = row["median_ms"] / row["bound_ms"]
 
 
-def _measured(
-    methods: list[Method], args: argparse.Namespace, step: Callable[[Method], None]
-) -> list[dict[str, Any]]:
-    """Returns a row per method, in the same order on every rank."""
-    for method in methods:
-        for _ in range(args.warmup):
-            step(method)
-    times: list[list[float]] = [[] for _ in methods]
-    links: list[list[int]] = [[] for _ in methods]
-    parts: list[list[dict[str, float]]] = [[] for _ in methods]
-    for _ in range(args.steps):
-        for place, method in enumerate(methods):
-            # Every rank has the same times, so that all of them stop together.
-            if len(times[place]) >= FEWEST and sum(times[place]) > args.seconds:
-                continue
-            before, link = _parts(method), _interface_bytes()
-            times[place].append(slowest(functools.partial(step, method)))
-            links[place].append(_interface_bytes() - link)
-            if before:
-                after = _parts(method)
-                parts[place].append({part: after[part] - before[part] for part in PARTS})
-    rows = []
-    for method, found, sent, laps in zip(methods, times, links, parts, strict=True):
-        row = {"name": method.name, **summary(found), "bytes_per_step": method.bytes_sent}
-        row["interface_bytes"] = sorted(sent)[len(sent) // 2] if args.emulate else None
-        if isinstance(method.optimizer, DistributedLion):
-            row["bits"] = method.optimizer.options.bits
-            for part in PARTS:
-                row[f"{part}_ms"] = summary([lap[part] for lap in laps])["median_ms"]
-        rows.append(row)
-    free = next((row["median_ms"] for row in rows if row["name"].startswith("no comm")), None)
-    for row in rows:
-        row["ratio"] = row["median_ms"] / free if free else None
-    return rows
+@dataclass(frozen=True)
+class Departure:
+    """One message of an overlapped exchange.
+
+    Attributes:
+        ready_s: Seconds from the start of backward until its last gradient is ready.
+        wire_bytes: Bytes that a rank sends for it.
+    """
+
+    ready_s: float
+    wire_bytes: int
 
 
-def slowest(call: Callable[[], object]) -> float:
-    """Returns the seconds that the slowest rank took for `call`; all begin together."""
-    dist.barrier()
-    begin = time.perf_counter()
-    call()
-    taken = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
-    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-    return float(taken)
+def exposed_wire_s(departures: Sequence[Departure], backward_s: float, bits_per_s: float) -> float:
+    """Returns how long the wire is still busy when backward ends.
+
+    The messages travel one after another, each as soon as it is ready and the wire is free: what
+    becomes ready last, like a tied embedding, cannot overlap.
+
+    Args:
+        departures: In the order in which they leave.
+        backward_s: Seconds that backward takes.
+        bits_per_s: Of the link, one way.
+    """
+    free_s = 0.0
+    for departure in departures:
+        free_s = max(free_s, departure.ready_s) + departure.wire_bytes * 8 / bits_per_s
+    return max(0.0, free_s - backward_s)
 
 
-def _parts(method: Method) -> dict[str, float]:
-    if not isinstance(method.optimizer, DistributedLion):
-        return {}
-    wire: WireStats = method.optimizer.wire
-    return {part: float(getattr(wire, f"{part}_s")) for part in PARTS}
+def departures_of(
+    overlapped: Method, alone: Method, batch: torch.Tensor
+) -> tuple[list[Departure], float] | None:
+    """Returns when each message could leave, and the seconds of backward, on this rank alone.
 
+    Both are medians; None where nothing is exchanged during backward.
 
-def _interface_bytes() -> int:
-    """Returns the bytes that have left the emulated host, 0 on a real one without that name."""
-    try:
-        lines = Path("/proc/self/net/dev").read_text().splitlines()
-    except OSError:
-        return 0
-    sent = [line.split(":")[1].split()[8] for line in lines if line.strip().startswith(INTERFACE)]
-    return int(sent[0]) if sent else 0
+    Args:
+        overlapped: Has made steps with `overlap=True`.
+        alone: The same model without a wrapper; its gradients are dropped.
+        batch: Tokens.
+    """
+    optimizer = overlapped.optimizer
+    assert isinstance(optimizer, DistributedLion), "the overlapped method"
+    messages = optimizer._engine.messages
+    if not messages:
+        return None
+    ready: dict[int, float] = {}
+
+    def note(index: int, _param: torch.Tensor) -> None:
+        ready[index] = time.perf_counter()
+
+    handles = [
+        param.register_post_accumulate_grad_hook(functools.partial(note, index))  # type: ignore[no-untyped-call]
+        for index, param in enumerate(alone.model.parameters())
+    ]
+    # Of each backward: when the last gradient of each message was there, and how long it took.
+    laps: list[tuple[list[float], float]] = []
+    for _ in range(BOUND_REPEATS):
+        loss = alone.loss(batch)
+        begin = time.perf_counter()
+        loss.backward()  # type: ignore[no-untyped-call]
+        end = time.perf_counter()
+        alone.optimizer.zero_grad()
+        last = [max(ready[index] for index, _ in message.params) - begin for message in messages]
+        laps.append((last, end - begin))
+    for handle in handles:
+        handle.remove()
+    median = [statistics.median(lap[k] for lap, _ in laps) for k in range(len(messages))]
+    departures = [
+        Departure(seconds, message.wire_bytes)
+        for seconds, message in zip(median, messages, strict=True)
+    ]
+    return departures, statistics.median(seconds for _, seconds in laps)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,17 @@ from typing import Any
 import torch
 
 from hf_dlion.options import BITS
+from hf_dlion.tools import report
+from hf_dlion.tools.arguments import checked, exit_code, positive
 from hf_dlion.tools.bench import ranks
-from hf_dlion.tools.bench.report import MissingPackageError, environment, print_table, require_rich
-from hf_dlion.tools.plan import compute, link, machine, plot, table, validate
+from hf_dlion.tools.bench.methods import NONE
+from hf_dlion.tools.plan import link, machine, table, validate
 from hf_dlion.tools.plan.cost import TCP_EFFICIENCY, Cluster, Link
 from hf_dlion.tools.plan.machine import Machine
-from hf_dlion.tools.plan.methods import NONE, PARTS, Case, predict
-from hf_dlion.tools.plan.model import UnknownModelError, parse_count, workload
-from hf_dlion.tools.plan.report import rate, rows_of, verdict, write_json
+from hf_dlion.tools.plan.methods import PARTS, Case, predict
+from hf_dlion.tools.plan.model import parse_count, workload
+from hf_dlion.tools.plan.report import rate, rows_of, verdict
+from hf_dlion.tools.report import MissingPackageError, print_table, read_bench, require, write_json
 
 COLUMNS = {
     "name": "method",
@@ -42,25 +45,15 @@ def main(argv: list[str] | None = None) -> int:
     Args:
         argv: The words after `hf-dlion plan`; by default those of this process.
     """
-    args = _parser().parse_args(sys.argv[1:] if argv is None else argv)
-    try:
-        require_rich()
-        if args.plot is not None:
-            plot.require_matplotlib()
-        _run(args)
-    except (
-        MissingPackageError,
-        UnknownModelError,
-        link.UnmeasurableError,
-        OSError,
-        ValueError,
-    ) as error:
-        print(f"hf-dlion plan: {error}", file=sys.stderr)
-        return 2
-    return 0
+    args = _parser().parse_args(argv)
+    told = (MissingPackageError, link.UnmeasurableError, OSError, ValueError)
+    return exit_code("plan", lambda: _run(args), *told)
 
 
 def _run(args: argparse.Namespace) -> None:
+    require("rich")
+    if args.plot is not None:
+        require("matplotlib")
     torch.set_num_threads(args.threads)
     if args.validate is not None:
         _validate(args)
@@ -69,6 +62,7 @@ def _run(args: argparse.Namespace) -> None:
         raise ValueError("say what to train: a count such as 7b, a folder, or a name on the hub")
     if args.link is None and not args.table:
         raise ValueError("give --link (for example 1gbit, or measure), or --table for several")
+    # What is trained, who takes part, and what one rank's own work costs ...
     work = workload(args.model, args.trainable)
     found = _link(args)
     if found is None:
@@ -79,8 +73,9 @@ def _run(args: argparse.Namespace) -> None:
     compute_s, source = _compute(args, work.parameters)
     case = Case(
         work=work, cluster=cluster, link=found, machine=own, compute_s=compute_s,
-        element_bytes=DTYPES[args.dtype].itemsize, bits=args.bits,
+        dtype=DTYPES[args.dtype], bits=args.bits,
     )  # fmt: skip
+    # ... give the predictions, which are printed, drawn and written.
     result: dict[str, Any] = {
         "plan": "table" if args.table else "step",
         "model": {"name": work.name, "parameters": work.parameters, "trainable": work.trainable},
@@ -89,26 +84,35 @@ def _run(args: argparse.Namespace) -> None:
         "machine": asdict(own),
         "compute_ms": 1e3 * compute_s,
         "bits": args.bits,
-        "environment": environment(),
+        "environment": report.environment(),
     }
+    predictions = predict(case)
     if args.table:
         result["rows"] = _print_tables(case)
     else:
-        result["rows"] = rows_of(predict(case))
+        result["rows"] = rows_of(predictions)
         print_table(_title(case), COLUMNS, result["rows"])
-    result["assumed"] = _assumptions(case, source, several=args.table)
-    for line in result["assumed"]:
-        print(line)
+    result["assumed"] = [
+        f"forward and backward: {1e3 * case.compute_s:,.0f} ms ({source})",
+        *_of_link_and_machine(case, several=args.table),
+        *([work.note] if work.note else []),
+    ]
+    print(*result["assumed"], sep="\n")
     if not args.table:
-        result["verdict"] = verdict(case, predict(case))
+        result["verdict"] = verdict(case, predictions)
         print(result["verdict"])
     if args.plot is not None:
         rates = table.RATES if args.table else (found.bits_per_s,)
         title = f"{work.name}: predicted time of a step{_of_votes(case)}"
-        plot.draw(table.points(case, rates=rates), title, Path(args.plot))
+        table.draw(table.points(case, rates=rates), title, Path(args.plot))
         print(f"written: {args.plot}")
+    _write(args, result)
+
+
+def _write(args: argparse.Namespace, result: dict[str, Any]) -> None:
     if args.json is not None:
         write_json(args.json, result)
+        print(f"written: {args.json}")
 
 
 def _print_tables(case: Case) -> list[dict[str, Any]]:
@@ -128,7 +132,7 @@ def _print_tables(case: Case) -> list[dict[str, Any]]:
 
 
 def _validate(args: argparse.Namespace) -> None:
-    result = validate.load(Path(args.validate))
+    result = read_bench(args.validate, "train")
     threads = result["config"]["threads"]
     torch.set_num_threads(threads)
     seen = validate.emulated_link(result) if args.link is None else _given(args, args.link)
@@ -139,11 +143,9 @@ def _validate(args: argparse.Namespace) -> None:
     print_table(f"predicted and measured on {network}", validate.COLUMNS, lines)
     free = next(row["measured_ms"] for row in lines if row["name"] == NONE)
     print(f"compute: {1e3 * case.compute_s:,.0f} ms, from the measured {free:,.0f} ms of {NONE}")
-    for line in _of_link_and_machine(case):
-        print(line)
-    if args.json is not None:
-        parts = {"bits": args.bits, "link": asdict(seen), "machine": asdict(own)}
-        write_json(args.json, {"plan": "validate", **parts, "rows": lines})
+    print(*_of_link_and_machine(case), sep="\n")
+    parts = {"bits": args.bits, "link": asdict(seen), "machine": asdict(own)}
+    _write(args, {"plan": "validate", **parts, "rows": lines})
 
 
 def _link(args: argparse.Namespace) -> Link | None:
@@ -181,10 +183,10 @@ def _compute(args: argparse.Namespace, parameters: int) -> tuple[float, str]:
     device, tokens = ranks.device_of_rank(), (args.batch, args.sequence)
     size = f"{args.batch} x {args.sequence} tokens"
     if args.step_ms is None:
-        seconds = compute.of_stand_in(parameters, *tokens, device)
+        seconds = machine.stand_in_s(parameters, *tokens, device)
         return seconds, f"the benchmark's Llama on this machine ({size}), scaled by parameters"
     if args.step_ms == MEASURE:
-        seconds = compute.of_model(args.model, DTYPES[args.dtype], *tokens, device)
+        seconds = machine.model_s(args.model, DTYPES[args.dtype], *tokens, device)
         return seconds, f"measured on this machine ({size})"
     return 1e-3 * args.step_ms, "given"
 
@@ -202,12 +204,6 @@ def _of_votes(case: Case) -> str:
     return "" if case.bits == 1 else f" with votes of {case.bits} bits"
 
 
-def _assumptions(case: Case, source: str, several: bool) -> list[str]:
-    lines = [f"forward and backward: {1e3 * case.compute_s:,.0f} ms ({source})"]
-    lines += _of_link_and_machine(case, several)
-    return [*lines, case.work.note] if case.work.note else lines
-
-
 def _of_link_and_machine(case: Case, several: bool = False) -> list[str]:
     seen, own = case.link, asdict(case.machine)
     source = own.pop("source")
@@ -221,72 +217,42 @@ def _of_link_and_machine(case: Case, several: bool = False) -> list[str]:
     ]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hf-dlion plan", description=__doc__)
-    parser.add_argument(
-        "model", nargs="?", help='a count ("7b"), a folder with a config.json, or a hub name'
-    )
-    parser.add_argument("--ranks", type=_positive, help="number of ranks (those of the launcher)")
-    parser.add_argument("--ranks-per-node", type=_positive, default=_local_ranks(), metavar="L")
-    parser.add_argument(
-        "--link", metavar="1gbit", help="a rate, the JSON of bench exchange, or measure"
-    )
-    parser.add_argument("--latency-ms", type=_positive_ms, default=link.DEFAULT_LATENCY_MS)
-    parser.add_argument("--efficiency", type=_share, default=TCP_EFFICIENCY, help="payload's share")
-    parser.add_argument(
-        "--backend",
-        choices=("gloo", "nccl"),
-        default="nccl" if torch.cuda.is_available() else "gloo",
-        help="nccl reduces through trees too",
-    )
-    parser.add_argument("--trainable", type=_count, help='trained parameters ("40m"), as for LoRA')
-    parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="of gradients")
-    parser.add_argument("--bits", type=int, choices=BITS, default=1, help="of a vote (1)")
-    parser.add_argument(
-        "--step-ms", type=_step_ms, metavar="MS", help="forward and backward, or measure"
-    )
-    parser.add_argument("--batch", type=_positive, default=1, help="sequences measured (1)")
-    parser.add_argument("--sequence", type=_positive, default=128, help="tokens in each (128)")
-    parser.add_argument("--threads", type=_positive, default=torch.get_num_threads())
-    parser.add_argument("--codec", metavar="FILE", help="take constants of bench codec's JSON")
-    parser.add_argument("--table", action="store_true", help="2 to 1024 nodes, 0.1 to 100 Gbit/s")
-    parser.add_argument("--validate", metavar="FILE", help="compare with bench train's JSON")
-    parser.add_argument("--json", metavar="FILE", help="write the result")
-    parser.add_argument("--plot", metavar="FILE", help="draw step times over nodes")
-    return parser
-
-
-def _local_ranks() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return value
-
-
-def _positive_ms(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be a number above 0")
-    return value
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} must be above 0 and at most 1")
-    return value
-
-
-def _count(text: str) -> int:
-    value = parse_count(text)
-    if value is None:
-        raise argparse.ArgumentTypeError(f'{text} is no count such as "40m"')
-    return value
+_above_zero = checked(float, lambda value: 0 < value < math.inf, "must be a number above 0")
+_share = checked(float, lambda value: 0 < value <= 1, "must be above 0 and at most 1")
+_count = checked(parse_count, lambda value: value is not None, 'is no count such as "40m"')
 
 
 def _step_ms(text: str) -> float | str:
-    return text if text == MEASURE else _positive_ms(text)
+    return text if text == MEASURE else _above_zero(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hf-dlion plan", description=__doc__)
+    add = parser.add_argument
+    add("model", nargs="?", help='a count ("7b"), a folder with a config.json, or a hub name')
+    add("--ranks", type=positive, help="number of ranks (those of the launcher)")
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    add("--ranks-per-node", type=positive, default=local_ranks, metavar="L")
+    add("--link", metavar="1gbit", help="a rate, the JSON of bench exchange, or measure")
+    add("--latency-ms", type=_above_zero, default=link.DEFAULT_LATENCY_MS)
+    add("--efficiency", type=_share, default=TCP_EFFICIENCY, help="payload's share")
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    add(
+        "--backend",
+        choices=("gloo", "nccl"),
+        default=backend,
+        help="nccl reduces through trees too",
+    )
+    add("--trainable", type=_count, help='trained parameters ("40m"), as for LoRA')
+    add("--dtype", choices=list(DTYPES), default="float32", help="of gradients")
+    add("--bits", type=int, choices=BITS, default=1, help="of a vote (1)")
+    add("--step-ms", type=_step_ms, metavar="MS", help="forward and backward, or measure")
+    add("--batch", type=positive, default=1, help="sequences measured (1)")
+    add("--sequence", type=positive, default=128, help="tokens in each (128)")
+    add("--threads", type=positive, default=torch.get_num_threads())
+    add("--codec", metavar="FILE", help="take constants of bench codec's JSON")
+    add("--table", action="store_true", help="2 to 1024 nodes, 0.1 to 100 Gbit/s")
+    add("--validate", metavar="FILE", help="compare with bench train's JSON")
+    add("--json", metavar="FILE", help="write the result")
+    add("--plot", metavar="FILE", help="draw step times over nodes")
+    return parser

@@ -64,7 +64,7 @@ class Cluster:
         ranks_per_node: Ranks that share a network card; neighbours in rank order.
 
     Raises:
-        ValueError: If there is nobody to talk to over the link, or the last node is not full.
+        ValueError: If all ranks are on one node, or the last node is not full.
     """
 
     ranks: int
@@ -88,31 +88,26 @@ class Cluster:
         return self.ranks // self.ranks_per_node
 
 
-def all_reduce_s(rank_bytes: int, cluster: Cluster, link: Link) -> float:
-    """Returns the time of an all-reduce.
+def all_reduce_rounds(ranks: int, tree: bool) -> int:
+    """Returns the rounds of an all-reduce: 2 (N - 1) of a ring, or 2 log2(N) of trees if fewer.
 
-    A ring of all ranks crosses each card once, and needs 2 (N - 1) rounds. Two trees, each for half
-    of the data, send as many bytes in 2 log2(N) rounds (Sanders, Speck and Traeff, 2009).
-
-    Args:
-        rank_bytes: Bytes that a rank sends, 2 (N - 1) / N of the tensor.
-        cluster: Who takes part.
-        link: Between the nodes.
+    Two trees, each for half of the data, send as many bytes as a ring (Sanders, Speck and Traeff,
+    2009).
     """
-    rounds = 2 * (cluster.ranks - 1)
-    if link.tree:
-        rounds = min(rounds, 2 * math.ceil(math.log2(cluster.ranks)))
-    return link.seconds(rank_bytes, rounds)
+    ring = 2 * (ranks - 1)
+    return min(ring, 2 * math.ceil(math.log2(ranks))) if tree else ring
+
+
+# The times of three collectives, in which every rank sends `rank_bytes`.
+
+
+def all_reduce_s(rank_bytes: int, cluster: Cluster, link: Link) -> float:
+    """Returns the time of an all-reduce; a ring of all ranks crosses each card once."""
+    return link.seconds(rank_bytes, all_reduce_rounds(cluster.ranks, link.tree))
 
 
 def all_gather_s(rank_bytes: int, cluster: Cluster, link: Link) -> float:
-    """Returns the time of an all-gather: a ring, as in gloo and NCCL, crosses each card once.
-
-    Args:
-        rank_bytes: Bytes that a rank sends, N - 1 times its own tensor.
-        cluster: Who takes part.
-        link: Between the nodes.
-    """
+    """Returns the time of an all-gather: a ring, as in gloo and NCCL, crosses each card once."""
     return link.seconds(rank_bytes, cluster.ranks - 1)
 
 
@@ -120,11 +115,6 @@ def all_to_all_s(rank_bytes: int, cluster: Cluster, link: Link) -> float:
     """Returns the time of an all-to-all: N - 1 rounds of pairs.
 
     Every rank of a node sends through the node's card whatever is for other nodes.
-
-    Args:
-        rank_bytes: Bytes that a rank sends, (N - 1) / N of its tensor.
-        cluster: Who takes part.
-        link: Between the nodes.
     """
     outside = (cluster.ranks - cluster.ranks_per_node) / (cluster.ranks - 1)
     return link.seconds(rank_bytes * outside * cluster.ranks_per_node, cluster.ranks - 1)
@@ -165,18 +155,14 @@ def arrivals(
     heapq.heapify(waiting)
     wire_free, counter_free = shipments[0].ready_s + restart_s, counting_from_s
     while waiting:
+        # Whatever was handed over first has the wire, votes before verdicts.
         ready, second, place = heapq.heappop(waiting)
         item = shipments[place]
         wire_free = max(wire_free, ready) + (item.down_s if second else item.up_s)
-        if second:
-            done[place] = wire_free
-            continue
-        if item.count_s:
-            counter_free = max(counter_free, wire_free) + item.count_s
-            done[place] = counter_free
-        else:
-            done[place] = wire_free
-        if item.down_s:
+        done[place] = wire_free
+        if item.count_s and not second:
+            done[place] = counter_free = max(counter_free, wire_free) + item.count_s
+        if item.down_s and not second:
             heapq.heappush(waiting, (done[place], 1, place))
     return done
 

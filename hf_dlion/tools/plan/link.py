@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-import json
-import math
 import os
-import re
 import statistics
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from hf_dlion.exchange.mean import average_wire_bytes
+from hf_dlion.tools.bench.clock import slowest
+from hf_dlion.tools.bench.emulate import bits_per_s
 from hf_dlion.tools.bench.ranks import device_of_rank
-from hf_dlion.tools.bench.traffic import ring_bytes
-from hf_dlion.tools.bench.train import slowest
-from hf_dlion.tools.plan.cost import Cluster, Link
+from hf_dlion.tools.plan.cost import Cluster, Link, all_reduce_rounds
+from hf_dlion.tools.report import read_bench
 
-_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 # Of TCP between two hosts of one rack, with a collective library's software on both ends.
 DEFAULT_LATENCY_MS = 0.1
 REPEATS = 3
@@ -36,21 +34,15 @@ class UnmeasurableError(RuntimeError):
 def given(text: str, latency_ms: float, tree: bool) -> Link:
     """Returns the link that "100mbit" or "25gbit" stands for.
 
-    Args:
-        text: A rate as `tc` writes it.
-        latency_ms: From one rank to another.
-        tree: Whether all-reduces go through trees where these are faster.
-
     Raises:
         ValueError: If the text has another form.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.lower())
-    if found is None or float(found[1]) == 0:
+    bits = bits_per_s(text)
+    if bits is None:
         raise ValueError(
             f"{text!r} is no link: write a rate in kbit, mbit or gbit, for example 25gbit, the "
             f"JSON of `hf-dlion bench exchange`, or measure"
         )
-    bits = float(found[1]) * _UNITS[found[2]]
     return Link(bits_per_s=bits, latency_s=1e-3 * latency_ms, tree=tree)
 
 
@@ -60,16 +52,10 @@ def from_exchange_bench(path: Path, tree: bool) -> Link:
     Its two all-reduces tell the rate, and its votes what a short transfer loses besides. For the
     latency it sends nothing short enough: that is `DEFAULT_LATENCY_MS`.
 
-    Args:
-        path: Its JSON.
-        tree: Whether all-reduces go through trees where these are faster.
-
     Raises:
         ValueError: If the file is something else.
     """
-    result = json.loads(path.read_text())
-    if result.get("bench") != "exchange":
-        raise ValueError(f"{path} is not the JSON of `hf-dlion bench exchange`")
+    result = read_bench(path, "exchange")
     seen = {row["name"]: (row["bytes_per_step"], 1e-3 * row["median_ms"]) for row in result["rows"]}
     link = fitted(1e-3 * DEFAULT_LATENCY_MS, seen["all-reduce bf16"], seen["all-reduce fp32"], tree)
     losses = [
@@ -88,7 +74,7 @@ def fitted(
         latency_s: Of a message without size.
         long: Bytes on the busiest card, and seconds.
         longer: The same of a longer one.
-        tree: Whether all-reduces go through trees where these are faster.
+        tree: As in `Link`.
     """
     rate = (longer[0] - long[0]) / max(longer[1] - long[1], 1e-9)
     lost = max(long[1] - latency_s - long[0] / rate, 0.0)
@@ -121,7 +107,7 @@ def measured() -> Link:
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if per_node >= ranks:
         raise UnmeasurableError(
-            f"all {ranks} ranks are on this node, so that --link measure would time its memory: "
+            f"all {ranks} ranks are on this node, so --link measure would time its memory: "
             f"start ranks on two nodes at least, or give the rate: --link 1gbit"
         )
     Cluster(ranks=ranks, ranks_per_node=per_node)
@@ -131,32 +117,24 @@ def measured() -> Link:
 def measured_all_reduces() -> Link:
     """Returns the link that all-reduces of growing size see; every rank calls this."""
     ranks, tree = dist.get_world_size(), device_of_rank().type == "cuda"
-    rounds = 2 * (ranks - 1)
-    if tree:
-        rounds = min(rounds, 2 * math.ceil(math.log2(ranks)))
-    latency_s = _all_reduce_s(SHORT_BYTES) / rounds
+    latency_s = _all_reduce_s(SHORT_BYTES) / all_reduce_rounds(ranks, tree)
     size = FIRST_LONG_BYTES
     long, longer = _all_reduce_s(size), _all_reduce_s(2 * size)
-    # The slowest rank's time is the same on all, so that all stop together.
+    # The slowest rank's time is the same on all, so all stop together.
     while longer < LONG_S and size < LARGEST_BYTES:
         size *= 2
         long, longer = longer, _all_reduce_s(2 * size)
-    sent = [ring_bytes(count, 1, ranks) for count in (size, 2 * size)]
+    sent = [average_wire_bytes(count, ranks, torch.uint8) for count in (size, 2 * size)]
     return fitted(latency_s, (sent[0], long), (sent[1], longer), tree)
 
 
 def _all_reduce_s(size: int) -> float:
     """Returns the median time of all-reduces of `size` bytes, each after a pause."""
-    tensor = torch.zeros(size, dtype=torch.uint8, device=device_of_rank())
+    device = device_of_rank()
+    reduce = partial(dist.all_reduce, torch.zeros(size, dtype=torch.uint8, device=device))
     times = []
     for _ in range(REPEATS + 1):
         # Longer than TCP remembers how fast the link was.
         time.sleep(PAUSE_S)
-        times.append(slowest(functools.partial(_reduce, tensor)))
+        times.append(slowest(reduce, device))
     return statistics.median(times[1:])
-
-
-def _reduce(tensor: torch.Tensor) -> None:
-    dist.all_reduce(tensor)
-    if tensor.device.type == "cuda":
-        torch.cuda.synchronize(tensor.device)

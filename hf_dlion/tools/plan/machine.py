@@ -1,30 +1,30 @@
-"""What a rank's own work costs on this machine, in nanoseconds per element."""
+"""What a rank's own work costs on this machine: its step, and forward and backward."""
 
 from __future__ import annotations
 
-import functools
-import json
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_dlion.codec import codec_for
-from hf_dlion.codec.layout import MessageLayout
-from hf_dlion.codec.rule import StepRule, TensorRule, Verdict
-from hf_dlion.tools.bench.traffic import POWER_RANK
+from hf_dlion.tools.bench.clock import median_s
+from hf_dlion.tools.bench.methods import POWER_RANK
+from hf_dlion.tools.bench.model import llama, vocabulary
+from hf_dlion.tools.bench.work import Work
+from hf_dlion.tools.plan.model import UnknownModelError, build, load_config, parse_count
+from hf_dlion.tools.report import read_bench
 
 # Large enough to leave the caches, small enough for all of it in seconds; the second is about what
 # a layer's tensor holds, for work that is done tensor by tensor.
 NUMEL = 1 << 25
 SMALL_NUMEL = 1 << 20
 COLUMNS = 1024
-REPEATS = 3
+# Parameters of the Llama that stands in for a model of which only the size is known.
+STAND_IN = 29_500_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Machine:
 
 
 def measure(dtype: torch.dtype, device: torch.device, bits: int = 1) -> Machine:
-    """Returns the constants of this machine; takes less than ten seconds.
+    """Returns the constants of this machine for votes of `bits` bits, in less than ten seconds.
 
     Args:
         dtype: Of parameters and gradients.
@@ -73,16 +73,24 @@ def measure(dtype: torch.dtype, device: torch.device, bits: int = 1) -> Machine:
     param = torch.randn(NUMEL // COLUMNS, COLUMNS, device=device).mul_(0.02).to(dtype)
     param.grad = torch.randn_like(param)
     other = torch.empty_like(param)
+
+    def ns(call: Callable[[], object]) -> float:
+        return 1e9 * median_s(call, device) / NUMEL
+
+    # What the other methods do besides their collectives ...
     adamw = torch.optim.AdamW([param], lr=1e-4, fused=True)
-    clock = _Clock(device)
-    times = {
-        "adamw_ns": clock.ns(NUMEL, adamw.step),
-        "copy_ns": clock.ns(NUMEL, lambda: other.copy_(param)),
-    }
-    del adamw
-    times |= _cast_and_power(param, other, clock)
-    times |= _codec(param, other.zero_(), clock, bits)
-    times |= _public(device, clock)
+    times = {"adamw_ns": ns(adamw.step), "copy_ns": ns(lambda: other.copy_(param))}
+    del adamw  # and its momenta, which are as large again
+    # The bf16 hook makes a tensor of its own on the way there.
+    times["cast_ns"] = ns(lambda: other.copy_(param.to(torch.bfloat16).div_(2)))
+    times["power_ns"] = ns(_power(param, other))
+    # ... and what DistributedLion does; counting is a line through 2 and 4 votes.
+    codec, works = codec_for(device), {ranks: Work([param], ranks, bits) for ranks in (2, 4)}
+    times["encode_ns"] = ns(partial(works[2].encode, codec))
+    times["apply_ns"] = ns(partial(works[2].apply, codec))
+    count = {ranks: ns(partial(work.count, codec)) for ranks, work in works.items()}
+    fixed, each = _line(2, count[2], 4, count[4])
+    times |= {"count_ns": fixed, "count_vote_ns": each, **_public(device)}
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
     return Machine(**times, source=f"measured on this machine ({where}{threads})")
@@ -91,17 +99,10 @@ def measure(dtype: torch.dtype, device: torch.device, bits: int = 1) -> Machine:
 def of_codec_bench(path: Path, bits: int = 1) -> dict[str, float]:
     """Returns those of a `Machine`'s constants that `bench codec` measured.
 
-    Args:
-        path: Its JSON.
-        bits: Of a vote.
-
     Raises:
-        ValueError: If the file is something else, or tells nothing of such votes.
+        ValueError: If the file is something else, or tells nothing of votes of so many bits.
     """
-    result = json.loads(path.read_text())
-    if result.get("bench") != "codec":
-        raise ValueError(f"{path} is not the JSON of `hf-dlion bench codec`")
-    numel = result["config"]["parameters"]
+    result = read_bench(path, "codec")
     rows = {row["name"]: row for row in result["rows"] if row["dtype"] == "float32"}
     told = "" if bits == 1 else f", {bits} bits"
     kinds = [kind for kind in ("native", "eager") if f"{kind}, 2 ranks{told}" in rows]
@@ -110,7 +111,7 @@ def of_codec_bench(path: Path, bits: int = 1) -> dict[str, float]:
     kind = kinds[0]
     two, four = rows[f"{kind}, 2 ranks{told}"], rows[f"{kind}, 4 ranks{told}"]
     fixed, each = _line(2, two["count_ms"], 4, four["count_ms"])
-    ns = 1e6 / numel
+    ns = 1e6 / result["config"]["parameters"]
     return {
         "adamw_ns": rows["fused AdamW step"]["median_ms"] * ns,
         "copy_ns": rows["copy"]["median_ms"] * ns,
@@ -121,39 +122,70 @@ def of_codec_bench(path: Path, bits: int = 1) -> dict[str, float]:
     }
 
 
-class _Clock:
-    """Times calls on one device."""
+def stand_in_s(parameters: int, batch: int, sequence: int, device: torch.device) -> float:
+    """Returns the seconds of forward and backward of the benchmark's Llama, scaled by parameters.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def ns(self, numel: int, call: Callable[[], Any]) -> float:
-        """Returns the median nanoseconds per element of `call`, after one call for warming up."""
-        call()
-        times = []
-        for _ in range(REPEATS):
-            begin = self._now()
-            call()
-            times.append(self._now() - begin)
-        return 1e9 * statistics.median(times) / numel
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+    Args:
+        parameters: Of the model that is meant.
+        batch: Sequences per rank and step.
+        sequence: Tokens in each.
+        device: Where the Llama runs.
+    """
+    model = llama(min(STAND_IN, parameters)).to(device)
+    size = sum(param.numel() for param in model.parameters())
+    return _compute_s(model, vocabulary(model), batch, sequence) * parameters / size
 
 
-def _cast_and_power(param: Tensor, other: Tensor, clock: _Clock) -> dict[str, float]:
+def model_s(
+    name: str, dtype: torch.dtype, batch: int, sequence: int, device: torch.device
+) -> float:
+    """Returns the seconds of forward and backward of the model itself, with random weights.
+
+    Args:
+        name: Folder or hub name of a language model.
+        dtype: Of its parameters.
+        batch: Sequences per rank and step.
+        sequence: Tokens in each.
+        device: Where it runs.
+
+    Raises:
+        UnknownModelError: If it is only a count, or has no vocabulary and loss.
+    """
+    if parse_count(name) is not None:
+        raise UnknownModelError(
+            f"--step-ms measure needs a model, and {name} is only a count: give a folder with a "
+            f"config.json, or the time in ms"
+        )
+    model = build(load_config(name)).to(device, dtype)
+    tokens = getattr(getattr(model, "config", None), "vocab_size", None)
+    if tokens is None or model.get_output_embeddings() is None:  # type: ignore[operator]
+        raise UnknownModelError(
+            f"--step-ms measure knows only models that predict tokens, and {name} is a "
+            f"{type(model).__name__}: give the time in ms"
+        )
+    return _compute_s(model, int(tokens), batch, sequence)
+
+
+def _compute_s(model: nn.Module, tokens: int, batch: int, sequence: int) -> float:
+    device = next(model.parameters()).device
+    data = torch.randint(tokens, (batch, sequence), device=device)
+
+    def step() -> None:
+        model.zero_grad()
+        model(input_ids=data, labels=data).loss.backward()
+
+    return median_s(step, device)
+
+
+def _power(param: Tensor, other: Tensor) -> Callable[[], None]:
+    """Returns what powerSGD_hook does with a matrix between its collectives.
+
+    It makes new tensors where the hook makes new ones.
+    """
     error = torch.zeros_like(param)
     right = torch.randn(COLUMNS, POWER_RANK, device=param.device).to(param.dtype)
 
-    def cast() -> None:
-        # The bf16 hook makes a tensor of its own on the way there.
-        other.copy_(param.to(torch.bfloat16).div_(2))
-
-    def power() -> None:
-        # What powerSGD_hook does with a matrix, between its collectives; new tensors where it
-        # makes new ones.
+    def step() -> None:
         nonlocal error
         other.add_(error)
         saved = other.clone()
@@ -162,49 +194,13 @@ def _cast_and_power(param: Tensor, other: Tensor, clock: _Clock) -> dict[str, fl
         error = saved - other
 
     other.copy_(param)
-    return {"cast_ns": clock.ns(NUMEL, cast), "power_ns": clock.ns(NUMEL, power)}
+    return step
 
 
-def _codec(param: Tensor, momentum: Tensor, clock: _Clock, bits: int) -> dict[str, float]:
-    device = param.device
-    layout = MessageLayout.of([(0, param.shape)])
-    shard = layout.shard(0, layout.words)
-    row_numels = shard.row_numels(device)
-    codec = codec_for(device)
-    votes = torch.randint(-(2**62), 2**62, (4, bits * layout.words), device=device)
-    active = torch.ones((4, layout.rows), dtype=torch.bool, device=device)
-    assert param.grad is not None, "given one by the caller"
-    grad = param.grad
-    rule = _rule(2, bits)
-    tensor_rule = TensorRule(step_rule=rule, index=0, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.1)
-    encode = clock.ns(NUMEL, lambda: codec.encode(grad, momentum, votes[0], active[0], tensor_rule))
-
-    def count(ranks: int) -> float:
-        rows = votes[:ranks], active[:ranks]
-        return clock.ns(NUMEL, lambda: codec.count(*rows, shard, row_numels, _rule(ranks, bits)))
-
-    fixed, each = _line(2, count(2), 4, count(4))
-    found = codec.count(votes[:2], active[:2], shard, row_numels, rule)
-    verdict = Verdict(found.planes, found.counts)
-    return {
-        "encode_ns": encode,
-        "count_ns": fixed,
-        "count_vote_ns": each,
-        "apply_ns": clock.ns(NUMEL, lambda: codec.apply(param, verdict, tensor_rule)),
-    }
-
-
-def _rule(ranks: int, bits: int) -> StepRule:
-    return StepRule(
-        step=1, rank=0, world_size=ranks, aggregation="majority", ties="alternate",
-        stochastic_rounding=True, seed=0, bits=bits,
-    )  # fmt: skip
-
-
-def _public(device: torch.device, clock: _Clock) -> dict[str, float]:
+def _public(device: torch.device) -> dict[str, float]:
     """Times kyleliang919/distributed-lion-pytorch's kind of work: 8 bits in an int64, torch.mode.
 
-    The shift by an int64 tensor makes int64 of every byte, so that 8 votes travel in 8 bytes.
+    The shift by an int64 tensor makes int64 of every byte, so 8 votes travel in 8 bytes.
     """
     param, grad, momentum = (torch.randn(SMALL_NUMEL, device=device) for _ in range(3))
     shifts = torch.arange(8, device=device)
@@ -218,7 +214,7 @@ def _public(device: torch.device, clock: _Clock) -> dict[str, float]:
         param.add_(verdict.bool() * 2 - 1, alpha=-1e-4)
         momentum.mul_(0.99).add_(grad, alpha=0.01)
 
-    two, four = (clock.ns(SMALL_NUMEL, functools.partial(step, ranks)) for ranks in (2, 4))
+    two, four = (1e9 * median_s(partial(step, r), device) / SMALL_NUMEL for r in (2, 4))
     fixed, each = _line(2, two, 4, four)
     return {"public_ns": fixed, "public_vote_ns": each}
 

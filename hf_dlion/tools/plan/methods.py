@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 
 from hf_dlion.codec.layout import MessageLayout
 from hf_dlion.exchange import STRATEGIES, choose_exchange
+from hf_dlion.exchange.mean import average_wire_bytes
 from hf_dlion.options import Options
 from hf_dlion.ranks.header import header_wire_bytes
 from hf_dlion.step.plan import split_into_messages
-from hf_dlion.tools.bench.traffic import POWER_RANK, power_numel, ring_bytes
+from hf_dlion.tools.bench.methods import BF16, DLION, FP32, NONE, POWER, power_numel
 from hf_dlion.tools.plan.cost import (
     FORWARD_SHARE,
     Cluster,
@@ -30,14 +30,9 @@ from hf_dlion.tools.plan.cost import (
 from hf_dlion.tools.plan.machine import Machine
 from hf_dlion.tools.plan.model import Workload
 
-NONE = "no communication, AdamW"
-FP32 = "DDP fp32, AdamW"
-BF16 = "DDP bf16 hook, AdamW"
 BF16_NATIVE = "DDP bf16 gradients, AdamW"
-POWER = f"PowerSGD rank {POWER_RANK}, AdamW"
 PUBLIC = "public distributed-lion"
-DLION = "DistributedLion"
-OVERLAPPED = "DistributedLion, overlap (bound)"
+OVERLAPPED = f"{DLION}, overlap (bound)"
 # Votes during backward read gradient and momentum, and the step reads both and writes the momentum
 # (20 bytes per float32 element), where an encoding in the step reads and writes once (12).
 OVERLAPPED_ENCODE = 20 / 12
@@ -53,14 +48,17 @@ class Prediction:
     Attributes:
         name: The method.
         wire_bytes: Bytes that a rank sends.
-        step_s: Time of a step.
         parts: Seconds by part; "wire" is what no work hides.
     """
 
     name: str
     wire_bytes: int
-    step_s: float
-    parts: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, float]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return sum(self.parts.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +71,7 @@ class Case:
         link: Between the nodes.
         machine: Each rank's own work.
         compute_s: Forward and backward on one rank, without DDP.
-        element_bytes: Bytes per element of a gradient.
+        dtype: Of gradients.
         bits: Of a vote; `machine` must have been measured with these.
     """
 
@@ -82,7 +80,7 @@ class Case:
     link: Link
     machine: Machine
     compute_s: float
-    element_bytes: int = 4
+    dtype: torch.dtype = torch.float32
     bits: int = 1
 
     def work_s(self, ns: float) -> float:
@@ -90,12 +88,13 @@ class Case:
         return 1e-9 * ns * self.work.trainable
 
 
-def predict(case: Case) -> list[Prediction]:
-    """Returns a prediction for every method that fits the gradients' dtype."""
-    reduced = [_full(case, FP32, 4), _full(case, BF16, 2)]
-    if case.element_bytes == 2:
-        reduced = [_full(case, BF16_NATIVE, 2)]
-    return [
+def predict(case: Case) -> dict[str, Prediction]:
+    """Returns a prediction, by name, for every method that fits the gradients' dtype."""
+    if case.dtype.itemsize == 2:
+        reduced = [_full(case, BF16_NATIVE, case.dtype)]
+    else:
+        reduced = [_full(case, FP32, torch.float32), _full(case, BF16, torch.bfloat16)]
+    found = [
         no_communication(case),
         *reduced,
         power_sgd(case),
@@ -103,32 +102,35 @@ def predict(case: Case) -> list[Prediction]:
         distributed_lion(case),
         overlapped_lion(case),
     ]
+    return {prediction.name: prediction for prediction in found}
 
 
 def no_communication(case: Case) -> Prediction:
     """Returns the step of a DDP whose hook sends nothing, as `bench train` has it."""
     parts = {"compute": case.compute_s + _copies(case), "optimizer": _adamw(case)}
-    return Prediction(name=NONE, wire_bytes=0, step_s=sum(parts.values()), parts=parts)
+    return Prediction(name=NONE, wire_bytes=0, parts=parts)
 
 
-def _full(case: Case, name: str, wire_size: int) -> Prediction:
+def _full(case: Case, name: str, dtype: torch.dtype) -> Prediction:
     """Returns DDP's all-reduce, which begins with the first full bucket.
 
     Args:
         case: The case.
         name: Of the method.
-        wire_size: Bytes per element on the wire.
+        dtype: Of the gradients on the wire.
     """
     numels = case.work.numels
-    groups = buckets(numels, case.element_bytes)
-    cast = case.work_s(case.machine.cast_ns) if wire_size != case.element_bytes else 0.0
+    groups = buckets(numels, case.dtype.itemsize)
+    cast = case.work_s(case.machine.cast_ns) if dtype.itemsize != case.dtype.itemsize else 0.0
     forward = FORWARD_SHARE * case.compute_s
     # Of both, one half is done as gradients become ready, the other on what has arrived.
     half = (_copies(case) + cast) / 2
     backward = case.compute_s - forward + half
     ready = ready_times(numels, groups, forward, backward)
-    ranks = case.cluster.ranks
-    sent = [ring_bytes(sum(numels[place] for place in g), wire_size, ranks) for g in groups]
+    sent = [
+        average_wire_bytes(sum(numels[place] for place in group), case.cluster.ranks, dtype)
+        for group in groups
+    ]
     shipments = [
         Shipment(ready_s=at, up_s=all_reduce_s(size, case.cluster, case.link))
         for at, size in zip(ready, sent, strict=True)
@@ -136,7 +138,7 @@ def _full(case: Case, name: str, wire_size: int) -> Prediction:
     arrived = arrivals(shipments, restart_s=case.link.restart_s)[-1]
     exposed = max(arrived - forward - backward, 0.0)
     parts = {"compute": forward + backward + half, "wire": exposed, "optimizer": _adamw(case)}
-    return Prediction(name=name, wire_bytes=sum(sent), step_s=sum(parts.values()), parts=parts)
+    return Prediction(name=name, wire_bytes=sum(sent), parts=parts)
 
 
 def power_sgd(case: Case) -> Prediction:
@@ -145,14 +147,14 @@ def power_sgd(case: Case) -> Prediction:
     Three all-reduces follow one another: what is not compressed, and the two factors.
     """
     numel = sum(power_numel(shape) for shape in case.work.shapes)
-    sent = ring_bytes(numel, case.element_bytes, case.cluster.ranks)
+    sent = average_wire_bytes(numel, case.cluster.ranks, case.dtype)
     parts = {
         "compute": case.compute_s + _copies(case),
         "encode": case.work_s(case.machine.power_ns),
         "wire": 3 * all_reduce_s(-(-sent // 3), case.cluster, case.link),
         "optimizer": _adamw(case),
     }
-    return Prediction(name=POWER, wire_bytes=sent, step_s=sum(parts.values()), parts=parts)
+    return Prediction(name=POWER, wire_bytes=sent, parts=parts)
 
 
 def public_lion(case: Case) -> Prediction:
@@ -168,7 +170,7 @@ def public_lion(case: Case) -> Prediction:
         "optimizer": case.work_s(own),
         "wire": sum(all_gather_s(size, case.cluster, case.link) for size in sizes),
     }
-    return Prediction(name=PUBLIC, wire_bytes=sum(sizes), step_s=sum(parts.values()), parts=parts)
+    return Prediction(name=PUBLIC, wire_bytes=sum(sizes), parts=parts)
 
 
 def distributed_lion(case: Case) -> Prediction:
@@ -176,11 +178,11 @@ def distributed_lion(case: Case) -> Prediction:
 
     One message is encoded while another travels. DDP's buckets stay empty.
     """
-    messages = _step_messages(case.work.shapes, case.cluster.ranks, case.bits)
+    messages = _messages(case.work.shapes, case.cluster.ranks, case.bits)
     begin = case.compute_s + _header_s(case)
     per_element = 1e-9 * case.machine.encode_ns
     ready, at = [], begin
-    for message in messages.sent:
+    for message in messages:
         at += per_element * message.numel
         ready.append(at)
     return _voted(case, DLION, messages, ready, counting_from_s=at, restart_s=case.link.restart_s)
@@ -192,12 +194,13 @@ def overlapped_lion(case: Case) -> Prediction:
     A message travels as soon as backward has made its gradients, and costs backward nothing but
     the encoding. Only the header, and what is still on the wire when backward ends, is waited for.
     """
-    messages = _overlapped_messages(case.work.shapes, case.cluster.ranks, case.bits)
+    # The last tensor's gradient is taken to be ready first.
+    messages = _messages(case.work.shapes, case.cluster.ranks, case.bits, last_first=True)
     machine = replace(case.machine, encode_ns=OVERLAPPED_ENCODE * case.machine.encode_ns)
     case = replace(case, machine=machine)
     forward = FORWARD_SHARE * case.compute_s
     backward = case.compute_s - forward + case.work_s(case.machine.encode_ns)
-    groups = [message.places for message in messages.sent]
+    groups = [message.places for message in messages]
     ready = ready_times(case.work.numels, groups, forward, backward)
     return _voted(case, OVERLAPPED, messages, ready, after=_header_s(case))
 
@@ -205,7 +208,7 @@ def overlapped_lion(case: Case) -> Prediction:
 def _voted(
     case: Case,
     name: str,
-    messages: _Messages,
+    messages: Sequence[_Message],
     ready: Sequence[float],
     *,
     counting_from_s: float = 0.0,
@@ -224,9 +227,10 @@ def _voted(
         after: Time of the header, where it follows the gradients.
     """
     ranks, machine = case.cluster.ranks, case.machine
+    # Each message's collectives, and between them the count: of all elements, or of a rank's share.
     shipments = []
-    for at, message in zip(ready, messages.sent, strict=True):
-        if STRATEGIES[messages.exchange].rounds == 1:
+    for at, message in zip(ready, messages, strict=True):
+        if STRATEGIES[message.exchange].rounds == 1:
             up, down = all_gather_s(message.up_bytes, case.cluster, case.link), 0.0
             count = machine.count_s(message.numel, ranks)
         else:
@@ -243,12 +247,12 @@ def _voted(
     # Whatever overlaps with the wire, a rank does its own work one after another.
     now = sum(parts.values()) - parts["apply"] + after
     arrived = arrivals(shipments, counting_from_s, restart_s)
-    for arrival, message in zip(arrived, messages.sent, strict=True):
+    for arrival, message in zip(arrived, messages, strict=True):
         now = max(now, arrival) + 1e-9 * machine.apply_ns * message.numel
     parts["wire"] = now - sum(parts.values())
     header = header_wire_bytes(len(case.work.shapes), ranks)
-    sent = header + sum(message.up_bytes + message.down_bytes for message in messages.sent)
-    return Prediction(name=name, wire_bytes=sent, step_s=now, parts=parts)
+    sent = header + sum(message.up_bytes + message.down_bytes for message in messages)
+    return Prediction(name=name, wire_bytes=sent, parts=parts)
 
 
 def _header_s(case: Case) -> float:
@@ -267,45 +271,29 @@ def _adamw(case: Case) -> float:
 
 @dataclass(frozen=True)
 class _Message:
-    """Positions of its tensors, elements, and bytes; a gather sends nothing down."""
+    """Positions of its tensors, elements, exchange, and bytes; a gather sends nothing down."""
 
     places: tuple[int, ...]
     numel: int
+    exchange: str
     up_bytes: int
     down_bytes: int
 
 
-@dataclass(frozen=True)
-class _Messages:
-    """A step's messages and the exchange that carries them."""
-
-    exchange: str
-    sent: tuple[_Message, ...]
-
-
 @lru_cache(maxsize=64)
-def _step_messages(shapes: tuple[tuple[int, ...], ...], ranks: int, bits: int) -> _Messages:
-    return _messages(split_into_messages(_tensors(shapes), ranks), ranks, bits)
-
-
-@lru_cache(maxsize=64)
-def _overlapped_messages(shapes: tuple[tuple[int, ...], ...], ranks: int, bits: int) -> _Messages:
-    # The last tensor's gradient is taken to be ready first.
-    return _messages(split_into_messages(_tensors(shapes)[::-1], ranks), ranks, bits)
-
-
-def _tensors(shapes: tuple[tuple[int, ...], ...]) -> list[tuple[int, Tensor]]:
-    return [(place, torch.empty(shape, device="meta")) for place, shape in enumerate(shapes)]
-
-
-def _messages(groups: Sequence[Sequence[tuple[int, Tensor]]], ranks: int, bits: int) -> _Messages:
-    options = Options(bits=bits)
+def _messages(
+    shapes: tuple[tuple[int, ...], ...], ranks: int, bits: int, *, last_first: bool = False
+) -> tuple[_Message, ...]:
+    """Returns a step's messages as the package itself cuts them and counts their bytes."""
+    tensors = [(place, torch.empty(shape, device="meta")) for place, shape in enumerate(shapes)]
+    groups = split_into_messages(tensors[::-1] if last_first else tensors, ranks)
     layouts = [MessageLayout.of([(i, tensor.shape) for i, tensor in group]) for group in groups]
+    options = Options(bits=bits)
     exchange = choose_exchange(layouts, ranks, options)
-    sent = []
+    found = []
     for layout in layouts:
         up, down = STRATEGIES[exchange].wire_bytes(layout, ranks, options)
         places = tuple(slot.index for slot in layout.slots)
         numel = sum(slot.numel for slot in layout.slots)
-        sent.append(_Message(places, numel, up, down))
-    return _Messages(exchange, tuple(sent))
+        found.append(_Message(places, numel, exchange, up, down))
+    return tuple(found)

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
+from hf_dlion.tools.bench.methods import DLION, NONE, POWER
 from hf_dlion.tools.plan.cost import Link
-from hf_dlion.tools.plan.methods import (
-    ALL_REDUCES,
-    DLION,
-    NONE,
-    OVERLAPPED,
-    PARTS,
-    Case,
-    Prediction,
-)
+from hf_dlion.tools.plan.methods import ALL_REDUCES, OVERLAPPED, PARTS, Case, Prediction
+
+Predictions = Mapping[str, Prediction]
 
 # Below this gain over the best all-reduce the advice is to stay with it: the model is no better.
 WORTH = 1.10
@@ -25,15 +18,15 @@ WORTH = 1.10
 HIDDEN = 0.05
 
 
-def best_all_reduce(predictions: Sequence[Prediction]) -> Prediction:
+def best_all_reduce(predictions: Predictions) -> Prediction:
     """Returns the fastest of the gradient all-reduces."""
-    return min((p for p in predictions if p.name in ALL_REDUCES), key=lambda p: p.step_s)
+    found = [predictions[name] for name in ALL_REDUCES if name in predictions]
+    return min(found, key=lambda prediction: prediction.step_s)
 
 
-def gain(predictions: Sequence[Prediction], ours: str = DLION) -> float:
+def gain(predictions: Predictions, ours: str = DLION) -> float:
     """Returns how many times faster than the best all-reduce a step of ours is predicted to be."""
-    by_name = {p.name: p for p in predictions}
-    return best_all_reduce(predictions).step_s / by_name[ours].step_s
+    return best_all_reduce(predictions).step_s / predictions[ours].step_s
 
 
 def is_hidden(prediction: Prediction) -> bool:
@@ -41,51 +34,38 @@ def is_hidden(prediction: Prediction) -> bool:
     return prediction.parts["wire"] < HIDDEN * prediction.step_s
 
 
-def pays(predictions: Sequence[Prediction]) -> bool:
+def pays(predictions: Predictions) -> bool:
     """Returns whether the exchange of votes is worth another optimizer, overlapped or not."""
     if is_hidden(best_all_reduce(predictions)):
         return False
     return max(gain(predictions), gain(predictions, OVERLAPPED)) >= WORTH
 
 
-def verdict(case: Case, predictions: Sequence[Prediction]) -> str:
-    """Returns in words whether the exchange of votes pays, with the predicted ratios.
-
-    Args:
-        case: What was predicted.
-        predictions: For each method.
-    """
-    by_name = {p.name: p for p in predictions}
+def verdict(case: Case, predictions: Predictions) -> str:
+    """Returns in words whether the exchange of votes pays, with the predicted ratios."""
     rival = best_all_reduce(predictions)
-    where = f"at {rate(case.link)} with {case.cluster.ranks} ranks"
     step, overlapped = gain(predictions), gain(predictions, OVERLAPPED)
-    exposed = rival.parts["wire"]
-    hidden = "hides its all-reduce behind backward"
-    waits = f"waits {1e3 * exposed:,.0f} ms of {1e3 * rival.step_s:,.0f} for the wire"
-    state = hidden if is_hidden(rival) else waits
-    votes = f"{case.bits}-bit exchange"
-    if not pays(predictions):
+    state = f"waits {1e3 * rival.parts['wire']:,.0f} ms of {1e3 * rival.step_s:,.0f} for the wire"
+    if is_hidden(rival):
+        state = "hides its all-reduce behind backward"
+    found = f"at {rate(case.link)} with {case.cluster.ranks} ranks {rival.name} {state}"
+    if pays(predictions):
+        only = "" if step >= WORTH else " with overlap=True only"
         text = (
-            f"{votes} does not pay: {where} {rival.name} {state}; DistributedLion's step is "
-            f"predicted to take {1 / step:.2f} times as long, {1 / overlapped:.2f} times with "
-            f"overlap=True. Use AdamW."
-        )
-    elif step < WORTH:
-        text = (
-            f"{votes} pays with overlap=True only: {where} {rival.name} {state}; "
-            f"DistributedLion is predicted to be {step:.2f} times as fast, at most "
-            f"{overlapped:.2f} times with overlap=True."
+            f"{case.bits}-bit exchange pays{only}: {found}; DistributedLion is predicted to be "
+            f"{step:.2f} times as fast, at most {overlapped:.2f} times with overlap=True."
         )
     else:
         text = (
-            f"{votes} pays: {where} {rival.name} {state}; DistributedLion is predicted to "
-            f"be {step:.2f} times as fast, at most {overlapped:.2f} times with overlap=True."
+            f"{case.bits}-bit exchange does not pay: {found}; DistributedLion's step is predicted "
+            f"to take {1 / step:.2f} times as long, {1 / overlapped:.2f} times with overlap=True. "
+            f"Use AdamW."
         )
-    power = next((p for p in predictions if p.name.startswith("PowerSGD")), None)
-    if power is not None and power.step_s < min(by_name[DLION].step_s, rival.step_s) / WORTH:
+    power, own_s = predictions[POWER], predictions[DLION].step_s
+    if power.step_s < min(own_s, rival.step_s) / WORTH:
         text += (
-            f" PowerSGD is predicted to be faster still, "
-            f"{by_name[DLION].step_s / power.step_s:.2f} times, if its low rank trains your model."
+            f" PowerSGD is predicted to be faster still, {own_s / power.step_s:.2f} times, if its "
+            f"low rank trains your model."
         )
     return text
 
@@ -98,33 +78,15 @@ def rate(link: Link) -> str:
     return f"{link.bits_per_s / 1e3:.3g} kbit/s"
 
 
-def rows_of(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
-    """Returns the predictions as plain dicts, times in milliseconds.
-
-    Args:
-        predictions: For each method.
-    """
-    free = next(p.step_s for p in predictions if p.name == NONE)
+def rows_of(predictions: Predictions) -> list[dict[str, Any]]:
+    """Returns the predictions as plain dicts, times in milliseconds."""
     return [
         {
             "name": p.name,
             "bytes_per_step": p.wire_bytes,
             "predicted_ms": 1e3 * p.step_s,
-            "ratio": p.step_s / free,
+            "ratio": p.step_s / predictions[NONE].step_s,
             **{f"{part}_ms": 1e3 * p.parts[part] for part in PARTS if part in p.parts},
         }
-        for p in predictions
+        for p in predictions.values()
     ]
-
-
-def write_json(path: str, result: Mapping[str, Any]) -> None:
-    """Writes a result; its folder is made.
-
-    Args:
-        path: The file.
-        result: Plain data.
-    """
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"written: {target}")

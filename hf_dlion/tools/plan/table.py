@@ -1,13 +1,15 @@
-"""Step times from 2 to 1024 nodes over links from 0.1 to 100 Gbit/s."""
+"""Step times from 2 to 1024 nodes over links from 0.1 to 100 Gbit/s, as a table and a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from hf_dlion.tools.bench.methods import DLION, NONE
 from hf_dlion.tools.plan.cost import Cluster
-from hf_dlion.tools.plan.methods import DLION, NONE, OVERLAPPED, Case, Prediction, predict
-from hf_dlion.tools.plan.report import best_all_reduce, pays, rate
+from hf_dlion.tools.plan.methods import OVERLAPPED, PUBLIC, Case, predict
+from hf_dlion.tools.plan.report import Predictions, best_all_reduce, pays, rate
 
 NODES = tuple(2**power for power in range(1, 11))
 RATES = (0.1e9, 1e9, 10e9, 25e9, 100e9)
@@ -20,17 +22,16 @@ class Point:
     Attributes:
         nodes: How many.
         link: For people.
-        predictions: For each method.
+        predictions: Of all methods.
     """
 
     nodes: int
     link: str
-    predictions: Sequence[Prediction]
+    predictions: Predictions
 
     def ratio(self, name: str) -> float:
         """Returns a method's step time relative to no communication."""
-        times = {p.name: p.step_s for p in self.predictions}
-        return times[name] / times[NONE]
+        return self.predictions[name].step_s / self.predictions[NONE].step_s
 
 
 def points(case: Case, nodes: Sequence[int] = NODES, rates: Sequence[float] = RATES) -> list[Point]:
@@ -39,13 +40,14 @@ def points(case: Case, nodes: Sequence[int] = NODES, rates: Sequence[float] = RA
     Args:
         case: Gives all the rest, the link's latency and efficiency too.
         nodes: Numbers of nodes.
-        rates: Nominal rates in bits per second.
+        rates: Nominal, in bits per second.
     """
     found = []
     per_node = case.cluster.ranks_per_node
     for count in nodes:
         cluster = Cluster(ranks=count * per_node, ranks_per_node=per_node)
         for bits_per_s in rates:
+            # Latency and the machine's constants stay: only nodes and rate are varied.
             link = replace(case.link, bits_per_s=bits_per_s)
             here = replace(case, cluster=cluster, link=link)
             found.append(Point(nodes=count, link=rate(link), predictions=predict(here)))
@@ -57,9 +59,6 @@ def rows(found: Sequence[Point]) -> list[dict[str, object]]:
 
     A cell holds the best all-reduce / DistributedLion / its bound with overlap, each relative to no
     communication, and a star where the exchange of votes does not pay.
-
-    Args:
-        found: From `points`.
     """
     table: dict[int, dict[str, object]] = {}
     for point in found:
@@ -73,3 +72,30 @@ def rows(found: Sequence[Point]) -> list[dict[str, object]]:
 
 def _short(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio < 9.995 else f"{ratio:.1f}" if ratio < 99.95 else f"{ratio:,.0f}"
+
+
+def draw(found: Sequence[Point], title: str, path: Path) -> None:
+    """Writes a picture of step times over the number of nodes, a panel per link.
+
+    The ending of `path` decides on the format.
+    """
+    from matplotlib.figure import Figure
+
+    links = list(dict.fromkeys(point.link for point in found))
+    names = [name for name in found[0].predictions if name not in (NONE, PUBLIC)]
+    figure = Figure(figsize=(3.2 * len(links), 4.2), layout="constrained")
+    panels = figure.subplots(1, len(links), sharey=True, squeeze=False)[0]
+    for panel, link in zip(panels, links, strict=True):
+        here = [point for point in found if point.link == link]
+        nodes = [point.nodes for point in here]
+        for name in names:
+            style = "--" if name == OVERLAPPED else "-"
+            panel.plot(nodes, [point.ratio(name) for point in here], style, label=name)
+        panel.set(title=link, xlabel="nodes", yscale="log")
+        panel.set_xscale("log", base=2)
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("predicted step time / no communication")
+    figure.suptitle(title)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from hf_dlion.tools.bench.emulate import Network
-from hf_dlion.tools.bench.methods import name_of
+from hf_dlion.tools.bench.methods import DLION, NONE, name_of
 from hf_dlion.tools.bench.model import llama
 from hf_dlion.tools.plan.cost import Cluster, Link
 from hf_dlion.tools.plan.link import DEFAULT_LATENCY_MS
 from hf_dlion.tools.plan.machine import Machine
-from hf_dlion.tools.plan.methods import DLION, NONE, OVERLAPPED, Case, predict
+from hf_dlion.tools.plan.methods import OVERLAPPED, Case, no_communication, predict
 from hf_dlion.tools.plan.model import Workload
 
 COLUMNS = {
@@ -29,18 +27,6 @@ COLUMNS = {
 }
 
 
-def load(path: Path) -> dict[str, Any]:
-    """Returns the JSON of a run of `bench train`.
-
-    Raises:
-        ValueError: If the file is something else.
-    """
-    result: dict[str, Any] = json.loads(path.read_text())
-    if result.get("bench") != "train":
-        raise ValueError(f"{path} is not the JSON of `hf-dlion bench train`")
-    return result
-
-
 def emulated_link(result: Mapping[str, Any]) -> Link:
     """Returns the link of a run's emulated network.
 
@@ -50,7 +36,7 @@ def emulated_link(result: Mapping[str, Any]) -> Link:
     text = result["config"].get("emulate")
     if text is None:
         raise ValueError(
-            "this run of `bench train` emulated no network, so that its link is unknown: give "
+            "this run of `bench train` emulated no network, so its link is unknown: give "
             "--link RATE, or the JSON of `bench exchange` on the same ranks"
         )
     bits = Network.parse(text).bits_per_s
@@ -61,7 +47,7 @@ def case_of(result: Mapping[str, Any], machine: Machine, link: Link) -> Case:
     """Returns the case of a run: its model and ranks, and compute from "no communication".
 
     Args:
-        result: From `load`.
+        result: The JSON of `bench train`.
         machine: Its ranks' own work.
         link: Between its ranks.
 
@@ -69,7 +55,7 @@ def case_of(result: Mapping[str, Any], machine: Machine, link: Link) -> Case:
         ValueError: If the run lacks the row.
     """
     config = result["config"]
-    free = [row["median_ms"] for row in result["rows"] if row["name"].startswith("no comm")]
+    free = [row["median_ms"] for row in result["rows"] if row["name"] == NONE]
     if not free:
         raise ValueError("the run has no row without communication: run it with --methods none ...")
     with torch.device("meta"):
@@ -77,8 +63,7 @@ def case_of(result: Mapping[str, Any], machine: Machine, link: Link) -> Case:
     work = Workload(name="Llama of bench train", parameters=config["parameters"], shapes=shapes)
     cluster = Cluster(ranks=config["ranks"])
     empty = Case(work=work, cluster=cluster, link=link, machine=machine, compute_s=0.0)
-    rest = next(p.step_s for p in predict(empty) if p.name == NONE)
-    return replace(empty, compute_s=1e-3 * free[0] - rest)
+    return replace(empty, compute_s=1e-3 * free[0] - no_communication(empty).step_s)
 
 
 def rows(result: Mapping[str, Any], case: Case) -> list[dict[str, Any]]:
@@ -87,7 +72,7 @@ def rows(result: Mapping[str, Any], case: Case) -> list[dict[str, Any]]:
     The row without communication is the input, and so has no error.
 
     Args:
-        result: From `load`.
+        result: The JSON of `bench train`.
         case: From `case_of`, with the bits of the votes to compare.
 
     Raises:
@@ -96,31 +81,25 @@ def rows(result: Mapping[str, Any], case: Case) -> list[dict[str, Any]]:
     seen = {row["bits"] for row in result["rows"] if "bits" in row}
     if seen and case.bits not in seen:
         raise ValueError(f"the run's votes have bits={sorted(seen)}, not {case.bits}: give --bits")
-    by_name = {p.name: p for p in predict(case)}
+    predictions = predict(case)
+    # The tables name DistributedLion with its bits and options, the cost model does not.
+    ours = {name_of(case.bits): DLION, name_of(case.bits, overlap=True): OVERLAPPED}
     found = []
     for row in result["rows"]:
-        name = _method(row["name"], case.bits)
-        prediction = None if name is None else by_name.get(name)
-        if prediction is None:
+        name = row["name"]
+        name = ours.get(name) if name.startswith(DLION) else name
+        if name not in predictions:
             continue
-        predicted_ms = 1e3 * prediction.step_s
-        given = prediction.name == NONE
-        error = None if given else 100 * (predicted_ms / row["median_ms"] - 1)
+        predicted_ms = None if name == NONE else 1e3 * predictions[name].step_s
+        error = None if predicted_ms is None else 100 * (predicted_ms / row["median_ms"] - 1)
         found.append(
             {
                 "name": row["name"],
                 "bytes_per_step": row["bytes_per_step"],
-                "predicted_bytes": prediction.wire_bytes,
+                "predicted_bytes": predictions[name].wire_bytes,
                 "measured_ms": row["median_ms"],
-                "predicted_ms": None if given else predicted_ms,
+                "predicted_ms": predicted_ms,
                 "error_percent": error,
             }
         )
     return found
-
-
-def _method(name: str, bits: int) -> str | None:
-    """Returns the cost model's name of a benchmark's row, None if it does not know it."""
-    if name.startswith(DLION):
-        return {name_of(bits): DLION, name_of(bits, overlap=True): OVERLAPPED}.get(name)
-    return name

@@ -9,16 +9,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_dlion.tools.bench.report import MissingPackageError, environment, require_rich
-from hf_dlion.tools.plan.plot import require_matplotlib
+from hf_dlion.tools.arguments import checked, exit_code, positive
+from hf_dlion.tools.report import MissingPackageError, environment, require, write_json
 from hf_dlion.tools.study import table
 from hf_dlion.tools.study.methods import METHODS, recipe
 from hf_dlion.tools.study.real import check_real
 from hf_dlion.tools.study.records import Records
-from hf_dlion.tools.study.result import Result, results
+from hf_dlion.tools.study.result import results
 from hf_dlion.tools.study.run import complete, estimate_s
 from hf_dlion.tools.study.scenes import SCENES, scene_class
-from hf_dlion.tools.study.search import Trial, count_missing
+from hf_dlion.tools.study.search import Trial, missing
 from hf_dlion.tools.study.setting import SCHEDULES, Setting
 
 # One of each kind, and what the Distributed Lion paper compares with.
@@ -29,48 +29,24 @@ COMPARED = [
 
 # About 14 hours of one core for a scene.
 MEDIUM: dict[str, Any] = {
-    "methods": COMPARED,
-    "workers": [2, 4, 8],
-    "batch": [8],
-    "sequence": 128,
-    "hidden": 128,
-    "layers": 4,
-    "steps": 1000,
-    "seeds": 3,
-    "evaluations": 10,
-    "base_steps": 3000,
-}
+    "methods": COMPARED, "workers": [2, 4, 8], "batch": [8], "sequence": 128, "hidden": 128,
+    "layers": 4, "steps": 1000, "seeds": 3, "evaluations": 10, "base_steps": 3000,
+}  # fmt: skip
 
 # What a scale stands for; a flag of the same name comes first.
 SCALES: dict[str, dict[str, Any]] = {
     "smoke": {
-        "methods": ["adamw", "lion", "majority"],
-        "workers": [2],
-        "batch": [2],
-        "sequence": 16,
-        "hidden": 32,
-        "layers": 1,
-        "steps": 6,
-        "seeds": 2,
-        "evaluations": 2,
-        "base_steps": 6,
+        "methods": ["adamw", "lion", "majority"], "workers": [2], "batch": [2], "sequence": 16,
+        "hidden": 32, "layers": 1, "steps": 6, "seeds": 2, "evaluations": 2, "base_steps": 6,
     },
     "small": {
-        "methods": list(METHODS),
-        "workers": [2, 4, 8],
-        "batch": [8],
-        "sequence": 64,
-        "hidden": 64,
-        "layers": 2,
-        "steps": 300,
-        "seeds": 3,
-        "evaluations": 6,
-        "base_steps": 1000,
+        "methods": list(METHODS), "workers": [2, 4, 8], "batch": [8], "sequence": 64, "hidden": 64,
+        "layers": 2, "steps": 300, "seeds": 3, "evaluations": 6, "base_steps": 1000,
     },
     "medium": MEDIUM,
     # The workers and the batch of the Distributed Lion paper; about five days of one core.
     "full": {**MEDIUM, "workers": [4, 8, 16, 32], "batch": [32], "sequence": 64},
-}
+}  # fmt: skip
 FINE_TUNING = ("finetune", "lora")
 
 
@@ -84,47 +60,47 @@ def main(argv: list[str] | None = None) -> int:
     for name, value in SCALES[args.scale].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    try:
-        require_rich()
-        if args.plot:
-            require_matplotlib()
-        return _run(args)
-    except (MissingPackageError, ImportError, ConnectionError, ValueError) as error:
-        print(f"hf-dlion study: {error}", file=sys.stderr)
-        return 2
+    told = (MissingPackageError, ImportError, ConnectionError, ValueError)
+    return exit_code("study", lambda: _run(args), *told)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> None:
+    require("rich")
+    if args.plot:
+        require("matplotlib")
     trials = _trials(args)
     folder = Path(args.out)
     records = Records(folder / "runs.jsonl")
     if args.dry_run:
-        todo = count_missing(trials, records)
+        todo = list(missing(trials, records, ahead=True))
         print(
             f"{len(todo)} runs to make, {len(records)} are there; about "
             f"{estimate_s(todo) / 60:.0f} minutes of one core for their gradients"
         )
-        return 0
+        return
+    # Every run is written as soon as it is made, so an interrupted study goes on from there.
     if not args.report:
         before = environment()
         made = complete(trials, records, args.jobs)
         print(f"{made} runs made; all {len(records)} are in {records.path}")
         if made:
-            _append(folder / "environment.jsonl", {**before, "runs": made, "words": sys.argv[1:]})
+            entry = {**before, "runs": made, "words": sys.argv[1:]}
+            with (folder / "environment.jsonl").open("a") as file:
+                file.write(json.dumps(entry) + "\n")
     found = results(trials, records)
     if not found:
         print("no results yet")
-        return 0
+        return
     table.print_losses(found)
     table.print_grids(found)
     table.print_sign_agreement(found)
-    _write_summary(found, folder / "summary.json")
+    write_json(folder / "summary.json", [result.as_json() for result in found])
+    print(f"written: {folder / 'summary.json'}")
     if args.plot:
         from hf_dlion.tools.study.plot import draw
 
         for path in draw(found, folder):
             print(f"drawn: {path}")
-    return 0
 
 
 def _trials(args: argparse.Namespace) -> list[Trial]:
@@ -140,24 +116,13 @@ def _trials(args: argparse.Namespace) -> list[Trial]:
     ):
         kind, family = scene_class(scene), recipe(method).family
         setting = Setting(
-            scene=scene,
-            method=method,
-            workers=workers,
-            batch=batch,
-            sequence=args.sequence,
-            hidden=args.hidden,
-            layers=args.layers,
-            steps=args.steps,
-            lr=0.0,
-            weight_decay=args.weight_decay,
-            betas=(args.betas[0], args.betas[1]),
-            schedule=args.schedule,
-            seed=0,
-            evaluations=args.evaluations,
-            base_steps=args.base_steps if scene in FINE_TUNING else 0,
-            real=args.real,
+            scene=scene, method=method, workers=workers, batch=batch, sequence=args.sequence,
+            hidden=args.hidden, layers=args.layers, steps=args.steps, lr=0.0,
+            weight_decay=args.weight_decay, betas=(args.betas[0], args.betas[1]),
+            schedule=args.schedule, seed=0, evaluations=args.evaluations,
+            base_steps=args.base_steps if scene in FINE_TUNING else 0, real=args.real,
             folder=args.out,
-        )
+        )  # fmt: skip
         if args.real:
             check_real(setting)
         lrs = tuple(sorted(set(grids[family] or kind.grids[family])))
@@ -166,14 +131,9 @@ def _trials(args: argparse.Namespace) -> list[Trial]:
     return trials
 
 
-def _write_summary(found: list[Result], path: Path) -> None:
-    path.write_text(json.dumps([result.as_json() for result in found], indent=1) + "\n")
-    print(f"written: {path}")
-
-
-def _append(path: Path, entry: dict[str, Any]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(entry) + "\n")
+_several = checked(
+    int, lambda value: value >= 2, "workers have nobody to vote with: give 2 or more"
+)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -188,39 +148,25 @@ def _parser() -> argparse.ArgumentParser:
     add("--scenes", nargs="+", default=["pretrain"], help=f"{', '.join(SCENES)} (pretrain)")
     add("--methods", nargs="+", help=f"{', '.join(METHODS)} (all)")
     add("--workers", nargs="+", type=_several, help="numbers of workers (small: 2 4 8)")
-    add("--batch", nargs="+", type=_positive, help="sequences per worker (small: 8)")
-    add("--sequence", type=_positive, help="tokens in each (small: 64)")
-    add("--hidden", type=_positive, help="width of the model (small: 64)")
-    add("--layers", type=_positive, help="depth of the model (small: 2)")
-    add("--steps", type=_positive, help="of a run (small: 300)")
-    add("--base-steps", type=_positive, help="that made a base to fine-tune (small: 1000)")
-    add("--seeds", type=_positive, help="how many (small: 3)")
-    add("--tuning-seeds", type=_positive, default=1, help="that choose learning rates (1)")
+    add("--batch", nargs="+", type=positive, help="sequences per worker (small: 8)")
+    add("--sequence", type=positive, help="tokens in each (small: 64)")
+    add("--hidden", type=positive, help="width of the model (small: 64)")
+    add("--layers", type=positive, help="depth of the model (small: 2)")
+    add("--steps", type=positive, help="of a run (small: 300)")
+    add("--base-steps", type=positive, help="that made a base to fine-tune (small: 1000)")
+    add("--seeds", type=positive, help="how many (small: 3)")
+    add("--tuning-seeds", type=positive, default=1, help="that choose learning rates (1)")
     add("--lr-adamw", nargs="+", type=float, help="learning rates to choose from (by scene)")
     add("--lr-lion", nargs="+", type=float, help="the same for Lion and Distributed Lion")
     add("--lr-sgd", nargs="+", type=float, help="the same for SGD")
     add("--weight-decay", type=float, default=0.1, help="(0.1)")
     add("--betas", nargs=2, type=float, default=[0.9, 0.99], help="Lion's (0.9 0.99)")
     add("--schedule", choices=SCHEDULES, default="cosine", help="of the learning rate (cosine)")
-    add("--evaluations", type=_positive, help="points of a curve (small: 6)")
+    add("--evaluations", type=positive, help="points of a curve (small: 6)")
     add("--real", action="store_true", help="a process for every rank, with gloo")
-    add("--jobs", type=_positive, default=1, help="runs at once, a thread each (1)")
+    add("--jobs", type=positive, default=1, help="runs at once, a thread each (1)")
     add("--out", default="outputs/study", help="folder of records, pictures, bases")
     add("--plot", action="store_true", help="draw pictures, too")
     add("--report", action="store_true", help="make no runs, tell of those that are there")
     add("--dry-run", action="store_true", help="say how many runs are missing, and what they take")
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return value
-
-
-def _several(text: str) -> int:
-    value = int(text)
-    if value < 2:
-        raise argparse.ArgumentTypeError(f"{text} workers have nobody to vote with: give 2 or more")
-    return value

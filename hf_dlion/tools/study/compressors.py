@@ -1,24 +1,28 @@
 """Gradient compressors that the Distributed Lion paper compares with, as their papers define them.
 
-A compressor has a `Worker` per rank, which turns a gradient into the bytes that it sends, and the
-messages of all into the mean. `Compressor` runs all workers in one process; the comm hook of
-`hf_dlion.tools.study.compressors_hook` runs one under DDP, with the same result bit for bit.
+A compressor has a worker per rank, which turns a gradient into the bytes that it sends, and the
+messages of all into the mean. `Compressor.compress` runs all workers in one process; the comm hook
+of `hf_dlion.tools.study.compressors_hook` runs one under DDP, with the same result bit for bit.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from hf_dlion.tools.bench.traffic import ring_bytes
+from hf_dlion.exchange.mean import average_wire_bytes
 
 # The share of elements that the Distributed Lion paper lets GradDrop and DGC send.
 DENSITY = 0.04
+# DGC's: 75 %, 93.75 %, 98.4 % and 99.6 % of the elements are kept back in them.
+WARMUP_EPOCHS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,15 +44,31 @@ class Run:
     steps: int
 
 
-class Worker(ABC):
-    """One rank's side of a compressor.
+class Compressor(ABC):
+    """What turns gradients into messages, made with its options alone.
+
+    `worker` returns one rank's side of it for a run, which has the state. `start` and `compress`
+    are all ranks' sides in one process.
 
     Attributes:
-        run: What it knows of the run.
+        run: What a worker knows of its run.
+        bits_per_iteration: Bits that a rank sent in the last step: its message to each of the
+            others, in a ring or not, and the scale's all-reduce.
+        rounds_per_iteration: Messages that waited for one another for that.
     """
 
-    def __init__(self, run: Run) -> None:
-        """Starts before the first step."""
+    run: Run
+    bits_per_iteration = 0.0
+    rounds_per_iteration = 0
+
+    def worker(self, run: Run) -> Self:
+        """Returns one rank's side, before its first step."""
+        worker = copy.copy(self)
+        worker.begin(run)
+        return worker
+
+    def begin(self, run: Run) -> None:
+        """Makes this a worker: sets its state before the first step."""
         self.run = run
 
     def scale(self, gradient: Tensor) -> Tensor:
@@ -84,23 +104,6 @@ class Worker(ABC):
             total += self.decode(message, scale)
         return total.div_(len(messages))
 
-
-class Compressor(ABC):
-    """All workers of a compressor in one process.
-
-    Attributes:
-        bits_per_iteration: Bits that a rank sent in the last step: its message to each of the
-            others, in a ring or not, and the scale's all-reduce.
-        rounds_per_iteration: Messages that waited for one another for that.
-    """
-
-    bits_per_iteration = 0.0
-    rounds_per_iteration = 0
-
-    @abstractmethod
-    def worker(self, run: Run) -> Worker:
-        """Returns one rank's side."""
-
     def start(self, world_size: int, params: Sequence[Tensor], seed: int, steps: int) -> None:
         """Makes the workers anew.
 
@@ -122,12 +125,10 @@ class Compressor(ABC):
         Args:
             gradients: By worker and parameter; unchanged.
         """
-        flat = [
-            torch.cat([one.detach().float().cpu().flatten() for one in own]) for own in gradients
-        ]
-        scales = [worker.scale(own) for worker, own in zip(self._workers, flat, strict=True)]
-        scale = torch.stack(scales).amax(0)
-        messages = [w.encode(own, scale) for w, own in zip(self._workers, flat, strict=True)]
+        flat = [torch.cat([g.detach().float().cpu().flatten() for g in own]) for own in gradients]
+        pairs = list(zip(self._workers, flat, strict=True))
+        scale = torch.stack([worker.scale(own) for worker, own in pairs]).amax(0)
+        messages = [worker.encode(own, scale) for worker, own in pairs]
         self.bits_per_iteration = 8 * sent_bytes(messages[0], scale, len(messages))
         self.rounds_per_iteration = sent_rounds(scale, len(messages))
         mean = self._workers[0].combine(messages, scale)
@@ -137,7 +138,9 @@ class Compressor(ABC):
 
 def sent_bytes(message: Tensor, scale: Tensor, world_size: int) -> int:
     """Returns the bytes that a rank sends to gather all messages and to agree on the scale."""
-    return (world_size - 1) * message.numel() + ring_bytes(scale.numel(), 4, world_size)
+    return (world_size - 1) * message.numel() + average_wire_bytes(
+        scale.numel(), world_size, torch.float32
+    )
 
 
 def sent_rounds(scale: Tensor, world_size: int) -> int:
@@ -145,20 +148,18 @@ def sent_rounds(scale: Tensor, world_size: int) -> int:
     return (world_size - 1) * (3 if scale.numel() else 1)
 
 
-@dataclass(frozen=True)
-class Clipping:
-    """Holds a layer's elements within so many standard deviations."""
+def clipped(layer: Tensor, deviations: float) -> Tensor:
+    """Returns a layer whose elements are within so many standard deviations.
 
-    deviations: float
-
-    def __call__(self, layer: Tensor) -> Tensor:
-        """Returns the clipped layer; one of a single element has no deviation, and stays."""
-        if layer.numel() < 2:
-            return layer
-        bound = float(self.deviations * layer.std(correction=0))
-        return layer.clamp(-bound, bound)
+    A layer of a single element has no deviation, and stays.
+    """
+    if layer.numel() < 2:
+        return layer
+    bound = float(deviations * layer.std(correction=0))
+    return layer.clamp(-bound, bound)
 
 
+@dataclass
 class TernGrad(Compressor):
     """Each element one of -s, 0, s, right in expectation (Wen et al. 2017, arXiv 1705.07878).
 
@@ -168,22 +169,11 @@ class TernGrad(Compressor):
     to agree on s.
     """
 
-    def __init__(self, deviations: float = 2.5) -> None:
-        """Remembers at how many standard deviations to clip."""
-        self._clip = Clipping(deviations)
+    deviations: float = 2.5
 
-    def worker(self, run: Run) -> Worker:
-        """Returns one rank's side."""
-        return TernGradWorker(run, self._clip)
-
-
-class TernGradWorker(Worker):
-    """One rank's side of `TernGrad`."""
-
-    def __init__(self, run: Run, clip: Clipping) -> None:
-        """Has no state but the random numbers'."""
-        super().__init__(run)
-        self._clip = clip
+    def begin(self, run: Run) -> None:
+        """Seeds the random numbers."""
+        super().begin(run)
         # Any two ranks draw independently, or their errors would add up instead of averaging out.
         self._random = torch.Generator().manual_seed(run.seed * 65537 + run.rank)
 
@@ -208,23 +198,26 @@ class TernGradWorker(Worker):
         return (codes.float() - 1) * self._spread(scale)
 
     def _clipped(self, gradient: Tensor) -> list[Tensor]:
-        return [self._clip(layer) for layer in gradient.split_with_sizes(list(self.run.sizes))]
+        layers = gradient.split_with_sizes(list(self.run.sizes))
+        return [clipped(layer, self.deviations) for layer in layers]
 
     def _spread(self, scale: Tensor) -> Tensor:
         sizes = torch.tensor(self.run.sizes, device=scale.device)
         return scale.repeat_interleave(sizes)
 
 
-class SparseWorker(Worker):
+class Sparse(Compressor):
     """Sends elements as float32 values and int32 positions, and keeps the others back.
 
     Attributes:
-        residual: What has not been sent yet, float32.
+        residual: What a worker has not sent yet, float32.
     """
 
-    def __init__(self, run: Run) -> None:
-        """Owes nothing."""
-        super().__init__(run)
+    residual: Tensor
+
+    def begin(self, run: Run) -> None:
+        """Starts with a residual of 0."""
+        super().begin(run)
         self.residual = torch.zeros(sum(run.sizes))
 
     def take(self, positions: Tensor) -> Tensor:
@@ -247,7 +240,8 @@ def largest(values: Tensor, density: float) -> Tensor:
     return values.abs().topk(count, sorted=False).indices
 
 
-class GradDrop(Compressor):
+@dataclass
+class GradDrop(Sparse):
     """The largest elements of gradient and residual (Aji and Heafield 2017, arXiv 1704.05021).
 
     One threshold over all parameters, which the paper prefers for models with layer normalisation;
@@ -257,30 +251,20 @@ class GradDrop(Compressor):
         density: Share of the elements that are sent; the paper drops 0.99, Distributed Lion 0.96.
     """
 
-    def __init__(self, density: float = DENSITY) -> None:
-        """Remembers the density."""
-        self._density = check_share("density", density)
+    density: float = DENSITY
 
-    def worker(self, run: Run) -> Worker:
-        """Returns one rank's side."""
-        return GradDropWorker(run, self._density)
-
-
-class GradDropWorker(SparseWorker):
-    """One rank's side of `GradDrop`."""
-
-    def __init__(self, run: Run, density: float) -> None:
-        """Owes nothing."""
-        super().__init__(run)
-        self._density = density
+    def __post_init__(self) -> None:
+        """Checks the density."""
+        check_share("density", self.density)
 
     def encode(self, gradient: Tensor, scale: Tensor) -> Tensor:
-        """Returns the largest of what is owed."""
+        """Returns the largest elements of the residual."""
         self.residual += gradient
-        return self.take(largest(self.residual, self._density))
+        return self.take(largest(self.residual, self.density))
 
 
-class DGC(Compressor):
+@dataclass
+class DGC(Sparse):
     """Deep gradient compression (Lin et al. 2018, arXiv 1712.01887, algorithm 4).
 
     With a worker's gradient g, its momentum u and what it owes v, layer by layer:
@@ -293,6 +277,8 @@ class DGC(Compressor):
     it takes the sum, to clip/√N; here it is g, of which the mean is taken. Warm-up: 1/4 of the
     elements, 1/16, ... in the four epochs of the warm-up, down to the density.
 
+    A worker's `residual` is the paper's v, its `velocity` the paper's u.
+
     Args:
         density: Share of each layer's elements that are sent after the warm-up.
         momentum: The paper's m.
@@ -300,26 +286,20 @@ class DGC(Compressor):
         warmup: Share of the run; the paper's four epochs are about this of ImageNet's ninety.
     """
 
-    def __init__(
-        self,
-        density: float = DENSITY,
-        momentum: float = 0.9,
-        clip: float | None = 1.0,
-        warmup: float = 0.04,
-    ) -> None:
-        """Checks and remembers the arguments."""
-        if not 0.0 <= momentum < 1.0:
-            raise ValueError(f"momentum={momentum} must be at least 0 and less than 1")
-        if clip is not None and not clip > 0.0:
-            raise ValueError(f"clip={clip} must be positive, or None")
-        if not 0.0 <= warmup <= 1.0:
-            raise ValueError(f"warmup={warmup} must be a share of the run, from 0 to 1")
-        self.density = check_share("density", density)
-        self.momentum, self.clip, self.warmup = momentum, clip, warmup
+    density: float = DENSITY
+    momentum: float = 0.9
+    clip: float | None = 1.0
+    warmup: float = 0.04
 
-    def worker(self, run: Run) -> Worker:
-        """Returns one rank's side."""
-        return DGCWorker(run, self)
+    def __post_init__(self) -> None:
+        """Checks the arguments."""
+        check_share("density", self.density)
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"momentum={self.momentum} must be at least 0 and less than 1")
+        if self.clip is not None and not self.clip > 0.0:
+            raise ValueError(f"clip={self.clip} must be positive, or None")
+        if not 0.0 <= self.warmup <= 1.0:
+            raise ValueError(f"warmup={self.warmup} must be a share of the run, from 0 to 1")
 
     def density_at(self, step: int, steps: int) -> float:
         """Returns the share that is sent in a step, which is counted from 0, of so many."""
@@ -328,30 +308,17 @@ class DGC(Compressor):
             return self.density
         return max(self.density, 0.25 ** (math.floor(step / epoch) + 1))
 
-
-# 75 %, 93.75 %, 98.4 % and 99.6 % of the elements are kept back in them.
-WARMUP_EPOCHS = 4
-
-
-class DGCWorker(SparseWorker):
-    """One rank's side of `DGC`; `residual` is the paper's v.
-
-    Attributes:
-        velocity: The paper's u, float32.
-    """
-
-    def __init__(self, run: Run, options: DGC) -> None:
-        """Has no momentum, and owes nothing."""
-        super().__init__(run)
+    def begin(self, run: Run) -> None:
+        """Starts with momentum and residual of 0."""
+        super().begin(run)
         self.velocity = torch.zeros_like(self.residual)
-        self._options = options
         self._step = 0
 
     def encode(self, gradient: Tensor, scale: Tensor) -> Tensor:
-        """Returns the largest of what each layer owes."""
-        self.velocity.mul_(self._options.momentum).add_(self._clipped(gradient))
+        """Returns the largest elements of each layer of the residual."""
+        self.velocity.mul_(self.momentum).add_(self._clipped(gradient))
         self.residual += self.velocity
-        density = self._options.density_at(self._step, self.run.steps)
+        density = self.density_at(self._step, self.run.steps)
         self._step += 1
         chosen, start = [], 0
         for layer in self.residual.split_with_sizes(list(self.run.sizes)):
@@ -363,18 +330,17 @@ class DGCWorker(SparseWorker):
         return self.take(positions)
 
     def _clipped(self, gradient: Tensor) -> Tensor:
-        if self._options.clip is None:
+        if self.clip is None:
             return gradient
-        limit = self._options.clip * math.sqrt(self.run.world_size)
+        limit = self.clip * math.sqrt(self.run.world_size)
         return gradient * min(1.0, limit / max(float(gradient.norm()), 1e-30))
 
 
-def check_share(name: str, value: float) -> float:
-    """Returns a share.
+def check_share(name: str, value: float) -> None:
+    """Checks a share of the elements.
 
     Raises:
         ValueError: If it is none.
     """
     if not 0.0 < value <= 1.0:
         raise ValueError(f"{name}={value} must be a share of the elements: more than 0, at most 1")
-    return value

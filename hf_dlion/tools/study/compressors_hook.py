@@ -70,9 +70,11 @@ class HookState:
         return future
 
     def _exchange(self) -> None:
+        # Buckets into one gradient in the order of the model.
         for _, views, params, _ in self._waiting:
             for view, param in zip(views, params, strict=True):
                 self._own[param].copy_(view.flatten())
+        # What `Compressor.compress` does with all workers, here with this one.
         scale = self.worker.scale(self._gradient)
         world_size = self.worker.run.world_size
         if scale.numel():
@@ -83,6 +85,7 @@ class HookState:
         self.bytes_sent += sent_bytes(message, scale, world_size)
         self.rounds += sent_rounds(scale, world_size)
         self._gradient.copy_(self.worker.combine(messages, scale))
+        # And back into the buckets.
         waiting, self._waiting = self._waiting, []
         for buffer, views, params, future in waiting:
             for view, param in zip(views, params, strict=True):
@@ -96,7 +99,7 @@ def compress_hook(
 ) -> torch.futures.Future[Tensor]:
     """Comm hook that exchanges the gradients of all buckets at once when the last has come.
 
-    Clipping and thresholds concern the whole gradient, so that nothing overlaps with backward: it
-    is there to be right, not fast.
+    Clipping and thresholds concern the whole gradient, so nothing overlaps with backward: the hook
+    is for comparing losses, not speed.
     """
     return state.add(bucket)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,33 +29,19 @@ class Corpus:
 @functools.cache
 def code() -> Corpus:
     """Returns the source of the standard library."""
-    train, validation = bytearray(), bytearray()
-    for path, held_out in _modules():
-        (validation if held_out else train).extend(path.read_bytes())
-    return _corpus(train, validation)
+    return _corpus(lambda number: True, Path.read_bytes)
 
 
 @functools.cache
 def base_code() -> Corpus:
-    """Returns the source of every other file, so that a base has not seen all docstrings."""
-    train, validation = bytearray(), bytearray()
-    for number, (path, held_out) in enumerate(_modules()):
-        if held_out:
-            validation.extend(path.read_bytes())
-        elif number % 2 == 0:
-            train.extend(path.read_bytes())
-    return _corpus(train, validation)
+    """Returns the source of every other file, so a base has not seen all docstrings."""
+    return _corpus(lambda number: number % 2 == 0, Path.read_bytes)
 
 
 @functools.cache
 def prose() -> Corpus:
     """Returns the docstrings of the files that `base_code` leaves out."""
-    train, validation = bytearray(), bytearray()
-    for number, (path, held_out) in enumerate(_modules()):
-        if held_out or number % 2:
-            for text in _docstrings(path.read_bytes()):
-                (validation if held_out else train).extend(text.encode() + b"\n\n")
-    return _corpus(train, validation)
+    return _corpus(lambda number: number % 2 == 1, _docstrings)
 
 
 def blocks(text: Bytes, length: int, count: int) -> Bytes:
@@ -65,22 +51,21 @@ def blocks(text: Bytes, length: int, count: int) -> Bytes:
     return whole[np.arange(taken) * len(whole) // max(taken, 1)]
 
 
-def _modules() -> Iterator[tuple[Path, bool]]:
-    """Yields the files, and whether each is held out."""
+def _corpus(learned: Callable[[int], bool], text_of: Callable[[Path], bytes]) -> Corpus:
+    """Returns a text of files to learn from, by their numbers, and of those that are held out."""
     root = Path(sysconfig.get_path("stdlib"))
     found = [*root.glob("*.py"), *(root / "json").glob("*.py"), *(root / "email").glob("*.py")]
-    for path in sorted(found):
-        yield path, path.relative_to(root).as_posix() in HELD_OUT
+    train, validation = [], []
+    for number, path in enumerate(sorted(found)):
+        if path.relative_to(root).as_posix() in HELD_OUT:
+            validation.append(text_of(path))
+        elif learned(number):
+            train.append(text_of(path))
+    return Corpus(*(np.frombuffer(b"".join(part), np.uint8) for part in (train, validation)))
 
 
-def _docstrings(source: bytes) -> Iterator[str]:
+def _docstrings(path: Path) -> bytes:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, documented):
-            text = ast.get_docstring(node)
-            if text:
-                yield text
-
-
-def _corpus(train: bytearray, validation: bytearray) -> Corpus:
-    return Corpus(np.frombuffer(bytes(train), np.uint8), np.frombuffer(bytes(validation), np.uint8))
+    nodes = (n for n in ast.walk(ast.parse(path.read_bytes())) if isinstance(n, documented))
+    texts = [text for node in nodes if (text := ast.get_docstring(node))]
+    return "".join(f"{text}\n\n" for text in texts).encode()

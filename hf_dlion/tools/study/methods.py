@@ -11,12 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from hf_dlion.exchange.mean import average_wire_bytes
 from hf_dlion.exchange.memory import Hub
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.tools.bench.traffic import ring_bytes
 from hf_dlion.tools.study.compressors import DGC, Compressor, GradDrop, TernGrad
 from hf_dlion.tools.study.scenes import Scene, UnknownNameError
 from hf_dlion.tools.study.setting import Setting
+
+Make = Callable[[nn.Module, Setting], Optimizer]
+Options = Callable[[Setting, int], dict[str, Any]]
 
 
 class Method(ABC):
@@ -52,19 +55,11 @@ class Method(ABC):
 class Averaged(Method):
     """One optimizer on the mean gradient, or on what a compressor makes of the workers' gradients.
 
-    Args:
-        scene: Makes the model.
-        setting: Of the run.
-        make: Makes the optimizer.
-        compressor: None averages in full precision.
+    The last two arguments are as in `Recipe`.
     """
 
     def __init__(
-        self,
-        scene: Scene,
-        setting: Setting,
-        make: Callable[[nn.Module, Setting], Optimizer],
-        compressor: Compressor | None,
+        self, scene: Scene, setting: Setting, make: Make, compressor: Compressor | None
     ) -> None:
         """Makes one model: the workers' would never differ."""
         model = scene.model(setting.seed)
@@ -85,16 +80,17 @@ class Averaged(Method):
     def step(self, lr: float) -> None:
         """Takes a step on the mean."""
         workers = len(self.places)
+        # The workers' gradients have been added up in one model, or kept apart.
         if self._compressor is None:
             for param in self._params:
                 if param.grad is not None:
                     param.grad /= workers
-            self.bytes_sent += ring_bytes(sum(p.numel() for p in self._params), 4, workers)
+            numel = sum(param.numel() for param in self._params)
+            self.bytes_sent += average_wire_bytes(numel, workers, torch.float32)
             self.rounds += 2 * (workers - 1)
         else:
-            for param, mean in zip(
-                self._params, self._compressor.compress(self._gradients), strict=True
-            ):
+            means = self._compressor.compress(self._gradients)
+            for param, mean in zip(self._params, means, strict=True):
                 param.grad = mean
             self._gradients = []
             self.bytes_sent += self._compressor.bits_per_iteration / 8
@@ -105,13 +101,7 @@ class Averaged(Method):
 
 
 class Voting(Method):
-    """N `DistributedLion` in N threads, each with a replica of its own.
-
-    Args:
-        scene: Makes the models.
-        setting: Of the run.
-        options: As in `Recipe`.
-    """
+    """N `DistributedLion` in N threads, each with a replica of its own; options as in `Recipe`."""
 
     def __init__(self, scene: Scene, setting: Setting, options: Options) -> None:
         """Makes the replicas."""
@@ -148,25 +138,30 @@ class Voting(Method):
         self._hub.close()
 
 
-Options = Callable[[Setting, int], dict[str, Any]]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a method is made.
+    """How a method is made: an optimizer on the mean gradient, or votes.
 
     Attributes:
         family: Whose learning rates it chooses from: "adamw", "lion" or "sgd".
-        simulated: Makes it, with all workers in this process.
+        make: Makes the optimizer; None where workers vote.
+        compressor: Makes what compresses gradients; None averages them in full precision.
         options: Returns the options of `DistributedLion`, from the setting and the number of
-            trained elements; None where the method is none.
-        compressor: Makes what compresses gradients; None where nothing does.
+            trained elements; None where gradients are averaged.
     """
 
     family: str
-    simulated: Callable[[Scene, Setting], Method]
-    options: Options | None = None
+    make: Make | None = None
     compressor: Callable[[], Compressor] | None = None
+    options: Options | None = None
+
+    def simulated(self, scene: Scene, setting: Setting) -> Method:
+        """Returns the method with all workers in this process."""
+        if self.options is not None:
+            return Voting(scene, setting, self.options)
+        assert self.make is not None, "a method without votes has an optimizer"
+        compressor = None if self.compressor is None else self.compressor()
+        return Averaged(scene, setting, self.make, compressor)
 
 
 def adamw(model: nn.Module, setting: Setting) -> Optimizer:
@@ -184,35 +179,17 @@ def sgd(model: nn.Module, setting: Setting) -> Optimizer:
 
 def lion(model: nn.Module, setting: Setting) -> Optimizer:
     """Returns `DistributedLion` alone, which is plain Lion."""
-    params = [pair for pair in model.named_parameters() if pair[1].requires_grad]
-    return DistributedLion(params, **lion_options(setting))
+    return DistributedLion(named(model), **lion_options(setting))
 
 
 def lion_options(setting: Setting) -> dict[str, Any]:
     """Returns the options that all Lions of a run share."""
-    return {
-        "lr": setting.lr,
-        "betas": setting.betas,
-        "weight_decay": setting.weight_decay,
-        "seed": setting.seed,
-    }
+    return {key: getattr(setting, key) for key in ("lr", "betas", "weight_decay", "seed")}
 
 
-def averaged(
-    make: Callable[[nn.Module, Setting], Optimizer],
-    compressor: Callable[[], Compressor] | None = None,
-) -> Recipe:
-    """Returns an optimizer on the mean gradient.
-
-    Args:
-        make: `adamw`, `lion` or `sgd`.
-        compressor: A class of `hf_dlion.tools.study.compressors`; None averages in full precision.
-    """
-
-    def method(scene: Scene, setting: Setting) -> Method:
-        return Averaged(scene, setting, make, None if compressor is None else compressor())
-
-    return Recipe(family=make.__name__, simulated=method, compressor=compressor)
+def averaged(make: Make, compressor: Callable[[], Compressor] | None = None) -> Recipe:
+    """Returns an optimizer on the mean gradient, arguments as in `Recipe`."""
+    return Recipe(family=make.__name__, make=make, compressor=compressor)
 
 
 def voting(*, warmup: float = 0.0, auto_bits: float = 0.0, **options: Any) -> Recipe:
@@ -232,10 +209,7 @@ def voting(*, warmup: float = 0.0, auto_bits: float = 0.0, **options: Any) -> Re
             found |= {"momentum_sync": "auto", "momentum_sync_budget": int(auto_bits * numel / 8)}
         return found
 
-    def method(scene: Scene, setting: Setting) -> Method:
-        return Voting(scene, setting, of_run)
-
-    return Recipe(family="lion", simulated=method, options=of_run)
+    return Recipe(family="lion", options=of_run)
 
 
 def _is_small(name: str, _param: Tensor) -> bool:
@@ -277,9 +251,14 @@ def recipe(name: str) -> Recipe:
     return METHODS[name]
 
 
+def named(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Returns names and parameters of what is trained."""
+    return [pair for pair in model.named_parameters() if pair[1].requires_grad]
+
+
 def trainable(model: nn.Module) -> list[Tensor]:
     """Returns the parameters that are trained."""
-    return [param for param in model.parameters() if param.requires_grad]
+    return [param for _, param in named(model)]
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:

@@ -8,9 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_dlion.tools.study.modelled import LINKS, compute_s, link, step_s
-from hf_dlion.tools.study.result import Result
-from hf_dlion.tools.study.server import server_bits
+from hf_dlion.tools.study.result import LINKS, Result, gradient_s, server_bits
 from hf_dlion.tools.study.table import cells, name, title
 
 # Losses further apart than by this factor are drawn on a logarithmic axis.
@@ -18,12 +16,7 @@ FLAT = 4.0
 
 
 def draw(results: Sequence[Result], folder: Path) -> list[Path]:
-    """Writes all pictures; returns their paths.
-
-    Args:
-        results: Of the study.
-        folder: Where to put them.
-    """
+    """Writes all pictures into a folder; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for together in cells(results):
@@ -39,14 +32,17 @@ def _curves(together: Sequence[Result], path: Path) -> Path:
     """Loss against steps, bytes sent, and modelled time over each link."""
     from matplotlib.ticker import NullFormatter
 
-    compute = compute_s(together)
+    compute_s = gradient_s(together)
     axes: dict[str, Callable[[Result], float]] = {
         "steps": lambda result: 1.0,
         "MB sent by a rank": lambda result: 1e-6 * result.average("bytes_per_step"),
     }
-    for rate in LINKS:
-        axes[f"modelled s at {rate}"] = functools.partial(step_s, compute=compute, over=link(rate))
+    for rate, link in LINKS.items():
+        axes[f"modelled s at {rate}"] = functools.partial(
+            Result.step_s, gradient_s=compute_s, link=link
+        )
     figure, panels = _figure(len(axes))
+    # One panel per axis: the same losses over steps, bytes and modelled seconds.
     for panel, (label, per_step) in zip(panels, axes.items(), strict=True):
         for result in together:
             scale, logarithmic = per_step(result), label != "steps"
@@ -67,10 +63,7 @@ def _curves(together: Sequence[Result], path: Path) -> Path:
 def _bits(together: Sequence[Result], path: Path) -> Path:
     """Loss against bits per parameter and step: as really sent, and by way of a server."""
     figure, panels = _figure(2)
-    labels = (
-        "bits per parameter, out of a rank",
-        "counted to and from a server",
-    )
+    labels = ("bits per parameter, out of a rank", "counted to and from a server")
     for panel, label in zip(panels, labels, strict=True):
         panel.set_xscale("log", base=2)
         panel.set_xlabel(label)
@@ -92,23 +85,18 @@ def _workers(apart: Sequence[Result], path: Path) -> Path:
     for method in dict.fromkeys(result.setting.method for result in apart):
         line = [result for result in apart if result.setting.method == method]
         line = sorted(_finite(line), key=lambda result: result.setting.workers)
+        workers = [result.setting.workers for result in line]
+        means = [result.mean for result in line]
         deviations = [result.as_json()["spread"] or 0.0 for result in line]
-        panels[0].errorbar(
-            [result.setting.workers for result in line],
-            [result.mean for result in line],
-            deviations,
-            fmt="o-",
-            label=method,
-        )
+        panels[0].errorbar(workers, means, deviations, fmt="o-", label=method)
     panels[0].set_xscale("log", base=2)
     numbers = sorted({result.setting.workers for result in apart})
     panels[0].set_xticks(numbers, [str(number) for number in numbers])
     panels[0].set_xlabel("workers")
     _spread_out(panels, apart)
     own = apart[0].setting
-    return _finished(
-        figure, panels, f"{own.scene}, batch {own.batch} each, {own.steps} steps", path
-    )
+    heading = f"{own.scene}, batch {own.batch} each, {own.steps} steps"
+    return _finished(figure, panels, heading, path)
 
 
 def _apart_from_workers(results: Sequence[Result]) -> list[list[Result]]:

@@ -6,41 +6,28 @@ import gc
 import json
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_dlion.exchange.mean import average_wire_bytes
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.tools.bench.traffic import ring_bytes
 from hf_dlion.tools.study.compressors_hook import HookState, compress_hook
-from hf_dlion.tools.study.methods import Method, adamw, lion_options, recipe, set_lr, sgd, trainable
+from hf_dlion.tools.study.methods import Method, lion_options, named, recipe, set_lr, trainable
 from hf_dlion.tools.study.scenes import Scene, UnknownNameError, scene_class
 from hf_dlion.tools.study.setting import Setting
 from hf_dlion.tools.study.train import train
-
-# Optimizers of one process that get the gradients that DDP has made of all ranks', by family.
-PLAIN: dict[str, Callable[[nn.Module, Setting], torch.optim.Optimizer]] = {
-    "adamw": adamw,
-    "sgd": sgd,
-}
 
 
 class RealRank(Method):
     """This process's share of a run; a process group is there."""
 
     def __init__(self, scene: Scene, setting: Setting) -> None:
-        """Makes the model, its wrapper and the optimizer.
-
-        Args:
-            scene: Makes the model.
-            setting: Of the run, on as many workers as there are ranks.
-        """
+        """Makes the model, its wrapper and the optimizer."""
         model = scene.model(setting.seed)
         params = trainable(model)
         self._numel = sum(param.numel() for param in params)
@@ -52,11 +39,11 @@ class RealRank(Method):
             self._hook = HookState(how.compressor(), params, seed=setting.seed, steps=setting.steps)
             ddp.register_comm_hook(self._hook, compress_hook)
         self._optimizer: torch.optim.Optimizer
-        if how.family in PLAIN:
-            self._optimizer = PLAIN[how.family](model, setting)
-        else:
+        if how.make is None or how.family == "lion":
             options = real_options(setting, self._numel)
             self._optimizer = DistributedLion(named(model), **lion_options(setting), **options)
+        else:
+            self._optimizer = how.make(model, setting)
 
     def step(self, lr: float) -> None:
         """Takes a step together with the other ranks."""
@@ -69,21 +56,13 @@ class RealRank(Method):
         elif self._hook is not None:
             self.bytes_sent, self.rounds = float(self._hook.bytes_sent), self._hook.rounds
         else:
-            self.bytes_sent += ring_bytes(self._numel, 4, dist.get_world_size())
-            self.rounds += 2 * (dist.get_world_size() - 1)
-
-
-def named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Returns names and parameters of what is trained."""
-    return [pair for pair in model.named_parameters() if pair[1].requires_grad]
+            ranks = dist.get_world_size()
+            self.bytes_sent += average_wire_bytes(self._numel, ranks, torch.float32)
+            self.rounds += 2 * (ranks - 1)
 
 
 def real_options(setting: Setting, numel: int) -> dict[str, Any]:
     """Returns the options of `DistributedLion` that make a method with real ranks.
-
-    Args:
-        setting: Of the run.
-        numel: Trained elements.
 
     Raises:
         UnknownNameError: If the method is one of Lion's, and no option of `DistributedLion`.
@@ -104,7 +83,7 @@ def check_real(setting: Setting) -> None:
     Raises:
         UnknownNameError: If it has none, or there is no such method.
     """
-    if recipe(setting.method).family not in PLAIN:
+    if recipe(setting.method).family == "lion":
         real_options(setting, 0)
 
 

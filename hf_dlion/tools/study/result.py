@@ -1,20 +1,39 @@
-"""What the runs of a method say together, and how far they are from global Lion."""
+"""What the runs of a method say together, how far they are from Lion, and what they would cost."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hf_dlion.momentum.divergence import by_kind
+from hf_dlion.tools.plan.cost import Link
+from hf_dlion.tools.plan.link import DEFAULT_LATENCY_MS, given
+from hf_dlion.tools.study.compressors import DENSITY
 from hf_dlion.tools.study.records import Record, Records
 from hf_dlion.tools.study.search import Choice, Trial, chosen, loss_of
-from hf_dlion.tools.study.server import server_bits
 from hf_dlion.tools.study.setting import Setting
 
 REFERENCE = "lion"
+# Networks for which times are modelled, with the latency of two hosts in a rack.
+LINKS = {name: given(name, DEFAULT_LATENCY_MS, tree=False) for name in ("100mbit", "1gbit")}
+
+FULL = 32.0
+# What the Distributed Lion paper's methods would exchange with a parameter server (Liu et al. 2024,
+# arXiv 2404.00438, algorithm 1): bits per parameter on the way up and down, from the number of
+# workers n, as the logarithm of how many values there are. A sum of n signs takes n + 1 values, one
+# of n ternary numbers 2 n + 1. Of the sparse methods values count, and positions do not.
+_SERVER_BITS: dict[str, Callable[[int], tuple[float, float]]] = {
+    "adamw": lambda n: (FULL, FULL),
+    "lion": lambda n: (FULL, FULL),
+    "terngrad": lambda n: (math.log2(3), math.log2(2 * n + 1)),
+    "graddrop": lambda n: (DENSITY * FULL, FULL),
+    "dgc": lambda n: (DENSITY * FULL, FULL),
+    "average": lambda n: (1.0, math.log2(n + 1)),
+    "majority": lambda n: (1.0, 1.0),
+}
 
 
 @dataclass(frozen=True)
@@ -48,6 +67,19 @@ class Result:
     def bits_per_step(self) -> float:
         """Bits that a rank sends per parameter and step."""
         return 8 * self.average("bytes_per_step") / int(self.records[0]["parameters"])
+
+    def step_s(self, gradient_s: float, link: Link) -> float:
+        """Returns the modelled time of a step: all workers' gradients at once, then the network.
+
+        Nothing overlaps, and the optimizers' own work is left out: at these sizes it says nothing
+        of that of real models.
+
+        Args:
+            gradient_s: Seconds for a worker's gradient.
+            link: The network.
+        """
+        rounds = round(self.average("rounds_per_step"))
+        return gradient_s + link.seconds(self.average("bytes_per_step"), rounds)
 
     def curve(self) -> tuple[list[int], list[float]]:
         """Returns steps and the mean loss after each."""
@@ -93,6 +125,7 @@ class Result:
 def results(trials: Sequence[Trial], records: Records) -> list[Result]:
     """Returns the results of all trials that have a learning rate and a seed, in their order."""
     found = [result for trial in trials if (result := _result(trial, records)) is not None]
+    # Gaps are paired by seed: seeds differ by more than methods do.
     lions = {cell(r.setting): r.losses for r in found if r.setting.method == REFERENCE}
     for result in found:
         lion = lions.get(cell(result.setting), {})
@@ -116,6 +149,28 @@ def _result(trial: Trial, records: Records) -> Result | None:
 def cell(setting: Setting) -> Setting:
     """Returns what settings have in common that are compared with one another."""
     return setting.replace(method="", lr=0.0, seed=0)
+
+
+def gradient_s(results: Sequence[Result]) -> float:
+    """Returns the time of a worker's gradient, the same for all methods: the median of the runs."""
+    times = [float(record["gradient_ms"]) for result in results for record in result.records]
+    return 1e-3 * statistics.median(times)
+
+
+def server_bits(method: str, workers: int) -> float | None:
+    """Returns bits per parameter and iteration of a worker to a server and back.
+
+    Without a server, `Result.bits_per_step` is what really left a rank.
+
+    Args:
+        method: A name in `methods.METHODS`; the result is None for those that are not the paper's.
+        workers: Number of workers.
+
+    >>> server_bits("majority", 4), server_bits("lion", 4), server_bits("bits8", 4)
+    (2.0, 64.0, None)
+    """
+    of_method = _SERVER_BITS.get(method)
+    return None if of_method is None else sum(of_method(workers))
 
 
 def mean_of(values: Iterable[float]) -> float:

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -23,15 +23,14 @@ from hf_dlion.tools.study.train import simulate
 
 
 def complete(trials: Sequence[Trial], records: Records, jobs: int) -> int:
-    """Makes all missing runs of the trials, each written as soon as it is there.
+    """Makes all missing runs of the trials; returns how many.
+
+    Each is in the records as soon as it has been made.
 
     Args:
         trials: What the study consists of.
         records: Of the runs that are there.
         jobs: Processes, with one thread each.
-
-    Returns:
-        How many runs were made.
     """
     _prepare(trials)
     made = 0
@@ -51,12 +50,10 @@ def _records(todo: Sequence[Setting], jobs: int) -> Iterator[Record]:
     # One thread each: more of them would wait for one another's cores.
     os.environ["OMP_NUM_THREADS"] = "1"
     with ProcessPoolExecutor(jobs, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        pending: set[Future[Record]] = {pool.submit(_made, setting) for setting in todo}
+        futures = [pool.submit(_made, setting) for setting in todo]
         try:
-            while pending:
-                done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                for future in done:
-                    yield future.result()
+            for future in as_completed(futures):
+                yield future.result()
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -81,18 +78,15 @@ def _of_scene(setting: Setting) -> Setting:
 
 
 def _prepare(trials: Sequence[Trial]) -> None:
-    """Has every scene make what its runs share, before several of them would."""
+    """Lets every scene make what its runs share, before several processes would at once."""
     for setting in dict.fromkeys(_of_scene(trial.setting) for trial in trials):
         _scene_of(setting).prepare(Path(setting.folder))
 
 
 def estimate_s(settings: Sequence[Setting]) -> float:
-    """Returns the processor time of all gradients; some of each kind are timed, on one thread.
+    """Returns the processor time of all runs' gradients, without those of a fine-tuning's base.
 
-    Without that of the base that a fine-tuning begins with.
-
-    Args:
-        settings: Of the runs.
+    Some of each kind are timed, on one thread.
     """
     times: dict[Setting, float] = {}
     total = 0.0

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from hf_dlion.tools.study.setting import Setting
@@ -97,3 +100,21 @@ def generator(seed: int, *words: int) -> np.random.Generator:
         words: Which of its draws, for example worker and step.
     """
     return np.random.default_rng((seed, *words))
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seeds torch's numbers on the CPU, and lets them go on afterwards as if nothing had been."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switches a model to evaluation, without gradients, and back to what it was."""
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        yield
+    model.train(training)

@@ -62,8 +62,7 @@ class Choice:
 def choose(losses: Mapping[float, Sequence[float]]) -> Choice:
     """Returns the learning rate with the lowest mean loss, of equal ones the smallest.
 
-    Args:
-        losses: By learning rate, of the same seeds each.
+    Losses are by learning rate, of the same seeds each.
     """
     means = {lr: statistics.fmean(losses[lr]) for lr in sorted(losses)}
     return Choice(min(means, key=lambda lr: means[lr]), means)
@@ -80,25 +79,21 @@ def chosen(trial: Trial, records: Records) -> Choice | None:
     return choose(losses)
 
 
-def missing(trials: Iterable[Trial], records: Records) -> Iterator[Setting]:
-    """Yields the runs that can be made now and have not been."""
+def missing(trials: Iterable[Trial], records: Records, *, ahead: bool = False) -> Iterator[Setting]:
+    """Yields the runs that can be made now and have not been.
+
+    Args:
+        trials: What the study consists of.
+        records: Of the runs that are there.
+        ahead: Also yield a run for each that waits for a learning rate, whichever it will be.
+    """
     for trial in trials:
+        # First the learning rate is chosen, then the other seeds run with it.
         choice = chosen(trial, records)
         wanted = trial.first_runs() if choice is None else trial.other_runs(choice)
         yield from (setting for setting in wanted if records.of(setting) is None)
-
-
-def count_missing(trials: Iterable[Trial], records: Records) -> list[Setting]:
-    """Returns a run for each that is missing, whichever learning rate will be chosen."""
-    found: list[Setting] = []
-    for trial in trials:
-        choice = chosen(trial, records)
-        if choice is None:
-            found += [run for run in trial.first_runs() if records.of(run) is None]
-            found += [trial.setting.replace(seed=seed) for seed in trial.seeds[trial.tuning :]]
-        else:
-            found += [run for run in trial.other_runs(choice) if records.of(run) is None]
-    return found
+        if ahead and choice is None:
+            yield from (trial.setting.replace(seed=seed) for seed in trial.seeds[trial.tuning :])
 
 
 def loss_of(record: Record) -> float:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hf_dlion.tools.bench.report import print_table
-from hf_dlion.tools.study.modelled import LINKS, compute_s, link, step_s
-from hf_dlion.tools.study.result import Result, cell, finite, mean_of, spread
+from hf_dlion.tools.report import print_table
+from hf_dlion.tools.study.result import LINKS, Result, cell, finite, gradient_s, mean_of, spread
 
 
 def cells(results: Sequence[Result]) -> list[list[Result]]:
@@ -38,18 +37,12 @@ def name(results: Sequence[Result]) -> str:
 
 def print_losses(results: Sequence[Result]) -> None:
     """Prints a table for each cell: losses, gaps to global Lion, bytes, modelled times."""
-    columns = {
-        "method": "method",
-        "lr": "best lr",
-        "seeds": "seeds",
-        "loss": "loss",
-        "gap": "gap to lion",
-        "bits": "bits/param/step",
-        "bytes": "bytes/step",
-    } | {name: f"ms at {name}" for name in LINKS}
+    columns = {"method": "method", "lr": "best lr", "seeds": "seeds", "loss": "loss"}
+    columns |= {"gap": "gap to lion", "bits": "bits/param/step", "bytes": "bytes/step"}
+    columns |= {name: f"ms at {name}" for name in LINKS}
     for together in cells(results):
         print(f"\n{title(together)}")
-        compute = compute_s(together)
+        compute_s = gradient_s(together)
         rows = [
             {
                 "method": result.setting.method,
@@ -61,7 +54,7 @@ def print_losses(results: Sequence[Result]) -> None:
                 ),
                 "bits": result.bits_per_step,
                 "bytes": round(result.average("bytes_per_step")),
-                **{name: 1e3 * step_s(result, compute, link(name)) for name in LINKS},
+                **{name: 1e3 * result.step_s(compute_s, link) for name, link in LINKS.items()},
             }
             for result in together
         ]

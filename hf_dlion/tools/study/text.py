@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dlion.tools.study import corpus
-from hf_dlion.tools.study.scenes import Scene, generator
+from hf_dlion.tools.study.scenes import Scene, evaluating, generator, seeded
 from hf_dlion.tools.study.setting import Setting
 
 VALIDATION_SEQUENCES = 256
@@ -33,22 +33,13 @@ def byte_llama(hidden: int, layers: int, sequence: int, seed: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=max(hidden // 32, 1),
-        max_position_embeddings=sequence,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
+        vocab_size=256, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+        num_attention_heads=max(hidden // 32, 1), max_position_embeddings=sequence,
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=0,
         use_cache=False,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model: nn.Module = LlamaForCausalLM(config)
-    return model
+    )  # fmt: skip
+    with seeded(seed):
+        return LlamaForCausalLM(config)
 
 
 class Pretraining(Scene):
@@ -81,11 +72,8 @@ class Pretraining(Scene):
 
     def validation(self, model: nn.Module) -> float:
         """Returns nats per byte of held-out files."""
-        training = model.training
-        model.eval()
-        with torch.no_grad():
+        with evaluating(model):
             total = sum(float(self.loss(model, part)) * len(part) for part in self._held_out)
-        model.train(training)
         return total / sum(map(len, self._held_out))
 
 
@@ -107,7 +95,7 @@ class FineTuning(Pretraining):
             return
         model = self._trained_base()
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Whoever comes at the same time finds all of it or nothing.
+        # Another process finds all of the file or none of it.
         part = path.with_suffix(f".{os.getpid()}")
         torch.save(model.state_dict(), part)
         part.replace(path)
@@ -166,10 +154,8 @@ def _with_factors(base: nn.Module, seed: int) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model: nn.Module = get_peft_model(base, config)
-    return model
+    with seeded(seed):
+        return get_peft_model(base, config)
 
 
 def _sequences(text: corpus.Bytes, count: int, length: int, rng: np.random.Generator) -> Tensor:

@@ -21,10 +21,6 @@ SIGN_SAMPLES = 5
 def simulate(setting: Setting, scene: Scene | None = None) -> dict[str, Any]:
     """Trains with all workers in this process; returns the record of the run.
 
-    Args:
-        setting: Of the run.
-        scene: Made already, or None.
-
     Raises:
         UnknownNameError: If there is no such scene or method.
     """
@@ -38,14 +34,12 @@ def simulate(setting: Setting, scene: Scene | None = None) -> dict[str, Any]:
 
 
 def train(setting: Setting, scene: Scene, method: Method) -> dict[str, Any]:
-    """Trains `method.places` and returns the record of the run, `loss` None where it diverged.
+    """Trains `method.places` from their start and returns the record of the run.
 
-    Args:
-        setting: Of the run.
-        scene: Gives batches and losses.
-        method: With its models at their start.
+    `loss` is None where it diverged.
     """
     evaluated_after = set(setting.evaluated_after())
+    # Signs are compared in the middle of each of so many parts of the run.
     parts = min(SIGN_SAMPLES, setting.steps)
     measured = {setting.steps * (2 * part + 1) // (2 * parts) for part in range(parts)}
     signs = SignAgreement(method.voters)
@@ -54,6 +48,7 @@ def train(setting: Setting, scene: Scene, method: Method) -> dict[str, Any]:
     gradient_s, method_s = [], []
     begin, failure = time.perf_counter(), None
     for step in range(setting.steps):
+        # Each worker's gradient, on the model that the method keeps for it ...
         total = 0.0
         for worker, model in method.places:
             batch = scene.batch(worker, step, setting.seed)
@@ -66,6 +61,7 @@ def train(setting: Setting, scene: Scene, method: Method) -> dict[str, Any]:
         if not math.isfinite(total):
             failure = f"the training loss of step {step} is {total}"
             break
+        # ... then what the method makes of them.
         lr = setting.lr_at(step)
         if step in measured:
             signs.before(lr)

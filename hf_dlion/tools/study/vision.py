@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hf_dlion.tools.study.scenes import Scene, generator
+from hf_dlion.tools.study.scenes import Scene, evaluating, generator, seeded
 from hf_dlion.tools.study.setting import Setting
 
 HEADS = 8
@@ -133,19 +133,13 @@ def vision_transformer(images: Images, hidden: int, layers: int, seed: int) -> n
     if hidden % HEADS:
         raise ValueError(f"hidden={hidden} must be a multiple of {HEADS}, the number of heads")
     config = ViTConfig(
-        image_size=images.train.pixels.shape[-1],
-        num_channels=images.train.pixels.shape[1],
-        patch_size=images.patch,
-        hidden_size=hidden,
-        intermediate_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=HEADS,
-    )
+        image_size=images.train.pixels.shape[-1], num_channels=images.train.pixels.shape[1],
+        patch_size=images.patch, hidden_size=hidden, intermediate_size=hidden,
+        num_hidden_layers=layers, num_attention_heads=HEADS,
+    )  # fmt: skip
     config.num_labels = CLASSES
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model: nn.Module = ViTForImageClassification(config)
-    return model
+    with seeded(seed):
+        return ViTForImageClassification(config)
 
 
 class Digits(Scene):
@@ -192,15 +186,9 @@ class Digits(Scene):
         return {"accuracy": float(right.float().mean())}
 
     def _held_out_logits(self, model: nn.Module) -> Tensor:
-        training = model.training
-        model.eval()
-        with torch.no_grad():
-            parts = self._images.held_out.pixels.split_with_sizes(
-                _sizes(len(self._images.held_out.labels), VALIDATION_BATCH)
-            )
-            logits = torch.cat([model(pixel_values=part).logits for part in parts])
-        model.train(training)
-        return logits
+        with evaluating(model):
+            parts = torch.split(self._images.held_out.pixels, VALIDATION_BATCH)
+            return torch.cat([model(pixel_values=part).logits for part in parts])
 
 
 class Cifar10(Digits):
@@ -228,7 +216,3 @@ class Cifar10(Digits):
 @functools.lru_cache(maxsize=64)  # an epoch of every worker
 def _order(seed: int, worker: int, epoch: int, images: int) -> NDArray[np.int64]:
     return generator(seed, ORDER, worker, epoch).permutation(images)
-
-
-def _sizes(total: int, size: int) -> list[int]:
-    return [min(size, total - start) for start in range(0, total, size)]

@@ -1,12 +1,14 @@
-"""What a benchmark prints and writes: times with their spread, and where they were taken."""
+"""What the commands print and write: tables, JSON, and where the times in them were taken."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,21 +17,30 @@ from typing import Any
 import numpy as np
 import torch
 
+# Titles of the columns of a `summary`.
+TIMES = {"median_ms": "median ms", "min_ms": "min", "max_ms": "max"}
+# What each package is for, and the extra that brings it.
+NEEDED = {
+    "rich": ("the benchmarks print their tables", "bench"),
+    "matplotlib": ("--plot draws", "plot"),
+}
+
 
 class MissingPackageError(RuntimeError):
-    """A package that only the benchmarks need is not installed."""
+    """A package that only these commands need is not installed."""
 
 
-def require_rich() -> None:
-    """Checks, before anything is measured, that the table can be printed.
+def require(package: str) -> None:
+    """Checks, before anything is measured, that a package of `NEEDED` is there.
 
     Raises:
-        MissingPackageError: If rich is not installed.
+        MissingPackageError: If it is not installed.
     """
-    if importlib.util.find_spec("rich") is None:
+    use, extra = NEEDED[package]
+    if importlib.util.find_spec(package) is None:
         raise MissingPackageError(
-            "the benchmarks print their tables with rich, which is not installed: "
-            "pip install 'hf-dlion[bench]' (or rich)"
+            f"{use} with {package}, which is not installed: pip install 'hf-dlion[{extra}]' "
+            f"(or {package})"
         )
 
 
@@ -51,17 +62,20 @@ def summary(seconds: Sequence[float]) -> dict[str, Any]:
 
 def environment() -> dict[str, Any]:
     """Returns the hardware and the versions of this process."""
-    cuda = torch.cuda.is_available()
+    try:
+        version = importlib.metadata.version("hf-dlion")
+    except importlib.metadata.PackageNotFoundError:
+        version = "not installed"
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
-        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
-        "hf_dlion": _own_version(),
+        "hf_dlion": version,
         "threads": torch.get_num_threads(),
         "load_average": list(os.getloadavg()),
     }
@@ -85,8 +99,6 @@ def publish(
         rows: One dict per measured thing.
         columns: Titles of the printed columns by the rows' keys.
     """
-    from rich.console import Console
-
     result = {
         "bench": name,
         "config": dict(config),
@@ -94,17 +106,33 @@ def publish(
         "load_average_after": list(os.getloadavg()),
         "rows": [dict(row) for row in rows],
     }
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(result, indent=1) + "\n")
+    # Written first: a terminal that is gone must not cost the measurement.
+    write_json(path, result)
     print_table(f"hf_dlion bench {name}", columns, rows)
-    console = Console(width=_width())
-    where = [before["processor"], f"{before['usable_cores']} of {before['cores']} cores"]
+    where = f"{before['processor']}, {before['usable_cores']} of {before['cores']} cores"
     versions = f"torch {before['torch']}, {before['threads']} threads"
     load = f"load {before['load_average'][0]:.1f} before, {os.getloadavg()[0]:.1f} after"
-    console.print(f"{', '.join(where)}, {versions}, {load}", highlight=False)
-    console.print(" ".join(f"{key}={value}" for key, value in config.items()), highlight=False)
-    console.print(f"written: {target}", highlight=False)
+    print(f"{where}, {versions}, {load}")
+    print(*(f"{key}={value}" for key, value in config.items()))
+    print(f"written: {path}")
+
+
+def write_json(path: str | Path, result: Any) -> None:
+    """Writes plain data as JSON; the file's folder is made."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def read_bench(path: str | Path, name: str) -> dict[str, Any]:
+    """Returns the JSON that a benchmark wrote.
+
+    Raises:
+        ValueError: If the file is something else.
+    """
+    result: dict[str, Any] = json.loads(Path(path).read_text())
+    if result.get("bench") != name:
+        raise ValueError(f"{path} is not the JSON of `hf-dlion bench {name}`")
+    return result
 
 
 def print_table(title: str, columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> None:
@@ -123,12 +151,8 @@ def print_table(title: str, columns: Mapping[str, str], rows: Sequence[Mapping[s
         table.add_column(heading, justify="right" if place else "left", no_wrap=True)
     for row in rows:
         table.add_row(*(_cell(row.get(key)) for key in columns))
-    Console(width=_width()).print(table)
-
-
-def _width() -> int | None:
-    """Returns None in a terminal; piped output is not cut to the width that one would have."""
-    return None if os.isatty(1) else 160
+    # Piped output is not cut to the width that a terminal would have.
+    Console(width=None if os.isatty(1) else 160).print(table)
 
 
 def _cell(value: Any) -> str:
@@ -139,18 +163,9 @@ def _cell(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _own_version() -> str:
-    try:
-        return importlib.metadata.version("hf-dlion")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
 def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+        if found is not None:
+            return found[1].strip()
     return platform.processor() or platform.machine()

@@ -1,0 +1,245 @@
+"""What all ranks must agree on before any vote is sent, and what they say if they do not.
+
+Headers come first, so a rank with another layout is found before messages of different sizes meet
+in a collective, where they would hang (rule S12).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hf_dlion.exchange.wire import Wire
+from hf_dlion.options import Options
+from hf_dlion.options.groups import Groups, agreed_values, names_of, option_values, trainable
+from hf_dlion.options.treatment import Treatment
+from hf_dlion.ranks.fingerprint import digest, fingerprints
+from hf_dlion.ranks.header import WIRE_VERSION, Header
+
+FEWER_BATCHES = (
+    "if a rank left the training loop earlier, because it has fewer batches, train inside `with "
+    "torch.distributed.algorithms.Join([optimizer]):`, or give every rank as many"
+)
+
+
+class Disagreement(RuntimeError):
+    """Raised on every rank when the ranks would otherwise drift apart or wait for one another."""
+
+
+@dataclass(frozen=True)
+class Details:
+    """What a rank can say of itself in an error message; each is called only when needed.
+
+    Attributes:
+        layout: Returns a list with one line per trainable parameter.
+        options: Returns the options by name.
+        groups: Returns one dictionary per parameter group.
+        parameters: Returns (name, hash) of every trainable parameter's values.
+        failure: Returns what failed, or None.
+        doing: What it failed in.
+    """
+
+    layout: Callable[[], list[str]]
+    options: Callable[[], dict[str, Any]]
+    groups: Callable[[], list[dict[str, Any]]]
+    parameters: Callable[[], list[tuple[str, int]]]
+    failure: Callable[[], str | None]
+    doing: str = "the step"
+
+
+def layout_lines(groups: Groups, treatment: Treatment) -> list[str]:
+    """Returns a line with name, shape and dtype for every trainable parameter."""
+    names = names_of(groups)
+    # Without the number of the device, which differs between ranks that agree.
+    return [
+        f"{names[index]}: {tuple(p.shape)} {p.dtype} on {p.device.type}{treatment.told(index)}"
+        for index, p in trainable(groups)
+    ]
+
+
+def details_of(
+    groups: Groups,
+    options: Options,
+    failure: Exception | None,
+    treatment: Treatment | None = None,
+    beside: Sequence[dict[str, Any]] = (),
+) -> Details:
+    """Returns what a rank can say of itself should the ranks disagree.
+
+    Args:
+        groups: The parameter groups.
+        options: The options.
+        failure: What failed on this rank, or None.
+        treatment: What is exchanged of each parameter besides votes.
+        beside: What ranks have in common like the values of their groups.
+    """
+
+    def parameters() -> list[tuple[str, int]]:
+        names, held = names_of(groups), trainable(groups)
+        hashes = fingerprints([param for _, param in held])
+        return [(names[index], value) for (index, _), value in zip(held, hashes, strict=True)]
+
+    return Details(
+        layout=lambda: layout_lines(groups, treatment or Treatment()),
+        options=lambda: option_values(options),
+        groups=lambda: [*agreed_values(groups), *beside],
+        parameters=parameters,
+        failure=lambda: None if failure is None else told(failure),
+    )
+
+
+class Agreement:
+    """Exchanges headers and raises on every rank together when they do not fit.
+
+    Attributes:
+        parameters: Number of presence bits in the header: the trainable parameters at the last
+            agreement on a layout. It changes only on all ranks together, so that headers always
+            have one size.
+    """
+
+    def __init__(self) -> None:
+        """Starts without an agreed layout; the first step agrees on one."""
+        self.parameters = 0
+        self._layout: int | None = None
+
+    def agree(self, mine: Header, wire: Wire, details: Details) -> list[Header]:
+        """Returns every rank's header, in rank order, after checking that they fit together.
+
+        Every rank must call this at the same point of its program. Bytes per rank:
+        `header_wire_bytes`; once per layout also 16 * (N - 1) and a header with room for the
+        parameters of the layout before (none at the first step).
+
+        Raises:
+            Disagreement: On every rank, if something failed on one, or they differ in wire
+                version, layout, parameters (when a layout is new), options, groups or step.
+        """
+        headers = self.agree_on_options(mine, wire, details)
+        if any(header.layout != self._layout for header in headers):
+            self._agree_on_layout(mine, wire, details)
+            headers = self._gather(mine, wire)
+        if any(header.groups != mine.groups for header in headers):
+            groups = wire.gather_objects(details.groups())
+            raise Disagreement(
+                _first_difference("parameter groups", [_flat(group) for group in groups])
+                + "; parameters must be divided into groups, and schedulers stepped, alike on "
+                "every rank: with a metric that is reduced over the ranks, for example; inside "
+                "Join, where a rank without data makes no loop, by "
+                "optimizer.register_step_post_hook(lambda *_: scheduler.step())"
+            )
+        if any(header.step != mine.step for header in headers):
+            raise Disagreement(
+                f"ranks are at different steps, {[header.step for header in headers]} in rank "
+                f"order: load the same checkpoint on every rank"
+            )
+        return headers
+
+    def agree_on_options(self, mine: Header, wire: Wire, details: Details) -> list[Header]:
+        """Returns every rank's header after checking that none failed and that options agree.
+
+        It is how `agree` begins, so that ranks may meet in either.
+
+        Raises:
+            Disagreement: On every rank, as `agree`.
+        """
+        headers = self._gather(mine, wire)
+        if any(header.failed for header in headers):
+            _raise_failure(wire.gather_objects(details.failure()), details.doing)
+        if any(header.options != mine.options for header in headers):
+            options = wire.gather_objects(details.options())
+            raise Disagreement(_first_difference("options", options))
+        return headers
+
+    def _gather(self, mine: Header, wire: Wire) -> list[Header]:
+        try:
+            table = wire.gather_words(mine.packed(self.parameters), "a header")
+        except RuntimeError as error:
+            # It is here that ranks with different numbers of batches miss one another.
+            error.add_note(FEWER_BATCHES)
+            raise
+        versions = table[:, 0].tolist()
+        if any(version != WIRE_VERSION for version in versions):
+            raise Disagreement(
+                f"ranks speak different versions of the wire format, {versions} in rank order: "
+                f"install the same hf_dlion everywhere. Or these are no headers: {FEWER_BATCHES}"
+            )
+        return [Header.unpacked(row, self.parameters) for row in table]
+
+    def _agree_on_layout(self, mine: Header, wire: Wire, details: Details) -> None:
+        """Compares layouts, and parameters' names and values, which must start equal."""
+        values = details.parameters()
+        layouts, hashes = wire.gather_words([mine.layout, digest(values)], "a layout").t().tolist()
+        if len(set(layouts)) > 1:
+            lines = wire.gather_objects(details.layout())
+            described = [dict(enumerate(rank_lines)) for rank_lines in lines]
+            raise Disagreement(
+                _first_difference("trainable parameters", described)
+                + "; ranks hold whole parameters, alike and on the same kinds of device: FSDP, "
+                "DeepSpeed and ZeRO are not supported"
+            )
+        if len(set(hashes)) > 1:
+            named = wire.gather_objects(values)
+            orders = [dict(enumerate(name for name, _ in pairs)) for pairs in named]
+            if any(order != orders[0] for order in orders):
+                raise Disagreement(
+                    _first_difference("names of trainable parameters", orders)
+                    + "; pass the parameters in the same order on every rank"
+                )
+            difference = _first_difference("parameter values", [dict(pairs) for pairs in named])
+            raise Disagreement(
+                f"{difference} (hashes): replicas must start equal; wrap the model in "
+                f"DistributedDataParallel, or load the same weights or set the same seed on "
+                f"every rank before building it"
+            )
+        self._layout = mine.layout
+        self.parameters = mine.present.numel()
+
+
+def raise_together(failure: Exception | None, wire: Wire, what: str) -> None:
+    """Raises on every rank if something failed on one; every rank must call this.
+
+    Bytes per rank: `Wire.gather_objects`.
+
+    Args:
+        failure: What failed on this rank, which raises it, or None.
+        wire: The ranks.
+        what: The name of what they did.
+
+    Raises:
+        Disagreement: On the others.
+    """
+    failures = wire.gather_objects(None if failure is None else told(failure))
+    if failure is not None:
+        raise failure
+    if any(text is not None for text in failures):
+        _raise_failure(failures, what)
+
+
+def told(failure: Exception) -> str:
+    """Returns what other ranks tell of a failure."""
+    return f"{type(failure).__name__}: {failure}"
+
+
+def _raise_failure(failures: Sequence[str | None], what: str) -> None:
+    failed = {rank: text for rank, text in enumerate(failures) if text is not None}
+    named = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+    raise Disagreement(f"{what} failed on {len(failed)} of {len(failures)} ranks: {named}")
+
+
+def _flat(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        f"group {position} {name}": value
+        for position, group in enumerate(groups)
+        for name, value in group.items()
+    }
+
+
+def _first_difference(what: str, tables: Sequence[dict[Any, Any]]) -> str:
+    """Returns a sentence that names the first key on which the ranks' tables differ."""
+    keys = list(dict.fromkeys(key for table in tables for key in table))
+    for key in keys:
+        values = [table.get(key, "missing") for table in tables]
+        if any(value != values[0] for value in values):
+            told = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
+            return f"ranks differ in {what}, first in {key!r}: {told}"
+    return f"ranks differ in {what}"

@@ -1,0 +1,77 @@
+"""How all benchmarks take times: after warming up, in turns, and of the slowest rank."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+# A slow task may stop after so many repeats: the fewest that have a median and a spread.
+FEWEST = 3
+
+
+def now(device: torch.device) -> float:
+    """Returns the time in seconds at which a device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """Returns the seconds that `call` takes on an idle device."""
+    begin = now(device)
+    call()
+    return now(device) - begin
+
+
+def median_s(call: Callable[[], object], device: torch.device, repeats: int = 3) -> float:
+    """Returns the median seconds of `call`, after one call for warming up."""
+    return statistics.median([seconds_of(call, device) for _ in range(repeats + 1)][1:])
+
+
+def in_turns(
+    tasks: Mapping[str, Callable[[], T]], repeats: int, warmup: int = 1
+) -> dict[str, list[T]]:
+    """Returns what each task measured in every round but the first ones.
+
+    In turns, so whatever else the machine does hits all tasks alike.
+
+    Args:
+        tasks: Each returns what it measured.
+        repeats: Rounds that count.
+        warmup: Rounds before them.
+    """
+    found: dict[str, list[T]] = {name: [] for name in tasks}
+    for turn in range(warmup + repeats):
+        for name, task in tasks.items():
+            lap = task()
+            if turn >= warmup:
+                found[name].append(lap)
+    return found
+
+
+def slowest(call: Callable[[], object], device: torch.device) -> float:
+    """Returns the seconds that the slowest rank took for `call`, the same on every rank.
+
+    Every rank calls this, and all begin together.
+    """
+    dist.barrier()
+    taken = torch.tensor([seconds_of(call, device)], dtype=torch.float64)
+    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+    return float(taken)
+
+
+def is_over(times: Sequence[float], seconds: float) -> bool:
+    """Returns whether a task has had its share of time.
+
+    Args:
+        times: From `slowest`, so all ranks stop together.
+        seconds: The share.
+    """
+    return len(times) >= FEWEST and sum(times) > seconds
