@@ -87,7 +87,7 @@ def test_ddp_averages_inside_the_node_and_training_equals_the_simulation(
     zoo.replay(zoo.as_nodes(records, nodes_of(nodes, size), averaged=True), options)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_one_node_alone_is_plain_lion_on_its_mean_gradient(
     ranks: RankPools, size: int, dtype: torch.dtype | None
@@ -191,8 +191,9 @@ def train_on_cut_rows(
 @pytest.mark.parametrize(
     ("nodes", "size", "dtype"),
     [
-        *((2, 2, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)),
-        *((2, 3, dtype) for dtype in (torch.float32, torch.bfloat16)),
+        *((2, 2, dtype) for dtype in (torch.float32, torch.bfloat16)),
+        *(pytest.param(2, 2, d, marks=pytest.mark.full) for d in (torch.float16, torch.float64)),
+        *(pytest.param(2, 3, d, marks=pytest.mark.full) for d in (torch.float32, torch.bfloat16)),
         *(pytest.param(2, 3, d, marks=pytest.mark.long) for d in (torch.float16, torch.float64)),
     ],
 )
@@ -231,7 +232,10 @@ def test_the_cut_rows_are_worth_a_test() -> None:
         ("two_phase", "majority", "zero", 4),
     ],
 )
-@pytest.mark.parametrize(("nodes", "size"), [(2, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize(
+    ("nodes", "size"),
+    [(2, 2), *(pytest.param(*n, marks=pytest.mark.full) for n in ((2, 3), (3, 2)))],
+)
 def test_bytes_are_the_documented_formula(
     ranks: RankPools, nodes: int, size: int, exchange: str, aggregation: str, ties: str, bits: int
 ) -> None:
