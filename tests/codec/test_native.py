@@ -31,6 +31,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hf_dlion"
 
 
+@pytest.mark.full
 @needs_compiler
 def test_the_library_is_compiled_once_and_kept(cache: Path) -> None:
     assert native_library.library() is not None
@@ -41,6 +42,7 @@ def test_the_library_is_compiled_once_and_kept(cache: Path) -> None:
     assert built.stat().st_mtime_ns == written
 
 
+@pytest.mark.full
 @needs_compiler
 def test_other_flags_and_processors_have_a_library_of_their_own(
     cache: Path, monkeypatch: pytest.MonkeyPatch
@@ -73,6 +75,7 @@ def test_the_environment_turns_it_off(cache: Path, monkeypatch: pytest.MonkeyPat
     assert type(codec_for(torch.device("cpu"))) is CpuCodec
 
 
+@pytest.mark.full
 @needs_compiler
 def test_processes_that_compile_at_once_all_get_a_whole_library(tmp_path: Path) -> None:
     script = "from hf_dlion.codec.native.library import library; assert library() is not None"

@@ -30,6 +30,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("triton is imported as an interpreter", allow_module_level=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "selection",
     [

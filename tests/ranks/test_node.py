@@ -493,7 +493,7 @@ def overflow(rank: int, world_size: int, wrapped: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("wrapped", [False, pytest.param(True, marks=pytest.mark.multiproc)])
 def test_a_node_with_an_overflow_abstains_as_one(ranks: RankPools, wrapped: bool) -> None:
     results = ranks(4).run(overflow, wrapped)
     for rank, result in enumerate(results):
@@ -577,6 +577,7 @@ def share_a_wrapper(rank: int, world_size: int, second: int | None) -> str:
     return said
 
 
+@pytest.mark.multiproc
 @pytest.mark.parametrize(
     ("second", "message"),
     [(2, "accepted"), (None, "RuntimeError: the optimizers of this DDP wrapper have different")],

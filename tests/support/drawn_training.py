@@ -151,7 +151,7 @@ decays = st.sampled_from((0.0, 0.1, 3.0))
 # Options that do not go together: with the first go none of the others.
 APART = {
     "aggregation": ("bits",),
-    "local_group": ("level_scale", "warmup_full_steps", "momentum_sync_every", "overlap"),
+    "local_group": ("level_scale", "warmup_full_steps", "momentum_sync_every"),
 }
 
 
@@ -212,8 +212,9 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
     if world_size % 2 == 0:
         options["local_group"] = st.just(2)
     chosen = draw(st.fixed_dictionaries({}, optional=options))
-    if {"aggregation", "ties"} <= chosen.keys():
-        del chosen[draw(st.sampled_from(("aggregation", "ties")))]
+    for pair in (("aggregation", "ties"), ("local_group", "overlap")):
+        if chosen.keys() >= set(pair):
+            del chosen[draw(st.sampled_from(pair))]
     for name, others in APART.items():
         for other in others if name in chosen else ():
             chosen.pop(other, None)
