@@ -11,7 +11,6 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -28,13 +27,13 @@ from hf_dlion.codec.reference import votes as reference
 from hf_dlion.codec.rule import StepRule, Verdict
 from hf_dlion.exchange import (
     STRATEGIES,
-    Wire,
     WireStats,
     choose_exchange,
     make_exchange,
     message_wire_bytes,
 )
 from hf_dlion.exchange.pending import naming_losses
+from hf_dlion.exchange.wire import connect, default_group
 from hf_dlion.options import ExchangeName, Options
 from tests.support.spawn import RankPools
 
@@ -245,16 +244,15 @@ def votes_in(ballot: reference.Ballot, shape: tuple[int, ...], bits: Any) -> Any
 def real_ranks(
     rank: int, world_size: int, name: str, shapes: list[tuple[int, ...]], options: Options
 ) -> tuple[list[np.ndarray[Any, Any]], int]:
-    assert dist.group.WORLD is not None
-    wire = Wire(dist.group.WORLD, WireStats())
+    group = default_group()
+    assert group is not None
+    wire = connect(group, WireStats(), torch.device("cpu"))
     ballots = ballots_of(shapes, world_size, 3, 0.2, options.bits)
     verdict, sent = exchanged(wire, name, shapes, ballots, options, 1)
     layout = MessageLayout.of(list(enumerate(map(torch.Size, shapes))))
     return signs_in(verdict, layout, shapes, rule_of(options, rank, world_size, 1)), sent
 
 
-@pytest.mark.smoke
-@pytest.mark.multiproc
 @pytest.mark.parametrize("options", [*COMBINATIONS, *MORE_BITS])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_real_ranks_reach_the_same_verdict_with_the_documented_bytes(

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from hf_dlion import Disagreement
 from hf_dlion.codec.rule import StepRule, TensorRule
-from hf_dlion.exchange import Wire, WireStats
+from hf_dlion.exchange import WireStats
 from hf_dlion.exchange.mean import mean_of
+from hf_dlion.exchange.wire import connect, default_group
 from hf_dlion.momentum.slices import Held, synchronize_slice
 from tests.support import zoo
 from tests.support.oracle import bits_of
@@ -56,7 +57,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_every_step_equals_the_simulation(ranks: RankPools, world_size: int, case: str) -> None:
     options, full_groups = CASES[case]
     records = ranks(world_size).run(zoo.train_full, 16, options, full_groups)
@@ -78,7 +79,9 @@ def test_training_in_ddp_equals_the_simulation(ranks: RankPools, overlap: bool, 
         assert not records[0][t].foreseen
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.full)]
+)
 def test_nodes_synchronise_their_shares(ranks: RankPools, dtype: torch.dtype) -> None:
     options = {
         "local_group": 2,
@@ -95,7 +98,9 @@ def synchronize_shares(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     momentum = normal(300, seed=rank, dtype=torch.bfloat16)
     part = momentum[100:].clone()
     rest = momentum[:100].clone()
-    wire = Wire(dist.group.WORLD, WireStats())
+    group = default_group()
+    assert group is not None
+    wire = connect(group, WireStats(), torch.device("cpu"))
     step = StepRule(
         step=5,
         rank=rank,
@@ -111,7 +116,6 @@ def synchronize_shares(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     return momentum, torch.cat([rest, part])
 
 
-@pytest.mark.multiproc
 def test_a_share_is_rounded_as_in_the_whole(ranks: RankPools) -> None:
     for whole, parts in ranks(2).run(synchronize_shares):
         assert bits_of(whole) == bits_of(parts)

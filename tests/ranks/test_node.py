@@ -605,7 +605,9 @@ def train_with_small_messages(rank: int, world_size: int, size: int) -> list[zoo
         return zoo.train(rank, world_size, STEPS, {"local_group": size})
 
 
-@pytest.mark.parametrize(("nodes", "size"), [(2, 2), (2, 3), (1, 2)])
+@pytest.mark.parametrize(
+    ("nodes", "size"), [(2, 2), pytest.param(2, 3, marks=pytest.mark.full), (1, 2)]
+)
 def test_many_messages_train_as_one(ranks: RankPools, nodes: int, size: int) -> None:
     records = ranks(nodes * size).run(train_with_small_messages, size)
     zoo.replay(zoo.as_nodes(records, nodes_of(nodes, size)), {})

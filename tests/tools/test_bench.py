@@ -284,6 +284,7 @@ def hold() -> tuple[subprocess.Popen[str], set[str]]:
     return process, set(process.stdout.readline().split())
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("network")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_leaves_no_network(number):
@@ -296,6 +297,7 @@ def test_an_interrupted_run_leaves_no_network(number):
     assert not names & set(namespaces())
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("network")
 def test_what_a_killed_run_left_goes_at_the_next_start():
     running, others = hold()

@@ -124,6 +124,7 @@ def test_a_smoke_study_goes_from_the_command_line_to_pictures(tmp_path: Path, ca
     assert (tmp_path / "runs.jsonl").read_text().splitlines() == lines
 
 
+@pytest.mark.full
 # peft asks transformers by an old name.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_fine_tuning_keeps_its_base_and_lora_trains_its_factors_alone(tmp_path: Path):
@@ -313,6 +314,7 @@ def test_a_run_that_diverges_is_recorded_as_such():
     json.dumps(record, allow_nan=False)
 
 
+@pytest.mark.full
 def test_a_study_whose_runs_diverge_still_reports(tmp_path: Path, capsys: Any):
     words = ["--scale", "smoke", "--steps", "4", "--methods", "adamw", "lion", "--plot"]
     words += ["--workers", "2", "3", "--lr-adamw", "1e30", "--lr-lion", "1e-3"]

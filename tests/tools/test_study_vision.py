@@ -100,6 +100,7 @@ def test_a_width_that_heads_cannot_share_is_refused():
         vision.vision_transformer(some_images(), hidden=20, layers=1, seed=0)
 
 
+@pytest.mark.full
 @needs_sklearn
 def test_digits_are_learned():
     scene = vision.Digits(setting())
