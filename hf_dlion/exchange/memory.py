@@ -94,17 +94,22 @@ class Hub:
         Raises:
             LostRank: If one of them failed, or ended without sending.
         """
-        while missing := set(members) - slot.sent.keys():
-            if self._failed:
-                raise LostRank("another rank of this process failed")
-            if missing & self._ended:
-                raise LostRank(f"rank {min(missing & self._ended)} ended before {slot.kind}")
-            self.pause()
+        if len(slot.sent) < len(members):
+            self.pause(lambda: len(slot.sent) == len(members) or self._lost(members, slot) != "")
+        if len(slot.sent) < len(members):
+            raise LostRank(self._lost(members, slot))
         return [slot.sent[rank] for rank in members]
 
-    def pause(self) -> None:
-        """Lets other ranks run until one of them has sent, failed or ended."""
-        self._turn.wait()
+    def pause(self, over: Callable[[], bool]) -> None:
+        """Lets other ranks run until `over` says so."""
+        self._turn.wait_for(over)
+
+    def _lost(self, members: tuple[int, ...], slot: _Slot) -> str:
+        """Returns why some rank will never send, or nothing."""
+        if self._failed:
+            return "another rank of this process failed"
+        ended = [rank for rank in members if rank in self._ended and rank not in slot.sent]
+        return f"rank {ended[0]} ended before {slot.kind}" if ended else ""
 
     def _take_turn(self, rank: int, work: Callable[[], Any]) -> None:
         with self._turn:

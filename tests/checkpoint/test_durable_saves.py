@@ -22,6 +22,8 @@ from hf_dlion.checkpoint.whole import COMPLETE
 from tests.support.spawn import RankPools
 from tests.support.tiny import tiny_args, tiny_trainer
 
+pytestmark = pytest.mark.multiproc
+
 # So much after the other rank has nothing left to do.
 LATE_S = 0.3
 LATE = "rng_state_1.pth"

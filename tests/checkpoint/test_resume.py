@@ -86,6 +86,7 @@ def resume(rank, world_size, folder, route):
     return momenta, digest, steps, said
 
 
+@pytest.mark.multiproc
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (2, 1), (1, 2)])
 @pytest.mark.parametrize("route", ["by_hand", "with_accelerate", "with_trainer"])
 def test_more_or_fewer_ranks_go_on_from_the_mean(ranks: RankPools, tmp_path, route, before, after):
@@ -167,6 +168,7 @@ def thaw_in_trainer(rank, world_size, folder, resume):
     return weights_digest(trainer.model)
 
 
+@pytest.mark.multiproc
 @pytest.mark.parametrize("resume_at", [2, 4])
 def test_trainer_goes_on_bit_for_bit_when_a_callback_thaws(ranks, tmp_path, resume_at):
     straight = ranks(2).run(thaw_in_trainer, str(tmp_path), None)

@@ -57,7 +57,6 @@ def same(left, right):
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.multiproc
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_every_version_is_continued_bit_for_bit(ranks: RankPools, folder: Path) -> None:
     size = 2 if folder.name.endswith("nodes_of_2") else None
@@ -69,7 +68,6 @@ def test_every_version_is_continued_bit_for_bit(ranks: RankPools, folder: Path) 
         assert not after[2]
 
 
-@pytest.mark.multiproc
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_every_version_is_loaded_by_one_rank(ranks: RankPools, folder: Path) -> None:
     ((momenta, _, said),) = ranks(1).run(run, str(folder), None)

@@ -34,6 +34,8 @@ from tests.support.accelerate_training import Loop
 from tests.support.spawn import RankPools
 from tests.support.tiny import StopAt, tiny_args, tiny_data, tiny_trainer, weights_digest
 
+pytestmark = pytest.mark.multiproc
+
 
 @contextlib.contextmanager
 def full_disk(size: int) -> Iterator[None]:

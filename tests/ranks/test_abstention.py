@@ -60,7 +60,6 @@ def expected(voters: int) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
     return found
 
 
-@pytest.mark.multiproc
 @pytest.mark.parametrize(("local_group", "voter"), [(None, "rank"), (2, "node")])
 def test_who_abstained_is_counted_and_told_on_every_rank(
     ranks: RankPools, local_group: int | None, voter: str

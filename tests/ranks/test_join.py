@@ -21,6 +21,8 @@ from tests.support.oracle import OracleGroup, OracleLion, same_bits
 from tests.support.random_training import ignored_warnings, normal
 from tests.support.spawn import RankPools
 
+pytestmark = pytest.mark.multiproc
+
 LR = 0.01
 
 

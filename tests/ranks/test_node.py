@@ -40,16 +40,24 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+SHORT = ("default", "two_phase-average", "two_phase-4-bits")
+
+
+def of_four_ranks(case: str) -> Any:
+    return pytest.param(2, 2, case, marks=[] if case in SHORT else pytest.mark.full)
+
+
 def of_six_ranks(nodes: int, size: int, case: str) -> Any:
     """A case of nodes that take long on a few cores; some of them stand for the others."""
-    short = case in ("default", "two_phase-average", "two_phase-4-bits")
-    return pytest.param(nodes, size, case, marks=[] if short else pytest.mark.long)
+    return pytest.param(
+        nodes, size, case, marks=pytest.mark.full if case in SHORT else pytest.mark.long
+    )
 
 
 @pytest.mark.parametrize(
     ("nodes", "size", "case"),
     [
-        *((2, 2, case) for case in CASES),
+        *map(of_four_ranks, CASES),
         *(of_six_ranks(*nodes, case) for nodes in ((2, 3), (3, 2)) for case in CASES),
     ],
 )
@@ -79,7 +87,7 @@ def test_ddp_averages_inside_the_node_and_training_equals_the_simulation(
     zoo.replay(zoo.as_nodes(records, nodes_of(nodes, size), averaged=True), options)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_one_node_alone_is_plain_lion_on_its_mean_gradient(
     ranks: RankPools, size: int, dtype: torch.dtype | None
@@ -183,8 +191,9 @@ def train_on_cut_rows(
 @pytest.mark.parametrize(
     ("nodes", "size", "dtype"),
     [
-        *((2, 2, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)),
-        *((2, 3, dtype) for dtype in (torch.float32, torch.bfloat16)),
+        *((2, 2, dtype) for dtype in (torch.float32, torch.bfloat16)),
+        *(pytest.param(2, 2, d, marks=pytest.mark.full) for d in (torch.float16, torch.float64)),
+        *(pytest.param(2, 3, d, marks=pytest.mark.full) for d in (torch.float32, torch.bfloat16)),
         *(pytest.param(2, 3, d, marks=pytest.mark.long) for d in (torch.float16, torch.float64)),
     ],
 )
@@ -223,7 +232,10 @@ def test_the_cut_rows_are_worth_a_test() -> None:
         ("two_phase", "majority", "zero", 4),
     ],
 )
-@pytest.mark.parametrize(("nodes", "size"), [(2, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize(
+    ("nodes", "size"),
+    [(2, 2), *(pytest.param(*n, marks=pytest.mark.full) for n in ((2, 3), (3, 2)))],
+)
 def test_bytes_are_the_documented_formula(
     ranks: RankPools, nodes: int, size: int, exchange: str, aggregation: str, ties: str, bits: int
 ) -> None:

@@ -21,8 +21,6 @@ from tests.support.random_training import DTYPES, backward, normal, random_param
 from tests.support.rule_cases import CASES
 from tests.support.spawn import RankPools
 
-multiproc = pytest.mark.multiproc
-
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 LENGTHS = [0, 1, 2, 3, 63, ROW - 1, ROW, ROW + 1, 2 * ROW - 1, 2 * ROW, 2 * ROW + 1, 5 * ROW + 7]
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -217,7 +215,6 @@ def run(
     }
 
 
-@multiproc
 @pytest.mark.parametrize("what", DAMAGES)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_a_difference_is_found_and_named_on_every_rank(
@@ -233,7 +230,6 @@ def test_a_difference_is_found_and_named_on_every_rank(
         assert "on_divergence='repair'" in result["error"]
 
 
-@multiproc
 @pytest.mark.parametrize(("every", "step"), [(1, 4), (2, 4), (3, 6), (5, 5), (7, 7)])
 def test_it_is_found_at_the_next_multiple(ranks: RankPools, every: int, step: int) -> None:
     options = {"check_replicas_every": every}
@@ -242,13 +238,11 @@ def test_it_is_found_at_the_next_multiple(ranks: RankPools, every: int, step: in
         assert result["steps"] == step
 
 
-@multiproc
 def test_without_the_option_nothing_is_compared(ranks: RankPools) -> None:
     for result in ranks(2).run(run, "swap", [0], {}, 12, timeout=30):
         assert (result["error"], result["steps"]) == ("", 12)
 
 
-@multiproc
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_eight_bytes_go_to_every_rank_at_multiples_and_none_between(
     ranks: RankPools, world_size: int
@@ -262,7 +256,6 @@ def test_eight_bytes_go_to_every_rank_at_multiples_and_none_between(
         assert told == [(more * (step in (3, 6)),) * 2 for step in range(1, 8)]
 
 
-@multiproc
 @pytest.mark.parametrize(
     ("world_size", "where", "source", "words"),
     [
@@ -307,7 +300,6 @@ def test_a_repair_gives_all_ranks_what_most_of_them_have(
         assert received[rank] - table == (0 if rank == source else size)
 
 
-@multiproc
 def test_a_parameter_that_all_ranks_have_otherwise_is_that_of_the_lowest(ranks: RankPools) -> None:
     results = ranks(3).run(drift_everywhere, timeout=30)
     assert [result[0] for result in results] == [results[0][0]] * 3
@@ -352,7 +344,7 @@ def train_on_after_a_repair(rank: int, world_size: int, overlap: bool) -> list[b
     return found
 
 
-@multiproc
+@pytest.mark.multiproc
 @pytest.mark.parametrize("overlap", [False, True])
 def test_training_goes_on_with_equal_replicas(ranks: RankPools, overlap: bool) -> None:
     found = ranks(3).run(train_on_after_a_repair, overlap, timeout=60)
@@ -388,13 +380,11 @@ def run_in_nodes(rank: int, world_size: int, on_divergence: str) -> tuple[str, A
     return error, (sent, [bits_of(p) for p in params])
 
 
-@multiproc
 def test_ranks_of_nodes_are_compared_one_by_one(ranks: RankPools) -> None:
     for error, _ in ranks(4).run(run_in_nodes, "raise", timeout=60):
         assert "first in 'second': rank 1 from ranks 0, 2, 3 (the majority)" in error
 
 
-@multiproc
 def test_the_bytes_of_nodes_are_counted_inside_and_between(ranks: RankPools) -> None:
     results = [rest for _, rest in ranks(4).run(run_in_nodes, "repair", timeout=60)]
     assert all(params == results[0][1] for _, params in results)
@@ -406,7 +396,6 @@ def test_the_bytes_of_nodes_are_counted_inside_and_between(ranks: RankPools) -> 
         assert repair == {0: [320, 160, 0], 1: [0, 0, 0]}.get(rank, [0, 0, 160])
 
 
-@multiproc
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_equal_replicas_of_every_dtype_pass(ranks: RankPools, world_size: int, case: str) -> None:
@@ -429,7 +418,6 @@ def freeze_one_more(rank: int, world_size: int) -> str:
     return str(caught.value)
 
 
-@multiproc
 def test_other_shapes_cannot_be_repaired_and_do_not_hang(ranks: RankPools) -> None:
     for message in ranks(2).run(freeze_one_more, timeout=30):
         assert "first in 'frozen': rank 1 from rank 0" in message
@@ -452,7 +440,6 @@ def abstain_together(rank: int, world_size: int) -> list[int]:
     return sent
 
 
-@multiproc
 def test_a_step_that_moved_nothing_is_not_checked(ranks: RankPools) -> None:
     for _, abstained, moved in ranks(2).run(abstain_together, timeout=30):
         assert abstained == 8 * 7

@@ -44,7 +44,6 @@ def average_float64(rank: int, world_size: int) -> float:
     return optimizer.state[param]["exp_avg"].item()
 
 
-@pytest.mark.multiproc
 def test_momenta_of_float64_are_averaged_in_float64(ranks: RankPools) -> None:
     assert ranks(2).run(average_float64) == [1.0 + 2.0**-41] * 2
 
@@ -69,7 +68,6 @@ def run_out_of_memory(rank: int, world_size: int) -> str:
     return "accepted"
 
 
-@pytest.mark.multiproc
 def test_a_rank_without_room_for_its_momentum_tells_the_others(ranks: RankPools) -> None:
     first, second = ranks(2).run(run_out_of_memory, timeout=20)
     assert first.startswith("Disagreement: the step failed on 1 of 2 ranks: rank 1: MemoryError")

@@ -91,13 +91,13 @@ class ThreadPool:
 class _TestHub(Hub):
     """Hands over what a process has for itself, too."""
 
-    def pause(self) -> None:
+    def pause(self, over: Callable[[], bool]) -> None:
         own = _Process()
         patched = [entry for patch in _own.patches for entry in patch._setattr]
         values = [getattr(target, name) for target, name, _ in patched]
         for target, name, before in reversed(patched):
             setattr(target, name, before)
-        super().pause()
+        super().pause(over)
         for (target, name, _), value in zip(patched, values, strict=True):
             setattr(target, name, value)
         own.restore()
