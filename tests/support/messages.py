@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
 
 from hf_dlion.step.engine import Engine
 
@@ -15,7 +14,7 @@ _numel: ContextVar[int | None] = ContextVar("message_numel", default=None)
 
 @contextlib.contextmanager
 def message_numel(numel: int | None) -> Iterator[None]:
-    """Has every optimizer that is made inside cut messages of at most `numel` elements."""
+    """Has every plan that is made inside cut messages of at most `numel` elements."""
     token = _numel.set(numel)
     try:
         yield
@@ -23,10 +22,13 @@ def message_numel(numel: int | None) -> Iterator[None]:
         _numel.reset(token)
 
 
-def _made(self: Engine, *args: Any) -> None:
-    _make(self, *args)
-    self.message_numel = _numel.get()
+def _read(engine: Engine) -> int | None:
+    return vars(engine).get("message_numel") or _numel.get()
 
 
-_make = Engine.__init__
-Engine.__init__ = _made  # type: ignore[method-assign]
+def _write(engine: Engine, numel: int | None) -> None:
+    vars(engine)["message_numel"] = numel
+
+
+# The argument that an engine hands to its plans, by default that of the context.
+Engine.message_numel = property(_read, _write)  # type: ignore[assignment, misc]
