@@ -88,10 +88,10 @@ def test_training_equals_that_in_step_mode(ranks: RankPools, case: str) -> None:
 def misbehave(rank: int, world_size: int, overlap: bool, what: str) -> dict[str, Any]:
     """Trains while something happens between backward and step, from the third step on."""
     model = new_model()
+    optimizer = optimizer_of(model, overlap=overlap, exchange="two_phase")
     tokens = [torch.randint(0, 11, (3, 5), generator=_generator(rank, t)) for t in range(8)]
     state = None
     with short_messages(), warnings.catch_warnings(record=True) as caught:
-        optimizer = optimizer_of(model, overlap=overlap, exchange="two_phase")
         warnings.simplefilter("always")
         for t in range(8):
             odd = t >= 2
@@ -198,9 +198,9 @@ def test_whatever_happens_before_the_step_the_outcome_is_that_of_step_mode(
 def fail_once(rank: int, world_size: int, how: str) -> tuple[list[str], list[Tensor], int]:
     """Rank 1 fails in its fourth step, in backward or before the header; all go on afterwards."""
     model = new_model()
+    optimizer = optimizer_of(model, overlap=True, exchange="two_phase")
     raised: list[str] = []
     with short_messages():
-        optimizer = optimizer_of(model, overlap=True, exchange="two_phase")
         for t in range(8):
             bad = t == 3 and rank == 1
             loss = model(torch.randint(0, 11, (3, 5), generator=_generator(rank, t)))
@@ -254,9 +254,9 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_the_next_step_is_whole(
 def fail_to_prepare(rank: int, world_size: int, bad: bool) -> tuple[list[str], list[Tensor], int]:
     """Rank 1 cannot make the messages of the second step; all go on."""
     model = new_model()
+    optimizer = optimizer_of(model, overlap=True)
     raised: list[str] = []
     with short_messages():
-        optimizer = optimizer_of(model, overlap=True)
         for t in range(8):
             model(torch.randint(0, 11, (3, 5), generator=_generator(rank, t))).backward()
             try:
@@ -337,8 +337,8 @@ def test_one_rank_keeps_no_account_of_gradients(ranks: RankPools) -> None:
 def train_two(rank: int, world_size: int) -> list[list[Tensor]]:
     """Two optimizers whose gradients become ready in another order on each rank."""
     models = [new_model(), new_model()]
+    optimizers = [optimizer_of(model, overlap=True, exchange="two_phase") for model in models]
     with short_messages():
-        optimizers = [optimizer_of(model, overlap=True, exchange="two_phase") for model in models]
         for t in range(5):
             tokens = torch.randint(0, 11, (3, 5), generator=_generator(rank, t))
             for model in models if (rank + t) % 2 else reversed(models):
@@ -362,9 +362,9 @@ def test_two_optimizers_need_no_common_order(ranks: RankPools) -> None:
 def use_sometimes(rank: int, world_size: int) -> list[tuple[int, int]]:
     """Rank 1 leaves out the branch from the second step on: it was ready early in the first."""
     model = new_model()
+    optimizer = optimizer_of(model, overlap=True, exchange="two_phase")
     left = []
     with short_messages():
-        optimizer = optimizer_of(model, overlap=True, exchange="two_phase")
         for t in range(8):
             tokens = torch.randint(0, 11, (3, 5), generator=_generator(rank, t))
             model(tokens, branch=rank == 0 or t == 0).backward()
@@ -385,9 +385,9 @@ def test_parameters_that_are_often_unused_come_last(ranks: RankPools) -> None:
 
 def count_bytes(rank: int, world_size: int, exchange: str) -> list[tuple[int, int]]:
     model = new_model()
+    optimizer = optimizer_of(model, overlap=True, exchange=exchange)
     found = []
     with short_messages():
-        optimizer = optimizer_of(model, overlap=True, exchange=exchange)
         for step in batches(rank, 1):
             model(step[0]).backward()
             optimizer.step()
@@ -411,10 +411,10 @@ def test_bytes_of_a_step_are_the_documented_formula(ranks: RankPools, exchange: 
 def accumulate(rank: int, world_size: int) -> list[int]:
     """Returns how many messages had left after each micro-step of a late step."""
     model = new_model()
+    optimizer = optimizer_of(model, overlap=True)
     holder = [DistributedDataParallel(model)]
     left: list[int] = []
     with released(holder), short_messages():
-        optimizer = optimizer_of(model, overlap=True)
         for step in batches(rank, 3):
             for number, tokens in enumerate(step):
                 quiet = holder[0].no_sync() if number < 2 else contextlib.nullcontext()
