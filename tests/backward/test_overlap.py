@@ -207,7 +207,7 @@ def fail_once(rank: int, world_size: int, how: str) -> tuple[list[str], list[Ten
             try:
                 if bad and how == "sparse":
                     handle = model.branch.weight.register_post_accumulate_grad_hook(_make_sparse)
-                    optimizer._engine.presence._handles.pop(id(model.branch.weight)).remove()
+                    optimizer._engine.hooks._handles.pop(id(model.branch.weight)).remove()
                     optimizer._engine.presence.watch([model.branch.weight])
                     loss.backward()
                     handle.remove()
