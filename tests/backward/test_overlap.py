@@ -208,7 +208,7 @@ def fail_once(rank: int, world_size: int, how: str) -> tuple[list[str], list[Ten
                 if bad and how == "sparse":
                     handle = model.branch.weight.register_post_accumulate_grad_hook(_make_sparse)
                     optimizer._engine.hooks._handles.pop(id(model.branch.weight)).remove()
-                    optimizer._engine.presence.watch([model.branch.weight])
+                    optimizer._engine.hooks.watch_gradients([model.branch.weight])
                     loss.backward()
                     handle.remove()
                 elif bad and how == "closure":
@@ -271,7 +271,7 @@ def fail_to_prepare(rank: int, world_size: int, bad: bool) -> tuple[list[str], l
     return raised, bits_of(model), optimizer.wire.overlapped
 
 
-def _raise_memory_error(*args: object) -> None:
+def _raise_memory_error(*args: object, **kwargs: object) -> None:
     raise MemoryError("no room for buffers")
 
 
