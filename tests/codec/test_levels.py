@@ -175,10 +175,9 @@ def test_a_gradient_that_is_not_finite_is_never_said_to_be(
     assert not codec.preview(grad, torch.zeros(150), words, active, rule_with(bits, scale), 2.0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize(
-    "numel", [pytest.param(3 * (1 << 16) + 77, marks=pytest.mark.full), 1 << 17]
-)
+@pytest.mark.parametrize("numel", [3 * (1 << 16) + 77, 1 << 17])
 def test_threads_and_chunks_do_not_change_the_mean(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, numel: int
 ) -> None:

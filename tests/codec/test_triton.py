@@ -101,6 +101,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_compiled_kernels_round_every_operation_by_itself(kernels: Any, dtype: str) -> None:
     language = kernels.triton.tl
@@ -126,6 +127,7 @@ def test_compiled_kernels_round_every_operation_by_itself(kernels: Any, dtype: s
     assert f"div.rn.f{width}" in made["average"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("dtype", "bits"), [("float32", 2), ("bfloat16", 4), ("float64", 8)])
 def test_the_kernels_of_more_bits_compile(kernels: Any, dtype: str, bits: int) -> None:
     language, levels = kernels.triton.tl, kernels.levels

@@ -154,6 +154,7 @@ def training_step(model: nn.Module, optimizer: DistributedLion, x: torch.Tensor)
 COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("what", "backend"),
     [

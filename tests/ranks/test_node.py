@@ -226,9 +226,9 @@ def test_the_cut_rows_are_worth_a_test() -> None:
     ("exchange", "aggregation", "ties", "bits"),
     [
         ("gather", "majority", "alternate", 1),
-        ("two_phase", "majority", "zero", 1),
+        pytest.param("two_phase", "majority", "zero", 1, marks=pytest.mark.full),
         ("two_phase", "average", "alternate", 1),
-        ("gather", "majority", "alternate", 2),
+        pytest.param("gather", "majority", "alternate", 2, marks=pytest.mark.full),
         ("two_phase", "majority", "zero", 4),
     ],
 )

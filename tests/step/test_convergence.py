@@ -22,7 +22,7 @@ from hf_dlion.codec import ties
 from hf_dlion.tools.study.setting import Setting
 from hf_dlion.tools.study.train import simulate
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(600)]
 
 # By the number of ranks.
 SEEDS = {2: (0, 1, 2), 4: (0, 1)}
