@@ -21,18 +21,11 @@ from hf_dlion.checkpoint.lion import gather_objects, unwrap
 from hf_dlion.checkpoint.momentum_file import MOMENTUM_NAME
 from hf_dlion.checkpoint.save import Save
 from hf_dlion.optimizer import DistributedLion
+from hf_dlion.options.parallelism import refuse_sharded
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-# Values of accelerate.DistributedType under which a rank does not hold the whole model, or under
-# which somebody else reduces the gradients.
-_UNSUPPORTED = {
-    "FSDP": "FSDP",
-    "DEEPSPEED": "DeepSpeed",
-    "MEGATRON_LM": "Megatron-LM",
-    "XLA": "torch_xla",
-}
 _ATTACHED = "_hf_dlion_attached"
 
 # The save that an accelerator is in the middle of, and the folder from which it has just loaded.
@@ -200,28 +193,3 @@ def _lions(accelerator: Accelerator) -> list[tuple[str, DistributedLion]]:
         if lion is not None:
             found.append((f"_{index}" if index else "", lion))
     return found
-
-
-def refuse_sharded(accelerator: Accelerator) -> None:
-    """Refuses an accelerator whose ranks do not hold the whole model each.
-
-    Raises:
-        NotImplementedError: Naming what it does, and what works instead.
-    """
-    kind = _UNSUPPORTED.get(getattr(accelerator.distributed_type, "value", ""), "")
-    parallelism = getattr(accelerator, "parallelism_config", None)
-    for size in ("tp_size", "cp_size", "sp_size", "dp_shard_size"):
-        if (getattr(parallelism, size, None) or 1) > 1:
-            kind = f"a ParallelismConfig with {size} > 1"
-    if kind:
-        raise unsupported(kind)
-
-
-def unsupported(kind: str) -> NotImplementedError:
-    """Returns the error for a way of training that does not work."""
-    return NotImplementedError(
-        f"DistributedLion does not work with {kind}: it needs the whole model and the local "
-        "gradients on every rank. Use plain data parallelism (torchrun, or accelerate launch "
-        "--multi_gpu, without FSDP, DeepSpeed and tensor parallelism); gradient checkpointing, "
-        "PEFT and bf16 parameters make a model fit"
-    )
