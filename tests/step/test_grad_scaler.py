@@ -11,6 +11,8 @@ from tests.support.oracle import OracleGroup, OracleLion, same_bits
 from tests.support.random_training import ignored_warnings, normal, random_param
 from tests.support.spawn import RankPools
 
+pytestmark = pytest.mark.multiproc
+
 STEPS = 6
 OVERFLOW_STEP = 2
 
