@@ -143,7 +143,7 @@ class Step:
         momenta.shares.warn_of_gap()
         for param in params:
             check_gradient(param)
-        self._present = present = engine.presence.of(params)
+        present = engine.presence.of(params)
         # Parameters that were thawed after their wrapper was attached.
         engine.hooks.watch_gradients(params)
         for (index, param), has in zip(self._pairs, present, strict=True):
