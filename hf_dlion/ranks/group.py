@@ -31,7 +31,7 @@ class Ranks:
     def __init__(
         self, process_group: RankGroup | None, local_group: LocalGroup, limit: int
     ) -> None:
-        """Knows no rank yet: an optimizer may be built before the process group.
+        """Looks nothing up yet: an optimizer may be built before the process group.
 
         Args:
             process_group: The ranks that vote; None is the default group.

@@ -19,7 +19,7 @@ from hf_dlion.options.params import check_gradient
 from hf_dlion.ranks.abstention import all_finite, unscale
 from hf_dlion.ranks.agreement import Disagreement, details_of
 from hf_dlion.ranks.fingerprint import digest
-from hf_dlion.ranks.header import Header, votes_on
+from hf_dlion.ranks.header import Header, voters_on
 from hf_dlion.ranks.replicas import check_replicas
 from hf_dlion.step.delivery import Delivery, Moving
 from hf_dlion.step.engine import Engine
@@ -111,11 +111,11 @@ class Step:
         self._stats.abstentions += engine.ranks.abstentions.note(
             [other.finite for other in heard], self._voters.index, tells=engine.rank == 0
         )
-        votes = votes_on(heard)
-        moves = bool(votes.any())
+        counts = voters_on(heard)
+        moves = bool(counts.any())
         if moves:
             self._complete(heard, mine)
-            self._move(plan, votes, mine, delivery)
+            self._move(plan, counts, mine, delivery)
             engine.steps += 1
         else:
             delivery.discard()
@@ -215,36 +215,36 @@ class Step:
             average_over_ranks(list(held.values()), self._wire)
         self._engine.shared_momenta = full
 
-    def _move(self, plan: Plan, votes: Tensor, mine: Header, delivery: Delivery) -> None:
+    def _move(self, plan: Plan, counts: Tensor, mine: Header, delivery: Delivery) -> None:
         """Exchanges votes and applies the verdict to the parameters that any rank votes on.
 
         Args:
             plan: Carries what moves.
-            votes: int64, shape (P,), how many vote on each parameter.
+            counts: int64, shape (P,), how many vote on each parameter.
             mine: What this rank, or its node, said of itself.
             delivery: Carries the votes.
         """
-        moving = self._moving(plan, votes, mine)
+        moving = self._moving(plan, counts, mine)
         if plan.full and self._wire is not None:
             step_in_full(plan.full, moving, self._wire, self._stats)
         delivery.land(moving, self._stats)
 
-    def _moving(self, plan: Plan, votes: Tensor, mine: Header) -> Moving:
+    def _moving(self, plan: Plan, counts: Tensor, mine: Header) -> Moving:
         """Returns what moves; momenta are made where there are none."""
         self._rule = rule = self._engine.rule()
-        counts = dict(zip((index for index, _ in self._pairs), votes.tolist(), strict=True))
+        voters = dict(zip((index for index, _ in self._pairs), counts.tolist(), strict=True))
         voting: dict[int, Tensor] = {}
         full: dict[int, tuple[Tensor, int]] = {}
         for (index, param), has in zip(self._pairs, mine.present.tolist(), strict=True):
-            if counts[index] == 0:
+            if voters[index] == 0:
                 continue
             # Also where this rank does not vote: the state has the same entries on all ranks.
             momentum = self._momenta.of(param, index, plan.owned)
             if has and mine.finite:
                 voting[index] = momentum
             if index in plan.treatment.full:
-                full[index] = momentum, counts[index]
-        voted = {index for index, count in counts.items() if count}
+                full[index] = momentum, voters[index]
+        voted = {index for index, count in voters.items() if count}
         return Moving(voting, tensor_rules(self._engine.groups, voted, rule), rule, full)
 
     def _end(self, plan: Plan, heard: Sequence[Header], moved: bool) -> None:
