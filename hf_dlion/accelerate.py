@@ -113,7 +113,7 @@ def _write_momenta(
 
 @contextmanager
 def _as_one(accelerator: Accelerator, save: Save) -> Iterator[None]:
-    """Lets Accelerate save such that what fails on one rank leaves all of them alike."""
+    """Lets Accelerate save so what fails on one rank leaves all of them alike."""
     project, wait = accelerator.project_configuration, accelerator.wait_for_everyone
     limit, iteration = project.total_limit, project.iteration
 

@@ -11,7 +11,7 @@ backward did not deliver (a parameter that was not used, a backward that never r
 `step()`. So no rank can wait for a message that another one never sends.
 
 The momentum is advanced in `step()` from the gradient as the loop left it. The direction is needed
-before the loop has clipped or unscaled this gradient, so that it takes the factor by which the last
+before the loop has clipped or unscaled this gradient, so it takes the factor by which the last
 step's gradients were scaled between backward and `step()`.
 
 Verdicts are provisional until the headers say that every rank was finite and its votes still hold;
