@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from hf_dlion.checkpoint import rank_files, rotation, whole
+from hf_dlion.checkpoint.access import gather_objects, unwrap
 from hf_dlion.checkpoint.agreed import agreed_checkpoint, names_on_ranks
-from hf_dlion.checkpoint.lion import gather_objects, unwrap
 from hf_dlion.checkpoint.momentum_file import MOMENTUM_NAME
 from hf_dlion.checkpoint.save import Save
 from hf_dlion.optimizer import DistributedLion

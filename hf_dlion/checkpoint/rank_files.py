@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from hf_dlion.checkpoint import momentum_file
-from hf_dlion.checkpoint.lion import gather_objects, nodes_of, require
+from hf_dlion.checkpoint.access import gather_objects, nodes_of, require
 from hf_dlion.checkpoint.momentum_file import MOMENTUM_NAME, CheckpointError, MomentumFile
 from hf_dlion.momentum.shares import assemble
 from hf_dlion.optimizer import DistributedLion

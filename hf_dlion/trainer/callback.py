@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerState
 
-from hf_dlion.checkpoint.lion import unwrap
+from hf_dlion.checkpoint.access import unwrap
 from hf_dlion.momentum.divergence import by_kind
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.abstention import Abstentions
