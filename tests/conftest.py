@@ -1,7 +1,7 @@
 """Fixtures that every test module may use, and the two tiers of tests.
 
 Plain `pytest` runs ranks as threads of one process, and of the tests that start processes only
-those marked `smoke`. `-m "not long"` runs everything, each test with ranks on threads and on gloo.
+those marked `smoke`. `-m "not long"` runs everything, with ranks on gloo too.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankPools]:
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves tests that need processes to gloo, and real ranks to the full tier."""
-    dropped = []
+    kept = []
     for item in items:
-        kind = getattr(item, "callspec", None) and item.callspec.params.get("ranks")
-        multiproc = item.get_closest_marker("multiproc") is not None
-        if kind == "threads" and multiproc:
-            dropped.append(item)
-        elif (kind == "gloo" or multiproc) and item.get_closest_marker("smoke") is None:
+        marks = {mark.name for mark in item.iter_markers()}
+        kind = item.callspec.params.get("ranks") if hasattr(item, "callspec") else None
+        # Where gloo is needed, or runs in the same tier, threads would add nothing.
+        if kind == "threads" and marks & {"multiproc", "full", "long"}:
+            continue
+        if (kind == "gloo" or "multiproc" in marks) and "smoke" not in marks:
             item.add_marker("full")
-    items[:] = [item for item in items if item not in set(dropped)]
+        kept.append(item)
+    items[:] = kept

@@ -56,8 +56,18 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
+# Each way of averaging once.
+SHORT = ("sync", "sync-narrow", "sync-some", "full-named", "full-all", "warmup-and-all")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "case"),
+    [
+        pytest.param(n, case, marks=[] if n == 2 and case in SHORT else pytest.mark.full)
+        for n in (2, 3)
+        for case in CASES
+    ],
+)
 def test_every_step_equals_the_simulation(ranks: RankPools, world_size: int, case: str) -> None:
     options, full_groups = CASES[case]
     records = ranks(world_size).run(zoo.train_full, 16, options, full_groups)
