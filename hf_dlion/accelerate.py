@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from hf_dlion.checkpoint import rank_files, rotation, whole
+from hf_dlion.checkpoint.access import gather_objects, unwrap
 from hf_dlion.checkpoint.agreed import agreed_checkpoint, names_on_ranks
-from hf_dlion.checkpoint.lion import gather_objects, unwrap
 from hf_dlion.checkpoint.momentum_file import MOMENTUM_NAME
 from hf_dlion.checkpoint.save import Save
 from hf_dlion.optimizer import DistributedLion
@@ -113,7 +113,7 @@ def _write_momenta(
 
 @contextmanager
 def _as_one(accelerator: Accelerator, save: Save) -> Iterator[None]:
-    """Lets Accelerate save such that what fails on one rank leaves all of them alike."""
+    """Lets Accelerate save so what fails on one rank leaves all of them alike."""
     project, wait = accelerator.project_configuration, accelerator.wait_for_everyone
     limit, iteration = project.total_limit, project.iteration
 

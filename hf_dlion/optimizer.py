@@ -342,7 +342,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         Raises:
             Disagreement: On every rank, if they have momenta of different parameters.
         """
-        engine, wire = self._engine, self._engine.others()
+        engine, wire = self._engine, self._engine.wire_if_several()
         if wire is not None:
             voters, momenta = engine.voters(), engine.momenta()
             momenta.check_alike(wire, voters.alike)

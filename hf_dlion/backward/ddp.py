@@ -172,7 +172,7 @@ def _joins(ddp: Any) -> bool:
 def _can_skip_buckets(ddp: DistributedDataParallel) -> bool:
     """Returns whether gradients may stay out of DDP's buckets altogether.
 
-    Nothing is reduced, so that the copies into the buckets and back are lost time (a tenth of a
+    Nothing is reduced, so the copies into the buckets and back are lost time (a tenth of a
     step on a CPU). But where gradients are views of the buckets, these are their only memory, and
     a static graph and DDP's own mixed precision are prepared in the reducer.
     """

@@ -92,7 +92,7 @@ class Flight:
     def complete(
         self,
         present: Mapping[int, bool],
-        odd: Container[int],
+        rescaled_oddly: Container[int],
         momenta: MomentumStore,
         rule: StepRule,
     ) -> None:
@@ -100,7 +100,8 @@ class Flight:
 
         Args:
             present: By parameter index, whether this rank votes on it now.
-            odd: ids of the parameters whose gradients the loop did not scale like the others.
+            rescaled_oddly: ids of the parameters whose gradients the loop did not scale like
+                the others.
             momenta: As they are now: a state may have been loaded meanwhile.
             rule: The constants of the step as they are now.
         """
@@ -109,7 +110,7 @@ class Flight:
         self.missing = set().union(*self._missing)
         for message in self.messages[: self._sent]:
             for index, param in message.params:
-                if id(param) in odd or not present.get(index, False):
+                if id(param) in rescaled_oddly or not present.get(index, False):
                     self.stale = True
         if _betas(momenta.groups) != self._betas or rule != self._rule:
             self.stale = True

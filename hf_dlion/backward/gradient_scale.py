@@ -15,19 +15,19 @@ TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3}
 NARROW_TOLERANCE = 2e-2
 
 
-class ScaleProbes:
+class GradientScale:
     """Finds out by how much gradients are scaled between backward and step (clipping, unscaling).
 
     Attributes:
         scale: The factor, a float32 number; 1 until it is known.
-        odd: ids of the parameters whose gradients were changed otherwise since (a mask, noise,
-            clipping by layer), as far as the elements looked at can tell.
+        rescaled_oddly: ids of the parameters whose gradients were changed otherwise since (a mask,
+            noise, clipping by layer), as far as the elements looked at can tell.
     """
 
     def __init__(self) -> None:
-        """Has seen nothing."""
+        """Starts with a factor of 1."""
         self.scale = 1.0
-        self.odd: set[int] = set()
+        self.rescaled_oddly: set[int] = set()
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
 
     def before(self, param: Tensor) -> None:
@@ -61,12 +61,12 @@ class ScaleProbes:
         ]
         total = math.fsum(old for _, old, _ in seen)
         ratio = math.fsum(new for *_, new in seen) / total if total else math.nan
-        self.odd = {
+        self.rescaled_oddly = {
             id(param)
             for param, old, new in seen
             if not abs(new - ratio * old) <= TOLERANCE.get(param.dtype, NARROW_TOLERANCE) * new
         }
-        if not self.odd and math.isfinite(ratio) and ratio > 0.0:
+        if not self.rescaled_oddly and math.isfinite(ratio) and ratio > 0.0:
             self.scale = float(torch.tensor(ratio, dtype=torch.float32))
         return ratio if len(seen) == len(both) else math.nan
 

@@ -11,7 +11,7 @@ backward did not deliver (a parameter that was not used, a backward that never r
 `step()`. So no rank can wait for a message that another one never sends.
 
 The momentum is advanced in `step()` from the gradient as the loop left it. The direction is needed
-before the loop has clipped or unscaled this gradient, so that it takes the factor by which the last
+before the loop has clipped or unscaled this gradient, so it takes the factor by which the last
 step's gradients were scaled between backward and `step()`.
 
 Verdicts are provisional until the headers say that every rank was finite and its votes still hold;
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from hf_dlion.backward.background import Background
 from hf_dlion.backward.flight import Flight
-from hf_dlion.backward.gradient_scale import ScaleProbes
+from hf_dlion.backward.gradient_scale import GradientScale
 from hf_dlion.codec.rule import StepRule
 from hf_dlion.exchange import Wire, WireStats
 from hf_dlion.momentum.store import MomentumStore
@@ -71,7 +71,7 @@ class Overlap:
     def reset(self) -> None:
         """Forgets what was agreed: the process group is another one."""
         self._gave_up = False
-        self._probes = ScaleProbes()
+        self._gradient_scale = GradientScale()
         self._sync = True
         self._stale_in_a_row = self._incomplete_in_a_row = 0
         self._wires: tuple[Wire, Wire] | None = None
@@ -85,7 +85,7 @@ class Overlap:
     @property
     def scale(self) -> float:
         """Factor by which the last gradients were scaled between backward and step."""
-        return self._probes.scale
+        return self._gradient_scale.scale
 
     def note_forward(self, sync: bool) -> None:
         """Takes note of a forward pass; `sync` is False under no_sync()."""
@@ -99,7 +99,7 @@ class Overlap:
         with self._lock:
             if self._flight is None and not self._sync:
                 return
-            self._probes.before(param)
+            self._gradient_scale.before(param)
             if not self._messages:
                 self._ready[id(param)] = None
                 return
@@ -123,7 +123,7 @@ class Overlap:
         has touched any since: an in-place change through `.data` leaves no other trace.
         """
         flight = self._flight
-        if flight is None or self._probes.after() != 1.0:
+        if flight is None or self._gradient_scale.after() != 1.0:
             return list(params)
         return [param for param in params if not flight.known_finite(param)]
 
@@ -146,13 +146,13 @@ class Overlap:
         began = self._flight is not None
         flight = self._flight or self._begin(momenta, rule, engine.stats)
         self._flight = None
-        self._probes.after()
+        self._gradient_scale.after()
         # By index, whether this rank votes now; on a rank that failed, or is not finite, it does
         # not.
         votes = header.present.tolist() if header.finite else []
         params = trainable(momenta.groups)
         present = {index: has for (index, _), has in zip(params, votes, strict=False)}
-        flight.complete(present, self._probes.odd, momenta, rule)
+        flight.complete(present, self._gradient_scale.rescaled_oddly, momenta, rule)
         if began:
             self._note_missing(flight)
         if flight.failure is not None and failure is None:
@@ -200,9 +200,9 @@ class Overlap:
         """
         engine = self._engine()
         assert engine is not None, "it is the engine that calls"
-        self._probes.after()
+        self._gradient_scale.after()
         ready, self._ready = self._ready, {}
-        self._probes.odd = set()
+        self._gradient_scale.rescaled_oddly = set()
         # A rank that is not finite has nothing to say of its votes.
         if all(header.finite for header in headers):
             stale = any(header.stale for header in headers)

@@ -1,7 +1,7 @@
 """How the optimizer finds the DDP wrappers of its parameters and keeps them from reducing.
 
 A forward pre-hook for all modules (public torch API, nothing is patched) looks for DDP wrappers.
-It costs about 3 us per module call and makes torch.compile warn, so that it is there only while an
+It costs about 3 us per module call and makes torch.compile warn, so it is there only while an
 optimizer has parameters whose wrapper it does not know: it goes once all are covered, and comes
 back when a wrapper is gone, or when a gradient came from elsewhere than the wrappers in use.
 """

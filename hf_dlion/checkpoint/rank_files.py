@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from hf_dlion.checkpoint import momentum_file
-from hf_dlion.checkpoint.lion import gather_objects, nodes_of, require
+from hf_dlion.checkpoint.access import gather_objects, nodes_of, require
 from hf_dlion.checkpoint.momentum_file import MOMENTUM_NAME, CheckpointError, MomentumFile
 from hf_dlion.momentum.shares import assemble
 from hf_dlion.optimizer import DistributedLion
@@ -107,7 +107,7 @@ def load_momentum(
         optimizer: A DistributedLion, or Accelerate's wrapper around one.
         folder: Where `save_momentum` wrote.
         name: As given to `save_momentum`.
-        failure: What already went wrong on this rank, so that the others learn of it here instead
+        failure: What already went wrong on this rank, so the others learn of it here instead
             of waiting for it somewhere else.
 
     Returns:
@@ -337,7 +337,7 @@ def _mean(ours: MomentumFile, paths: list[Path]) -> MomentumFile:
     nodes = first.members or [[rank] for rank in range(len(paths))]
     if sorted(rank for ranks in nodes for rank in ranks) != list(range(len(paths))):
         raise CheckpointError(f"{paths[0]} is damaged: its nodes are {first.members}")
-    # In the order of the ranks, so that every rank gets the same bits.
+    # In the order of the ranks, so every rank gets the same bits.
     total: dict[int, torch.Tensor] = {}
     for ranks in nodes:
         for index, momentum in _whole_of([paths[rank] for rank in ranks], first, ours).items():

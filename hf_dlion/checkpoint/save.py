@@ -23,8 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hf_dlion.checkpoint import whole
+from hf_dlion.checkpoint.access import meet_to_save, require
 from hf_dlion.checkpoint.durable import sync_checkpoint
-from hf_dlion.checkpoint.lion import meet_to_save, require
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.agreement import Disagreement
 

@@ -19,8 +19,8 @@ class StepRule:
 
     Attributes:
         step: Number of the step, 1 for the first.
-        rank: This rank in the process group.
-        world_size: Number of ranks.
+        rank: This rank, or its node: the r of the rule.
+        world_size: Number of ranks, or of nodes, that vote: the N of the rule.
         aggregation: "majority" or "average".
         ties: "alternate" or "zero".
         stochastic_rounding: Whether tensors below float32 are rounded stochastically.

@@ -175,7 +175,7 @@ class Wire:
         return Wire(group, self.stats, self._device, self.neighbours)
 
     def meet(self) -> None:
-        """Exchanges a number, so that a backend connects now and not in the middle of a backward.
+        """Exchanges a number, so a backend connects now and not in the middle of a backward.
 
         Every rank must call this. Bytes per rank: 8 * (N - 1).
         """

@@ -9,7 +9,7 @@ from hf_dlion.options.warn_once import warn_once
 
 
 class MomentumOrigin:
-    """Remembers what made the momenta, so that a rank that lost its own says so."""
+    """Remembers what made the momenta, so a rank that lost its own says so."""
 
     def __init__(self) -> None:
         """Starts with momenta that are this rank's own."""

@@ -1,7 +1,7 @@
 """Which stretch of every parameter's momentum a rank holds, and how stretches change hands.
 
 Where a node votes as one, each of its ranks keeps the momentum of the words that it votes on. The
-stretches follow from the messages, so that they move when a parameter is frozen, thawed or added,
+stretches follow from the messages, so they move when a parameter is frozen, thawed or added,
 or when a state of another kind is loaded.
 """
 
@@ -96,7 +96,7 @@ class Shares:
             (start, _), wanted = ranges[index], owned[index]
             if self.held.get(index) != wanted:
                 self.held[index] = wanted
-                # A copy, so that the rest of the memory is let go.
+                # A copy, so the rest of the memory is let go.
                 found[index] = (
                     momenta[index].view(-1)[wanted[0] - start : wanted[1] - start].clone()
                 )

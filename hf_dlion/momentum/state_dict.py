@@ -50,7 +50,7 @@ def checked_loading(
 ) -> Iterator[None]:
     """Makes torch's `load_state_dict`, called inside, check a state dict and restore from it.
 
-    As hooks, so that what the user's own hooks return is checked and restored.
+    As hooks, so what the user's own hooks return is checked and restored.
 
     Args:
         optimizer: The one that loads.

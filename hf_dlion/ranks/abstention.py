@@ -13,7 +13,7 @@ from hf_dlion.options.warn_once import warn_once
 class Abstentions:
     """Counts, for every rank, the steps from which it abstained.
 
-    All ranks count from the same headers, so that all raise together. A state dict does not carry
+    All ranks count from the same headers, so all raise together. A state dict does not carry
     the counts, and loading one does not change them: a resumed process starts at none.
 
     Attributes:

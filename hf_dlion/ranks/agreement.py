@@ -94,7 +94,7 @@ class Agreement:
 
     Attributes:
         parameters: Number of presence bits in the header: the trainable parameters at the last
-            agreement on a layout. It changes only on all ranks together, so that headers always
+            agreement on a layout. It changes only on all ranks together, so headers always
             have one size.
     """
 
@@ -137,7 +137,7 @@ class Agreement:
     def agree_on_options(self, mine: Header, wire: Wire, details: Details) -> list[Header]:
         """Returns every rank's header after checking that none failed and that options agree.
 
-        It is how `agree` begins, so that ranks may meet in either.
+        It is how `agree` begins, so ranks may meet in either.
 
         Raises:
             Disagreement: On every rank, as `agree`.

@@ -68,7 +68,7 @@ def _hash(tensor: Tensor) -> Tensor:
     words = _words(flat[whole:])
     sums.append((words * weights[: words.numel()]).sum().view(1))
     rows = torch.cat(sums)
-    # As many as a power of two, so that few tables are made.
+    # As many as a power of two, so few tables are made.
     more = _weights(1 << rows.numel().bit_length(), _ROWS, flat.device)
     return (rows * more[: rows.numel()]).sum()
 

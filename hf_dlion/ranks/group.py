@@ -31,7 +31,7 @@ class Ranks:
     def __init__(
         self, process_group: RankGroup | None, local_group: LocalGroup, limit: int
     ) -> None:
-        """Knows no rank yet: an optimizer may be built before the process group.
+        """Looks nothing up yet: an optimizer may be built before the process group.
 
         Args:
             process_group: The ranks that vote; None is the default group.
@@ -138,7 +138,7 @@ class Ranks:
             Disagreement: On every rank, if something failed on one, or they do not all save after
                 the same step.
         """
-        # As a step begins, so that a rank that steps, because it was not told to save, hears of it.
+        # As a step begins, so a rank that steps, because it was not told to save, hears of it.
         doing = {**option_values(options), "saving": f"after step {steps}"}
         header = dataclasses.replace(
             Header.of_failure(steps), failed=failure is not None, options=digest(doing)
@@ -159,7 +159,7 @@ class Ranks:
                 failed=failure is not None,
                 options=digest(option_values(options)),
             )
-            # As a step begins, so that a rank without local_group, which is there, hears of it.
+            # As a step begins, so a rank without local_group, which is there, hears of it.
             self.agreement.agree_on_options(header, wire, details_of(groups, options, failure))
 
         node = find_node(self._local_group, wire, agree, stats, _device_of(groups))

@@ -94,7 +94,7 @@ class Header:
         )
 
 
-def votes_on(headers: Sequence[Header]) -> Tensor:
+def voters_on(headers: Sequence[Header]) -> Tensor:
     """Returns int64, shape (P,): how many ranks vote on each parameter; P is 0 if none is finite.
 
     Args:

@@ -188,7 +188,7 @@ def find_node(
     # What exists does so on all ranks of a group, and each new one counts for every rank.
     fresh = (() if given else members) + (() if places[place] in made else places)
     check_group_counts([counts for _, counts in told], fresh)
-    # First all local groups, then all peers: in one order on every rank, so that none waits for
+    # First all local groups, then all peers: in one order on every rank, so none waits for
     # another one that waits for it.
     local = choice if isinstance(choice, dist.ProcessGroup) else _group(wire, members[index])
     peers = _group(wire, places[place])

@@ -58,7 +58,7 @@ class Delivery(Protocol):
         """
 
     def discard(self) -> None:
-        """Drops what has left, so that nothing of it moves; every rank must call this."""
+        """Drops what has left, so nothing of it moves; every rank must call this."""
 
 
 class InStep:

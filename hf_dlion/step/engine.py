@@ -157,7 +157,7 @@ class Engine:
             self.hooks.search()
         return wire
 
-    def others(self) -> Wire | None:
+    def wire_if_several(self) -> Wire | None:
         """Returns the wire, or None where this rank is alone."""
         wire = self.wire()
         return None if wire is None or wire.world_size == 1 else wire
@@ -172,7 +172,7 @@ class Engine:
         Raises:
             Disagreement: On every rank, if the ranks cannot be divided into equal nodes.
         """
-        wire = self.others()
+        wire = self.wire_if_several()
         if wire is None:
             self._voters = ONE_RANK
         elif self._voters.wire is not wire:
@@ -182,7 +182,7 @@ class Engine:
 
     def rule(self) -> StepRule:
         """Returns the constants of the coming step."""
-        wire, voters = self.others(), self._voters
+        wire, voters = self.wire_if_several(), self._voters
         if voters.wire is not wire:
             voters = ONE_RANK if wire is None else EveryRank(wire)
         options = self.options
@@ -246,7 +246,7 @@ class Engine:
             Disagreement: On every rank, if something failed on one, or they do not all save after
                 the same step.
         """
-        wire = self.others()
+        wire = self.wire_if_several()
         if wire is not None:
             self.ranks.meet_to_save(wire, self.groups, self.options, self.steps, failure)
 

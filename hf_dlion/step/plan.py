@@ -53,7 +53,8 @@ class Plan:
     Attributes:
         messages: With buffers for one step; none where nobody else votes.
         delivery: Carries them in the step.
-        full: Parameters that have no place in a message: their gradients are averaged.
+        averaged: Batches of the parameters without a place in a message: their gradients are
+            averaged.
         treatment: What is exchanged of each parameter besides votes.
         bits: Of the votes that its messages have room for.
         layout: Hash of everything that decides which collectives of what size a step makes.
@@ -100,10 +101,10 @@ class Plan:
         split = [[index for index, _ in group] for group in groups]
         kinds = [(index, tuple(p.shape), str(p.dtype)) for index, p in params]
         self.layout = digest((kinds, split, name, *voters.layout_key, treatment.plain()))
-        self.full: Sequence[Batch] = ()
+        self.averaged: Sequence[Batch] = ()
         if voters.ranks > 1:
-            averaged = [pair for pair in params if pair[0] in treatment.full]
-            self.full = split_alike(averaged, message_numel or usual_numel(params, voters.ranks))
+            rest = [pair for pair in params if pair[0] in treatment.full]
+            self.averaged = split_alike(rest, message_numel or usual_numel(params, voters.ranks))
         wires = None if order is None else order.wires
         built = voters.build(params, list(zip(groups, layouts, strict=True)), name, options, wires)
         self.messages: Sequence[Message] = built.messages

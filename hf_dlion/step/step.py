@@ -1,4 +1,8 @@
-"""One step, from a rank's own gradients to parameters that are equal on all ranks."""
+"""One step, from a rank's own gradients to parameters that are equal on all ranks.
+
+Where a gradient becomes a vote and a verdict moves a weight: `Moving` (what takes part) goes to
+`delivery.land`, which has each `Message` encode, exchange, count and apply by a codec.
+"""
 
 from __future__ import annotations
 
@@ -9,31 +13,34 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from hf_dlion.codec.rule import tensor_rules
+from hf_dlion.codec.rule import StepRule, tensor_rules
 from hf_dlion.exchange import LostRank
 from hf_dlion.exchange.mean import average_over_ranks
 from hf_dlion.momentum.slices import Held
+from hf_dlion.momentum.store import MomentumStore
 from hf_dlion.options import check_group
 from hf_dlion.options.groups import agreed_values, flat_params, option_values, trainable
 from hf_dlion.options.params import check_gradient
 from hf_dlion.ranks.abstention import all_finite, unscale
 from hf_dlion.ranks.agreement import Disagreement, details_of
 from hf_dlion.ranks.fingerprint import digest
-from hf_dlion.ranks.header import Header, votes_on
+from hf_dlion.ranks.header import Header, voters_on
 from hf_dlion.ranks.replicas import check_replicas
 from hf_dlion.step.delivery import Delivery, Moving
 from hf_dlion.step.engine import Engine
 from hf_dlion.step.full_precision import momenta_differ, step_in_full
 from hf_dlion.step.plan import Plan
+from hf_dlion.step.voters import Voters
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """What GradScaler leaves to the step.
+    """The part of a GradScaler's work that it leaves to the optimizer.
 
     Attributes:
-        scale: What the loss was multiplied by, or None if that is divided out already.
-        found_inf: Not 0 if GradScaler saw a NaN or an Inf, or None if it did not look.
+        scale: The factor of the loss, by which gradients are still to be divided; None if they
+            have been.
+        found_inf: Nonzero if GradScaler saw a NaN or an Inf; None if it did not look.
     """
 
     scale: Tensor | None
@@ -43,23 +50,33 @@ class Scaling:
 class Step:
     """One step of all ranks, made by each of them for one call of `optimizer.step()`.
 
-    Every rank passes the phases below in this order, and in each of them the collectives in the
-    same order, whatever happens on it:
+    Every rank goes through all phases in this order, and makes the collectives of each phase in
+    the same order as the others, even if something failed on it:
 
-    1. *Look.* Find out what this rank has to vote on: gradients, momenta, the plan of messages.
-       All that can fail on one rank alone fails here, and nothing is sent.
-    2. *Send early votes.* With overlap: what backward did not send leaves, so no rank waits for a
-       message that another one never sends.
+    1. *Look.* Run the closure; find this rank's gradients and momenta, and plan the messages. With
+       `local_group` the first step also makes the nodes' process groups. A failure of this rank
+       alone is kept for phase 3.
+    2. *Send early votes.* With overlap, send the messages that backward did not, so no rank waits
+       for one that never comes. This may fail on one rank, too.
     3. *Agree.* Exchange one header per rank. A failure or a difference raises on every rank; no
-       parameter has moved yet.
+       parameter has moved yet. After this nothing is expected to fail on one rank alone.
     4. *Decide.* From the headers, alike on every rank: who abstains, which parameters move, and
        whether early votes hold.
-    5. *Complete.* Give each rank the momenta and gradients that its part of a vote takes (a node's
-       ranks share both), and all ranks one momentum where gradients are averaged in full.
-    6. *Move.* Exchange votes, count them, apply the verdict; average gradients in full precision.
-    7. *End.* Forget the gradients; average the momenta that are due, prepare the next step's early
-       votes, compare replicas.
+    5. *Complete.* Give each rank the momenta and gradients that it needs: a node's ranks share
+       both, and all ranks share a momentum where gradients are averaged in full precision.
+    6. *Move.* Average gradients where that replaces a vote; exchange votes and apply the verdict.
+    7. *End.* Clear what was seen of gradients; synchronise momenta (`momentum_sync_every`), plan
+       the next step's early votes, compare replicas (`check_replicas_every`).
     """
+
+    # Set in phase 1; where that failed, phase 3 raises before they are read.
+    _voters: Voters
+    _pairs: list[tuple[int, Tensor]]  # index and parameter of those that require a gradient
+    _momenta: MomentumStore
+    _plan: Plan
+    _unaveraged: list[bool]
+    # Set in phase 6, and read in phase 7 of a step that moved something.
+    _rule: StepRule
 
     def __init__(self, engine: Engine, scaling: Scaling) -> None:
         """Starts a step.
@@ -69,7 +86,7 @@ class Step:
             scaling: What GradScaler left to do.
         """
         self._engine, self._scaling = engine, scaling
-        self._wire, self._stats = engine.others(), engine.stats
+        self._wire, self._stats = engine.wire_if_several(), engine.stats
         self._plan_before = engine.plan
 
     def take(self, closure: Callable[[], float] | None) -> float | None:
@@ -90,11 +107,11 @@ class Step:
             self._voters = engine.voters()
             header = self._look()
         except (Disagreement, LostRank):
-            raise  # On every rank that is left.
+            raise  # By the closure or `voters()`, on every rank that is still there.
         except Exception as error:
             if self._wire is None:
                 raise
-            # The others wait for this rank's header: they must hear of it there.
+            # The other ranks wait for this one's header, so that is where they hear of it.
             failure, header = error, Header.of_failure(engine.steps)
         # 2. Send early votes.
         sent = engine.early.complete(header, failure, engine.plan, engine.momenta(), bytes_before)
@@ -103,7 +120,8 @@ class Step:
         # 4. Decide.
         plan, delivery = self._plan, sent.delivery
         if any(other.stale or not other.finite for other in headers):
-            # What left during backward is not, on every rank, what the rule has it vote now.
+            # Some rank's early votes are no longer those that the rule asks of it: gradients
+            # changed since, or turned out to hold a NaN. All ranks drop theirs and vote again.
             delivery.discard()
             delivery = plan.delivery
         heard = self._voters.heard(headers)
@@ -111,11 +129,12 @@ class Step:
         self._stats.abstentions += engine.ranks.abstentions.note(
             [other.finite for other in heard], self._voters.index, tells=engine.rank == 0
         )
-        votes = votes_on(heard)
-        moves = bool(votes.any())
+        # No entries if every voter abstains; then nothing moves.
+        counts = voters_on(heard)
+        moves = bool(counts.any())
         if moves:
             self._complete(heard, mine)
-            self._move(plan, votes, mine, delivery)
+            self._move(plan, counts, mine, delivery)
             engine.steps += 1
         else:
             delivery.discard()
@@ -124,9 +143,9 @@ class Step:
         return loss
 
     def _look(self) -> Header:
-        """Returns what this rank says of itself, after all that can fail on it alone.
+        """Returns this rank's header, after everything that may fail on this rank alone.
 
-        Gradients are unscaled in place; a parameter with a gradient gets its momentum.
+        Unscales gradients in place, and makes the momentum of each parameter that has a gradient.
 
         Raises:
             TypeError: If a gradient is sparse, or a group's value has the wrong type.
@@ -136,14 +155,14 @@ class Step:
         for group in engine.groups:
             check_group(group)
         self._pairs = trainable(engine.groups)
-        self._params = params = [param for _, param in self._pairs]
+        params = [param for _, param in self._pairs]
         self._momenta = momenta = engine.momenta()
         self._plan = plan = engine.plan_for(self._pairs, self._voters)
         displaced = self._voters.settle(momenta, plan.owned)
         momenta.shares.warn_of_gap()
         for param in params:
             check_gradient(param)
-        self._present = present = engine.presence.of(params)
+        present = engine.presence.of(params)
         # Parameters that were thawed after their wrapper was attached.
         engine.hooks.watch_gradients(params)
         for (index, param), has in zip(self._pairs, present, strict=True):
@@ -152,7 +171,7 @@ class Step:
         voting = self._voters.voting(engine.presence, params, present)
         self._unaveraged = self._voters.unaveraged(engine.presence, params, present)
         finite = unscale(_gradients(voting), self._scaling.scale, self._scaling.found_inf)
-        # Those whose early votes said that they are finite need not be read again.
+        # A gradient that was finite when its early vote left need not be read again.
         finite = finite and all_finite(_gradients(engine.early.unknown(voting)))
         return Header(
             finite=finite,
@@ -164,11 +183,11 @@ class Step:
             present=torch.tensor(present, dtype=torch.bool),
             unaveraged=any(self._unaveraged),
             displaced=displaced,
-            unshared=not plan.treatment.full <= engine.shared_momenta,
+            unshared=not plan.treatment.full.issubset(engine.shared_momenta),
         )
 
     def _agree(self, header: Header, failure: Exception | None, delivery: Delivery) -> list[Header]:
-        """Returns all ranks' headers once they fit; a rank that failed raises its own error."""
+        """Returns all ranks' headers if they agree; a rank that failed raises its own error."""
         engine = self._engine
         if self._wire is None:
             return [header]
@@ -181,7 +200,7 @@ class Step:
         except Exception as error:
             if isinstance(error, Disagreement):
                 delivery.discard()
-            # This rank alone may have made another; the step can be taken once it is mended.
+            # This rank alone may have made a new plan; all go on from the last one they shared.
             engine.plan = self._plan_before
             if isinstance(error, Disagreement) and failure is not None:
                 raise failure from None
@@ -190,22 +209,21 @@ class Step:
         return headers
 
     def _complete(self, heard: Sequence[Header], mine: Header) -> None:
-        """Brings momenta and gradients to where the votes are made."""
+        """Gives this rank the momenta and gradients that it needs for its part of the votes."""
         if self._wire is not None and any(other.unshared for other in heard):
             self._share_momenta()
-        self._voters.complete(
-            self._momenta, self._plan.owners, self._params, self._unaveraged, mine
-        )
+        params = [param for _, param in self._pairs]
+        self._voters.complete(self._momenta, self._plan.owners, params, self._unaveraged, mine)
 
     def _share_momenta(self) -> None:
         """Gives all ranks one momentum of the parameters whose gradients are averaged.
 
-        What was voted on before, or loaded, may differ. Every rank must call this. Bytes per rank:
-        8 * (N - 1), and if momenta differ those of `synchronize_momentum` for them.
+        They differ if these parameters were voted on before, or loaded per rank. Every rank must
+        call this. Bytes per rank: 8 * (N - 1), and those of `synchronize_momentum` if they differ.
         """
         assert self._wire is not None, "one rank has nobody to share with"
         full = self._plan.treatment.full
-        # Also of parameters that this rank did not use: all must send the same.
+        # A rank that did not use a parameter takes part as well: all must send the same.
         held = {
             index: self._momenta.of(param, index, {})
             for index, param in self._pairs
@@ -215,40 +233,40 @@ class Step:
             average_over_ranks(list(held.values()), self._wire)
         self._engine.shared_momenta = full
 
-    def _move(self, plan: Plan, votes: Tensor, mine: Header, delivery: Delivery) -> None:
-        """Exchanges votes and applies the verdict to the parameters that any rank votes on.
+    def _move(self, plan: Plan, counts: Tensor, mine: Header, delivery: Delivery) -> None:
+        """Moves the parameters that any rank votes on, by the verdict or by the mean gradient.
 
         Args:
-            plan: Carries what moves.
-            votes: int64, shape (P,), how many vote on each parameter.
+            plan: Of the step.
+            counts: int64, shape (P,), how many vote on each parameter.
             mine: What this rank, or its node, said of itself.
             delivery: Carries the votes.
         """
-        moving = self._moving(plan, votes, mine)
-        if plan.full and self._wire is not None:
-            step_in_full(plan.full, moving, self._wire, self._stats)
+        moving = self._moving(plan, counts, mine)
+        if plan.averaged and self._wire is not None:
+            step_in_full(plan.averaged, moving, self._wire, self._stats)
         delivery.land(moving, self._stats)
 
-    def _moving(self, plan: Plan, votes: Tensor, mine: Header) -> Moving:
+    def _moving(self, plan: Plan, counts: Tensor, mine: Header) -> Moving:
         """Returns what moves; momenta are made where there are none."""
         self._rule = rule = self._engine.rule()
-        counts = dict(zip((index for index, _ in self._pairs), votes.tolist(), strict=True))
+        voters = dict(zip((index for index, _ in self._pairs), counts.tolist(), strict=True))
         voting: dict[int, Tensor] = {}
         full: dict[int, tuple[Tensor, int]] = {}
         for (index, param), has in zip(self._pairs, mine.present.tolist(), strict=True):
-            if counts[index] == 0:
+            if voters[index] == 0:
                 continue
-            # Also where this rank does not vote: the state has the same entries on all ranks.
+            # Made where this rank does not vote, too: all ranks' states have the same entries.
             momentum = self._momenta.of(param, index, plan.owned)
             if has and mine.finite:
                 voting[index] = momentum
             if index in plan.treatment.full:
-                full[index] = momentum, counts[index]
-        voted = {index for index, count in counts.items() if count}
+                full[index] = momentum, voters[index]
+        voted = {index for index, count in voters.items() if count}
         return Moving(voting, tensor_rules(self._engine.groups, voted, rule), rule, full)
 
     def _end(self, plan: Plan, heard: Sequence[Header], moved: bool) -> None:
-        """Makes ready for the next step, and looks after momenta and replicas."""
+        """Clears what belongs to this step, and prepares the next one."""
         engine, wire = self._engine, self._wire
         engine.hooks.after_step(engine.presence.seen(flat_params(engine.groups)))
         engine.presence.clear()
@@ -256,16 +274,21 @@ class Step:
             return
         if moved:
             self._synchronize_momenta(plan)
-        # Last but for comparisons: where it fails the step has been taken, on every rank.
+        # After everything that changes momenta. If it fails, the step has been taken on every rank.
         engine.plan = engine.early.prepare(heard, plan, self._pairs, wire)
+        # Last, because it may raise.
         every = engine.options.check_replicas_every
         if moved and every and engine.steps % every == 0:
             on_divergence = engine.options.on_divergence
             check_replicas(engine.groups, wire, engine.steps, on_divergence, self._voters.near)
 
     def _synchronize_momenta(self, plan: Plan) -> None:
-        """Averages the momenta that are due; what is averaged in full has nothing to average."""
+        """Averages the slice of the selected momenta whose turn it is.
+
+        Momenta of parameters whose gradients are averaged are the same on all ranks already.
+        """
         engine, between = self._engine, self._voters.between
+        # What this step voted on has a momentum per rank from now on.
         engine.shared_momenta &= plan.treatment.full
         if not plan.treatment.synced or between is None or between.world_size == 1:
             return
@@ -282,7 +305,7 @@ class Step:
         engine.sync.after_step(held, rules, engine.steps, engine.options, between)
 
     def _count_bytes(self, bytes_before: int) -> None:
-        """Tells what the step sent; a node's since the last step, its backward included."""
+        """Notes the bytes of this step; inside a node those of its backward pass, too."""
         stats, engine = self._stats, self._engine
         stats.last_bytes_sent = stats.bytes_sent - bytes_before
         stats.last_node_bytes_sent = stats.node_bytes_sent - engine.sent_inside

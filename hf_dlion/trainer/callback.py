@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerState
 
-from hf_dlion.checkpoint.lion import unwrap
+from hf_dlion.checkpoint.access import unwrap
 from hf_dlion.momentum.divergence import by_kind
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.abstention import Abstentions
@@ -36,7 +36,7 @@ class DistributedLionCallback(TrainerCallback):
       `momentum_sync="auto"`, how far momenta differ between the ranks, from 0 to 1.
 
     Trainer gets one by itself where it trains with a DistributedLion after `hf_dlion.register()` or
-    `optimizer_cls_and_kwargs`. It comes first among the callbacks, so that TensorBoard and the
+    `optimizer_cls_and_kwargs`. It comes first among the callbacks, so TensorBoard and the
     others see what it adds; an instance in `Trainer(callbacks=[...])` is moved there.
     """
 

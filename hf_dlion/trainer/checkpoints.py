@@ -32,9 +32,9 @@ from transformers import trainer as transformers_trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from hf_dlion.checkpoint import rank_files
+from hf_dlion.checkpoint.access import unwrap
 from hf_dlion.checkpoint.agreed import agreed_checkpoint
 from hf_dlion.checkpoint.durable import sync_checkpoint
-from hf_dlion.checkpoint.lion import unwrap
 from hf_dlion.checkpoint.momentum_file import CheckpointError
 from hf_dlion.checkpoint.rotation import delete_superseded
 from hf_dlion.checkpoint.save import Save

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import Trainer
 from transformers.utils.import_utils import is_sagemaker_mp_enabled
 
-from hf_dlion.checkpoint.lion import search_ddp, unwrap
+from hf_dlion.checkpoint.access import search_ddp, unwrap
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options.naming import named_by
 from hf_dlion.options.parallelism import refuse_sharded, unsupported

@@ -83,7 +83,7 @@ def wrap_again(rank: int, world_size: int, keep_old: bool, announce: bool) -> di
                     old.clear()
                     gc.collect()
                 if announce:
-                    comm_hook.watch(optimizer)
+                    optimizer._engine.hooks.search()
             holder[0](tokens[step]).backward()
             everyone = [torch.empty_like(model.first.weight) for _ in range(world_size)]
             dist.all_gather(everyone, model.first.weight.grad)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion import Disagreement
-from hf_dlion.backward.gradient_scale import ScaleProbes
+from hf_dlion.backward.gradient_scale import GradientScale
 from hf_dlion.options import Options
 from tests.support import zoo
 from tests.support.ddp_training import (
@@ -438,7 +438,7 @@ def test_votes_leave_in_the_last_backward_of_an_accumulation(ranks: RankPools) -
 @pytest.mark.parametrize("factor", [1.0, 0.25, 2.0**-16, 0.3])
 def test_the_scale_is_that_between_backward_and_step(factor: float) -> None:
     params = [nn.Parameter(torch.randn(40, 9)) for _ in range(12)]
-    probes = ScaleProbes()
+    probes = GradientScale()
     for param in params:
         param.grad = torch.randn(40, 9)
         probes.before(param)
@@ -454,7 +454,7 @@ def test_the_scale_is_that_between_backward_and_step(factor: float) -> None:
 def test_a_scale_that_is_no_number_is_not_taken(after: float) -> None:
     param = nn.Parameter(torch.ones(5))
     param.grad = torch.ones(5)
-    probes = ScaleProbes()
+    probes = GradientScale()
     probes.scale = 0.5
     probes.before(param)
     param.grad.fill_(after)
@@ -464,7 +464,7 @@ def test_a_scale_that_is_no_number_is_not_taken(after: float) -> None:
 
 def test_a_gradient_that_was_not_scaled_like_the_others_is_odd() -> None:
     params = [nn.Parameter(torch.ones(5000)) for _ in range(4)]
-    probes = ScaleProbes()
+    probes = GradientScale()
     for param in params:
         param.grad = torch.randn(5000)
         probes.before(param)
@@ -472,9 +472,9 @@ def test_a_gradient_that_was_not_scaled_like_the_others_is_odd() -> None:
     params[1].grad[:400] = 0.0
     params[2].grad *= 0.5
     probes.after()
-    assert {id(params[1]), id(params[2])} <= probes.odd
+    assert {id(params[1]), id(params[2])} <= probes.rescaled_oddly
     for param in params:
         probes.before(param)
         param.grad *= 0.1
     probes.after()
-    assert probes.odd == set()
+    assert probes.rescaled_oddly == set()

@@ -13,7 +13,7 @@ import torch
 
 from hf_dlion import DistributedLion
 from hf_dlion.checkpoint import momentum_file
-from hf_dlion.checkpoint.lion import unwrap
+from hf_dlion.checkpoint.access import unwrap
 from hf_dlion.checkpoint.momentum_file import CheckpointError
 from hf_dlion.checkpoint.rank_files import load_momentum, save_momentum
 from tests.support.spawn import RankPools

@@ -25,8 +25,8 @@ from transformers import TrainerCallback
 import hf_dlion
 from hf_dlion import DistributedLion, last_whole_checkpoint, saving
 from hf_dlion.checkpoint import whole as whole_checkpoint
+from hf_dlion.checkpoint.access import gather_objects
 from hf_dlion.checkpoint.agreed import agreed_checkpoint
-from hf_dlion.checkpoint.lion import gather_objects
 from hf_dlion.checkpoint.momentum_file import CheckpointError
 from hf_dlion.checkpoint.whole import INCOMPLETE
 from hf_dlion.ranks.agreement import Disagreement

@@ -14,7 +14,7 @@ from transformers.training_args import OptimizerNames
 
 import hf_dlion
 from hf_dlion import DistributedLion
-from hf_dlion.checkpoint.lion import unwrap
+from hf_dlion.checkpoint.access import unwrap
 from hf_dlion.trainer import DistributedLionCallback, optimizer_cls_and_kwargs, seams
 from hf_dlion.trainer.arguments import lion_kwargs
 from tests.support.tiny import tiny_args, tiny_llama, tiny_trainer, weights_digest

@@ -219,7 +219,7 @@ def round_bfloat16(x: npt.NDArray[np.float32], random: Array | None) -> npt.NDAr
     Args:
         x: float32 of any shape.
         random: uint32 of the same shape; the low 16 bits are added to the bits of x and the low 16
-            bits of the sum dropped, so that rounding up is as probable as x is near. What exceeds
+            bits of the sum dropped, so rounding up is as probable as x is near. What exceeds
             the largest finite value becomes Inf. None rounds to the nearest, ties to even.
 
     Returns:

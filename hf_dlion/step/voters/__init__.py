@@ -8,8 +8,8 @@ In: the wire of all ranks and, with `local_group`, this rank's node. Out: the ra
 voters of the rule, and how messages are made. Another kind is another file here.
 """
 
+from hf_dlion.step.voters.choose import voters_of
 from hf_dlion.step.voters.every_rank import EveryRank
-from hf_dlion.step.voters.found import voters_of
 from hf_dlion.step.voters.interface import Built, Voters
 from hf_dlion.step.voters.one_rank import ONE_RANK, OneRank
 

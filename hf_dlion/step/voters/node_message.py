@@ -181,5 +181,5 @@ def _stretch(tensor: Tensor, slot: Slot) -> Tensor:
 
 
 def _bytes(slot: Slot, param: Tensor) -> int:
-    """Returns the room of a slot's elements, such that the next one's are aligned."""
+    """Returns the room of a slot's elements, so the next one's are aligned."""
     return -(-slot.numel * param.element_size() // 8) * 8
