@@ -394,7 +394,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         engine.shares = Shares.loaded((own or {}).get("shard"))
         engine.sync = MomentumSync.loaded((own or {}).get("divergence"))
         engine.shared_momenta = frozenset()
-        if self.options.local_group is None:
+        if self.options.local_group in (None, 1):
             engine.momenta().fill_up()
         if own is not None:
             engine.steps = own["steps"]
@@ -408,8 +408,9 @@ class DistributedLion(Optimizer, JoinableOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a pickled or copied optimizer, or torch's part of a loaded state."""
-        carried = state.pop("engine", None)
-        super().__setstate__(state)
+        own = dict(state)  # The caller's stays as it is.
+        carried = own.pop("engine", None)
+        super().__setstate__(own)
         if carried is not None:
             self._begin(Engine.restored(self, carried))
             self._engine.hooks.watch_gradients(flat_params(self.param_groups))

@@ -37,6 +37,10 @@ class Owner(Protocol):
         """The optimizer's parameter groups."""
 
     @property
+    def alive(self) -> bool:
+        """Whether the optimizer still exists."""
+
+    @property
     def world_size(self) -> int:
         """Number of ranks that the optimizer exchanges votes with."""
 
@@ -142,7 +146,7 @@ class Attachment:
         return found[0] if found else ONE_RANK
 
     def _alive(self) -> bool:
-        return len(self._owners) >= self._expected
+        return sum(bool(owner.alive) for owner in self._owners) >= self._expected
 
     def reduced(
         self,

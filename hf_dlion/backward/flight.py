@@ -183,8 +183,12 @@ class Flight:
                 continue
             check_gradient(param)
             if param.grad is not None:
-                momenta[index] = self._momenta.of(param, index, {})
-                grads[index] = param.grad
+                momentum = self._momenta.of(param, index, {})
+                if momentum.shape != param.shape:
+                    # A loaded share, which the step makes whole: the vote must wait for that.
+                    self.stale = True
+                    continue
+                momenta[index], grads[index] = momentum, param.grad
         return momenta, grads
 
     def _count(self, message: Message) -> None:
@@ -212,5 +216,9 @@ class Flight:
             torch.cuda.current_stream(device).wait_stream(self._streams[device])
 
 
-def _betas(groups: Groups) -> list[tuple[float, float]]:
-    return [values["betas"] for values in group_values(groups)]
+def _betas(groups: Groups) -> list[tuple[float, float]] | None:
+    """Returns each group's betas, None if they are no numbers: the step's first phase says so."""
+    try:
+        return [values["betas"] for values in group_values(groups)]
+    except (TypeError, ValueError):
+        return None

@@ -94,7 +94,7 @@ class Overlap:
     def note_gradient(self, param: Tensor) -> None:
         """Takes note that the gradient of a parameter is ready; called during backward."""
         engine = self._engine()
-        if engine is None or self._gave_up or engine.world_size == 1:
+        if engine is None or not engine.alive or self._gave_up or engine.world_size == 1:
             return
         with self._lock:
             if self._flight is None and not self._sync:
@@ -139,7 +139,8 @@ class Overlap:
         engine = self._engine()
         assert engine is not None, "it is the engine that calls"
         ordered = plan is not None and plan.ordered
-        if not self._messages:
+        # Messages may be left from a process group that has been destroyed since.
+        if not self._messages or engine.wire_if_several() is None:
             header = dataclasses.replace(header, ordered=ordered and not self.wants_order)
             return Sent(header, failure, delivery_of(plan), bytes_before)
         rule = engine.rule()

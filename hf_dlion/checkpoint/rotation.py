@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from hf_dlion.checkpoint.whole import is_unfinished
 
-# The name of what is being deleted. It has a number, because Accelerate without us looks for one in
-# all names, and an underscore first, because Trainer uploads no such folder with the model.
-DELETED = "_deleted_0"
+# How the names of what is being deleted start. They have a number, because Accelerate without us
+# looks for one in all names, and an underscore first, because Trainer uploads no such folder with
+# the model.
+DELETED = "_deleted_"
 
 
 def delete_superseded(
@@ -40,7 +42,7 @@ def delete_superseded(
         return
     kept = {written} if best is None else {written, best}
     # By names alone: to read the files of all ranks at every save would take long.
-    unfinished_first = sorted(found, key=is_unfinished, reverse=True)
+    unfinished_first = sorted(found, key=_seems_unfinished, reverse=True)
     doomed = [path for path in unfinished_first if path not in kept]
     for path in doomed[: max(0, len(found) - max(limit, len(kept)))]:
         with contextlib.suppress(OSError) if ignore_errors else contextlib.nullcontext():
@@ -53,9 +55,23 @@ def remove(checkpoint: Path) -> None:
     Raises:
         OSError: If it cannot be deleted.
     """
-    doomed = checkpoint.with_name(DELETED)
-    if doomed.exists():  # A killed job left it.
-        shutil.rmtree(doomed, ignore_errors=True)
+    if checkpoint.is_symlink():
+        checkpoint.unlink()
+        return
+    # A killed job left some; one that cannot be deleted (a file in use on NFS) keeps its name.
+    for left in checkpoint.parent.glob(f"{DELETED}[0-9]*"):
+        shutil.rmtree(left, ignore_errors=True)
+    taken = {path.name for path in checkpoint.parent.glob(f"{DELETED}[0-9]*")}
+    names = (f"{DELETED}{number}" for number in itertools.count())
+    doomed = checkpoint.with_name(next(name for name in names if name not in taken))
     # At once; files would go one by one, and those that are left could be taken for a whole one.
     checkpoint.rename(doomed)
     shutil.rmtree(doomed)
+
+
+def _seems_unfinished(checkpoint: Path) -> bool:
+    """Returns whether a checkpoint is unfinished, or cannot be looked at: somebody deletes it."""
+    try:
+        return is_unfinished(checkpoint)
+    except OSError:
+        return True

@@ -112,14 +112,20 @@ class Engine:
         return owner
 
     @property
+    def alive(self) -> bool:
+        """Whether the optimizer still exists: a kept traceback may hold this longer than it."""
+        return self._owner() is not None
+
+    @property
     def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's parameter groups."""
-        return self.owner.param_groups
+        """The optimizer's parameter groups, none of one that is gone."""
+        owner = self._owner()
+        return [] if owner is None else owner.param_groups
 
     @property
     def joins(self) -> bool:
         """Whether the optimizer is inside a `Join`."""
-        return bool(getattr(getattr(self.owner, "_join_config", None), "enable", False))
+        return bool(getattr(getattr(self._owner(), "_join_config", None), "enable", False))
 
     @property
     def messages(self) -> Sequence[Message]:

@@ -198,10 +198,10 @@ class Step:
         try:
             headers = engine.ranks.agreement.agree(header, self._wire, details)
         except Exception as error:
-            if isinstance(error, Disagreement):
-                delivery.discard()
             # This rank alone may have made a new plan; all go on from the last one they shared.
             engine.plan = self._plan_before
+            if isinstance(error, Disagreement):
+                delivery.discard()
             if isinstance(error, Disagreement) and failure is not None:
                 raise failure from None
             raise

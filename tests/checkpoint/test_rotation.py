@@ -99,3 +99,36 @@ def test_one_that_cannot_be_deleted_stays_only_where_that_is_allowed(tmp_path, m
         delete_superseded(found[2], found, 1)
     delete_superseded(found[2], found, 1, ignore_errors=True)
     assert checkpoint_names(tmp_path) == ["checkpoint_3", "checkpoint_1"]
+
+
+def test_one_that_never_goes_does_not_keep_the_next_ones(tmp_path, monkeypatch):
+    found = [make(tmp_path, f"checkpoint_{n}", COMPLETE) for n in (1, 2, 3)]
+    rmtree = shutil.rmtree
+
+    def in_use(path, ignore_errors=False):
+        if Path(path).name == "_deleted_0":
+            if not ignore_errors:
+                raise OSError(f"{path} is in use")
+            return
+        rmtree(path, ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", in_use)
+    delete_superseded(found[2], found, 1, ignore_errors=True)
+    assert checkpoint_names(tmp_path) == ["checkpoint_3"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["_deleted_0", "checkpoint_3"]
+
+
+def test_of_a_linked_checkpoint_the_link_goes(tmp_path):
+    elsewhere = make(tmp_path, "kept_elsewhere", COMPLETE)
+    link = tmp_path / "checkpoint_1"
+    link.symlink_to(elsewhere)
+    remove(link)
+    assert not link.is_symlink()
+    assert elsewhere.is_dir()
+
+
+def test_one_that_another_process_deletes_meanwhile_is_no_error(tmp_path):
+    written = make(tmp_path, "checkpoint_2", COMPLETE)
+    found = [tmp_path / "checkpoint_1", written]
+    delete_superseded(written, found, 1, ignore_errors=True)
+    assert checkpoint_names(tmp_path) == ["checkpoint_2"]
