@@ -209,6 +209,7 @@ def test_join_uneven_inputs_is_refused(ranks: RankPools) -> None:
         assert "give every rank as many batches" in message
 
 
+@pytest.mark.full
 def test_saved_arguments_load_only_after_registration(tmp_path: Path) -> None:
     hf_dlion.register()
     path = tmp_path / "training_args.bin"

@@ -327,7 +327,9 @@ def alone(rank: int, world_size: int) -> int:
         model(step[0]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return len(optimizer._engine.early._ready) + len(optimizer._engine.early._gradient_scale._before)
+    return len(optimizer._engine.early._ready) + len(
+        optimizer._engine.early._gradient_scale._before
+    )
 
 
 def test_one_rank_keeps_no_account_of_gradients(ranks: RankPools) -> None:

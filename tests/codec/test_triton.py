@@ -151,6 +151,7 @@ def test_the_kernels_of_more_bits_compile(kernels: Any, dtype: str, bits: int) -
         assert "atom" in compiled(levels.sum_levels, **code, **flags, BLOCK=cuda_levels.WORDS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("partly", [False, True])
 def test_the_other_kernels_compile(kernels: Any, partly: bool) -> None:
     for average, zero in ((False, False), (False, True), (True, False)):

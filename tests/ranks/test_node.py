@@ -44,7 +44,9 @@ SHORT = ("default", "two_phase-average", "two_phase-4-bits")
 
 
 def of_four_ranks(case: str) -> Any:
-    return pytest.param(2, 2, case, marks=[] if case in SHORT else pytest.mark.full)
+    # Of the plain tier two: one bit, and more.
+    marks = [] if case in ("default", "two_phase-4-bits") else pytest.mark.full
+    return pytest.param(2, 2, case, marks=marks)
 
 
 def of_six_ranks(nodes: int, size: int, case: str) -> Any:
@@ -227,7 +229,7 @@ def test_the_cut_rows_are_worth_a_test() -> None:
     [
         ("gather", "majority", "alternate", 1),
         pytest.param("two_phase", "majority", "zero", 1, marks=pytest.mark.full),
-        ("two_phase", "average", "alternate", 1),
+        pytest.param("two_phase", "average", "alternate", 1, marks=pytest.mark.full),
         pytest.param("gather", "majority", "alternate", 2, marks=pytest.mark.full),
         ("two_phase", "majority", "zero", 4),
     ],

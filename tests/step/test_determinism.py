@@ -104,6 +104,7 @@ def test_how_votes_are_made_and_travel_changes_no_bit(
         assert ranks(world_size).run(train, RULES[rule], [changes]) == first, way
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rule", RULES)
 def test_how_a_node_s_votes_are_made_and_travel_changes_no_bit(ranks: RankPools, rule: str) -> None:
     options = {**RULES[rule], "local_group": 2}

@@ -38,7 +38,7 @@ def hold_to_the_rule(
 
 # Where one fails, hypothesis looks for a smaller one for up to five minutes.
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_every_step_of_any_training_equals_the_simulation(
     ranks: RankPools, world_size: int
 ) -> None:

@@ -14,6 +14,12 @@ from tests.support.random_training import backward, random_param
 from tests.support.rule_cases import CASES, bytes_of_words, rows_of_words, words_of
 from tests.support.spawn import RankPools
 
+# For the plain tier: each option once, and more than two ranks.
+QUICK = [
+    (3, "default"),
+    *((2, case) for case in ("gather", "two_phase-zero", "two_phase-average", "gather-2-bits")),
+    *((2, case) for case in ("two_phase-4-bits-tensor", "two_phase-8-bits-zero", "nearest")),
+]
 STEPS = {"default": 50, "two_phase-average": 50}
 FEWER_STEPS = 16
 
@@ -21,9 +27,7 @@ FEWER_STEPS = 16
 @pytest.mark.parametrize(
     ("world_size", "case"),
     [
-        pytest.param(
-            n, case, marks=[] if n == 2 or (n, case) == (4, "default") else pytest.mark.full
-        )
+        pytest.param(n, case, marks=[] if (n, case) in QUICK else pytest.mark.full)
         for n in (1, 2, 3, 4)
         for case in CASES
     ],
@@ -81,7 +85,9 @@ def test_a_process_group_of_some_ranks_trains_by_itself(
         zoo.replay([records[rank] for rank in group], options)
 
 
-@pytest.mark.parametrize("case", ["default", "two_phase-average"])
+@pytest.mark.parametrize(
+    "case", ["default", pytest.param("two_phase-average", marks=pytest.mark.full)]
+)
 def test_both_exchanges_make_the_same_bytes(ranks: RankPools, case: str) -> None:
     ends = [
         ranks(3).run(zoo.train, 10, {**CASES[case], "exchange": exchange})

@@ -95,6 +95,7 @@ def test_real_ranks_by_flag_make_the_same_record():
     assert real["setting"]["real"]
 
 
+@pytest.mark.full
 def test_a_smoke_study_goes_from_the_command_line_to_pictures(tmp_path: Path, capsys: Any):
     words = ["--scale", "smoke", "--steps", "3", "--seeds", "2", "--out", str(tmp_path), "--plot"]
     words += ["--lr-adamw", "1e-3", "--lr-lion", "1e-3", "3e-3", "--workers", "2", "3"]
@@ -144,6 +145,7 @@ def test_fine_tuning_keeps_its_base_and_lora_trains_its_factors_alone(tmp_path: 
     assert base.stat().st_mtime_ns == made
 
 
+@pytest.mark.full
 def test_a_folder_has_a_base_of_its_own(tmp_path: Path):
     words = ["--scale", "smoke", "--steps", "1", "--seeds", "1", "--scenes", "finetune"]
     words += ["--methods", "lion", "--lr-lion", "1e-3"]
