@@ -25,6 +25,17 @@ settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Returns the processes among which pytest shares the files: two for the plain tier.
+
+    Everything else starts ranks of its own, and has time limits that two of them at once exceed.
+    """
+    plain = "not full" in config.option.markexpr
+    if plain:
+        config.option.dist = "loadfile"
+    return 2 if plain else 0
+
+
 @pytest.fixture(scope="module", params=["threads", "gloo"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankPools]:
     """Pools of ranks that live as long as the test module: `ranks(2).run(f, *args)`."""
