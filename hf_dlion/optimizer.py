@@ -179,6 +179,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         self._begin(Engine(self, options, ranks))
         super().__init__(cast(Any, with_names(params)), defaults)
         treatment_by_name(options, self.param_groups, complete=True)
+        self._engine.hooks.claim()
         self._engine.hooks.search()
 
     def _begin(self, engine: Engine) -> None:
@@ -267,7 +268,17 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         mine = {id(param) for param in flat_params(self.param_groups)}
         if not any(id(param) in mine for param in ddp.module.parameters()):
             raise ValueError("the DDP wrapper holds none of this optimizer's parameters")
+        self._engine.hooks.claim()
         search.attach(ddp)
+
+    def detach(self) -> None:
+        """Has DDP wrappers average this optimizer's gradients again, from their next forward on.
+
+        Call it, on every rank, before another optimizer trains the same parameters; deleting this
+        one is not enough, because the ranks' garbage collectors run at different times. `attach()`
+        and `step()` take the gradients back.
+        """
+        self._engine.hooks.release()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, on every rank alike; see `torch.optim.Optimizer`.
@@ -290,7 +301,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         except Exception:
             self.param_groups.pop()
             raise
-        self._engine.hooks.watch_gradients(self.param_groups[-1]["params"])
+        self._engine.hooks.added(self.param_groups[-1]["params"])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients; see `torch.optim.Optimizer`."""
@@ -385,6 +396,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             super().load_state_dict(dict(state_dict))
         self._engine.early.disturb()
         # Accelerate loads a state whenever it prepares: a new DDP wrapper may be at hand.
+        self._engine.hooks.claim()
         self._engine.hooks.search()
 
     def _restore(self, state_dict: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
@@ -414,4 +426,6 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         if carried is not None:
             self._begin(Engine.restored(self, carried))
             self._engine.hooks.watch_gradients(flat_params(self.param_groups))
+            # A copy may have the original's parameters, which it takes with its first step.
+            self._engine.hooks.claim_free()
             self._engine.hooks.search()

@@ -58,3 +58,8 @@ def nodes_of(lion: DistributedLion) -> list[list[int]]:
 def search_ddp(lion: DistributedLion) -> None:
     """Has the optimizer attach to every DDP wrapper of its parameters, now and later."""
     lion._engine.hooks.search()
+
+
+def claim_gradients(lion: DistributedLion) -> None:
+    """Keeps DDP from averaging the optimizer's gradients, also after a `detach()`."""
+    lion._engine.hooks.claim()

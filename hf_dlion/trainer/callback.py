@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerState
 
-from hf_dlion.checkpoint.access import unwrap
+from hf_dlion.checkpoint.access import claim_gradients, unwrap
 from hf_dlion.momentum.divergence import by_kind
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.abstention import Abstentions
@@ -53,7 +53,14 @@ class DistributedLionCallback(TrainerCallback):
         """Starts counting: what the optimizer did before is not of this run."""
         lion = unwrap(optimizer)
         if lion is not None:
+            claim_gradients(lion)
             self._start_interval(lion)
+
+    def on_train_end(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
+        """Gives the gradients back to DDP: another Trainer may train the model on."""
+        lion = unwrap(optimizer)
+        if lion is not None:
+            lion.detach()
 
     def on_optimizer_step(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
         """Counts the step and notes its agreement."""

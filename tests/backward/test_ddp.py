@@ -341,28 +341,6 @@ def test_every_wrapper_of_an_optimizer_is_found(ranks: RankPools, rewrap: bool) 
         assert all(map(torch.equal, result["bits"], results[0]["bits"]))
 
 
-def train_on_with_sgd(rank: int, world_size: int) -> bool:
-    model = new_model()
-    optimizer = optimizer_of(model)
-    holder = [DistributedDataParallel(model)]
-    with released(holder), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for step, (tokens,) in enumerate(batches(rank, 1)):
-            holder[0](tokens).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if step == 1:
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-                gc.collect()
-    everyone = [torch.empty_like(model.first.weight) for _ in range(world_size)]
-    dist.all_gather(everyone, model.first.weight.detach())
-    return torch.equal(everyone[0], everyone[1])
-
-
-def test_a_wrapper_averages_again_once_its_optimizer_is_gone(ranks: RankPools) -> None:
-    assert ranks(2).run(train_on_with_sgd) == [True, True]
-
-
 def train_with_a_second_lion(rank: int, world_size: int) -> tuple[bool, list[Tensor]]:
     """A new optimizer around the same wrapper takes over from the first."""
     model = new_model()

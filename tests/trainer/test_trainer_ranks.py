@@ -78,6 +78,28 @@ def test_the_log_says_what_the_wire_says(ranks, tmp_path):
             assert entry["dlion/abstained"] == 0.0
 
 
+def train_in_phases(rank, world_size, folder):
+    hf_dlion.register()
+    trainer = tiny_trainer(tiny_args(folder, max_steps=2))
+    trainer.train()
+    lion = trainer.optimizer.optimizer
+    model, alive, digests = trainer.model, [trainer], []
+    alive.append(tiny_trainer(tiny_args(folder, max_steps=2, optim="adamw_torch"), model=model))
+    alive[-1].train()
+    digests.append(weights_digest(model))
+    sent = lion.wire.bytes_sent
+    trainer.train()
+    digests.append(weights_digest(model))
+    return digests, sent, trainer.optimizer.optimizer.wire.last_bytes_sent
+
+
+def test_trainers_with_other_optimizers_take_turns_on_one_model(ranks, tmp_path):
+    left, right = ranks(2).run(train_in_phases, str(tmp_path))
+    assert left[0] == right[0]
+    assert left[0][0] != left[0][1]
+    assert left[2] > 0
+
+
 CLOSER = (
     "full_precision=*norm*,warmup_full_steps=1,momentum_sync_every=2,momentum_sync=auto,"
     "momentum_sync_budget=500"
