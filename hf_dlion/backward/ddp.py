@@ -23,7 +23,7 @@ class Owner(Protocol):
     """What hooks see of an optimizer: its `Engine`, which they hold weakly.
 
     Attributes:
-        presence: Hears which gradients a wrapper has averaged in the node.
+        presence: Hears of forward passes, and which gradients a wrapper averaged in the node.
         early: Hears of forward passes.
         hooks: Watch the gradients of parameters.
     """
@@ -95,6 +95,7 @@ class Attachment:
         self._check_join(module)
         for owner in self._owners:
             owner.early.note_forward(module.require_backward_grad_sync)
+            owner.presence.batches.note_forward(module.require_backward_grad_sync)
         self._voters = self._found_voters()
         # The buckets are how gradients are averaged among ranks that share a vote.
         skips = self._skips_buckets and not self._voters.averages
