@@ -93,8 +93,9 @@ class Presence:
     def _counts(self, param: Tensor, grad: Tensor) -> bool:
         if id(param) in self._seen:
             return True
-        if not self._seen:
-            return self._zeros.get(id(param)) != mark(param)
+        if not self._seen and self._zeros.get(id(param)) != mark(param):
+            return True
+        # What is written through `.data` or NumPy leaves the mark of the zeros below it.
         return grad.layout != torch.strided or bool(grad.any())
 
     def seen(self, params: Iterable[Tensor]) -> list[Tensor]:
