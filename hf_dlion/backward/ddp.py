@@ -3,7 +3,7 @@
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with classes.
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -75,6 +75,10 @@ class Attachment:
         self._expected = 0
         self._voters: Voters = ONE_RANK
 
+    def __reduce__(self) -> tuple[Callable[[], "Attachment"], tuple[()]]:
+        """Gives a copied or saved wrapper an attachment of nobody: its parameters are others."""
+        return _of_nobody, ()
+
     def belongs_to(self, owners: Iterable[Owner]) -> None:
         """Sets the optimizers that own the wrapper's trainable parameters, held weakly."""
         owners = list(owners)
@@ -89,7 +93,7 @@ class Attachment:
             RuntimeError: If a rank that joins early could not shadow this wrapper's collectives, or
                 owners see different nodes.
         """
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not self._owners:
             return
         self.used_for = {id(owner) for owner in self._owners}
         self._check_join(module)
@@ -167,6 +171,13 @@ class Attachment:
             "gradients again",
         )
         return allreduce_hook(self._group, bucket)
+
+
+def _of_nobody() -> Attachment:
+    """Returns one whose hooks do nothing. DDP lists them in a copy, but its reducer has none."""
+    attachment = Attachment.__new__(Attachment)
+    attachment._owners, attachment._sync_is_off = weakref.WeakSet(), False
+    return attachment
 
 
 def _joins(ddp: Any) -> bool:
