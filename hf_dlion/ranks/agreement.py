@@ -205,9 +205,9 @@ def _check_batches(headers: Sequence[Header]) -> None:
     """Raises if a rank dropped its gradients and took another batch, and not all ranks did.
 
     Either count may differ by itself: ranks may accumulate more passes than others, and drop some
-    of equally many.
+    of equally many. A rank without a pass, as in Join, is nowhere in its data.
     """
-    counts = dict.fromkeys((header.passes, header.dropped) for header in headers)
+    counts = dict.fromkeys((header.passes, header.dropped) for header in headers if header.passes)
     if not any(a[0] != b[0] and a[1] != b[1] for a, b in itertools.combinations(counts, 2)):
         return
     dropped = [header.dropped for header in headers]

@@ -39,7 +39,7 @@ class Header:
         displaced: Whether it lacks a part of the momentum that it must hold for its node.
         unshared: Whether it cannot tell that all ranks have one momentum of the parameters whose
             gradients are averaged.
-        passes: Backward passes since the step before.
+        passes: Backward passes since the step before, 0 if no gradients are left of them.
         dropped: How often their gradients were dropped and another pass followed.
     """
 

@@ -15,7 +15,7 @@ class Batches:
 
     A rank that skipped a step differs from the others in both counts. One that accumulates more
     passes differs in the first alone, and one that drops some of equally many in the second alone.
-    Gradients that are dropped just before a step count as none: their rank abstains.
+    A rank whose gradients are dropped just before a step abstains, and is not compared.
 
     Of a model in a DDP wrapper only the passes count in which DDP would have reduced: one rank may
     look at gradients through the bare model, or drop what it accumulated under no_sync().
@@ -60,7 +60,7 @@ class Batches:
         self._holds = self._lacks = False
 
     def taken(self) -> tuple[int, int]:
-        """Returns `passes` and `dropped`, and starts them anew."""
-        counts = self.passes, self.dropped
+        """Returns `passes` and `dropped`, zeros if no gradients are left, and starts them anew."""
+        counts = (self.passes, self.dropped) if self._holds else (0, 0)
         self.passes = self.dropped = 0
         return counts

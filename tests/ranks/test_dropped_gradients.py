@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion import DistributedLion
@@ -216,6 +217,26 @@ def test_loops_whose_ranks_stay_together_train_under_ddp(
     ranks: RankPools, wrapper: str, loop: Any, drop: str
 ) -> None:
     assert len(set(ranks(2).run(_trained, loop, drop, wrapper, timeout=20))) == 1
+
+
+def _joins(rank: int, world_size: int) -> int:
+    """Two passes a step, on one rank of fewer batches, whose last is not complete."""
+    model = _model()
+    optimizer = DistributedLion(model.parameters(), lr=0.01)
+    with Join([optimizer]):
+        for t in range(BATCHES - 2 * rank):
+            _backward(model, rank, t)
+            optimizer.zero_grad()
+            _backward(model, rank, t + 1)
+            optimizer.step()
+        if rank == 1:
+            _backward(model, rank, 0)
+    return optimizer.steps
+
+
+@pytest.mark.multiproc
+def test_a_rank_without_data_is_not_compared(ranks: RankPools) -> None:
+    assert ranks(2).run(_joins, timeout=20) == [BATCHES] * 2
 
 
 def _told_once(rank: int, world_size: int) -> tuple[int, int]:
