@@ -306,8 +306,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients; see `torch.optim.Optimizer`."""
         super().zero_grad(set_to_none)
-        self._engine.presence.clear()
-        self._engine.presence.note_zeros(flat_params(self.param_groups))
+        self._engine.presence.note_reset(flat_params(self.param_groups))
 
     @overload
     def step(self, closure: None = None) -> None: ...

@@ -132,8 +132,10 @@ def attach(ddp: DistributedDataParallel) -> Attachment | None:
 
 
 def _registered(ddp: DistributedDataParallel) -> Attachment:
-    if ddp._comm_hooks:
-        foreign = getattr(ddp._comm_hooks[0][0], "__qualname__", repr(ddp._comm_hooks[0][0]))
+    # A copy of a wrapper that has ours lists it, too, but averages: DDP makes it a new reducer.
+    hooks = [hook for hook, _ in ddp._comm_hooks if hook is not local_gradients]
+    if hooks:
+        foreign = getattr(hooks[0], "__qualname__", repr(hooks[0]))
         raise RuntimeError(
             f"DDP already has the comm hook {foreign!r}; DistributedLion replaces the gradient "
             f"all-reduce and needs its own: do not register another one"

@@ -1,14 +1,15 @@
 """Where Trainer lets parameter names, log entries and a momentum per rank in.
 
 `install_seams` wraps Trainer's methods, each one that every rank enters, whatever asked for it; the
-wrappers act only where the optimizer is a DistributedLion. Those around training and the making of
-the optimizer are here, those around checkpoints in `hf_dlion.trainer.checkpoints`.
+wrappers act only where the optimizer is a DistributedLion. Those around training, its log and the
+making of the optimizer are here, those around checkpoints in `hf_dlion.trainer.checkpoints`.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from transformers import Trainer
 from transformers.utils.import_utils import is_sagemaker_mp_enabled
 
-from hf_dlion.checkpoint.access import search_ddp, unwrap
+from hf_dlion.checkpoint.access import gather_numbers, search_ddp, unwrap
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options.naming import named_by
 from hf_dlion.options.parallelism import refuse_sharded, unsupported
@@ -118,6 +119,26 @@ def _name_parameters(lion: DistributedLion, named: Sequence[tuple[str, Tensor]])
             group["param_names"] = [names[p] for p in group["params"]]
 
 
+def _around_log(
+    trainer: Trainer,
+    original: Method,
+    tr_loss: Tensor,
+    grad_norm: Tensor | float | None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Has all ranks log one norm: callbacks stop a training by it, which no rank may do alone."""
+    lion = unwrap(trainer.optimizer)
+    # Then Trainer gathers the losses of all ranks next, so all of them come here.
+    logs = (
+        trainer.control.should_log and trainer.state.global_step > trainer._globalstep_last_logged
+    )
+    if lion is not None and grad_norm is not None and logs:
+        norms = gather_numbers(lion, float(grad_norm))
+        grad_norm = math.hypot(*norms) / math.sqrt(len(norms))
+    original(tr_loss, grad_norm, *args, **kwargs)
+
+
 def _put_callback_first(handler: Any) -> None:
     present = [cb for cb in handler.callbacks if isinstance(cb, DistributedLionCallback)]
     for callback in present:
@@ -148,5 +169,6 @@ def _refuse_unsupported(trainer: Trainer) -> None:
 _SEAMS: dict[str, tuple[Method, tuple[str, ...]]] = {
     "train": (_around_train, ("resume_from_checkpoint",)),
     "create_optimizer": (_around_create_optimizer, ()),
+    "_maybe_log_save_evaluate": (_around_log, ("tr_loss", "grad_norm")),
     **checkpoints.SEAMS,
 }
