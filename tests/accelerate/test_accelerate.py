@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
+import accelerate
 import pytest
 import torch
 from accelerate import Accelerator
@@ -249,10 +250,22 @@ def test_tensor_parallelism_is_refused():
         hf_dlion.accelerate.attach(accelerator)
 
 
-def test_an_accelerator_without_a_lion_saves_as_it_did(tmp_path):
+def lonely_accelerator():
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
-    accelerator = Accelerator(cpu=True)
+    return Accelerator(cpu=True)
+
+
+@pytest.mark.parametrize("name", ["_optimizers", "scaler"])
+def test_an_accelerate_without_an_internal_is_refused_by_name(name):
+    accelerator = lonely_accelerator()
+    delattr(accelerator, name)
+    with pytest.raises(RuntimeError, match=rf"Accelerator\(\).{name}.*{accelerate.__version__}"):
+        hf_dlion.accelerate.attach(accelerator)
+
+
+def test_an_accelerator_without_a_lion_saves_as_it_did(tmp_path):
+    accelerator = lonely_accelerator()
     hf_dlion.accelerate.attach(accelerator)
     model = torch.nn.Linear(2, 1)
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
