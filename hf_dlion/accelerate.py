@@ -23,6 +23,7 @@ from hf_dlion.checkpoint.momentum_file import MOMENTUM_NAME
 from hf_dlion.checkpoint.save import Save
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options.parallelism import refuse_sharded
+from hf_dlion.ranks.launched import refuse_strangers
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -53,9 +54,12 @@ def attach(accelerator: Accelerator) -> None:
 
     Raises:
         NotImplementedError: If the accelerator shards the model (FSDP, DeepSpeed, tensor parallel).
-        RuntimeError: If this Accelerate lacks what the wrappers use of it.
+        RuntimeError: If there are more ranks than the accelerator knows of, or this Accelerate
+            lacks what the wrappers use of it.
     """
     refuse_sharded(accelerator)
+    remedy = "Accelerator(cpu=True), or set ACCELERATE_USE_CPU=true"
+    refuse_strangers(accelerator.num_processes, "the Accelerator", remedy)
     for name in _INTERNALS:
         if not hasattr(accelerator, name):
             raise RuntimeError(

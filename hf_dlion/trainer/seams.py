@@ -18,6 +18,8 @@ from hf_dlion.checkpoint.access import search_ddp, unwrap
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options.naming import named_by
 from hf_dlion.options.parallelism import refuse_sharded, unsupported
+from hf_dlion.options.warn_once import warn_once
+from hf_dlion.ranks.launched import refuse_strangers
 from hf_dlion.trainer import checkpoints
 from hf_dlion.trainer.callback import DistributedLionCallback
 from hf_dlion.trainer.checkpoints import Method
@@ -65,6 +67,7 @@ def _around_train(
     if _trains_with_lion(trainer):
         check_trainer(trainer)
         _refuse_unsupported(trainer)
+        _check_ranks(trainer)
         # Here too, for a subclass that creates the optimizer all by itself.
         _put_callback_first(trainer.callback_handler)
         resume_from_checkpoint = checkpoints.whole_checkpoint_for(trainer, resume_from_checkpoint)
@@ -131,6 +134,24 @@ def _refuse_unsupported(trainer: Trainer) -> None:
         raise unsupported("tensor parallelism")
     if getattr(trainer, "is_distributed_loading_by_transformers", False):
         raise unsupported("a model that is sharded when it is loaded (DistributedConfig)")
+
+
+def _check_ranks(trainer: Trainer) -> None:
+    """Refuses ranks that Trainer does not know of, and warns of GPUs that exchange nothing.
+
+    Raises:
+        RuntimeError: If there are more ranks than the arguments know of.
+    """
+    args = trainer.args
+    remedy = "TrainingArguments(use_cpu=True), on a command line --use_cpu True"
+    refuse_strangers(args.world_size, "TrainingArguments", remedy)
+    if args.n_gpu > 1:
+        warn_once(
+            "alone",
+            f"one process drives {args.n_gpu} GPUs: Trainer sums their gradients (nn.DataParallel) "
+            f"and nothing is exchanged, DistributedLion is plain Lion. Start one process per GPU, "
+            f"with torchrun or accelerate launch --multi_gpu",
+        )
 
 
 # The methods that are wrapped, by what, and the parameters that the wrappers rely on.

@@ -256,6 +256,14 @@ def lonely_accelerator():
     return Accelerator(cpu=True)
 
 
+def test_ranks_that_the_accelerator_does_not_know_of_are_refused(monkeypatch):
+    accelerator = lonely_accelerator()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    words = r"WORLD_SIZE=2, but the Accelerator knows of 1.*Accelerator\(cpu=True\)"
+    with pytest.raises(RuntimeError, match=words):
+        hf_dlion.accelerate.attach(accelerator)
+
+
 @pytest.mark.parametrize("name", ["_optimizers", "scaler"])
 def test_an_accelerate_without_an_internal_is_refused_by_name(name):
     accelerator = lonely_accelerator()

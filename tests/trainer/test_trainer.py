@@ -17,6 +17,7 @@ from transformers.training_args import OptimizerNames
 import hf_dlion
 from hf_dlion import DistributedLion
 from hf_dlion.checkpoint.access import unwrap
+from hf_dlion.options import warn_once
 from hf_dlion.trainer import DistributedLionCallback, optimizer_cls_and_kwargs, seams
 from hf_dlion.trainer.arguments import lion_kwargs
 from tests.support.tiny import tiny_args, tiny_llama, tiny_trainer, weights_digest
@@ -296,6 +297,23 @@ def test_tensor_parallelism_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(type(trainer.model), "tp_size", 2)
     with pytest.raises(NotImplementedError, match="tensor parallelism"):
         trainer.train()
+
+
+def test_ranks_that_the_arguments_do_not_know_of_are_refused(tmp_path, monkeypatch):
+    trainer = tiny_trainer(tiny_args(tmp_path))
+    # As under torchrun without use_cpu on a machine without GPUs.
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    words = r"WORLD_SIZE=2, but TrainingArguments knows of 1.*TrainingArguments\(use_cpu=True\)"
+    with pytest.raises(RuntimeError, match=words):
+        trainer.train()
+
+
+def test_several_gpus_in_one_process_are_told_that_nothing_is_exchanged(tmp_path, monkeypatch):
+    trainer = tiny_trainer(tiny_args(tmp_path))
+    monkeypatch.setattr(trainer.args, "_n_gpu", 2)
+    monkeypatch.setattr(warn_once, "_given", set())
+    with pytest.warns(UserWarning, match="one process drives 2 GPUs.*nothing is exchanged"):
+        seams._check_ranks(trainer)
 
 
 class Recorder(TrainerCallback):
