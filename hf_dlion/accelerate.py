@@ -23,7 +23,7 @@ from hf_dlion.checkpoint.momentum_file import MOMENTUM_NAME
 from hf_dlion.checkpoint.save import Save
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options.parallelism import refuse_sharded
-from hf_dlion.ranks.launched import refuse_strangers
+from hf_dlion.ranks.launched import ACCELERATE_ON_CPUS, refuse_strangers
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -58,8 +58,7 @@ def attach(accelerator: Accelerator) -> None:
             lacks what the wrappers use of it.
     """
     refuse_sharded(accelerator)
-    remedy = "Accelerator(cpu=True), or set ACCELERATE_USE_CPU=true"
-    refuse_strangers(accelerator.num_processes, "the Accelerator", remedy)
+    refuse_strangers(accelerator.num_processes, "the Accelerator", ACCELERATE_ON_CPUS)
     for name in _INTERNALS:
         if not hasattr(accelerator, name):
             raise RuntimeError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import torch.distributed as dist
 
@@ -10,6 +11,9 @@ from hf_dlion.options.warn_once import warn_once
 
 # Of torchrun, and of the MPIs that Accelerate knows.
 SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+
+# How Accelerate learns that there are no GPUs.
+ACCELERATE_ON_CPUS = "Accelerator(cpu=True) or set ACCELERATE_USE_CPU=true"
 
 
 def refuse_strangers(known: int, what: str, remedy: str) -> None:
@@ -25,18 +29,20 @@ def refuse_strangers(known: int, what: str, remedy: str) -> None:
     Raises:
         RuntimeError: If there are more.
     """
-    if dist.is_available() and dist.is_initialized():
-        ranks = dist.get_world_size()
-        told = f"torch.distributed has {ranks} ranks"
-    else:
-        ranks, told = _launched()
-    if ranks > known:
-        raise RuntimeError(
-            f"{told}, but {what} knows of {known}: every process would train on all of the data. "
-            f"Without GPUs, pass {remedy}. With GPUs, start the processes with torchrun or "
-            f"accelerate launch --multi_gpu. A process that is to train alone must be started "
-            f"without these variables: {', '.join(SIZES)}"
-        )
+    if told := _more_than(known, what, remedy):
+        raise RuntimeError(told)
+
+
+def warn_of_strangers() -> None:
+    """Warns, once per process, of ranks that an Accelerator does not know of, if there is one.
+
+    To be called where torch.distributed is in use. A loop may share out its data without an
+    Accelerator, so this is no error.
+    """
+    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    known = getattr(state, "_shared_state", {}).get("num_processes")
+    if known is not None and (told := _more_than(known, "the Accelerator", ACCELERATE_ON_CPUS)):
+        warn_once("strangers", told)
 
 
 def warn_if_alone() -> None:
@@ -61,6 +67,23 @@ def warn_if_alone() -> None:
     else:
         return
     warn_once("alone", told.format(plain="nothing is exchanged, DistributedLion is plain Lion"))
+
+
+def _more_than(known: int, what: str, remedy: str) -> str:
+    """Returns what is wrong if there are more ranks than `known`, otherwise nothing."""
+    if dist.is_available() and dist.is_initialized():
+        ranks = dist.get_world_size()
+        told = f"torch.distributed has {ranks} ranks"
+    else:
+        ranks, told = _launched()
+    if ranks <= known:
+        return ""
+    return (
+        f"{told}, but {what} knows of {known} and gives every process all of the data. Without "
+        f"GPUs, pass {remedy}. With GPUs, start the processes with torchrun or accelerate launch "
+        f"--multi_gpu. A process that is to train alone must be started without these variables: "
+        f"{', '.join(SIZES)}"
+    )
 
 
 def _launched() -> tuple[int, str]:

@@ -256,6 +256,28 @@ def lonely_accelerator():
     return Accelerator(cpu=True)
 
 
+def forget_to_say_cpu(rank, world_size, cpu):
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    accelerator = Accelerator(cpu=cpu)
+    model = torch.nn.Linear(2, 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        wrapped, optimizer = accelerator.prepare(model, DistributedLion(model.parameters()))
+        for _ in range(2):
+            accelerator.backward(wrapped(torch.ones(1, 2)).sum())
+            optimizer.step()
+    return [str(w.message) for w in caught]
+
+
+def test_a_loop_whose_accelerator_does_not_know_of_the_ranks_is_told_once(ranks: RankPools):
+    for said in ranks(2).run(forget_to_say_cpu, False):
+        assert len(said) == 1
+        assert "torch.distributed has 2 ranks, but the Accelerator knows of 1" in said[0]
+        assert "Accelerator(cpu=True)" in said[0]
+    assert ranks(2).run(forget_to_say_cpu, True) == [[], []]
+
+
 def test_ranks_that_the_accelerator_does_not_know_of_are_refused(monkeypatch):
     accelerator = lonely_accelerator()
     monkeypatch.setenv("WORLD_SIZE", "2")
