@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from hf_dlion.backward.ddp import Attachment, Owner, local_gradients
+from hf_dlion.backward.refused import refuse_python_reducer, refuse_replicated
 from hf_dlion.options.warn_once import warn_once
 
 _owners: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -87,6 +88,7 @@ def unwrapped_ddp(module: nn.Module) -> DistributedDataParallel | None:
 
 def _before_forward(module: nn.Module, args: Any) -> None:
     # This runs before every module's forward: the common answer must be quick.
+    refuse_replicated(module, _owners)
     if not isinstance(module, DistributedDataParallel) and "_orig_mod" not in module._modules:
         return
     ddp = unwrapped_ddp(module)
@@ -113,6 +115,7 @@ def attach(ddp: DistributedDataParallel) -> Attachment | None:
     Raises:
         RuntimeError: If `ddp` has another comm hook, another process group than the optimizer, or
             trainable parameters that no DistributedLion owns.
+        NotImplementedError: If it takes no comm hook.
     """
     owners = {id(param): owner for owner in list(_owners) for param in _params(owner)}
     reduced = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
@@ -142,6 +145,7 @@ def attach(ddp: DistributedDataParallel) -> Attachment | None:
 
 
 def _registered(ddp: DistributedDataParallel) -> Attachment:
+    refuse_python_reducer(ddp)
     if ddp._comm_hooks:
         foreign = getattr(ddp._comm_hooks[0][0], "__qualname__", repr(ddp._comm_hooks[0][0]))
         raise RuntimeError(
