@@ -358,7 +358,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         engine, wire = self._engine, self._engine.wire_if_several()
         if wire is not None:
             voters, momenta = engine.voters(), engine.momenta()
-            momenta.check_alike(wire, voters.alike)
+            momenta.check_alike(wire, voters.alike, "synchronize_momentum()")
             engine.early.disturb()
             voters.average_momenta(momenta)
         engine.origin.averaged(self.steps)
@@ -381,7 +381,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             count = len(flat_params(self.param_groups))
             state_dict["dlion"]["divergence"] = engine.sync.entry(count)
         if engine.shares.held:
-            state_dict["dlion"]["shard"] = engine.shares.entry()
+            state_dict["dlion"]["shard"] = engine.shares.entry(engine.momenta().held())
         return with_entry_in_groups(state_dict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -405,7 +405,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         """Takes what torch's loading leaves out: dtypes, shares, and our entry."""
         engine = self._engine
         restore_momentum(self, state_dict, self.options.momentum_dtype)
-        engine.shares = Shares.loaded((own or {}).get("shard"))
+        engine.shares = Shares.loaded((own or {}).get("shard"), flat_params(self.param_groups))
         engine.sync = MomentumSync.loaded((own or {}).get("divergence"))
         engine.shared_momenta = frozenset()
         if self.options.local_group in (None, 1):

@@ -150,6 +150,7 @@ class Step:
         Raises:
             TypeError: If a gradient is sparse, or a group's value has the wrong type.
             ValueError: If a group's value is out of its range.
+            RuntimeError: If a gradient or a momentum is of another shape than its parameter.
         """
         engine = self._engine
         passes, dropped = engine.presence.batches.taken()
@@ -159,6 +160,7 @@ class Step:
         params = [param for _, param in self._pairs]
         self._momenta = momenta = engine.momenta()
         self._plan = plan = engine.plan_for(self._pairs, self._voters)
+        momenta.fit(self._pairs)
         displaced = self._voters.settle(momenta, plan.owned)
         momenta.shares.warn_of_gap()
         for param in params:

@@ -32,6 +32,7 @@ from tests.support.codec_cases import (
     verdict_of,
     widened,
 )
+from tests.support.oracle import bits_of
 
 __all__ = ["short_chunks"]  # a fixture of every test here
 
@@ -257,6 +258,42 @@ def test_a_step_alone_is_lion_with_sign_of_zero_zero(
     if exp_avg.dtype != torch.float64:
         momentum = momentum.astype(np.float32)
     assert same_bits(exp_avg, rounded(momentum, exp_avg.dtype, tensor_rule, momentum_stream(0)))
+
+
+STRIDES = {
+    "turned": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    "apart": lambda x: torch.stack([x, torch.full_like(x, 9.0)], dim=-1)[..., 0],
+    "channels last": lambda x: x.to(memory_format=torch.channels_last),
+    "expanded": lambda x: x[:, :1].expand(x.shape),
+}
+
+
+@CODECS
+@pytest.mark.parametrize("of_param", ["turned", "apart", "channels last"])
+@pytest.mark.parametrize("of_grad", STRIDES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_strides_of_parameters_and_gradients_change_no_bit(
+    codec: Codec, dtype: torch.dtype, of_grad: str, of_param: str
+) -> None:
+    shape, found = (3, 5, 4, 2), []
+    for strided in (True, False):
+        grad, param = (
+            STRIDES[of_grad](gradients(shape, 1, 0.2, dtype)),
+            gradients(shape, 2, 0, dtype),
+        )
+        assert not grad.is_contiguous()
+        param = STRIDES[of_param](param) if strided else param
+        grad = grad if strided else grad.contiguous()
+        momenta = [gradients(shape, 3, 0.2, dtype) for _ in range(3)]
+        words, seen = (torch.full((words_for(grad.numel()),), -1) for _ in range(2))
+        active, rows = (torch.ones(3, dtype=torch.bool) for _ in range(2))
+        codec.preview(grad, momenta[0], seen, rows, rule(), 0.5)
+        codec.encode(grad, momenta[0], words, active, rule())
+        codec.advance(grad, momenta[1], rule())
+        codec.step_alone(param, grad, momenta[2], rule(rank=0, world_size=1))
+        codec.apply(param, Verdict(words.view(1, -1), active.int()), rule())
+        found.append([bits_of(x) for x in (param, *momenta, words, active, seen, rows)])
+    assert found[0] == found[1]
 
 
 @examples(200)
