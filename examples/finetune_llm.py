@@ -19,6 +19,7 @@ adamw_torch` trains the same model with the usual gradient all-reduce.
 """
 
 import gc
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -58,14 +59,15 @@ def conversations(args: ExampleArguments) -> DatasetDict:
     if args.dataset_test_split not in data:
         data = data[args.dataset_train_split].train_test_split(test_size=0.05, seed=0)
     test = data[args.dataset_test_split].shuffle(seed=0)
-    return DatasetDict(train=data[args.dataset_train_split], test=test.select(range(32)))
+    test = test.select(range(min(len(test), 32)))  # evaluations stay short
+    return DatasetDict(train=data[args.dataset_train_split], test=test)
 
 
 def answers(folder: str | Path, questions: list[str]) -> list[str]:
     """Return what the model in a folder, or its adapter, answers to each question."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    found = []
+    said = []
     for question in questions:
         chat = [{"role": "user", "content": question}]
         tokens = tokenizer.apply_chat_template(
@@ -73,8 +75,9 @@ def answers(folder: str | Path, questions: list[str]) -> list[str]:
         )
         with torch.no_grad():
             output = model.generate(**tokens, max_new_tokens=40, do_sample=False)[0]
-        found.append(tokenizer.decode(output[tokens["input_ids"].shape[1] :], True).strip())
-    return found
+        answer = output[tokens["input_ids"].shape[1] :]
+        said.append(tokenizer.decode(answer, skip_special_tokens=True).strip())
+    return said
 
 
 def report(trainer: SFTTrainer, folder: Path) -> None:
@@ -82,14 +85,19 @@ def report(trainer: SFTTrainer, folder: Path) -> None:
     log = trainer.state.log_history
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     ranks = trainer.args.world_size
+
+    def average(name: str) -> float:
+        return mean(entry[f"dlion/{name}"] for entry in log if f"dlion/{name}" in entry)
+
     print(f"\n{trained:,} trained parameters, {ranks} ranks, {trainer.state.global_step} steps")
-    sent = [entry["dlion/wire_mb_per_step"] for entry in log if "dlion/wire_mb_per_step" in entry]
-    if sent:
-        print(f"sent by each rank in a step {mean(sent):9.3f} MB")
-        print(f"a bf16 all-reduce would be  {4 * trained * (ranks - 1) / ranks / 1e6:9.3f} MB")
-        for part in ("encode", "exchange", "apply"):
-            times = [entry[f"dlion/{part}_ms"] for entry in log if f"dlion/{part}_ms" in entry]
-            print(f"{part:8} {mean(times):9.1f} ms of a step")
+    if any("dlion/wire_mb_per_step" in entry for entry in log):
+        sent, dense = 1e6 * average("wire_mb_per_step"), 4 * trained * (ranks - 1) / ranks
+        print(f"rank 0 sent per step        {sent:>13,.0f} bytes")
+        print(f"a bf16 gradient all-reduce  {dense:>13,.0f} bytes")
+        parts = (
+            f"{part} {average(f'{part}_ms'):.1f} ms" for part in ("encode", "exchange", "apply")
+        )
+        print(f"of a step on rank 0: {', '.join(parts)}")
     import matplotlib
 
     matplotlib.use("agg")
@@ -109,22 +117,22 @@ def parse() -> tuple[ExampleArguments, SFTConfig, ModelConfig]:
     logging.disable_progress_bar()  # of saving and loading
     disable_progress_bars()
     hf_dlion.register()  # before the parser, which lists the optimizers that it knows
-    cuda = torch.cuda.is_available()
+    cuda, small = torch.cuda.is_available(), "--small" in sys.argv
     parser = TrlParser((ExampleArguments, SFTConfig, ModelConfig))
     parser.set_defaults(
         output_dir="outputs/finetune_llm",
         optim="dlion",
-        learning_rate=2e-4,
+        learning_rate=2e-3 if small else 2e-4,
         weight_decay=0.1,
         lr_scheduler_type="cosine",
         warmup_steps=2,
-        max_steps=20,
+        max_steps=100 if small else 20,
         max_length=128,
-        per_device_train_batch_size=2,
+        per_device_train_batch_size=8 if small else 2,
         eval_on_start=True,
         eval_strategy="steps",
-        eval_steps=10,
-        logging_steps=2,
+        eval_steps=0.5,
+        logging_steps=0.1,
         save_strategy="no",
         report_to="none",
         # Without it, Trainer does not see the two processes on a machine without a GPU.

