@@ -24,7 +24,7 @@ class DistributedLionCallback(TrainerCallback):
 
     - `dlion/wire_mb_per_step`: megabytes (10^6 bytes) that this rank handed to collectives for
       another rank, per optimizer step since the last entry.
-    - `dlion/encode_ms`, `dlion/exchange_ms`, `dlion/apply_ms`: milliseconds of a step, averaged over
+    - `dlion/encode_ms`, `dlion/exchange_ms`, `dlion/apply_ms`: milliseconds of a step, mean over
       those since the last entry.
     - `dlion/agreement`: |sum of the ranks' signs| / ranks, averaged over the elements that a rank
       voted on and over the steps since the last entry: 1 when all ranks always agree. Left out
