@@ -37,6 +37,15 @@ def gather_objects(lion: DistributedLion, value: Any) -> list[Any]:
     return lion._engine.gather_objects(value)
 
 
+def any_rank(lion: DistributedLion, flag: bool) -> bool:
+    """Returns whether `flag` is set on any rank; all ranks must call it.
+
+    Bytes per rank: 8 * (N - 1).
+    """
+    wire = lion._engine.wire_if_several()
+    return flag if wire is None else bool(wire.gather_words([flag], "a flag").any())
+
+
 def meet_to_save(lion: DistributedLion, failure: Exception | None) -> None:
     """Has all ranks meet in the course of a save, in one header; all ranks must call it.
 
