@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -22,11 +23,14 @@ from hf_dlion.checkpoint.momentum_file import MOMENTUM_NAME
 from hf_dlion.checkpoint.save import Save
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options.parallelism import refuse_sharded
+from hf_dlion.ranks.launched import ACCELERATE_ON_CPUS, refuse_strangers
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 _ATTACHED = "_hf_dlion_attached"
+# What is used of an Accelerator that Accelerate does not document.
+_INTERNALS = ("_optimizers", "project_configuration", "save_iteration", "scaler")
 
 # The save that an accelerator is in the middle of, and the folder from which it has just loaded.
 _saves: WeakKeyDictionary[Accelerator, Save] = WeakKeyDictionary()
@@ -50,8 +54,18 @@ def attach(accelerator: Accelerator) -> None:
 
     Raises:
         NotImplementedError: If the accelerator shards the model (FSDP, DeepSpeed, tensor parallel).
+        RuntimeError: If there are more ranks than the accelerator knows of, or this Accelerate
+            lacks what the wrappers use of it.
     """
     refuse_sharded(accelerator)
+    refuse_strangers(accelerator.num_processes, "the Accelerator", ACCELERATE_ON_CPUS)
+    for name in _INTERNALS:
+        if not hasattr(accelerator, name):
+            raise RuntimeError(
+                f"hf_dlion needs Accelerator().{name}, which accelerate {version('accelerate')} "
+                f"does not have; it works with accelerate 1.3 to 1.15. Without Accelerate, use "
+                f"DistributedLion in a loop of your own, with hf_dlion.saving"
+            )
     if getattr(accelerator, _ATTACHED, False):
         return
     accelerator.register_save_state_pre_hook(functools.partial(_write_momenta, accelerator))

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from hf_dlion.backward import search
 from hf_dlion.backward.hooks import OptimizerHooks
 from hf_dlion.backward.overlap import Overlap
+from hf_dlion.backward.refused import refuse_replicated
 from hf_dlion.exchange import WireStats
 from hf_dlion.exchange.wire import RankGroup
 from hf_dlion.momentum.shares import Shares
@@ -258,7 +259,9 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             ValueError: If it holds none of this optimizer's parameters.
             RuntimeError: If it has another comm hook, another process group, or trainable
                 parameters that no DistributedLion owns.
+            NotImplementedError: If its gradients do not go through DDP's comm hooks.
         """
+        refuse_replicated(ddp_model)
         ddp = search.unwrapped_ddp(ddp_model)
         if not isinstance(ddp, DistributedDataParallel):
             raise TypeError(
@@ -306,8 +309,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients; see `torch.optim.Optimizer`."""
         super().zero_grad(set_to_none)
-        self._engine.presence.clear()
-        self._engine.presence.note_zeros(flat_params(self.param_groups))
+        self._engine.presence.note_reset(flat_params(self.param_groups))
 
     @overload
     def step(self, closure: None = None) -> None: ...

@@ -30,7 +30,7 @@ class Owner(Protocol):
     """What hooks see of an optimizer: its `Engine`.
 
     Attributes:
-        presence: Hears which gradients a wrapper has averaged in the node.
+        presence: Hears of forward passes, and which gradients a wrapper averaged in the node.
         early: Hears of forward passes.
         hooks: Watch the gradients of parameters.
     """

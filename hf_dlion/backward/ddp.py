@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with classes.
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class Attachment:
         self.params = {id(param) for param in ddp.module.parameters()}
         self.used_for: set[Claim] = set()
         self._skips_buckets = _can_skip_buckets(ddp)
-        self._sync_is_off = False
+        self._copied = self._sync_is_off = False
         self._group = ddp.process_group
         self._claims: list[Claim] = []
         self._changes = -1
@@ -39,6 +40,10 @@ class Attachment:
         self._changes = claims.changes()
         self._claims = found
 
+    def __reduce__(self) -> tuple[Callable[[], "Attachment"], tuple[()]]:
+        """Gives a copied or saved wrapper an attachment of nobody: its parameters are others."""
+        return _of_nobody, ()
+
     def note_forward(self, module: Any, args: Any) -> None:
         """Forward pre-hook of the wrapper.
 
@@ -46,17 +51,20 @@ class Attachment:
             RuntimeError: If a rank that joins early could not shadow this wrapper's collectives, or
                 owners see different nodes, or some trainable parameters have no owner any more.
         """
-        if not torch.is_grad_enabled():
+        if self._copied or not torch.is_grad_enabled():
             return
         # Backward does what forward prepared, so claims that change between them wait.
         if self._changes != claims.changes():
             self.belongs_to(claims_on(module))
         self.used_for = set(self._claims)
+        if not self._claims:
+            return
         self._check_join(module)
         for claim in self._claims:
             claim.owner.early.note_forward(module.require_backward_grad_sync)
+            claim.owner.presence.batches.note_forward(module.require_backward_grad_sync)
         self._voters = self._found_voters()
-        if not self._claims or not module.require_backward_grad_sync:
+        if not module.require_backward_grad_sync:
             return
         for claim in self._claims:
             claim.kept_local |= dist.get_world_size(self._group) > 1
@@ -150,6 +158,13 @@ def claims_on(ddp: DistributedDataParallel) -> list[Claim]:
                 "the same process_group to both"
             )
     return concerned
+
+
+def _of_nobody() -> Attachment:
+    """Returns one whose hooks do nothing. DDP lists them in a copy, but its reducer has none."""
+    attachment = Attachment.__new__(Attachment)
+    attachment._copied, attachment._sync_is_off = True, False
+    return attachment
 
 
 def _joins(ddp: Any) -> bool:

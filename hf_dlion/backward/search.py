@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_dlion.backward import claims
 from hf_dlion.backward.claims import Claim
 from hf_dlion.backward.ddp import Attachment, claims_on, local_gradients
+from hf_dlion.backward.refused import refuse_python_reducer, refuse_replicated
 from hf_dlion.options.groups import flat_params
 from hf_dlion.options.warn_once import warn_once
 
@@ -90,6 +91,7 @@ def unwrapped_ddp(module: nn.Module) -> DistributedDataParallel | None:
 
 def _before_forward(module: nn.Module, args: Any) -> None:
     # This runs before every module's forward: the common answer must be quick.
+    refuse_replicated(module)
     if not isinstance(module, DistributedDataParallel) and "_orig_mod" not in module._modules:
         return
     ddp = unwrapped_ddp(module)
@@ -116,6 +118,7 @@ def attach(ddp: DistributedDataParallel) -> Attachment | None:
     Raises:
         RuntimeError: If `ddp` has another comm hook, another process group than the optimizer, or
             trainable parameters that no DistributedLion owns.
+        NotImplementedError: If it takes no comm hook.
     """
     for claim in list(_optimizers.values()):
         if claim.active:  # Somebody may have put parameters into its groups.
@@ -132,8 +135,11 @@ def attach(ddp: DistributedDataParallel) -> Attachment | None:
 
 
 def _registered(ddp: DistributedDataParallel) -> Attachment:
-    if ddp._comm_hooks:
-        foreign = getattr(ddp._comm_hooks[0][0], "__qualname__", repr(ddp._comm_hooks[0][0]))
+    refuse_python_reducer(ddp)
+    # A copy of a wrapper that has ours lists it, too, but averages: DDP makes it a new reducer.
+    hooks = [hook for hook, _ in ddp._comm_hooks if hook is not local_gradients]
+    if hooks:
+        foreign = getattr(hooks[0], "__qualname__", repr(hooks[0]))
         raise RuntimeError(
             f"DDP already has the comm hook {foreign!r}; DistributedLion replaces the gradient "
             f"all-reduce and needs its own: do not register another one"

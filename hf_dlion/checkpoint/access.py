@@ -1,4 +1,4 @@
-"""The optimizer that a loop passes, and what a checkpoint asks of its ranks.
+"""The optimizer that a loop passes, and what a checkpoint or a log asks of its ranks.
 
 Whatever this folder and the integrations need of a DistributedLion beyond its public face is asked
 for here and nowhere else.
@@ -7,6 +7,8 @@ for here and nowhere else.
 from __future__ import annotations
 
 from typing import Any
+
+import torch
 
 from hf_dlion.optimizer import DistributedLion
 
@@ -35,6 +37,19 @@ def require(optimizer: object) -> DistributedLion:
 def gather_objects(lion: DistributedLion, value: Any) -> list[Any]:
     """Returns every rank's `value`, a small plain object, in rank order; all ranks must call it."""
     return lion._engine.gather_objects(value)
+
+
+def gather_numbers(lion: DistributedLion, value: float) -> list[float]:
+    """Returns every rank's number, in rank order; all ranks must call it.
+
+    Bytes per rank: 8 * (N - 1).
+    """
+    wire = lion._engine.wire_if_several()
+    if wire is None:
+        return [value]
+    bits = torch.tensor([value], dtype=torch.float64, device="cpu").view(torch.int64)
+    numbers: list[float] = wire.gather_words(bits, "a number").view(torch.float64).view(-1).tolist()
+    return numbers
 
 
 def meet_to_save(lion: DistributedLion, failure: Exception | None) -> None:

@@ -18,7 +18,7 @@ def check_trainable(param: Tensor) -> None:
         NotImplementedError: If it is sharded.
     """
     sharded = {
-        "FSDP, fully_shard or tensor parallel": type(param).__name__ == "DTensor",
+        "FSDP, fully_shard, replicate or tensor parallel": type(param).__name__ == "DTensor",
         "FSDP": getattr(param, "_is_flat_param", False) or hasattr(param, "_fsdp_flattened"),
         "DeepSpeed ZeRO-3": hasattr(param, "ds_id"),
     }

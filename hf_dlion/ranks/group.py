@@ -16,6 +16,7 @@ from hf_dlion.ranks.abstention import Abstentions
 from hf_dlion.ranks.agreement import Agreement, details_of
 from hf_dlion.ranks.fingerprint import digest
 from hf_dlion.ranks.header import Header
+from hf_dlion.ranks.launched import warn_of_strangers
 from hf_dlion.ranks.node import LocalGroup, Node, find_node
 
 
@@ -89,6 +90,8 @@ class Ranks:
         if self._wire is not None and self._wire.group is group:
             return self._wire, False
         self._wire = connect(group, stats, _device_of(groups))
+        if isinstance(group, dist.ProcessGroup):
+            warn_of_strangers()
         self.node, self._joined = None, False
         self.agreement = Agreement()
         self.abstentions = Abstentions(self._wire.world_size, self._limit)

@@ -152,6 +152,7 @@ class Step:
             ValueError: If a group's value is out of its range.
         """
         engine = self._engine
+        passes, dropped = engine.presence.batches.taken()
         for group in engine.groups:
             check_group(group)
         self._pairs = trainable(engine.groups)
@@ -184,6 +185,8 @@ class Step:
             unaveraged=any(self._unaveraged),
             displaced=displaced,
             unshared=not plan.treatment.full.issubset(engine.shared_momenta),
+            passes=passes,
+            dropped=dropped,
         )
 
     def _agree(self, header: Header, failure: Exception | None, delivery: Delivery) -> list[Header]:
@@ -269,7 +272,7 @@ class Step:
         """Clears what belongs to this step, and prepares the next one."""
         engine, wire = self._engine, self._wire
         engine.hooks.after_step(engine.presence.seen(flat_params(engine.groups)))
-        engine.presence.clear()
+        engine.presence.note_step()
         if wire is None:
             return
         if moved:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from transformers import Trainer, training_args
+from transformers import Trainer
 from transformers.utils import logging
 
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options.optim_args import check_names, parse_optim_args
-from hf_dlion.trainer.seams import install_seams, missing_seam
+from hf_dlion.trainer.internals import internal, internal_function, missing_seam
+from hf_dlion.trainer.seams import install_seams
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -105,8 +106,7 @@ def register() -> None:
         RuntimeError: If this transformers has no such table or methods.
     """
     handlers = _handlers()
-    if not callable(getattr(Trainer, "get_optimizer_cls_and_kwargs", None)):
-        raise missing_seam("Trainer.get_optimizer_cls_and_kwargs")
+    internal_function("trainer:Trainer.get_optimizer_cls_and_kwargs", ("args",))
     install_seams()
     if OPTIM_NAME in handlers:
         return
@@ -116,18 +116,15 @@ def register() -> None:
 
 
 def _handlers() -> dict[Any, Any]:
-    try:
-        from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS
-    except ImportError as error:
-        raise missing_seam("transformers.trainer_optimizer._OPTIMIZER_HANDLERS") from error
-    if not isinstance(_OPTIMIZER_HANDLERS, dict):
+    handlers = internal("trainer_optimizer:_OPTIMIZER_HANDLERS")
+    if not isinstance(handlers, dict):
         raise missing_seam("a dict transformers.trainer_optimizer._OPTIMIZER_HANDLERS")
-    return _OPTIMIZER_HANDLERS
+    return handlers
 
 
 def _add_name() -> Any:
     """Returns the new member of the enum, which Python has no public way to add."""
-    names: Any = training_args.OptimizerNames
+    names = internal("training_args:OptimizerNames")
     key = OPTIM_NAME.upper()
     member = str.__new__(names, OPTIM_NAME)
     member._name_ = key

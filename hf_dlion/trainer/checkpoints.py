@@ -27,9 +27,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+import transformers
 from transformers import Trainer
-from transformers import trainer as transformers_trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from hf_dlion.checkpoint import rank_files
 from hf_dlion.checkpoint.access import unwrap
@@ -40,8 +39,7 @@ from hf_dlion.checkpoint.rotation import delete_superseded
 from hf_dlion.checkpoint.save import Save
 from hf_dlion.checkpoint.whole import INCOMPLETE, TRAINER_STATE
 from hf_dlion.exchange import Wire, WireStats
-
-OPTIMIZER_FILE = "optimizer.pt"
+from hf_dlion.trainer.internals import OPTIMIZER_FILE, PREFIX, internal_function
 
 # One of Trainer's, bound to the Trainer.
 Method = Callable[..., Any]
@@ -58,7 +56,7 @@ def _around_save_checkpoint(trainer: Trainer, original: Method, model: Any, tria
     if lion is None:
         original(model, trial)
         return
-    name = f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+    name = f"{PREFIX}-{trainer.state.global_step}"
     folder = Path(trainer._get_output_dir(trial=trial), name)
     _saves[trainer] = save = Save(lion, folder)
     try:
@@ -120,16 +118,20 @@ def _around_save_rng_state(trainer: Trainer, original: Method, output_dir: str) 
     _sync(trainer)
 
 
-def wrap_rotation() -> bool:
-    """Has Trainer's rotation come here within a save; returns whether Trainer has one.
+def wrap_rotation() -> None:
+    """Has Trainer's rotation come here within a save.
 
     It is a function of Trainer's module, not a method; elsewhere it does what it always did. Where
     the times of the folders say nothing, Trainer alone would keep the highest number, which may be
     what a crash left half, and delete the one just written.
+
+    Raises:
+        RuntimeError: If transformers has no such rotation.
     """
-    original = getattr(transformers_trainer, "rotate_checkpoints", None)
-    if not callable(original):
-        return False
+    known = ("output_dir", "save_total_limit", "best_model_checkpoint")
+    original = internal_function("trainer:rotate_checkpoints", known)
+    known = ("output_dir", "checkpoint_prefix", "use_mtime")
+    sort_checkpoints = internal_function("trainer_utils:sort_checkpoints", known)
 
     @functools.wraps(original)
     def rotate(
@@ -149,8 +151,7 @@ def wrap_rotation() -> bool:
             best = Path(best_model_checkpoint) if best_model_checkpoint else None
             delete_superseded(written[0], found, save_total_limit, best=best, ignore_errors=True)
 
-    setattr(transformers_trainer, "rotate_checkpoints", rotate)  # noqa: B010 (mypy)
-    return True
+    setattr(transformers.trainer, "rotate_checkpoints", rotate)  # noqa: B010 (mypy)
 
 
 def whole_checkpoint_for(trainer: Trainer, resume: Any) -> Any:

@@ -1,58 +1,48 @@
 """Where Trainer lets parameter names, log entries and a momentum per rank in.
 
 `install_seams` wraps Trainer's methods, each one that every rank enters, whatever asked for it; the
-wrappers act only where the optimizer is a DistributedLion. Those around training and the making of
-the optimizer are here, those around checkpoints in `hf_dlion.trainer.checkpoints`.
+wrappers act only where the optimizer is a DistributedLion. Those around training, its log and the
+making of the optimizer are here, those around checkpoints in `hf_dlion.trainer.checkpoints`.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
+import math
 from collections.abc import Sequence
 from typing import Any
 
-import transformers
 from torch import Tensor
 from transformers import Trainer
-from transformers.utils.import_utils import is_sagemaker_mp_enabled
 
-from hf_dlion.checkpoint.access import search_ddp, unwrap
+from hf_dlion.checkpoint.access import gather_numbers, search_ddp, unwrap
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options.naming import named_by
 from hf_dlion.options.parallelism import refuse_sharded, unsupported
+from hf_dlion.options.warn_once import warn_once
+from hf_dlion.ranks.launched import refuse_strangers
 from hf_dlion.trainer import checkpoints
 from hf_dlion.trainer.callback import DistributedLionCallback
 from hf_dlion.trainer.checkpoints import Method
+from hf_dlion.trainer.internals import check_names, check_trainer, internal_function
 
 _INSTALLED = "_hf_dlion_seams"
-
-
-def missing_seam(what: str) -> RuntimeError:
-    """Returns the error for a transformers that lacks `what`."""
-    return RuntimeError(
-        f"hf_dlion needs {what}, which transformers {transformers.__version__} does not have; "
-        "it works with transformers 5.2 to 5.23. Without Trainer, use DistributedLion in a loop of "
-        "your own or with Accelerate"
-    )
 
 
 def install_seams() -> None:
     """Wraps Trainer's methods, once per process.
 
     Raises:
-        RuntimeError: If Trainer lacks one of them; nothing is wrapped then.
+        RuntimeError: If transformers lacks one of them, or anything else that the wrappers use of
+            it; nothing is wrapped then.
     """
     if _INSTALLED in vars(Trainer):
         return
+    check_names()
+    internal_function("trainer:Trainer._get_output_dir", ("trial",))
     for name, (_, parameters) in _SEAMS.items():
-        method = vars(Trainer).get(name)
-        if not inspect.isfunction(method):
-            raise missing_seam(f"Trainer.{name}")
-        if tuple(inspect.signature(method).parameters)[1 : 1 + len(parameters)] != parameters:
-            raise missing_seam(f"Trainer.{name}({', '.join(parameters)})")
-    if not checkpoints.wrap_rotation():
-        raise missing_seam("transformers.trainer.rotate_checkpoints")
+        internal_function(f"trainer:Trainer.{name}", parameters)
+    checkpoints.wrap_rotation()
     for name, (around, _) in _SEAMS.items():
         _wrap(name, around)
     setattr(Trainer, _INSTALLED, True)
@@ -76,7 +66,9 @@ def _around_train(
     **kwargs: Any,
 ) -> Any:
     if _trains_with_lion(trainer):
+        check_trainer(trainer)
         _refuse_unsupported(trainer)
+        _check_ranks(trainer)
         # Here too, for a subclass that creates the optimizer all by itself.
         _put_callback_first(trainer.callback_handler)
         resume_from_checkpoint = checkpoints.whole_checkpoint_for(trainer, resume_from_checkpoint)
@@ -86,8 +78,9 @@ def _around_train(
 def _trains_with_lion(trainer: Trainer) -> bool:
     if trainer.optimizer is not None:
         return unwrap(trainer.optimizer) is not None
-    if trainer.optimizer_cls_and_kwargs is not None:
-        cls = trainer.optimizer_cls_and_kwargs[0]
+    chosen = getattr(trainer, "optimizer_cls_and_kwargs", None)
+    if chosen is not None:
+        cls = chosen[0]
         return isinstance(cls, type) and issubclass(cls, DistributedLion)
     return bool(trainer.args.optim == "dlion")
 
@@ -118,6 +111,26 @@ def _name_parameters(lion: DistributedLion, named: Sequence[tuple[str, Tensor]])
             group["param_names"] = [names[p] for p in group["params"]]
 
 
+def _around_log(
+    trainer: Trainer,
+    original: Method,
+    tr_loss: Tensor,
+    grad_norm: Tensor | float | None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Has all ranks log one norm: callbacks stop a training by it, which no rank may do alone."""
+    lion = unwrap(trainer.optimizer)
+    # Then Trainer gathers the losses of all ranks next, so all of them come here.
+    logs = (
+        trainer.control.should_log and trainer.state.global_step > trainer._globalstep_last_logged
+    )
+    if lion is not None and grad_norm is not None and logs:
+        norms = gather_numbers(lion, float(grad_norm))
+        grad_norm = math.hypot(*norms) / math.sqrt(len(norms))
+    original(tr_loss, grad_norm, *args, **kwargs)
+
+
 def _put_callback_first(handler: Any) -> None:
     present = [cb for cb in handler.callbacks if isinstance(cb, DistributedLionCallback)]
     for callback in present:
@@ -136,7 +149,7 @@ def _refuse_unsupported(trainer: Trainer) -> None:
         raise unsupported("DeepSpeed")
     if trainer.is_fsdp_enabled or trainer.args.fsdp:
         raise unsupported("FSDP")
-    if is_sagemaker_mp_enabled():
+    if trainer.args.parallel_mode.value == "sagemaker_model_parallel":
         raise unsupported("SageMaker model parallelism")
     if (getattr(trainer.model, "tp_size", None) or 1) > 1:
         raise unsupported("tensor parallelism")
@@ -144,9 +157,28 @@ def _refuse_unsupported(trainer: Trainer) -> None:
         raise unsupported("a model that is sharded when it is loaded (DistributedConfig)")
 
 
+def _check_ranks(trainer: Trainer) -> None:
+    """Refuses ranks that Trainer does not know of, and warns of GPUs that exchange nothing.
+
+    Raises:
+        RuntimeError: If there are more ranks than the arguments know of.
+    """
+    args = trainer.args
+    remedy = "TrainingArguments(use_cpu=True), on a command line --use_cpu True"
+    refuse_strangers(args.world_size, "TrainingArguments", remedy)
+    if args.n_gpu > 1:
+        warn_once(
+            "alone",
+            f"one process drives {args.n_gpu} GPUs: Trainer sums their gradients (nn.DataParallel) "
+            f"and nothing is exchanged, DistributedLion is plain Lion. Start one process per GPU, "
+            f"with torchrun or accelerate launch --multi_gpu",
+        )
+
+
 # The methods that are wrapped, by what, and the parameters that the wrappers rely on.
 _SEAMS: dict[str, tuple[Method, tuple[str, ...]]] = {
     "train": (_around_train, ("resume_from_checkpoint",)),
     "create_optimizer": (_around_create_optimizer, ()),
+    "_maybe_log_save_evaluate": (_around_log, ("tr_loss", "grad_norm")),
     **checkpoints.SEAMS,
 }

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
+import accelerate
 import pytest
 import torch
 from accelerate import Accelerator
@@ -280,10 +281,52 @@ def test_tensor_parallelism_is_refused():
         hf_dlion.accelerate.attach(accelerator)
 
 
-def test_an_accelerator_without_a_lion_saves_as_it_did(tmp_path):
+def lonely_accelerator():
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
-    accelerator = Accelerator(cpu=True)
+    return Accelerator(cpu=True)
+
+
+def forget_to_say_cpu(rank, world_size, cpu):
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    accelerator = Accelerator(cpu=cpu)
+    model = torch.nn.Linear(2, 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        wrapped, optimizer = accelerator.prepare(model, DistributedLion(model.parameters()))
+        for _ in range(2):
+            accelerator.backward(wrapped(torch.ones(1, 2)).sum())
+            optimizer.step()
+    return [str(w.message) for w in caught]
+
+
+def test_a_loop_whose_accelerator_does_not_know_of_the_ranks_is_told_once(ranks: RankPools):
+    for said in ranks(2).run(forget_to_say_cpu, False):
+        assert len(said) == 1
+        assert "torch.distributed has 2 ranks, but the Accelerator knows of 1" in said[0]
+        assert "Accelerator(cpu=True)" in said[0]
+    assert ranks(2).run(forget_to_say_cpu, True) == [[], []]
+
+
+def test_ranks_that_the_accelerator_does_not_know_of_are_refused(monkeypatch):
+    accelerator = lonely_accelerator()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    words = r"WORLD_SIZE=2, but the Accelerator knows of 1.*Accelerator\(cpu=True\)"
+    with pytest.raises(RuntimeError, match=words):
+        hf_dlion.accelerate.attach(accelerator)
+
+
+@pytest.mark.parametrize("name", ["_optimizers", "scaler"])
+def test_an_accelerate_without_an_internal_is_refused_by_name(name):
+    accelerator = lonely_accelerator()
+    delattr(accelerator, name)
+    with pytest.raises(RuntimeError, match=rf"Accelerator\(\).{name}.*{accelerate.__version__}"):
+        hf_dlion.accelerate.attach(accelerator)
+
+
+def test_an_accelerator_without_a_lion_saves_as_it_did(tmp_path):
+    accelerator = lonely_accelerator()
     hf_dlion.accelerate.attach(accelerator)
     model = torch.nn.Linear(2, 1)
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import io
 import pickle
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -307,6 +309,62 @@ def test_hooks_do_not_keep_an_optimizer_alive_nor_hinder_copies() -> None:
     del optimizer
     gc.collect()
     assert not model.first.weight._post_accumulate_grad_hooks
+
+
+def saved(ddp: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(ddp, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "save": saved,
+    "average": lambda ddp: torch.optim.swa_utils.AveragedModel(ddp).module,
+    "copy of a copy": lambda ddp: saved(copy.deepcopy(ddp)),
+}
+
+
+def gradients_of(ddp: nn.Module, rank: int) -> Tensor:
+    ddp.zero_grad()
+    ddp(torch.full((2, 4), 1.0 + rank)).square().sum().backward()
+    return torch.cat([p.grad.reshape(-1) for p in ddp.parameters() if p.grad is not None])
+
+
+def train_beside_a_copy(
+    rank: int, world_size: int, how: str, ddp_options: dict[str, Any]
+) -> dict[str, Any]:
+    torch.manual_seed(0)
+    holder: list[nn.Module] = [DistributedDataParallel(nn.Linear(4, 3), **ddp_options)]
+    optimizer = DistributedLion(holder[0].parameters(), lr=0.1)
+    gradients_of(holder[0], rank)
+    optimizer.step()
+    holder.append(COPIES[how](holder[0]))
+    found: dict[str, Any] = {"copy": gradients_of(holder[1], rank)}
+    found["own"] = gradients_of(holder[0], rank)
+    optimizer.step()
+    # An optimizer of its own takes the copy over as it would any wrapper.
+    second = DistributedLion(holder[1].parameters(), lr=0.1)
+    found["second"] = gradients_of(holder[1], rank)
+    second.step()
+    found["weights"] = [nn.utils.parameters_to_vector(m.parameters()).detach() for m in holder]
+    return found
+
+
+@pytest.mark.parametrize("ddp_options", [{}, {"gradient_as_bucket_view": True}], ids=str)
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_of_a_wrapper_is_nobodys(
+    ranks: RankPools, how: str, ddp_options: dict[str, Any]
+) -> None:
+    left, right = ranks(2).run(train_beside_a_copy, how, ddp_options)
+    assert torch.equal(left["copy"], right["copy"])
+    torch.testing.assert_close(left["copy"], (left["own"] + right["own"]) / 2)
+    for name in ("own", "second"):
+        assert not torch.equal(left[name], right[name])
+    # Each has moved by itself, and alike on all ranks.
+    assert all(map(torch.equal, left["weights"], right["weights"]))
 
 
 def train_parts(rank: int, world_size: int, rewrap: bool) -> dict[str, Any]:

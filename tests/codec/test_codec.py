@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from hf_dlion.codec import Codec
 from hf_dlion.codec import bits as bits_module
@@ -17,6 +19,7 @@ from hf_dlion.codec.layout import MessageLayout, words_for
 from hf_dlion.codec.lion import momentum_stream, random_bits, round_stochastically, rounding_key
 from hf_dlion.codec.native.codec import NativeCodec
 from hf_dlion.codec.reference import votes as reference
+from hf_dlion.codec.rule import Verdict
 from tests.support.codec_cases import (
     CODECS,
     SHAPES,
@@ -123,6 +126,34 @@ def test_preview_and_advance_are_the_halves_of_encode(
     codec.advance(grad, exp_avg, rule())
     codec.encode(grad, before, words, active, rule())
     assert same_bits(exp_avg, before)
+
+
+@CODECS
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("bits", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_autograd_learns_of_all_that_is_written(
+    codec: Codec, dtype: torch.dtype, bits: int, transposed: bool
+) -> None:
+    grad, exp_avg = torch.randn(3, 70, dtype=dtype), torch.zeros(3, 70, dtype=dtype)
+    param = torch.randn(70, 3, dtype=dtype).T if transposed else torch.randn(3, 70, dtype=dtype)
+    words = torch.zeros(bits * words_for(grad.numel()), dtype=torch.int64)
+    active = torch.zeros(3, dtype=torch.bool)
+    r = rule()
+    r = dataclasses.replace(r, step_rule=dataclasses.replace(r.step_rule, bits=bits))
+    verdict = Verdict(words[:4].view(1, 4), torch.ones(3, dtype=torch.int32))
+
+    def writes(tensor: Tensor, call: Callable[[], object]) -> bool:
+        before = tensor._version
+        call()
+        return tensor._version > before
+
+    assert writes(exp_avg, lambda: codec.encode(grad, exp_avg, words, active, r))
+    assert writes(exp_avg, lambda: codec.advance(grad, exp_avg, r))
+    assert not writes(exp_avg, lambda: codec.preview(grad, exp_avg, words, active, r, 1.0))
+    assert writes(param, lambda: codec.apply(param, verdict, r))
+    assert writes(param, lambda: codec.step_alone(param, grad, exp_avg, r))
+    assert writes(exp_avg, lambda: codec.step_alone(param, grad, exp_avg, r))
 
 
 @CODECS

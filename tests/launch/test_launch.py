@@ -133,6 +133,28 @@ def test_a_bad_option_ends_every_rank_with_one_error(script, tmp_path):
     assert not list(tmp_path.glob("result_*"))
 
 
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_ranks_without_gpus_that_do_not_say_so_end_before_training(script, tmp_path):
+    arguments = words(tmp_path, use_cpu="False")
+    done = run_script(2, ["-m", "hf_dlion.launch", str(script), *arguments], check=False)
+    assert done.returncode != 0
+    error = "RuntimeError: torch.distributed has 2 ranks, but TrainingArguments knows of 1"
+    assert error in done.stderr
+    assert "TrainingArguments(use_cpu=True)" in done.stderr
+    assert not list(tmp_path.glob("result_*"))
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_accelerate_that_starts_one_process_of_two_is_told(script, tmp_path):
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=2"]
+    arguments = words(tmp_path, max_steps="2", save_strategy="no")
+    done = run_command([*launcher, "-m", "hf_dlion.launch", str(script), *arguments])
+    assert done.stderr.count("accelerate launch was asked for several processes") == 1
+    assert results(tmp_path, 1)[0]["world_size"] == 1
+
+
 RECORDER = """
 import json, sys
 from transformers import TrainingArguments

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import pickle
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from transformers.training_args import OptimizerNames
 import hf_dlion
 from hf_dlion import DistributedLion
 from hf_dlion.checkpoint.access import unwrap
+from hf_dlion.options import warn_once
 from hf_dlion.trainer import DistributedLionCallback, optimizer_cls_and_kwargs, seams
 from hf_dlion.trainer.arguments import lion_kwargs
 from tests.support.tiny import tiny_args, tiny_llama, tiny_trainer, weights_digest
@@ -47,12 +50,51 @@ def test_the_name_survives_parser_pickle_and_json(tmp_path):
     assert args.to_dict()["optim"] == "dlion"
 
 
-@pytest.mark.parametrize("name", ["_save_rng_state", "_load_optimizer_and_scheduler"])
+@pytest.mark.parametrize(
+    "name", ["_save_rng_state", "_load_optimizer_and_scheduler", "_get_output_dir"]
+)
 def test_a_transformers_without_a_seam_is_refused_by_name(monkeypatch, name):
     monkeypatch.delattr(Trainer, seams._INSTALLED)
     monkeypatch.delattr(Trainer, name)
     with pytest.raises(RuntimeError, match=rf"Trainer.{name}.*{transformers.__version__}"):
         seams.install_seams()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["trainer_utils.sort_checkpoints", "trainer.rotate_checkpoints", "trainer.TRAINER_STATE_NAME"],
+)
+def test_a_transformers_without_an_internal_is_refused_by_name(monkeypatch, name):
+    monkeypatch.delattr(Trainer, seams._INSTALLED)
+    monkeypatch.delattr(f"transformers.{name}")
+    with pytest.raises(RuntimeError, match=rf"transformers.{name}.*{transformers.__version__}"):
+        seams.install_seams()
+
+
+def test_a_transformers_that_names_its_files_otherwise_is_refused(monkeypatch):
+    monkeypatch.delattr(Trainer, seams._INSTALLED)
+    monkeypatch.setattr("transformers.trainer_utils.PREFIX_CHECKPOINT_DIR", "saved")
+    with pytest.raises(RuntimeError, match=r"trainer_utils.PREFIX_CHECKPOINT_DIR = 'checkpoint'"):
+        seams.install_seams()
+
+
+def test_a_trainer_without_an_attribute_is_refused_before_it_trains(tmp_path):
+    trainer = tiny_trainer(tiny_args(tmp_path))
+    del trainer.is_deepspeed_enabled
+    with pytest.raises(RuntimeError, match=r"hf_dlion needs Trainer\(\).is_deepspeed_enabled"):
+        trainer.train()
+
+
+# What transformers documents; the rest is looked up where its absence can be told.
+DOCUMENTED = {"Trainer", "TrainerCallback", "TrainerState", "TrainingArguments", "logging"}
+
+
+def test_importing_the_integration_takes_only_what_transformers_documents():
+    for path in Path(seams.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("transformers"):
+                names = {alias.name for alias in node.names}
+                assert names <= DOCUMENTED, f"{path.name} imports {names - DOCUMENTED}"
 
 
 def test_a_seam_with_other_parameters_is_refused(monkeypatch):
@@ -255,6 +297,23 @@ def test_tensor_parallelism_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(type(trainer.model), "tp_size", 2)
     with pytest.raises(NotImplementedError, match="tensor parallelism"):
         trainer.train()
+
+
+def test_ranks_that_the_arguments_do_not_know_of_are_refused(tmp_path, monkeypatch):
+    trainer = tiny_trainer(tiny_args(tmp_path))
+    # As under torchrun without use_cpu on a machine without GPUs.
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    words = r"WORLD_SIZE=2, but TrainingArguments knows of 1.*TrainingArguments\(use_cpu=True\)"
+    with pytest.raises(RuntimeError, match=words):
+        trainer.train()
+
+
+def test_several_gpus_in_one_process_are_told_that_nothing_is_exchanged(tmp_path, monkeypatch):
+    trainer = tiny_trainer(tiny_args(tmp_path))
+    monkeypatch.setattr(trainer.args, "_n_gpu", 2)
+    monkeypatch.setattr(warn_once, "_given", set())
+    with pytest.warns(UserWarning, match="one process drives 2 GPUs.*nothing is exchanged"):
+        seams._check_ranks(trainer)
 
 
 class Recorder(TrainerCallback):

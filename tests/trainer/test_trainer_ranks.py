@@ -150,6 +150,54 @@ def test_the_log_names_the_rank_that_abstained(ranks, tmp_path):
         assert figures == [[1.0, 0.0, 1.0], [1.0, 1.0, 1.0], [2.0, 1.0, 3.0], [0.0, None, None]]
 
 
+class NormsOfRank(TrainerCallback):
+    """Notes this rank's own norms, and stops where the one that is logged is not finite."""
+
+    def __init__(self):
+        self.norms = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        self.norms.append(float(torch.nn.utils.get_total_norm(grads)))
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not math.isfinite(logs.get("grad_norm", 0.0)):
+            control.should_training_stop = True
+
+
+class NaNLoss(Trainer):
+    """Has a loss of NaN on rank 1 in the third step."""
+
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        bad = dist.get_rank() == 1 and self.state.global_step == 2
+        return loss * math.nan if bad else loss
+
+
+def train_with_norms(rank, world_size, folder, cls):
+    hf_dlion.register()
+    callback = NormsOfRank()
+    # Too high to clip anything.
+    args = tiny_args(folder, max_steps=5, max_grad_norm=1e6)
+    trainer = tiny_trainer(args, cls, callbacks=[callback])
+    trainer.train()
+    return callback.norms, [entry["grad_norm"] for entry in outcome(trainer)[1]]
+
+
+def test_the_norm_in_the_log_is_that_of_all_ranks(ranks, tmp_path):
+    (left, logged), (right, others) = ranks(2).run(train_with_norms, str(tmp_path), Trainer)
+    assert left != right
+    assert logged == others
+    assert logged == pytest.approx(
+        [math.sqrt((a * a + b * b) / 2) for a, b in zip(left, right, strict=True)]
+    )
+
+
+def test_stopping_at_a_norm_ends_all_ranks(ranks, tmp_path):
+    results = ranks(2).run(train_with_norms, str(tmp_path), NaNLoss, timeout=40)
+    assert [len(logged) for _, logged in results] == [3, 3]
+
+
 def train_by_factory(rank, world_size, folder):
     args = tiny_args(folder, optim="adamw_torch", save_strategy="steps", save_steps=2)
     chosen = optimizer_cls_and_kwargs(args, ties="zero")

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from hf_dlion.codec.layout import MessageLayout
 from hf_dlion.exchange import Wire
+from hf_dlion.exchange.wire import default_group
 from hf_dlion.momentum.shares import Range
 from hf_dlion.momentum.store import MomentumStore
 from hf_dlion.options import Options
 from hf_dlion.ranks.header import Header
+from hf_dlion.ranks.launched import warn_if_alone
 from hf_dlion.step.delivery import LionAlone
 from hf_dlion.step.presence import Presence
 from hf_dlion.step.voters.interface import Built, Params, Voters
@@ -45,6 +47,8 @@ class OneRank(Voters):
         wires: tuple[Wire, Wire] | None,
     ) -> Built:
         """Returns plain Lion, without messages."""
+        if default_group() is None:
+            warn_if_alone()
         return Built((), LionAlone(params))
 
     def heard(self, headers: Sequence[Header]) -> list[Header]:
