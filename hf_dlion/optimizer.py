@@ -84,7 +84,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
     Ranks with different numbers of batches train inside `torch.distributed.algorithms.Join`, given
     the optimizer and not the model.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from hf_dlion import DistributedLion
         >>> model = torch.nn.Linear(4, 2)

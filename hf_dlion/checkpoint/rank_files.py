@@ -29,6 +29,7 @@ from hf_dlion.checkpoint.momentum_file import MOMENTUM_NAME, CheckpointError, Mo
 from hf_dlion.momentum.shares import assemble
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options.naming import bare
+from hf_dlion.ranks.agreement import told
 
 
 def save_momentum(
@@ -217,10 +218,10 @@ def _agree(lion: DistributedLion, problem: BaseException | None, *, found: objec
         if problem is not None:
             raise problem
         return
-    text = str(problem)
-    if not isinstance(problem, CheckpointError):
-        text = f"{type(problem).__name__}: {problem}"
-    answers = gather_objects(lion, (problem and text, found))
+    text = None
+    if problem is not None:
+        text = str(problem) if isinstance(problem, CheckpointError) else told(problem)
+    answers = gather_objects(lion, (text, found))
     problems = [f"rank {rank}: {said}" for rank, (said, _) in enumerate(answers) if said]
     if problems:
         raise CheckpointError("\n".join(["cannot load", *problems])) from problem

@@ -52,7 +52,7 @@ def saving(optimizer: object, folder: str | os.PathLike[str]) -> Iterator[Path]:
             another saves.
         TypeError: If `optimizer` is another optimizer.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, hf_dlion
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = hf_dlion.DistributedLion(model.named_parameters())

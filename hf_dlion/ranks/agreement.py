@@ -26,6 +26,10 @@ FEWER_BATCHES = (
 )
 
 
+# Characters of a failure's text that other ranks hear.
+MOST_TOLD = 4000
+
+
 class Disagreement(RuntimeError):
     """Raised on every rank when the ranks would otherwise drift apart or wait for one another."""
 
@@ -245,9 +249,19 @@ def raise_together(failure: Exception | None, wire: Wire, what: str) -> None:
         _raise_failure(failures, what)
 
 
-def told(failure: Exception) -> str:
-    """Returns what other ranks tell of a failure."""
-    return f"{type(failure).__name__}: {failure}"
+def told(failure: BaseException) -> str:
+    """Returns what other ranks tell of a failure: text that can be sent, printed and read.
+
+    It is made where they wait for it, so nothing that the failure says of itself may fail here.
+    """
+    kind = type(failure).__name__
+    try:
+        text = f"{kind}: {failure}"
+    except Exception as error:
+        text = f"{kind}, which cannot be put into words ({type(error).__name__})"
+    if len(text) > MOST_TOLD:
+        text = f"{text[:MOST_TOLD]} ... ({len(text)} characters)"
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _raise_failure(failures: Sequence[str | None], what: str) -> None:

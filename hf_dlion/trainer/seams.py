@@ -25,6 +25,7 @@ from hf_dlion.trainer import checkpoints
 from hf_dlion.trainer.callback import DistributedLionCallback
 from hf_dlion.trainer.checkpoints import Method
 from hf_dlion.trainer.internals import check_names, check_trainer, internal_function
+from hf_dlion.trainer.same_step import save_at_the_same_step
 
 _INSTALLED = "_hf_dlion_seams"
 
@@ -69,6 +70,7 @@ def _around_train(
         check_trainer(trainer)
         _refuse_unsupported(trainer)
         _check_ranks(trainer)
+        save_at_the_same_step(trainer)
         # Here too, for a subclass that creates the optimizer all by itself.
         _put_callback_first(trainer.callback_handler)
         resume_from_checkpoint = checkpoints.whole_checkpoint_for(trainer, resume_from_checkpoint)

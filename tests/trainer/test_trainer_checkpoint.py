@@ -142,6 +142,14 @@ class Terminate(TrainerCallback):
             signal.raise_signal(signal.SIGTERM)
 
 
+def act_at_once(trainer):
+    """Has a SIGTERM count at once, not three seconds later in another thread."""
+    for callback in trainer.callback_handler.callbacks:
+        if hasattr(callback, "jit_manager"):
+            callback.jit_manager.kill_wait = 0
+            signal.signal(signal.SIGTERM, lambda *_, m=callback.jit_manager: m._enable_checkpoint())
+
+
 def save_somehow(rank, world_size, folder, how):
     hf_dlion.register()
     best = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"}
@@ -160,10 +168,7 @@ def save_somehow(rank, world_size, folder, how):
     trainer = tiny_trainer(
         tiny_args(folder, **changes), callbacks=callbacks, eval_dataset=tiny_data(4)
     )
-    for callback in trainer.callback_handler.callbacks:
-        if hasattr(callback, "jit_manager"):
-            callback.jit_manager.kill_wait = 0
-            signal.signal(signal.SIGTERM, lambda *_, m=callback.jit_manager: m._enable_checkpoint())
+    act_at_once(trainer)
     trainer.train()
     return trainer.state.global_step
 
@@ -173,7 +178,7 @@ def save_somehow(rank, world_size, folder, how):
     [
         ("epoch", [6, 12]),
         ("callback", [3]),
-        ("just in time", [2]),
+        ("just in time", [3]),
         ("model only", []),
     ],
 )
@@ -181,6 +186,35 @@ def test_a_momentum_is_saved_whatever_asks_for_it(ranks, tmp_path, how, steps):
     ranks(2).run(save_somehow, str(tmp_path), how)
     expected = [f"checkpoint-{s}/dlion_momentum_{r}_of_2.pt" for s in steps for r in range(2)]
     assert files(tmp_path) == sorted(expected)
+
+
+class TerminateOne(TrainerCallback):
+    """One machine alone is taken away, or hears of it first."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 2 and args.process_index == self.rank:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def terminate_one(rank, world_size, folder):
+    hf_dlion.register()
+    trainer = tiny_trainer(
+        tiny_args(folder, enable_jit_checkpoint=True, max_steps=6), callbacks=[TerminateOne(1)]
+    )
+    act_at_once(trainer)
+    trainer.train()
+    return trainer.state.global_step, weights_digest(trainer.model)
+
+
+def test_a_signal_to_one_rank_has_all_of_them_save_after_the_same_step(ranks, tmp_path):
+    left, right = ranks(2).run(terminate_one, str(tmp_path))
+    assert left == right
+    assert left[0] == 3
+    assert files(tmp_path) == [f"checkpoint-3/dlion_momentum_{r}_of_2.pt" for r in range(2)]
+    assert hf_dlion.last_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-3")
 
 
 @pytest.mark.parametrize("how", ["best", "limit"])
