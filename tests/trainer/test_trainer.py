@@ -308,6 +308,14 @@ def test_ranks_that_the_arguments_do_not_know_of_are_refused(tmp_path, monkeypat
         trainer.train()
 
 
+def test_trainings_side_by_side_under_mpi_are_only_warned(tmp_path, monkeypatch):
+    trainer = tiny_trainer(tiny_args(tmp_path))
+    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setattr(warn_once, "_given", set())
+    with pytest.warns(UserWarning, match="PMI_SIZE=2.*nothing is exchanged"):
+        trainer.train()
+
+
 def test_several_gpus_in_one_process_are_told_that_nothing_is_exchanged(tmp_path, monkeypatch):
     trainer = tiny_trainer(tiny_args(tmp_path))
     monkeypatch.setattr(trainer.args, "_n_gpu", 2)
