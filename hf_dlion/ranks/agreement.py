@@ -21,8 +21,6 @@ FEWER_BATCHES = (
     "if a rank left the training loop earlier, because it has fewer batches, train inside `with "
     "torch.distributed.algorithms.Join([optimizer]):`, or give every rank as many"
 )
-
-
 # Characters of a failure's text that other ranks hear.
 MOST_TOLD = 4000
 
