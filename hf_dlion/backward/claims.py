@@ -173,8 +173,8 @@ def _refuse_foreign_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step(): DDP has not averaged these gradients, because "
                 f"a DistributedLion was made for the same parameters. Nothing has moved, and DDP "
-                f"averages from the next forward on. Call detach() on the DistributedLion when you "
-                f"are done with it, before the forward of another optimizer's first step"
+                f"averages from the next forward on. Call hf_dlion.unwrap(optimizer).detach() on "
+                f"the DistributedLion when you are done with it, before another one's first forward"
             )
 
 

@@ -36,7 +36,7 @@ class Attachment:
         self._voters: Voters = ONE_RANK
 
     def belongs_to(self, found: list[Claim]) -> None:
-        """Sets the claims on the wrapper's trainable parameters, just found."""
+        """Sets the claims on the wrapper, just found."""
         self._changes = claims.changes()
         self._claims = found
 
@@ -134,16 +134,19 @@ class Attachment:
 def claims_on(ddp: DistributedDataParallel) -> list[Claim]:
     """Returns the claims on a wrapper's trainable parameters, in the order of these.
 
+    Where all are frozen, those on all: a GAN freezes its critic in every other forward of its
+    wrapper, and thaws it while no claim changes.
+
     Raises:
         RuntimeError: If `ddp` has another process group than an owner, or trainable parameters
             that no DistributedLion owns beside those that one does.
     """
-    reduced = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
-    for name in ddp.parameters_to_ignore:
-        reduced.pop(name, None)
-    found = {name: claims.claim_of(param) for name, param in reduced.items()}
+    ignored = ddp.parameters_to_ignore
+    reduced = {name: p for name, p in ddp.module.named_parameters() if name not in ignored}
+    trainable = {name: p for name, p in reduced.items() if p.requires_grad}
+    found = {name: claims.claim_of(param) for name, param in (trainable or reduced).items()}
     concerned = list(dict.fromkeys(claim for claim in found.values() if claim is not None))
-    strangers = [name for name, claim in found.items() if claim is None]
+    strangers = [name for name, claim in found.items() if claim is None and name in trainable]
     if concerned and strangers:
         raise RuntimeError(
             f"DDP would no longer average the gradients of {len(strangers)} trainable parameters "

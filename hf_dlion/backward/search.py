@@ -105,7 +105,8 @@ def _before_forward(module: nn.Module, args: Any) -> None:
     for claim in list(_optimizers.values()):
         # Only wrappers in use count: an old one may have a successor that is yet to come.
         used, _ = _params_of_wrappers(claim)
-        if all(id(p) in used for p in flat_params(claim.owner.groups) if p.requires_grad):
+        # Frozen ones must be covered, too: they may be thawed after this forward.
+        if all(id(p) in used for p in flat_params(claim.owner.groups)):
             _search.stop(claim)
 
 

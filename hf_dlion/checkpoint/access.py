@@ -13,7 +13,7 @@ import torch
 from hf_dlion.optimizer import DistributedLion
 
 
-def unwrap(optimizer: object) -> DistributedLion | None:
+def lion_in(optimizer: object) -> DistributedLion | None:
     """Returns the DistributedLion inside Accelerate's wrapper, or None if it is another one."""
     while not isinstance(optimizer, DistributedLion):
         optimizer = getattr(optimizer, "optimizer", None)
@@ -22,13 +22,18 @@ def unwrap(optimizer: object) -> DistributedLion | None:
     return optimizer
 
 
-def require(optimizer: object) -> DistributedLion:
-    """Returns the DistributedLion inside Accelerate's wrapper.
+def unwrap(optimizer: object) -> DistributedLion:
+    """Returns the DistributedLion inside what `accelerator.prepare()` or a Trainer holds.
+
+    Accelerate's wrapper has torch's methods only: `hf_dlion.unwrap(optimizer).wire` counts bytes.
+
+    Args:
+        optimizer: A DistributedLion, or a wrapper with an attribute `optimizer` around one.
 
     Raises:
         TypeError: If it is another optimizer.
     """
-    lion = unwrap(optimizer)
+    lion = lion_in(optimizer)
     if lion is None:
         raise TypeError(f"optimizer must be a DistributedLion, got {type(optimizer).__name__}")
     return lion

@@ -57,7 +57,6 @@ class Shares:
     def begin(self, index: int, param: Tensor, owned: Mapping[int, Range]) -> Sequence[int]:
         """Returns the shape of a momentum that is made anew: a stretch if this rank owns one."""
         self.shapes[index] = param.shape
-        self.held.pop(index, None)
         if index not in owned:
             return param.shape
         start, stop = self.held[index] = owned[index]

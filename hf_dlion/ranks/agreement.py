@@ -24,8 +24,6 @@ FEWER_BATCHES = (
     "step (`if not isfinite(norm): continue`) or stopped early, decide that by a number that all "
     "ranks share (docs/coming_from_ddp.md)"
 )
-
-
 # Characters of a failure's text that other ranks hear.
 MOST_TOLD = 4000
 

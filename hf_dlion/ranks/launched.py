@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
 from hf_dlion.options.warn_once import warn_once
 
-# Of torchrun, and of the MPIs that Accelerate knows.
+# Of torchrun, and of the MPIs that Accelerate knows, which may have started trainings that have
+# nothing to do with one another.
 SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 # How Accelerate learns that there are no GPUs.
@@ -75,20 +77,19 @@ def _more_than(known: int, what: str, remedy: str) -> str:
         ranks = dist.get_world_size()
         told = f"torch.distributed has {ranks} ranks"
     else:
-        ranks, told = _launched()
+        ranks, told = _launched(SIZES[:1])
     if ranks <= known:
         return ""
     return (
         f"{told}, but {what} knows of {known} and gives every process all of the data. Without "
         f"GPUs, pass {remedy}. With GPUs, start the processes with torchrun or accelerate launch "
-        f"--multi_gpu. A process that is to train alone must be started without these variables: "
-        f"{', '.join(SIZES)}"
+        f"--multi_gpu. Start a process that is to train alone without WORLD_SIZE in its environment"
     )
 
 
-def _launched() -> tuple[int, str]:
+def _launched(names: Sequence[str] = SIZES) -> tuple[int, str]:
     """Returns of how many processes this one is, 0 if nobody says, and who says so."""
-    for name in SIZES:
+    for name in names:
         value = os.environ.get(name, "")
         if value.isdigit():
             return int(value), f"{name}={value}"

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from transformers import Trainer
 
-from hf_dlion.checkpoint.access import gather_numbers, search_ddp, unwrap
+from hf_dlion.checkpoint.access import gather_numbers, lion_in, search_ddp
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options.naming import named_by
 from hf_dlion.options.parallelism import refuse_sharded, unsupported
@@ -79,7 +79,7 @@ def _around_train(
 
 def _trains_with_lion(trainer: Trainer) -> bool:
     if trainer.optimizer is not None:
-        return unwrap(trainer.optimizer) is not None
+        return lion_in(trainer.optimizer) is not None
     chosen = getattr(trainer, "optimizer_cls_and_kwargs", None)
     if chosen is not None:
         cls = chosen[0]
@@ -92,7 +92,7 @@ def _around_create_optimizer(trainer: Trainer, original: Method, *args: Any, **k
     # Trainer makes groups without names, and options may select by name.
     with named_by(named):
         optimizer = original(*args, **kwargs)
-    lion = unwrap(optimizer)
+    lion = lion_in(optimizer)
     if lion is not None:
         _name_parameters(lion, named)
         _put_callback_first(trainer.callback_handler)
@@ -122,7 +122,7 @@ def _around_log(
     **kwargs: Any,
 ) -> None:
     """Has all ranks log one norm: callbacks stop a training by it, which no rank may do alone."""
-    lion = unwrap(trainer.optimizer)
+    lion = lion_in(trainer.optimizer)
     # Then Trainer gathers the losses of all ranks next, so all of them come here.
     logs = (
         trainer.control.should_log and trainer.state.global_step > trainer._globalstep_last_logged

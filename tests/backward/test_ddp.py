@@ -177,6 +177,37 @@ def test_several_optimizers_work_side_by_side(ranks: RankPools, one_wrapper: boo
     assert ranks(2).run(train_two_models, one_wrapper) == [[True, True, True]] * 2
 
 
+def train_against_a_frozen_critic(rank: int, world_size: int, loaded: bool) -> list[bool]:
+    """Returns for each step of the critic whether its gradients are those of this rank alone."""
+    gc.collect()
+    maker, critic = nn.Linear(2, 3), nn.Linear(3, 1)
+    optimizers = DistributedLion(maker.parameters()), DistributedLion(critic.parameters())
+    holder = [DistributedDataParallel(maker), DistributedDataParallel(critic)]
+    local = []
+    with released(holder):
+        if loaded:
+            optimizers[1].attach(holder[1])
+            # Its wrapper may be another one from here on, so it is looked for once more.
+            optimizers[1].load_state_dict(optimizers[1].state_dict())
+        for _ in range(3):
+            critic.requires_grad_(False)
+            holder[1](holder[0](torch.full((4, 2), rank + 1.0))).sum().backward()
+            optimizers[0].step()
+            critic.requires_grad_(True)
+            critic.zero_grad()
+            holder[1](torch.full((4, 3), rank + 1.0)).sum().backward()
+            local.append(torch.equal(critic.weight.grad, torch.full((1, 3), 4.0 * (rank + 1))))
+            optimizers[1].step()
+    return local
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_gradients_stay_local_in_a_wrapper_that_was_found_frozen(
+    ranks: RankPools, loaded: bool
+) -> None:
+    assert ranks(2).run(train_against_a_frozen_critic, loaded) == [[True] * 3] * 2
+
+
 def refuse(rank: int, world_size: int, what: str) -> str:
     model = new_model()
     holder: list[Any] = [DistributedDataParallel(model)]

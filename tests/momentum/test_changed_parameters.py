@@ -138,7 +138,7 @@ def train_relaid(
 
 
 @with_codec
-@with_options("alone")
+@with_options("alone", "overlap")
 def test_equal_values_laid_out_otherwise_train_alike(
     ranks: RankPools, case: str, native: bool
 ) -> None:

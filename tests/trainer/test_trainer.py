@@ -16,7 +16,7 @@ from transformers.training_args import OptimizerNames
 
 import hf_dlion
 from hf_dlion import DistributedLion
-from hf_dlion.checkpoint.access import unwrap
+from hf_dlion.checkpoint.access import lion_in
 from hf_dlion.options import warn_once
 from hf_dlion.trainer import DistributedLionCallback, optimizer_cls_and_kwargs, seams
 from hf_dlion.trainer.arguments import lion_kwargs
@@ -29,7 +29,7 @@ def registered():
 
 
 def optimizer_of(trainer: Trainer) -> DistributedLion:
-    lion = unwrap(trainer.create_optimizer())
+    lion = lion_in(trainer.create_optimizer())
     assert lion is not None
     return lion
 
@@ -305,6 +305,14 @@ def test_ranks_that_the_arguments_do_not_know_of_are_refused(tmp_path, monkeypat
     monkeypatch.setenv("WORLD_SIZE", "2")
     words = r"WORLD_SIZE=2, but TrainingArguments knows of 1.*TrainingArguments\(use_cpu=True\)"
     with pytest.raises(RuntimeError, match=words):
+        trainer.train()
+
+
+def test_trainings_side_by_side_under_mpi_are_only_warned(tmp_path, monkeypatch):
+    trainer = tiny_trainer(tiny_args(tmp_path))
+    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setattr(warn_once, "_given", set())
+    with pytest.warns(UserWarning, match="PMI_SIZE=2.*nothing is exchanged"):
         trainer.train()
 
 
