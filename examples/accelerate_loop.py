@@ -80,7 +80,7 @@ def train(args: argparse.Namespace, accelerator: Accelerator) -> None:
         if accelerator.is_main_process:
             (saved / "epoch.txt").write_text(str(epoch + 1))
 
-    wire = optimizer.optimizer.wire
+    wire = hf_dlion.unwrap(optimizer).wire
     size = sum(p.numel() for p in model.parameters())
     accelerator.print(
         f"{size:,} parameters; rank 0 sent {wire.last_bytes_sent:,} bytes in the last step, in "

@@ -11,6 +11,7 @@ must receive).
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from hf_dlion.checkpoint.access import unwrap
 from hf_dlion.checkpoint.momentum_file import CheckpointError
 from hf_dlion.checkpoint.rank_files import load_momentum, save_momentum
 from hf_dlion.checkpoint.save import saving
@@ -42,6 +43,7 @@ __all__ = [
     "save_momentum",
     "saving",
     "trainer",
+    "unwrap",
 ]
 
 # These need transformers or accelerate, which plain torch users of this package do not load.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from hf_dlion.checkpoint import rank_files, rotation, whole
-from hf_dlion.checkpoint.access import gather_objects, unwrap
+from hf_dlion.checkpoint.access import gather_objects, lion_in
 from hf_dlion.checkpoint.agreed import agreed_checkpoint, names_on_ranks
 from hf_dlion.checkpoint.momentum_file import MOMENTUM_NAME
 from hf_dlion.checkpoint.save import Save
@@ -203,7 +203,7 @@ def _lions(accelerator: Accelerator) -> list[tuple[str, DistributedLion]]:
     """Returns the accelerator's optimizers that are ours, with the suffixes of their files."""
     found = []
     for index, optimizer in enumerate(accelerator._optimizers):
-        lion = unwrap(optimizer)
+        lion = lion_in(optimizer)
         if lion is not None:
             found.append((f"_{index}" if index else "", lion))
     return found

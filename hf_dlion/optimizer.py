@@ -9,6 +9,7 @@ from typing import Any, cast, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -84,7 +85,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
     Ranks with different numbers of batches train inside `torch.distributed.algorithms.Join`, given
     the optimizer and not the model.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from hf_dlion import DistributedLion
         >>> model = torch.nn.Linear(4, 2)
@@ -180,6 +181,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         self._begin(Engine(self, options, ranks))
         super().__init__(cast(Any, with_names(params)), defaults)
         treatment_by_name(options, self.param_groups, complete=True)
+        self._engine.hooks.claim()
         self._engine.hooks.search()
 
     def _begin(self, engine: Engine) -> None:
@@ -260,7 +262,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
                 parameters that no DistributedLion owns.
             NotImplementedError: If its gradients do not go through DDP's comm hooks.
         """
-        refuse_replicated(ddp_model, [self._engine])
+        refuse_replicated(ddp_model)
         ddp = search.unwrapped_ddp(ddp_model)
         if not isinstance(ddp, DistributedDataParallel):
             raise TypeError(
@@ -270,7 +272,17 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         mine = {id(param) for param in flat_params(self.param_groups)}
         if not any(id(param) in mine for param in ddp.module.parameters()):
             raise ValueError("the DDP wrapper holds none of this optimizer's parameters")
+        self._engine.hooks.claim()
         search.attach(ddp)
+
+    def detach(self) -> None:
+        """Has DDP wrappers average this optimizer's gradients again, from their next forward on.
+
+        Call it, on every rank, before another optimizer trains the same parameters; deleting this
+        one is not enough, because the ranks' garbage collectors run at different times. `attach()`
+        and `step()` take the gradients back.
+        """
+        self._engine.hooks.release()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, on every rank alike; see `torch.optim.Optimizer`.
@@ -293,13 +305,13 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         except Exception:
             self.param_groups.pop()
             raise
-        self._engine.hooks.watch_gradients(self.param_groups[-1]["params"])
+        self._engine.hooks.added(self.param_groups[-1]["params"])
 
+    @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients; see `torch.optim.Optimizer`."""
         super().zero_grad(set_to_none)
-        self._engine.presence.clear()
-        self._engine.presence.note_zeros(flat_params(self.param_groups))
+        self._engine.presence.note_reset(flat_params(self.param_groups))
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -307,6 +319,8 @@ class DistributedLion(Optimizer, JoinableOptimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    # Inside torch.compile, too: tracing a step would compile codecs and header, or fail at them.
+    @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Takes one step, together with all ranks of the process group.
@@ -348,7 +362,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         engine, wire = self._engine, self._engine.wire_if_several()
         if wire is not None:
             voters, momenta = engine.voters(), engine.momenta()
-            momenta.check_alike(wire, voters.alike)
+            momenta.check_alike(wire, voters.alike, "synchronize_momentum()")
             engine.early.disturb()
             voters.average_momenta(momenta)
         engine.origin.averaged(self.steps)
@@ -371,7 +385,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             count = len(flat_params(self.param_groups))
             state_dict["dlion"]["divergence"] = engine.sync.entry(count)
         if engine.shares.held:
-            state_dict["dlion"]["shard"] = engine.shares.entry()
+            state_dict["dlion"]["shard"] = engine.shares.entry(engine.momenta().held())
         return with_entry_in_groups(state_dict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -388,13 +402,14 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             super().load_state_dict(dict(state_dict))
         self._engine.early.disturb()
         # Accelerate loads a state whenever it prepares: a new DDP wrapper may be at hand.
+        self._engine.hooks.claim()
         self._engine.hooks.search()
 
     def _restore(self, state_dict: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
         """Takes what torch's loading leaves out: dtypes, shares, and our entry."""
         engine = self._engine
         restore_momentum(self, state_dict, self.options.momentum_dtype)
-        engine.shares = Shares.loaded((own or {}).get("shard"))
+        engine.shares = Shares.loaded((own or {}).get("shard"), flat_params(self.param_groups))
         engine.sync = MomentumSync.loaded((own or {}).get("divergence"))
         engine.shared_momenta = frozenset()
         if self.options.local_group in (None, 1):
@@ -417,4 +432,6 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         if carried is not None:
             self._begin(Engine.restored(self, carried))
             self._engine.hooks.watch_gradients(flat_params(self.param_groups))
+            # A copy may have the original's parameters, which it takes with its first step.
+            self._engine.hooks.claim_free()
             self._engine.hooks.search()

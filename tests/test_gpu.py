@@ -236,6 +236,23 @@ def train(rank: int, _: int, devices: list[str], backend: str, ddp: bool, option
     return bits, [bits_of(optimizer.state[p]["exp_avg"]) for p in params], optimizer.wire.bytes_sent
 
 
+def test_a_momentum_follows_its_parameter_to_the_gpu() -> None:
+    found = []
+    for device in ("cpu", DEVICE):
+        param = nn.Parameter(normal(40, 30, seed=9))
+        optimizer = DistributedLion([param], lr=0.01)
+        for seed in range(4):
+            param.grad = None
+            if seed == 2:
+                param.data = param.data.to(device)
+            param.grad = normal(40, 30, seed=seed).to(device if seed > 1 else "cpu")
+            optimizer.step()
+        momentum = optimizer.state[param]["exp_avg"]
+        assert momentum.device == param.device
+        found.append([bits_of(param), bits_of(momentum)])
+    assert found[0] == found[1]
+
+
 NEEDS_TWO = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 
 

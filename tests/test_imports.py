@@ -139,6 +139,6 @@ def test_the_optimizer_shows_what_torch_or_a_user_calls_and_nothing_else():
     theirs = {*dir(Optimizer), *dir(Joinable), "grad_scale", "found_inf"}
     ours = {name for name in dir(hf_dlion.DistributedLion) if not name.startswith("_")} - theirs
     assert ours == {
-        *("attach", "synchronize_momentum", "momentum_divergence", "momentum_report"),
+        *("attach", "detach", "synchronize_momentum", "momentum_divergence", "momentum_report"),
         *("wire", "options", "steps", "rank", "world_size", "abstentions"),
     }

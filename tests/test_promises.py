@@ -1,4 +1,4 @@
-"""Promises of the README that no other module holds: its errors, limits, byte counts, versions."""
+"""Promises of the pages that no other module holds: errors, limits, byte counts, versions."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ from tests.support.spawn import RankPools, run_script
 from tests.support.tiny import tiny_args
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+INSTALL, LOGGING, WIRE = (
+    (ROOT / "docs" / page).read_text() for page in ("install.md", "guides/logging.md", "wire.md")
+)
 
 
 def provoke(rank: int, world_size: int, what: str) -> str:
-    """Does on rank 1 what a row of the README's table of errors is about."""
+    """Does on rank 1 what a row of the table of errors is about."""
     odd = rank == 1
     params = [random_param(4, 5, seed=7 if odd and what == "parameter values" else 0)]
     lr, every = 0.2 if odd and "lr" in what else 0.1, int("replicas differ" in what)
@@ -83,8 +85,8 @@ def state_at_step_7(optimizer: DistributedLion) -> dict[str, Any]:
         "NaN",
     ],
 )
-def test_an_error_reads_as_in_the_readme(ranks: RankPools, what: str) -> None:
-    table = README.split("## Errors you may meet")[1].split("\n## ")[0]
+def test_an_error_reads_as_on_the_page(ranks: RankPools, what: str) -> None:
+    table = INSTALL.split("## Errors you may meet")[1].split("\n## ")[0]
     (listed,) = [row for row in re.findall(r"^\| `(.+?)` ", table, re.MULTILINE) if what in row]
     pattern = ".*".join(re.escape(part.strip()) for part in listed.split("..."))
     said = ranks(2).run(provoke, what, timeout=30)
@@ -140,7 +142,7 @@ def test_a_script_with_a_bad_option_ends(tmp_path: Path) -> None:
 @pytest.mark.multiproc
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_first_step_sends_64_bytes_more(ranks: RankPools, world_size: int) -> None:
-    assert "The first step sends 64·(N−1) bytes more" in README
+    assert "The first step sends 64·(N−1) bytes more" in WIRE
     for records in ranks(world_size).run(zoo.train, 2, {}):
         assert records[0].bytes_sent - records[1].bytes_sent == 64 * (world_size - 1)
 
@@ -221,17 +223,28 @@ def test_saved_arguments_load_only_after_registration(tmp_path: Path) -> None:
     assert "dlion is not a valid OptimizerNames" in refused.stderr
 
 
-def test_the_figures_of_the_wire_have_the_names_in_the_readme() -> None:
-    sentence = README.split("`optimizer.wire` tells what is sent instead:")[1].split(".\n")[0]
+def test_the_figures_of_the_wire_have_the_names_on_the_page() -> None:
+    sentence = LOGGING.split("`optimizer.wire` tells what is sent instead of the gradients:")[
+        1
+    ].split(".\n")[0]
     fields = {field.name for field in dataclasses.fields(WireStats)}
     assert set(re.findall(r"`(\w+)`", sentence)) == fields
+
+
+def test_the_log_entries_have_the_names_on_the_page() -> None:
+    entries = [
+        set(re.findall(r"`(dlion/[\w/]+)`", text or ""))
+        for text in (LOGGING, hf_dlion.DistributedLionCallback.__doc__)
+    ]
+    assert len(entries[0]) == 6
+    assert entries[0] == entries[1]
 
 
 def test_versions_are_those_of_requirements_and_pyproject() -> None:
     pinned = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / "requirements.txt").read_text(), re.M))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     oldest = dict(re.split(">=", dependency) for dependency in project["dependencies"])
-    table = README.split("## Versions")[1]
+    table = INSTALL.split("## Versions")[1]
     rows = re.findall(r"^\| (\w+) \| ([\d.]+) \| ([\d.]+)", table, re.MULTILINE)
     named = {name: versions for name, *versions in rows if name != "Python"}
     assert named == {name: [pinned[name], oldest[name]] for name in oldest}

@@ -1,20 +1,39 @@
-"""What the README and the pages beside it say about options, files and commands is so."""
+"""What the README and the pages say about options, files, commands and code is so."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import importlib
 import inspect
 import re
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import hf_dlion
 from hf_dlion import DistributedLion, Options
+from hf_dlion.options.optim_args import parse_optim_args
+from tests.support.spawn import RankPools
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+DOCS = ROOT / "docs"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
+PARAMETERS = inspect.signature(DistributedLion).parameters
+DEFAULTS = {name: p.default for name, p in PARAMETERS.items() if name != "params"}
+
+
+def identity(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The code blocks of a page."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def anchors(page: Path) -> set[str]:
@@ -23,17 +42,27 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_the_readme_is_short_enough_to_be_read_to_the_end():
+    assert len(README.splitlines()) <= 250
+
+
 def test_every_option_is_in_the_table_with_its_default():
-    table = README.split("| option |")[1].split("\n\n")[0]
+    table = (DOCS / "options.md").read_text().split("| option |")[1].split("\n\n")[0]
     rows = re.findall(r"^\| `(\w+)` \|[^|]*\| `([^|]*)` \|", table, re.MULTILINE)
-    parameters = inspect.signature(DistributedLion).parameters
-    declared = {name: p.default for name, p in parameters.items() if name != "params"}
-    assert {name: eval(default, {"torch": torch}) for name, default in rows} == declared
+    assert {name: eval(default, {"torch": torch}) for name, default in rows} == DEFAULTS
     fields = {field.name for field in dataclasses.fields(Options)}
     assert {name for name, _ in rows} == fields | {"lr", "betas", "weight_decay", "process_group"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_main_options_of_the_readme_have_their_defaults():
+    table = README.split("| option |")[1].split("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)` \| `([^|]*)` \|", table, re.MULTILINE)
+    assert len(rows) == len(table.splitlines()) - 2  # the heading and the rule below it
+    for name, default in rows:
+        assert eval(default) == DEFAULTS[name], name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=identity)
 def test_every_linked_file_and_heading_exists(page: Path) -> None:
     links = [link for link in re.findall(r"\]\(([^)]+)\)", page.read_text()) if "://" not in link]
     assert links
@@ -45,14 +74,27 @@ def test_every_linked_file_and_heading_exists(page: Path) -> None:
 
 
 def test_the_map_of_the_code_names_every_module():
-    table = README.split("## The code")[1].split("\n## ")[0]
-    named = set(re.findall(r"\(hf_dlion/([\w./]+)\)", table))
+    table = (DOCS / "how_it_is_built.md").read_text().split("## The map")[1].split("\n## ")[0]
+    named = set(re.findall(r"\(\.\./hf_dlion/([\w./]+)\)", table))
     package = ROOT / "hf_dlion"
     modules = {path.name for path in package.glob("*.py")} - {"__init__.py"}
     folders = {path.parent.name for path in package.glob("*/__init__.py")}
     assert (modules | folders) - named == set()
-    contributing = (ROOT / "CONTRIBUTING.md").read_text().split("## The map")[1].split("\n## ")[0]
-    assert (modules | folders) - set(re.findall(r"`([\w.]+)`", contributing)) == set()
+
+
+def test_the_reference_describes_every_public_name():
+    pages = "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    described = set(re.findall(r"^::: hf_dlion\.(\w+)$", pages, re.MULTILINE))
+    # The module trainer shows what is public of it at the root, too.
+    assert described == set(hf_dlion.__all__) - {"__version__", "trainer"} | {"launch"}
+
+
+def test_the_menu_leads_to_every_page():
+    menu = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1].split("\n\n")[0]
+    listed = re.findall(r": ([\w/]+\.md)$", menu, re.MULTILINE)
+    assert sorted(listed) == sorted(
+        page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")
+    )
 
 
 def test_continuous_integration_installs_and_tests_as_the_readme_does():
@@ -61,3 +103,67 @@ def test_continuous_integration_installs_and_tests_as_the_readme_does():
     assert install is not None
     assert install[1] in script
     assert re.search(r"^\"\$venv/bin/pytest\"$", script, re.MULTILINE)
+
+
+def test_continuous_integration_builds_the_pages_before_it_tests():
+    script = (ROOT / ".ci" / "run").read_text()
+    order = [
+        re.search(rf'"\$venv/bin/{command}', script, re.MULTILINE)
+        for command in ("ruff", "mypy", r"mkdocs\" build --strict ", "pytest")
+    ]
+    starts = [found.start() for found in order if found]
+    assert len(starts) == 4
+    assert starts == sorted(starts)
+
+
+def called(node: ast.Call) -> str:
+    """The last name of what is called: `c` of `a.b.c(...)`."""
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=identity)
+def test_python_on_a_page_compiles_and_names_options_that_exist(page: Path) -> None:
+    for code in blocks(page, "python"):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Call) and called(node) == "DistributedLion":
+                assert {keyword.arg for keyword in node.keywords} <= set(PARAMETERS)
+        for text in re.findall(r'\boptim_args ?= ?"([^"]*)"', code):
+            parse_optim_args(text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=identity)
+def test_the_commands_of_a_page_are_those_that_the_tools_take(page: Path) -> None:
+    for line in "\n".join(blocks(page, "bash")).splitlines():
+        found = re.match(r"(?:\.venv/bin/)?hf-dlion (bench|plan|study) ([^$]*)", line)
+        if found is not None:
+            tool = importlib.import_module(f"hf_dlion.tools.{found[1]}.cli")
+            tool._parser().parse_args(shlex.split(found[2], comments=True))
+
+
+def save_and_load(rank: int, world_size: int, output_dir: str) -> tuple[Any, ...]:
+    """Trains, and runs the two blocks of the page of checkpoints as a rank would."""
+    save, load = blocks(DOCS / "guides" / "checkpoints.md", "python")
+    names: dict[str, Any] = {"hf_dlion": hf_dlion, "torch": torch, "output_dir": output_dir}
+
+    def trained(steps: int) -> tuple[torch.nn.Linear, DistributedLion]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        optimizer = DistributedLion(model.named_parameters(), lr=0.1)
+        for step in range(steps):
+            model(torch.full((1, 3), 1.0 + rank + step)).sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    found = []
+    for steps, code in ((2, save), (0, load)):
+        model, optimizer = trained(steps)
+        exec(code, {**names, "model": model, "optimizer": optimizer, "step": steps})
+        momentum = optimizer.state_dict()["state"][0]["exp_avg"]
+        found.append((optimizer.steps, model.weight.tolist(), momentum.tolist()))
+    return tuple(found)
+
+
+def test_the_page_of_checkpoints_saves_and_goes_on(ranks: RankPools, tmp_path: Path) -> None:
+    (first, loaded), (second, again) = ranks(2).run(save_and_load, str(tmp_path))
+    assert (first, second) == (loaded, again)
+    assert first[2] != second[2]  # Each rank has a momentum of its own.

@@ -2,9 +2,8 @@
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with classes.
 
-import weakref
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,47 +11,9 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_dlion.options.warn_once import warn_once
-from hf_dlion.step.early import EarlyVotes
-from hf_dlion.step.engine import Hooks
-from hf_dlion.step.presence import Presence
+from hf_dlion.backward import claims
+from hf_dlion.backward.claims import Claim
 from hf_dlion.step.voters import ONE_RANK, Voters
-
-
-class Owner(Protocol):
-    """What hooks see of an optimizer: its `Engine`, which they hold weakly.
-
-    Attributes:
-        presence: Hears which gradients a wrapper has averaged in the node.
-        early: Hears of forward passes.
-        hooks: Watch the gradients of parameters.
-    """
-
-    presence: Presence
-    early: EarlyVotes
-    hooks: Hooks
-
-    @property
-    def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's parameter groups."""
-
-    @property
-    def alive(self) -> bool:
-        """Whether the optimizer still exists."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks that the optimizer exchanges votes with."""
-
-    @property
-    def joins(self) -> bool:
-        """Whether the optimizer is inside a `Join`."""
-
-    def group(self) -> dist.ProcessGroup | None:
-        """Returns the process group that the optimizer exchanges votes in."""
-
-    def voters(self) -> Voters:
-        """Returns who votes as one; found on all ranks together."""
 
 
 class Attachment:
@@ -60,45 +21,55 @@ class Attachment:
 
     Attributes:
         params: ids of the wrapper's parameters.
-        used_for: ids of the owners that made no step since the wrapper ran forward.
+        used_for: Claims whose optimizer made no step since the wrapper ran forward.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         """Belongs to no optimizer yet."""
         self.params = {id(param) for param in ddp.module.parameters()}
-        self.used_for: set[int] = set()
+        self.used_for: set[Claim] = set()
         self._skips_buckets = _can_skip_buckets(ddp)
-        self._sync_is_off = False
+        self._copied = self._sync_is_off = False
         self._group = ddp.process_group
-        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._in_order: list[weakref.ref[Any]] = []
-        self._expected = 0
+        self._claims: list[Claim] = []
+        self._changes = -1
         self._voters: Voters = ONE_RANK
 
-    def belongs_to(self, owners: Iterable[Owner]) -> None:
-        """Sets the optimizers that own the wrapper's trainable parameters, held weakly."""
-        owners = list(owners)
-        self._owners = weakref.WeakSet(owners)
-        self._in_order = [weakref.ref(owner) for owner in owners]
-        self._expected = len(self._owners)
+    def belongs_to(self, found: list[Claim]) -> None:
+        """Sets the claims on the wrapper, just found."""
+        self._changes = claims.changes()
+        self._claims = found
+
+    def __reduce__(self) -> tuple[Callable[[], "Attachment"], tuple[()]]:
+        """Gives a copied or saved wrapper an attachment of nobody: its parameters are others."""
+        return _of_nobody, ()
 
     def note_forward(self, module: Any, args: Any) -> None:
         """Forward pre-hook of the wrapper.
 
         Raises:
             RuntimeError: If a rank that joins early could not shadow this wrapper's collectives, or
-                owners see different nodes.
+                owners see different nodes, or some trainable parameters have no owner any more.
         """
-        if not torch.is_grad_enabled():
+        if self._copied or not torch.is_grad_enabled():
             return
-        self.used_for = {id(owner) for owner in self._owners}
+        # Backward does what forward prepared, so claims that change between them wait.
+        if self._changes != claims.changes():
+            self.belongs_to(claims_on(module))
+        self.used_for = set(self._claims)
+        if not self._claims:
+            return
         self._check_join(module)
-        for owner in self._owners:
-            owner.early.note_forward(module.require_backward_grad_sync)
+        for claim in self._claims:
+            claim.owner.early.note_forward(module.require_backward_grad_sync)
+            claim.owner.presence.batches.note_forward(module.require_backward_grad_sync)
         self._voters = self._found_voters()
+        if not module.require_backward_grad_sync:
+            return
+        for claim in self._claims:
+            claim.kept_local |= dist.get_world_size(self._group) > 1
         # The buckets are how gradients are averaged among ranks that share a vote.
-        skips = self._skips_buckets and not self._voters.averages
-        if skips and module.require_backward_grad_sync and self._alive():
+        if self._skips_buckets and not self._voters.averages:
             # For this forward only, as under no_sync(): backward does what forward prepared.
             module.require_backward_grad_sync = False
             self._sync_is_off = True
@@ -112,7 +83,7 @@ class Attachment:
                 "the optimizer alone, `with torch.distributed.algorithms.Join([optimizer]):`, or "
                 "give every rank as many batches"
             )
-        if not any(owner.joins for owner in self._owners):
+        if not any(claim.owner.joins for claim in self._claims):
             return
         if module.broadcast_buffers and module.modules_buffers:
             raise RuntimeError(
@@ -137,7 +108,7 @@ class Attachment:
 
     def _found_voters(self) -> Voters:
         """Returns who votes as one; asked of the owners in one order on every rank."""
-        found = [owner.voters() for ref in self._in_order if (owner := ref()) is not None]
+        found = [claim.owner.voters() for claim in self._claims]
         if len({voters.members for voters in found}) > 1:
             raise RuntimeError(
                 "the optimizers of this DDP wrapper have different local_group: a wrapper averages "
@@ -145,27 +116,58 @@ class Attachment:
             )
         return found[0] if found else ONE_RANK
 
-    def _alive(self) -> bool:
-        return sum(bool(owner.alive) for owner in self._owners) >= self._expected
-
     def reduced(
         self,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> torch.futures.Future[Tensor] | None:
-        """Starts averaging in the node, or DDP's own if an owner is gone, or returns None."""
-        if self._alive():
-            if not self._voters.averages:
-                return None
-            params = bucket.parameters()
-            for owner in self._owners:
-                owner.presence.note_averaged(params)
-            return self._voters.start_average(bucket.buffer())
-        warn_once(
-            "reduced",
-            "a DistributedLion of this DDP wrapper no longer exists: the wrapper averages "
-            "gradients again",
+        """Starts averaging in the node, or DDP's own average if nobody owns the wrapper."""
+        if not self._claims:
+            return allreduce_hook(self._group, bucket)
+        if not self._voters.averages:
+            return None
+        params = bucket.parameters()
+        for claim in self._claims:
+            claim.owner.presence.note_averaged(params)
+        return self._voters.start_average(bucket.buffer())
+
+
+def claims_on(ddp: DistributedDataParallel) -> list[Claim]:
+    """Returns the claims on a wrapper's trainable parameters, in the order of these.
+
+    Where all are frozen, those on all: a GAN freezes its critic in every other forward of its
+    wrapper, and thaws it while no claim changes.
+
+    Raises:
+        RuntimeError: If `ddp` has another process group than an owner, or trainable parameters
+            that no DistributedLion owns beside those that one does.
+    """
+    ignored = ddp.parameters_to_ignore
+    reduced = {name: p for name, p in ddp.module.named_parameters() if name not in ignored}
+    trainable = {name: p for name, p in reduced.items() if p.requires_grad}
+    found = {name: claims.claim_of(param) for name, param in (trainable or reduced).items()}
+    concerned = list(dict.fromkeys(claim for claim in found.values() if claim is not None))
+    strangers = [name for name, claim in found.items() if claim is None and name in trainable]
+    if concerned and strangers:
+        raise RuntimeError(
+            f"DDP would no longer average the gradients of {len(strangers)} trainable parameters "
+            f"that no DistributedLion owns, first {strangers[0]!r}: give them to the optimizer "
+            f"or set requires_grad=False before wrapping the model in DDP"
         )
-        return allreduce_hook(self._group, bucket)
+    for claim in concerned:
+        group = claim.owner.group()
+        if group is not None and ddp.process_group is not group:
+            raise RuntimeError(
+                "DistributedDataParallel and DistributedLion use different process groups: pass "
+                "the same process_group to both"
+            )
+    return concerned
+
+
+def _of_nobody() -> Attachment:
+    """Returns one whose hooks do nothing. DDP lists them in a copy, but its reducer has none."""
+    attachment = Attachment.__new__(Attachment)
+    attachment._copied, attachment._sync_is_off = True, False
+    return attachment
 
 
 def _joins(ddp: Any) -> bool:
@@ -191,11 +193,11 @@ def local_gradients(
 
     Nothing is sent, but for the average inside a node that votes as one (`local_group`).
 
-    A hook cannot be taken back: once an optimizer of the wrapper is gone, whatever follows it needs
-    the average that DDP stands for, and gets it.
+    A hook cannot be taken back: once nobody owns the wrapper, whatever trains it needs the average
+    that DDP stands for, and gets it.
 
     Args:
-        state: Knows whether the optimizers still live.
+        state: Knows who owns the wrapper.
         bucket: DDP's bucket of gradients; not changed.
     """
     reduced = state.reduced(bucket)

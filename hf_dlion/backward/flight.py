@@ -183,9 +183,11 @@ class Flight:
                 continue
             check_gradient(param)
             if param.grad is not None:
+                self._momenta.fit([(index, param)])
                 momentum = self._momenta.of(param, index, {})
-                if momentum.shape != param.shape:
-                    # A loaded share, which the step makes whole: the vote must wait for that.
+                if momentum.shape != param.shape or not message.fits(param):
+                    # A loaded share, which the step makes whole, or a parameter of another shape,
+                    # for which it plans anew: the vote must wait for that.
                     self.stale = True
                     continue
                 momenta[index], grads[index] = momentum, param.grad

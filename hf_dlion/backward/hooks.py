@@ -3,57 +3,83 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
-from hf_dlion.backward import search
+from hf_dlion.backward import claims, search
+from hf_dlion.backward.claims import Claim
 from hf_dlion.step.engine import Engine
-from hf_dlion.step.presence import Presence
 
 
 class OptimizerHooks:
     """Tells an optimizer's `Presence` what autograd does, and finds its wrappers."""
 
     def __init__(self, engine: Engine) -> None:
-        """Watches nothing yet; `engine` is held weakly, and the hooks go with it."""
-        self._engine = weakref.ref(engine)
-        # Neither keeps the optimizer alive: early votes hold the engine weakly.
-        self._presence, self._listener = engine.presence, engine.early.note_gradient
+        """Watches nothing yet; the hooks go with the optimizer."""
+        self._engine = engine
+        self._claim = Claim(engine)
         self._handles: dict[int, RemovableHandle] = {}
-        weakref.finalize(engine, _remove, self._handles)
+        claims.lions.add(engine.owner)
+        weakref.finalize(engine.owner, _let_go, engine, self._handles).atexit = False
 
     def search(self) -> None:
         """Attaches to every DDP wrapper of the optimizer's parameters, now and later."""
-        if (engine := self._engine()) is not None:
-            search.watch(engine)
+        search.watch(self._claim)
+
+    def claim(self) -> None:
+        """Takes the parameters' gradients, also from another DistributedLion."""
+        self._claim.take()
+
+    def claim_free(self) -> None:
+        """Takes the gradients of those parameters that no DistributedLion has."""
+        self._claim.take_free()
+
+    def added(self, params: Iterable[Tensor]) -> None:
+        """Watches parameters of a new group, and takes them if it has the others."""
+        if self._claim.active:
+            self._claim.take()
+        self.watch_gradients(params)
+
+    def release(self) -> None:
+        """Gives the parameters' gradients back to their DDP wrappers."""
+        self._claim.release()
 
     def watch_gradients(self, params: Iterable[Tensor]) -> None:
         """Watches those parameters that require a gradient and are not watched yet."""
         for param in params:
             if param.requires_grad and id(param) not in self._handles:
-                hook = _AccumulatedHook(self._presence, self._listener)
+                hook = _AccumulatedHook(self._claim)
                 handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._handles[id(param)] = handle
 
     def after_step(self, params: Sequence[Tensor]) -> None:
-        """Searches on, or again, if a gradient came from elsewhere than the wrappers in use."""
-        if (engine := self._engine()) is not None:
-            search.after_step(engine, params)
+        """Claims what another optimizer has taken, and looks after the wrappers."""
+        if not self._claim.whole:
+            self._claim.take()
+        self._claim.kept_local = False
+        search.after_step(self._claim, params)
 
 
 class _AccumulatedHook:
     """What autograd calls once a parameter's gradient of a backward pass is there."""
 
-    def __init__(self, presence: Presence, listener: Callable[[Tensor], None]) -> None:
-        self._presence, self._listener = presence, listener
+    def __init__(self, claim: Claim) -> None:
+        self._claim = claim
 
+    # Traced, it would be compiled anew for every gradient, until torch gives up with a warning.
+    @_disable_dynamo
     def __call__(self, param: Tensor) -> None:
-        self._presence.note_accumulated(param)
-        self._listener(param)
+        owner = self._claim.owner
+        owner.presence.note_accumulated(param)
+        # Votes of an optimizer that nobody is about to step would never be waited for.
+        if claims.claim_of(param) is self._claim:
+            owner.early.note_gradient(param)
 
 
-def _remove(handles: dict[int, RemovableHandle]) -> None:
+def _let_go(engine: Engine, handles: dict[int, RemovableHandle]) -> None:
+    engine.shed()
     for handle in handles.values():
         handle.remove()

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_dlion.backward.ddp import Owner
+from hf_dlion.backward.claims import claim_of
 
 
-def refuse_replicated(module: nn.Module, owners: Iterable[Owner]) -> None:
+def refuse_replicated(module: nn.Module) -> None:
     """Refuses a module that torch's composable DDP replicates, or torch.compile's wrapper of one.
 
     Its DDP wrapper is made in the first forward, out of sight of hooks on modules. This runs before
     every module's forward while a wrapper is looked for, so the common answer must be quick.
 
     Raises:
-        NotImplementedError: If it averages the gradients of any of the owners' parameters.
+        NotImplementedError: If it averages gradients that belong to a DistributedLion.
     """
     composable = sys.modules.get("torch.distributed._composable.replicate")
     if composable is None:
@@ -26,12 +25,12 @@ def refuse_replicated(module: nn.Module, owners: Iterable[Owner]) -> None:
     module = module._modules.get("_orig_mod") or module
     if not isinstance(module, getattr(composable, "DDP", ())):
         return
-    mine = {id(p) for owner in owners for group in owner.groups for p in group["params"]}
-    averaged = [n for n, p in module.named_parameters() if p.requires_grad and id(p) in mine]
+    params = module.named_parameters()
+    averaged = [name for name, p in params if p.requires_grad and claim_of(p) is not None]
     if averaged:
         raise NotImplementedError(
             f"torch.distributed._composable.replicate averages the gradients of {len(averaged)} "
-            f"parameters of this DistributedLion in full, first {averaged[0]!r}: wrap the model in "
+            f"parameters of a DistributedLion in full, first {averaged[0]!r}: wrap the model in "
             f"torch.nn.parallel.DistributedDataParallel instead, or in nothing, if all ranks start "
             f"with equal weights"
         )

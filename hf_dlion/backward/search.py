@@ -17,11 +17,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from hf_dlion.backward.ddp import Attachment, Owner, local_gradients
+from hf_dlion.backward import claims
+from hf_dlion.backward.claims import Claim
+from hf_dlion.backward.ddp import Attachment, claims_on, local_gradients
 from hf_dlion.backward.refused import refuse_python_reducer, refuse_replicated
+from hf_dlion.options.groups import flat_params
 from hf_dlion.options.warn_once import warn_once
 
-_owners: weakref.WeakSet[Any] = weakref.WeakSet()
+_optimizers: weakref.WeakValueDictionary[int, Claim] = weakref.WeakValueDictionary()
 _attachments: weakref.WeakKeyDictionary[DistributedDataParallel, Attachment] = (
     weakref.WeakKeyDictionary()
 )
@@ -31,7 +34,7 @@ class _Search:
     """The forward pre-hook that looks for new wrappers, there while an optimizer needs it."""
 
     def __init__(self) -> None:
-        self._for: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._for: weakref.WeakSet[Claim] = weakref.WeakSet()
         self._handle: RemovableHandle | None = None
         # A wrapper found after a step that went past it has averaged gradients in that step.
         self.missed_a_step = False
@@ -40,16 +43,16 @@ class _Search:
     def active(self) -> bool:
         return self._handle is not None
 
-    def start(self, owners: Iterable[Owner]) -> None:
-        self._for.update(owners)
+    def start(self, optimizers: Iterable[Claim]) -> None:
+        self._for.update(optimizers)
         if self._for and self._handle is None:
             # torch.compile warns that global hooks fire on its wrapper too: ours means to.
             warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there")
             register = nn.modules.module.register_module_forward_pre_hook
             self._handle = register(_before_forward)
 
-    def stop(self, owner: Owner) -> None:
-        self._for.discard(owner)
+    def stop(self, claim: Claim) -> None:
+        self._for.discard(claim)
         if not self._for and self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -68,14 +71,14 @@ class _Search:
 _search = _Search()
 
 
-def watch(owner: Owner) -> None:
-    """Attaches to every DDP wrapper of the owner's parameters, now and later.
+def watch(claim: Claim) -> None:
+    """Attaches to every DDP wrapper of an optimizer's parameters, now and later.
 
     Args:
-        owner: The optimizer, held weakly.
+        claim: The optimizer's, held weakly.
     """
-    _owners.add(owner)
-    _search.start([owner])
+    _optimizers[claim.number] = claim
+    _search.start([claim])
 
 
 def unwrapped_ddp(module: nn.Module) -> DistributedDataParallel | None:
@@ -88,7 +91,7 @@ def unwrapped_ddp(module: nn.Module) -> DistributedDataParallel | None:
 
 def _before_forward(module: nn.Module, args: Any) -> None:
     # This runs before every module's forward: the common answer must be quick.
-    refuse_replicated(module, _owners)
+    refuse_replicated(module)
     if not isinstance(module, DistributedDataParallel) and "_orig_mod" not in module._modules:
         return
     ddp = unwrapped_ddp(module)
@@ -99,11 +102,12 @@ def _before_forward(module: nn.Module, args: Any) -> None:
     if attachment is not None and new:
         attachment.note_forward(ddp, args)  # this forward's own pre-hooks are listed already
         _search.warn_if_missed()
-    for owner in list(_owners):
+    for claim in list(_optimizers.values()):
         # Only wrappers in use count: an old one may have a successor that is yet to come.
-        used, _ = _params_of_wrappers(owner)
-        if all(id(param) in used for param in _params(owner) if param.requires_grad):
-            _search.stop(owner)
+        used, _ = _params_of_wrappers(claim)
+        # Frozen ones must be covered, too: they may be thawed after this forward.
+        if all(id(p) in used for p in flat_params(claim.owner.groups)):
+            _search.stop(claim)
 
 
 def attach(ddp: DistributedDataParallel) -> Attachment | None:
@@ -117,37 +121,26 @@ def attach(ddp: DistributedDataParallel) -> Attachment | None:
             trainable parameters that no DistributedLion owns.
         NotImplementedError: If it takes no comm hook.
     """
-    owners = {id(param): owner for owner in list(_owners) for param in _params(owner)}
-    reduced = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
-    for name in ddp.parameters_to_ignore:
-        reduced.pop(name, None)
-    concerned = {id(owners[id(p)]): owners[id(p)] for p in reduced.values() if id(p) in owners}
-    if not concerned:
+    for claim in list(_optimizers.values()):
+        if claim.active:  # Somebody may have put parameters into its groups.
+            claim.take_free()
+    attachment = _attachments.get(ddp)
+    owners = claims_on(ddp)
+    if attachment is None and not owners:
         return None
-    strangers = [name for name, p in reduced.items() if id(p) not in owners]
-    if strangers:
-        raise RuntimeError(
-            f"DDP would no longer average the gradients of {len(strangers)} trainable parameters "
-            f"that no DistributedLion owns, first {strangers[0]!r}: give them to the optimizer "
-            f"or set requires_grad=False before wrapping the model in DDP"
-        )
-    for owner in concerned.values():
-        owner.hooks.watch_gradients(_params(owner))
-        group = owner.group()
-        if group is not None and ddp.process_group is not group:
-            raise RuntimeError(
-                "DistributedDataParallel and DistributedLion use different process groups: pass "
-                "the same process_group to both"
-            )
-    attachment = _attachments.get(ddp) or _registered(ddp)
-    attachment.belongs_to(concerned.values())
+    for claim in owners:
+        claim.owner.hooks.watch_gradients(flat_params(claim.owner.groups))
+    attachment = attachment or _registered(ddp)
+    attachment.belongs_to(owners)
     return attachment
 
 
 def _registered(ddp: DistributedDataParallel) -> Attachment:
     refuse_python_reducer(ddp)
-    if ddp._comm_hooks:
-        foreign = getattr(ddp._comm_hooks[0][0], "__qualname__", repr(ddp._comm_hooks[0][0]))
+    # A copy of a wrapper that has ours lists it, too, but averages: DDP makes it a new reducer.
+    hooks = [hook for hook, _ in ddp._comm_hooks if hook is not local_gradients]
+    if hooks:
+        foreign = getattr(hooks[0], "__qualname__", repr(hooks[0]))
         raise RuntimeError(
             f"DDP already has the comm hook {foreign!r}; DistributedLion replaces the gradient "
             f"all-reduce and needs its own: do not register another one"
@@ -156,54 +149,50 @@ def _registered(ddp: DistributedDataParallel) -> Attachment:
     ddp.register_comm_hook(attachment, local_gradients)
     ddp.register_forward_pre_hook(attachment.note_forward)
     ddp.register_forward_hook(attachment.after_forward, always_call=True)
+    claims.watch_other_optimizers()
     _attachments[ddp] = attachment
     weakref.finalize(ddp, _wrapper_is_gone).atexit = False
     return attachment
 
 
 def _wrapper_is_gone() -> None:
-    _search.start(list(_owners))
+    _search.start(list(_optimizers.values()))
 
 
-def attachments_of(owner: Owner) -> Iterator[Attachment]:
-    """Yields the attachments of the live DDP wrappers around the owner's parameters."""
-    mine = {id(param) for param in _params(owner)}
+def after_step(claim: Claim, params: Iterable[Tensor]) -> None:
+    """Searches on, or again, if a gradient came from elsewhere than the wrappers in use.
+
+    Args:
+        claim: Of the optimizer that made the step.
+        params: Its parameters for which autograd saw a gradient.
+    """
+    used, unused = _params_of_wrappers(claim)
+    for attachment in _attachments_of(claim):
+        attachment.used_for.discard(claim)
+    had = [id(param) for param in params]
+    if not had:
+        return
+    elsewhere = set(had) - used
+    if claim.owner.world_size == 1 or not elsewhere:
+        _search.stop(claim)
+        return
+    if not _search.active and not unused.isdisjoint(elsewhere):
+        _search.missed_a_step = True
+    _search.start([claim])
+
+
+def _attachments_of(claim: Claim) -> Iterator[Attachment]:
+    """Yields the attachments of the live DDP wrappers around the optimizer's parameters."""
+    mine = {id(param) for param in flat_params(claim.owner.groups)}
     for attachment in list(_attachments.values()):
         if not mine.isdisjoint(attachment.params):
             yield attachment
 
 
-def after_step(owner: Owner, params: Iterable[Tensor]) -> None:
-    """Searches on, or again, if a gradient came from elsewhere than the wrappers in use.
-
-    Args:
-        owner: The optimizer that made the step.
-        params: Its parameters for which autograd saw a gradient.
-    """
-    used, unused = _params_of_wrappers(owner)
-    for attachment in attachments_of(owner):
-        attachment.used_for.discard(id(owner))
-    had = [id(param) for param in params]
-    if not had:
-        return
-    elsewhere = set(had) - used
-    if owner.world_size == 1 or not elsewhere:
-        _search.stop(owner)
-        return
-    if not _search.active and not unused.isdisjoint(elsewhere):
-        _search.missed_a_step = True
-    _search.start([owner])
-
-
-def _params_of_wrappers(owner: Owner) -> tuple[set[int], set[int]]:
+def _params_of_wrappers(claim: Claim) -> tuple[set[int], set[int]]:
     """Returns ids of the parameters in wrappers that ran since the last step, and in the others."""
     used: set[int] = set()
     unused: set[int] = set()
-    for attachment in attachments_of(owner):
-        (used if id(owner) in attachment.used_for else unused).update(attachment.params)
+    for attachment in _attachments_of(claim):
+        (used if claim in attachment.used_for else unused).update(attachment.params)
     return used, unused
-
-
-def _params(owner: Owner) -> Iterator[Tensor]:
-    for group in owner.groups:
-        yield from group["params"]

@@ -1,4 +1,4 @@
-"""The optimizer that a loop passes, and what a checkpoint asks of its ranks.
+"""The optimizer that a loop passes, and what a checkpoint or a log asks of its ranks.
 
 Whatever this folder and the integrations need of a DistributedLion beyond its public face is asked
 for here and nowhere else.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from hf_dlion.optimizer import DistributedLion
 
 
-def unwrap(optimizer: object) -> DistributedLion | None:
+def lion_in(optimizer: object) -> DistributedLion | None:
     """Returns the DistributedLion inside Accelerate's wrapper, or None if it is another one."""
     while not isinstance(optimizer, DistributedLion):
         optimizer = getattr(optimizer, "optimizer", None)
@@ -20,13 +22,18 @@ def unwrap(optimizer: object) -> DistributedLion | None:
     return optimizer
 
 
-def require(optimizer: object) -> DistributedLion:
-    """Returns the DistributedLion inside Accelerate's wrapper.
+def unwrap(optimizer: object) -> DistributedLion:
+    """Returns the DistributedLion inside what `accelerator.prepare()` or a Trainer holds.
+
+    Accelerate's wrapper has torch's methods only: `hf_dlion.unwrap(optimizer).wire` counts bytes.
+
+    Args:
+        optimizer: A DistributedLion, or a wrapper with an attribute `optimizer` around one.
 
     Raises:
         TypeError: If it is another optimizer.
     """
-    lion = unwrap(optimizer)
+    lion = lion_in(optimizer)
     if lion is None:
         raise TypeError(f"optimizer must be a DistributedLion, got {type(optimizer).__name__}")
     return lion
@@ -37,13 +44,17 @@ def gather_objects(lion: DistributedLion, value: Any) -> list[Any]:
     return lion._engine.gather_objects(value)
 
 
-def any_rank(lion: DistributedLion, flag: bool) -> bool:
-    """Returns whether `flag` is set on any rank; all ranks must call it.
+def gather_numbers(lion: DistributedLion, value: float) -> list[float]:
+    """Returns every rank's number, in rank order; all ranks must call it.
 
     Bytes per rank: 8 * (N - 1).
     """
     wire = lion._engine.wire_if_several()
-    return flag if wire is None else bool(wire.gather_words([flag], "a flag").any())
+    if wire is None:
+        return [value]
+    bits = torch.tensor([value], dtype=torch.float64, device="cpu").view(torch.int64)
+    numbers: list[float] = wire.gather_words(bits, "a number").view(torch.float64).view(-1).tolist()
+    return numbers
 
 
 def meet_to_save(lion: DistributedLion, failure: Exception | None) -> None:
@@ -67,3 +78,8 @@ def nodes_of(lion: DistributedLion) -> list[list[int]]:
 def search_ddp(lion: DistributedLion) -> None:
     """Has the optimizer attach to every DDP wrapper of its parameters, now and later."""
     lion._engine.hooks.search()
+
+
+def claim_gradients(lion: DistributedLion) -> None:
+    """Keeps DDP from averaging the optimizer's gradients, also after a `detach()`."""
+    lion._engine.hooks.claim()

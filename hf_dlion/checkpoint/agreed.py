@@ -17,6 +17,7 @@ from hf_dlion.checkpoint.whole import (
     number_of,
     passed_over,
 )
+from hf_dlion.ranks.agreement import told
 
 # Gets a value, returns those of all ranks in their order.
 Gather = Callable[[Any], list[Any]]
@@ -46,18 +47,19 @@ def agreed_checkpoint(
             or if there are some and none is.
     """
     # First, because what follows are other collectives for the one than for the other.
-    told = gather(folder is None)
-    if len(set(told)) > 1:
+    newest = gather(folder is None)
+    world_size = len(newest)
+    if len(set(newest)) > 1:
         raise CheckpointError("cannot load: some ranks want the newest checkpoint, others name one")
     if folder is not None:
-        if problems := _problems_on_ranks(gather, rank, len(told), Path(folder), ranks_of):
+        if problems := _problems_on_ranks(gather, rank, world_size, folder, ranks_of):
             raise CheckpointError(f"cannot load {folder}, it is not whole: {'; '.join(problems)}")
         return os.fspath(folder)
     # The newest that is whole on all of them; a newer one may be on the disk of some ranks only.
     complaints: list[str] = []
     places = [Path(output_dir, name) for name in names_on_ranks(gather, output_dir)]
     for place in places:
-        problems = _problems_on_ranks(gather, rank, len(told), place, ranks_of)
+        problems = _problems_on_ranks(gather, rank, world_size, place, ranks_of)
         if not problems:
             if complaints and rank == 0:
                 warnings.warn("\n".join([*complaints, f"taking {place}"]), stacklevel=2)
@@ -82,22 +84,26 @@ def names_on_ranks(gather: Gather, output_dir: str | os.PathLike[str]) -> list[s
     names, failure = [], None
     try:
         names = checkpoint_names(output_dir)
-    except OSError as error:  # The others wait for this rank below.
-        failure = f"{type(error).__name__}: {error}"
-    told = gather((names, failure))
-    failures = [f"rank {rank}: {failure}" for rank, (_, failure) in enumerate(told) if failure]
+    except Exception as error:  # The others wait for this rank below.
+        failure = told(error)
+    answers = gather((names, failure))
+    failures = [f"rank {rank}: {failure}" for rank, (_, failure) in enumerate(answers) if failure]
     if failures:
         raise CheckpointError("\n".join(["cannot look for checkpoints", *failures]))
-    found = sorted({name for names, _ in told for name in names})  # Alike on all ranks.
+    found = sorted({name for names, _ in answers for name in names})  # Alike on all ranks.
     return sorted(found, key=number_of, reverse=True)
 
 
 def _problems_on_ranks(
-    gather: Gather, rank: int, world_size: int, folder: Path, ranks_of: RanksOf
+    gather: Gather,
+    rank: int,
+    world_size: int,
+    folder: str | os.PathLike[str],
+    ranks_of: RanksOf,
 ) -> list[str]:
     """Returns what is wrong with a checkpoint, of whose files each rank opens its share."""
     try:
-        found = examine(folder, ranks_of, lambda saved: saved % world_size == rank)
+        found = examine(Path(folder), ranks_of, lambda saved: saved % world_size == rank)
     except Exception as error:  # The others wait for this rank below.
-        found = Finding([f"{type(error).__name__}: {error}"])
+        found = Finding([told(error)])
     return judged(gather(found))

@@ -24,11 +24,12 @@ from typing import Any
 import torch
 
 from hf_dlion.checkpoint import momentum_file
-from hf_dlion.checkpoint.access import gather_objects, nodes_of, require
+from hf_dlion.checkpoint.access import gather_objects, nodes_of, unwrap
 from hf_dlion.checkpoint.momentum_file import MOMENTUM_NAME, CheckpointError, MomentumFile
 from hf_dlion.momentum.shares import assemble
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options.naming import bare
+from hf_dlion.ranks.agreement import told
 
 
 def save_momentum(
@@ -53,7 +54,7 @@ def save_momentum(
         TypeError: If `optimizer` is another optimizer.
         OSError: If the file cannot be written.
     """
-    lion = require(optimizer)
+    lion = unwrap(optimizer)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     remove_momentum(folder, name=name, keep_world_size=lion.world_size)
@@ -118,7 +119,7 @@ def load_momentum(
         CheckpointError: On every rank, if a file that one of them needs is missing, damaged, from
             another step or of other parameters. Nothing has changed then.
     """
-    lion = require(optimizer)
+    lion = unwrap(optimizer)
     content, problem = None, failure
     ours = replace(_identity(lion), members=nodes_of(lion))
     if problem is None:
@@ -217,10 +218,10 @@ def _agree(lion: DistributedLion, problem: BaseException | None, *, found: objec
         if problem is not None:
             raise problem
         return
-    text = str(problem)
-    if not isinstance(problem, CheckpointError):
-        text = f"{type(problem).__name__}: {problem}"
-    answers = gather_objects(lion, (problem and text, found))
+    text = None
+    if problem is not None:
+        text = str(problem) if isinstance(problem, CheckpointError) else told(problem)
+    answers = gather_objects(lion, (text, found))
     problems = [f"rank {rank}: {said}" for rank, (said, _) in enumerate(answers) if said]
     if problems:
         raise CheckpointError("\n".join(["cannot load", *problems])) from problem

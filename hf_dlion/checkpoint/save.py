@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hf_dlion.checkpoint import whole
-from hf_dlion.checkpoint.access import meet_to_save, require
+from hf_dlion.checkpoint.access import meet_to_save, unwrap
 from hf_dlion.checkpoint.durable import sync_checkpoint
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.agreement import Disagreement
@@ -52,7 +52,7 @@ def saving(optimizer: object, folder: str | os.PathLike[str]) -> Iterator[Path]:
             another saves.
         TypeError: If `optimizer` is another optimizer.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, hf_dlion
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = hf_dlion.DistributedLion(model.named_parameters())
@@ -64,7 +64,7 @@ def saving(optimizer: object, folder: str | os.PathLike[str]) -> Iterator[Path]:
         >>> hf_dlion.last_whole_checkpoint(output_dir) == str(folder)
         True
     """
-    save = Save(require(optimizer), Path(folder))
+    save = Save(unwrap(optimizer), Path(folder))
     save.begin()
     with save.part():
         yield save.folder

@@ -27,6 +27,8 @@ class Shares:
         held: Start and stop, in elements in row-major order, of each momentum that is a stretch,
             by parameter index: a 1-D tensor. The others are whole, in the parameter's shape.
         members: The ranks of each node when the stretches were cut; empty if never.
+        shapes: Shape of each parameter when its momentum was last looked at, by index: a stretch
+            does not show it.
         has_gap: Whether a part of the momentum was lost and is zero.
     """
 
@@ -34,23 +36,45 @@ class Shares:
         """Holds whole momenta."""
         self.held: dict[int, Range] = {}
         self.members: tuple[tuple[int, ...], ...] = ()
+        self.shapes: dict[int, torch.Size] = {}
         self.has_gap = False
 
     @staticmethod
-    def loaded(entry: Mapping[str, Any] | None) -> Shares:
+    def loaded(entry: Mapping[str, Any] | None, params: Sequence[Tensor]) -> Shares:
         """Returns what a state dict's `entry` describes; None stands for whole momenta."""
         shares = Shares()
         if entry is not None:
             shares.held = {index: (start, stop) for index, (start, stop) in entry["ranges"].items()}
             shares.members = tuple(map(tuple, entry["members"]))
+            shares.shapes = {index: params[index].shape for index in shares.held}
         return shares
 
-    def entry(self) -> dict[str, Any]:
+    def entry(self, momenta: Momenta) -> dict[str, Any]:
         """Returns plain values for a state dict or a file: who shared, and what is held."""
-        return {
-            "members": [list(ranks) for ranks in self.members],
-            "ranges": {index: list(held) for index, held in self.held.items()},
-        }
+        held = {index: list(held) for index, held in self.held.items() if index in momenta}
+        return {"members": [list(ranks) for ranks in self.members], "ranges": held}
+
+    def begin(self, index: int, param: Tensor, owned: Mapping[int, Range]) -> Sequence[int]:
+        """Returns the shape of a momentum that is made anew: a stretch if this rank owns one."""
+        self.shapes[index] = param.shape
+        if index not in owned:
+            return param.shape
+        start, stop = self.held[index] = owned[index]
+        return (stop - start,)
+
+    def misfit(self, index: int, param: Tensor, momentum: Tensor) -> str | None:
+        """Returns what is wrong with the shape of what is held of a momentum, or None."""
+        shape, held = momentum.shape, self.held.get(index)
+        if held is None:
+            self.shapes[index] = shape
+        elif shape != (held[1] - held[0],):
+            return (
+                f"of shape {tuple(shape)}, this rank's share of it has {held[1] - held[0]} elements"
+            )
+        before = self.shapes.setdefault(index, param.shape)
+        if before == param.shape:
+            return None
+        return f"of shape {tuple(before)}, the parameter of shape {tuple(param.shape)}"
 
     def ranges(self, momenta: Momenta) -> dict[int, Range]:
         """Returns start and stop of what is held of each momentum, by parameter index."""
@@ -138,8 +162,8 @@ class Shares:
     def filled_up(self, momenta: Momenta, params: Sequence[Tensor]) -> dict[int, Tensor]:
         """Returns whole momenta, with zeros for what other ranks held; nothing is sent."""
         found = dict(momenta)
-        for index, held in self.held.items():
-            whole, gap = assemble([(held, momenta[index])], params[index].numel())
+        for index in self.held.keys() & momenta.keys():
+            whole, gap = assemble([(self.held[index], momenta[index])], params[index].numel())
             found[index] = whole.view(params[index].shape)
             self.has_gap |= gap
         self.held, self.members = {}, ()

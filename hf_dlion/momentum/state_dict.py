@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from hf_dlion.options import check_group
 from hf_dlion.options.naming import bare
-from hf_dlion.options.params import FLOATING
+from hf_dlion.options.params import holds_numbers
 from hf_dlion.options.warn_once import warn_once
 
 Own = Mapping[str, Any]
@@ -250,7 +250,7 @@ def _check_momentum(
     momentum = saved.get("exp_avg") if isinstance(saved, Mapping) else None
     if not isinstance(momentum, Tensor):
         raise ValueError(f"the state of parameter {position} has no tensor 'exp_avg'")
-    if momentum.dtype not in FLOATING or momentum.layout != torch.strided or momentum.is_meta:
+    if not holds_numbers(momentum):
         raise ValueError(
             f"the momentum of parameter {position} is {momentum.dtype}, {momentum.layout}, on "
             f"{momentum.device}: it must hold dense floating numbers"

@@ -12,8 +12,9 @@ from torch import Tensor
 from hf_dlion.exchange import Wire
 from hf_dlion.exchange.mean import average_over_ranks
 from hf_dlion.momentum.shares import Range, Shares
-from hf_dlion.options.groups import Groups, flat_params
-from hf_dlion.ranks.agreement import Disagreement
+from hf_dlion.options.groups import Groups, flat_params, names_of
+from hf_dlion.options.params import holds_numbers
+from hf_dlion.ranks.agreement import Disagreement, raise_together
 from hf_dlion.ranks.fingerprint import digest
 
 
@@ -43,13 +44,46 @@ class MomentumStore:
         """
         state = self.state[param]
         if "exp_avg" not in state:
-            shape: Sequence[int] = param.shape
-            if index in owned:
-                self.shares.held[index] = owned[index]
-                shape = (owned[index][1] - owned[index][0],)
+            shape = self.shares.begin(index, param, owned)
             dtype = self.dtype or param.dtype
             state["exp_avg"] = torch.zeros(shape, dtype=dtype, device=param.device)
         return cast(Tensor, state["exp_avg"])
+
+    def fit(self, params: Sequence[tuple[int, Tensor]]) -> None:
+        """Makes momenta fit their parameters: in device, dtype and contiguous memory.
+
+        torch's state is open to everybody, and `param.data = ...` leaves it behind. Codecs read
+        as many elements as the parameter has from where a momentum begins, so this comes first.
+
+        Args:
+            params: Pairs of parameter index and parameter.
+
+        Raises:
+            RuntimeError: If a momentum is of another shape.
+            TypeError: If one is no dense floating tensor.
+        """
+        for index, param in params:
+            state = self.state.get(param)
+            if not state or "exp_avg" not in state:
+                continue
+            momentum, dtype = state["exp_avg"], self.dtype or param.dtype
+            if not holds_numbers(momentum):
+                raise TypeError(self._told(index, f"no dense floating tensor: {_kind(momentum)}"))
+            if misfit := self.shares.misfit(index, param, momentum):
+                raise RuntimeError(self._told(index, misfit))
+            if momentum.dtype != dtype:
+                limit = min(torch.finfo(momentum.dtype).max, torch.finfo(dtype).max)
+                momentum = momentum.clamp(-limit, limit).to(dtype)
+            if momentum.device != param.device or not momentum.is_contiguous():
+                momentum = momentum.to(param.device).contiguous()
+            state["exp_avg"] = momentum
+
+    def _told(self, index: int, problem: str) -> str:
+        return (
+            f"the momentum of {names_of(self.groups)[index]!r} is {problem}; after a change of "
+            f"param.data or of the state, `del optimizer.state[param]` on every rank, or a new "
+            f"optimizer, starts it anew"
+        )
 
     def held(self) -> dict[int, Tensor]:
         """Returns what this rank holds of each momentum, by parameter index."""
@@ -96,17 +130,25 @@ class MomentumStore:
         self.hold(shares.cut(momenta, owners[local.rank]))
         shares.members = members
 
-    def check_alike(self, wire: Wire, alike: Sequence[Sequence[int]]) -> None:
-        """Checks that the ranks hold momenta of the same parameters; every rank must call this.
+    def check_alike(self, wire: Wire, alike: Sequence[Sequence[int]], what: str) -> None:
+        """Checks that the ranks hold fitting momenta of the same parameters; all must call this.
 
         Args:
             wire: All ranks.
             alike: Groups of ranks that must hold the same stretches: the ranks of a node hold
                 different ones, those with one place on all nodes the same.
+            what: The name of what they do.
 
         Raises:
-            Disagreement: On every rank, if they do not.
+            Disagreement: On every rank, if they do not; one whose momentum does not fit its
+                parameter raises what `fit` does.
         """
+        failure: Exception | None = None
+        try:
+            self.fit(list(enumerate(flat_params(self.groups))))
+        except Exception as error:  # Whatever it is, the other ranks wait below.
+            failure = error
+        raise_together(failure, wire, what)
         held = self.held()
         told = wire.gather_objects((list(held), digest(self.shares.ranges(held))))
         if len({repr(indices) for indices, _ in told}) > 1 or any(
@@ -124,3 +166,10 @@ class MomentumStore:
         """Gives every rank of a node the whole momenta; the node's ranks all call this."""
         params = flat_params(self.groups)
         self.hold(self.shares.made_whole(self.held(), params, self.dtype, local))
+
+
+def _kind(value: object) -> str:
+    """Returns what a value is, without calling anything of its own."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{value.dtype}, {value.layout}, on {value.device}"

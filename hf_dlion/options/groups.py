@@ -96,11 +96,12 @@ def trainable(groups: Groups) -> list[tuple[int, Tensor]]:
 
 
 def names_of(groups: Groups) -> list[str]:
-    """Returns the name of every parameter, or its number where it has none."""
+    """Returns the name of every parameter, or its number where its group does not name them all."""
     names: list[str] = []
     for group in groups:
         numbered = [f"parameter {len(names) + k}" for k in range(len(group["params"]))]
-        names.extend(group.get("param_names", numbered))
+        given = [_plain(name) for name in group.get("param_names", ()) if isinstance(name, str)]
+        names.extend(given if len(given) == len(numbered) else numbered)
     return names
 
 
@@ -111,7 +112,7 @@ def group_values(groups: Groups) -> list[dict[str, Any]]:
             "lr": float(group["lr"]),
             "betas": tuple(map(float, group["betas"])),
             "weight_decay": float(group["weight_decay"]),
-            "exchange": group.get("exchange", "vote"),
+            "exchange": _plain(group.get("exchange", "vote")),
         }
         for group in groups
     ]
@@ -134,7 +135,14 @@ def option_values(options: Options) -> dict[str, Any]:
     }
 
 
-def _plain(value: object) -> object:
-    if callable(value):
-        return "a function"  # What it selects is part of the layout.
-    return str(value) if isinstance(value, torch.dtype) else value
+def _plain(value: Any) -> Any:
+    """Returns a value as ranks compare, send and show it: of a type of Python's own."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return int.__int__(value)
+    if isinstance(value, torch.dtype):
+        return str(value)
+    return "a function" if callable(value) else value  # What it selects is part of the layout.

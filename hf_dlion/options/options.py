@@ -79,8 +79,8 @@ class Options:
         momentum_sync_every: Number of steps in which the ranks average the selected momenta once,
             an equal part of them in each step (Lion Cub, arXiv 2411.16462); 0 never does.
         momentum_sync: Which momenta: "all", "auto" (those that differ most between the ranks, as
-            many as `momentum_sync_budget` allows), patterns of parameter names ("*.bias;*norm*" or
-            a sequence; as `fnmatch`), or a function of name and parameter (one that can be
+            many as `momentum_sync_budget` allows), patterns of parameter names (`"*.bias;*norm*"`
+            or a sequence; as `fnmatch`), or a function of name and parameter (one that can be
             imported, if the optimizer is to be pickled).
         momentum_sync_dtype: How they travel: torch.bfloat16 or torch.float32.
         momentum_sync_budget: For "auto", the most bytes that a rank sends for them in a step; None

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def holds_numbers(value: object) -> TypeGuard[Tensor]:
+    """Returns whether a value is a dense floating tensor that has values."""
+    return (
+        isinstance(value, Tensor)
+        and value.dtype in FLOATING
+        and value.layout == torch.strided
+        and not value.is_meta
+    )
 
 
 def check_trainable(param: Tensor) -> None:
@@ -56,19 +67,39 @@ def check_distinct(params: Sequence[Tensor]) -> None:
 
 
 def check_gradient(param: Tensor) -> None:
-    """Checks that a parameter's gradient, if it has one, is dense and has values.
+    """Checks that a parameter's gradient, if it has one, is dense, has values and fits it.
+
+    Its strides may be any; its dtype may be another one that is computed alike (`grad_dtype`).
 
     Raises:
-        TypeError: If it is sparse.
-        RuntimeError: If it is on the meta device.
+        TypeError: If it is sparse, or of a dtype that is not computed as the parameter's is.
+        RuntimeError: If it is on the meta device, or of another shape or device.
     """
-    if param.grad is not None and param.grad.is_meta:
+    grad = param.grad
+    if grad is None:
+        return
+    if grad.is_meta:
         raise RuntimeError(
             "DistributedLion got a gradient on the meta device, which holds no values: load the "
             "model's weights (or model.to_empty(...)) before the optimizer is made"
         )
-    if param.grad is not None and param.grad.layout != torch.strided:
+    if grad.layout != torch.strided:
         raise TypeError(
             "DistributedLion takes no sparse gradients: build the embedding with sparse=False; "
             "rows without a gradient abstain anyway"
+        )
+    # Codecs go by the parameter's shape, on its device.
+    if grad.shape != param.shape or grad.device != param.device:
+        raise RuntimeError(
+            f"a gradient of shape {tuple(grad.shape)} on {grad.device} does not fit its parameter "
+            f"of shape {tuple(param.shape)} on {param.device}: after a change of param.data call "
+            f"zero_grad() and run backward again"
+        )
+    if grad.dtype != param.dtype and (
+        grad.dtype not in FLOATING or torch.float64 in (grad.dtype, param.dtype)
+    ):
+        raise TypeError(
+            f"a gradient of {grad.dtype} does not fit its parameter of {param.dtype}: float64 goes "
+            f"with float64 alone, narrower floating dtypes with one another; after a change of "
+            f"param.data call zero_grad() and run backward again"
         )

@@ -6,6 +6,7 @@ in a collective, where they would hang (rule S12).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,12 @@ from hf_dlion.ranks.header import WIRE_VERSION, Header
 
 FEWER_BATCHES = (
     "if a rank left the training loop earlier, because it has fewer batches, train inside `with "
-    "torch.distributed.algorithms.Join([optimizer]):`, or give every rank as many"
+    "torch.distributed.algorithms.Join([optimizer]):`, or give every rank as many; if it skipped a "
+    "step (`if not isfinite(norm): continue`) or stopped early, decide that by a number that all "
+    "ranks share (docs/coming_from_ddp.md)"
 )
+# Characters of a failure's text that other ranks hear.
+MOST_TOLD = 4000
 
 
 class Disagreement(RuntimeError):
@@ -112,9 +117,12 @@ class Agreement:
 
         Raises:
             Disagreement: On every rank, if something failed on one, or they differ in wire
-                version, layout, parameters (when a layout is new), options, groups or step.
+                version, layout, parameters (when a layout is new), options, groups or step, or in
+                the batches that they went through since the last step.
         """
         headers = self.agree_on_options(mine, wire, details)
+        # First, since a rank that skips a step often skips its scheduler, too.
+        _check_batches(headers)
         if any(header.layout != self._layout for header in headers):
             self._agree_on_layout(mine, wire, details)
             headers = self._gather(mine, wire)
@@ -195,6 +203,30 @@ class Agreement:
         self.parameters = mine.present.numel()
 
 
+def _check_batches(headers: Sequence[Header]) -> None:
+    """Raises if a rank dropped its gradients and took another batch, and not all ranks did.
+
+    Either count may differ by itself: ranks may accumulate more passes than others, and drop some
+    of equally many. A rank without a pass, as in Join, is nowhere in its data.
+    """
+    counts = dict.fromkeys((header.passes, header.dropped) for header in headers if header.passes)
+    if not any(a[0] != b[0] and a[1] != b[1] for a, b in itertools.combinations(counts, 2)):
+        return
+    dropped = [header.dropped for header in headers]
+    most = max(dropped)
+    ahead = [str(rank) for rank, count in enumerate(dropped) if count == most]
+    raise Disagreement(
+        f"rank{'s' * (len(ahead) > 1)} {', '.join(ahead)} dropped gradients and went on to another "
+        f"batch without step(), and not all ranks did: {dropped} times since the last step in rank "
+        f"order. Gradients, their norm and a NaN in them are each rank's own here, not the same on "
+        f"all ranks as in DDP, so `if not isfinite(norm): continue` skips a step on one rank "
+        f"alone, and leaves it a batch ahead for good. Call step() in every round: a rank whose "
+        f"gradients hold a NaN or an Inf abstains by itself, and so does one that called "
+        f"zero_grad() just before. Or decide by a number that all ranks share (dist.all_reduce). "
+        f"See docs/coming_from_ddp.md"
+    )
+
+
 def raise_together(failure: Exception | None, wire: Wire, what: str) -> None:
     """Raises on every rank if something failed on one; every rank must call this.
 
@@ -215,9 +247,19 @@ def raise_together(failure: Exception | None, wire: Wire, what: str) -> None:
         _raise_failure(failures, what)
 
 
-def told(failure: Exception) -> str:
-    """Returns what other ranks tell of a failure."""
-    return f"{type(failure).__name__}: {failure}"
+def told(failure: BaseException) -> str:
+    """Returns what other ranks tell of a failure: text that can be sent, printed and read.
+
+    It is made where they wait for it, so nothing that the failure says of itself may fail here.
+    """
+    kind = type(failure).__name__
+    try:
+        text = f"{kind}: {failure}"
+    except Exception as error:
+        text = f"{kind}, which cannot be put into words ({type(error).__name__})"
+    if len(text) > MOST_TOLD:
+        text = f"{text[:MOST_TOLD]} ... ({len(text)} characters)"
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _raise_failure(failures: Sequence[str | None], what: str) -> None:

@@ -12,10 +12,12 @@ from hf_dlion.codec.bits import pack_bits, unpack_bits
 from hf_dlion.codec.layout import WORD_BYTES, words_for
 
 # Of what is sent, hashed and rounded. The first header has one size in every version.
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 _FINITE, _FAILED, _STALE, _ORDERED, _UNAVERAGED, _DISPLACED = 1, 2, 4, 8, 16, 32
 _UNSHARED = 64
+# The status word has room for two counts above its flags.
+_PASSES_AT, _DROPPED_AT, _MOST = 16, 40, (1 << 22) - 1
 _FIXED_WORDS = 6
 
 
@@ -37,6 +39,8 @@ class Header:
         displaced: Whether it lacks a part of the momentum that it must hold for its node.
         unshared: Whether it cannot tell that all ranks have one momentum of the parameters whose
             gradients are averaged.
+        passes: Backward passes since the step before, 0 if no gradients are left of them.
+        dropped: How often their gradients were dropped and another pass followed.
     """
 
     finite: bool
@@ -51,6 +55,8 @@ class Header:
     unaveraged: bool = False
     displaced: bool = False
     unshared: bool = False
+    passes: int = 0
+    dropped: int = 0
 
     @staticmethod
     def of_failure(step: int) -> Header:
@@ -66,6 +72,7 @@ class Header:
         status |= _STALE * self.stale | _ORDERED * self.ordered
         status |= _UNAVERAGED * self.unaveraged | _DISPLACED * self.displaced
         status |= _UNSHARED * self.unshared
+        status |= min(self.passes, _MOST) << _PASSES_AT | min(self.dropped, _MOST) << _DROPPED_AT
         fixed = (WIRE_VERSION, status, self.step, self.layout, self.options, self.groups)
         words = torch.zeros(_FIXED_WORDS + words_for(parameters), dtype=torch.int64, device="cpu")
         words[:_FIXED_WORDS] = torch.tensor(fixed, dtype=torch.int64)
@@ -91,6 +98,8 @@ class Header:
             unaveraged=bool(status & _UNAVERAGED),
             displaced=bool(status & _DISPLACED),
             unshared=bool(status & _UNSHARED),
+            passes=status >> _PASSES_AT & _MOST,
+            dropped=status >> _DROPPED_AT & _MOST,
         )
 
 

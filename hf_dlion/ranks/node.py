@@ -172,7 +172,7 @@ def find_node(
     before, claim, failure = stats.bytes_sent, None, None
     try:
         claim = claim_of(choice)
-    except ValueError as error:
+    except Exception as error:  # Whatever it is, the other ranks wait below.
         failure = error
     agree(failure)
     told = wire.gather_objects((claim, group_counts()))

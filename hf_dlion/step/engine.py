@@ -20,7 +20,7 @@ from hf_dlion.momentum.sync import MomentumSync
 from hf_dlion.options import Options
 from hf_dlion.options.treatment import Treatment
 from hf_dlion.ranks.group import Ranks
-from hf_dlion.step.early import EarlyVotes
+from hf_dlion.step.early import EarlyVotes, NoEarlyVotes
 from hf_dlion.step.message import Message
 from hf_dlion.step.plan import Params, Plan
 from hf_dlion.step.presence import Presence
@@ -33,11 +33,23 @@ class Hooks(Protocol):
     def search(self) -> None:
         """Attaches to every DDP wrapper of the optimizer's parameters, now and later."""
 
+    def claim(self) -> None:
+        """Takes the parameters' gradients, also from another DistributedLion."""
+
+    def claim_free(self) -> None:
+        """Takes the gradients of those parameters that no DistributedLion has."""
+
+    def added(self, params: Iterable[Tensor]) -> None:
+        """Watches parameters of a new group, and takes them if it has the others."""
+
+    def release(self) -> None:
+        """Gives the parameters' gradients back to their DDP wrappers."""
+
     def watch_gradients(self, params: Iterable[Tensor]) -> None:
         """Watches those parameters that require a gradient and are not watched yet."""
 
     def after_step(self, params: Sequence[Tensor]) -> None:
-        """Looks after the wrappers at the end of a step.
+        """Claims what another optimizer has taken, and looks after the wrappers.
 
         Args:
             params: Those for which autograd saw a gradient.
@@ -103,6 +115,11 @@ class Engine:
         for name in ("steps", *_COPIED):
             setattr(engine, name, carried[name])
         return engine
+
+    def shed(self) -> None:
+        """Lets go of parameters and momenta: the optimizer is gone, and this may outlive it."""
+        self.plan = None
+        self.early = NoEarlyVotes()
 
     @property
     def owner(self) -> Optimizer:

@@ -44,6 +44,7 @@ class Message:
         self._words = torch.empty(bits * layout.words, dtype=torch.int64, device=device)
         self._active = torch.empty(layout.rows, dtype=torch.bool, device=device)
         self._row_numels = layout.shard(0, layout.words).row_numels(device)
+        self._kinds = {id(param): (param.shape, param.device) for _, param in params}
 
     @property
     def params(self) -> list[tuple[int, Tensor]]:
@@ -59,6 +60,10 @@ class Message:
     def rounds(self) -> int:
         """Number of collectives that the exchange makes, one after another."""
         return self._exchange.rounds
+
+    def fits(self, param: Tensor) -> bool:
+        """Returns whether one of the parameters still is what its place was made for."""
+        return self._kinds[id(param)] == (param.shape, param.device)
 
     def encode(self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]) -> None:
         """Packs this rank's votes and advances its momenta; a parameter not voting abstains.

@@ -10,37 +10,74 @@ inside the node (`hf_dlion.backward.ddp`).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from hf_dlion.step.batches import Batches
+
+Mark = tuple[int, int]
+
 
 class Presence:
-    """Remembers the parameters for which autograd accumulated a gradient since `clear`."""
+    """Remembers the parameters for which autograd accumulated a gradient since `clear`.
+
+    Attributes:
+        batches: Counts backward passes, and those whose gradients were dropped.
+    """
 
     def __init__(self) -> None:
         """Starts before the first backward pass."""
-        self._seen: set[int] = set()
+        self.batches = Batches()
+        # The parameters' hooks hold this, so it must not hold them.
+        self._seen: dict[int, tuple[weakref.ref[Tensor], Mark]] = {}
         self._averaged: set[int] = set()
-        self._zeros: dict[int, tuple[int, int]] = {}
+        self._zeros: dict[int, Mark] = {}
+        self._pass = -1
 
     def note_accumulated(self, param: Tensor) -> None:
         """Remembers that autograd has just added to the parameter's gradient."""
-        self._seen.add(id(param))
+        # Each call of backward() has a number of its own, and this tells which one runs.
+        current = torch._C._current_graph_task_id()
+        if current != self._pass:
+            self._pass = current
+            if self._dropped_but(param):
+                self._note_dropped()
+            self.batches.note_pass()
+        self._seen[id(param)] = weakref.ref(param), mark(param)
         # A wrapper averages after this, or, under no_sync(), not at all.
         self._averaged.discard(id(param))
+
+    def _dropped_but(self, param: Tensor) -> bool:
+        """Returns whether all gradients of before are gone, but for one that has just arrived.
+
+        `model.zero_grad()` does not come by here as the optimizer's does.
+        """
+        others = [entry for key, entry in self._seen.items() if key != id(param)]
+        return bool(others) and all(_dropped(*entry) for entry in others)
 
     def note_averaged(self, params: Iterable[Tensor]) -> None:
         """Remembers the parameters whose gradients a wrapper has just averaged in the node."""
         self._averaged.update(map(id, params))
 
-    def note_zeros(self, params: Iterable[Tensor]) -> None:
-        """Remembers the gradients that hold nothing but the zeros just written."""
+    def note_reset(self, params: Iterable[Tensor]) -> None:
+        """Takes note that the optimizer's `zero_grad` has reset the parameters' gradients."""
+        self._note_dropped()
+        # Those that are left hold nothing but the zeros just written.
         self._zeros = {id(p): mark(p) for p in params if p.grad is not None}
 
-    def clear(self) -> None:
-        """Forgets what was seen."""
+    def note_step(self) -> None:
+        """Forgets what was seen: a step was taken with it."""
+        self.batches.note_step()
+        self._forget()
+
+    def _note_dropped(self) -> None:
+        self.batches.note_dropped()
+        self._forget()
+
+    def _forget(self) -> None:
         self._seen.clear()
         self._averaged.clear()
 
@@ -56,8 +93,9 @@ class Presence:
     def _counts(self, param: Tensor, grad: Tensor) -> bool:
         if id(param) in self._seen:
             return True
-        if not self._seen:
-            return self._zeros.get(id(param)) != mark(param)
+        if not self._seen and self._zeros.get(id(param)) != mark(param):
+            return True
+        # What is written through `.data` or NumPy leaves the mark of the zeros below it.
         return grad.layout != torch.strided or bool(grad.any())
 
     def seen(self, params: Iterable[Tensor]) -> list[Tensor]:
@@ -80,7 +118,17 @@ class Presence:
         ]
 
 
-def mark(param: Tensor) -> tuple[int, int]:
+def mark(param: Tensor) -> Mark:
     """Returns what changes when a parameter's gradient is replaced or written to."""
     grad = param.grad
     return (0, 0) if grad is None else (id(grad), grad._version)
+
+
+def _dropped(ref: weakref.ref[Tensor], before: Mark) -> bool:
+    """Returns whether a parameter's gradient is gone, or zeros were written into it."""
+    param = ref()
+    if param is None or param.grad is None:
+        return True
+    # The elements are looked at only where something was written: on a GPU that waits.
+    grad = param.grad
+    return mark(param) != before and grad.layout == torch.strided and not bool(grad.any())

@@ -150,14 +150,17 @@ class Step:
         Raises:
             TypeError: If a gradient is sparse, or a group's value has the wrong type.
             ValueError: If a group's value is out of its range.
+            RuntimeError: If a gradient or a momentum is of another shape than its parameter.
         """
         engine = self._engine
+        passes, dropped = engine.presence.batches.taken()
         for group in engine.groups:
             check_group(group)
         self._pairs = trainable(engine.groups)
         params = [param for _, param in self._pairs]
         self._momenta = momenta = engine.momenta()
         self._plan = plan = engine.plan_for(self._pairs, self._voters)
+        momenta.fit(self._pairs)
         displaced = self._voters.settle(momenta, plan.owned)
         momenta.shares.warn_of_gap()
         for param in params:
@@ -184,6 +187,8 @@ class Step:
             unaveraged=any(self._unaveraged),
             displaced=displaced,
             unshared=not plan.treatment.full.issubset(engine.shared_momenta),
+            passes=passes,
+            dropped=dropped,
         )
 
     def _agree(self, header: Header, failure: Exception | None, delivery: Delivery) -> list[Header]:
@@ -269,7 +274,7 @@ class Step:
         """Clears what belongs to this step, and prepares the next one."""
         engine, wire = self._engine, self._wire
         engine.hooks.after_step(engine.presence.seen(flat_params(engine.groups)))
-        engine.presence.clear()
+        engine.presence.note_step()
         if wire is None:
             return
         if moved:

@@ -49,7 +49,7 @@ def optimizer_cls_and_kwargs(
         NotImplementedError: If options do not go together yet.
         RuntimeError: If this transformers lacks what the preparation needs.
 
-    Example:
+    Examples:
         >>> from transformers import TrainingArguments
         >>> args = TrainingArguments(output_dir="out", learning_rate=1e-4, use_cpu=True)
         >>> cls, kwargs = optimizer_cls_and_kwargs(args, aggregation="average")

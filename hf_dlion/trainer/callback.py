@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerState
 
-from hf_dlion.checkpoint.access import unwrap
+from hf_dlion.checkpoint.access import claim_gradients, lion_in
 from hf_dlion.momentum.divergence import by_kind
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.abstention import Abstentions
@@ -51,13 +51,20 @@ class DistributedLionCallback(TrainerCallback):
 
     def on_train_begin(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
         """Starts counting: what the optimizer did before is not of this run."""
-        lion = unwrap(optimizer)
+        lion = lion_in(optimizer)
         if lion is not None:
+            claim_gradients(lion)
             self._start_interval(lion)
+
+    def on_train_end(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
+        """Gives the gradients back to DDP: another Trainer may train the model on."""
+        lion = lion_in(optimizer)
+        if lion is not None:
+            lion.detach()
 
     def on_optimizer_step(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
         """Counts the step and notes its agreement."""
-        lion = unwrap(optimizer)
+        lion = lion_in(optimizer)
         if lion is None:
             return
         self._steps += 1
@@ -76,7 +83,7 @@ class DistributedLionCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Adds the figures to `logs`, for the callbacks after this one, and to the log history."""
-        lion = unwrap(optimizer)
+        lion = lion_in(optimizer)
         if lion is None or not logs or "loss" not in logs or not self._steps:
             return
         wire = lion.wire

@@ -31,7 +31,7 @@ import transformers
 from transformers import Trainer
 
 from hf_dlion.checkpoint import rank_files
-from hf_dlion.checkpoint.access import unwrap
+from hf_dlion.checkpoint.access import lion_in
 from hf_dlion.checkpoint.agreed import agreed_checkpoint
 from hf_dlion.checkpoint.durable import sync_checkpoint
 from hf_dlion.checkpoint.momentum_file import CheckpointError
@@ -52,7 +52,7 @@ _scaler_states: WeakKeyDictionary[Trainer, dict[str, Any]] = WeakKeyDictionary()
 
 
 def _around_save_checkpoint(trainer: Trainer, original: Method, model: Any, trial: Any) -> None:
-    lion = unwrap(trainer.optimizer)
+    lion = lion_in(trainer.optimizer)
     if lion is None:
         original(model, trial)
         return
@@ -100,7 +100,7 @@ def _around_save_model(
 def _around_save_optimizer_and_scheduler(
     trainer: Trainer, original: Method, output_dir: str
 ) -> None:
-    lion = unwrap(trainer.optimizer)
+    lion = lion_in(trainer.optimizer)
     if lion is not None and lion.options.checkpoint == "mean":
         # Before rank 0 writes its state, which is then every rank's.
         lion.synchronize_momentum()
@@ -109,7 +109,7 @@ def _around_save_optimizer_and_scheduler(
 
 
 def _around_save_rng_state(trainer: Trainer, original: Method, output_dir: str) -> None:
-    lion = unwrap(trainer.optimizer)
+    lion = lion_in(trainer.optimizer)
     # Rank 0 goes on to write trainer_state.json, and to delete older checkpoints.
     with _part_of_save(trainer):
         original(output_dir)
@@ -203,7 +203,7 @@ def whole_checkpoint_for(trainer: Trainer, resume: Any) -> Any:
 def _around_load_optimizer_and_scheduler(
     trainer: Trainer, original: Method, checkpoint: str | None
 ) -> None:
-    lion = unwrap(trainer.optimizer)
+    lion = lion_in(trainer.optimizer)
     if lion is None or checkpoint is None:
         original(checkpoint)
         return

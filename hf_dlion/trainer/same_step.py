@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from hf_dlion.checkpoint.access import any_rank, unwrap
+from hf_dlion.checkpoint.access import gather_numbers, lion_in
 from hf_dlion.trainer.internals import missing_seam
 
 
@@ -43,9 +43,9 @@ class SameStep(TrainerCallback):
 
     def on_step_end(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
         """Has all ranks save now if any was asked. Bytes per rank: 8 * (N - 1)."""
-        lion = unwrap(optimizer)
+        lion = lion_in(optimizer)
         self.manager.is_checkpoint_requested = (
-            self._asked if lion is None else any_rank(lion, self._asked)
+            self._asked if lion is None else any(gather_numbers(lion, float(self._asked)))
         )
 
 

@@ -1,20 +1,21 @@
 """Where Trainer lets parameter names, log entries and a momentum per rank in.
 
 `install_seams` wraps Trainer's methods, each one that every rank enters, whatever asked for it; the
-wrappers act only where the optimizer is a DistributedLion. Those around training and the making of
-the optimizer are here, those around checkpoints in `hf_dlion.trainer.checkpoints`.
+wrappers act only where the optimizer is a DistributedLion. Those around training, its log and the
+making of the optimizer are here, those around checkpoints in `hf_dlion.trainer.checkpoints`.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from transformers import Trainer
 
-from hf_dlion.checkpoint.access import search_ddp, unwrap
+from hf_dlion.checkpoint.access import gather_numbers, lion_in, search_ddp
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options.naming import named_by
 from hf_dlion.options.parallelism import refuse_sharded, unsupported
@@ -78,7 +79,7 @@ def _around_train(
 
 def _trains_with_lion(trainer: Trainer) -> bool:
     if trainer.optimizer is not None:
-        return unwrap(trainer.optimizer) is not None
+        return lion_in(trainer.optimizer) is not None
     chosen = getattr(trainer, "optimizer_cls_and_kwargs", None)
     if chosen is not None:
         cls = chosen[0]
@@ -91,7 +92,7 @@ def _around_create_optimizer(trainer: Trainer, original: Method, *args: Any, **k
     # Trainer makes groups without names, and options may select by name.
     with named_by(named):
         optimizer = original(*args, **kwargs)
-    lion = unwrap(optimizer)
+    lion = lion_in(optimizer)
     if lion is not None:
         _name_parameters(lion, named)
         _put_callback_first(trainer.callback_handler)
@@ -110,6 +111,26 @@ def _name_parameters(lion: DistributedLion, named: Sequence[tuple[str, Tensor]])
     if all(p in names for group in lion.param_groups for p in group["params"]):
         for group in lion.param_groups:
             group["param_names"] = [names[p] for p in group["params"]]
+
+
+def _around_log(
+    trainer: Trainer,
+    original: Method,
+    tr_loss: Tensor,
+    grad_norm: Tensor | float | None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Has all ranks log one norm: callbacks stop a training by it, which no rank may do alone."""
+    lion = lion_in(trainer.optimizer)
+    # Then Trainer gathers the losses of all ranks next, so all of them come here.
+    logs = (
+        trainer.control.should_log and trainer.state.global_step > trainer._globalstep_last_logged
+    )
+    if lion is not None and grad_norm is not None and logs:
+        norms = gather_numbers(lion, float(grad_norm))
+        grad_norm = math.hypot(*norms) / math.sqrt(len(norms))
+    original(tr_loss, grad_norm, *args, **kwargs)
 
 
 def _put_callback_first(handler: Any) -> None:
@@ -160,5 +181,6 @@ def _check_ranks(trainer: Trainer) -> None:
 _SEAMS: dict[str, tuple[Method, tuple[str, ...]]] = {
     "train": (_around_train, ("resume_from_checkpoint",)),
     "create_optimizer": (_around_create_optimizer, ()),
+    "_maybe_log_save_evaluate": (_around_log, ("tr_loss", "grad_norm")),
     **checkpoints.SEAMS,
 }

@@ -45,6 +45,37 @@ def test_prepare_is_all_that_a_loop_needs(ranks: RankPools, accumulate):
         assert hooked
 
 
+def change_to_adamw(rank, world_size):
+    """The Accelerator keeps the first optimizer alive."""
+    loop = Loop(attach=False)
+    loop.train(2)
+    errors = []
+    for detach in (False, True):
+        if detach:
+            loop.train(1)
+            loop.lion.detach()
+        lion, loop.optimizer = (
+            loop.optimizer,
+            loop.accelerator.prepare(torch.optim.AdamW(loop.model.parameters(), lr=1e-2)),
+        )
+        before = loop.digest()
+        try:
+            loop.train(2)
+        except RuntimeError as error:
+            errors.append((str(error), loop.digest() == before))
+        loop.optimizer = lion
+    return errors, loop.digest()
+
+
+def test_another_optimizer_of_one_accelerator_is_told_to_detach_the_first(ranks: RankPools):
+    results = ranks(2).run(change_to_adamw)
+    for errors, digest in results:
+        ((message, untouched),) = errors
+        assert "AdamW.step(): DDP has not averaged these gradients" in message
+        assert untouched
+        assert digest == results[0][1]
+
+
 EARLY = r"""
 import torch, hf_dlion
 model = torch.nn.Linear(4, 3)

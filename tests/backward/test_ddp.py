@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import io
 import pickle
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -175,6 +177,62 @@ def test_several_optimizers_work_side_by_side(ranks: RankPools, one_wrapper: boo
     assert ranks(2).run(train_two_models, one_wrapper) == [[True, True, True]] * 2
 
 
+def train_against_a_frozen_critic(rank: int, world_size: int, loaded: bool) -> list[bool]:
+    """Returns for each step of the critic whether its gradients are those of this rank alone."""
+    gc.collect()
+    maker, critic = nn.Linear(2, 3), nn.Linear(3, 1)
+    optimizers = DistributedLion(maker.parameters()), DistributedLion(critic.parameters())
+    holder = [DistributedDataParallel(maker), DistributedDataParallel(critic)]
+    local = []
+    with released(holder):
+        if loaded:
+            optimizers[1].attach(holder[1])
+            # Its wrapper may be another one from here on, so it is looked for once more.
+            optimizers[1].load_state_dict(optimizers[1].state_dict())
+        for _ in range(3):
+            critic.requires_grad_(False)
+            holder[1](holder[0](torch.full((4, 2), rank + 1.0))).sum().backward()
+            optimizers[0].step()
+            critic.requires_grad_(True)
+            critic.zero_grad()
+            holder[1](torch.full((4, 3), rank + 1.0)).sum().backward()
+            local.append(torch.equal(critic.weight.grad, torch.full((1, 3), 4.0 * (rank + 1))))
+            optimizers[1].step()
+    return local
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_gradients_stay_local_in_a_wrapper_that_was_found_frozen(
+    ranks: RankPools, loaded: bool
+) -> None:
+    assert ranks(2).run(train_against_a_frozen_critic, loaded) == [[True] * 3] * 2
+
+
+def train_in_a_compiled_step(rank: int, world_size: int) -> tuple[int, Tensor]:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+    optimizer = DistributedLion(model.parameters())
+    holder = [DistributedDataParallel(model)]
+
+    @torch.compile(backend="eager")
+    def train_once(inputs: Tensor) -> None:
+        optimizer.zero_grad()
+        holder[0](inputs).sum().backward()
+        optimizer.step()
+
+    with released(holder), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Of torch, about DDP and about itself.
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            for step in range(12):
+                train_once(torch.full((4, 2), rank + step + 1.0))
+    return optimizer.steps, model[0].weight.detach().clone()
+
+
+def test_a_whole_step_may_be_compiled(ranks: RankPools) -> None:
+    (steps, weights), (_, others) = ranks(2).run(train_in_a_compiled_step)
+    assert steps == 12
+    assert torch.equal(weights, others)
+
+
 def refuse(rank: int, world_size: int, what: str) -> str:
     model = new_model()
     holder: list[Any] = [DistributedDataParallel(model)]
@@ -309,6 +367,62 @@ def test_hooks_do_not_keep_an_optimizer_alive_nor_hinder_copies() -> None:
     assert not model.first.weight._post_accumulate_grad_hooks
 
 
+def saved(ddp: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(ddp, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "save": saved,
+    "average": lambda ddp: torch.optim.swa_utils.AveragedModel(ddp).module,
+    "copy of a copy": lambda ddp: saved(copy.deepcopy(ddp)),
+}
+
+
+def gradients_of(ddp: nn.Module, rank: int) -> Tensor:
+    ddp.zero_grad()
+    ddp(torch.full((2, 4), 1.0 + rank)).square().sum().backward()
+    return torch.cat([p.grad.reshape(-1) for p in ddp.parameters() if p.grad is not None])
+
+
+def train_beside_a_copy(
+    rank: int, world_size: int, how: str, ddp_options: dict[str, Any]
+) -> dict[str, Any]:
+    torch.manual_seed(0)
+    holder: list[nn.Module] = [DistributedDataParallel(nn.Linear(4, 3), **ddp_options)]
+    optimizer = DistributedLion(holder[0].parameters(), lr=0.1)
+    gradients_of(holder[0], rank)
+    optimizer.step()
+    holder.append(COPIES[how](holder[0]))
+    found: dict[str, Any] = {"copy": gradients_of(holder[1], rank)}
+    found["own"] = gradients_of(holder[0], rank)
+    optimizer.step()
+    # An optimizer of its own takes the copy over as it would any wrapper.
+    second = DistributedLion(holder[1].parameters(), lr=0.1)
+    found["second"] = gradients_of(holder[1], rank)
+    second.step()
+    found["weights"] = [nn.utils.parameters_to_vector(m.parameters()).detach() for m in holder]
+    return found
+
+
+@pytest.mark.parametrize("ddp_options", [{}, {"gradient_as_bucket_view": True}], ids=str)
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_of_a_wrapper_is_nobodys(
+    ranks: RankPools, how: str, ddp_options: dict[str, Any]
+) -> None:
+    left, right = ranks(2).run(train_beside_a_copy, how, ddp_options)
+    assert torch.equal(left["copy"], right["copy"])
+    torch.testing.assert_close(left["copy"], (left["own"] + right["own"]) / 2)
+    for name in ("own", "second"):
+        assert not torch.equal(left[name], right[name])
+    # Each has moved by itself, and alike on all ranks.
+    assert all(map(torch.equal, left["weights"], right["weights"]))
+
+
 def train_parts(rank: int, world_size: int, rewrap: bool) -> dict[str, Any]:
     """One optimizer over two wrappers; with `rewrap` the second gets a new one in step 2."""
     models = nn.ModuleDict({"a": new_model(), "b": new_model()})
@@ -339,28 +453,6 @@ def test_every_wrapper_of_an_optimizer_is_found(ranks: RankPools, rewrap: bool) 
         # A new wrapper beside a live old one is found after the step that it averaged.
         assert result["local"] == ([True, False, True, True] if rewrap else [True] * STEPS)
         assert all(map(torch.equal, result["bits"], results[0]["bits"]))
-
-
-def train_on_with_sgd(rank: int, world_size: int) -> bool:
-    model = new_model()
-    optimizer = optimizer_of(model)
-    holder = [DistributedDataParallel(model)]
-    with released(holder), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for step, (tokens,) in enumerate(batches(rank, 1)):
-            holder[0](tokens).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if step == 1:
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-                gc.collect()
-    everyone = [torch.empty_like(model.first.weight) for _ in range(world_size)]
-    dist.all_gather(everyone, model.first.weight.detach())
-    return torch.equal(everyone[0], everyone[1])
-
-
-def test_a_wrapper_averages_again_once_its_optimizer_is_gone(ranks: RankPools) -> None:
-    assert ranks(2).run(train_on_with_sgd) == [True, True]
 
 
 def train_with_a_second_lion(rank: int, world_size: int) -> tuple[bool, list[Tensor]]:

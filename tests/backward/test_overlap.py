@@ -215,10 +215,13 @@ def fail_once(rank: int, world_size: int, how: str) -> tuple[list[str], list[Ten
                     optimizer.step(_raise)
                 else:
                     loss.backward()
+                if bad and how == "betas":
+                    optimizer.param_groups[0]["betas"] = ("high", 0.99)
                 if not (bad and how == "closure"):
                     optimizer.step()
             except (Disagreement, TypeError, ValueError) as error:
                 raised.append(f"{t} {type(error).__name__}: {error}")
+                optimizer.param_groups[0]["betas"] = (0.9, 0.99)
             optimizer.zero_grad()
     return raised, bits_of(model), optimizer.wire.overlapped
 
@@ -237,6 +240,7 @@ def _raise() -> float:
     [
         ("sparse", "3 TypeError: DistributedLion takes no sparse gradients", "sparse gradients"),
         ("closure", "3 ValueError: the data loader is empty", "the data loader is empty"),
+        ("betas", "3 TypeError: betas", "betas"),
     ],
 )
 def test_what_fails_on_one_rank_is_raised_on_all_and_the_next_step_is_whole(

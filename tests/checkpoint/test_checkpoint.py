@@ -7,13 +7,15 @@ import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import hf_dlion
 from hf_dlion import DistributedLion
 from hf_dlion.checkpoint import momentum_file
-from hf_dlion.checkpoint.access import unwrap
+from hf_dlion.checkpoint.access import lion_in
 from hf_dlion.checkpoint.momentum_file import CheckpointError
 from hf_dlion.checkpoint.rank_files import load_momentum, save_momentum
 from tests.support.spawn import RankPools
@@ -303,7 +305,18 @@ def test_another_optimizer_is_refused(tmp_path):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     with pytest.raises(TypeError, match="must be a DistributedLion, got SGD"):
         save_momentum(optimizer, tmp_path)
-    assert unwrap(optimizer) is None
+    assert lion_in(optimizer) is None
+    with pytest.raises(TypeError, match="must be a DistributedLion, got SGD"):
+        hf_dlion.unwrap(optimizer)
+
+
+def test_a_distributed_lion_is_found_in_the_wrappers_around_it():
+    _, optimizer = make()
+    assert hf_dlion.unwrap(optimizer) is optimizer
+    assert (
+        hf_dlion.unwrap(SimpleNamespace(optimizer=SimpleNamespace(optimizer=optimizer)))
+        is optimizer
+    )
 
 
 def fail_on_one_rank(rank, world_size, folder):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from hf_dlion.codec import Codec
 from hf_dlion.codec import bits as bits_module
@@ -17,6 +19,7 @@ from hf_dlion.codec.layout import MessageLayout, words_for
 from hf_dlion.codec.lion import momentum_stream, random_bits, round_stochastically, rounding_key
 from hf_dlion.codec.native.codec import NativeCodec
 from hf_dlion.codec.reference import votes as reference
+from hf_dlion.codec.rule import Verdict
 from tests.support.codec_cases import (
     CODECS,
     SHAPES,
@@ -29,6 +32,7 @@ from tests.support.codec_cases import (
     verdict_of,
     widened,
 )
+from tests.support.oracle import bits_of
 
 __all__ = ["short_chunks"]  # a fixture of every test here
 
@@ -123,6 +127,34 @@ def test_preview_and_advance_are_the_halves_of_encode(
     codec.advance(grad, exp_avg, rule())
     codec.encode(grad, before, words, active, rule())
     assert same_bits(exp_avg, before)
+
+
+@CODECS
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("bits", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_autograd_learns_of_all_that_is_written(
+    codec: Codec, dtype: torch.dtype, bits: int, transposed: bool
+) -> None:
+    grad, exp_avg = torch.randn(3, 70, dtype=dtype), torch.zeros(3, 70, dtype=dtype)
+    param = torch.randn(70, 3, dtype=dtype).T if transposed else torch.randn(3, 70, dtype=dtype)
+    words = torch.zeros(bits * words_for(grad.numel()), dtype=torch.int64)
+    active = torch.zeros(3, dtype=torch.bool)
+    r = rule()
+    r = dataclasses.replace(r, step_rule=dataclasses.replace(r.step_rule, bits=bits))
+    verdict = Verdict(words[:4].view(1, 4), torch.ones(3, dtype=torch.int32))
+
+    def writes(tensor: Tensor, call: Callable[[], object]) -> bool:
+        before = tensor._version
+        call()
+        return tensor._version > before
+
+    assert writes(exp_avg, lambda: codec.encode(grad, exp_avg, words, active, r))
+    assert writes(exp_avg, lambda: codec.advance(grad, exp_avg, r))
+    assert not writes(exp_avg, lambda: codec.preview(grad, exp_avg, words, active, r, 1.0))
+    assert writes(param, lambda: codec.apply(param, verdict, r))
+    assert writes(param, lambda: codec.step_alone(param, grad, exp_avg, r))
+    assert writes(exp_avg, lambda: codec.step_alone(param, grad, exp_avg, r))
 
 
 @CODECS
@@ -226,6 +258,42 @@ def test_a_step_alone_is_lion_with_sign_of_zero_zero(
     if exp_avg.dtype != torch.float64:
         momentum = momentum.astype(np.float32)
     assert same_bits(exp_avg, rounded(momentum, exp_avg.dtype, tensor_rule, momentum_stream(0)))
+
+
+STRIDES = {
+    "turned": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    "apart": lambda x: torch.stack([x, torch.full_like(x, 9.0)], dim=-1)[..., 0],
+    "channels last": lambda x: x.to(memory_format=torch.channels_last),
+    "expanded": lambda x: x[:, :1].expand(x.shape),
+}
+
+
+@CODECS
+@pytest.mark.parametrize("of_param", ["turned", "apart", "channels last"])
+@pytest.mark.parametrize("of_grad", STRIDES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_strides_of_parameters_and_gradients_change_no_bit(
+    codec: Codec, dtype: torch.dtype, of_grad: str, of_param: str
+) -> None:
+    shape, found = (3, 5, 4, 2), []
+    for strided in (True, False):
+        grad, param = (
+            STRIDES[of_grad](gradients(shape, 1, 0.2, dtype)),
+            gradients(shape, 2, 0, dtype),
+        )
+        assert not grad.is_contiguous()
+        param = STRIDES[of_param](param) if strided else param
+        grad = grad if strided else grad.contiguous()
+        momenta = [gradients(shape, 3, 0.2, dtype) for _ in range(3)]
+        words, seen = (torch.full((words_for(grad.numel()),), -1) for _ in range(2))
+        active, rows = (torch.ones(3, dtype=torch.bool) for _ in range(2))
+        codec.preview(grad, momenta[0], seen, rows, rule(), 0.5)
+        codec.encode(grad, momenta[0], words, active, rule())
+        codec.advance(grad, momenta[1], rule())
+        codec.step_alone(param, grad, momenta[2], rule(rank=0, world_size=1))
+        codec.apply(param, Verdict(words.view(1, -1), active.int()), rule())
+        found.append([bits_of(x) for x in (param, *momenta, words, active, seen, rows)])
+    assert found[0] == found[1]
 
 
 @examples(200)

@@ -145,6 +145,20 @@ def test_gradients_of_functional_calls_are_taken(how: str) -> None:
     assert all_same_bits(list(model.parameters()), list(twin.parameters()))
 
 
+@pytest.mark.parametrize("cls", [DistributedLion, torch.optim.AdamW])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_backward_through_a_graph_from_before_the_step_is_refused(
+    cls: type[torch.optim.Optimizer], dtype: torch.dtype
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
+    optimizer = cls(model.parameters(), lr=0.01)
+    loss = model(torch.ones(3, 4, dtype=dtype)).sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+        loss.backward()
+
+
 def training_step(model: nn.Module, optimizer: DistributedLion, x: torch.Tensor) -> None:
     optimizer.zero_grad()
     model(x).square().sum().backward()

@@ -228,6 +228,7 @@ def _with_layout(rank: int, world_size: int, kind: str, late: bool) -> tuple[str
         elif kind == "shape":
             params[1].data = torch.ones(9)
             params[1].grad = None
+            optimizer.state.pop(params[1], None)  # Or its momentum would be refused.
         else:
             params[1].data = params[1].data.double()
             params[1].grad = None

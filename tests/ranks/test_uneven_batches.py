@@ -26,6 +26,7 @@ TIMEOUT_S = 600
 
 SCRIPT = """
 import datetime, gc, os, sys
+from math import isfinite, nan
 import torch, torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 from hf_dlion import DistributedLion
@@ -41,7 +42,7 @@ class Data(Dataset):
         return 6 if what == "fewer batches" and rank == 1 else 24
 
     def __getitem__(self, index):
-        if what != "fewer batches" and rank == 1 and index >= 8:
+        if what in ("ddp", "accelerate", "trainer") and rank == 1 and index >= 8:
             raise OSError("the file of rank 1 is damaged")
         if what == "trainer":
             return tiny_data(24)[index]
@@ -63,9 +64,11 @@ if what == "accelerate":
 else:
     model = torch.nn.parallel.DistributedDataParallel(model)
 for x in data:
-    model(x).square().sum().backward()
-    optimizer.step()
     optimizer.zero_grad()
+    (model(x).square().sum() * (nan if rank == 1 and x[-1, 0] == 23 else 1.0)).backward()
+    if what == "skipped" and not isfinite(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)):
+        continue
+    optimizer.step()
 # A process that ends with a DDP model of a gloo group aborts at times.
 del model, optimizer
 gc.collect()
@@ -112,6 +115,15 @@ def test_a_rank_that_ends_with_fewer_batches_ends_all(script: Path) -> None:
     assert other.returncode != 0
     assert "Connection closed by peer" in other.stderr
     assert "if a rank left the training loop earlier" in other.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_skips_its_last_step_ends_all(script: Path) -> None:
+    other, ended = run_without_launcher(script, "skipped")
+    assert ended.returncode == 0
+    assert other.returncode != 0
+    assert "Connection closed by peer" in other.stderr
+    assert "if it skipped a step (`if not isfinite(norm): continue`)" in other.stderr
 
 
 def wait_elsewhere(rank: int, world_size: int, where: str) -> str:

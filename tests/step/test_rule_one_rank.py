@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_dlion import DistributedLion
 from tests.support.oracle import OracleGroup, OracleLion, same_bits
@@ -154,6 +155,37 @@ def test_zeros_left_by_zero_grad_are_no_gradient(by: str) -> None:
         optimizer.step()
         ends.append([p.detach(), q.detach(), optimizer.state[q]["exp_avg"]])
     assert all(same_bits(a, b) for a, b in zip(*ends, strict=True))
+
+
+def _copy(p: nn.Parameter, g: Tensor) -> None:
+    assert p.grad is not None
+    p.grad.data.copy_(g)
+
+
+def _assign(p: nn.Parameter, g: Tensor) -> None:
+    assert p.grad is not None
+    p.grad.data = g
+
+
+def _write(p: nn.Parameter, g: Tensor) -> None:
+    assert p.grad is not None
+    p.grad.numpy()[...] = g.numpy()
+
+
+@pytest.mark.parametrize("write", [_copy, _assign, _write])
+def test_a_gradient_that_autograd_does_not_see_written_is_used(write: Any) -> None:
+    """Into the zeros of zero_grad, whose version does not tell."""
+    a, b = [random_param(5)], [random_param(5)]
+    by_autograd, by_hand = DistributedLion(a, lr=0.1), DistributedLion(b, lr=0.1)
+    b[0].grad = torch.zeros(5)
+    for seed in range(3):
+        (g,) = backward(a, seed)
+        assert g is not None
+        by_hand.zero_grad(set_to_none=False)
+        write(b[0], g.clone())
+        by_autograd.step()
+        by_hand.step()
+    assert all_same_bits(a, b)
 
 
 def test_gradients_set_by_hand_are_used() -> None:

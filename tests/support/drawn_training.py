@@ -565,7 +565,7 @@ class Replay:
             assert bits_of(whole) == bits_of(expected), f"{where}: {whole}, not {expected}"
 
     def _bytes(self, trained: list[int], *, moved: bool) -> int:
-        """What a rank sends in a step, by the README's formulas."""
+        """What a rank sends in a step, by the formulas of docs/rule.md."""
         others, options = self.case.world_size - 1, self.case.options
         sent = 8 * others * (6 + -(-len(trained) // 64))
         if trained != self.layout:

@@ -36,6 +36,9 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from hf_dlion.ranks.node import _made
 
 # One thread per rank: the machines that run these tests have fewer cores than ranks. OpenBLAS must
 # not start its pool in the fork server either, because a fork copies none of its threads.
@@ -411,9 +414,21 @@ def _answer(rank: int, world_size: int, call: bytes) -> bytes:
         function, args = pickle.loads(call)
         # Not multiprocessing's pickler: it would hand over tensors as shared memory of a process
         # that may be gone by the time they are read.
-        return pickle.dumps((False, function(rank, world_size, *args)))
+        answer = pickle.dumps((False, function(rank, world_size, *args)))
     except BaseException:
         return pickle.dumps((True, traceback.format_exc()))
+    _end_groups()
+    return answer
+
+
+def _end_groups() -> None:
+    """Ends the process groups that a case made: each has threads that wake 100 times a second."""
+    kept = {dist.group.WORLD, *(group for made in _made.values() for group in made.values())}
+    groups = [group for group in distributed_c10d._world.pg_map if group not in kept]
+    if groups:
+        gc.collect()  # A DDP model must not outlive its group.
+    for group in groups:
+        dist.destroy_process_group(group)
 
 
 def sections(head: str, parts: Mapping[int, str]) -> str:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from hf_dlion.tools.bench.emulate import (
     remove_stale,
 )
 from hf_dlion.tools.bench.methods import METHODS, NODE
-from hf_dlion.tools.bench.train import Departure, exposed_wire_s
+from hf_dlion.tools.bench.train import Departure, exposed_wire_s, limit_messages
 from tests.support.spawn import RankPools, run_command, run_script
 
 BENCH = [sys.executable, "-m", "hf_dlion.tools.bench"]
@@ -164,6 +165,21 @@ def test_the_messages_keep_less_than_six_tenths_of_a_byte_per_parameter(
 ) -> None:
     for found in ranks(world_size).run(buffer_bytes, exchange):
         assert 0.4 < found < 0.6
+
+
+def messages_of_a_limited_step(rank: int, world_size: int, numel: int | None) -> int:
+    params = [nn.Parameter(torch.zeros(64)) for _ in range(4)]
+    method = SimpleNamespace(optimizer=DistributedLion(params))
+    limit_messages([method], numel)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    method.optimizer.step()
+    return len(method.optimizer._engine.messages)
+
+
+def test_a_limit_of_elements_makes_more_messages(ranks: RankPools) -> None:
+    assert ranks(2).run(messages_of_a_limited_step, None) == [1, 1]
+    assert ranks(2).run(messages_of_a_limited_step, 64) == [4, 4]
 
 
 @pytest.mark.long

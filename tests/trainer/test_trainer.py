@@ -16,7 +16,7 @@ from transformers.training_args import OptimizerNames
 
 import hf_dlion
 from hf_dlion import DistributedLion
-from hf_dlion.checkpoint.access import unwrap
+from hf_dlion.checkpoint.access import lion_in
 from hf_dlion.options import warn_once
 from hf_dlion.trainer import DistributedLionCallback, optimizer_cls_and_kwargs, seams
 from hf_dlion.trainer.arguments import lion_kwargs
@@ -29,7 +29,7 @@ def registered():
 
 
 def optimizer_of(trainer: Trainer) -> DistributedLion:
-    lion = unwrap(trainer.create_optimizer())
+    lion = lion_in(trainer.create_optimizer())
     assert lion is not None
     return lion
 

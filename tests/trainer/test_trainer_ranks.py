@@ -78,6 +78,28 @@ def test_the_log_says_what_the_wire_says(ranks, tmp_path):
             assert entry["dlion/abstained"] == 0.0
 
 
+def train_in_phases(rank, world_size, folder):
+    hf_dlion.register()
+    trainer = tiny_trainer(tiny_args(folder, max_steps=2))
+    trainer.train()
+    lion = trainer.optimizer.optimizer
+    model, alive, digests = trainer.model, [trainer], []
+    alive.append(tiny_trainer(tiny_args(folder, max_steps=2, optim="adamw_torch"), model=model))
+    alive[-1].train()
+    digests.append(weights_digest(model))
+    sent = lion.wire.bytes_sent
+    trainer.train()
+    digests.append(weights_digest(model))
+    return digests, sent, trainer.optimizer.optimizer.wire.last_bytes_sent
+
+
+def test_trainers_with_other_optimizers_take_turns_on_one_model(ranks, tmp_path):
+    left, right = ranks(2).run(train_in_phases, str(tmp_path))
+    assert left[0] == right[0]
+    assert left[0][0] != left[0][1]
+    assert left[2] > 0
+
+
 CLOSER = (
     "full_precision=*norm*,warmup_full_steps=1,momentum_sync_every=2,momentum_sync=auto,"
     "momentum_sync_budget=500"
@@ -126,6 +148,54 @@ def test_the_log_names_the_rank_that_abstained(ranks, tmp_path):
         ]
         # Rank 0 in step 2 of the first entry; rank 1 from step 2 of the second one on.
         assert figures == [[1.0, 0.0, 1.0], [1.0, 1.0, 1.0], [2.0, 1.0, 3.0], [0.0, None, None]]
+
+
+class NormsOfRank(TrainerCallback):
+    """Notes this rank's own norms, and stops where the one that is logged is not finite."""
+
+    def __init__(self):
+        self.norms = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        self.norms.append(float(torch.nn.utils.get_total_norm(grads)))
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not math.isfinite(logs.get("grad_norm", 0.0)):
+            control.should_training_stop = True
+
+
+class NaNLoss(Trainer):
+    """Has a loss of NaN on rank 1 in the third step."""
+
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        bad = dist.get_rank() == 1 and self.state.global_step == 2
+        return loss * math.nan if bad else loss
+
+
+def train_with_norms(rank, world_size, folder, cls):
+    hf_dlion.register()
+    callback = NormsOfRank()
+    # Too high to clip anything.
+    args = tiny_args(folder, max_steps=5, max_grad_norm=1e6)
+    trainer = tiny_trainer(args, cls, callbacks=[callback])
+    trainer.train()
+    return callback.norms, [entry["grad_norm"] for entry in outcome(trainer)[1]]
+
+
+def test_the_norm_in_the_log_is_that_of_all_ranks(ranks, tmp_path):
+    (left, logged), (right, others) = ranks(2).run(train_with_norms, str(tmp_path), Trainer)
+    assert left != right
+    assert logged == others
+    assert logged == pytest.approx(
+        [math.sqrt((a * a + b * b) / 2) for a, b in zip(left, right, strict=True)]
+    )
+
+
+def test_stopping_at_a_norm_ends_all_ranks(ranks, tmp_path):
+    results = ranks(2).run(train_with_norms, str(tmp_path), NaNLoss, timeout=40)
+    assert [len(logged) for _, logged in results] == [3, 3]
 
 
 def train_by_factory(rank, world_size, folder):

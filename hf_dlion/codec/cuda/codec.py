@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from hf_dlion.codec.codec import AdvanceJob, AloneJob, ApplyJob, EncodeJob
 from hf_dlion.codec.count import CountingCodec
@@ -22,7 +23,10 @@ from hf_dlion.codec.rule import StepRule
 
 
 class TritonCodec(CountingCodec):
-    """Implements `hf_dlion.codec.Codec` for CUDA tensors of every dtype that can be trained."""
+    """Implements `hf_dlion.codec.Codec` for CUDA tensors of every dtype that can be trained.
+
+    Autograd does not see what kernels write, so it is told.
+    """
 
     def __init__(self, found: Kernels) -> None:
         """Takes the kernels."""
@@ -71,6 +75,8 @@ class TritonCodec(CountingCodec):
                     continue
                 self._encode(on, zeros_in, step, {**flags, "VOTE": True})
                 run(self._kernels.clear, on.blocks, on.jobs, on.job_of, zeros_in)
+        if ADVANCE:
+            increment_version([job.exp_avg for job in jobs])
 
     def advance_all(self, jobs: Sequence[AdvanceJob]) -> None:
         """See `Codec.advance_all`."""
@@ -86,6 +92,7 @@ class TritonCodec(CountingCodec):
             for on in launches(entries, grads[0].device):
                 flags = {"ADVANCE": True, "VOTE": False, "SCALED": False}
                 self._encode(on, on.job_of, jobs[0].rule.step_rule, flags)
+        increment_version([job.exp_avg for job in jobs])
 
     def _encode(self, on: Launch, zeros_in: Tensor, step: StepRule, flags: dict[str, bool]) -> None:
         run(
@@ -132,6 +139,7 @@ class TritonCodec(CountingCodec):
                     self._kernels.step_alone, on.blocks, on.jobs, on.job_of, key_of(step),
                     momentum_stream(step.rank), **self._types(on, step),
                 )  # fmt: skip
+        increment_version([job.exp_avg for job in jobs])
         _hand_back(flats, [job.param for job in jobs])
 
     def count_bits(
@@ -162,7 +170,8 @@ class TritonCodec(CountingCodec):
 
 
 def _hand_back(flats: Sequence[Tensor], params: Sequence[Tensor]) -> None:
-    """Copies the results to parameters that are not contiguous."""
+    """Copies the results to parameters that are not contiguous; tells autograd of the others."""
+    increment_version(flats)
     for flat, param in zip(flats, params, strict=True):
         if flat is not param:
             param.copy_(flat)

@@ -16,6 +16,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from hf_dlion.codec.codec import AdvanceJob, AloneJob, ApplyJob, EncodeJob
 from hf_dlion.codec.cpu import CpuCodec
@@ -101,7 +102,7 @@ class NativeCodec(CpuCodec):
     """Implements `hf_dlion.codec.Codec` for float32 and bfloat16 CPU tensors.
 
     What the library does not do goes to `CpuCodec`: float16, float64, averages, and tensors of
-    2**32 elements or more.
+    2**32 elements or more. Autograd does not see what C writes, so it is told.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -115,6 +116,7 @@ class NativeCodec(CpuCodec):
                 super().encode_all([job])
             elif job.grad.numel():
                 self._vote(job, _VOTE | _ADVANCE)
+                increment_version(job.exp_avg)
 
     def preview_all(self, jobs: Sequence[EncodeJob], scale: float) -> list[bool]:
         """See `Codec.preview_all`."""
@@ -137,6 +139,7 @@ class NativeCodec(CpuCodec):
                 self._encode_bits(
                     job.grad, job.exp_avg, None, None, job.rule, _ADVANCE, run=job.run
                 )
+                increment_version(job.exp_avg)
 
     def _vote(self, job: EncodeJob, what: int, scale: float = 1.0) -> bool:
         """Encodes; tells whether the gradient times `scale` is finite."""
@@ -262,6 +265,7 @@ class NativeCodec(CpuCodec):
             )  # fmt: skip
 
         _in_parts(run, work)
+        increment_version(flat)
 
     def step_alone_all(self, jobs: Sequence[AloneJob]) -> None:
         """See `Codec.step_alone_all`."""
@@ -285,6 +289,7 @@ class NativeCodec(CpuCodec):
             )  # fmt: skip
 
         _in_parts(run, work)
+        increment_version((flat, exp_avg))
         if flat is not param:
             param.copy_(flat)
 

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
     batch = torch.randint(tokens, shape, generator=generator).to(device)
     names = args.methods or sensible_methods()
     methods = methods_of(names, args.bits, lambda: llama(args.parameters).to(device))
-    _limit_messages(methods, args.message_numel)
+    limit_messages(methods, args.message_numel)
     rows = _measured(methods, args, batch)
     if args.emulate:
         _add_bound(rows, methods, batch, args.emulate.bits_per_s)
@@ -69,7 +69,8 @@ def run(args: argparse.Namespace) -> None:
         publish("train", args.json, config, before, rows, COLUMNS)
 
 
-def _limit_messages(methods: list[Method], message_numel: int | None) -> None:
+def limit_messages(methods: list[Method], message_numel: int | None) -> None:
+    """Has every DistributedLion send messages of at most so many elements; None: as it chooses."""
     for method in methods:
         if isinstance(method.optimizer, DistributedLion):
             # Read when the first step makes its plan.

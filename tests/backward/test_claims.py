@@ -1,0 +1,198 @@
+"""Whose gradients DDP leaves local follows the program alone, and no other optimizer uses them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_dlion import DistributedLion
+from tests.support.ddp_training import batches, bits_of, new_model, optimizer_of, released
+from tests.support.spawn import RankPools
+
+pytestmark = pytest.mark.multiproc
+
+
+def adamw_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train_with(
+    wrapper: Any, optimizer: torch.optim.Optimizer, rank: int, steps: int = 2
+) -> str | None:
+    """Trains a few steps; returns the error that ended it."""
+    for (tokens,) in batches(rank, 1)[:steps]:
+        wrapper(tokens).backward()
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            optimizer.zero_grad()
+    return None
+
+
+def equal_everywhere(model: nn.Module, world_size: int) -> bool:
+    for bits in bits_of(model):
+        everyone = [torch.empty_like(bits) for _ in range(world_size)]
+        dist.all_gather(everyone, bits)
+        if not all(torch.equal(bits, other) for other in everyone):
+            return False
+    return True
+
+
+def change_to_adamw(rank: int, world_size: int, lion: str) -> dict[str, Any]:
+    """Trains with AdamW where a DistributedLion was made, and perhaps trained, before."""
+    model = new_model()
+    optimizer: Any = optimizer_of(model)
+    holder = [DistributedDataParallel(model)]
+    with released(holder):
+        if lion != "unused":
+            train_with(holder[0], optimizer, rank)
+        if lion == "deleted_on_rank_0" and rank == 0:
+            del optimizer
+            gc.collect()
+        before = bits_of(model)
+        adamw = adamw_of(model)
+        error = train_with(holder[0], adamw, rank)
+        moved = not all(map(torch.equal, bits_of(model), before))
+        # The error has given the gradients back.
+        again = train_with(holder[0], adamw, rank)
+        equal = equal_everywhere(model, world_size)
+    return {"error": error, "moved": moved, "again": again, "equal": equal}
+
+
+@pytest.mark.parametrize(
+    "lion", [pytest.param("unused", marks=pytest.mark.smoke), "trained", "deleted_on_rank_0"]
+)
+def test_another_optimizer_does_not_step_gradients_that_were_kept_local(
+    ranks: RankPools, lion: str
+) -> None:
+    for result in ranks(2).run(change_to_adamw, lion):
+        assert "AdamW.step(): DDP has not averaged these gradients" in result["error"]
+        assert "detach()" in result["error"]
+        assert not result["moved"]
+        assert result["again"] is None
+        assert result["equal"]
+
+
+def detach_and_go_on(rank: int, world_size: int, detach: bool) -> list[Tensor]:
+    """AdamW after a detached DistributedLion, or from the same weights in a wrapper of its own."""
+    model = new_model()
+    optimizer = optimizer_of(model)
+    holder = [DistributedDataParallel(model)]
+    with released(holder):
+        train_with(holder[0], optimizer, rank)
+        if detach:
+            optimizer.detach()
+        else:
+            model = copy.deepcopy(model)
+            holder[0] = DistributedDataParallel(model)
+        assert train_with(holder[0], adamw_of(model), rank) is None
+        return bits_of(model)
+
+
+def test_a_detached_wrapper_trains_as_one_that_was_never_attached(ranks: RankPools) -> None:
+    detached = ranks(2).run(detach_and_go_on, True)
+    fresh = ranks(2).run(detach_and_go_on, False)
+    for bits in (*detached, *fresh):
+        assert all(map(torch.equal, bits, fresh[0]))
+
+
+def detach_between(rank: int, world_size: int) -> tuple[list[bool], bool]:
+    """Whether gradients are local before, after `detach()`, and after the step that follows."""
+    model = new_model()
+    optimizer = optimizer_of(model)
+    holder = [DistributedDataParallel(model)]
+    local = []
+    with released(holder):
+        for number, (tokens,) in enumerate(batches(rank, 1)[:3]):
+            if number == 1:
+                optimizer.detach()
+            holder[0](tokens).backward()
+            grad = model.first.weight.grad
+            everyone = [torch.empty_like(grad) for _ in range(world_size)]
+            dist.all_gather(everyone, grad)
+            local.append(not torch.equal(everyone[0], everyone[1]))
+            optimizer.step()
+            optimizer.zero_grad()
+        return local, equal_everywhere(model, world_size)
+
+
+def test_a_step_takes_the_gradients_back(ranks: RankPools) -> None:
+    assert ranks(2).run(detach_between) == [([True, False, True], True)] * 2
+
+
+def train_in_two_phases(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Two live optimizers over one wrapper, one after the other, and the first one once more."""
+    model = new_model()
+    holder = [DistributedDataParallel(model)]
+    # What stands at which address differs between the ranks.
+    ballast = [object() for _ in range(1000 * (rank + 1))]
+    first = optimizer_of(model, **options)
+    del ballast
+    second = optimizer_of(model, **options)
+    overlapped = []
+    with released(holder):
+        for optimizer in (first, second, first):
+            before = optimizer.wire.overlapped
+            train_with(holder[0], optimizer, rank, steps=4)
+            overlapped.append(optimizer.wire.overlapped - before)
+        equal = equal_everywhere(model, world_size)
+    return {"overlapped": overlapped, "equal": equal}
+
+
+def test_the_optimizer_that_steps_overlaps_and_the_other_does_not(ranks: RankPools) -> None:
+    for result in ranks(2).run(train_in_two_phases, {"overlap": True}):
+        assert result["equal"]
+        # A first step agrees on messages, and the step after a change votes anew.
+        assert all(steps >= 2 for steps in result["overlapped"]), result["overlapped"]
+
+
+def test_two_optimizers_over_one_wrapper_join_their_nodes_in_one_order(ranks: RankPools) -> None:
+    for result in ranks(4).run(train_in_two_phases, {"local_group": 2}):
+        assert result["equal"]
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer around another one, which it steps, as Lookahead and SAM are."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base = base
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+
+
+def step_through_another(rank: int, world_size: int) -> tuple[str | None, bool]:
+    model = new_model()
+    optimizer = Around(optimizer_of(model))
+    holder = [DistributedDataParallel(model)]
+    with released(holder):
+        return train_with(holder[0], optimizer, rank), equal_everywhere(model, world_size)
+
+
+def test_an_optimizer_that_steps_a_distributed_lion_is_none_of_the_others(
+    ranks: RankPools,
+) -> None:
+    assert ranks(2).run(step_through_another) == [(None, True)] * 2
+
+
+def test_a_constructor_that_fails_and_a_copy_claim_nothing_of_another() -> None:
+    model = new_model()
+    optimizer = optimizer_of(model)
+    claims = optimizer._engine.hooks._claim  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="full_precision"):
+        DistributedLion(model.named_parameters(), full_precision="no_such_name")
+    twin = copy.copy(optimizer)
+    assert claims.whole
+    model(torch.zeros(1, 1, dtype=torch.int64)).backward()
+    twin.step()
+    assert not claims.whole
