@@ -9,6 +9,7 @@ from typing import Any, cast, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -306,6 +307,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             raise
         self._engine.hooks.added(self.param_groups[-1]["params"])
 
+    @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients; see `torch.optim.Optimizer`."""
         super().zero_grad(set_to_none)
@@ -317,6 +319,8 @@ class DistributedLion(Optimizer, JoinableOptimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    # Inside torch.compile, too: tracing a step would compile codecs and header, or fail at them.
+    @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Takes one step, together with all ranks of the process group.

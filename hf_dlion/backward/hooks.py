@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from hf_dlion.backward import claims, search
@@ -68,6 +69,8 @@ class _AccumulatedHook:
     def __init__(self, claim: Claim) -> None:
         self._claim = claim
 
+    # Traced, it would be compiled anew for every gradient, until torch gives up with a warning.
+    @_disable_dynamo
     def __call__(self, param: Tensor) -> None:
         owner = self._claim.owner
         owner.presence.note_accumulated(param)

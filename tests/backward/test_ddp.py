@@ -208,6 +208,31 @@ def test_gradients_stay_local_in_a_wrapper_that_was_found_frozen(
     assert ranks(2).run(train_against_a_frozen_critic, loaded) == [[True] * 3] * 2
 
 
+def train_in_a_compiled_step(rank: int, world_size: int) -> tuple[int, Tensor]:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+    optimizer = DistributedLion(model.parameters())
+    holder = [DistributedDataParallel(model)]
+
+    @torch.compile(backend="eager")
+    def train_once(inputs: Tensor) -> None:
+        optimizer.zero_grad()
+        holder[0](inputs).sum().backward()
+        optimizer.step()
+
+    with released(holder), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Of torch, about DDP and about itself.
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            for step in range(12):
+                train_once(torch.full((4, 2), rank + step + 1.0))
+    return optimizer.steps, model[0].weight.detach().clone()
+
+
+def test_a_whole_step_may_be_compiled(ranks: RankPools) -> None:
+    (steps, weights), (_, others) = ranks(2).run(train_in_a_compiled_step)
+    assert steps == 12
+    assert torch.equal(weights, others)
+
+
 def refuse(rank: int, world_size: int, what: str) -> str:
     model = new_model()
     holder: list[Any] = [DistributedDataParallel(model)]
