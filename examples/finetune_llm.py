@@ -135,6 +135,7 @@ def parse() -> tuple[ExampleArguments, SFTConfig, ModelConfig]:
         logging_steps=0.1,
         save_strategy="no",
         report_to="none",
+        disable_tqdm=True,
         # Without it, Trainer does not see the two processes on a machine without a GPU.
         use_cpu=not cuda,
         bf16=cuda,
