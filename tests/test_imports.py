@@ -34,6 +34,7 @@ OPTIONAL = {
     "transformers": {
         "trainer",
         "tools/bench/model.py",
+        "tools/smollm2.py",
         "tools/plan/model.py",
         "tools/study/text.py",
         "tools/study/vision.py",
@@ -42,7 +43,7 @@ OPTIONAL = {
     "triton": {"codec/cuda/triton.py"},
     "rich": {"tools/report.py"},
     "matplotlib": {"tools/plan/table.py", "tools/study/plot.py"},
-    "datasets": {"tools/study/vision.py"},
+    "datasets": {"tools/smollm2.py", "tools/study/vision.py"},
     "peft": {"tools/study/text.py"},
     "sklearn": {"tools/study/vision.py"},
     "trl": set(),

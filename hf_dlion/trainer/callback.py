@@ -13,6 +13,8 @@ from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.abstention import Abstentions
 
 MEGABYTE = 1e6
+# Of the seconds in `WireStats`.
+_PARTS = ("encode", "exchange", "apply")
 # More curves than that help nobody.
 MOST_KINDS = 24
 
@@ -22,6 +24,8 @@ class DistributedLionCallback(TrainerCallback):
 
     - `dlion/wire_mb_per_step`: megabytes (10^6 bytes) that this rank handed to collectives for
       another rank, per optimizer step since the last entry.
+    - `dlion/encode_ms`, `dlion/exchange_ms`, `dlion/apply_ms`: milliseconds of a step, mean over
+      those since the last entry.
     - `dlion/agreement`: |sum of the ranks' signs| / ranks, averaged over the elements that a rank
       voted on and over the steps since the last entry: 1 when all ranks always agree. Left out
       where nothing was exchanged (a single rank).
@@ -46,6 +50,7 @@ class DistributedLionCallback(TrainerCallback):
         self._exchanges = 0
         self._agreement_sum = 0.0
         self._bytes_before = 0
+        self._seconds_before = dict.fromkeys(_PARTS, 0.0)
         self._abstentions_before = 0
         self._abstained_before: list[int] = []
 
@@ -89,6 +94,9 @@ class DistributedLionCallback(TrainerCallback):
         wire = lion.wire
         sent = wire.bytes_sent - self._bytes_before
         figures = {"dlion/wire_mb_per_step": sent / self._steps / MEGABYTE}
+        for part in _PARTS:
+            seconds = getattr(wire, f"{part}_s") - self._seconds_before[part]
+            figures[f"dlion/{part}_ms"] = 1e3 * seconds / self._steps
         if self._exchanges:
             figures["dlion/agreement"] = self._agreement_sum / self._exchanges
         figures["dlion/abstained"] = float(wire.abstentions - self._abstentions_before)
@@ -104,6 +112,7 @@ class DistributedLionCallback(TrainerCallback):
         self._steps = self._exchanges = 0
         self._agreement_sum = 0.0
         self._bytes_before = lion.wire.bytes_sent
+        self._seconds_before = {part: getattr(lion.wire, f"{part}_s") for part in _PARTS}
         self._abstentions_before = lion.wire.abstentions
         self._abstained_before = lion.abstentions.steps.copy()
 

@@ -232,3 +232,41 @@ def test_no_script_after_python_m_is_a_usage_error():
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert "no script given" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+@pytest.mark.parametrize("how", ["flags", "config"])
+def test_trls_own_script_trains_with_votes(tmp_path, how):
+    from hf_dlion.tools.smollm2 import write_base
+
+    write_base(tmp_path / "base", small=True)
+    (tmp_path / "data").mkdir()
+    with (tmp_path / "data" / "train.jsonl").open("w") as file:
+        for k in range(64):
+            turns = {"user": f"{k} plus {k}?", "assistant": f"{2 * k}"}
+            messages = [{"role": role, "content": text} for role, text in turns.items()]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    options = {
+        "optim": "dlion",
+        "model_name_or_path": str(tmp_path / "base"),
+        "dataset_name": str(tmp_path / "data"),
+        "output_dir": str(tmp_path / "out"),
+        "max_steps": 4,
+        "logging_steps": 2,
+        "save_steps": 4,
+        "report_to": "none",
+        "use_cpu": True,
+        "bf16": False,
+    }
+    flags = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    if how == "config":
+        config = "".join(f"{name}: {json.dumps(value)}\n" for name, value in options.items())
+        (tmp_path / "sft.yaml").write_text(config)
+        flags = ["--config", str(tmp_path / "sft.yaml")]
+    module = ["-m", "hf_dlion.launch", "-m", "trl.scripts.sft"]
+    run_script(2, [*module, *flags], env={"HF_HUB_OFFLINE": "1"})
+    (state,) = tmp_path.glob("out/checkpoint-4/trainer_state.json")
+    logs = json.loads(state.read_text())["log_history"]
+    assert len(logs) == 2
+    assert all(entry["dlion/wire_mb_per_step"] > 0 for entry in logs)

