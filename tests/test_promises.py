@@ -236,7 +236,7 @@ def test_the_log_entries_have_the_names_on_the_page() -> None:
         set(re.findall(r"`(dlion/[\w/]+)`", text or ""))
         for text in (LOGGING, hf_dlion.DistributedLionCallback.__doc__)
     ]
-    assert len(entries[0]) == 6
+    assert len(entries[0]) == 9
     assert entries[0] == entries[1]
 
 
