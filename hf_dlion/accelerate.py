@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
@@ -168,7 +169,8 @@ def _around_load_state(
         return
     gather = functools.partial(gather_objects, lions[0][1])
     if input_dir is not None or automatic:
-        named = None if input_dir is None else Path(input_dir).expanduser()
+        # pathlib's own raises without a home, on this rank alone.
+        named = None if input_dir is None else Path(os.path.expanduser(input_dir))
         input_dir = agreed_checkpoint(gather, lions[0][1].rank, named, automatic or ".")
     # Raised on every rank by `resume_momentum`.
     failure = rank_files.failure_of(lambda: original(input_dir, *args, **kwargs))

@@ -223,7 +223,8 @@ def _check_batches(headers: Sequence[Header]) -> None:
         f"alone, and leaves it a batch ahead for good. Call step() in every round: a rank whose "
         f"gradients hold a NaN or an Inf abstains by itself, and so does one that called "
         f"zero_grad() just before. Or decide by a number that all ranks share (dist.all_reduce). "
-        f"See docs/coming_from_ddp.md"
+        f"Gradients that are only looked at come from torch.autograd.grad(). See "
+        f"docs/coming_from_ddp.md"
     )
 
 
