@@ -4,6 +4,9 @@
     torchrun --nproc_per_node 2 -m hf_dlion.launch run_clm.py --optim dlion ...
     python -m hf_dlion.launch -m package.module --optim dlion ...
 
+Between machines it names the network interface that leads to the first one, in GLOO_SOCKET_IFNAME
+and NCCL_SOCKET_IFNAME where they are unset, and says so.
+
 The script sees the command line, `sys.path` and `__main__` that `python run_clm.py ...` would give
 it. transformers is imported before it, so environment variables that configure transformers at its
 import (`HF_HOME`) must be set outside the script.
@@ -49,8 +52,12 @@ def main(argv: list[str] | None = None) -> None:
     if argv[0] != "-m" and not os.path.isfile(argv[0]):
         _fail(f"there is no script {argv[0]}")
 
-    from hf_dlion.trainer import register  # Takes seconds, which a usage error need not.
+    # They take seconds, which a usage error need not.
+    from hf_dlion.ranks.interface import name_interface
+    from hf_dlion.trainer import register
 
+    if (named := name_interface()) and os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"hf_dlion.launch: {named}", file=sys.stderr)
     register()
     if argv[0] == "-m":
         sys.argv = argv[1:]

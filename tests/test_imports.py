@@ -25,7 +25,8 @@ ROWS = (
     {"backward"},
     {"optimizer"},
     {"checkpoint"},
-    {"accelerate", "trainer", "tools"},
+    {"accelerate", "trainer"},
+    {"tools"},
     {"launch"},
 )
 ROW_OF = {name: number for number, names in enumerate(ROWS) for name in names}
@@ -50,7 +51,8 @@ OPTIONAL = {
 }
 
 TESTS = Path(__file__).parent
-SOURCES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
+AT_THE_DOOR = {PACKAGE / "__init__.py", PACKAGE / "__main__.py"}
+SOURCES = [path for path in sorted(PACKAGE.rglob("*.py")) if path not in AT_THE_DOOR]
 
 
 def part_of(path: Path) -> str:

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import importlib.metadata
 import sys
 
-COMMANDS = ("bench", "plan", "study")
+# By word, the module whose `main` takes the words after it.
+COMMANDS = {
+    "bench": "hf_dlion.tools.bench.cli",
+    "doctor": "hf_dlion.tools.doctor",
+    "plan": "hf_dlion.tools.plan.cli",
+    "study": "hf_dlion.tools.study.cli",
+}
 USAGE = """\
 usage: hf-dlion bench {codec,exchange,memory,train} [OPTIONS...]
+       hf-dlion doctor
        hf-dlion plan MODEL --ranks N --link RATE [OPTIONS...]
        hf-dlion study [--scale {smoke,small,medium,full}] [OPTIONS...]
+       hf-dlion --version
 
   bench    measure on this machine or cluster (hf-dlion bench --help)
+  doctor   say whether this machine, or under torchrun all ranks, can train
   plan     predict what a step costs, and whether the exchange pays (hf-dlion plan --help)
-  study    train with each method at its best learning rate, compare (hf-dlion study --help)"""
+  study    train with each method at its best learning rate, compare (hf-dlion study --help)
+
+Under torchrun: torchrun ... -m hf_dlion doctor"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,8 +38,17 @@ def main(argv: list[str] | None = None) -> int:
     word, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     if word in COMMANDS:
         # Each command needs packages of its own.
-        code: int = importlib.import_module(f"hf_dlion.tools.{word}.cli").main(rest)
+        code: int = importlib.import_module(COMMANDS[word]).main(rest)
         return code
-    asked = word in ("-h", "--help")
-    print(USAGE, file=sys.stdout if asked else sys.stderr)
-    return 0 if asked else 2
+    if word == "--version":
+        print("hf-dlion", importlib.metadata.version("hf-dlion"))
+        return 0
+    if word in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    near = difflib.get_close_matches(word, COMMANDS, n=1)
+    if word:
+        meant = f", did you mean {near[0]}?" if near else ""
+        print(f"hf-dlion: there is no command {word!r}{meant}", file=sys.stderr)
+    print(USAGE, file=sys.stderr)
+    return 2

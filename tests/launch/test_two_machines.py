@@ -7,11 +7,13 @@ import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from hf_dlion.tools.bench.emulate import Emulation, EmulationRefusedError, Network
 from tests.support.spawn import run_command
 
 ROOT = Path(__file__).parents[2]
@@ -135,3 +137,50 @@ def test_the_script_for_slurm_trains_on_two_nodes(tmp_path: Path) -> None:
     done = run_command(["bash", str(SLURM), *script], env=env, cwd=tmp_path, timeout=240)
     assert "step  100  held-out loss" in done.stdout
     assert "rank 0 sent" in done.stdout
+
+
+@pytest.fixture
+def machines() -> Iterator[list[str]]:
+    """Two network namespaces, whose link is eth0, and whose own name is a loopback address."""
+    emulation = Emulation(Network.parse("2x1gbit"))
+    try:
+        emulation.__enter__()
+    except EmulationRefusedError as error:
+        pytest.skip(str(error))
+    with emulation:
+        yield emulation.namespaces
+
+
+def on_two_machines(machines: list[str], module: list[str]) -> list[str]:
+    """What module 0 and module 1 say, started by torchrun without an interface's name."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+
+    def run(rank: int) -> str:
+        clean = ["env", "-u", "GLOO_SOCKET_IFNAME", "-u", "NCCL_SOCKET_IFNAME"]
+        there = ["ip", "netns", "exec", machines[rank], *clean]
+        meeting = [f"--node_rank={rank}", "--master_addr=10.9.0.1", "--master_port=29500"]
+        done = run_command([*there, *torchrun, *meeting, "-m", *module], timeout=120)
+        return done.stdout + done.stderr
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run, (0, 1)))
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+def test_launch_names_the_interface_between_two_machines(machines: list[str]) -> None:
+    script = str(ROOT / "examples" / "ddp_loop.py")
+    said = on_two_machines(machines, ["hf_dlion.launch", script, "--steps", "3"])
+    named = "GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0, which leads to 10.9.0.1"
+    assert [text.count(f"hf_dlion.launch: {named}") for text in said] == [1, 1]
+    assert "rank 0 sent" in said[0]
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+def test_the_doctor_measures_the_link_between_two_machines(machines: list[str]) -> None:
+    said = on_two_machines(machines, ["hf_dlion", "doctor"])[0]
+    rate = re.findall(r"slowest link +rank \d to rank \d: ([\d,]+) Mbit/s", said)
+    # Over the emulated link, which carries 1 Gbit/s, and not over the loopback.
+    assert 0 < float(rate[0].replace(",", "")) < 1200
+    assert said.rstrip().endswith("ready to train")
