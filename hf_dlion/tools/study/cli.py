@@ -44,6 +44,12 @@ SCALES: dict[str, dict[str, Any]] = {
         "layers": 2, "steps": 300, "seeds": 3, "evaluations": 6, "base_steps": 1000,
     },
     "medium": MEDIUM,
+    # For the scenes of SmolLM2; about an hour of one core for a run.
+    "llm": {
+        "methods": ["adamw", "lion", "majority", "bits2", "bits4"], "workers": [2], "batch": [2],
+        "sequence": 128, "hidden": 576, "layers": 30, "steps": 150, "seeds": 3, "evaluations": 3,
+        "base_steps": 0,
+    },
     # The workers and the batch of the Distributed Lion paper; about five days of one core.
     "full": {**MEDIUM, "workers": [4, 8, 16, 32], "batch": [32], "sequence": 64},
 }  # fmt: skip

@@ -75,6 +75,8 @@ SCENES = {
     "pretrain": "hf_dlion.tools.study.text:Pretraining",
     "finetune": "hf_dlion.tools.study.text:FineTuning",
     "lora": "hf_dlion.tools.study.text:LowRank",
+    "smollm2": "hf_dlion.tools.study.chat:Chat",
+    "smollm2-lora": "hf_dlion.tools.study.chat:ChatLoRA",
     "vision": "hf_dlion.tools.study.vision:Digits",
     "cifar10": "hf_dlion.tools.study.vision:Cifar10",
 }

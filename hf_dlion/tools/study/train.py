@@ -43,7 +43,8 @@ def train(setting: Setting, scene: Scene, method: Method) -> dict[str, Any]:
     parts = min(SIGN_SAMPLES, setting.steps)
     measured = {setting.steps * (2 * part + 1) // (2 * parts) for part in range(parts)}
     signs = SignAgreement(method.voters)
-    curve = [(0, scene.validation(_plain(method.places[0][1])))]
+    start = _plain(method.places[0][1])
+    curve, before_training = [(0, scene.validation(start))], scene.metrics(start)
     # Processor time: other work on the machine does not count.
     gradient_s, method_s = [], []
     begin, failure = time.perf_counter(), None
@@ -80,6 +81,7 @@ def train(setting: Setting, scene: Scene, method: Method) -> dict[str, Any]:
         "loss": curve[-1][1] if failure is None and math.isfinite(curve[-1][1]) else None,
         "failure": failure,
         "curve": [[step, loss if math.isfinite(loss) else None] for step, loss in curve],
+        "metrics_before": before_training,
         "metrics": scene.metrics(model) if failure is None else {},
         "parameters": sum(param.numel() for param in trainable(model)),
         "bytes_per_step": method.bytes_sent / setting.steps,
