@@ -12,7 +12,7 @@ from typing import Any
 from hf_dlion.tools.arguments import checked, exit_code, positive
 from hf_dlion.tools.report import MissingPackageError, environment, require, write_json
 from hf_dlion.tools.study import table
-from hf_dlion.tools.study.methods import METHODS, recipe
+from hf_dlion.tools.study.methods import METHODS, SIMULATED, check_simulated, recipe
 from hf_dlion.tools.study.real import check_real
 from hf_dlion.tools.study.records import Records
 from hf_dlion.tools.study.result import results
@@ -40,7 +40,7 @@ SCALES: dict[str, dict[str, Any]] = {
         "hidden": 32, "layers": 1, "steps": 6, "seeds": 2, "evaluations": 2, "base_steps": 6,
     },
     "small": {
-        "methods": list(METHODS), "workers": [2, 4, 8], "batch": [8], "sequence": 64, "hidden": 64,
+        "methods": SIMULATED, "workers": [2, 4, 8], "batch": [8], "sequence": 64, "hidden": 64,
         "layers": 2, "steps": 300, "seeds": 3, "evaluations": 6, "base_steps": 1000,
     },
     "medium": MEDIUM,
@@ -131,6 +131,8 @@ def _trials(args: argparse.Namespace) -> list[Trial]:
         )  # fmt: skip
         if args.real:
             check_real(setting)
+        else:
+            check_simulated(setting)
         lrs = tuple(sorted(set(grids[family] or kind.grids[family])))
         seeds = tuple(range(args.seeds))
         trials.append(Trial(setting, lrs, seeds, min(args.tuning_seeds, args.seeds)))

@@ -29,11 +29,15 @@ class RealRank(Method):
     def __init__(self, scene: Scene, setting: Setting) -> None:
         """Makes the model, its wrapper and the optimizer."""
         model = scene.model(setting.seed)
+        how = recipe(setting.method)
+        self._rival = None if how.rival is None else how.rival(model, setting)
+        if self._rival is not None:
+            self.places = [(dist.get_rank(), self._rival.model)]
+            return
         params = trainable(model)
         self._numel = sum(param.numel() for param in params)
         ddp = DistributedDataParallel(model)
         self.places = [(dist.get_rank(), ddp)]
-        how = recipe(setting.method)
         self._hook: HookState | None = None
         if how.compressor is not None:
             self._hook = HookState(how.compressor(), params, seed=setting.seed, steps=setting.steps)
@@ -47,6 +51,12 @@ class RealRank(Method):
 
     def step(self, lr: float) -> None:
         """Takes a step together with the other ranks."""
+        if self._rival is not None:
+            set_lr(self._rival.optimizer, lr)
+            self._rival.step()
+            self._rival.optimizer.zero_grad()
+            self.bytes_sent, self.rounds = self._rival.bytes_sent, self._rival.rounds
+            return
         set_lr(self._optimizer, lr)
         self._optimizer.step()
         self._optimizer.zero_grad()

@@ -1,0 +1,126 @@
+"""What one would otherwise take on a slow network, from its own library; on real ranks only."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.model_averaging import utils as averaging
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+
+from hf_dlion.exchange.mean import average_wire_bytes
+from hf_dlion.tools.bench.methods import (
+    ONE_BUCKET_MB,
+    POWER_RANK,
+    POWER_START,
+    power_numel,
+    reduce_in_bf16,
+)
+from hf_dlion.tools.study.setting import Setting
+
+
+class Rival(ABC):
+    """One rank of a way of training that is not ours.
+
+    Attributes:
+        model: Whose forward and backward the loop calls.
+        optimizer: Whose learning rate the loop sets.
+        bytes_sent: Bytes that this rank has sent so far; an all-reduce counts as a ring.
+        rounds: Messages that waited for one another so far.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    bytes_sent: float = 0.0
+    rounds: int = 0
+
+    @abstractmethod
+    def step(self) -> None:
+        """Moves the parameters."""
+
+    def _count(self, numel: int, dtype: torch.dtype) -> None:
+        ranks = dist.get_world_size()
+        self.bytes_sent += average_wire_bytes(numel, ranks, dtype)
+        self.rounds += 2 * (ranks - 1)
+
+
+Make = Callable[[nn.Module, Setting], Rival]
+
+
+class Hooked(Rival):
+    """AdamW on what a comm hook of torch makes of the gradients."""
+
+    def __init__(self, model: nn.Module, setting: Setting, *, compressed: bool) -> None:
+        """Wraps the model in DDP.
+
+        Args:
+            model: The model.
+            setting: Of the run.
+            compressed: Whether the hook is PowerSGD; otherwise it is that of bf16.
+        """
+        params = _trainable(model)
+        if compressed:
+            # In one bucket, because several deadlock on gloo.
+            ddp = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET_MB)
+            state = powerSGD_hook.PowerSGDState(None, POWER_RANK, start_powerSGD_iter=POWER_START)
+            ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            self._sent = sum(power_numel(param.shape) for param in params), torch.float32
+        else:
+            ddp = DistributedDataParallel(model)
+            ddp.register_comm_hook(None, reduce_in_bf16)
+            self._sent = sum(param.numel() for param in params), torch.bfloat16
+        self.model, self.optimizer = ddp, _adamw(params, setting)
+
+    def step(self) -> None:
+        """Moves the parameters."""
+        self.optimizer.step()
+        self._count(*self._sent)
+
+
+class LocalSGD(Rival):
+    """AdamW on each rank's own gradient; every k steps the parameters become their mean.
+
+    torch's PeriodicModelAverager, which is Accelerate's LocalSGD for the trained parameters alone.
+    """
+
+    def __init__(self, model: nn.Module, setting: Setting, *, every: int) -> None:
+        """Leaves the model without a wrapper.
+
+        Args:
+            model: The model, the same on all ranks.
+            setting: Of the run.
+            every: k.
+        """
+        self.model, self._params = model, _trainable(model)
+        self._every, self._left, self._taken = every, setting.steps, 0
+        self.optimizer = _adamw(self._params, setting)
+        self._averager = PeriodicModelAverager(period=every, warmup_steps=0)  # type: ignore[no-untyped-call]
+        # It averages where its count is a multiple of k, and would begin with 0.
+        self._averager.step = 1
+        self._numel = sum(param.numel() for param in self._params)
+
+    def step(self) -> None:
+        """Moves the parameters; after the last step all ranks have the mean."""
+        self.optimizer.step()
+        self._averager.average_parameters(self._params)  # type: ignore[no-untyped-call]
+        self._taken += 1
+        self._left -= 1
+        if self._taken % self._every == 0:
+            self._count(self._numel, torch.float32)
+        elif self._left == 0:
+            averaging.average_parameters(iter(self._params), dist.group.WORLD)  # type: ignore[no-untyped-call]
+            self._count(self._numel, torch.float32)
+
+
+def _trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def _adamw(params: list[nn.Parameter], setting: Setting) -> Optimizer:
+    return AdamW(params, lr=setting.lr, weight_decay=setting.weight_decay)
