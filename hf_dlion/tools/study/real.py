@@ -29,6 +29,7 @@ class RealRank(Method):
     def __init__(self, scene: Scene, setting: Setting) -> None:
         """Makes the model, its wrapper and the optimizer."""
         model = scene.model(setting.seed)
+        self.judges = dist.get_rank() == 0
         how = recipe(setting.method)
         self._rival = None if how.rival is None else how.rival(model, setting)
         if self._rival is not None:
