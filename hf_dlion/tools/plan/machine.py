@@ -23,8 +23,8 @@ from hf_dlion.tools.report import read_bench
 NUMEL = 1 << 25
 SMALL_NUMEL = 1 << 20
 COLUMNS = 1024
-# Parameters of the Llama that stands in for a model of which only the size is known.
-STAND_IN = 29_500_000
+# Parameters of the Llamas that stand in for a model of which only the size is known.
+STAND_INS = (1, 29_500_000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,17 +123,23 @@ def of_codec_bench(path: Path, bits: int = 1) -> dict[str, float]:
 
 
 def stand_in_s(parameters: int, batch: int, sequence: int, device: torch.device) -> float:
-    """Returns the seconds of forward and backward of the benchmark's Llama, scaled by parameters.
+    """Returns the seconds of forward and backward, on the line through two of `llama`'s sizes.
+
+    The small one tells what a step takes at least, the large one what each parameter adds.
 
     Args:
         parameters: Of the model that is meant.
         batch: Sequences per rank and step.
         sequence: Tokens in each.
-        device: Where the Llama runs.
+        device: Where the Llamas run.
     """
-    model = llama(min(STAND_IN, parameters)).to(device)
-    size = sum(param.numel() for param in model.parameters())
-    return _compute_s(model, vocabulary(model), batch, sequence) * parameters / size
+    points: list[float] = []
+    for count in STAND_INS:
+        model = llama(count).to(device)
+        points.append(sum(param.numel() for param in model.parameters()))
+        points.append(_compute_s(model, vocabulary(model), batch, sequence))
+    fixed, each = _line(*points)
+    return fixed + each * parameters
 
 
 def model_s(
