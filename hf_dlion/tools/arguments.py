@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import TypeVar
 
+from hf_dlion.tools.report import FORMATS
+
 T = TypeVar("T")
 
 
@@ -28,6 +30,16 @@ def checked(kind: Callable[[str], T], holds: Callable[[T], bool], rule: str) -> 
     # argparse says "invalid int value" by this name.
     value_of.__name__ = kind.__name__
     return value_of
+
+
+def add_format(parser: argparse.ArgumentParser) -> None:
+    """Adds `--format`."""
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        default=FORMATS[0],
+        help="of what is printed; of json the result alone, as in the file (table)",
+    )
 
 
 positive = checked(int, lambda value: value >= 1, "must be at least 1")

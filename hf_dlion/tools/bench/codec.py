@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
     rows = [row for name in DTYPES for row in _rows_of(name, args)]
     config = {key: getattr(args, key) for key in ("parameters", "repeats", "threads", "bits")}
     config["compiler"] = native_library.library() is not None
-    publish("codec", args.json, config, before, rows, COLUMNS)
+    publish("codec", args, config, before, rows, COLUMNS)
 
 
 def _rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -163,7 +163,7 @@ def run_on_device(args: argparse.Namespace) -> None:
             rows.append(row)
     config = {key: getattr(args, key) for key in ("parameters", "repeats", "device")}
     config["codec"] = type(codec).__name__
-    publish("codec", args.json, config, before, rows, DEVICE_COLUMNS)
+    publish("codec", args, config, before, rows, DEVICE_COLUMNS)
 
 
 def _busy_s(call: Callable[[], object], device: torch.device) -> float:

@@ -100,4 +100,4 @@ def run(args: argparse.Namespace) -> None:
         config |= {"repeats": args.repeats, "threads": args.threads}
         config["emulate"] = args.emulate and str(args.emulate)
         config["backend"] = dist.get_backend()
-        publish("exchange", args.json, config, before, rows, COLUMNS)
+        publish("exchange", args, config, before, rows, COLUMNS)

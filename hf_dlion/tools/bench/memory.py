@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
         dist.barrier()
     if dist.get_rank() == 0:
         config = {"parameters": size, "ranks": dist.get_world_size(), "steps": STEPS}
-        publish("memory", args.json, config, before, rows, COLUMNS)
+        publish("memory", args, config, before, rows, COLUMNS)
 
 
 def _steps(method: Method, batch: torch.Tensor) -> None:

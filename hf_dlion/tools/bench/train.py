@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
         config["emulate"] = args.emulate and str(args.emulate)
         config["message_numel"] = args.message_numel
         config["backend"] = dist.get_backend()
-        publish("train", args.json, config, before, rows, COLUMNS)
+        publish("train", args, config, before, rows, COLUMNS)
 
 
 def limit_messages(methods: list[Method], message_numel: int | None) -> None:

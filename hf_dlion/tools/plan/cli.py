@@ -13,7 +13,7 @@ import torch
 
 from hf_dlion.options import BITS
 from hf_dlion.tools import report
-from hf_dlion.tools.arguments import checked, exit_code, positive
+from hf_dlion.tools.arguments import add_format, checked, exit_code, positive
 from hf_dlion.tools.bench import ranks
 from hf_dlion.tools.bench.methods import NONE
 from hf_dlion.tools.plan import gpu, link, machine, table, validate
@@ -23,7 +23,13 @@ from hf_dlion.tools.plan.machine import Machine
 from hf_dlion.tools.plan.methods import PARTS, Case, predict
 from hf_dlion.tools.plan.model import Workload, parse_count, workload
 from hf_dlion.tools.plan.report import EXPLAINED, rate, rows_of, verdict
-from hf_dlion.tools.report import MissingPackageError, print_table, read_bench, require, write_json
+from hf_dlion.tools.report import (
+    MissingPackageError,
+    Output,
+    read_bench,
+    require_matplotlib,
+    write_json,
+)
 
 COLUMNS = {
     "name": "method",
@@ -53,9 +59,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    require("rich")
     if args.plot is not None:
-        require("matplotlib")
+        require_matplotlib()
+    out = Output(args.format)
     torch.set_num_threads(args.threads)
     if args.validate is not None:
         _validate(args)
@@ -91,43 +97,45 @@ def _run(args: argparse.Namespace) -> None:
     }
     predictions = predict(case)
     if args.table:
-        result["rows"] = _print_tables(case)
+        result["rows"] = _print_tables(out, case)
     else:
         result["rows"] = rows_of(predictions)
-        print_table(_title(case), COLUMNS, result["rows"])
+        out.table(_title(case), COLUMNS, result["rows"])
     result["assumed"] = [
         f"forward and backward: {1e3 * case.compute_s:,.0f} ms ({source})",
         *_of_link_and_machine(case, several=args.table),
         *filter(None, (work.note, _memory_note(args, work), _caution(args))),
         "rows and columns: hf-dlion plan --help",
     ]
-    print(*result["assumed"], sep="\n")
+    for sentence in result["assumed"]:
+        out.line(sentence)
     if not args.table:
         result["verdict"] = verdict(case, predictions)
-        print(result["verdict"])
+        out.line(result["verdict"])
     if args.plot is not None:
         rates = table.RATES if args.table else (found.bits_per_s,)
         title = f"{work.name}: predicted time of a step{_of_votes(case)}"
         table.draw(table.points(case, rates=rates), title, Path(args.plot))
-        print(f"written: {args.plot}")
-    _write(args, result)
+        out.line(f"written: {args.plot}")
+    _write(out, args, result)
 
 
-def _write(args: argparse.Namespace, result: dict[str, Any]) -> None:
+def _write(out: Output, args: argparse.Namespace, result: dict[str, Any]) -> None:
     if args.json is not None:
         write_json(args.json, result)
-        print(f"written: {args.json}")
+        out.line(f"written: {args.json}")
+    out.result(result)
 
 
-def _print_tables(case: Case) -> list[dict[str, Any]]:
+def _print_tables(out: Output, case: Case) -> list[dict[str, Any]]:
     """Prints the table of nodes and links; returns a row per method, number of nodes and link."""
     found = table.points(case)
     lines = table.rows(found)
     title = (
         f"{case.work.name}: predicted time of a step{_of_votes(case)}, relative to no communication"
     )
-    print_table(title, {key: key for key in lines[0]}, lines)
-    print(EXPLANATION.format(bits=case.bits))
+    out.table(title, {key: key for key in lines[0]}, lines)
+    out.line(EXPLANATION.format(bits=case.bits))
     return [
         {"nodes": point.nodes, "link": point.link, **row}
         for point in found
@@ -136,6 +144,7 @@ def _print_tables(case: Case) -> list[dict[str, Any]]:
 
 
 def _validate(args: argparse.Namespace) -> None:
+    out = Output(args.format)
     result = read_bench(args.validate, "train")
     threads = result["config"]["threads"]
     torch.set_num_threads(threads)
@@ -144,12 +153,13 @@ def _validate(args: argparse.Namespace) -> None:
     case = replace(validate.case_of(result, own, seen), bits=args.bits)
     lines = validate.rows(result, case)
     network = result["config"].get("emulate") or "the network of the run"
-    print_table(f"predicted and measured on {network}", validate.COLUMNS, lines)
+    out.table(f"predicted and measured on {network}", validate.COLUMNS, lines)
     free = next(row["measured_ms"] for row in lines if row["name"] == NONE)
-    print(f"compute: {1e3 * case.compute_s:,.0f} ms, from the measured {free:,.0f} ms of {NONE}")
-    print(*_of_link_and_machine(case), sep="\n")
+    out.line(f"compute: {1e3 * case.compute_s:,.0f} ms, from the measured {free:,.0f} ms of {NONE}")
+    for sentence in _of_link_and_machine(case):
+        out.line(sentence)
     parts = {"bits": args.bits, "link": asdict(seen), "machine": asdict(own)}
-    _write(args, {"plan": "validate", **parts, "rows": lines})
+    _write(out, args, {"plan": "validate", **parts, "rows": lines})
 
 
 def _link(args: argparse.Namespace) -> Link | None:
@@ -313,4 +323,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--validate", metavar="FILE", help="compare with bench train's JSON")
     add("--json", metavar="FILE", help="write the result")
     add("--plot", metavar="FILE", help="draw step times over nodes")
+    add_format(parser)
     return parser
