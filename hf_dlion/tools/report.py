@@ -7,20 +7,23 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import platform
 import re
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+T = TypeVar("T")
 
 # Titles of the columns of a `summary`.
 TIMES = {"median_ms": "median ms", "min_ms": "min", "max_ms": "max"}
@@ -125,6 +128,38 @@ class Output:
         from rich.console import Console
 
         return Console(width=width)
+
+
+def track(items: Iterable[T], text: str, total: float | None = None) -> Iterable[T]:
+    """Yields the items; a terminal at stderr shows how many are done, and the time that is left.
+
+    Of several ranks the first one shows it. It is drawn between two items alone, so it takes no
+    time from what is measured.
+
+    Args:
+        items: In their order.
+        text: What is going on; "" shows nothing, inside of something that is shown.
+        total: How many there are, if they do not know.
+    """
+    if not text or not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
+        return items
+    from rich.console import Console
+    from rich.progress import track as tracked
+
+    console = Console(stderr=True)
+    return tracked(items, text, total, console=console, transient=True, auto_refresh=False)
+
+
+def duration(seconds: float) -> str:
+    """Returns a time for people, rounded up.
+
+    >>> duration(42.5), duration(600), duration(9000)
+    ('43 s', '10 min', '2 h 30 min')
+    """
+    if seconds <= 59:
+        return f"{math.ceil(seconds)} s"
+    hours, minutes = divmod(math.ceil(seconds / 60), 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min"
 
 
 def summary(seconds: Sequence[float]) -> dict[str, Any]:

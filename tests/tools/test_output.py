@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
 import re
+import subprocess
 import sys
 from typing import Any
 
 import pytest
+import torch
 
 from hf_dlion.tools import cli
+from hf_dlion.tools.bench import clock, ranks
 from hf_dlion.tools.plan import machine
 from hf_dlion.tools.plan.cli import COLUMNS
-from hf_dlion.tools.report import Output
+from hf_dlion.tools.report import Output, duration, track
 
 # As wide as those of `plan`.
 ROWS: list[dict[str, Any]] = [
@@ -29,18 +35,23 @@ def quick_machine(monkeypatch):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Makes stdout a terminal of so many columns."""
+    """Makes stdout, or another stream, a terminal of so many columns."""
 
-    def of(columns: int) -> None:
+    def of(columns: int, stream: str = "stdout") -> None:
         monkeypatch.setenv("COLUMNS", str(columns))
         monkeypatch.setenv("TERM", "xterm")
-        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        monkeypatch.delenv("RANK", raising=False)
+        monkeypatch.setattr(getattr(sys, stream), "isatty", lambda: True)
 
     return of
 
 
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", text)
+
+
 def printed(capsys: Any) -> list[str]:
-    return re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    return plain(capsys.readouterr().out).splitlines()
 
 
 def cells_of(lines: list[str]) -> set[str]:
@@ -133,3 +144,112 @@ def test_a_study_prints_its_summary_as_json(tmp_path, capsys):
     assert summary[0]["lr"] == 1e-3
     assert cli.main([*words, "--dry-run"]) == 0
     assert json.loads(capsys.readouterr().out)["missing"] == 0
+
+
+# Progress
+
+
+def test_progress_is_shown_on_a_terminal_and_only_on_stderr(terminal, capsys):
+    terminal(100, "stderr")
+    assert list(track(range(3), "counting")) == [0, 1, 2]
+    found = capsys.readouterr()
+    assert "counting" in found.err
+    assert "100%" in found.err
+    assert "0:00:00" in found.err  # hours, minutes and seconds that are left
+    assert found.out == ""
+
+
+def test_no_progress_is_written_into_a_file(capsys):
+    assert list(track(range(3), "counting")) == [0, 1, 2]
+    assert "counting" not in capsys.readouterr().err
+
+
+def test_the_first_rank_alone_shows_progress(terminal, monkeypatch, capsys):
+    terminal(100, "stderr")
+    monkeypatch.setenv("RANK", "1")
+    assert list(track(range(3), "counting")) == [0, 1, 2]
+    assert "counting" not in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("quick_machine")
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["bench", "codec", "--parameters=5000", "--repeats=2"], "bfloat16"),
+        (["plan", "1m", "--ranks=4", "--link=1gbit", "--step-ms=5"], "measuring this machine"),
+        (["study", "--scale=smoke", "--methods=lion", "--steps=1", "--seeds=1"], "runs"),
+    ],
+    ids=["bench", "plan", "study"],
+)
+def test_what_takes_long_shows_progress(words, text, terminal, tmp_path, monkeypatch, capsys):
+    terminal(100, "stderr")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words) == 0
+    assert re.search(rf"{text}.*100%.*\d:\d\d:\d\d", plain(capsys.readouterr().err))
+
+
+@pytest.mark.full
+@pytest.mark.multiproc
+@pytest.mark.skipif(sys.platform != "linux", reason="a terminal of its own")
+@pytest.mark.parametrize("bench", ["exchange", "train", "memory"])
+def test_ranks_show_one_bar(bench, tmp_path):
+    words = [bench, "--parameters=5000", "--json", str(tmp_path / "out.json")]
+    screen, terminal = pty.openpty()
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "hf_dlion.tools.bench", *words],
+        stderr=terminal, stdout=subprocess.DEVNULL, env=env,
+    ) as process:  # fmt: skip
+        os.close(terminal)
+        text = b""
+        with contextlib.suppress(OSError):  # at the end
+            while part := os.read(screen, 4096):
+                text += part
+        assert process.wait(120) == 0
+    os.close(screen)
+    assert text.count(b"100%") == 1, text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "1 s"), (59, "59 s"), (59.2, "1 min"), (3599, "1 h 00 min"), (50_040, "13 h 54 min")],
+)
+def test_a_duration_is_told_in_hours_and_minutes(seconds, text):
+    assert duration(seconds) == text
+
+
+# Errors
+
+
+def no_work(*args: Any, **options: Any) -> Any:
+    raise AssertionError("nothing is to begin")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["bench", "codec", "--device=cuda"], "--device cuda needs a GPU that torch can use"),
+        (["bench", "codec", "--device=gpu"], "--device gpu is no device: give cpu or cuda"),
+        (["bench", "codec", "--bits=4", "--device=cuda"], "--device cuda needs a GPU"),
+        (["study", "--device=cuda"], "unrecognized arguments: --device=cuda"),
+        (["plan", "7b", "--device=cuda"], "unrecognized arguments: --device=cuda"),
+        (
+            ["plan", "7b", "--backend=nccl", "--link=measure"],
+            "--backend nccl with --link measure needs a GPU",
+        ),
+    ],
+)
+def test_a_missing_gpu_is_told_in_one_sentence(words, message, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(clock, "seconds_of", no_work)
+    monkeypatch.setattr(ranks, "take_part", no_work)
+    try:
+        code = cli.main(words)
+    except SystemExit as ended:  # argparse
+        code = ended.code
+    found = capsys.readouterr()
+    assert code == 2
+    assert found.out == ""
+    assert found.err.count("\n") == 1
+    assert message in found.err

@@ -7,7 +7,7 @@ import sys
 from types import ModuleType
 
 from hf_dlion.options import BITS
-from hf_dlion.tools.arguments import add_format, exit_code, positive
+from hf_dlion.tools.arguments import Parser, add_format, exit_code, positive
 from hf_dlion.tools.bench import codec, exchange, memory, ranks, train
 from hf_dlion.tools.bench.emulate import EmulationRefusedError, Network
 from hf_dlion.tools.bench.methods import METHODS, VOTING
@@ -52,7 +52,7 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hf-dlion bench", description=__doc__)
+    parser = Parser(prog="hf-dlion bench", description=__doc__)
     benches = parser.add_subparsers(dest="bench", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", help="where to write the result (outputs/bench_NAME.json)")

@@ -13,7 +13,7 @@ import torch
 
 from hf_dlion.options import BITS
 from hf_dlion.tools import report
-from hf_dlion.tools.arguments import add_format, checked, exit_code, positive
+from hf_dlion.tools.arguments import Parser, add_format, checked, exit_code, positive
 from hf_dlion.tools.bench import ranks
 from hf_dlion.tools.bench.methods import NONE
 from hf_dlion.tools.plan import gpu, link, machine, table, validate
@@ -168,6 +168,11 @@ def _link(args: argparse.Namespace) -> Link | None:
         return _given(args, "1gbit")  # the table puts its own rates in
     if args.link != MEASURE:
         return _given(args, args.link)
+    if args.backend == "nccl" and not torch.cuda.is_available():
+        raise ValueError(
+            "--backend nccl with --link measure needs a GPU that torch can use, and torch sees "
+            "none here: leave out --backend, or give the rate: --link 1gbit"
+        )
     link.check_measurable()
     found: list[Link] = []
     ranks.take_part(lambda _: found.append(link.measured()), args)
@@ -293,7 +298,7 @@ def _step_ms(text: str) -> float | str:
 
 def _parser() -> argparse.ArgumentParser:
     width = max(map(len, EXPLAINED))
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="hf-dlion plan",
         description="Predict what a training step costs, and whether the exchange of votes pays.",
         epilog="rows and columns of the output:\n"

@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_dlion.tools.arguments import add_format, checked, exit_code, positive
+from hf_dlion.tools.arguments import Parser, add_format, checked, exit_code, positive
 from hf_dlion.tools.report import (
     MissingPackageError,
     Output,
+    duration,
     environment,
     require_matplotlib,
     write_json,
@@ -82,7 +83,7 @@ def _run(args: argparse.Namespace) -> None:
         seconds = estimate_s(todo)
         out.line(
             f"{len(todo)} runs to make, {len(records)} are there; about "
-            f"{seconds / 60:.0f} minutes of one core for their gradients"
+            f"{duration(seconds)} of one core for their gradients"
         )
         out.result({"missing": len(todo), "made": len(records), "gradients_s": seconds})
         return
@@ -148,7 +149,7 @@ _several = checked(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="hf-dlion study",
         description="Train with AdamW, global Lion and Distributed Lion's options, each at its "
         "best learning rate, and compare. Finished runs are kept: the same command goes on where "
