@@ -42,7 +42,7 @@ OPTIONAL = {
     "accelerate": {"accelerate", "trainer"},
     "triton": {"codec/cuda/triton.py"},
     "rich": {"tools/report.py"},
-    "matplotlib": {"tools/plan/table.py", "tools/study/plot.py"},
+    "matplotlib": {"tools/pictures.py"},
     "datasets": {"tools/smollm2.py", "tools/study/vision.py"},
     "peft": {"tools/study/text.py"},
     "sklearn": {"tools/study/vision.py"},

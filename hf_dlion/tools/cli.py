@@ -7,7 +7,7 @@ import sys
 
 COMMANDS = ("bench", "plan", "study")
 USAGE = """\
-usage: hf-dlion bench {codec,exchange,memory,train} [OPTIONS...]
+usage: hf-dlion bench {codec,exchange,memory,train,plot} [OPTIONS...]
        hf-dlion plan MODEL --ranks N --link RATE [OPTIONS...]
        hf-dlion study [--scale {smoke,small,medium,full}] [OPTIONS...]
 

@@ -8,10 +8,13 @@ from types import ModuleType
 
 from hf_dlion.options import BITS
 from hf_dlion.tools.arguments import Parser, add_format, exit_code, positive
-from hf_dlion.tools.bench import codec, exchange, memory, ranks, train
+from hf_dlion.tools.bench import codec, exchange, memory, plot, ranks, train
 from hf_dlion.tools.bench.emulate import EmulationRefusedError, Network
 from hf_dlion.tools.bench.methods import METHODS, VOTING
+from hf_dlion.tools.report import MissingPackageError
 
+# In this process, and on every rank.
+HERE = {"codec": codec.run, "plot": plot.run}
 RUNS = {"exchange": exchange.run, "train": train.run, "memory": memory.run}
 
 
@@ -23,14 +26,15 @@ def main(argv: list[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     args = _parser().parse_args(words)
-    args.json = args.json or f"outputs/bench_{args.bench}.json"
-    told = (EmulationRefusedError, ValueError)
+    if args.bench != "plot":
+        args.json = args.json or f"outputs/bench_{args.bench}.json"
+    told = (MissingPackageError, EmulationRefusedError, OSError, ValueError)
     return exit_code("bench", lambda: _run(args, words), *told)
 
 
 def _run(args: argparse.Namespace, words: list[str]) -> int:
-    if args.bench == "codec":
-        codec.run(args)
+    if args.bench in HERE:
+        HERE[args.bench](args)
         return 0
     if args.bench == "train" and args.bits != [1]:
         methods = args.methods or list(METHODS)
@@ -100,6 +104,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--methods", nargs="+", choices=list(METHODS))
     add("--bits", type=int, nargs="+", choices=BITS, default=[1], help="of DistributedLion's votes")
+
+    add = benches.add_parser("plot", help=_summary(plot)).add_argument
+    add("files", nargs="+", metavar="FILE", help="JSON of bench train")
+    add("--out", default="outputs/step-time.png", help="the picture (outputs/step-time.png)")
     return parser
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hf_dlion.options import BITS
-from hf_dlion.tools import report
+from hf_dlion.tools import pictures, report
 from hf_dlion.tools.arguments import Parser, add_format, checked, exit_code, positive
 from hf_dlion.tools.bench import ranks
 from hf_dlion.tools.bench.methods import NONE
@@ -61,6 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> None:
     if args.plot is not None:
         require_matplotlib()
+        pictures.check_path(Path(args.plot))
     out = Output(args.format)
     torch.set_num_threads(args.threads)
     if args.validate is not None:
@@ -115,6 +116,7 @@ def _run(args: argparse.Namespace) -> None:
     if args.plot is not None:
         rates = table.RATES if args.table else (found.bits_per_s,)
         title = f"{work.name}: predicted time of a step{_of_votes(case)}"
+        title += f", {args.ranks_per_node} ranks per node" if args.ranks_per_node > 1 else ""
         table.draw(table.points(case, rates=rates), title, Path(args.plot))
         out.line(f"written: {args.plot}")
     _write(out, args, result)
