@@ -76,7 +76,7 @@ def test_ticks_of_a_logarithmic_axis_are_plain_numbers(low, high, wanted):
 def test_a_plan_of_one_link_names_its_methods_in_full(monkeypatch, tmp_path):
     found = saved(monkeypatch)
     words = ["--ranks=8", "--ranks-per-node=4", "--link=10gbit", "--gpu=h100", "--dtype=bfloat16"]
-    assert cli.main(["plan", "7b", *words, f"--plot={tmp_path / 'plan.png'}"]) == 0
+    assert cli.main(["plan", "10m", *words, f"--plot={tmp_path / 'plan.png'}"]) == 0
     ((figure, panels),) = found
     figure.canvas.draw()
     (legend,) = figure.legends
@@ -145,6 +145,7 @@ def test_a_path_that_is_no_picture_is_refused_before_anything_is_measured(monkey
     )
 
 
+@pytest.mark.full
 def test_seeds_are_a_band_around_their_mean(monkeypatch, tmp_path):
     found = saved(monkeypatch)
     words = ["study", "--scale=smoke", "--steps=2", "--seeds=2", "--methods", "lion", "majority"]

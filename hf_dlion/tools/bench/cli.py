@@ -13,8 +13,6 @@ from hf_dlion.tools.bench.emulate import EmulationRefusedError, Network
 from hf_dlion.tools.bench.methods import METHODS, VOTING
 from hf_dlion.tools.report import MissingPackageError
 
-# In this process, and on every rank.
-HERE = {"codec": codec.run, "plot": plot.run}
 RUNS = {"exchange": exchange.run, "train": train.run, "memory": memory.run}
 
 
@@ -26,15 +24,16 @@ def main(argv: list[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     args = _parser().parse_args(words)
-    if args.bench != "plot":
-        args.json = args.json or f"outputs/bench_{args.bench}.json"
-    told = (MissingPackageError, EmulationRefusedError, OSError, ValueError)
-    return exit_code("bench", lambda: _run(args, words), *told)
+    if args.bench == "plot":
+        told = (MissingPackageError, OSError, ValueError)
+        return exit_code("bench plot", lambda: plot.run(args), *told)
+    args.json = args.json or f"outputs/bench_{args.bench}.json"
+    return exit_code("bench", lambda: _run(args, words), EmulationRefusedError, ValueError)
 
 
 def _run(args: argparse.Namespace, words: list[str]) -> int:
-    if args.bench in HERE:
-        HERE[args.bench](args)
+    if args.bench == "codec":
+        codec.run(args)
         return 0
     if args.bench == "train" and args.bits != [1]:
         methods = args.methods or list(METHODS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import textwrap
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -105,8 +106,9 @@ def _run(args: argparse.Namespace) -> None:
     result["assumed"] = [
         f"forward and backward: {1e3 * case.compute_s:,.0f} ms ({source})",
         *_of_link_and_machine(case, several=args.table),
-        *filter(None, (work.note, _memory_note(args, work), _caution(args))),
+        *filter(None, (work.note, _memory_note(args, work))),
         "rows and columns: hf-dlion plan --help",
+        *filter(None, (_caution(args),)),
     ]
     for sentence in result["assumed"]:
         out.line(sentence)
@@ -255,7 +257,7 @@ def _compute(args: argparse.Namespace, work: Workload) -> tuple[float, str]:
     flops = (
         "6 FLOPs per parameter"
         if work.trainable == work.parameters
-        else ("4 FLOPs per parameter, 2 more per trained one,")
+        else "4 FLOPs per parameter, 2 more per trained one,"
     )
     return gpu.compute_s(own, work, args.batch * sequence, mfu), (
         f"assumed: {flops} and token, {size} per rank, {100 * mfu:.0f} % of the "
@@ -304,7 +306,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="hf-dlion plan",
         description="Predict what a training step costs, and whether the exchange of votes pays.",
         epilog="rows and columns of the output:\n"
-        + "\n".join(f"  {name:{width}}  {told}" for name, told in EXPLAINED.items()),
+        + "\n".join(
+            textwrap.fill(f"  {name:{width}}  {told}", 80, subsequent_indent=" " * (width + 4))
+            for name, told in EXPLAINED.items()
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument

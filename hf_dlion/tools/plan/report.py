@@ -90,9 +90,9 @@ def verdict(case: Case, predictions: Predictions) -> str:
                 "gradient_as_bucket_view=True saves with AdamW, too"
             )
     elif not pays(predictions):
-        only = "is predicted to be only" if best >= _MORE else "is predicted to"
-        told = f"{best:.2f} times as fast" if best >= _MORE else _compared(best)
-        text = f"does not pay: {where} {waits}, but DistributedLion {only} {told}. Use AdamW"
+        told = _compared(best).replace("be ", "be only ")
+        text = f"does not pay: {where} {waits}, but DistributedLion is predicted to {told}"
+        text += ". Use AdamW"
     elif step < WORTH:
         text = (
             f"pays with overlap=True only: {where} {waits}; DistributedLion is predicted to be "
@@ -118,7 +118,7 @@ def _compared(gain: float) -> str:
     """Returns a gain as the end of "is predicted to"; no factor is below 1."""
     if gain >= _MORE:
         return f"be {gain:.2f} times as fast"
-    return f"take {1 / gain:.2f} times as long" if 1 / gain >= _MORE else "take as long as that"
+    return f"take {1 / gain:.2f} times as long" if 1 / gain >= _MORE else "take as long"
 
 
 def rate(link: Link) -> str:
