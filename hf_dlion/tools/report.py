@@ -42,8 +42,8 @@ def require_matplotlib() -> None:
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingPackageError(
-            "--plot draws with matplotlib, which is not installed: pip install 'hf-dlion[plot]' "
-            "(or matplotlib)"
+            "pictures are drawn with matplotlib, which is not installed: pip install "
+            "'hf-dlion[plot]' (or matplotlib)"
         )
 
 
@@ -67,8 +67,8 @@ class Output:
         """Prints a sentence, in lines that end with whole words where it is longer than they."""
         if self._form != "json":
             # What is not a terminal gets one line, and Markdown a paragraph.
-            wrap: dict[str, Any] = {"markup": False, "highlight": False}
-            self._console().print(text, soft_wrap=not self._terminal, **wrap)
+            wrap = not self._terminal
+            self._console().print(text, markup=False, highlight=False, soft_wrap=wrap)
             if self._form == "markdown":
                 print()
 

@@ -57,7 +57,7 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="hf-dlion bench", description=__doc__)
     benches = parser.add_subparsers(dest="bench", required=True)
-    common = argparse.ArgumentParser(add_help=False)
+    common = Parser(add_help=False)
     common.add_argument("--json", help="where to write the result (outputs/bench_NAME.json)")
     add_format(common)
     common.add_argument("--threads", type=positive, default=1, help="torch's threads (1)")
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", default="cpu", help='"cuda" times the Triton kernels beside a copy (cpu)')
     add("--bits", type=int, nargs="+", choices=BITS, default=[1], help="of a vote; on the CPU (1)")
 
-    several = argparse.ArgumentParser(add_help=False, parents=[common])
+    several = Parser(add_help=False, parents=[common])
     add = several.add_argument
     add("--parameters", type=positive, default=29_500_000)
     add("--ranks", type=positive, default=2, help="processes to start (2)")
