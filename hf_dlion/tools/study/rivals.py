@@ -100,7 +100,7 @@ class LocalSGD(Rival):
         self.model, self._params = model, _trainable(model)
         self._every, self._left, self._taken = every, setting.steps, 0
         self.optimizer = _adamw(self._params, setting)
-        self._averager = PeriodicModelAverager(period=every, warmup_steps=0)  # type: ignore[no-untyped-call]
+        self._averager = PeriodicModelAverager(period=every, warmup_steps=0)
         # It averages where its count is a multiple of k, and would begin with 0.
         self._averager.step = 1
         self._numel = sum(param.numel() for param in self._params)
@@ -108,13 +108,15 @@ class LocalSGD(Rival):
     def step(self) -> None:
         """Moves the parameters; after the last step all ranks have the mean."""
         self.optimizer.step()
-        self._averager.average_parameters(self._params)  # type: ignore[no-untyped-call]
+        self._averager.average_parameters(self._params)
         self._taken += 1
         self._left -= 1
         if self._taken % self._every == 0:
             self._count(self._numel, torch.float32)
         elif self._left == 0:
-            averaging.average_parameters(iter(self._params), dist.group.WORLD)  # type: ignore[no-untyped-call]
+            everyone = self._averager.process_group
+            assert everyone is not None, "None stood for the default group"
+            averaging.average_parameters(iter(self._params), everyone)
             self._count(self._numel, torch.float32)
 
 
