@@ -16,31 +16,26 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.table import Table
 
 # Titles of the columns of a `summary`.
 TIMES = {"median_ms": "median ms", "min_ms": "min", "max_ms": "max"}
-# What each package is for, and the extra that brings it.
-NEEDED = {
-    "rich": ("the benchmarks print their tables", "bench"),
-    "matplotlib": ("--plot draws", "plot"),
-}
 
 
 class MissingPackageError(RuntimeError):
     """A package that only these commands need is not installed."""
 
 
-def require(package: str) -> None:
-    """Checks, before anything is measured, that a package of `NEEDED` is there.
+def require_matplotlib() -> None:
+    """Checks, before anything is measured, that what --plot draws with is there.
 
     Raises:
         MissingPackageError: If it is not installed.
     """
-    use, extra = NEEDED[package]
-    if importlib.util.find_spec(package) is None:
+    if importlib.util.find_spec("matplotlib") is None:
         raise MissingPackageError(
-            f"{use} with {package}, which is not installed: pip install 'hf-dlion[{extra}]' "
-            f"(or {package})"
+            "--plot draws with matplotlib, which is not installed: pip install matplotlib"
         )
 
 
@@ -143,9 +138,6 @@ def print_table(title: str, columns: Mapping[str, str], rows: Sequence[Mapping[s
         columns: Titles of the printed columns by the rows' keys.
         rows: One mapping per line.
     """
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table(title=title)
     for place, heading in enumerate(columns.values()):
         table.add_column(heading, justify="right" if place else "left", no_wrap=True)

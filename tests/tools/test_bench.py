@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import signal
 import subprocess
@@ -70,12 +69,6 @@ def test_on_a_device_codecs_are_timed_beside_a_copy_of_as_many_bytes(tmp_path):
     assert rows["encode", "float32"]["megabytes"] == (3 * 4 * 5000 + 8 * 79) / 1e6
     assert rows["eager apply", "bfloat16"]["ratio"] > 0
     assert rows["hash", "bfloat16"]["megabytes"] == 2 * 5000 / 1e6
-
-
-def test_without_rich_the_command_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert main(["codec"]) == 2
-    assert "hf-dlion[bench]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("words", "code"), [([], 2), (["plant"], 2), (["--help"], 0)])

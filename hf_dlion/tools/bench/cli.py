@@ -11,7 +11,6 @@ from hf_dlion.tools.arguments import exit_code, positive
 from hf_dlion.tools.bench import codec, exchange, memory, ranks, train
 from hf_dlion.tools.bench.emulate import EmulationRefusedError, Network
 from hf_dlion.tools.bench.methods import METHODS, VOTING
-from hf_dlion.tools.report import MissingPackageError, require
 
 RUNS = {"exchange": exchange.run, "train": train.run, "memory": memory.run}
 
@@ -25,12 +24,11 @@ def main(argv: list[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     args = _parser().parse_args(words)
     args.json = args.json or f"outputs/bench_{args.bench}.json"
-    told = (MissingPackageError, EmulationRefusedError, ValueError)
+    told = (EmulationRefusedError, ValueError)
     return exit_code("bench", lambda: _run(args, words), *told)
 
 
 def _run(args: argparse.Namespace, words: list[str]) -> int:
-    require("rich")
     if args.bench == "codec":
         codec.run(args)
         return 0

@@ -22,7 +22,13 @@ from hf_dlion.tools.plan.machine import Machine
 from hf_dlion.tools.plan.methods import PARTS, Case, predict
 from hf_dlion.tools.plan.model import parse_count, workload
 from hf_dlion.tools.plan.report import rate, rows_of, verdict
-from hf_dlion.tools.report import MissingPackageError, print_table, read_bench, require, write_json
+from hf_dlion.tools.report import (
+    MissingPackageError,
+    print_table,
+    read_bench,
+    require_matplotlib,
+    write_json,
+)
 
 COLUMNS = {
     "name": "method",
@@ -51,9 +57,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    require("rich")
     if args.plot is not None:
-        require("matplotlib")
+        require_matplotlib()
     torch.set_num_threads(args.threads)
     if args.validate is not None:
         _validate(args)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dlion.tools.arguments import checked, exit_code, positive
-from hf_dlion.tools.report import MissingPackageError, environment, require, write_json
+from hf_dlion.tools.report import MissingPackageError, environment, require_matplotlib, write_json
 from hf_dlion.tools.study import table
 from hf_dlion.tools.study.methods import METHODS, recipe
 from hf_dlion.tools.study.real import check_real
@@ -65,9 +65,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    require("rich")
     if args.plot:
-        require("matplotlib")
+        require_matplotlib()
     trials = _trials(args)
     folder = Path(args.out)
     records = Records(folder / "runs.jsonl")
