@@ -40,6 +40,7 @@ OPTIONAL = {
         "tools/study/vision.py",
     },
     "accelerate": {"accelerate", "trainer"},
+    "axolotl": {"trainer/axolotl.py"},
     "triton": {"codec/cuda/triton.py"},
     "rich": {"tools/report.py"},
     "matplotlib": {"tools/plan/table.py", "tools/study/plot.py"},
