@@ -145,7 +145,8 @@ def _check_optim_args_early() -> None:
     Arguments may be changed after that, or come from a file, so a Trainer checks its own again,
     before the parser of transformers ends in "not enough values to unpack".
     """
-    make_arguments, make_trainer = TrainingArguments.__post_init__, Trainer.__init__
+    make_arguments: Any = TrainingArguments.__post_init__  # It has no annotations.
+    make_trainer = Trainer.__init__
 
     @functools.wraps(make_arguments)
     def checked_arguments(self: TrainingArguments) -> None:
