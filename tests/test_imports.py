@@ -42,6 +42,7 @@ OPTIONAL = {
         "tools/study/vision.py",
     },
     "accelerate": {"accelerate", "trainer"},
+    "axolotl": {"trainer/axolotl.py"},
     "triton": {"codec/cuda/triton.py"},
     "rich": {"tools/report.py"},
     "matplotlib": {"tools/pictures.py"},

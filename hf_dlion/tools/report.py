@@ -15,13 +15,13 @@ import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from rich.console import Console
+from rich.progress import track as tracked
+from rich.table import Table
 
 T = TypeVar("T")
 
@@ -42,8 +42,7 @@ def require_matplotlib() -> None:
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingPackageError(
-            "pictures are drawn with matplotlib, which is not installed: pip install "
-            "'hf-dlion[plot]' (or matplotlib)"
+            "pictures are drawn with matplotlib, which is not installed: pip install matplotlib"
         )
 
 
@@ -115,8 +114,6 @@ class Output:
         return parts
 
     def _print(self, columns: list[list[str]]) -> None:
-        from rich.table import Table
-
         table = Table()
         for place, (heading, *_) in enumerate(columns):
             table.add_column(heading, justify="right" if place else "left", no_wrap=True)
@@ -125,8 +122,6 @@ class Output:
         self._console(_width(columns)).print(table)
 
     def _console(self, width: int | None = None) -> Console:
-        from rich.console import Console
-
         return Console(width=width)
 
 
@@ -143,9 +138,6 @@ def track(items: Iterable[T], text: str, total: float | None = None) -> Iterable
     """
     if not text or not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
         return items
-    from rich.console import Console
-    from rich.progress import track as tracked
-
     console = Console(stderr=True)
     return tracked(items, text, total, console=console, transient=True, auto_refresh=False)
 
