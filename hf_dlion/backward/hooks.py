@@ -73,10 +73,11 @@ class _AccumulatedHook:
     @_disable_dynamo
     def __call__(self, param: Tensor) -> None:
         owner = self._claim.owner
-        owner.presence.note_accumulated(param)
+        part = owner.parts.of(param)
+        owner.presence.note_accumulated(part)
         # Votes of an optimizer that nobody is about to step would never be waited for.
         if claims.claim_of(param) is self._claim:
-            owner.early.note_gradient(param)
+            owner.early.note_gradient(part)
 
 
 def _let_go(engine: Engine, handles: dict[int, RemovableHandle]) -> None:

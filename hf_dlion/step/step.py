@@ -86,6 +86,7 @@ class Step:
             scaling: What GradScaler left to do.
         """
         self._engine, self._scaling = engine, scaling
+        engine.ranks.bind(engine.groups)
         self._wire, self._stats = engine.wire_if_several(), engine.stats
         self._plan_before = engine.plan
 
@@ -153,10 +154,11 @@ class Step:
             RuntimeError: If a gradient or a momentum is of another shape than its parameter.
         """
         engine = self._engine
+        engine.ranks.check_step()
         passes, dropped = engine.presence.batches.taken()
         for group in engine.groups:
             check_group(group)
-        self._pairs = trainable(engine.groups)
+        self._pairs = trainable(engine.local_groups)
         params = [param for _, param in self._pairs]
         self._momenta = momenta = engine.momenta()
         self._plan = plan = engine.plan_for(self._pairs, self._voters)
@@ -167,7 +169,7 @@ class Step:
             check_gradient(param)
         present = engine.presence.of(params)
         # Parameters that were thawed after their wrapper was attached.
-        engine.hooks.watch_gradients(params)
+        engine.hooks.watch_gradients(flat_params(engine.groups))
         for (index, param), has in zip(self._pairs, present, strict=True):
             if has:
                 momenta.of(param, index, plan.owned)
@@ -198,7 +200,7 @@ class Step:
             return [header]
         treatment = None if engine.plan is None else engine.plan.treatment
         details = details_of(
-            engine.groups, engine.options, failure, treatment, engine.sync.agreed()
+            engine.local_groups, engine.options, failure, treatment, engine.sync.agreed()
         )
         try:
             headers = engine.ranks.agreement.agree(header, self._wire, details)
@@ -221,12 +223,13 @@ class Step:
         self._voters.complete(self._momenta, self._plan.owners, params, self._unaveraged, mine)
 
     def _share_momenta(self) -> None:
-        """Gives all ranks one momentum of the parameters whose gradients are averaged.
+        """Gives all voters one momentum of the parameters whose gradients are averaged.
 
         They differ if these parameters were voted on before, or loaded per rank. Every rank must
         call this. Bytes per rank: 8 * (N - 1), and those of `synchronize_momentum` if they differ.
         """
-        assert self._wire is not None, "one rank has nobody to share with"
+        between = self._voters.between
+        assert between is not None, "one rank has nobody to share with"
         full = self._plan.treatment.full
         # A rank that did not use a parameter takes part as well: all must send the same.
         held = {
@@ -234,8 +237,8 @@ class Step:
             for index, param in self._pairs
             if index in full
         }
-        if momenta_differ(held, self._wire):
-            average_over_ranks(list(held.values()), self._wire)
+        if momenta_differ(held, between):
+            average_over_ranks(list(held.values()), between)
         self._engine.shared_momenta = full
 
     def _move(self, plan: Plan, counts: Tensor, mine: Header, delivery: Delivery) -> None:
@@ -248,8 +251,9 @@ class Step:
             delivery: Carries the votes.
         """
         moving = self._moving(plan, counts, mine)
-        if plan.averaged and self._wire is not None:
-            step_in_full(plan.averaged, moving, self._wire, self._stats)
+        between = self._voters.between
+        if plan.averaged and between is not None:
+            step_in_full(plan.averaged, moving, between, self._stats)
         delivery.land(moving, self._stats)
 
     def _moving(self, plan: Plan, counts: Tensor, mine: Header) -> Moving:
@@ -273,7 +277,7 @@ class Step:
     def _end(self, plan: Plan, heard: Sequence[Header], moved: bool) -> None:
         """Clears what belongs to this step, and prepares the next one."""
         engine, wire = self._engine, self._wire
-        engine.hooks.after_step(engine.presence.seen(flat_params(engine.groups)))
+        engine.hooks.after_step(engine.presence.seen(flat_params(engine.local_groups)))
         engine.presence.note_step()
         if wire is None:
             return

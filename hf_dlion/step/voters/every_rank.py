@@ -39,7 +39,7 @@ class EveryRank(OneRank):
         wires: tuple[Wire, Wire] | None,
     ) -> Built:
         """Returns messages of whole parameters."""
-        up, down = wires or (self.wire, self.wire)
+        up, down = wires or (self.between, self.between)
         messages = []
         for group, layout in groups:
             device = group[0][1].device
@@ -48,5 +48,5 @@ class EveryRank(OneRank):
         return Built(messages, InStep(messages))
 
     def average_momenta(self, momenta: MomentumStore) -> None:
-        """Replaces every momentum by the mean over the ranks."""
-        momenta.average(self.wire)
+        """Replaces every momentum by the mean over the voters."""
+        momenta.average(self.between)

@@ -46,7 +46,7 @@ class Voters(ABC):
 
     Attributes:
         wire: All ranks: headers travel there. None where there is but one rank.
-        ranks: Number of all ranks.
+        ranks: Number of ranks that share a message, as voters or as parts of one.
         index: Number of this rank's vote, the r of the rule.
         count: Number of votes, the N of the rule.
         between: The ranks whose votes this rank exchanges, one of each voter.
