@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.oracle import same_bits
@@ -50,10 +51,13 @@ def train(
     options: dict[str, Any],
     dtype: torch.dtype = torch.float32,
     fsdp: dict[str, Any] | None = None,
+    plain: bool = False,
 ) -> Trained:
     """Returns whole parameters before and after each step, and this rank's whole gradients."""
-    mesh = grid(world_size, SHARDS)
-    model = sharded(new_model(dtype), mesh, **(fsdp or {}))
+    mesh, model = grid(world_size, SHARDS), new_model(dtype)
+    if plain:
+        fsdp = {"ignored_params": {model.scale.weight}}
+    sharded(model, mesh, **(fsdp or {}))
     optimizer = optimizer_of(model, mesh, **options)
     params, grads = [full_params(model)], []
     for step in range(STEPS):
@@ -192,3 +196,54 @@ def test_join_is_refused_where_parameters_are_sharded(fake_ranks: int) -> None:
     optimizer = optimizer_of(sharded(new_model(), mesh), mesh)
     with pytest.raises(NotImplementedError, match="FSDP needs every rank"):
         optimizer.join_hook()
+
+
+def train_with_plain(rank: int, world_size: int, options: dict[str, Any]) -> Trained:
+    return train(rank, world_size, options, plain=True)
+
+
+@pytest.mark.full
+def test_gradients_of_plain_parameters_are_averaged_inside_the_replica(pools: RankPools) -> None:
+    trained = pools(4).run(train_with_plain, {})
+    names = [name for name, _ in new_model().named_parameters()]
+    check_against_whole(trained, plain=(names.index("scale.weight"),))
+    assert trained[0][2]["kinds"] == ["DTensor", "Tensor"]
+
+
+def disagree(rank: int, world_size: int, what: str) -> str:
+    mesh = grid(world_size, SHARDS)
+    model = sharded(new_model(), mesh)
+    optimizer = optimizer_of(model, mesh, lr=0.02 if what == "lr" and rank == 3 else 0.01)
+    model(tokens_of(rank, 0)).backward()
+    before = full_params(model)
+    if rank == 3 and what == "values":
+        model.body.weight._local_tensor.data[0, 0] += 1
+    if rank == 3 and what == "trainable":
+        model.body.bias.requires_grad_(False)
+    if rank == 3 and what == "gradient":
+        whole = torch.zeros(model.body.weight.shape)
+        model.body.weight.grad = DTensor.from_local(
+            whole, mesh["shard"], [Replicate()], run_check=False
+        )
+    with pytest.raises(RuntimeError) as raised:
+        optimizer.step()
+    if what != "values":
+        assert all(map(same_bits, full_params(model), before))
+    return str(raised.value)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("lr", "parameter groups.*rank 3: 0.02"),
+        ("values", "parameter values.*'body.weight': rank 1: .*, rank 3: "),
+        ("trainable", "ranks differ in trainable parameters"),
+        ("gradient", r"gradient of placement \(Replicate"),
+    ],
+)
+def test_what_is_wrong_on_one_rank_is_raised_on_all_ranks_of_all_replicas(
+    pools: RankPools, what: str, told: str
+) -> None:
+    for message in pools(4).run(disagree, what):
+        assert re.search(told, message), message
