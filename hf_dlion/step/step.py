@@ -288,8 +288,15 @@ class Step:
         # Last, because it may raise.
         every = engine.options.check_replicas_every
         if moved and every and engine.steps % every == 0:
-            on_divergence = engine.options.on_divergence
-            check_replicas(engine.groups, wire, engine.steps, on_divergence, self._voters.near)
+            check_replicas(
+                engine.local_groups,
+                wire,
+                engine.steps,
+                engine.options.on_divergence,
+                self._voters.near,
+                engine.ranks.agreement.alike,
+                self._voters.twins,
+            )
 
     def _synchronize_momenta(self, plan: Plan) -> None:
         """Averages the slice of the selected momenta whose turn it is.

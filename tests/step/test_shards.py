@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -12,13 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from hf_dlion import DistributedLion
 from tests.support.oracle import same_bits
 from tests.support.sharded_training import (
+    DECAY,
+    LR,
     ShardedOracle,
+    full,
     full_params,
     grid,
     new_model,
@@ -45,46 +51,87 @@ def pools() -> Iterator[RankPools]:
 Trained = tuple[list[list[Tensor]], list[list[Tensor | None]], dict[str, Any]]
 
 
-def train(
-    rank: int,
-    world_size: int,
-    options: dict[str, Any],
-    dtype: torch.dtype = torch.float32,
-    fsdp: dict[str, Any] | None = None,
-    plain: bool = False,
-) -> Trained:
+@dataclass(frozen=True)
+class Case:
+    """How a model is trained: options of the optimizer, of FSDP, and what the loop does.
+
+    Attributes:
+        options: Of the optimizer.
+        oracle: Those of them that the oracle takes.
+        dtype: Of the parameters.
+        policy: Arguments of `fully_shard` by name, made on the rank.
+        plain: Whether a parameter is left unsharded.
+        clip: Norm to which gradients are clipped.
+        batches: Per step.
+        sync: Whether FSDP reduces gradients after each of them, and not only after the last.
+        seen: Whether the rule takes the gradients as FSDP left them: those of a model that nobody
+            shards are rounded otherwise.
+    """
+
+    options: dict[str, Any] = field(default_factory=dict)
+    oracle: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    policy: str = ""
+    plain: bool = False
+    clip: float | None = None
+    batches: int = 1
+    sync: bool = False
+    seen: bool = False
+
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "": {},
+    "keep": {"reshard_after_forward": False},
+    "bf16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+}
+
+
+def train(rank: int, world_size: int, case: Case) -> Trained:
     """Returns whole parameters before and after each step, and this rank's whole gradients."""
-    mesh, model = grid(world_size, SHARDS), new_model(dtype)
-    if plain:
-        fsdp = {"ignored_params": {model.scale.weight}}
-    sharded(model, mesh, **(fsdp or {}))
-    optimizer = optimizer_of(model, mesh, **options)
-    params, grads = [full_params(model)], []
+    mesh, model = grid(world_size, SHARDS), new_model(case.dtype)
+    policy = POLICIES[case.policy]
+    sharded(
+        model, mesh, **policy, **({"ignored_params": {model.scale.weight}} if case.plain else {})
+    )
+    optimizer = optimizer_of(model, mesh, **case.options)
+    params, grads, early = [full_params(model)], [], []
     for step in range(STEPS):
-        tokens = tokens_of(rank, step)
-        own = whole_gradients(params[-1], [tokens])
-        model(tokens).backward()
+        batches = [tokens_of(rank, 10 * step + k) for k in range(case.batches)]
+        own = whole_gradients(params[-1], batches)
+        for k, tokens in enumerate(batches):
+            model.set_requires_gradient_sync(case.sync or k + 1 == len(batches))
+            model(tokens).backward()
         if step == NAN_STEP and rank == 1:
             # In the part that this rank holds; the other rank of the replica sees none.
             model.body.weight.grad._local_tensor[0, 0] = math.nan
             own[1] = torch.full_like(own[1], math.nan)
+        if case.clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        if case.seen:
+            own = [None if p.grad is None else full(p.grad) for p in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
         params.append(full_params(model))
         grads.append(own)
+        early.append(optimizer.wire.sent_in_backward)
     told = {
         "kinds": sorted({type(s["exp_avg"]).__name__ for s in optimizer.state.values()}),
         "abstentions": optimizer.abstentions.steps,
         "world_size": optimizer.world_size,
-        "bytes": optimizer.wire.last_bytes_sent,
+        "overlapped": optimizer.wire.overlapped,
+        "early": early,
     }
     return params, grads, told
 
 
-def check_against_whole(
-    trained: list[Trained], plain: tuple[int, ...] = (), **options: Any
-) -> None:
-    oracle = ShardedOracle(trained[0][0][0], len(trained) // SHARDS, SHARDS, plain, **options)
+PLAIN = [name for name, _ in new_model().named_parameters()].index("scale.weight")
+
+
+def check_against_whole(trained: list[Trained], case: Case) -> None:
+    plain = (PLAIN,) if case.plain else ()
+    replicas = len(trained) // SHARDS
+    oracle = ShardedOracle(trained[0][0][0], replicas, SHARDS, plain, **case.oracle)
     for step in range(STEPS):
         oracle.step([grads[step] for _, grads, _ in trained])
         wanted = oracle.params()
@@ -94,16 +141,65 @@ def check_against_whole(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_every_step_is_the_rule_on_the_rows_that_replicas_share(
     pools: RankPools, replicas: int
 ) -> None:
-    trained = pools(replicas * SHARDS).run(train, {})
-    check_against_whole(trained)
+    trained = pools(replicas * SHARDS).run(train, Case())
+    check_against_whole(trained, Case())
     told = trained[0][2]
     assert told["kinds"] == ["DTensor"]
     assert told["abstentions"] == [1, *[0] * (replicas - 1)]
     assert told["world_size"] == replicas * SHARDS
+
+
+def same(**options: Any) -> Case:
+    """A case whose options the oracle has, too."""
+    return Case(options, options)
+
+
+NARROW = {"dtype": torch.bfloat16, "seen": True}
+CASES = {
+    "bits": same(bits=4),
+    "average": same(aggregation="average"),
+    "zero": same(ties="zero"),
+    "gather": Case({"exchange": "gather"}),
+    "bfloat16": Case(**NARROW),
+    "nearest": Case({"stochastic_rounding": False}, {"stochastic_rounding": False}, **NARROW),
+    "momentum_dtype": same(momentum_dtype=torch.bfloat16),
+    "momentum_sync": same(momentum_sync_every=2),
+    "full_precision": Case({"full_precision": "*.bias"}, {"full": [2, 5, 7]}),
+    "warmup": same(warmup_full_steps=2),
+    "check_replicas": Case({"check_replicas_every": 1}),
+    "plain": Case(plain=True),
+    "clip": Case(clip=0.1, seen=True),
+    "accumulate": Case(batches=2),
+    "accumulate reduced": Case(batches=2, sync=True, seen=True),
+    "keep": Case(policy="keep"),
+    "mixed": Case(policy="bf16", seen=True),
+    "offload": Case(policy="offload"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
+def test_what_the_plain_optimizer_does_goes_for_parts(pools: RankPools, name: str) -> None:
+    trained = pools(2 * SHARDS).run(train, CASES[name])
+    check_against_whole(trained, CASES[name])
+    if name == "plain":
+        assert trained[0][2]["kinds"] == ["DTensor", "Tensor"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [Case({"overlap": True}), Case({"overlap": True}, batches=2)])
+def test_votes_on_parts_leave_during_backward(pools: RankPools, case: Case) -> None:
+    trained = pools(2 * SHARDS).run(train, case)
+    check_against_whole(trained, case)
+    for _, _, told in trained:
+        # Not in the first step, in which the order is found, nor where a NaN drops them.
+        assert told["overlapped"] == STEPS - 2
+        # What nobody uses holds its message up, until it comes last.
+        assert told["early"][-1] > 0
 
 
 @pytest.fixture
@@ -198,18 +294,6 @@ def test_join_is_refused_where_parameters_are_sharded(fake_ranks: int) -> None:
         optimizer.join_hook()
 
 
-def train_with_plain(rank: int, world_size: int, options: dict[str, Any]) -> Trained:
-    return train(rank, world_size, options, plain=True)
-
-
-@pytest.mark.full
-def test_gradients_of_plain_parameters_are_averaged_inside_the_replica(pools: RankPools) -> None:
-    trained = pools(4).run(train_with_plain, {})
-    names = [name for name, _ in new_model().named_parameters()]
-    check_against_whole(trained, plain=(names.index("scale.weight"),))
-    assert trained[0][2]["kinds"] == ["DTensor", "Tensor"]
-
-
 def disagree(rank: int, world_size: int, what: str) -> str:
     mesh = grid(world_size, SHARDS)
     model = sharded(new_model(), mesh)
@@ -247,3 +331,98 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all_ranks_of_all_replicas(
 ) -> None:
     for message in pools(4).run(disagree, what):
         assert re.search(told, message), message
+
+
+def scale(rank: int, world_size: int) -> tuple[list[Tensor], list[float], list[int]]:
+    mesh = grid(world_size, SHARDS)
+    model = sharded(new_model(), mesh)
+    optimizer = optimizer_of(model, mesh)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scales = []
+    for step in range(3):
+        scaler.scale(model(tokens_of(rank, step))).backward()
+        if step == 1 and rank == 1:
+            model.body.weight.grad._local_tensor[0, 0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return full_params(model), scales, optimizer.abstentions.steps
+
+
+@pytest.mark.full
+def test_an_overflow_in_one_part_halves_the_scale_of_its_replica(pools: RankPools) -> None:
+    trained = pools(4).run(scale)
+    for params, _, abstentions in trained:
+        assert all(map(same_bits, params, trained[0][0]))
+        assert abstentions == [1, 0]
+    assert [scales for _, scales, _ in trained] == [[4.0, 2.0, 2.0]] * 2 + [[4.0] * 3] * 2
+
+
+def drop_on_one_rank(rank: int, world_size: int) -> list[Tensor]:
+    mesh = grid(world_size, SHARDS)
+    model = sharded(new_model(), mesh)
+    optimizer = optimizer_of(model, mesh)
+    model(tokens_of(rank, 0)).backward()
+    if rank == 3:
+        model.body.weight.grad = None
+    optimizer.step()
+    return full_params(model)
+
+
+@pytest.mark.full
+def test_a_gradient_that_one_rank_dropped_counts_as_zeros_of_its_part(pools: RankPools) -> None:
+    trained = pools(4).run(drop_on_one_rank)
+    assert all(all(map(same_bits, params, trained[0])) for params in trained)
+
+
+def diverge(rank: int, world_size: int, on_divergence: str) -> tuple[str, list[Tensor]]:
+    mesh = grid(world_size, SHARDS)
+    model = sharded(new_model(), mesh)
+    options = {"check_replicas_every": 1, "on_divergence": on_divergence}
+    optimizer = optimizer_of(model, mesh, **options)
+    told = ""
+    for step in range(2):
+        model(tokens_of(rank, step)).backward()
+        if step == 1 and rank == 3:
+            with torch.no_grad():
+                model.body.weight._local_tensor[0, 0] += 1
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            try:
+                optimizer.step()
+            except RuntimeError as error:
+                told = str(error)
+        optimizer.zero_grad()
+        told += "".join(str(warning.message) for warning in found)
+    return told, full_params(model)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("on_divergence", ["raise", "repair"])
+def test_a_part_that_differs_is_named_on_all_ranks(pools: RankPools, on_divergence: str) -> None:
+    found = pools(4).run(diverge, on_divergence)
+    equal = [all(map(same_bits, params, found[0][1])) for _, params in found]
+    assert equal == [True, True, *[on_divergence == "repair"] * 2]
+    for told, _ in found:
+        assert "first in 'body.weight': rank 3 from rank 1" in told
+
+
+def step_by_process_group(rank: int, world_size: int) -> list[Tensor]:
+    mesh = grid(world_size, SHARDS)
+    model = new_model()
+    group = mesh["replicate"].get_group()
+    optimizer = DistributedLion(model.parameters(), lr=LR, weight_decay=DECAY, process_group=group)
+    # As Accelerate does: the model is sharded after its optimizer was made.
+    sharded(model, mesh)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    model(tokens_of(rank, 0)).backward()
+    optimizer.step()
+    return full_params(model)
+
+
+@pytest.mark.full
+def test_a_group_of_replicas_takes_parameters_that_are_sharded_later(pools: RankPools) -> None:
+    late, early = pools(4).run(step_by_process_group), pools(4).run(train, Case())
+    for params in late:
+        assert all(map(same_bits, params, early[0][0][1]))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hf_dlion import DistributedLion
 from tests.support.oracle import OracleGroup, OracleLion
+from tests.support.spawn import LASTING
 
 LR, DECAY = 0.01, 0.1
 
@@ -42,8 +45,15 @@ def new_model(dtype: torch.dtype = torch.float32) -> TinyModel:
 
 
 def grid(world_size: int, shards: int = 2) -> DeviceMesh:
-    shape = (world_size // shards, shards)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    return _grid((world_size // shards, shards), dist.group.WORLD)
+
+
+@functools.cache
+def _grid(shape: tuple[int, int], world: dist.ProcessGroup) -> DeviceMesh:
+    # Made once: groups have threads, and outlive the cases.
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    LASTING.update(mesh.get_all_groups())
+    return mesh
 
 
 def sharded(model: TinyModel, mesh: DeviceMesh, **options: Any) -> TinyModel:

@@ -22,6 +22,7 @@ class EveryRank(OneRank):
         """Takes the wire of all ranks, at least two."""
         self.wire: Wire = wire
         self.between: Wire = wire
+        self.twins: Wire = wire
         self.ranks = self.count = wire.world_size
         self.index = wire.rank
         self.alike = (range(wire.world_size),)

@@ -37,7 +37,8 @@ class NodeVoters(Voters):
 
     def __init__(self, wire: Wire, node: Node) -> None:
         """Takes the wire of all ranks, and this rank's node."""
-        self.wire, self.ranks = wire, wire.world_size
+        self.wire = self.twins = wire
+        self.ranks = wire.world_size
         self._node, self.members = node, node.members
         self.index, self.count = node.index, len(node.members)
         self.between = node.peers
