@@ -21,6 +21,7 @@ from hf_dlion.backward.overlap import Overlap
 from hf_dlion.backward.refused import refuse_replicated
 from hf_dlion.exchange import WireStats
 from hf_dlion.exchange.wire import RankGroup
+from hf_dlion.momentum.part_states import part_entry
 from hf_dlion.momentum.shares import Shares
 from hf_dlion.momentum.state_dict import (
     checked_loading,
@@ -397,6 +398,8 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         if options.momentum_sync_every and options.momentum_sync == "auto":
             count = len(flat_params(self.param_groups))
             state_dict["dlion"]["divergence"] = engine.sync.entry(count)
+        if (part := part_entry(flat_params(self.param_groups))) is not None:
+            state_dict["dlion"]["part"] = part
         if engine.shares.held:
             state_dict["dlion"]["shard"] = engine.shares.entry(engine.momenta().held())
         return with_entry_in_groups(state_dict)

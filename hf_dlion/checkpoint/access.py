@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 
+from hf_dlion.momentum.part_states import stretch_of
 from hf_dlion.optimizer import DistributedLion
+from hf_dlion.options.groups import flat_params
+from hf_dlion.options.parts import is_sharded
 
 
 def lion_in(optimizer: object) -> DistributedLion | None:
@@ -73,6 +76,30 @@ def meet_to_save(lion: DistributedLion, failure: Exception | None) -> None:
 def nodes_of(lion: DistributedLion) -> list[list[int]]:
     """Returns the ranks of each node, or nothing where every rank votes; all ranks must call it."""
     return [list(ranks) for ranks in lion._engine.voters().members]
+
+
+def held_momenta(lion: DistributedLion) -> dict[int, torch.Tensor]:
+    """Returns what this rank holds of each momentum, by parameter index; a part is 1-D."""
+    parts = part_ranges(lion)
+    held = lion._engine.momenta().held()
+    return {i: momentum.view(-1) if i in parts else momentum for i, momentum in held.items()}
+
+
+def part_ranges(lion: DistributedLion) -> dict[int, list[int]]:
+    """Returns start and stop of this rank's part of each sharded parameter, by index."""
+    params = flat_params(lion.param_groups)
+    return {i: list(stretch_of(param)) for i, param in enumerate(params) if is_sharded(param)}
+
+
+def shares_of(lion: DistributedLion) -> dict[str, Any]:
+    """Returns who shares a momentum with this rank, and which stretches of momenta it holds."""
+    node, held = lion._engine.ranks.node, held_momenta(lion)
+    if lion._engine.ranks.sharded:
+        members = [] if node is None else [list(ranks) for ranks in node.members]
+        ranges = {i: stretch for i, stretch in part_ranges(lion).items() if i in held}
+        return {"members": members, "ranges": ranges}
+    entry: dict[str, Any] = lion.state_dict()["dlion"].get("shard", {"members": [], "ranges": {}})
+    return entry
 
 
 def search_ddp(lion: DistributedLion) -> None:

@@ -164,7 +164,7 @@ def check_placement(param: Tensor) -> None:
     elif mesh.ndim > 1:
         why = "the mesh of a parameter may have one dimension (no tensor parallelism beside FSDP)"
     elif kinds == ["Shard"] and placements[0].dim == 0:
-        here, rows, place = whole._local_tensor.shape[0], whole.shape[0], mesh.get_local_rank()
+        here, rows, place = whole._local_tensor.shape[0], whole.shape[0], mesh.get_coordinate()[0]
         most = -(-rows // mesh.size())
         if here == max(0, min(rows - place * most, most)):
             return
