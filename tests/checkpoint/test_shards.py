@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hf_dlion
 from hf_dlion import DistributedLion
@@ -31,14 +29,6 @@ from tests.support.sharded_training import (
     tokens_of,
 )
 from tests.support.spawn import RankPools
-
-
-@pytest.fixture
-def fake_ranks() -> Iterator[int]:
-    """Four ranks of which this process is one; nothing that they send arrives."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield 4
-    dist.destroy_process_group()
 
 
 class Run:
@@ -209,7 +199,7 @@ def test_a_state_of_another_part_is_refused(fake_ranks: int) -> None:
     assert state["dlion"]["part"] == [0, 2]
     lion.load_state_dict(state)
     state["dlion"]["part"] = [1, 2]
-    with pytest.raises(ValueError, match=r"part 1 of 2 .* this rank holds part 0 of 2"):
+    with pytest.raises(ValueError, match=r"part 1 of 2, .* part 0 of 2"):
         lion.load_state_dict(state)
 
 

@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_dlion import DistributedLion
 from tests.support.oracle import same_bits
@@ -200,14 +198,6 @@ def test_votes_on_parts_leave_during_backward(pools: RankPools, case: Case) -> N
         assert told["overlapped"] == STEPS - 2
         # What nobody uses holds its message up, until it comes last.
         assert told["early"][-1] > 0
-
-
-@pytest.fixture
-def fake_ranks() -> Iterator[int]:
-    """Four ranks of which this process is one; nothing that they send arrives."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield 4
-    dist.destroy_process_group()
 
 
 def shard_by_columns(model: nn.Module, mesh: DeviceMesh) -> None:
