@@ -251,8 +251,8 @@ def _check_part(saved: object, params: Sequence[Tensor]) -> None:
     if held is not None:
         raise ValueError(
             f"the state holds the momenta of part {saved[0]} of {saved[1]}, and this rank holds "
-            f"part {held[0]} of {held[1]}: load on each rank the state that it saved itself, or save with "
-            f"torch.distributed.checkpoint or hf_dlion.save_momentum"
+            f"part {held[0]} of {held[1]}: load on each rank the state that it saved itself, or "
+            f"save with torch.distributed.checkpoint or hf_dlion.save_momentum"
         )
 
 
