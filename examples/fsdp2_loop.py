@@ -93,9 +93,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     if rank == 0:
         held = sum(p.to_local().numel() for p in model.parameters())
         bits = 8 * optimizer.wire.last_bytes_sent / held
-        print(
-            f"{shape[0]} replicas; rank 0 holds {held:,} numbers and sent {bits:.2f} bits of each"
-        )
+        print(f"{shape[0]} replicas; rank 0 holds {held:,} numbers and sent {bits:.2f} bits each")
 
 
 def main() -> None:
