@@ -79,9 +79,9 @@ def resume(
     """Saves a momentum per rank with `before` ranks per replica, and goes on with `after`."""
     first = Run(rank, world_size, before)
     weights = first.train(range(3))
-    hf_dlion.save_momentum(first.lion, folder)
+    with hf_dlion.saving(first.lion, folder):
+        hf_dlion.save_momentum(first.lion, folder)
     momenta = first.momenta()
-    dist.barrier()
     straight = first.train(range(3, 6))
     second = Run(rank, world_size, after)
     second.load_weights(weights)
