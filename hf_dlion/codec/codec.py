@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from hf_dlion.codec.layout import Run, Shard
-from hf_dlion.codec.rule import StepRule, TensorRule, Verdict
+from hf_dlion.codec.layout import Run
+from hf_dlion.codec.rule import TensorRule, Verdict
+from hf_dlion.codec.tally import Segments, Tally
 
 
 class EncodeJob(NamedTuple):
@@ -86,26 +88,12 @@ class Codec(Protocol):
     def advance_all(self, jobs: Sequence[AdvanceJob]) -> None:
         """Advances momenta as `encode_all` does, in place, and writes no votes."""
 
-    def count(
-        self,
-        votes: Tensor,
-        active: Tensor,
-        shard: Shard,
-        row_numels: Tensor,
-        rule: StepRule,
-        out: Tensor | None = None,
-    ) -> Verdict:
-        """Returns the verdict on a shard (rule S3 to S6).
+    def tally(self, segments: Segments, device: torch.device) -> Tally:
+        """Returns what packs and counts a message's votes, and packs and unpacks verdicts on them.
 
         Args:
-            votes: int64, shape (N, bits * shard.words), rows contiguous: every rank's votes; 0 in
-                a row that abstains.
-            active: bool, shape (N, shard.rows), the rows on which each rank votes.
-            shard: Which words and rows these are.
-            row_numels: `shard.row_numels`.
-            rule: The step's constants.
-            out: int64, shape (planes, shard.words), receives the verdict's planes; else a new
-                tensor.
+            segments: The places of the message's shards.
+            device: Where the segments lie.
         """
 
     def apply_all(self, jobs: Sequence[ApplyJob]) -> None:

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hf_dlion.codec import codec_for
 from hf_dlion.codec.bits import pack_bits
 from hf_dlion.codec.layout import WORD_BITS, MessageLayout, Run, Shard, shards_of
 from hf_dlion.codec.levels import pack_codes, zero_codes
 from hf_dlion.codec.rule import StepRule, Verdict, verdict_planes
+from hf_dlion.codec.tally import Segments
 from hf_dlion.exchange.exchange import Exchange, choose_exchange, make_exchange
 from hf_dlion.exchange.verdict_gather import VerdictGather
 from hf_dlion.exchange.wire import Wire
@@ -54,9 +56,11 @@ class NodeExchange:
             down: Another process group of the peers for a second round between nodes: `count` may
                 then be called on another thread than `start`.
         """
-        shards = shards_of(layout, local.world_size)
-        self.own = layout.part(shards[local.rank])
         planes = verdict_planes(options.aggregation, options.ties, peers.world_size)
+        segments = Segments.of(
+            layout, local.world_size, local.rank, options.bits, planes, peers.world_size
+        )
+        self.own = layout.part(segments.shard)
         self._device, self._place = device, local.device_for(device)
         # Of a short message the last ranks own nothing: on all nodes alike.
         self._inner: Exchange | None = None
@@ -66,9 +70,10 @@ class NodeExchange:
         self._nothing = Verdict(
             torch.empty((planes[0], 0), dtype=torch.int64, device=self._place),
             torch.empty(0, dtype=torch.int32, device=self._place),
-            0,
+            torch.zeros(2, dtype=torch.int64, device=self._place),
         )
-        self._gather = VerdictGather(layout, shards, local, self._place, planes, options.bits)
+        tally = codec_for(self._place).tally(segments, self._place)
+        self._gather = VerdictGather(segments, tally, local, self._place)
 
     def start(self, words: Tensor, active: Tensor) -> None:
         """Sends the votes on this rank's shard: words int64, active bool; as `Exchange.start`."""

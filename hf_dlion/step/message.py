@@ -43,7 +43,6 @@ class Message:
         self._bits = bits
         self._words = torch.empty(bits * layout.words, dtype=torch.int64, device=device)
         self._active = torch.empty(layout.rows, dtype=torch.bool, device=device)
-        self._row_numels = layout.shard(0, layout.words).row_numels(device)
         self._kinds = {id(param): (param.shape, param.device) for _, param in params}
 
     @property
@@ -136,10 +135,6 @@ class Message:
                 )
                 jobs.append(ApplyJob(param, part, rules[slot.index]))
         self._codec.apply_all(jobs)
-
-    def voted_elements(self, verdict: Verdict) -> int:
-        """Returns the number of elements in rows on which any rank voted."""
-        return int(self._row_numels[verdict.counts > 0].sum())
 
     def _gradients(self, voting: Container[int]) -> dict[int, Tensor]:
         """Returns the gradients of the parameters that vote, by index."""
