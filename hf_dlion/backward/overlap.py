@@ -99,8 +99,8 @@ class Overlap:
         with self._lock:
             if self._flight is None and not self._sync:
                 return
-            self._gradient_scale.before(param)
             if not self._messages:
+                self._gradient_scale.before_one(param)
                 self._ready[id(param)] = None
                 return
             if self._flight is None:
@@ -108,7 +108,7 @@ class Overlap:
             self._flight.note(param)
 
     def _begin(self, momenta: MomentumStore, rule: StepRule, stats: WireStats) -> Flight:
-        carried = momenta, rule, stats, self.scale
+        carried = momenta, rule, stats, self._gradient_scale
         return Flight(self._messages, *carried, self._counter, self._streams)
 
     def disturb(self) -> None:

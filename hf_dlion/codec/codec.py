@@ -62,6 +62,26 @@ class AloneJob(NamedTuple):
     run: Run | None = None
 
 
+# So many elements of a gradient are looked at to tell by how much it is scaled.
+PROBED = 128
+
+# Pairs: the places of some gradients among those given, and float64 numbers, one for each.
+Magnitudes = list[tuple[list[int], Tensor]]
+
+
+class Preview(NamedTuple):
+    """What becomes known of gradients while votes on them are made.
+
+    Attributes:
+        finite: For each job, True if its scaled gradient is known to be finite; False if it is
+            not, or unknown.
+        magnitudes: As `Codec.magnitudes`, of the gradients as they are.
+    """
+
+    finite: list[bool]
+    magnitudes: Magnitudes
+
+
 class Codec(Protocol):
     """What every backend does; see `hf_dlion.codec.eager` for the shortest one.
 
@@ -73,16 +93,26 @@ class Codec(Protocol):
     def encode_all(self, jobs: Sequence[EncodeJob]) -> None:
         """Writes votes and advances momenta, in place (rule S1 to S3)."""
 
-    def preview_all(self, jobs: Sequence[EncodeJob], scale: float) -> list[bool]:
+    def preview_all(self, jobs: Sequence[EncodeJob], scale: float) -> Preview:
         """Writes votes as `encode_all` does, and leaves momenta as they are.
 
         Args:
             jobs: As for `encode_all`.
             scale: The direction is that of fl(scale * grad), in the dtype of the computation.
+        """
 
-        Returns:
-            For each, True if fl(scale * grad) is known to be finite; False if it is not, or
-            unknown.
+    def all_finite(self, grads: Sequence[Tensor], scale: Tensor | None = None) -> Tensor:
+        """Returns whether no gradient holds a NaN or an Inf: bool, 0-D, on their device.
+
+        Args:
+            grads: Dense, of any floating dtypes, at least one.
+            scale: One element: they are divided by it first, in place. None leaves them alone.
+        """
+
+    def magnitudes(self, grads: Sequence[Tensor]) -> Magnitudes:
+        """Returns the sums of the magnitudes of some elements of each gradient, none of them empty.
+
+        The elements are every k-th in row-major order, at most `PROBED` of them.
         """
 
     def advance_all(self, jobs: Sequence[AdvanceJob]) -> None:
@@ -119,7 +149,8 @@ class Codec(Protocol):
         run: Run | None = None,
     ) -> bool:
         """Does `preview_all` on one tensor."""
-        return self.preview_all([EncodeJob(grad, exp_avg, words, active, rule, run)], scale)[0]
+        job = EncodeJob(grad, exp_avg, words, active, rule, run)
+        return self.preview_all([job], scale).finite[0]
 
     def advance(self, *job: Any) -> None:
         """Does `advance_all` on one tensor."""

@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hf_dlion.codec import AdvanceJob, ApplyJob, Codec, EncodeJob
+from hf_dlion.codec import AdvanceJob, ApplyJob, Codec, EncodeJob, Preview
 from hf_dlion.codec.layout import MessageLayout, Slot
 from hf_dlion.codec.rule import StepRule, TensorRule, Verdict
 from hf_dlion.exchange import Exchange
@@ -80,7 +80,7 @@ class Message:
         rules: Mapping[int, TensorRule],
         scale: float,
         grads: Mapping[int, Tensor],
-    ) -> list[Tensor]:
+    ) -> tuple[list[Tensor], Preview]:
         """Packs this rank's votes for gradients times `scale`, and leaves its momenta alone.
 
         Args:
@@ -90,22 +90,23 @@ class Message:
             grads: The gradient of every parameter, by index, on which this rank votes.
 
         Returns:
-            Those of the parameters whose gradients are known to be finite.
+            The parameters that vote, and what became known of their gradients.
         """
         found = self._jobs(voting, rules, grads)
-        finite = self._codec.preview_all([job for _, job in found], scale)
-        return [param for (param, _), known in zip(found, finite, strict=True) if known]
+        preview = self._codec.preview_all([job for _, job in found], scale)
+        return [param for param, _ in found], preview
 
-    def advance(self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]) -> None:
-        """Advances the momenta of the parameters on which this rank votes.
+    def advances(
+        self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]
+    ) -> list[AdvanceJob]:
+        """Returns what advances the momenta of the parameters on which this rank votes.
 
         Args:
             voting: As for `encode`.
             rules: As for `encode`.
         """
         grads = self._gradients(voting)
-        jobs = [AdvanceJob(grads[index], voting[index], rules[index]) for index in grads]
-        self._codec.advance_all(jobs)
+        return [AdvanceJob(grads[index], voting[index], rules[index]) for index in grads]
 
     def send(self) -> None:
         """Starts the exchange of the packed votes."""

@@ -21,7 +21,7 @@ from hf_dlion.momentum.store import MomentumStore
 from hf_dlion.options import check_group
 from hf_dlion.options.groups import agreed_values, flat_params, option_values, trainable
 from hf_dlion.options.params import check_gradient
-from hf_dlion.ranks.abstention import all_finite, unscale
+from hf_dlion.ranks.abstention import all_finite
 from hf_dlion.ranks.agreement import Disagreement, details_of
 from hf_dlion.ranks.fingerprint import digest
 from hf_dlion.ranks.header import Header, voters_on
@@ -173,9 +173,11 @@ class Step:
                 momenta.of(param, index, plan.owned)
         voting = self._voters.voting(engine.presence, params, present)
         self._unaveraged = self._voters.unaveraged(engine.presence, params, present)
-        finite = unscale(_gradients(voting), self._scaling.scale, self._scaling.found_inf)
-        # A gradient that was finite when its early vote left need not be read again.
-        finite = finite and all_finite(_gradients(engine.early.unknown(voting)))
+        scale, found_inf = self._scaling.scale, self._scaling.found_inf
+        # A gradient that was finite when its early vote left need not be read again, unless it is
+        # yet to be unscaled.
+        read = voting if scale is not None else engine.early.unknown(voting)
+        finite = all_finite(_gradients(read), scale, found_inf)
         return Header(
             finite=finite,
             failed=False,

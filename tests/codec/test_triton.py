@@ -37,6 +37,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         ["test_codec.py", "-k", "triton"],
         ["test_levels.py", "-k", "triton"],
         ["interpreted_triton.py"],
+        ["interpreted_tally.py"],
     ],
     ids=str,
 )
@@ -73,7 +74,13 @@ def compiled(kernel: Any, **constants: Any) -> str:
 
     if not hasattr(compiler, "CUDABackend"):
         pytest.skip("this triton has no compiler for CUDA")
-    pointers = {"jobs": "*i64", "job_of": "*i32", "zeros_in": "*u8", "counts": "*i32"}
+    pointers = {
+        "jobs": "*i64",
+        "constants": "*i64",
+        "job_of": "*i32",
+        "zeros_in": "*u8",
+        "counts": "*i32",
+    }
     pointers |= dict.fromkeys(("votes", "totals", "out", "change"), "*i64")
     if "voters" in kernel.arg_names:
         pointers |= {"votes": "*i32", "voters": "*i32", "out": "*i32", "sums": "*i64"}

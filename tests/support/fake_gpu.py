@@ -283,6 +283,9 @@ class FakeGpu:
             tables, "_on_device", lambda table, device: table.to(device, non_blocking=True)
         )
         self._patched.setattr(Background, "submit", _at_once)
+        # Tables of another model would be there already: here all addresses are 0.
+        tables._uploaded.cache_clear()
+        tables._job_of.cache_clear()
 
     def _patch_everywhere(self, function: Any, other: Any) -> None:
         """Puts `other` in the place of a function that modules have imported by name."""

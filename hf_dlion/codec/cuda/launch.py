@@ -22,15 +22,18 @@ logger = logging.getLogger(__name__)
 
 ENVIRONMENT = "HF_DLION_TRITON"
 WARPS = 4
+NAMES = ("kernels", "count", "levels", "tally", "gradients")
 
 
 class Kernels(NamedTuple):
-    """The modules that hold Triton code: the common parts, and the kernels by what they do."""
+    """The modules that hold Triton code: the common parts, and those of `NAMES`, in that order."""
 
     triton: Any
     codec: Any
     count: Any
     levels: Any
+    tally: Any
+    gradients: Any
 
 
 @functools.cache
@@ -38,7 +41,7 @@ def kernels(device: torch.device) -> Kernels | None:
     """Returns the Triton kernels, or None, and says so once, where a device cannot have them."""
     if os.environ.get(ENVIRONMENT) == "0":
         return None
-    names = ("triton", "triton_kernels", "triton_count", "triton_levels")
+    names = ("triton", *(f"triton_{name}" for name in NAMES))
     try:
         found = Kernels(*(importlib.import_module(f"hf_dlion.codec.cuda.{name}") for name in names))
         if device.type == "cuda" and torch.cuda.is_available():

@@ -1,0 +1,55 @@
+"""What a step asks of a GPU is held to a budget, counted without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.fake_gpu import FakeGpu
+
+# 300 tensors of 115 million elements, which make 34 messages.
+SHAPES = 50 * [(512, 2048), (2048,), (2048, 512), (512,), (512, 512), (512,)]
+PER_MESSAGE, BESIDE, WAITS = 8, 30, 2
+# A table of the node's rows that are cut has to be looked at, and filled up, before votes leave.
+PER_NODE_MESSAGE = 10
+
+
+@pytest.fixture
+def gpus() -> Iterator[list[FakeGpu]]:
+    made: list[FakeGpu] = []
+    yield made
+    for gpu in made:
+        gpu.close()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "per_message"),
+    [
+        (2, {"exchange": "gather"}, PER_MESSAGE),
+        (2, {"exchange": "two_phase"}, PER_MESSAGE),
+        (16, {"exchange": "gather"}, PER_MESSAGE),
+        (16, {"exchange": "two_phase"}, PER_MESSAGE),
+        (16, {"exchange": "two_phase", "aggregation": "average"}, PER_MESSAGE),
+        (16, {"exchange": "two_phase", "ties": "zero", "bits": 4}, PER_MESSAGE),
+        (2, {"exchange": "gather", "overlap": True}, PER_MESSAGE),
+        (16, {"exchange": "two_phase", "overlap": True}, PER_MESSAGE),
+        (16, {"local_group": 8}, PER_NODE_MESSAGE),
+    ],
+    ids=str,
+)
+def test_a_step_asks_little_of_a_gpu(
+    gpus: list[FakeGpu], ranks: int, options: dict[str, Any], per_message: int
+) -> None:
+    gpu = FakeGpu(SHAPES, ranks, **options)
+    gpus.append(gpu)
+    # The first steps agree on a layout and, with overlap, on an order.
+    for _ in range(3 if options.get("overlap") else 2):
+        asked = gpu.step()
+    stats = gpu.optimizer.wire
+    assert gpu.messages == 34
+    assert stats.sent_in_backward == (34 if options.get("overlap") else 0)
+    told = f"{asked.launched} launches, {asked.waited} waits: {asked.places} {asked.waits}"
+    assert asked.launched <= per_message * gpu.messages + BESIDE, told
+    assert asked.waited <= WAITS, told
