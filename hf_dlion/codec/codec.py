@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from hf_dlion.codec.edges import Edges, Ends
 from hf_dlion.codec.layout import Run
 from hf_dlion.codec.rule import TensorRule, Verdict
 from hf_dlion.codec.tally import Segments, Tally
@@ -124,6 +125,14 @@ class Codec(Protocol):
         Args:
             segments: The places of the message's shards.
             device: Where the segments lie.
+        """
+
+    def edges(self, ends: Ends, device: torch.device) -> Edges:
+        """Returns what completes the votes on rows that the shards of a node cut.
+
+        Args:
+            ends: Of this rank's shard.
+            device: Where its votes are.
         """
 
     def apply_all(self, jobs: Sequence[ApplyJob]) -> None:

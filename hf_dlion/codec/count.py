@@ -21,6 +21,7 @@ from torch import Tensor
 from hf_dlion.codec import levels
 from hf_dlion.codec.bits import expand_rows, popcount
 from hf_dlion.codec.codec import Codec
+from hf_dlion.codec.edges import Edges, Ends, TorchEdges
 from hf_dlion.codec.layout import WORD_BITS, Run, Shard, words_for
 from hf_dlion.codec.levels import LEVELS
 from hf_dlion.codec.rule import StepRule, Verdict
@@ -42,6 +43,10 @@ class CountingCodec(Codec):
     def tally(self, segments: Segments, device: torch.device) -> Tally:
         """See `Codec.tally`."""
         return TorchTally(self, segments, device)
+
+    def edges(self, ends: Ends, device: torch.device) -> Edges:
+        """See `Codec.edges`."""
+        return TorchEdges(ends)
 
     def count(
         self,

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_dlion.codec import codec_for
-from hf_dlion.codec.bits import pack_bits
-from hf_dlion.codec.layout import WORD_BITS, MessageLayout, Run, Shard, shards_of
-from hf_dlion.codec.levels import pack_codes, zero_codes
+from hf_dlion.codec.edges import Edges, Ends
+from hf_dlion.codec.layout import MessageLayout, Shard, shards_of
 from hf_dlion.codec.rule import StepRule, Verdict, verdict_planes
 from hf_dlion.codec.tally import Segments
 from hf_dlion.exchange.exchange import Exchange, choose_exchange, make_exchange
@@ -101,16 +100,19 @@ def choose_node_exchange(
 
 
 class RowEdges:
-    """The activity of the rows that lie in several shards of a message.
+    """Makes the votes on rows that the shards of a message cut those of whole rows.
 
-    A row abstains only if its direction is zero everywhere (rule S3), and of a row that is cut a
-    rank sees a part. So each rank tells the others of its node whether the first and the last row
-    of its shard vote. Where a row votes in another shard only, the zeros of the part in this one
-    vote by their rule. Bytes inside the node, per rank: 2 * (L - 1); none if no row is cut.
+    Each rank tells the others of its node whether the first and the last row of its shard vote
+    (`hf_dlion.codec.edges`). Bytes inside the node, per rank: 2 * (L - 1); none if no row is cut.
     """
 
     def __init__(
-        self, layout: MessageLayout, shards: Sequence[Shard], wire: Wire, device: torch.device
+        self,
+        layout: MessageLayout,
+        shards: Sequence[Shard],
+        wire: Wire,
+        device: torch.device,
+        bits: int = 1,
     ) -> None:
         """Finds the rows that are cut.
 
@@ -119,9 +121,9 @@ class RowEdges:
             shards: One per rank of the node.
             wire: The ranks of the node.
             device: Where the votes are made.
+            bits: Of a vote.
         """
-        self._wire, self._place = wire, wire.device_for(device)
-        self._mine = shards[wire.rank]
+        self._wire, mine = wire, shards[wire.rank]
         # Row of the message -> the ends, numbered 2 * rank (+ 1), that lie in it.
         ends: dict[int, list[int]] = {}
         for rank, shard in enumerate(shards):
@@ -129,11 +131,13 @@ class RowEdges:
                 ends.setdefault(shard.first_row, []).append(2 * rank)
                 ends.setdefault(shard.first_row + shard.rows - 1, []).append(2 * rank + 1)
         self._cut = any(len({end // 2 for end in sharing}) > 1 for sharing in ends.values())
-        self._sharing = [
-            ends[row]
-            for row in (self._mine.first_row, self._mine.first_row + self._mine.rows - 1)
-            if self._mine.rows
-        ]
+        place = wire.device_for(device)
+        self._told = torch.zeros(2, dtype=torch.uint8, device=place)
+        self._heard = torch.empty((wire.world_size, 2), dtype=torch.uint8, device=place)
+        self._edges: Edges | None = None
+        if mine.rows:
+            sharing = ends[mine.first_row], ends[mine.first_row + mine.rows - 1]
+            self._edges = codec_for(device).edges(Ends(mine, bits, wire.rank, sharing), device)
 
     @staticmethod
     def wire_bytes(shards: Sequence[Shard]) -> int:
@@ -153,62 +157,8 @@ class RowEdges:
         """
         if not self._cut:
             return
-        ends = torch.zeros(2, dtype=torch.uint8, device=self._place)
-        if self._mine.rows:
-            ends.copy_(active[[0, -1]])
-        everyone = torch.empty((self._wire.world_size, 2), dtype=torch.uint8, device=self._place)
-        self._wire.all_gather(everyone, ends, "votes on rows that are cut").wait()
-        if not self._mine.rows:
-            return
-        whole = everyone.view(-1)
-        woken = torch.zeros_like(active)
-        for row, sharing in zip((0, -1), self._sharing, strict=True):
-            woken[row] = whole[sharing].any().to(active.device) & ~active[row]
-        bits = rule.bits
-        for row, run in ((0, self._mine.runs[0]), (-1, self._mine.runs[-1])):
-            if bool(woken[row]):
-                own = words[bits * run.word : bits * (run.word + run.words)]
-                _vote_zeros(own, run, run.first_row + row % run.rows, rule)
-        active |= woken
-
-
-def _vote_zeros(words: Tensor, run: Run, row: int, rule: StepRule) -> None:
-    """Makes the votes on a row of a stretch, where all directions are 0, those of a row that votes.
-
-    Args:
-        words: int64, shape (bits * run.words,), changed in place; 0 for the elements of the row.
-        run: The stretch.
-        row: Row of the parameter.
-        rule: The step's constants.
-    """
-    begin = max(run.start, row * run.row_numel) - run.start
-    end = min(run.stop, (row + 1) * run.row_numel) - run.start
-    first, last = begin // WORD_BITS, (end - 1) // WORD_BITS
-    by_word, zeros = words.view(run.words, rule.bits), _votes_on_zeros(rule, words.device)
-    by_word[first + 1 : last] |= zeros
-    element = torch.arange(WORD_BITS, device=words.device)
-    for word in {first, last}:
-        here = element + WORD_BITS * word
-        flags = (here >= begin) & (here < end)
-        by_word[word] |= zeros & _mask(flags, rule.bits)
-
-
-def _votes_on_zeros(rule: StepRule, device: torch.device) -> Tensor:
-    """Returns the votes on 64 directions that are 0 in a row that votes, int64 of shape (bits,)."""
-    if rule.bits == 1:
-        return torch.tensor([rule.zero_word], device=device)
-    return zero_codes(rule.bits, rule.zero_phase, device)
-
-
-def _mask(flags: Tensor, bits: int) -> Tensor:
-    """Returns ones in the places of the votes on some of 64 elements, int64 of shape (bits,).
-
-    Args:
-        flags: bool, shape (64,).
-        bits: Of a vote.
-    """
-    if bits == 1:
-        return pack_bits(flags)
-    mask = torch.empty(bits, dtype=torch.int64, device=flags.device)
-    pack_codes(flags.to(torch.uint8) * (2**bits - 1), bits, mask)
-    return mask
+        if self._edges is not None:
+            self._edges.tell(active, self._told)
+        self._wire.all_gather(self._heard, self._told, "votes on rows that are cut").wait()
+        if self._edges is not None:
+            self._edges.hear(words, active, self._heard, rule)

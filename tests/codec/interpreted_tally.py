@@ -19,6 +19,7 @@ from hf_dlion.codec.cuda import tables
 from hf_dlion.codec.cuda.codec import TritonCodec
 from hf_dlion.codec.cuda.launch import kernels
 from hf_dlion.codec.eager import EagerCodec
+from hf_dlion.codec.edges import Ends
 from hf_dlion.codec.layout import MessageLayout, Shard
 from hf_dlion.codec.reference import levels as reference_levels
 from hf_dlion.codec.reference import votes as reference
@@ -163,3 +164,47 @@ def counted(
 
 def of(verdict: Verdict, shard: Shard) -> list[Tensor]:
     return [part.clone() for part in (within(verdict.planes, shard), verdict.counts, verdict.sums)]
+
+
+@examples(60)
+@given(
+    shapes=SHAPES,
+    size=st.integers(2, 4),
+    seed=st.integers(0, 10**6),
+    bits=st.sampled_from([1, 2, 8]),
+    step=st.integers(1, 4),
+)
+def test_cut_rows_are_completed_as_by_torch_operations(
+    shapes: list[tuple[int, ...]], size: int, seed: int, bits: int, step: int
+) -> None:
+    layout = MessageLayout.of([(k, torch.Size(shape)) for k, shape in enumerate(shapes)])
+    segments = Segments.of(layout, size, 0, bits, (1, 1), 3)
+    made = dataclasses.replace(rule(step=step).step_rule, bits=bits)
+    random = np.random.default_rng(seed)
+    for place, shard in enumerate(segments.shards):
+        if not shard.rows:
+            continue
+        last = shard.first_row + shard.rows - 1
+        sharing: Any = tuple(
+            [
+                2 * other + end
+                for other, theirs in enumerate(segments.shards)
+                for end, row in enumerate((theirs.first_row, theirs.first_row + theirs.rows - 1))
+                if theirs.rows and row == mine
+            ]
+            for mine in (shard.first_row, last)
+        )
+        everyone = torch.from_numpy(random.integers(0, 2, (size, 2)).astype(np.uint8))
+        active = torch.from_numpy(random.random(shard.rows) < 0.5)
+        if shard.rows == 1:
+            everyone[place, 1] = everyone[place, 0]
+        active[0], active[-1] = everyone[place].bool()
+        words = torch.from_numpy(random.integers(0, 2**62, bits * shard.words))
+        outcomes = []
+        for codec in CODECS:
+            edges = codec.edges(Ends(shard, bits, place, sharing), CPU)
+            told, own, rows = torch.zeros(2, dtype=torch.uint8), words.clone(), active.clone()
+            edges.tell(rows, told)
+            edges.hear(own, rows, everyone, made)
+            outcomes.append([told.tolist(), own.tolist(), rows.tolist()])
+        assert outcomes[0] == outcomes[1]

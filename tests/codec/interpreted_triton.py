@@ -21,6 +21,7 @@ from hf_dlion.codec.cpu import CpuCodec
 from hf_dlion.codec.cuda import tables
 from hf_dlion.codec.cuda.codec import TritonCodec
 from hf_dlion.codec.cuda.launch import kernels, run
+from hf_dlion.codec.eager import EagerCodec
 from hf_dlion.codec.layout import words_for
 from hf_dlion.codec.lion import signed32, step_key
 from hf_dlion.codec.reference import votes as reference
@@ -266,3 +267,43 @@ def test_levels_of_many_tensors_are_those_of_each_alone(bits: int, level_scale: 
         outcomes.append([part for job in jobs for part in (job.exp_avg, job.words, job.active)])
     for ours, theirs in zip(*outcomes, strict=True):
         assert bits_of(ours) == bits_of(theirs)
+
+
+@pytest.mark.parametrize("scale", [None, 3.0, 2.0**16, 1e-30])
+@pytest.mark.parametrize("poison", [None, torch.nan, torch.inf, -torch.inf])
+def test_gradients_are_unscaled_and_checked_as_by_torch(
+    scale: float | None, poison: float | None
+) -> None:
+    for seed, dtype in enumerate(DTYPES):
+        outcomes = []
+        for codec in (CODEC, EagerCodec()):
+            grads = [own.clamp(-1e4, 1e4) for own in lots(seed) if own.dtype == dtype]
+            grads.append(gradients((7, 9), seed, 0.1, dtype).clamp(-1e4, 1e4)[:, 2:5])
+            if poison is not None:
+                grads[seed + 3].view(-1)[-1] = poison
+            versions = [grad._version for grad in grads]
+            by = None if scale is None else torch.tensor(scale)
+            finite = codec.all_finite(grads, by)
+            assert finite.dtype == torch.bool
+            assert finite.shape == ()
+            outcomes.append([bool(finite), *map(bits_of, grads)])
+            # Whoever marked a gradient by its version must see that it changed.
+            moved = [v != g._version for v, g in zip(versions, grads, strict=True) if g.numel()]
+            assert all(moved) if scale is not None else not any(moved)
+        assert outcomes[0] == outcomes[1]
+        if scale != 1e-30:
+            assert outcomes[0][0] == (poison is None)
+
+
+def test_the_magnitudes_of_some_elements_are_those_that_torch_finds() -> None:
+    grads = [grad for grad in lots(5) if grad.numel()]
+    grads += [gradients((40, 17), 1, 0.1, torch.bfloat16), gradients((129,), 2, 0.1, torch.float64)]
+    expected = EagerCodec().magnitudes(grads)[0][1]
+    jobs = []
+    for k, grad in enumerate(grads):
+        average = torch.zeros(grad.shape, dtype=grad.dtype)
+        jobs.append(EncodeJob(grad, average, *buffers(grad), rule(index=k)))
+    for told in (CODEC.magnitudes(grads), CODEC.preview_all(jobs, 0.5).magnitudes):
+        assert sorted(place for places, _ in told for place in places) == list(range(len(grads)))
+        for places, sums in told:
+            torch.testing.assert_close(sums, expected[places], rtol=1e-12, atol=0.0)

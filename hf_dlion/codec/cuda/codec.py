@@ -22,10 +22,12 @@ from hf_dlion.codec.codec import (
     Preview,
 )
 from hf_dlion.codec.cuda import gradients
+from hf_dlion.codec.cuda.edges import TritonEdges
 from hf_dlion.codec.cuda.launch import Kernels, key_of, on_device, run
 from hf_dlion.codec.cuda.levels import encode_levels
 from hf_dlion.codec.cuda.tables import Entry, Launch, entry_of, launches
 from hf_dlion.codec.cuda.tally import TritonTally
+from hf_dlion.codec.edges import Edges, Ends
 from hf_dlion.codec.lion import momentum_stream
 from hf_dlion.codec.rule import StepRule
 from hf_dlion.codec.tally import Segments, Tally
@@ -180,6 +182,10 @@ class TritonCodec(Codec):
     def tally(self, segments: Segments, device: torch.device) -> Tally:
         """See `Codec.tally`."""
         return TritonTally(self._found, segments, device)
+
+    def edges(self, ends: Ends, device: torch.device) -> Edges:
+        """See `Codec.edges`."""
+        return TritonEdges(self._found, ends, device)
 
     def _types(self, on: Launch, step: StepRule) -> dict[str, object]:
         """Returns what the compiler must know of the tensors."""

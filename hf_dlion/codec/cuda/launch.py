@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 ENVIRONMENT = "HF_DLION_TRITON"
 WARPS = 4
-NAMES = ("kernels", "count", "levels", "tally", "gradients")
+NAMES = ("kernels", "count", "levels", "tally", "gradients", "edges")
 
 
 class Kernels(NamedTuple):
@@ -34,6 +34,7 @@ class Kernels(NamedTuple):
     levels: Any
     tally: Any
     gradients: Any
+    edges: Any
 
 
 @functools.cache

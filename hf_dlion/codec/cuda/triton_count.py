@@ -21,13 +21,13 @@ from hf_dlion.codec.cuda.triton import (
 
 @triton.jit
 def _voters_of_rows(
-    rows, stride, ranks, counts, first, touched, AVERAGE: tl.constexpr, ROWS: tl.constexpr
+    row_bits, stride, ranks, counts, first, touched, AVERAGE: tl.constexpr, ROWS: tl.constexpr
 ):
     """Writes how many ranks vote on each row of a block; returns the least of them and the most."""
     each = tl.arange(0, ROWS)
     inside = each < touched
     place = first + each
-    source = rows + place // 32
+    source = row_bits + place // 32
     shift = (place % 32).to(tl.int32)
     voters = tl.full((ROWS,), 0, tl.int32)
     for _ in range(ranks):
@@ -42,7 +42,7 @@ def _voters_of_rows(
 
 @triton.jit
 def voters_of_block(
-    job, start, count, rows, stride, ranks, counts, AVERAGE: tl.constexpr, BLOCK: tl.constexpr
+    job, start, count, row_bits, stride, ranks, counts, AVERAGE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Counts a block's voters, and writes those of its rows.
 
@@ -50,7 +50,7 @@ def voters_of_block(
         job: The table's row.
         start: First element of the block.
         count: How many there are.
-        rows: int32, which rows a rank votes on.
+        row_bits: int32, which rows a rank votes on.
         stride: From rank to rank.
         ranks: N.
         counts: int32 per row of the shard, receives how many vote on it, or whether any does.
@@ -65,15 +65,15 @@ def voters_of_block(
     first += tl.load(job + ROWS_AT)
     # Mostly a block lies in a few rows.
     if touched <= 32:
-        lowest, highest = _voters_of_rows(rows, stride, ranks, counts, first, touched, AVERAGE, 32)
+        lowest, highest = _voters_of_rows(row_bits, stride, ranks, counts, first, touched, AVERAGE, 32)
     else:
         lowest, highest = _voters_of_rows(
-            rows, stride, ranks, counts, first, touched, AVERAGE, BLOCK
+            row_bits, stride, ranks, counts, first, touched, AVERAGE, BLOCK
         )
     voters = tl.full((BLOCK // 32, 32), 0, tl.int32) + lowest
     if lowest != highest:
         place = first + row
-        source = rows + place // 32
+        source = row_bits + place // 32
         shift = (place % 32).to(tl.int32)
         inside = elements(BLOCK) < count
         voters = tl.full((BLOCK // 32, 32), 0, tl.int32)
@@ -104,7 +104,7 @@ def _plus(planes, vote, DIGITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["stride", "ranks", "out_stride", "tie_word"])
 def count(
-    jobs, job_of, votes, rows, stride, ranks, counts, out, out_stride, tie_word, sums,
+    jobs, job_of, votes, row_bits, stride, ranks, counts, out, out_stride, tie_word, sums,
     DIGITS: tl.constexpr, AVERAGE: tl.constexpr, ZERO: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Counts votes and writes the verdict on them; strides are in words of 32 bits.
@@ -113,7 +113,7 @@ def count(
         jobs: The table.
         job_of: The job of each block.
         votes: uint32, a row of words per rank; 0 in a row of a parameter that abstains.
-        rows: int32, which rows each rank votes on.
+        row_bits: int32, which rows each rank votes on.
         stride: From rank to rank, of both.
         ranks: N.
         counts: int32 per row of the shard; see `voters_of_block`.
@@ -129,7 +129,7 @@ def count(
     """
     job, start, numel = block_of(jobs, job_of, tl.program_id(0), BLOCK)
     voters, lowest, highest = voters_of_block(
-        job, start, numel, rows, stride, ranks, counts, AVERAGE, BLOCK
+        job, start, numel, row_bits, stride, ranks, counts, AVERAGE, BLOCK
     )
     word = tl.arange(0, BLOCK // 32)
     held = word < (numel + 63) // 64 * 2

@@ -44,7 +44,7 @@ def _factors(
 
 
 @triton.jit
-def _pack_codes(codes, BITS: tl.constexpr, BLOCK: tl.constexpr):
+def pack_codes(codes, BITS: tl.constexpr, BLOCK: tl.constexpr):
     """Returns the 32-bit words that hold a block's codes, shape (BLOCK // 64, 2 * BITS).
 
     Args:
@@ -151,7 +151,7 @@ def encode_levels(
     level = tl.where(offset < count, level, 0)
     codes = tl.reshape(level, (BLOCK // 32, 32)).to(tl.uint32)
     words, held = _places(job, start, count, BITS, BLOCK)
-    tl.store(words, _pack_codes(codes, BITS, BLOCK), mask=held)
+    tl.store(words, pack_codes(codes, BITS, BLOCK), mask=held)
 
 
 @triton.jit
@@ -161,13 +161,13 @@ def clear_levels(jobs, job_of, zeros_in, BITS: tl.constexpr, BLOCK: tl.constexpr
         job, start, count = block_of(jobs, job_of, tl.program_id(0), BLOCK)
         ones = kept_of(job, start, count, BLOCK).to(tl.uint32) * ((1 << BITS) - 1)
         words, held = _places(job, start, count, BITS, BLOCK)
-        kept = tl.load(words, mask=held, other=0) & _pack_codes(ones, BITS, BLOCK)
+        kept = tl.load(words, mask=held, other=0) & pack_codes(ones, BITS, BLOCK)
         tl.store(words, kept, mask=held)
 
 
 @triton.jit(do_not_specialize=["stride", "ranks", "out_stride", "tie_word"])
 def sum_levels(
-    jobs, job_of, votes, rows, stride, ranks, counts, out, out_stride, tie_word, sums,
+    jobs, job_of, votes, row_bits, stride, ranks, counts, out, out_stride, tie_word, sums,
     BITS: tl.constexpr, LARGEST: tl.constexpr, SPACING: tl.constexpr, ZERO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -178,13 +178,13 @@ def sum_levels(
             plane.
         job_of: The job of each block.
         votes: uint32, a row of BITS times as many words per rank.
-        rows: As for `count`, and so are `stride`, `ranks`, `counts`, `out`, `out_stride`,
+        row_bits: As for `count`, and so are `stride`, `ranks`, `counts`, `out`, `out_stride`,
             `tie_word`, `ZERO` and `BLOCK`.
         sums: int64, two elements, to which are added the sum over the elements of |sum of the
             levels|, and that over ranks too of |level|.
     """
     job, start, numel = block_of(jobs, job_of, tl.program_id(0), BLOCK)
-    voters, _, _ = voters_of_block(job, start, numel, rows, stride, ranks, counts, False, BLOCK)
+    voters, _, _ = voters_of_block(job, start, numel, row_bits, stride, ranks, counts, False, BLOCK)
     voters = tl.reshape(voters, (BLOCK // 64, 64))
     word = tl.arange(0, BLOCK // 64)[:, None]
     element = tl.arange(0, 64)[None, :]

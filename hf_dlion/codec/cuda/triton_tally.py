@@ -27,6 +27,26 @@ def _words_of(count, BLOCK: tl.constexpr):
     return word, word < (count + 63) // 64 * 2
 
 
+@triton.jit
+def _copy_votes(words, out, program, vote_words, size, stride, BLOCK: tl.constexpr):
+    at = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    held = at < vote_words
+    values = tl.load(words + at, mask=held, other=0)
+    tl.store(out + at // size * stride + at % size, values, mask=held)
+
+
+@triton.jit
+def _pack_rows(jobs, job_of, block, active, out, BLOCK: tl.constexpr):
+    job, start, count = block_of(jobs, job_of, block, BLOCK)
+    offset = elements(BLOCK)
+    here = active + tl.load(job + ROWS_AT) + start
+    flags = tl.load(here + offset, mask=offset < count, other=0)
+    word, held = _words_of(count, BLOCK)
+    narrow = out.to(tl.pointer_type(tl.uint32))
+    at = narrow + tl.load(job + WORDS_AT) + start // 32 + word
+    tl.store(at, pack(flags != 0), mask=held)
+
+
 @triton.jit(do_not_specialize=["copies", "vote_words", "size", "stride"])
 def pack_votes(
     jobs, job_of, words, active, out, sums, copies, vote_words, size, stride,
@@ -48,21 +68,34 @@ def pack_votes(
     """
     program = tl.program_id(0)
     if program < copies:
-        at = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        held = at < vote_words
-        values = tl.load(words + at, mask=held, other=0)
-        tl.store(out + at // size * stride + at % size, values, mask=held)
+        _copy_votes(words, out, program, vote_words, size, stride, BLOCK)
         if program == 0:
             tl.store(sums + tl.arange(0, 2), tl.full((2,), 0, tl.int64))
     else:
-        job, start, count = block_of(jobs, job_of, program - copies, BLOCK)
-        offset = elements(BLOCK)
-        here = active + tl.load(job + ROWS_AT) + start
-        flags = tl.load(here + offset, mask=offset < count, other=0)
-        word, held = _words_of(count, BLOCK)
-        narrow = out.to(tl.pointer_type(tl.uint32))
-        at = narrow + tl.load(job + WORDS_AT) + start // 32 + word
-        tl.store(at, pack(flags != 0), mask=held)
+        _pack_rows(jobs, job_of, program - copies, active, out, BLOCK)
+
+
+@triton.jit
+def _copy_planes(
+    planes, planes_stride, out, program, words, size, PLANES: tl.constexpr, BLOCK: tl.constexpr
+):
+    at = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    held = at < words
+    for plane in tl.static_range(PLANES):
+        values = tl.load(planes + plane * planes_stride + at, mask=held, other=0)
+        tl.store(out + plane * size + at, values, mask=held)
+
+
+@triton.jit
+def _pack_counts(counts, out, start, rows, row_words, DIGITS: tl.constexpr, BLOCK: tl.constexpr):
+    count = tl.minimum(rows - start, BLOCK)
+    offset = elements(BLOCK)
+    voters = tl.load(counts + start + offset, mask=offset < count, other=0)
+    word, held = _words_of(count, BLOCK)
+    narrow = out.to(tl.pointer_type(tl.uint32)) + start // 32 + word
+    for digit in tl.static_range(DIGITS):
+        bits = pack(((voters >> digit) & 1) != 0)
+        tl.store(narrow + digit * 2 * row_words, bits, mask=held)
 
 
 @triton.jit(do_not_specialize=["planes_stride", "copies", "words", "rows", "size", "row_words"])
@@ -93,25 +126,14 @@ def pack_verdict(
     program = tl.program_id(0)
     if program < copies:
         if COPY:
-            at = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-            held = at < words
-            for plane in tl.static_range(PLANES):
-                values = tl.load(planes + plane * planes_stride + at, mask=held, other=0)
-                tl.store(out + plane * size + at, values, mask=held)
+            _copy_planes(planes, planes_stride, out, program, words, size, PLANES, BLOCK)
         if program == 0:
             tl.store(following + tl.arange(0, 2), tl.full((2,), 0, tl.int64))
             for k in tl.static_range(SUMS):
                 tl.store(out + PLANES * size + DIGITS * row_words + k, tl.load(sums + k))
     else:
         start = (program - copies) * BLOCK
-        count = tl.minimum(rows - start, BLOCK)
-        offset = elements(BLOCK)
-        voters = tl.load(counts + start + offset, mask=offset < count, other=0)
-        word, held = _words_of(count, BLOCK)
-        narrow = (out + PLANES * size).to(tl.pointer_type(tl.uint32)) + start // 32 + word
-        for digit in tl.static_range(DIGITS):
-            bits = pack(((voters >> digit) & 1) != 0)
-            tl.store(narrow + digit * 2 * row_words, bits, mask=held)
+        _pack_counts(counts, out + PLANES * size, start, rows, row_words, DIGITS, BLOCK)
 
 
 @triton.jit(
@@ -146,33 +168,53 @@ def unpack_verdict(
     """
     program = tl.program_id(0)
     if program < copies:
-        at = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        held = at < words
-        here = received + at // size * stride + at % size
-        for plane in tl.static_range(PLANES):
-            values = tl.load(here + plane * size, mask=held, other=0)
-            tl.store(out + plane * words + at, values, mask=held)
+        _take_planes(received, out, program, words, size, stride, PLANES, BLOCK)
         if program == 0:
             for k in tl.static_range(SUMS):
                 total = tl.full((), 0, tl.int64)
-                for segment in range(segments):
-                    total += tl.load(received + (segment + 1) * stride - SUMS + k)
+                at = received + stride - SUMS + k
+                for _ in range(segments):
+                    total += tl.load(at)
+                    at += stride
                 tl.atomic_add(sums + k, total)
     else:
-        job, start, count = block_of(jobs, job_of, program - copies, BLOCK)
-        word, held = _words_of(count, BLOCK)
-        narrow = received.to(tl.pointer_type(tl.uint32))
-        at = narrow + tl.load(job + WORDS_AT) + start // 32 + word
-        lane = tl.arange(0, 32)[None, :].to(tl.uint32)
-        found = tl.full((BLOCK // 32, 32), 0, tl.int32)
-        for digit in tl.static_range(DIGITS):
-            bits = tl.load(at + digit * 2 * row_words, mask=held, other=0)[:, None]
-            found += ((bits >> lane) & 1).to(tl.int32) << digit
-        offset = elements(BLOCK)
-        inside = offset < count
-        # A row that two shards share has the same count in both.
-        tl.store(counts + tl.load(job + ROWS_AT) + start + offset, found, mask=inside)
-        if SUMS == 1:
-            first = row_numels + tl.load(job + ROW_NUMEL) + start
-            numels = tl.load(first + offset, mask=inside & (found > 0), other=0)
-            tl.atomic_add(sums + 1, tl.sum(tl.sum(numels, axis=1)) * voters)
+        _take_counts(
+            jobs, job_of, program - copies, received, counts, row_numels, sums, row_words, voters,
+            DIGITS, SUMS, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _take_planes(
+    received, out, program, words, size, stride, PLANES: tl.constexpr, BLOCK: tl.constexpr
+):
+    at = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    held = at < words
+    here = received + at // size * stride + at % size
+    for plane in tl.static_range(PLANES):
+        values = tl.load(here + plane * size, mask=held, other=0)
+        tl.store(out + plane * words + at, values, mask=held)
+
+
+@triton.jit
+def _take_counts(
+    jobs, job_of, block, received, counts, row_numels, sums, row_words, voters,
+    DIGITS: tl.constexpr, SUMS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    job, start, count = block_of(jobs, job_of, block, BLOCK)
+    word, held = _words_of(count, BLOCK)
+    narrow = received.to(tl.pointer_type(tl.uint32))
+    at = narrow + tl.load(job + WORDS_AT) + start // 32 + word
+    lane = tl.arange(0, 32)[None, :].to(tl.uint32)
+    found = tl.full((BLOCK // 32, 32), 0, tl.int32)
+    for digit in tl.static_range(DIGITS):
+        bits = tl.load(at + digit * 2 * row_words, mask=held, other=0)[:, None]
+        found += ((bits >> lane) & 1).to(tl.int32) << digit
+    offset = elements(BLOCK)
+    inside = offset < count
+    # A row that two shards share has the same count in both.
+    tl.store(counts + tl.load(job + ROWS_AT) + start + offset, found, mask=inside)
+    if SUMS == 1:
+        first = row_numels + tl.load(job + ROW_NUMEL) + start
+        numels = tl.load(first + offset, mask=inside & (found > 0), other=0)
+        tl.atomic_add(sums + 1, tl.sum(tl.sum(numels, axis=1), axis=0) * voters)
