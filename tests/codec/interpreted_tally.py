@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,23 +11,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from hf_dlion.codec.bits import pack_bits
 from hf_dlion.codec.cuda import tables
 from hf_dlion.codec.cuda.codec import TritonCodec
 from hf_dlion.codec.cuda.launch import kernels
 from hf_dlion.codec.eager import EagerCodec
 from hf_dlion.codec.edges import Ends
-from hf_dlion.codec.layout import MessageLayout, Shard
-from hf_dlion.codec.reference import levels as reference_levels
-from hf_dlion.codec.reference import votes as reference
-from hf_dlion.codec.rule import StepRule, Verdict, verdict_planes
-from hf_dlion.codec.tally import Segments, Tally
+from hf_dlion.codec.layout import MessageLayout
+from hf_dlion.codec.rule import verdict_planes
+from hf_dlion.codec.tally import Segments
 from tests.support.codec_cases import examples, rule
+from tests.support.tally_cases import CPU, ballots_of, exchanged
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/codec/test_triton.py"
-CPU = torch.device("cpu")
 KERNELS = kernels(CPU)
 assert KERNELS is not None
 CODECS = TritonCodec(KERNELS), EagerCodec()
@@ -50,33 +45,6 @@ SHAPES = st.lists(
     min_size=1,
     max_size=4,
 )
-
-
-def ballots_of(
-    shapes: list[tuple[int, ...]], world_size: int, seed: int, absent_share: float, bits: Any
-) -> list[tuple[Tensor, Tensor]]:
-    """Returns every rank's words and activity, with some rows that abstain."""
-    pack = partial(reference_levels.pack_levels, bits=bits) if bits > 1 else reference.pack_signs
-    random, found = np.random.default_rng(seed), []
-    for rank in range(world_size):
-        parts = []
-        for shape in shapes:
-            u = random.integers(-1, 2, shape) * 1.0
-            u *= random.random((shape[0],) + (1,) * (len(shape) - 1)) >= absent_share
-            parts.append(pack(u, t=4, rank=rank, world_size=world_size))
-        words = np.concatenate([words for words, _ in parts]).view(np.int64)
-        rows = np.concatenate([active for _, active in parts])
-        found.append((torch.from_numpy(words), torch.from_numpy(rows)))
-    return found
-
-
-def within(planes: Tensor, shard: Shard) -> Tensor:
-    """Planes without what lies past a tensor's end, which is nobody's business."""
-    held = torch.zeros(shard.words, dtype=torch.int64)
-    for part in shard.runs:
-        flags = torch.ones(part.stop - part.start, dtype=torch.bool)
-        held[part.word : part.word + part.words] = pack_bits(flags)
-    return planes & held
 
 
 @examples(100)
@@ -116,54 +84,6 @@ def test_a_tally_does_what_torch_operations_do(
     ours, theirs = outcomes
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.tolist() == other.tolist()
-
-
-def exchanged(
-    codec: Any,
-    layout: MessageLayout,
-    count: int,
-    planes: tuple[int, int],
-    ballots: list[tuple[Tensor, Tensor]],
-    step: StepRule,
-    elsewhere: bool,
-) -> list[Tensor]:
-    """Does what an exchange of `count` segments does; returns all that could differ."""
-    ranks, found, tallies = len(ballots), [], []
-    for place in range(count):
-        segments = Segments.of(layout, count, place, step.bits, planes, ranks)
-        tallies.append((segments, codec.tally(segments, CPU)))
-    sent = torch.zeros((ranks, count, segments.vote_words), dtype=torch.int64)
-    for rank, (words, active) in enumerate(ballots):
-        for _, tally in tallies:
-            tally.pack(words, active, sent[rank])
-    found.append(sent)
-    told = torch.zeros((count, segments.verdict_words), dtype=torch.int64)
-    for place, (segments, tally) in enumerate(tallies):
-        counted(tally, segments, sent[:, place].contiguous(), step, told[place], elsewhere, found)
-    whole = tallies[0][1].unpack_verdict(told)
-    return [*found, *of(whole, layout.shard(0, layout.words)), told]
-
-
-def counted(
-    tally: Tally,
-    segments: Segments,
-    received: Tensor,
-    step: StepRule,
-    told: Tensor,
-    elsewhere: bool,
-    found: list[Tensor],
-) -> None:
-    shard = segments.shard
-    size, planes = segments.words, segments.planes[0]
-    out = None if elsewhere else told[: planes * size].view(planes, size)[:, : shard.words]
-    verdict = tally.count(received, step, out)
-    verdict.planes.copy_(within(verdict.planes, shard))
-    found += of(verdict, shard)
-    tally.pack_verdict(verdict, told)
-
-
-def of(verdict: Verdict, shard: Shard) -> list[Tensor]:
-    return [part.clone() for part in (within(verdict.planes, shard), verdict.counts, verdict.sums)]
 
 
 @examples(60)

@@ -65,7 +65,9 @@ def voters_of_block(
     first += tl.load(job + ROWS_AT)
     # Mostly a block lies in a few rows.
     if touched <= 32:
-        lowest, highest = _voters_of_rows(row_bits, stride, ranks, counts, first, touched, AVERAGE, 32)
+        lowest, highest = _voters_of_rows(
+            row_bits, stride, ranks, counts, first, touched, AVERAGE, 32
+        )
     else:
         lowest, highest = _voters_of_rows(
             row_bits, stride, ranks, counts, first, touched, AVERAGE, BLOCK
