@@ -82,6 +82,20 @@ class Overlap:
         self._flight: Flight | None = None
         self._ready: dict[int, None] = {}
 
+    def check(self, wire: Wire, params: Sequence[tuple[int, Tensor]]) -> None:
+        """Refuses NCCL; see `EarlyVotes.check`.
+
+        Backward and the counting thread send on several communicators, in an order that two ranks
+        need not share, and NCCL asks for one order on a device.
+        """
+        places = {param.device for _, param in params}
+        if any(wire.backend_for(place) == "nccl" for place in places):
+            raise NotImplementedError(
+                "overlap=True does not work on NCCL yet: votes and verdicts leave from two threads "
+                "in no common order, and NCCL may wait for ever; leave out overlap, or train with "
+                "a gloo process group (backend='gloo')"
+            )
+
     @property
     def scale(self) -> float:
         """Factor by which the last gradients were scaled between backward and step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -140,6 +140,15 @@ class Codec(Protocol):
 
     def step_alone_all(self, jobs: Sequence[AloneJob]) -> None:
         """Takes a step of plain Lion, in place: what a single rank does (rule S9)."""
+
+    def rehearse(self, work: Callable[[], None]) -> None:
+        """Compiles what some calls of this codec and its tallies need, without their effect.
+
+        Where nothing is compiled, nothing is called.
+
+        Args:
+            work: Makes the calls.
+        """
 
     # The same for one tensor, given by the fields of its job.
 

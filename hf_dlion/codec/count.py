@@ -12,7 +12,7 @@ also needs the number of ranks that vote on it, bit-sliced (one bit) or as int32
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -43,6 +43,10 @@ class CountingCodec(Codec):
     def tally(self, segments: Segments, device: torch.device) -> Tally:
         """See `Codec.tally`."""
         return TorchTally(self, segments, device)
+
+    def rehearse(self, work: Callable[[], None]) -> None:
+        """Does nothing: torch has all that it needs."""
+        return
 
     def edges(self, ends: Ends, device: torch.device) -> Edges:
         """See `Codec.edges`."""

@@ -80,3 +80,8 @@ class Gather:
         assert self._verdict is not None, "verdict() follows count()"
         found, self._verdict, self._work = self._verdict, None, None
         return found.to(self._device)
+
+    def rehearse(self, words: Tensor, active: Tensor, rule: StepRule) -> Verdict:
+        """See `Exchange.rehearse`."""
+        self._tally.pack(words, active, self._send)
+        return self._tally.count(self._received, rule)

@@ -90,6 +90,13 @@ class NodeExchange:
         self._gather.start(found.to(self._place))
         return self._gather.verdict().to(self._device)
 
+    def rehearse(self, words: Tensor, active: Tensor, rule: StepRule) -> Verdict:
+        """See `Exchange.rehearse`."""
+        found = self._nothing
+        if self._inner is not None:
+            found = self._inner.rehearse(words, active, rule)
+        return self._gather.rehearse(found)
+
 
 def choose_node_exchange(
     layouts: Sequence[MessageLayout], nodes: int, local_size: int, options: Options
@@ -146,6 +153,12 @@ class RowEdges:
         touching = itertools.pairwise(filled)
         cut = any(a.first_row + a.rows > b.first_row for a, b in touching)
         return 2 * (len(shards) - 1) * cut
+
+    def rehearse(self, words: Tensor, active: Tensor, rule: StepRule) -> None:
+        """Calls all that `complete` calls of the codec, and sends nothing."""
+        if self._cut and self._edges is not None:
+            self._edges.tell(active, self._told)
+            self._edges.hear(words, active, self._heard, rule)
 
     def complete(self, words: Tensor, active: Tensor, rule: StepRule) -> None:
         """Makes the votes of cut rows those of whole rows, in place; the node's ranks all call it.

@@ -84,3 +84,9 @@ class TwoPhase:
         found = self._gather.verdict(self._free)
         self._free = None
         return found.to(self._device)
+
+    def rehearse(self, words: Tensor, active: Tensor, rule: StepRule) -> Verdict:
+        """See `Exchange.rehearse`."""
+        self._tally.pack(words, active, self._send)
+        found = self._tally.count(self._received, rule, self._gather.planes)
+        return self._gather.rehearse(found)

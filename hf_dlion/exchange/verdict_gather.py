@@ -72,3 +72,8 @@ class VerdictGather:
         if out is not None and (self._segments.planes[0] > 1 or out.device != self._found.device):
             out = None
         return self._tally.unpack_verdict(self._verdicts, out)
+
+    def rehearse(self, found: Verdict) -> Verdict:
+        """Packs and unpacks without sending; see `Exchange.rehearse`."""
+        self._tally.pack_verdict(found, self._found)
+        return self._tally.unpack_verdict(self._verdicts)

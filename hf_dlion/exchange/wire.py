@@ -184,6 +184,10 @@ class Wire:
             f"model"
         )
 
+    def backend_for(self, device: torch.device) -> str:
+        """Returns the name of the backend that sends messages of tensors on `device`."""
+        return self._backends.get(self.device_for(device).type, "")
+
     @property
     def control_device(self) -> torch.device:
         """Where small control messages lie: the CPU where the group can send from it."""
@@ -198,6 +202,7 @@ class Wire:
         config = dist.get_backend_config(self.group)
         options: dict[str, Any] = {"backend": str(config), "timeout": timeout_of(self.group)}
         if self.group is not dist.group.WORLD:
+            _refuse_splitting(self.group)
             options.update(ranks=self.ranks, use_local_synchronization=True)
         with naming_losses("a process group", self.group):
             group = dist.new_group(**options)
@@ -217,7 +222,11 @@ class Wire:
 
         Args:
             members: Ranks in this wire's group.
+
+        Raises:
+            NotImplementedError: If ranks outside of this group would have to help.
         """
+        _refuse_splitting(self.group)
         with naming_losses("a process group", self.group):
             group: dist.ProcessGroup = dist.new_group(
                 [self.ranks[rank] for rank in members],
@@ -389,6 +398,24 @@ class Wire:
             else:
                 self.stats.bytes_sent += size
                 self.stats.bytes_received += size if received is None else received
+
+
+def _refuse_splitting(group: dist.ProcessGroup) -> None:
+    """Refuses new groups where torch splits the default one's communicator, which takes all ranks.
+
+    Raises:
+        NotImplementedError: If the job has ranks outside of `group`; alike on all of its ranks.
+    """
+    everyone = dist.group.WORLD
+    if everyone is None or everyone.bound_device_id is None:
+        return
+    if dist.get_world_size(group) < dist.get_world_size():
+        raise NotImplementedError(
+            f"process_group has {dist.get_world_size(group)} of {dist.get_world_size()} ranks, and "
+            f"init_process_group was given device_id={everyone.bound_device_id}: torch then makes "
+            f"a process group only together with all ranks of the job. Leave out device_id, or "
+            f"train with all ranks; overlap=True and local_group need groups of their own"
+        )
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:

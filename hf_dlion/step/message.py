@@ -71,8 +71,7 @@ class Message:
             voting: `exp_avg` of every parameter, by index, on which this rank votes.
             rules: The step's constants by parameter index.
         """
-        found = self._jobs(voting, rules, self._gradients(voting))
-        self._codec.encode_all([job for _, job in found])
+        self.make_votes(voting, rules)
 
     def preview(
         self,
@@ -136,6 +135,28 @@ class Message:
                 )
                 jobs.append(ApplyJob(param, part, rules[slot.index]))
         self._codec.apply_all(jobs)
+
+    def rehearse(
+        self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule], rule: StepRule
+    ) -> None:
+        """Compiles what a step needs, where that is still to be done, and changes nothing.
+
+        Args:
+            voting: As for `encode`.
+            rules: As for `encode`.
+            rule: The step's constants.
+        """
+
+        def work() -> None:
+            self.make_votes(voting, rules)
+            self.apply(self._exchange.rehearse(self._words, self._active, rule), rules)
+
+        self._codec.rehearse(work)
+
+    def make_votes(self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]) -> None:
+        """Does the part of `encode` that takes no other rank."""
+        found = self._jobs(voting, rules, self._gradients(voting))
+        self._codec.encode_all([job for _, job in found])
 
     def _gradients(self, voting: Container[int]) -> dict[int, Tensor]:
         """Returns the gradients of the parameters that vote, by index."""

@@ -171,6 +171,10 @@ class Step:
         for (index, param), has in zip(self._pairs, present, strict=True):
             if has:
                 momenta.of(param, index, plan.owned)
+        if plan is not self._plan_before:
+            if self._wire is not None:
+                engine.early.check(self._wire, self._pairs)
+            self._rehearse(plan)
         voting = self._voters.voting(engine.presence, params, present)
         self._unaveraged = self._voters.unaveraged(engine.presence, params, present)
         scale, found_inf = self._scaling.scale, self._scaling.found_inf
@@ -192,6 +196,22 @@ class Step:
             passes=passes,
             dropped=dropped,
         )
+
+    def _rehearse(self, plan: Plan) -> None:
+        """Compiles what the plan's messages need: a failure of that is one to be agreed on."""
+        rule = self._engine.rule()
+        voting: dict[int, Tensor] = {}
+        for index, param in self._pairs:
+            if param.grad is None:
+                continue
+            momentum = self._momenta.of(param, index, plan.owned)
+            start, stop = plan.owned.get(index, (0, param.numel()))
+            # A node's momenta are shared out after the headers, if they are not yet.
+            if momentum.numel() == stop - start:
+                voting[index] = momentum
+        rules = tensor_rules(self._engine.groups, {index for index, _ in self._pairs}, rule)
+        for message in plan.messages:
+            message.rehearse(voting, rules, rule)
 
     def _agree(self, header: Header, failure: Exception | None, delivery: Delivery) -> list[Header]:
         """Returns all ranks' headers if they agree; a rank that failed raises its own error."""

@@ -138,26 +138,35 @@ class Counting(TorchDispatchMode):
 class _Kernel:
     """A Triton kernel that is launched and does nothing."""
 
-    def __init__(self, name: str, asked: Callable[[], Asked | None]) -> None:
-        self._name, self._asked = name, asked
+    def __init__(self, name: str, gpu: FakeGpu) -> None:
+        self._name, self._gpu = name, gpu
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         assert all(size > 0 for size in grid), f"{self._name} on {grid}"
 
         def launched(*args: object, **constants: object) -> None:
-            asked = self._asked()
-            if asked is not None:
-                asked.note(f"kernel {self._name}")
+            self._gpu.history.append(("launch", self._variant(constants)))
+            if self._gpu.asked is not None:
+                self._gpu.asked.note(f"kernel {self._name}")
 
         return launched
 
+    def warmup(self, *args: object, grid: tuple[int, ...], **constants: object) -> None:
+        """Compiles, or fails."""
+        if self._name == self._gpu.broken:
+            raise RuntimeError(f"{self._name} does not compile")
+        self._gpu.history.append(("compile", self._variant(constants)))
+
+    def _variant(self, constants: dict[str, object]) -> str:
+        return f"{self._name} {sorted(constants.items())}"
+
 
 class _Kernels:
-    def __init__(self, asked: Callable[[], Asked | None]) -> None:
-        self._asked = asked
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu = gpu
 
     def __getattr__(self, name: str) -> _Kernel:
-        return _Kernel(name, self._asked)
+        return _Kernel(name, self._gpu)
 
 
 class _Done(Pending):
@@ -178,8 +187,8 @@ class _Done(Pending):
 class EchoGroup:
     """Ranks that all say what this one does."""
 
-    def __init__(self, members: Sequence[int], asked: Callable[[], Asked | None]) -> None:
-        self.members, self.asked = tuple(members), asked
+    def __init__(self, members: Sequence[int], gpu: FakeGpu) -> None:
+        self.members, self.gpu = tuple(members), gpu
 
     def connect(self, stats: WireStats, device: torch.device, neighbours: int = 0) -> Wire:
         """Returns the wire of the first of them."""
@@ -195,36 +204,41 @@ class EchoWire(Wire):
         self.group, self._echo = cast(Any, group), group
         self.ranks, self.rank, self.world_size = group.members, 0, len(group.members)
         self.stats, self.neighbours, self._device = stats, neighbours, device
-        # As "cpu:gloo,cuda:nccl": control words from the CPU, votes from the device.
-        self._backends = {"cpu": "gloo", GPU.type: "nccl"}
+        # Control words are sent from the CPU, votes from the device.
+        self._backends = {"cpu": "gloo", GPU.type: group.gpu.backend}
 
     def sibling(self) -> Wire:
         """As `Wire.sibling`."""
-        fresh = EchoGroup(self._echo.members, self._echo.asked)
+        fresh = EchoGroup(self._echo.members, self._echo.gpu)
         return fresh.connect(self.stats, self._device, self.neighbours)
 
     def subgroup(self, members: Sequence[int]) -> Any:
         """As `Wire.subgroup`."""
-        return EchoGroup([self.ranks[rank] for rank in members], self._echo.asked)
+        return EchoGroup([self.ranks[rank] for rank in members], self._echo.gpu)
 
     def _gather(self, out: Tensor, tensor: Tensor, what: str) -> Pending:
-        return self._echoed(out, tensor.repeat(self.world_size) if out.device != GPU else None)
+        return self._echoed(
+            out, tensor.repeat(self.world_size) if out.device != GPU else None, what
+        )
 
     def _scatter(self, out: Tensor, tensor: Tensor, what: str) -> Pending:
-        return self._echoed(out, tensor if out.device != GPU else None)
+        return self._echoed(out, tensor if out.device != GPU else None, what)
 
     def _reduce(self, tensor: Tensor, what: str) -> Pending:
-        return self._echoed(tensor, tensor * self.world_size if tensor.device != GPU else None)
+        return self._echoed(
+            tensor, tensor * self.world_size if tensor.device != GPU else None, what
+        )
 
     def _spread(self, data: Tensor, source: int, what: str) -> Pending:
-        return self._echoed(data, None)
+        return self._echoed(data, None, what)
 
-    def _echoed(self, out: Tensor, values: Tensor | None) -> Pending:
-        asked = self._echo.asked()
+    def _echoed(self, out: Tensor, values: Tensor | None, what: str) -> Pending:
+        gpu = self._echo.gpu
+        gpu.history.append(("send", what))
         if values is not None:
             out.view(-1).copy_(values.view(-1))
-        elif asked is not None:
-            asked.collectives += 1
+        elif gpu.asked is not None:
+            gpu.asked.collectives += 1
         return _Done(out)
 
 
@@ -242,18 +256,23 @@ class FakeGpu:
         shapes: Of the parameters.
         ranks: Number of ranks.
         options: Of the optimizer.
+
+    Attributes:
+        asked: What is asked in the step under way.
+        history: What was compiled, launched and sent, in that order.
+        broken: Name of a kernel that does not compile.
+        backend: That sends from the device.
     """
+
+    broken = ""
+    backend = "some"
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], ranks: int, **options: Any) -> None:
         """Makes the parameters, in bfloat16."""
-        self._asked: Asked | None = None
+        self.asked: Asked | None = None
+        self.history: list[tuple[str, str]] = []
         self._kernels = launch.Kernels(
-            triton=_Language(),
-            **{
-                name: _Kernels(lambda: self._asked)
-                for name in launch.Kernels._fields
-                if name != "triton"
-            },
+            triton=_Language(), **dict.fromkeys(launch.Kernels._fields[1:], _Kernels(self))
         )
         self._patched = pytest.MonkeyPatch()
         self._patch()
@@ -265,7 +284,7 @@ class FakeGpu:
             {"params": self.params[:half], "weight_decay": 0.1},
             {"params": self.params[half:], "weight_decay": 0.0},
         ]
-        group: Any = EchoGroup(range(ranks), lambda: self._asked)
+        group: Any = EchoGroup(range(ranks), self)
         self.optimizer = DistributedLion(groups, process_group=group, **options)
 
     def _patch(self) -> None:
@@ -323,11 +342,11 @@ class FakeGpu:
     @contextlib.contextmanager
     def _counting(self) -> Iterator[Asked]:
         with Counting() as mode:
-            self._asked = mode.asked
+            self.asked = mode.asked
             try:
                 yield mode.asked
             finally:
-                self._asked = None
+                self.asked = None
 
 
 class _Language:

@@ -5,11 +5,10 @@ Nothing here waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from hf_dlion.codec.codec import (
     PROBED,
@@ -23,7 +22,15 @@ from hf_dlion.codec.codec import (
 )
 from hf_dlion.codec.cuda import gradients
 from hf_dlion.codec.cuda.edges import TritonEdges
-from hf_dlion.codec.cuda.launch import Kernels, key_of, on_device, run
+from hf_dlion.codec.cuda.launch import (
+    Kernels,
+    is_rehearsal,
+    key_of,
+    on_device,
+    rehearsing,
+    run,
+    written,
+)
 from hf_dlion.codec.cuda.levels import encode_levels
 from hf_dlion.codec.cuda.tables import Entry, Launch, entry_of, launches
 from hf_dlion.codec.cuda.tally import TritonTally
@@ -93,7 +100,7 @@ class TritonCodec(Codec):
                 self._encode(on, zeros_in, step, {**flags, "VOTE": True})
                 run(self._kernels.clear, on.blocks, on.jobs, on.job_of, zeros_in)
         if ADVANCE:
-            increment_version([job.exp_avg for job in jobs])
+            written([job.exp_avg for job in jobs])
         return told
 
     def _prepare(self, on: Launch, entries: Sequence[Entry], *, probe: bool) -> Magnitudes:
@@ -121,7 +128,7 @@ class TritonCodec(Codec):
             for on in launches(entries, grads[0].device):
                 flags = {"ADVANCE": True, "VOTE": False, "SCALED": False}
                 self._encode(on, on.job_of, jobs[0].rule.step_rule, flags)
-        increment_version([job.exp_avg for job in jobs])
+        written([job.exp_avg for job in jobs])
 
     def _encode(self, on: Launch, zeros_in: Tensor, step: StepRule, flags: dict[str, bool]) -> None:
         run(
@@ -168,7 +175,7 @@ class TritonCodec(Codec):
                     self._kernels.step_alone, on.blocks, on.jobs, on.constants, on.job_of,
                     key_of(step), momentum_stream(step.rank), **self._types(on, step),
                 )  # fmt: skip
-        increment_version([job.exp_avg for job in jobs])
+        written([job.exp_avg for job in jobs])
         _hand_back(flats, [job.param for job in jobs])
 
     def all_finite(self, grads: Sequence[Tensor], scale: Tensor | None = None) -> Tensor:
@@ -178,6 +185,11 @@ class TritonCodec(Codec):
     def magnitudes(self, grads: Sequence[Tensor]) -> Magnitudes:
         """See `Codec.magnitudes`."""
         return gradients.magnitudes(self._found, grads)
+
+    def rehearse(self, work: Callable[[], None]) -> None:
+        """See `Codec.rehearse`."""
+        with rehearsing():
+            work()
 
     def tally(self, segments: Segments, device: torch.device) -> Tally:
         """See `Codec.tally`."""
@@ -200,7 +212,9 @@ class TritonCodec(Codec):
 
 def _hand_back(flats: Sequence[Tensor], params: Sequence[Tensor]) -> None:
     """Copies the results to parameters that are not contiguous; tells autograd of the others."""
-    increment_version(flats)
+    written(flats)
+    if is_rehearsal():
+        return
     for flat, param in zip(flats, params, strict=True):
         if flat is not param:
             param.copy_(flat)

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from hf_dlion.codec.codec import PROBED, Magnitudes
-from hf_dlion.codec.cuda.launch import Kernels, on_device, run
+from hf_dlion.codec.cuda.launch import Kernels, on_device, run, written
 from hf_dlion.codec.cuda.tables import Entry, Kind, Launch, launches
 from hf_dlion.codec.lion import compute_dtype
 
@@ -36,8 +35,7 @@ def all_finite(found: Kernels, grads: Sequence[Tensor], scale: Tensor | None) ->
                 grad.mul_(scale.reciprocal())
             finite &= grad.isfinite().all().view(1)
     if scale is not None:
-        # Autograd does not see what kernels write.
-        increment_version(list(grads))
+        written(grads)
     return finite.view(torch.bool).view(())
 
 
