@@ -442,7 +442,8 @@ class DistributedLion(Optimizer, JoinableOptimizer):
 def _refuse_capture() -> None:
     """Raises where a CUDA graph is being captured: what others say decides on what a step does."""
     # Where CUDA was never used, nothing is captured.
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if used and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "step() cannot be captured in a CUDA graph: it hears from other ranks what to do, and "
             "a replay would not. Capture forward and backward, and call step() after the replay"

@@ -174,7 +174,7 @@ class Step:
         if plan is not self._plan_before:
             if self._wire is not None:
                 engine.early.check(self._wire, self._pairs)
-            self._rehearse(plan)
+            self._rehearse(plan, present)
         voting = self._voters.voting(engine.presence, params, present)
         self._unaveraged = self._voters.unaveraged(engine.presence, params, present)
         scale, found_inf = self._scaling.scale, self._scaling.found_inf
@@ -197,12 +197,12 @@ class Step:
             dropped=dropped,
         )
 
-    def _rehearse(self, plan: Plan) -> None:
+    def _rehearse(self, plan: Plan, present: Sequence[bool]) -> None:
         """Compiles what the plan's messages need: a failure of that is one to be agreed on."""
         rule = self._engine.rule()
         voting: dict[int, Tensor] = {}
-        for index, param in self._pairs:
-            if param.grad is None:
+        for (index, param), has in zip(self._pairs, present, strict=True):
+            if not has:
                 continue
             momentum = self._momenta.of(param, index, plan.owned)
             start, stop = plan.owned.get(index, (0, param.numel()))

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_gpu import FakeGpu
+from tests.support.fake_gpu import CASES, SHAPES, FakeGpu, asked_by
 
-# 300 tensors of 115 million elements, which make 34 messages.
-SHAPES = 50 * [(512, 2048), (2048,), (2048, 512), (512,), (512, 512), (512,)]
+# Launches, copies to the device included, and waits for it.
 PER_MESSAGE, BESIDE, WAITS = 8, 30, 2
-# A table of the node's rows that are cut has to be looked at, and filled up, before votes leave.
+# The rows that a node's shards cut are told and heard of in two more.
 PER_NODE_MESSAGE = 10
 
 
@@ -25,28 +24,21 @@ def gpus() -> Iterator[list[FakeGpu]]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options", "per_message"),
+    ("ranks", "options"),
     [
-        (2, {"exchange": "gather"}, PER_MESSAGE),
-        (2, {"exchange": "two_phase"}, PER_MESSAGE),
-        (16, {"exchange": "gather"}, PER_MESSAGE),
-        (16, {"exchange": "two_phase"}, PER_MESSAGE),
-        (16, {"exchange": "two_phase", "aggregation": "average"}, PER_MESSAGE),
-        (16, {"exchange": "two_phase", "ties": "zero", "bits": 4}, PER_MESSAGE),
-        (2, {"exchange": "gather", "overlap": True}, PER_MESSAGE),
-        (16, {"exchange": "two_phase", "overlap": True}, PER_MESSAGE),
-        (16, {"local_group": 8}, PER_NODE_MESSAGE),
+        *CASES,
+        (16, {"exchange": "two_phase", "aggregation": "average"}),
+        (16, {"exchange": "two_phase", "ties": "zero", "bits": 4}),
     ],
     ids=str,
 )
 def test_a_step_asks_little_of_a_gpu(
-    gpus: list[FakeGpu], ranks: int, options: dict[str, Any], per_message: int
+    gpus: list[FakeGpu], ranks: int, options: dict[str, Any]
 ) -> None:
     gpu = FakeGpu(SHAPES, ranks, **options)
     gpus.append(gpu)
-    # The first steps agree on a layout and, with overlap, on an order.
-    for _ in range(3 if options.get("overlap") else 2):
-        asked = gpu.step()
+    asked = asked_by(gpu)
+    per_message = PER_NODE_MESSAGE if "local_group" in options else PER_MESSAGE
     stats = gpu.optimizer.wire
     assert gpu.messages == 34
     assert stats.sent_in_backward == (34 if options.get("overlap") else 0)

@@ -357,3 +357,41 @@ class _Language:
 
     def __getattr__(self, name: str) -> str:
         return name
+
+
+# 300 tensors of 118 million elements, which make 34 messages.
+SHAPES = 50 * [(512, 2048), (2048,), (2048, 512), (512,), (512, 512), (512,)]
+
+# What is counted: ranks and options.
+CASES: list[tuple[int, dict[str, Any]]] = [
+    (2, {"exchange": "gather"}),
+    (2, {"exchange": "two_phase"}),
+    (16, {"exchange": "gather"}),
+    (16, {"exchange": "two_phase"}),
+    (2, {"exchange": "gather", "overlap": True}),
+    (16, {"exchange": "two_phase", "overlap": True}),
+    (16, {"local_group": 8}),
+]
+
+
+def asked_by(gpu: FakeGpu) -> Asked:
+    """Returns what a usual step asks, after those that agree on a layout and on an order."""
+    for _ in range(2):
+        gpu.step()
+    return gpu.step()
+
+
+def main() -> None:
+    """Prints a table."""
+    print("| one step | launches | of them per message | host waits |\n| --- | --- | --- | --- |")
+    for ranks, options in CASES:
+        gpu = FakeGpu(SHAPES, ranks, **options)
+        asked = asked_by(gpu)
+        told = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        each = asked.launched // gpu.messages
+        print(f"| {ranks} ranks, `{told}` | {asked.launched:,} | {each} | {asked.waited} |")
+        gpu.close()
+
+
+if __name__ == "__main__":
+    main()
