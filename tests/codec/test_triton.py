@@ -20,6 +20,7 @@ from hf_dlion.codec.cuda import tables
 from hf_dlion.codec.cuda.codec import TritonCodec
 from hf_dlion.codec.eager import EagerCodec
 from hf_dlion.codec.levels import LEVELS
+from tests.support.machine_code import registers, shortest_path
 
 HERE = Path(__file__).parent
 CUDA = torch.device("cuda")
@@ -78,6 +79,14 @@ POINTERS = {
 
 def compiled(kernel: Any, pointers: dict[str, str] | None = None, **constants: Any) -> str:
     """The PTX of a kernel for a Hopper GPU, which no GPU is needed to make."""
+    ptx: str = made_of(kernel, pointers, cuda_kernels.WARPS, **constants)["ptx"]
+    return ptx
+
+
+def made_of(
+    kernel: Any, pointers: dict[str, str] | None, warps: int, **constants: Any
+) -> dict[str, Any]:
+    """What the compiler makes of a kernel for a Hopper GPU, by the name of the form."""
     compiler = pytest.importorskip("triton.backends.nvidia.compiler")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
@@ -92,10 +101,10 @@ def compiled(kernel: Any, pointers: dict[str, str] | None = None, **constants: A
         signature={name: types[name] for name in kernel.arg_names},
         constexprs=constants,
     )
-    options = {"enable_fp_fusion": False, "num_warps": cuda_kernels.WARPS}
+    options = {"enable_fp_fusion": False, "num_warps": warps}
     made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    ptx: str = made.asm["ptx"]
-    return ptx
+    forms: dict[str, Any] = made.asm
+    return forms
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +197,38 @@ def test_the_kernels_that_look_at_gradients_compile(kernels: Any, dtype: str) ->
             assert "ld.global.v4.b32" in ptx
     compiled(gradients.prepare, GRAD=kind, PROBE=True, PROBED=PROBED, BLOCK=tables.BLOCK)
     compiled(gradients.probe, GRAD=kind, PROBED=PROBED, BLOCK=tables.BLOCK)
+
+
+# With stochastic rounding there are so many that they may well take longer than the memory does.
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "most_registers", "most_instructions"),
+    [
+        ("encode", "bfloat16", 104, 60),
+        ("apply", "bfloat16", 80, 41),
+        ("apply", "float32", 80, 24),
+    ],
+)
+def test_kernels_are_short_where_a_block_lies_in_one_row(
+    kernels: Any,
+    tmp_path: Path,
+    kernel: str,
+    dtype: str,
+    most_registers: int,
+    most_instructions: float,
+) -> None:
+    language = kernels.triton.tl
+    kind = getattr(language, dtype)
+    flags = {"WIDE": language.float32, "STOCHASTIC": True, "ALIGNED": True, "BLOCK": tables.BLOCK}
+    if kernel == "encode":
+        flags |= {"GRAD": kind, "AVG": kind, "ADVANCE": True, "VOTE": True, "SCALED": False}
+    else:
+        flags |= {"PARAM": kind, "AVERAGE": False, "PLANES": 1}
+    warps = cuda_kernels.WARPS
+    cubin = tmp_path / "cubin"
+    cubin.write_bytes(made_of(getattr(kernels.codec, kernel), None, warps, **flags)["cubin"])
+    assert registers(cubin) <= most_registers
+    assert shortest_path(cubin) * warps * 32 / tables.BLOCK <= most_instructions
 
 
 @pytest.fixture

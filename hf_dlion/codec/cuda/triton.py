@@ -198,13 +198,12 @@ def round_to(
             # Of a stretch a block may cross element 2**32, where the key changes.
             element = start + tl.load(job + START)
             before = tl.minimum(0x100000000 - (element & 0xFFFFFFFF), BLOCK).to(tl.int32)
-            offset = elements(BLOCK)
-            keys = tl.where(
-                offset < before,
-                rounding_key(key, job, stream, element),
-                rounding_key(key, job, stream, element + BLOCK - 1),
-            )
-            random = _mix((element + offset).to(tl.uint32) ^ keys)
+            counter = element.to(tl.uint32) + elements(BLOCK).to(tl.uint32)
+            random = counter ^ rounding_key(key, job, stream, element)
+            if before < BLOCK:
+                after = rounding_key(key, job, stream, element + BLOCK - 1)
+                random = tl.where(elements(BLOCK) < before, random, counter ^ after)
+            random = _mix(random)
         if TYPE == tl.bfloat16:
             rounded = _bfloat16(bits, random, STOCHASTIC)
         elif STOCHASTIC:
@@ -216,36 +215,51 @@ def round_to(
 
 @triton.jit
 def rows_of(job, start, count, BLOCK: tl.constexpr):
-    """Returns the block's first row, the elements' rows counted from it, and how many there are.
+    """Returns a block's first row, how many it touches, and for `row_of` two lengths.
 
-    In 32 bits whatever the tensor's size: beyond a block's length no row needs to be measured.
+    They are the elements up to the second row, and those of a row, in 32 bits whatever the tensor's
+    size: beyond a block's length no row needs to be measured.
     """
     row_numel = tl.load(job + ROW_NUMEL)
     start += tl.load(job + SKIPPED)
     first = start // row_numel
     to_next = tl.minimum((first + 1) * row_numel - start, BLOCK).to(tl.int32)
     short = tl.minimum(row_numel, BLOCK).to(tl.int32)
-    offset = elements(BLOCK)
-    row = tl.where(offset < to_next, 0, (offset - to_next) // short + 1)
     touched = tl.where(count <= to_next, 1, (count - to_next - 1) // short + 2)
-    return first, row, touched
+    return first, touched, to_next, short
 
 
 @triton.jit
-def voters_of(counts, row, touched, count, BLOCK: tl.constexpr):
+def row_of(to_next, short, BLOCK: tl.constexpr):
+    """Returns the elements' rows, counted from the block's first; the arguments are `rows_of`'s.
+
+    A division for each element: to be called where a block touches several rows, and only there.
+    """
+    offset = elements(BLOCK)
+    return tl.where(offset < to_next, 0, (offset - to_next) // short + 1)
+
+
+@triton.jit
+def voters_of(counts, touched, to_next, short, count, BLOCK: tl.constexpr):
     """Returns how many ranks voted on each element of a block, 0 or anything past the end.
 
     Args:
         counts: Place of the int32 count of the block's first row.
-        row: The elements' rows, counted from the first (`rows_of`).
         touched: How many rows there are.
+        to_next: As for `row_of`.
+        short: As for `row_of`.
         count: How many elements.
     """
-    each = tl.arange(0, BLOCK)
-    lowest = tl.min(tl.load(counts + each, mask=each < touched, other=0x7FFFFFFF), axis=0)
-    highest = tl.max(tl.load(counts + each, mask=each < touched, other=0), axis=0)
+    lowest = tl.load(counts)
+    highest = lowest
+    # Mostly a block lies in one row.
+    if touched > 1:
+        each = tl.arange(0, BLOCK)
+        lowest = tl.min(tl.load(counts + each, mask=each < touched, other=0x7FFFFFFF), axis=0)
+        highest = tl.max(tl.load(counts + each, mask=each < touched, other=0), axis=0)
     voters = tl.full((BLOCK // 32, 32), 0, tl.int32) + lowest
     # Only where rows differ is a count fetched for each element.
     if lowest != highest:
+        row = row_of(to_next, short, BLOCK)
         voters = tl.load(counts + row, mask=elements(BLOCK) < count, other=0)
     return voters

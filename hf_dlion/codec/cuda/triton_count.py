@@ -13,6 +13,7 @@ from hf_dlion.codec.cuda.triton import (
     block_of,
     elements,
     pack,
+    row_of,
     rows_of,
     tl,
     triton,
@@ -61,7 +62,7 @@ def voters_of_block(
         How many ranks vote on each element, shape (BLOCK // 32, 32), and the least and the most of
         them. Past the end there may be anything.
     """
-    first, row, touched = rows_of(job, start, count, BLOCK)
+    first, touched, to_next, short = rows_of(job, start, count, BLOCK)
     first += tl.load(job + ROWS_AT)
     # Mostly a block lies in a few rows.
     if touched <= 32:
@@ -74,7 +75,7 @@ def voters_of_block(
         )
     voters = tl.full((BLOCK // 32, 32), 0, tl.int32) + lowest
     if lowest != highest:
-        place = first + row
+        place = first + row_of(to_next, short, BLOCK)
         source = row_bits + place // 32
         shift = (place % 32).to(tl.int32)
         inside = elements(BLOCK) < count

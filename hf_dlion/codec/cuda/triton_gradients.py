@@ -64,7 +64,7 @@ def prepare(
 ):  # fmt: skip
     """Sets the activity of all rows to 0, and if PROBE, looks at the gradients as `probe` does."""
     job, start, count = block_of(jobs, job_of, tl.program_id(0), BLOCK)
-    first, _, touched = rows_of(job, start, count, BLOCK)
+    first, touched, _, _ = rows_of(job, start, count, BLOCK)
     each = tl.arange(0, BLOCK)
     none = tl.full((BLOCK,), 0, tl.uint8)
     tl.store(address(job, ROWS_AT, first, tl.uint8, False) + each, none, mask=each < touched)

@@ -26,6 +26,7 @@ from hf_dlion.codec.cuda.triton import (
     pack,
     read,
     round_to,
+    row_of,
     rows_of,
     set_of,
     tl,
@@ -108,20 +109,25 @@ def mark(job, start, count, u, zeros_in, BLOCK: tl.constexpr):
     offset = elements(BLOCK)
     zeros = tl.sum(((u == 0) & (offset < count)).to(tl.int32))
     tl.store(zeros_in + tl.program_id(0), (zeros > 0).to(tl.uint8))
-    first, row, touched = rows_of(job, start, count, BLOCK)
+    first, touched, to_next, short = rows_of(job, start, count, BLOCK)
     active = address(job, ROWS_AT, first, tl.uint8, False)
-    if (zeros == 0) | (touched == 1):
+    if touched == 1:
+        if zeros < count:
+            tl.store(active, 1)
+    elif zeros == 0:
         each = tl.arange(0, BLOCK)
-        tl.store(active + each, 1, mask=each < tl.where(zeros < count, touched, 0))
+        tl.store(active + each, 1, mask=each < touched)
     else:
+        row = row_of(to_next, short, BLOCK)
         tl.store(active + row, 1, mask=(offset < count) & (u != 0))
 
 
 @triton.jit
 def kept_of(job, start, count, BLOCK: tl.constexpr):
     """Returns which elements of a block are of rows that vote; False past the end."""
-    first, row, _ = rows_of(job, start, count, BLOCK)
+    first, _, to_next, short = rows_of(job, start, count, BLOCK)
     active = address(job, ROWS_AT, first, tl.uint8, False)
+    row = row_of(to_next, short, BLOCK)
     return tl.load(active + row, mask=elements(BLOCK) < count, other=0) != 0
 
 
@@ -141,13 +147,20 @@ def clear(jobs, job_of, zeros_in, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _read_param(
+    job, start, count, PARAM: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    return read(address(job, PARAM_AT, start, PARAM, ALIGNED), count, PARAM, WIDE, BLOCK)
+
+
+@triton.jit
 def _move(
-    job, held, start, count, move, key,
+    job, held, start, count, value, move, key,
     PARAM: tl.constexpr, WIDE: tl.constexpr, STOCHASTIC: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes p = fl(fl(p decay) - move) for a block (S7)."""
-    value = read(address(job, PARAM_AT, start, PARAM, ALIGNED), count, PARAM, WIDE, BLOCK)
+    """Writes p = fl(fl(p decay) - move) for a block of values p (S7)."""
     value = value * constant(held, DECAY, WIDE) - move
     # The parameters' stream is 0.
     round_to(
@@ -174,8 +187,11 @@ def apply(
         world_size: N, for an average.
     """
     job, start, count = block_of(jobs, job_of, tl.program_id(0), BLOCK)
-    first, row, touched = rows_of(job, start, count, BLOCK)
-    voted = voters_of(address(job, ROWS_AT, first, tl.int32, False), row, touched, count, BLOCK)
+    # First, so that it is under way while the verdict is read.
+    value = _read_param(job, start, count, PARAM, WIDE, ALIGNED, BLOCK)
+    first, touched, to_next, short = rows_of(job, start, count, BLOCK)
+    counts = address(job, ROWS_AT, first, tl.int32, False)
+    voted = voters_of(counts, touched, to_next, short, count, BLOCK)
 
     held = set_of(job, constants)
     word = tl.arange(0, BLOCK // 32)
@@ -203,7 +219,7 @@ def apply(
             nonzero = tl.load(words + stride, mask=there, other=0)[:, None]
             moves = moves & (((nonzero >> lane) & 1) != 0)
         move = tl.where(moves, tl.where(negative != 0, lr * -1.0, lr), 0.0)
-    _move(job, held, start, count, move, key, PARAM, WIDE, STOCHASTIC, ALIGNED, BLOCK)
+    _move(job, held, start, count, value, move, key, PARAM, WIDE, STOCHASTIC, ALIGNED, BLOCK)
 
 
 @triton.jit(do_not_specialize=["key", "stream"])
@@ -214,6 +230,7 @@ def step_alone(
 ):  # fmt: skip
     """Takes one step of plain Lion, the sign of zero and of NaN being 0; see `Codec.step_alone`."""
     job, start, count = block_of(jobs, job_of, tl.program_id(0), BLOCK)
+    value = _read_param(job, start, count, PARAM, WIDE, ALIGNED, BLOCK)
     held = set_of(job, constants)
     u = directions(
         job, held, start, count, key, stream,
@@ -221,4 +238,4 @@ def step_alone(
     )  # fmt: skip
     lr = constant(held, LR, WIDE)
     move = tl.where(u > 0, lr, tl.where(u < 0, lr * -1.0, 0.0))
-    _move(job, held, start, count, move, key, PARAM, WIDE, STOCHASTIC, ALIGNED, BLOCK)
+    _move(job, held, start, count, value, move, key, PARAM, WIDE, STOCHASTIC, ALIGNED, BLOCK)
