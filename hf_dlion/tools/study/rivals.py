@@ -166,7 +166,7 @@ class DiLoCo(Rival):
         address = [None if self._lighthouse is None else self._lighthouse.address()]
         dist.broadcast_object_list(address)
         # A replica's ranks meet at a store of its own; here it has one rank.
-        self._store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+        self._store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)  # type: ignore[attr-defined]
         self.model, params = model, _trainable(model)
         self.optimizer = _adamw(params, setting)
         self._manager = Manager(
