@@ -36,7 +36,8 @@ def main(argv: list[str] | None = None) -> None:
             of this process.
 
     Raises:
-        SystemExit: With code 2 and the usage, if `argv` names nothing that can be run; otherwise as
+        SystemExit: With code 2 and the usage, if `argv` names nothing that can be run; with code 2
+            and one line, if it asks for options in `optim_args` that there are not; otherwise as
             the script does.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -59,16 +60,28 @@ def main(argv: list[str] | None = None) -> None:
     if (named := name_interface()) and os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"hf_dlion.launch: {named}", file=sys.stderr)
     register()
+    try:
+        _run(argv)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        # Every error about `optim_args` begins so. No line of the script is to blame for it. Each
+        # rank says it: a launcher ends them all as soon as one has ended, be it rank 0 or another.
+        if not str(error).startswith("optim_args"):
+            raise
+        print(f"hf_dlion.launch: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    _end_process_group()
+
+
+def _run(argv: list[str]) -> None:
     if argv[0] == "-m":
         sys.argv = argv[1:]
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = argv
-        if not sys.flags.safe_path:
-            # What `python script` puts there; -m left the current folder.
-            sys.path[0] = os.path.dirname(os.path.realpath(argv[0]))
-        runpy.run_path(argv[0], run_name="__main__")
-    _end_process_group()
+        return
+    sys.argv = argv
+    if not sys.flags.safe_path:
+        # What `python script` puts there; -m left the current folder.
+        sys.path[0] = os.path.dirname(os.path.realpath(argv[0]))
+    runpy.run_path(argv[0], run_name="__main__")
 
 
 def _end_process_group() -> None:

@@ -6,6 +6,7 @@ those marked `smoke`. `-m "not long"` runs everything, with ranks on gloo too.
 
 from __future__ import annotations
 
+import collections
 import os
 from collections.abc import Iterator
 
@@ -28,14 +29,12 @@ settings.load_profile("no deadline")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Returns the processes among which pytest shares the files: two for the plain tier.
-
-    Everything else starts ranks of its own, and has time limits that two of them at once exceed.
-    """
-    plain = "not full" in config.option.markexpr
-    if plain:
+    """Returns the processes among which pytest shares the files: two, but for the long tests."""
+    tiers = "not long" in config.option.markexpr
+    if tiers:
         config.option.dist = "loadfile"
-    return 2 if plain else 0
+        config.option.loadscopereorder = False  # The order is that of `_longest_first`.
+    return 2 if tiers else 0
 
 
 @pytest.fixture(scope="module", params=["threads", "gloo"])
@@ -59,4 +58,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if (kind == "gloo" or "multiproc" in marks) and "smoke" not in marks:
             item.add_marker("full")
         kept.append(item)
-    items[:] = kept
+    items[:] = _longest_first(kept)
+
+
+def _longest_first(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Returns the items by file, so no worker begins with a long one when the other is done."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    count = collections.Counter(item.path for item in items)
+    return sorted(items, key=lambda item: (item.path not in slow, -count[item.path]))

@@ -12,6 +12,7 @@ import pytest
 from tests.support.spawn import run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+NOTEBOOK = json.loads((EXAMPLES / "quickstart.ipynb").read_text())
 
 # Nothing may be looked up outside this machine.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
@@ -213,3 +214,28 @@ def test_finetune_llm_of_an_adapter_on_a_local_file_sends_only_its_votes(tmp_pat
         base
     )
     assert not (out / "base").exists()
+
+
+def test_the_notebook_is_kept_without_outputs():
+    code = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+    assert code
+    for cell in code:
+        assert (cell["outputs"], cell["execution_count"]) == ([], None)
+
+
+def test_the_notebook_trains_on_two_processes_and_tells_what_they_sent(monkeypatch):
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    notebook = nbformat.reads(json.dumps(NOTEBOOK), as_version=4)
+    resources = {"metadata": {"path": str(EXAMPLES)}}
+    nbclient.NotebookClient(notebook, timeout=240, resources=resources).execute()
+    (last,) = [cell for cell in notebook.cells if "bytes sent per step" in cell.source]
+    said = "".join(output.text for output in last.outputs)
+    losses = re.search(r"loss by epoch: ([\d. ]+)", said)[1].split()
+    assert float(losses[0]) > 0.5
+    assert float(losses[-1]) < 0.5 * float(losses[0])
+    numbers = re.findall(r"^(?:parameters|bytes sent).*?  ([\d,]+)", said, re.MULTILINE)
+    parameters, sent, dense = (int(number.replace(",", "")) for number in numbers)
+    assert parameters / 8 <= sent <= 1.1 * parameters / 8
+    assert dense == 2 * parameters

@@ -21,6 +21,8 @@ _ELSEWHERE = {
     "process_group": "make the optimizer: Trainer(optimizers=(DistributedLion(...), None))",
     "eps": "Lion has no epsilon",
 }
+# Trainer has flags of these names.
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")
 
@@ -33,7 +35,8 @@ def parse_optim_args(
     """Returns the keyword arguments that `optim_args` asks for, converted and checked.
 
     It may name every option of `hf_dlion.Options`, and `beta1` and `beta2`, or `betas=0.9;0.99`.
-    Semicolons separate the parts of a list.
+    Semicolons separate the parts of a list. The text of an error begins with "optim_args" if
+    anything was asked for.
 
     Args:
         text: For example "aggregation=average,beta2=0.98". None and "" ask for nothing.
@@ -163,9 +166,10 @@ def _number(name: str, value: str, kind: Callable[[str], Any], what: str) -> Any
 
 
 def _dtype(name: str, value: str) -> torch.dtype:
-    dtype = getattr(torch, value.removeprefix("torch."), None)
+    dtype = _DTYPES.get(value.lower()) or getattr(torch, value.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(
-            f"optim_args: {name}={value} is not a dtype; choose none, float32, bfloat16 or float16"
+            f"optim_args: {name}={value} is not a dtype; choose none, fp32 (float32), "
+            "bf16 (bfloat16) or fp16 (float16)"
         )
     return dtype

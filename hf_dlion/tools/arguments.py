@@ -5,7 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
+
+import torch
+
+from hf_dlion.tools.report import FORMATS
 
 T = TypeVar("T")
 
@@ -28,6 +32,44 @@ def checked(kind: Callable[[str], T], holds: Callable[[T], bool], rule: str) -> 
     # argparse says "invalid int value" by this name.
     value_of.__name__ = kind.__name__
     return value_of
+
+
+class Parser(argparse.ArgumentParser):
+    """Tells an error in one line, without a page of usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the message; exits with code 2."""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def device_of(name: str) -> torch.device:
+    """Returns the device of a name.
+
+    Raises:
+        ValueError: If it is neither the CPU nor a GPU that torch can use.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {name} is no device: give cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"--device {name} needs a GPU that torch can use, and torch sees "
+            f"{torch.cuda.device_count() or 'none'} here: give --device cpu"
+        )
+    return device
+
+
+def add_format(parser: argparse.ArgumentParser) -> None:
+    """Adds `--format`."""
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        default=FORMATS[0],
+        help="of what is printed; of json the result alone, as in the file (table)",
+    )
 
 
 positive = checked(int, lambda value: value >= 1, "must be at least 1")

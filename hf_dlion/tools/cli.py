@@ -15,10 +15,10 @@ COMMANDS = {
     "study": "hf_dlion.tools.study.cli",
 }
 USAGE = """\
-usage: hf-dlion bench {codec,exchange,memory,train} [OPTIONS...]
+usage: hf-dlion bench {codec,exchange,memory,train,plot} [OPTIONS...]
        hf-dlion doctor
        hf-dlion plan MODEL --ranks N --link RATE [OPTIONS...]
-       hf-dlion study [--scale {smoke,small,medium,full}] [OPTIONS...]
+       hf-dlion study [--scale {smoke,small,medium,llm,full}] [OPTIONS...]
        hf-dlion --version
 
   bench    measure on this machine or cluster (hf-dlion bench --help)

@@ -2,46 +2,156 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import platform
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import track as tracked
+from rich.table import Table
+
+T = TypeVar("T")
 
 # Titles of the columns of a `summary`.
 TIMES = {"median_ms": "median ms", "min_ms": "min", "max_ms": "max"}
-# What each package is for, and the extra that brings it.
-NEEDED = {
-    "rich": ("the benchmarks print their tables", "bench"),
-    "matplotlib": ("--plot draws", "plot"),
-}
+FORMATS = ("table", "markdown", "json")
 
 
 class MissingPackageError(RuntimeError):
     """A package that only these commands need is not installed."""
 
 
-def require(package: str) -> None:
-    """Checks, before anything is measured, that a package of `NEEDED` is there.
+def require_matplotlib() -> None:
+    """Checks, before anything is measured, that pictures can be drawn.
 
     Raises:
-        MissingPackageError: If it is not installed.
+        MissingPackageError: If matplotlib is not installed.
     """
-    use, extra = NEEDED[package]
-    if importlib.util.find_spec(package) is None:
+    if importlib.util.find_spec("matplotlib") is None:
         raise MissingPackageError(
-            f"{use} with {package}, which is not installed: pip install 'hf-dlion[{extra}]' "
-            f"(or {package})"
+            "pictures are drawn with matplotlib, which is not installed: pip install matplotlib"
         )
+
+
+class Output:
+    """What a command prints to stdout, in one of `FORMATS`; of "json" the result alone.
+
+    Nothing is cut: a terminal that is too narrow gets a table in parts, and anything else than a
+    terminal gets the same lines whatever the width of the user's window.
+    """
+
+    def __init__(self, form: str) -> None:
+        """Keeps the format.
+
+        Args:
+            form: One of `FORMATS`.
+        """
+        self._form = form
+        self._terminal = form == "table" and sys.stdout.isatty()
+
+    def line(self, text: str = "") -> None:
+        """Prints a sentence, in lines that end with whole words where it is longer than they."""
+        if self._form != "json":
+            # What is not a terminal gets one line, and Markdown a paragraph.
+            wrap = not self._terminal
+            self._console().print(text, markup=False, highlight=False, soft_wrap=wrap)
+            if self._form == "markdown":
+                print()
+
+    def table(
+        self, title: str, columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Prints rows under their titles, numbers to the right, without columns that have no value.
+
+        Args:
+            title: Of the table.
+            columns: Titles of the printed columns by the rows' keys.
+            rows: One mapping per line.
+        """
+        if self._form == "json":
+            return
+        self.line(title)
+        found = [
+            [heading, *(_cell(row.get(key)) for row in rows)]
+            for place, (key, heading) in enumerate(columns.items())
+            if not place or any(row.get(key) is not None for row in rows)
+        ]
+        if self._form == "markdown":
+            rule = ["---", *["---:"] * (len(found) - 1)]
+            first, *others = zip(*found, strict=True)
+            self.line("\n".join(f"| {' | '.join(cells)} |" for cells in (first, rule, *others)))
+            return
+        for part in self._parts(found):
+            self._print(part)
+
+    def result(self, result: Any) -> None:
+        """Prints what `write_json` writes, if that is the format."""
+        if self._form == "json":
+            print(json.dumps(result, indent=1))
+
+    def _parts(self, columns: Sequence[list[str]]) -> list[list[list[str]]]:
+        """Returns groups of columns that fit, each behind the first column."""
+        first, *others = columns
+        limit = self._console().width if self._terminal else sys.maxsize
+        parts = [[first]]
+        for column in others:
+            if len(parts[-1]) > 1 and _width([*parts[-1], column]) > limit:
+                parts.append([first])
+            parts[-1].append(column)
+        return parts
+
+    def _print(self, columns: list[list[str]]) -> None:
+        table = Table()
+        for place, (heading, *_) in enumerate(columns):
+            table.add_column(heading, justify="right" if place else "left", no_wrap=True)
+        for cells in list(zip(*columns, strict=True))[1:]:
+            table.add_row(*cells)
+        self._console(_width(columns)).print(table)
+
+    def _console(self, width: int | None = None) -> Console:
+        return Console(width=width)
+
+
+def track(items: Iterable[T], text: str, total: float | None = None) -> Iterable[T]:
+    """Yields the items; a terminal at stderr shows how many are done, and the time that is left.
+
+    Of several ranks the first one shows it. It is drawn between two items alone, so it takes no
+    time from what is measured.
+
+    Args:
+        items: In their order.
+        text: What is going on; "" shows nothing, inside of something that is shown.
+        total: How many there are, if they do not know.
+    """
+    if not text or not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
+        return items
+    console = Console(stderr=True)
+    return tracked(items, text, total, console=console, transient=True, auto_refresh=False)
+
+
+def duration(seconds: float) -> str:
+    """Returns a time for people, rounded up.
+
+    >>> duration(42.5), duration(600), duration(9000)
+    ('43 s', '10 min', '2 h 30 min')
+    """
+    if seconds <= 59:
+        return f"{math.ceil(seconds)} s"
+    hours, minutes = divmod(math.ceil(seconds / 60), 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min"
 
 
 def summary(seconds: Sequence[float]) -> dict[str, Any]:
@@ -83,7 +193,7 @@ def environment() -> dict[str, Any]:
 
 def publish(
     name: str,
-    path: str,
+    args: argparse.Namespace,
     config: Mapping[str, Any],
     before: Mapping[str, Any],
     rows: Sequence[Mapping[str, Any]],
@@ -93,12 +203,13 @@ def publish(
 
     Args:
         name: The benchmark.
-        path: The JSON file; its folder is made.
+        args: With `json`, the file, whose folder is made, and `format`.
         config: The options of the run.
         before: `environment()` from before the run; the load average then tells who else ran.
         rows: One dict per measured thing.
         columns: Titles of the printed columns by the rows' keys.
     """
+    out = Output(args.format)
     result = {
         "bench": name,
         "config": dict(config),
@@ -107,14 +218,15 @@ def publish(
         "rows": [dict(row) for row in rows],
     }
     # Written first: a terminal that is gone must not cost the measurement.
-    write_json(path, result)
-    print_table(f"hf_dlion bench {name}", columns, rows)
+    write_json(args.json, result)
+    out.table(f"hf_dlion bench {name}", columns, rows)
     where = f"{before['processor']}, {before['usable_cores']} of {before['cores']} cores"
     versions = f"torch {before['torch']}, {before['threads']} threads"
     load = f"load {before['load_average'][0]:.1f} before, {os.getloadavg()[0]:.1f} after"
-    print(f"{where}, {versions}, {load}")
-    print(*(f"{key}={value}" for key, value in config.items()))
-    print(f"written: {path}")
+    out.line(f"{where}, {versions}, {load}")
+    out.line(" ".join(f"{key}={value}" for key, value in config.items()))
+    out.line(f"written: {args.json}")
+    out.result(result)
 
 
 def write_json(path: str | Path, result: Any) -> None:
@@ -135,31 +247,16 @@ def read_bench(path: str | Path, name: str) -> dict[str, Any]:
     return result
 
 
-def print_table(title: str, columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Prints rows under their titles, numbers to the right.
-
-    Args:
-        title: Of the table.
-        columns: Titles of the printed columns by the rows' keys.
-        rows: One mapping per line.
-    """
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title)
-    for place, heading in enumerate(columns.values()):
-        table.add_column(heading, justify="right" if place else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*(_cell(row.get(key)) for key in columns))
-    # Piped output is not cut to the width that a terminal would have.
-    Console(width=None if os.isatty(1) else 160).print(table)
+def _width(columns: Sequence[Sequence[str]]) -> int:
+    """Returns how wide a table is, with its borders."""
+    return 1 + sum(3 + max(map(len, column)) for column in columns)
 
 
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
-        return f"{value:.2f}" if value < 100 else f"{value:,.0f}"
+        return f"{value:z.2f}" if abs(value) < 100 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 

@@ -6,18 +6,15 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options.optim_args import check_names, parse_optim_args
 from hf_dlion.trainer.internals import internal, internal_function, missing_seam
 from hf_dlion.trainer.seams import install_seams
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
 
 logger = logging.get_logger(__name__)
 
@@ -26,7 +23,7 @@ OPTIM_NAME = "dlion"
 ADAM_BETAS = (0.9, 0.999)
 LION_BETAS = (0.9, 0.99)
 # A Trainer runs unattended, and what a comparison costs is nothing among so many steps.
-CHECK_REPLICAS_EVERY = 100
+DEFAULTS = {"check_replicas_every": 100}
 
 
 def optimizer_cls_and_kwargs(
@@ -75,8 +72,7 @@ def lion_kwargs(args: TrainingArguments, **chosen: Any) -> dict[str, Any]:
         NotImplementedError: If options do not go together yet.
     """
     own = {name: value for name, value in chosen.items() if name not in ("lr", "betas")}
-    defaults = {"check_replicas_every": CHECK_REPLICAS_EVERY}
-    options = defaults | parse_optim_args(args.optim_args, defaults, own)
+    options = DEFAULTS | parse_optim_args(args.optim_args, DEFAULTS, own)
     betas = []
     adam = (args.adam_beta1, args.adam_beta2)
     for name, given, default, lion in zip(
@@ -97,21 +93,22 @@ def register() -> None:
     Call it before the arguments are made or parsed, in every process; a second call does nothing.
     A saved `training_args.bin` of such a run can only be loaded after it, too.
 
-    It adds a name to transformers' enum of optimizers and a handler to its table, has Trainer check
-    `optim_args` before it splits them, and wraps the methods in which Trainer creates the
-    optimizer, and saves and loads its state; these act only on a Trainer that trains with a
-    DistributedLion.
+    It adds a name to transformers' enum of optimizers and a handler to its table, has
+    TrainingArguments and Trainer check `optim_args` when they are made, and wraps the methods in
+    which Trainer creates the optimizer, and saves and loads its state; these act only where a
+    DistributedLion trains.
 
     Raises:
         RuntimeError: If this transformers has no such table or methods.
     """
     handlers = _handlers()
-    internal_function("trainer:Trainer.get_optimizer_cls_and_kwargs", ("args",))
+    internal_function("training_args:TrainingArguments.__post_init__", ())
+    internal_function("trainer:Trainer.__init__", ("model", "args"))
     install_seams()
     if OPTIM_NAME in handlers:
         return
     name = _add_name()
-    _check_optim_args_first()
+    _check_optim_args_early()
     handlers[name] = _handle
 
 
@@ -142,17 +139,34 @@ def _add_name() -> Any:
     return member
 
 
-def _check_optim_args_first() -> None:
-    """Wraps the static method whose own parser ends in "not enough values to unpack"."""
-    original = Trainer.get_optimizer_cls_and_kwargs
+def _check_optim_args_early() -> None:
+    """Has bad `optim_args` refused where arguments are made, before data is loaded for nothing.
 
-    @functools.wraps(original)
-    def checked(args: TrainingArguments, *rest: Any, **kwargs: Any) -> Any:
-        if args.optim == OPTIM_NAME:
-            lion_kwargs(args)
-        return original(args, *rest, **kwargs)
+    Arguments may be changed after that, or come from a file, so a Trainer checks its own again,
+    before the parser of transformers ends in "not enough values to unpack".
+    """
+    make_arguments: Any = TrainingArguments.__post_init__  # It has no annotations.
+    make_trainer = Trainer.__init__
 
-    setattr(Trainer, "get_optimizer_cls_and_kwargs", staticmethod(checked))  # noqa: B010 (mypy)
+    @functools.wraps(make_arguments)
+    def checked_arguments(self: TrainingArguments) -> None:
+        _check_optim_args(self)
+        make_arguments(self)
+
+    @functools.wraps(make_trainer)
+    def checked_trainer(
+        self: Trainer, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any
+    ) -> None:
+        _check_optim_args(args)
+        make_trainer(self, model, args, *rest, **kwargs)
+
+    setattr(TrainingArguments, "__post_init__", checked_arguments)  # noqa: B010 (mypy)
+    setattr(Trainer, "__init__", checked_trainer)  # noqa: B010 (mypy)
+
+
+def _check_optim_args(args: TrainingArguments | None) -> None:
+    if args is not None and args.optim == OPTIM_NAME:
+        parse_optim_args(args.optim_args, DEFAULTS)
 
 
 def _handle(context: Any) -> tuple[type[DistributedLion], dict[str, Any]]:

@@ -20,7 +20,7 @@ import hf_dlion
 from hf_dlion.checkpoint.whole import begin
 from tests.support.spawn import run_command
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate")
 

@@ -23,7 +23,7 @@ from tests.support.fault_trial import Trial, endure, undisturbed
 from tests.support.faults import Fate, Fault
 from tests.support.faulty_training import Job
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
 # As often as named: a stall takes as long as a timeout.
 KINDS = {"kill": 8, "term": 2, "raise": 4, "disk": 3, "nan": 3, "inf": 2, "stop": 2}

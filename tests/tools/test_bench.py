@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import signal
 import subprocess
@@ -64,18 +63,14 @@ def test_codec_times_every_backend_beside_fused_adamw(tmp_path, capfd):
 
 def test_on_a_device_codecs_are_timed_beside_a_copy_of_as_many_bytes(tmp_path):
     out = tmp_path / "codec.json"
-    args = argparse.Namespace(device="cpu", parameters=5000, repeats=2, json=str(out))
+    args = argparse.Namespace(
+        device="cpu", parameters=5000, repeats=2, json=str(out), format="json"
+    )
     codec.run_on_device(args)
     rows = {(row["name"], row["dtype"]): row for row in checked(out, "codec")}
     assert rows["encode", "float32"]["megabytes"] == (3 * 4 * 5000 + 8 * 79) / 1e6
     assert rows["eager apply", "bfloat16"]["ratio"] > 0
     assert rows["hash", "bfloat16"]["megabytes"] == 2 * 5000 / 1e6
-
-
-def test_without_rich_the_command_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert main(["codec"]) == 2
-    assert "hf-dlion[bench]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("words", "code"), [([], 2), (["plant"], 2), (["--help"], 0)])

@@ -131,7 +131,7 @@ def test_held_out_digits_are_not_in_the_training_part():
 def test_without_scikit_learn_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     vision.digits.cache_clear()
-    with pytest.raises(ImportError, match=r'pip install "hf-dlion\[study\]"'):
+    with pytest.raises(ImportError, match=r"pip install scikit-learn$"):
         vision.Digits(setting())
 
 

@@ -194,11 +194,12 @@ def test_replicas_are_compared_every_100_steps_unless_the_user_says_otherwise(tm
 
 
 def test_what_goes_together_is_checked_of_defaults_text_and_arguments_as_one(tmp_path):
-    args = tiny_args(tmp_path, optim_args="on_divergence=repair")
+    factory = {"optim": "adamw_torch"}  # With "dlion" the text has to do by itself.
+    args = tiny_args(tmp_path, **factory, optim_args="on_divergence=repair")
     assert lion_kwargs(args)["on_divergence"] == "repair"
     with pytest.raises(ValueError, match=r"on_divergence='repair' would have no effect"):
         optimizer_cls_and_kwargs(args, check_replicas_every=0)
-    args = tiny_args(tmp_path, optim_args="level_scale=tensor")
+    args = tiny_args(tmp_path, **factory, optim_args="level_scale=tensor")
     assert optimizer_cls_and_kwargs(args, bits=4)[1]["level_scale"] == "tensor"
     with pytest.raises(ValueError, match=r"^optim_args='level_scale=tensor': level_scale="):
         optimizer_cls_and_kwargs(args)
@@ -208,7 +209,7 @@ def test_what_goes_together_is_checked_of_defaults_text_and_arguments_as_one(tmp
         ("bits=4", {"bits": 1, "aggregation": "average"}),
         ("check_replicas_every=0", {"check_replicas_every": 5, "on_divergence": "repair"}),
     ):
-        args = tiny_args(tmp_path, optim_args=text)
+        args = tiny_args(tmp_path, **factory, optim_args=text)
         kwargs = optimizer_cls_and_kwargs(args, **chosen)[1]
         assert chosen.items() <= kwargs.items()
     # Nobody is told of a text that was not given.
@@ -256,11 +257,26 @@ def test_a_trainer_with_groups_of_its_own_works(tmp_path):
         ("beta1=2", "beta1=2 must be at least 0 and below 1"),
     ],
 )
-def test_bad_optim_args_end_the_training_before_it_begins(tmp_path, text, words):
-    trainer = tiny_trainer(tiny_args(tmp_path, optim_args=text))
-    with pytest.raises(ValueError, match="optim_args") as caught:
-        trainer.train()
+def test_bad_optim_args_are_refused_where_the_arguments_are_made(tmp_path, text, words):
+    with pytest.raises(ValueError, match=r"^optim_args") as caught:
+        tiny_args(tmp_path, optim_args=text)
     assert words in str(caught.value)
+    assert caught.value.__cause__ is None
+    assert caught.value.__context__ is None or caught.value.__suppress_context__
+
+
+def test_optim_args_that_were_set_later_are_refused_where_the_trainer_is_made(tmp_path):
+    args = tiny_args(tmp_path, optim="adamw_torch")
+    args = args.set_optimizer(name="dlion", learning_rate=1e-3, args="aggregation")
+    with pytest.raises(ValueError, match=r"^optim_args='aggregation': "):
+        tiny_trainer(args)
+    with pytest.raises(ValueError, match=r"^optim_args='aggregation': "):
+        Trainer(tiny_llama(), args)
+
+
+def test_the_text_of_another_optimizer_is_not_looked_at(tmp_path):
+    args = tiny_args(tmp_path, optim="sgd", optim_args="momentum=0.9")
+    assert tiny_trainer(args).args.optim_args == "momentum=0.9"
 
 
 def test_other_optimizers_are_left_alone(tmp_path):

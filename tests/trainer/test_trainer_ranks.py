@@ -153,6 +153,40 @@ def test_the_log_names_the_rank_that_abstained(ranks, tmp_path):
         assert figures == [[1.0, 0.0, 1.0], [1.0, 1.0, 1.0], [2.0, 1.0, 3.0], [0.0, None, None]]
 
 
+def train_for_tensorboard(rank, world_size, folder):
+    hf_dlion.register()
+    args = tiny_args(
+        folder, max_steps=8, logging_steps=2, report_to="tensorboard", optim_args=CLOSER
+    )
+    trainer = tiny_trainer(args, callbacks=[PoisonRankOne()])
+    trainer.train()
+    return outcome(trainer)
+
+
+def test_tensorboard_has_every_figure_of_the_log(ranks, tmp_path, monkeypatch):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    (_, entries, _), _ = ranks(2).run(train_for_tensorboard, str(tmp_path))
+    board = events.EventAccumulator(str(tmp_path / "board")).Reload()
+    found = {
+        tag.removeprefix("train/"): [(event.step, event.value) for event in board.Scalars(tag)]
+        for tag in board.Tags()["scalars"]
+        if tag.startswith("train/dlion/")
+    }
+    logged: dict[str, list[tuple[int, float]]] = {}
+    for entry in entries:
+        for name in entry:
+            if name.startswith("dlion/"):
+                logged.setdefault(name, []).append((entry["step"], pytest.approx(entry[name])))
+    assert found == logged
+    assert {name for name in found if "divergence" not in name} == {
+        *("dlion/wire_mb_per_step", "dlion/agreement"),
+        *("dlion/encode_ms", "dlion/exchange_ms", "dlion/apply_ms"),
+        *("dlion/abstained", "dlion/abstained_rank", "dlion/abstained_in_a_row"),
+    }
+    assert {"dlion/momentum_divergence/mean", "dlion/momentum_divergence/max"} <= found.keys()
+
+
 class NormsOfRank(TrainerCallback):
     """Notes this rank's own norms, and stops where the one that is logged is not finite."""
 

@@ -33,7 +33,7 @@ FLAGS = (
     *("-std=c11", "-shared", "-fPIC"),
 )
 ENVIRONMENT = "HF_DLION_NATIVE"
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 HASH_BYTES = 32
 ELSEWHERE = "set XDG_CACHE_HOME to a folder of this user alone"
 

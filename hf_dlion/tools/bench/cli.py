@@ -7,11 +7,11 @@ import sys
 from types import ModuleType
 
 from hf_dlion.options import BITS
-from hf_dlion.tools.arguments import exit_code, positive
-from hf_dlion.tools.bench import codec, exchange, memory, ranks, train
+from hf_dlion.tools.arguments import Parser, add_format, exit_code, positive
+from hf_dlion.tools.bench import codec, exchange, memory, plot, ranks, train
 from hf_dlion.tools.bench.emulate import EmulationRefusedError, Network
 from hf_dlion.tools.bench.methods import METHODS, VOTING
-from hf_dlion.tools.report import MissingPackageError, require
+from hf_dlion.tools.report import MissingPackageError
 
 RUNS = {"exchange": exchange.run, "train": train.run, "memory": memory.run}
 
@@ -24,13 +24,14 @@ def main(argv: list[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     args = _parser().parse_args(words)
+    if args.bench == "plot":
+        told = (MissingPackageError, OSError, ValueError)
+        return exit_code("bench plot", lambda: plot.run(args), *told)
     args.json = args.json or f"outputs/bench_{args.bench}.json"
-    told = (MissingPackageError, EmulationRefusedError, ValueError)
-    return exit_code("bench", lambda: _run(args, words), *told)
+    return exit_code("bench", lambda: _run(args, words), EmulationRefusedError, ValueError)
 
 
 def _run(args: argparse.Namespace, words: list[str]) -> int:
-    require("rich")
     if args.bench == "codec":
         codec.run(args)
         return 0
@@ -54,10 +55,11 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hf-dlion bench", description=__doc__)
+    parser = Parser(prog="hf-dlion bench", description=__doc__)
     benches = parser.add_subparsers(dest="bench", required=True)
-    common = argparse.ArgumentParser(add_help=False)
+    common = Parser(add_help=False)
     common.add_argument("--json", help="where to write the result (outputs/bench_NAME.json)")
+    add_format(common)
     common.add_argument("--threads", type=positive, default=1, help="torch's threads (1)")
 
     add = benches.add_parser("codec", parents=[common], help=_summary(codec)).add_argument
@@ -66,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", default="cpu", help='"cuda" times the Triton kernels beside a copy (cpu)')
     add("--bits", type=int, nargs="+", choices=BITS, default=[1], help="of a vote; on the CPU (1)")
 
-    several = argparse.ArgumentParser(add_help=False, parents=[common])
+    several = Parser(add_help=False, parents=[common])
     add = several.add_argument
     add("--parameters", type=positive, default=29_500_000)
     add("--ranks", type=positive, default=2, help="processes to start (2)")
@@ -101,6 +103,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--methods", nargs="+", choices=list(METHODS))
     add("--bits", type=int, nargs="+", choices=BITS, default=[1], help="of DistributedLion's votes")
+
+    add = benches.add_parser("plot", help=_summary(plot)).add_argument
+    add("files", nargs="+", metavar="FILE", help="JSON of bench train")
+    add("--out", default="outputs/step-time.png", help="the picture (outputs/step-time.png)")
     return parser
 
 

@@ -10,6 +10,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from hf_dlion.tools.report import track
+
 T = TypeVar("T")
 
 # A slow task may stop after so many repeats: the fewest that have a median and a spread.
@@ -30,13 +32,23 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
     return now(device) - begin
 
 
-def median_s(call: Callable[[], object], device: torch.device, repeats: int = 3) -> float:
-    """Returns the median seconds of `call`, after one call for warming up."""
-    return statistics.median([seconds_of(call, device) for _ in range(repeats + 1)][1:])
+def median_s(
+    call: Callable[[], object], device: torch.device, repeats: int = 3, text: str = ""
+) -> float:
+    """Returns the median seconds of `call`, after one call for warming up.
+
+    Args:
+        call: What is timed.
+        device: Where it works.
+        repeats: Calls that count.
+        text: What is going on, for people.
+    """
+    times = [seconds_of(call, device) for _ in track(range(repeats + 1), text)]
+    return statistics.median(times[1:])
 
 
 def in_turns(
-    tasks: Mapping[str, Callable[[], T]], repeats: int, warmup: int = 1
+    tasks: Mapping[str, Callable[[], T]], repeats: int, warmup: int = 1, text: str = "rounds"
 ) -> dict[str, list[T]]:
     """Returns what each task measured in every round but the first ones.
 
@@ -46,9 +58,10 @@ def in_turns(
         tasks: Each returns what it measured.
         repeats: Rounds that count.
         warmup: Rounds before them.
+        text: What is going on, for people.
     """
     found: dict[str, list[T]] = {name: [] for name in tasks}
-    for turn in range(warmup + repeats):
+    for turn in track(range(warmup + repeats), text):
         for name, task in tasks.items():
             lap = task()
             if turn >= warmup:

@@ -21,9 +21,10 @@ from hf_dlion.codec import codec_for
 from hf_dlion.codec.eager import EagerCodec
 from hf_dlion.codec.native import library as native_library
 from hf_dlion.ranks.fingerprint import fingerprints
+from hf_dlion.tools.arguments import device_of
 from hf_dlion.tools.bench.clock import in_turns, seconds_of
 from hf_dlion.tools.bench.work import Work, shapes
-from hf_dlion.tools.report import TIMES, environment, publish, summary
+from hf_dlion.tools.report import TIMES, environment, publish, summary, track
 
 COLUMNS = {
     **{"name": "work", "dtype": "dtype", **TIMES},
@@ -47,7 +48,9 @@ Lap = dict[str, float]
 def run(args: argparse.Namespace) -> None:
     """Measures, prints and writes."""
     torch.set_num_threads(args.threads)
-    if args.device != "cpu":
+    if device_of(args.device).type != "cpu":
+        if args.bits != [1]:
+            raise ValueError("--bits is timed on the CPU: leave out --device")
         run_on_device(args)
         return
     torch.manual_seed(0)
@@ -55,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
     rows = [row for name in DTYPES for row in _rows_of(name, args)]
     config = {key: getattr(args, key) for key in ("parameters", "repeats", "threads", "bits")}
     config["compiler"] = native_library.library() is not None
-    publish("codec", args.json, config, before, rows, COLUMNS)
+    publish("codec", args, config, before, rows, COLUMNS)
 
 
 def _rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -79,7 +82,7 @@ def _rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         if native_library.library() is not None:
             tasks[f"native, {case}"] = partial(_lap, work)
         tasks[f"eager, {case}"] = without_compiler()(partial(_lap, work))
-    laps = in_turns(tasks, args.repeats)
+    laps = in_turns(tasks, args.repeats, text=name)
     adamw_ms = summary([lap["total"] for lap in laps["fused AdamW step"]])["median_ms"]
     rows = []
     for task, found in laps.items():
@@ -150,12 +153,12 @@ def run_on_device(args: argparse.Namespace) -> None:
             ("eager apply", applied, partial(work.apply, eager)),
         ]
         # Beside each, a copy that reads and writes as many bytes.
-        for task, moved, call in tasks:
+        for task, moved, call in track(tasks, name):
             source = torch.empty(moved // 2, dtype=torch.uint8, device=device)
             copy = partial(torch.empty_like(source).copy_, source)
             both = {"work": partial(_busy_s, call, device), "copy": partial(_busy_s, copy, device)}
             # The first three rounds compile and warm up.
-            times = in_turns(both, args.repeats, warmup=3)
+            times = in_turns(both, args.repeats, warmup=3, text="")
             row = {"name": task, "dtype": name, **summary(times["work"]), "megabytes": moved / 1e6}
             row["copy_ms"] = summary(times["copy"])["median_ms"]
             row["gigabytes_per_second"] = moved / 1e6 / row["median_ms"]
@@ -163,7 +166,7 @@ def run_on_device(args: argparse.Namespace) -> None:
             rows.append(row)
     config = {key: getattr(args, key) for key in ("parameters", "repeats", "device")}
     config["codec"] = type(codec).__name__
-    publish("codec", args.json, config, before, rows, DEVICE_COLUMNS)
+    publish("codec", args, config, before, rows, DEVICE_COLUMNS)
 
 
 def _busy_s(call: Callable[[], object], device: torch.device) -> float:

@@ -17,7 +17,7 @@ from hf_dlion.step.plan import split_into_messages
 from hf_dlion.tools.bench.clock import is_over, slowest
 from hf_dlion.tools.bench.ranks import device_of_rank
 from hf_dlion.tools.bench.work import shapes, step_rule
-from hf_dlion.tools.report import TIMES, environment, publish, summary
+from hf_dlion.tools.report import TIMES, environment, publish, summary, track
 
 COLUMNS = {
     "name": "exchange",
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
     times: dict[str, list[float]] = {name: [] for name in tasks}
     sent: dict[str, int] = {}
     # In turns, so whatever else the machine does hits all alike; the first round is warm-up.
-    for turn in range(args.repeats + 1):
+    for turn in track(range(args.repeats + 1), "rounds"):
         for name, task in tasks.items():
             if is_over(times[name], args.seconds):
                 continue
@@ -100,4 +100,4 @@ def run(args: argparse.Namespace) -> None:
         config |= {"repeats": args.repeats, "threads": args.threads}
         config["emulate"] = args.emulate and str(args.emulate)
         config["backend"] = dist.get_backend()
-        publish("exchange", args.json, config, before, rows, COLUMNS)
+        publish("exchange", args, config, before, rows, COLUMNS)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hf_dlion.tools.bench.methods import METHODS, Method
 from hf_dlion.tools.bench.model import llama, sizes_of
 from hf_dlion.tools.bench.ranks import device_of_rank
-from hf_dlion.tools.report import environment, publish
+from hf_dlion.tools.report import environment, publish, track
 
 COLUMNS = {
     "name": "method",
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
     # What a process allocates once and for all belongs to no method.
     for name in COMPARED:
         _steps(METHODS[name](lambda: llama(1).to(device)), torch.zeros_like(batch))
-    for name in COMPARED:
+    for name in track(COMPARED, "methods"):
         start = _reset_peak(device)
         method = METHODS[name](lambda: llama(args.parameters).to(device))
         _steps(method, batch)
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
         dist.barrier()
     if dist.get_rank() == 0:
         config = {"parameters": size, "ranks": dist.get_world_size(), "steps": STEPS}
-        publish("memory", args.json, config, before, rows, COLUMNS)
+        publish("memory", args, config, before, rows, COLUMNS)
 
 
 def _steps(method: Method, batch: torch.Tensor) -> None:

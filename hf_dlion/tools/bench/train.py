@@ -25,7 +25,7 @@ from hf_dlion.tools.bench.emulate import INTERFACE
 from hf_dlion.tools.bench.methods import ALONE, NONE, Method, methods_of, name_of, sensible_methods
 from hf_dlion.tools.bench.model import llama, sizes_of
 from hf_dlion.tools.bench.ranks import device_of_rank
-from hf_dlion.tools.report import TIMES, environment, publish, summary
+from hf_dlion.tools.report import TIMES, environment, publish, summary, track
 
 BOUND_REPEATS = 3
 # Of the seconds in `DistributedLion.wire`.
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
         config["emulate"] = args.emulate and str(args.emulate)
         config["message_numel"] = args.message_numel
         config["backend"] = dist.get_backend()
-        publish("train", args.json, config, before, rows, COLUMNS)
+        publish("train", args, config, before, rows, COLUMNS)
 
 
 def limit_messages(methods: list[Method], message_numel: int | None) -> None:
@@ -82,14 +82,14 @@ def _measured(
 ) -> list[dict[str, Any]]:
     """Returns a row per method, in the same order on every rank."""
     # DDP settles its buckets, and an overlapped exchange its order, in the first steps.
-    for method in methods:
+    for method in track(methods, "warming up"):
         for _ in range(args.warmup):
             method.step(batch)
     times: list[list[float]] = [[] for _ in methods]
     links: list[list[int]] = [[] for _ in methods]
     parts: list[list[dict[str, float]]] = [[] for _ in methods]
     # In turns, so whatever else the machines do hits all methods alike.
-    for _ in range(args.steps):
+    for _ in track(range(args.steps), "steps"):
         for place, method in enumerate(methods):
             if is_over(times[place], args.seconds):
                 continue

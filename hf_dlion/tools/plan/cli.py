@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import textwrap
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,24 @@ from typing import Any
 import torch
 
 from hf_dlion.options import BITS
-from hf_dlion.tools import report
-from hf_dlion.tools.arguments import checked, exit_code, positive
+from hf_dlion.tools import pictures, report
+from hf_dlion.tools.arguments import Parser, add_format, checked, exit_code, positive
 from hf_dlion.tools.bench import ranks
 from hf_dlion.tools.bench.methods import NONE
-from hf_dlion.tools.plan import link, machine, table, validate
+from hf_dlion.tools.plan import gpu, link, machine, table, validate
 from hf_dlion.tools.plan.cost import TCP_EFFICIENCY, Cluster, Link
+from hf_dlion.tools.plan.gpu import GPUS
 from hf_dlion.tools.plan.machine import Machine
 from hf_dlion.tools.plan.methods import PARTS, Case, predict
-from hf_dlion.tools.plan.model import parse_count, workload
-from hf_dlion.tools.plan.report import rate, rows_of, verdict
-from hf_dlion.tools.report import MissingPackageError, print_table, read_bench, require, write_json
+from hf_dlion.tools.plan.model import Workload, parse_count, workload
+from hf_dlion.tools.plan.report import EXPLAINED, rate, rows_of, verdict
+from hf_dlion.tools.report import (
+    MissingPackageError,
+    Output,
+    read_bench,
+    require_matplotlib,
+    write_json,
+)
 
 COLUMNS = {
     "name": "method",
@@ -33,6 +41,7 @@ COLUMNS = {
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MEASURE = "measure"
+_GPUS = f"{', '.join(list(GPUS)[:-1])} or {list(GPUS)[-1]}"
 EXPLANATION = (
     "best all-reduce / DistributedLion / DistributedLion with overlap (bound), each relative to a "
     "step without communication; * {bits}-bit exchange does not pay"
@@ -51,9 +60,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    require("rich")
     if args.plot is not None:
-        require("matplotlib")
+        require_matplotlib()
+        pictures.check_path(Path(args.plot))
+    out = Output(args.format)
     torch.set_num_threads(args.threads)
     if args.validate is not None:
         _validate(args)
@@ -62,6 +72,7 @@ def _run(args: argparse.Namespace) -> None:
         raise ValueError("say what to train: a count such as 7b, a folder, or a name on the hub")
     if args.link is None and not args.table:
         raise ValueError("give --link (for example 1gbit, or measure), or --table for several")
+    _check_gpu(args)
     # What is trained, who takes part, and what one rank's own work costs ...
     work = workload(args.model, args.trainable)
     found = _link(args)
@@ -70,7 +81,7 @@ def _run(args: argparse.Namespace) -> None:
     count = args.ranks or int(os.environ.get("WORLD_SIZE", "0")) or 2 * args.ranks_per_node
     cluster = Cluster(ranks=count, ranks_per_node=args.ranks_per_node)
     own = _machine(args)
-    compute_s, source = _compute(args, work.parameters)
+    compute_s, source = _compute(args, work)
     case = Case(
         work=work, cluster=cluster, link=found, machine=own, compute_s=compute_s,
         dtype=DTYPES[args.dtype], bits=args.bits,
@@ -88,42 +99,47 @@ def _run(args: argparse.Namespace) -> None:
     }
     predictions = predict(case)
     if args.table:
-        result["rows"] = _print_tables(case)
+        result["rows"] = _print_tables(out, case)
     else:
         result["rows"] = rows_of(predictions)
-        print_table(_title(case), COLUMNS, result["rows"])
+        out.table(_title(case), COLUMNS, result["rows"])
     result["assumed"] = [
         f"forward and backward: {1e3 * case.compute_s:,.0f} ms ({source})",
         *_of_link_and_machine(case, several=args.table),
-        *([work.note] if work.note else []),
+        *filter(None, (work.note, _memory_note(args, work))),
+        "rows and columns: hf-dlion plan --help",
+        *filter(None, (_caution(args),)),
     ]
-    print(*result["assumed"], sep="\n")
+    for sentence in result["assumed"]:
+        out.line(sentence)
     if not args.table:
         result["verdict"] = verdict(case, predictions)
-        print(result["verdict"])
+        out.line(result["verdict"])
     if args.plot is not None:
         rates = table.RATES if args.table else (found.bits_per_s,)
         title = f"{work.name}: predicted time of a step{_of_votes(case)}"
+        title += f", {args.ranks_per_node} ranks per node" if args.ranks_per_node > 1 else ""
         table.draw(table.points(case, rates=rates), title, Path(args.plot))
-        print(f"written: {args.plot}")
-    _write(args, result)
+        out.line(f"written: {args.plot}")
+    _write(out, args, result)
 
 
-def _write(args: argparse.Namespace, result: dict[str, Any]) -> None:
+def _write(out: Output, args: argparse.Namespace, result: dict[str, Any]) -> None:
     if args.json is not None:
         write_json(args.json, result)
-        print(f"written: {args.json}")
+        out.line(f"written: {args.json}")
+    out.result(result)
 
 
-def _print_tables(case: Case) -> list[dict[str, Any]]:
+def _print_tables(out: Output, case: Case) -> list[dict[str, Any]]:
     """Prints the table of nodes and links; returns a row per method, number of nodes and link."""
     found = table.points(case)
     lines = table.rows(found)
     title = (
         f"{case.work.name}: predicted time of a step{_of_votes(case)}, relative to no communication"
     )
-    print_table(title, {key: key for key in lines[0]}, lines)
-    print(EXPLANATION.format(bits=case.bits))
+    out.table(title, {key: key for key in lines[0]}, lines)
+    out.line(EXPLANATION.format(bits=case.bits))
     return [
         {"nodes": point.nodes, "link": point.link, **row}
         for point in found
@@ -132,6 +148,7 @@ def _print_tables(case: Case) -> list[dict[str, Any]]:
 
 
 def _validate(args: argparse.Namespace) -> None:
+    out = Output(args.format)
     result = read_bench(args.validate, "train")
     threads = result["config"]["threads"]
     torch.set_num_threads(threads)
@@ -140,12 +157,13 @@ def _validate(args: argparse.Namespace) -> None:
     case = replace(validate.case_of(result, own, seen), bits=args.bits)
     lines = validate.rows(result, case)
     network = result["config"].get("emulate") or "the network of the run"
-    print_table(f"predicted and measured on {network}", validate.COLUMNS, lines)
+    out.table(f"predicted and measured on {network}", validate.COLUMNS, lines)
     free = next(row["measured_ms"] for row in lines if row["name"] == NONE)
-    print(f"compute: {1e3 * case.compute_s:,.0f} ms, from the measured {free:,.0f} ms of {NONE}")
-    print(*_of_link_and_machine(case), sep="\n")
+    out.line(f"compute: {1e3 * case.compute_s:,.0f} ms, from the measured {free:,.0f} ms of {NONE}")
+    for sentence in _of_link_and_machine(case):
+        out.line(sentence)
     parts = {"bits": args.bits, "link": asdict(seen), "machine": asdict(own)}
-    _write(args, {"plan": "validate", **parts, "rows": lines})
+    _write(out, args, {"plan": "validate", **parts, "rows": lines})
 
 
 def _link(args: argparse.Namespace) -> Link | None:
@@ -154,6 +172,11 @@ def _link(args: argparse.Namespace) -> Link | None:
         return _given(args, "1gbit")  # the table puts its own rates in
     if args.link != MEASURE:
         return _given(args, args.link)
+    if args.backend == "nccl" and not torch.cuda.is_available():
+        raise ValueError(
+            "--backend nccl with --link measure needs a GPU that torch can use, and torch sees "
+            "none here: leave out --backend, or give the rate: --link 1gbit"
+        )
     link.check_measurable()
     found: list[Link] = []
     ranks.take_part(lambda _: found.append(link.measured()), args)
@@ -161,7 +184,7 @@ def _link(args: argparse.Namespace) -> Link | None:
 
 
 def _given(args: argparse.Namespace, text: str) -> Link:
-    tree = args.backend == "nccl"
+    tree = (args.backend or _backend(args)) == "nccl"
     if text == MEASURE:
         raise ValueError("--validate compares with a run that is over: give its link as a rate")
     if text.endswith(".json"):
@@ -169,7 +192,46 @@ def _given(args: argparse.Namespace, text: str) -> Link:
     return replace(link.given(text, args.latency_ms, tree), efficiency=args.efficiency)
 
 
+def _backend(args: argparse.Namespace) -> str:
+    return "nccl" if args.gpu is not None or torch.cuda.is_available() else "gloo"
+
+
+def _check_gpu(args: argparse.Namespace) -> None:
+    """Checks that nothing else is asked for what `--gpu` computes.
+
+    Raises:
+        ValueError: If it is.
+    """
+    if args.gpu is None and args.mfu is not None:
+        raise ValueError(f"--mfu is a share of a GPU's peak: give --gpu {_GPUS}, too")
+    if args.gpu is not None and args.codec is not None:
+        raise ValueError("--gpu computes the constants that --codec reads: give one of them")
+    if args.gpu is not None and args.step_ms == MEASURE:
+        raise ValueError(
+            "--gpu computes the time that --step-ms measure would measure here: give one of them, "
+            "or --step-ms with the milliseconds that the GPU takes"
+        )
+
+
+def _memory_note(args: argparse.Namespace, work: Workload) -> str:
+    return "" if args.gpu is None else gpu.memory_note(GPUS[args.gpu], work, DTYPES[args.dtype])
+
+
+def _caution(args: argparse.Namespace) -> str:
+    """Returns what is to be said loudly where a CPU here stands for the ranks of a cluster."""
+    if args.gpu is not None or torch.cuda.is_available():
+        return ""
+    both = args.step_ms in (None, MEASURE)
+    return (
+        f"CAUTION: the work per element{' and the compute time were' if both else ' was'} measured "
+        f"on the CPU of this machine. A rank with a GPU is another thing: give --gpu {_GPUS}, or "
+        f"run this where you will train."
+    )
+
+
 def _machine(args: argparse.Namespace) -> Machine:
+    if args.gpu is not None:
+        return gpu.machine_of(GPUS[args.gpu], DTYPES[args.dtype], args.bits)
     # Before the seconds that measuring takes.
     known = None if args.codec is None else machine.of_codec_bench(Path(args.codec), args.bits)
     own = machine.measure(DTYPES[args.dtype], ranks.device_of_rank(), args.bits)
@@ -178,17 +240,29 @@ def _machine(args: argparse.Namespace) -> Machine:
     return replace(own, **known, source=f"{Path(args.codec).name}; the rest {own.source}")
 
 
-def _compute(args: argparse.Namespace, parameters: int) -> tuple[float, str]:
+def _compute(args: argparse.Namespace, work: Workload) -> tuple[float, str]:
     """Returns the seconds of forward and backward, and where they come from."""
-    device, tokens = ranks.device_of_rank(), (args.batch, args.sequence)
-    size = f"{args.batch} x {args.sequence} tokens"
-    if args.step_ms is None:
-        seconds = machine.stand_in_s(parameters, *tokens, device)
-        return seconds, f"the benchmark's Llama on this machine ({size}), scaled by parameters"
+    sequence = args.sequence or (gpu.SEQUENCE if args.gpu is not None else 128)
+    device, tokens = ranks.device_of_rank(), (args.batch, sequence)
+    size = f"{args.batch} x {sequence} tokens"
     if args.step_ms == MEASURE:
         seconds = machine.model_s(args.model, DTYPES[args.dtype], *tokens, device)
         return seconds, f"measured on this machine ({size})"
-    return 1e-3 * args.step_ms, "given"
+    if args.step_ms is not None:
+        return 1e-3 * args.step_ms, "given"
+    if args.gpu is None:
+        seconds = machine.stand_in_s(work.parameters, *tokens, device)
+        return seconds, f"two Llamas on this machine ({size}), and the line through their times"
+    own, mfu = GPUS[args.gpu], args.mfu or gpu.MFU
+    flops = (
+        "6 FLOPs per parameter"
+        if work.trainable == work.parameters
+        else "4 FLOPs per parameter, 2 more per trained one,"
+    )
+    return gpu.compute_s(own, work, args.batch * sequence, mfu), (
+        f"assumed: {flops} and token, {size} per rank, {100 * mfu:.0f} % of the "
+        f"{own.flops / 1e12:.0f} TFLOPS of an {own.name} in bfloat16: {own.source}"
+    )
 
 
 def _title(case: Case) -> str:
@@ -207,7 +281,7 @@ def _of_votes(case: Case) -> str:
 def _of_link_and_machine(case: Case, several: bool = False) -> list[str]:
     seen, own = case.link, asdict(case.machine)
     source = own.pop("source")
-    each = ", ".join(f"{key.removesuffix('_ns')} {value:.2f}" for key, value in own.items())
+    each = ", ".join(f"{key.removesuffix('_ns')} {value:.3g}" for key, value in own.items())
     speed = "" if several else f"{rate(seen)}, "
     lost = f", {1e3 * seen.restart_s:.0f} ms lost at a start" if seen.restart_s else ""
     return [
@@ -227,7 +301,17 @@ def _step_ms(text: str) -> float | str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hf-dlion plan", description=__doc__)
+    width = max(map(len, EXPLAINED))
+    parser = Parser(
+        prog="hf-dlion plan",
+        description="Predict what a training step costs, and whether the exchange of votes pays.",
+        epilog="rows and columns of the output:\n"
+        + "\n".join(
+            textwrap.fill(f"  {name:{width}}  {told}", 80, subsequent_indent=" " * (width + 4))
+            for name, told in EXPLAINED.items()
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
     add("model", nargs="?", help='a count ("7b"), a folder with a config.json, or a hub name')
     add("--ranks", type=positive, help="number of ranks (those of the launcher)")
@@ -236,23 +320,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--link", metavar="1gbit", help="a rate, the JSON of bench exchange, or measure")
     add("--latency-ms", type=_above_zero, default=link.DEFAULT_LATENCY_MS)
     add("--efficiency", type=_share, default=TCP_EFFICIENCY, help="payload's share")
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    add(
-        "--backend",
-        choices=("gloo", "nccl"),
-        default=backend,
-        help="nccl reduces through trees too",
-    )
+    add("--backend", choices=("gloo", "nccl"), help="nccl, that of GPUs, has trees beside rings")
     add("--trainable", type=_count, help='trained parameters ("40m"), as for LoRA')
     add("--dtype", choices=list(DTYPES), default="float32", help="of gradients")
     add("--bits", type=int, choices=BITS, default=1, help="of a vote (1)")
     add("--step-ms", type=_step_ms, metavar="MS", help="forward and backward, or measure")
-    add("--batch", type=positive, default=1, help="sequences measured (1)")
-    add("--sequence", type=positive, default=128, help="tokens in each (128)")
+    add("--gpu", choices=list(GPUS), help="compute the work of such a GPU, and measure nothing")
+    add("--mfu", type=_share, help=f"of its peak, in forward and backward ({gpu.MFU})")
+    add("--batch", type=positive, default=1, help="sequences of a rank per step (1)")
+    add("--sequence", type=positive, help=f"tokens in each (128; with --gpu {gpu.SEQUENCE})")
     add("--threads", type=positive, default=torch.get_num_threads())
     add("--codec", metavar="FILE", help="take constants of bench codec's JSON")
     add("--table", action="store_true", help="2 to 1024 nodes, 0.1 to 100 Gbit/s")
     add("--validate", metavar="FILE", help="compare with bench train's JSON")
     add("--json", metavar="FILE", help="write the result")
     add("--plot", metavar="FILE", help="draw step times over nodes")
+    add_format(parser)
     return parser

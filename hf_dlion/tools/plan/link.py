@@ -17,7 +17,7 @@ from hf_dlion.tools.bench.clock import slowest
 from hf_dlion.tools.bench.emulate import bits_per_s
 from hf_dlion.tools.bench.ranks import device_of_rank
 from hf_dlion.tools.plan.cost import Cluster, Link, all_reduce_rounds
-from hf_dlion.tools.report import read_bench
+from hf_dlion.tools.report import read_bench, track
 
 # Of TCP between two hosts of one rack, with a collective library's software on both ends.
 DEFAULT_LATENCY_MS = 0.1
@@ -133,7 +133,7 @@ def _all_reduce_s(size: int) -> float:
     device = device_of_rank()
     reduce = partial(dist.all_reduce, torch.zeros(size, dtype=torch.uint8, device=device))
     times = []
-    for _ in range(REPEATS + 1):
+    for _ in track(range(REPEATS + 1), f"all-reduces of {size:,} bytes"):
         # Longer than TCP remembers how fast the link was.
         time.sleep(PAUSE_S)
         times.append(slowest(reduce, device))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,15 +16,15 @@ from hf_dlion.tools.bench.methods import POWER_RANK
 from hf_dlion.tools.bench.model import llama, vocabulary
 from hf_dlion.tools.bench.work import Work
 from hf_dlion.tools.plan.model import UnknownModelError, build, load_config, parse_count
-from hf_dlion.tools.report import read_bench
+from hf_dlion.tools.report import read_bench, track
 
 # Large enough to leave the caches, small enough for all of it in seconds; the second is about what
 # a layer's tensor holds, for work that is done tensor by tensor.
 NUMEL = 1 << 25
 SMALL_NUMEL = 1 << 20
 COLUMNS = 1024
-# Parameters of the Llama that stands in for a model of which only the size is known.
-STAND_IN = 29_500_000
+# Parameters of the Llamas that stand in for a model of which only the size is known.
+STAND_INS = (1, 29_500_000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,22 +74,26 @@ def measure(dtype: torch.dtype, device: torch.device, bits: int = 1) -> Machine:
     param.grad = torch.randn_like(param)
     other = torch.empty_like(param)
 
-    def ns(call: Callable[[], object]) -> float:
-        return 1e9 * median_s(call, device) / NUMEL
+    def tasks() -> Iterator[tuple[str, Callable[[], object]]]:
+        # What the other methods do besides their collectives ...
+        yield "adamw_ns", torch.optim.AdamW([param], lr=1e-4, fused=True).step
+        yield "copy_ns", lambda: other.copy_(param)
+        # The bf16 hook makes a tensor of its own on the way there.
+        yield "cast_ns", lambda: other.copy_(param.to(torch.bfloat16).div_(2))
+        yield "power_ns", _power(param, other)
+        # ... and what DistributedLion does.
+        codec, works = codec_for(device), {ranks: Work([param], ranks, bits) for ranks in (2, 4)}
+        yield "encode_ns", partial(works[2].encode, codec)
+        yield "apply_ns", partial(works[2].apply, codec)
+        yield "two", partial(works[2].count, codec)
+        yield "four", partial(works[4].count, codec)
 
-    # What the other methods do besides their collectives ...
-    adamw = torch.optim.AdamW([param], lr=1e-4, fused=True)
-    times = {"adamw_ns": ns(adamw.step), "copy_ns": ns(lambda: other.copy_(param))}
-    del adamw  # and its momenta, which are as large again
-    # The bf16 hook makes a tensor of its own on the way there.
-    times["cast_ns"] = ns(lambda: other.copy_(param.to(torch.bfloat16).div_(2)))
-    times["power_ns"] = ns(_power(param, other))
-    # ... and what DistributedLion does; counting is a line through 2 and 4 votes.
-    codec, works = codec_for(device), {ranks: Work([param], ranks, bits) for ranks in (2, 4)}
-    times["encode_ns"] = ns(partial(works[2].encode, codec))
-    times["apply_ns"] = ns(partial(works[2].apply, codec))
-    count = {ranks: ns(partial(work.count, codec)) for ranks, work in works.items()}
-    fixed, each = _line(2, count[2], 4, count[4])
+    times = {}
+    for name, call in track(tasks(), "measuring this machine", 8):
+        times[name] = 1e9 * median_s(call, device) / NUMEL
+        del call  # and what it holds: AdamW's momenta are as large again
+    # Counting is a line through 2 and 4 votes.
+    fixed, each = _line(2, times.pop("two"), 4, times.pop("four"))
     times |= {"count_ns": fixed, "count_vote_ns": each, **_public(device)}
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
@@ -123,17 +127,23 @@ def of_codec_bench(path: Path, bits: int = 1) -> dict[str, float]:
 
 
 def stand_in_s(parameters: int, batch: int, sequence: int, device: torch.device) -> float:
-    """Returns the seconds of forward and backward of the benchmark's Llama, scaled by parameters.
+    """Returns the seconds of forward and backward, on the line through two of `llama`'s sizes.
+
+    The small one tells what a step takes at least, the large one what each parameter adds.
 
     Args:
         parameters: Of the model that is meant.
         batch: Sequences per rank and step.
         sequence: Tokens in each.
-        device: Where the Llama runs.
+        device: Where the Llamas run.
     """
-    model = llama(min(STAND_IN, parameters)).to(device)
-    size = sum(param.numel() for param in model.parameters())
-    return _compute_s(model, vocabulary(model), batch, sequence) * parameters / size
+    points: list[float] = []
+    for count in track(STAND_INS, "forward and backward"):
+        model = llama(count).to(device)
+        points.append(sum(param.numel() for param in model.parameters()))
+        points.append(_compute_s(model, vocabulary(model), batch, sequence))
+    fixed, each = _line(*points)
+    return fixed + each * parameters
 
 
 def model_s(
@@ -163,10 +173,10 @@ def model_s(
             f"--step-ms measure knows only models that predict tokens, and {name} is a "
             f"{type(model).__name__}: give the time in ms"
         )
-    return _compute_s(model, int(tokens), batch, sequence)
+    return _compute_s(model, int(tokens), batch, sequence, f"forward and backward of {name}")
 
 
-def _compute_s(model: nn.Module, tokens: int, batch: int, sequence: int) -> float:
+def _compute_s(model: nn.Module, tokens: int, batch: int, sequence: int, text: str = "") -> float:
     device = next(model.parameters()).device
     data = torch.randint(tokens, (batch, sequence), device=device)
 
@@ -174,7 +184,7 @@ def _compute_s(model: nn.Module, tokens: int, batch: int, sequence: int) -> floa
         model.zero_grad()
         model(input_ids=data, labels=data).loss.backward()
 
-    return median_s(step, device)
+    return median_s(step, device, text=text)
 
 
 def _power(param: Tensor, other: Tensor) -> Callable[[], None]:

@@ -249,7 +249,8 @@ def _voted(
     arrived = arrivals(shipments, counting_from_s, restart_s)
     for arrival, message in zip(arrived, messages, strict=True):
         now = max(now, arrival) + 1e-9 * machine.apply_ns * message.numel
-    parts["wire"] = now - sum(parts.values())
+    # Of sums that are equal one may be larger by a rounding.
+    parts["wire"] = max(now - sum(parts.values()), 0.0)
     header = header_wire_bytes(len(case.work.shapes), ranks)
     sent = header + sum(message.up_bytes + message.down_bytes for message in messages)
     return Prediction(name=name, wire_bytes=sent, parts=parts)

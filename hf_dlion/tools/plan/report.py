@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_dlion.tools.bench.methods import DLION, NONE, POWER
+from hf_dlion.tools.bench.methods import BF16, DLION, FP32, NONE, POWER
 from hf_dlion.tools.plan.cost import Link
-from hf_dlion.tools.plan.methods import ALL_REDUCES, OVERLAPPED, PARTS, Case, Prediction
+from hf_dlion.tools.plan.methods import (
+    ALL_REDUCES,
+    BF16_NATIVE,
+    OVERLAPPED,
+    PARTS,
+    PUBLIC,
+    Case,
+    Prediction,
+)
 
 Predictions = Mapping[str, Prediction]
 
@@ -16,6 +24,30 @@ WORTH = 1.10
 # An all-reduce that exposes less of its step than this is hidden: what another optimizer saves on
 # its own work, or DDP's copies (`gradient_as_bucket_view` saves those too), is no matter of bits.
 HIDDEN = 0.05
+# The smallest factor that is not printed as 1.00.
+_MORE = 1.005
+
+# What the rows and the columns of a plan are.
+EXPLAINED = {
+    "method": "the rows; where all is relative to no communication, that is 1",
+    "bytes sent": "by a rank in a step",
+    "predicted ms": "the step: the sum of the parts that follow",
+    "x no comm.": "relative to the step without communication",
+    "compute": "forward and backward, and DDP's copies into its buckets and back",
+    "encode": "making votes, or PowerSGD's factors",
+    "count": "counting all ranks' votes",
+    "wire": "waiting for the network: what no other work hides",
+    "apply": "moving the parameters as the votes say",
+    "optimizer": "the step of AdamW, or all own work of the public distributed-lion",
+    NONE: "DDP that sends nothing: what a step takes without a network",
+    FP32: "DDP's all-reduce of float32 gradients",
+    BF16: "torch's bf16_compress_hook: the gradients travel as bfloat16",
+    BF16_NATIVE: "DDP's all-reduce of gradients that are bfloat16 (--dtype)",
+    POWER: "torch's powerSGD_hook, in one bucket",
+    PUBLIC: "kyleliang919/distributed-lion-pytorch: 8 bits, a gather per tensor",
+    DLION: "this package: votes travel after backward",
+    OVERLAPPED: "overlap=True, if sending cost backward nothing: a bound",
+}
 
 
 def best_all_reduce(predictions: Predictions) -> Prediction:
@@ -43,31 +75,50 @@ def pays(predictions: Predictions) -> bool:
 
 def verdict(case: Case, predictions: Predictions) -> str:
     """Returns in words whether the exchange of votes pays, with the predicted ratios."""
-    rival = best_all_reduce(predictions)
+    rival, cluster = best_all_reduce(predictions), case.cluster
     step, overlapped = gain(predictions), gain(predictions, OVERLAPPED)
-    state = f"waits {1e3 * rival.parts['wire']:,.0f} ms of {1e3 * rival.step_s:,.0f} for the wire"
+    best, at_most = max(step, overlapped), f"at most {overlapped:.2f} times"
+    where = f"at {rate(case.link)} with {cluster.ranks} ranks on {cluster.nodes} nodes {rival.name}"
+    waits = f"waits {1e3 * rival.parts['wire']:,.0f} ms of {1e3 * rival.step_s:,.0f} for the wire"
+    predicted = f"DistributedLion is predicted to {_compared(step)}"
     if is_hidden(rival):
-        state = "hides its all-reduce behind backward"
-    found = f"at {rate(case.link)} with {case.cluster.ranks} ranks {rival.name} {state}"
-    if pays(predictions):
-        only = "" if step >= WORTH else " with overlap=True only"
+        text = f"does not pay: {where} hides its all-reduce behind backward. Use AdamW. "
+        text += f"DistributedLion is predicted to {_compared(best)}"
+        if best >= _MORE:
+            text += (
+                ", but not for its bits: it saves AdamW's work, and DDP's copies, which "
+                "gradient_as_bucket_view=True saves with AdamW, too"
+            )
+    elif not pays(predictions):
+        told = _compared(best).replace("be ", "be only ")
+        text = f"does not pay: {where} {waits}, but DistributedLion is predicted to {told}"
+        text += ". Use AdamW"
+    elif step < WORTH:
         text = (
-            f"{case.bits}-bit exchange pays{only}: {found}; DistributedLion is predicted to be "
-            f"{step:.2f} times as fast, at most {overlapped:.2f} times with overlap=True."
+            f"pays with overlap=True only: {where} {waits}; DistributedLion is predicted to be "
+            f"{at_most} as fast with it, and to {_compared(step)} without"
         )
+    elif overlapped < _MORE * step:
+        text = f"pays: {where} {waits}; {predicted}; overlap=True gains nothing"
     else:
-        text = (
-            f"{case.bits}-bit exchange does not pay: {found}; DistributedLion's step is predicted "
-            f"to take {1 / step:.2f} times as long, {1 / overlapped:.2f} times with overlap=True. "
-            f"Use AdamW."
-        )
-    power, own_s = predictions[POWER], predictions[DLION].step_s
-    if power.step_s < min(own_s, rival.step_s) / WORTH:
+        text = f"pays: {where} {waits}; {predicted}, {at_most} with overlap=True"
+    power = predictions[POWER].step_s
+    if power * WORTH < rival.step_s / max(best, 1.0):
+        name, still, other_s = rival.name, "", rival.step_s
+        if pays(predictions):
+            name, still, other_s = "DistributedLion", "faster still: ", rival.step_s / best
         text += (
-            f" PowerSGD is predicted to be faster still, {own_s / power.step_s:.2f} times, if its "
-            f"low rank trains your model."
+            f". PowerSGD is predicted to be {still}{other_s / power:.2f} times as fast as {name}, "
+            f"if its low rank trains your model"
         )
-    return text
+    return f"{case.bits}-bit exchange {text}."
+
+
+def _compared(gain: float) -> str:
+    """Returns a gain as the end of "is predicted to"; no factor is below 1."""
+    if gain >= _MORE:
+        return f"be {gain:.2f} times as fast"
+    return f"take {1 / gain:.2f} times as long" if 1 / gain >= _MORE else "take as long"
 
 
 def rate(link: Link) -> str:

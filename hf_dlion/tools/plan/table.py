@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hf_dlion.tools.bench.methods import DLION, NONE
+from hf_dlion.tools.pictures import figure, logarithmic, look, save
 from hf_dlion.tools.plan.cost import Cluster
 from hf_dlion.tools.plan.methods import OVERLAPPED, PUBLIC, Case, predict
 from hf_dlion.tools.plan.report import Predictions, best_all_reduce, pays, rate
@@ -79,23 +80,20 @@ def draw(found: Sequence[Point], title: str, path: Path) -> None:
 
     The ending of `path` decides on the format.
     """
-    from matplotlib.figure import Figure
-
     links = list(dict.fromkeys(point.link for point in found))
-    names = [name for name in found[0].predictions if name not in (NONE, PUBLIC)]
-    figure = Figure(figsize=(3.2 * len(links), 4.2), layout="constrained")
-    panels = figure.subplots(1, len(links), sharey=True, squeeze=False)[0]
+    drawn, panels = figure(len(links))
     for panel, link in zip(panels, links, strict=True):
         here = [point for point in found if point.link == link]
         nodes = [point.nodes for point in here]
-        for name in names:
-            style = "--" if name == OVERLAPPED else "-"
-            panel.plot(nodes, [point.ratio(name) for point in here], style, label=name)
-        panel.set(title=link, xlabel="nodes", yscale="log")
+        for name in here[0].predictions:
+            if name != PUBLIC:
+                own = look(name)
+                ratios = [point.ratio(name) for point in here]
+                panel.plot(nodes, ratios, own.dash, color=own.color, label=own.label)
+        panel.set(title=link, xlabel="nodes")
         panel.set_xscale("log", base=2)
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel("predicted step time / no communication")
-    figure.suptitle(title)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+        shown = nodes if len(links) == 1 else nodes[::2]
+        panel.set_xticks(shown, [f"{count:,}" for count in shown], minor=False)
+    logarithmic(panels[0], "y")
+    panels[0].set_ylabel("step time / no communication")
+    save(drawn, panels, title, path)

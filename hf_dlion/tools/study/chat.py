@@ -15,9 +15,9 @@ from hf_dlion.tools import smollm2
 from hf_dlion.tools.study.scenes import Scene, evaluating, generator, seeded
 from hf_dlion.tools.study.setting import Setting
 
-VALIDATION_ROWS, VALIDATION_BATCH = 64, 8
+VALIDATION_ROWS, VALIDATION_BATCH = 64, 16
 # Greedy answers to so many held-out questions, and how long they may get.
-QUESTIONS, ANSWER_TOKENS = 64, 40
+QUESTIONS, ANSWER_TOKENS = 48, 32
 IGNORED = -100  # by transformers' losses
 
 

@@ -9,10 +9,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_dlion.tools.arguments import checked, exit_code, positive
-from hf_dlion.tools.report import MissingPackageError, environment, require, write_json
+from hf_dlion.tools.arguments import Parser, add_format, checked, exit_code, positive
+from hf_dlion.tools.report import (
+    MissingPackageError,
+    Output,
+    duration,
+    environment,
+    require_matplotlib,
+    write_json,
+)
 from hf_dlion.tools.study import table
-from hf_dlion.tools.study.methods import METHODS, recipe
+from hf_dlion.tools.study.methods import METHODS, SIMULATED, check_simulated, recipe
 from hf_dlion.tools.study.real import check_real
 from hf_dlion.tools.study.records import Records
 from hf_dlion.tools.study.result import results
@@ -40,14 +47,14 @@ SCALES: dict[str, dict[str, Any]] = {
         "hidden": 32, "layers": 1, "steps": 6, "seeds": 2, "evaluations": 2, "base_steps": 6,
     },
     "small": {
-        "methods": list(METHODS), "workers": [2, 4, 8], "batch": [8], "sequence": 64, "hidden": 64,
+        "methods": SIMULATED, "workers": [2, 4, 8], "batch": [8], "sequence": 64, "hidden": 64,
         "layers": 2, "steps": 300, "seeds": 3, "evaluations": 6, "base_steps": 1000,
     },
     "medium": MEDIUM,
     # For the scenes of SmolLM2; about an hour of one core for a run.
     "llm": {
         "methods": ["adamw", "lion", "majority", "bits2", "bits4"], "workers": [2], "batch": [2],
-        "sequence": 128, "hidden": 576, "layers": 30, "steps": 150, "seeds": 3, "evaluations": 3,
+        "sequence": 128, "hidden": 576, "layers": 30, "steps": 160, "seeds": 3, "evaluations": 4,
         "base_steps": 0,
     },
     # The workers and the batch of the Distributed Lion paper; about five days of one core.
@@ -71,42 +78,47 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    require("rich")
     if args.plot:
-        require("matplotlib")
+        require_matplotlib()
+    out = Output(args.format)
     trials = _trials(args)
     folder = Path(args.out)
     records = Records(folder / "runs.jsonl")
     if args.dry_run:
         todo = list(missing(trials, records, ahead=True))
-        print(
+        seconds = estimate_s(todo)
+        out.line(
             f"{len(todo)} runs to make, {len(records)} are there; about "
-            f"{estimate_s(todo) / 60:.0f} minutes of one core for their gradients"
+            f"{duration(seconds)} of one core for their gradients"
         )
+        out.result({"missing": len(todo), "made": len(records), "gradients_s": seconds})
         return
     # Every run is written as soon as it is made, so an interrupted study goes on from there.
     if not args.report:
         before = environment()
         made = complete(trials, records, args.jobs)
-        print(f"{made} runs made; all {len(records)} are in {records.path}")
+        out.line(f"{made} runs made; all {len(records)} are in {records.path}")
         if made:
             entry = {**before, "runs": made, "words": sys.argv[1:]}
             with (folder / "environment.jsonl").open("a") as file:
                 file.write(json.dumps(entry) + "\n")
     found = results(trials, records)
     if not found:
-        print("no results yet")
+        out.line("no results yet")
+        out.result([])
         return
-    table.print_losses(found)
-    table.print_grids(found)
-    table.print_sign_agreement(found)
-    write_json(folder / "summary.json", [result.as_json() for result in found])
-    print(f"written: {folder / 'summary.json'}")
+    table.print_losses(out, found)
+    table.print_grids(out, found)
+    table.print_sign_agreement(out, found)
+    summary = [result.as_json() for result in found]
+    write_json(folder / "summary.json", summary)
+    out.line(f"written: {folder / 'summary.json'}")
     if args.plot:
         from hf_dlion.tools.study.plot import draw
 
         for path in draw(found, folder):
-            print(f"drawn: {path}")
+            out.line(f"drawn: {path}")
+    out.result(summary)
 
 
 def _trials(args: argparse.Namespace) -> list[Trial]:
@@ -131,6 +143,8 @@ def _trials(args: argparse.Namespace) -> list[Trial]:
         )  # fmt: skip
         if args.real:
             check_real(setting)
+        else:
+            check_simulated(setting)
         lrs = tuple(sorted(set(grids[family] or kind.grids[family])))
         seeds = tuple(range(args.seeds))
         trials.append(Trial(setting, lrs, seeds, min(args.tuning_seeds, args.seeds)))
@@ -143,7 +157,7 @@ _several = checked(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="hf-dlion study",
         description="Train with AdamW, global Lion and Distributed Lion's options, each at its "
         "best learning rate, and compare. Finished runs are kept: the same command goes on where "
@@ -175,4 +189,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--plot", action="store_true", help="draw pictures, too")
     add("--report", action="store_true", help="make no runs, tell of those that are there")
     add("--dry-run", action="store_true", help="say how many runs are missing, and what they take")
+    add_format(parser)
     return parser

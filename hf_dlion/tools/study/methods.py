@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from hf_dlion.exchange.mean import average_wire_bytes
 from hf_dlion.exchange.memory import Hub
 from hf_dlion.optimizer import DistributedLion
+from hf_dlion.tools.study import rivals
 from hf_dlion.tools.study.compressors import DGC, Compressor, GradDrop, TernGrad
 from hf_dlion.tools.study.scenes import Scene, UnknownNameError
 from hf_dlion.tools.study.setting import Setting
@@ -30,11 +32,13 @@ class Method(ABC):
             models may be one and the same.
         bytes_sent: Bytes that a rank has sent so far.
         rounds: Messages that waited for one another so far.
+        judges: Whether this process takes validation losses and metrics.
     """
 
     places: Sequence[tuple[int, nn.Module]]
     bytes_sent: float = 0.0
     rounds: int = 0
+    judges: bool = True
 
     def collect(self, model: nn.Module) -> None:  # noqa: B027 (most have nothing to do)
         """Takes over the gradients that a worker's backward has just left in `model`."""
@@ -148,15 +152,20 @@ class Recipe:
         compressor: Makes what compresses gradients; None averages them in full precision.
         options: Returns the options of `DistributedLion`, from the setting and the number of
             trained elements; None where gradients are averaged.
+        rival: Makes one rank of what comes from another library and has no simulation.
+        package: Module that it needs besides torch, a key of `rivals.PACKAGES`.
     """
 
     family: str
     make: Make | None = None
     compressor: Callable[[], Compressor] | None = None
     options: Options | None = None
+    rival: rivals.Make | None = None
+    package: str = ""
 
     def simulated(self, scene: Scene, setting: Setting) -> Method:
-        """Returns the method with all workers in this process."""
+        """Returns the method with all workers in this process; see `check_simulated`."""
+        check_simulated(setting)
         if self.options is not None:
             return Voting(scene, setting, self.options)
         assert self.make is not None, "a method without votes has an optimizer"
@@ -212,6 +221,20 @@ def voting(*, warmup: float = 0.0, auto_bits: float = 0.0, **options: Any) -> Re
     return Recipe(family="lion", options=of_run)
 
 
+def rival(
+    make: Callable[..., rivals.Rival], *, family: str = "adamw", package: str = "", **options: Any
+) -> Recipe:
+    """Returns a rival with these options.
+
+    Args:
+        make: Makes one rank of it.
+        family: As in `Recipe`.
+        package: As in `Recipe`.
+        options: Of `make`.
+    """
+    return Recipe(family=family, rival=partial(make, **options), package=package)
+
+
 def _is_small(name: str, _param: Tensor) -> bool:
     # A function and no patterns: a LoRA trains none of these.
     return "norm" in name or "embed" in name
@@ -237,7 +260,15 @@ METHODS: dict[str, Recipe] = {
     "terngrad": averaged(adamw, TernGrad),
     "graddrop": averaged(adamw, GradDrop),
     "dgc": averaged(sgd, DGC),  # which brings the momentum
+    "bf16": rival(rivals.Hooked, compressed=False),
+    "powersgd": rival(rivals.Hooked, compressed=True),
+    "localsgd8": rival(rivals.LocalSGD, every=8),
+    "localsgd32": rival(rivals.LocalSGD, every=32),
+    "diloco16": rival(rivals.DiLoCo, package="torchft", every=16),
+    "diloco50": rival(rivals.DiLoCo, package="torchft", every=50),
+    "demo": rival(rivals.DeMo, family="lion", package="pytorch_optimizer"),
 }
+SIMULATED = [name for name, made in METHODS.items() if made.rival is None]
 
 
 def recipe(name: str) -> Recipe:
@@ -249,6 +280,16 @@ def recipe(name: str) -> Recipe:
     if name not in METHODS:
         raise UnknownNameError(f"unknown method {name!r}: there are {', '.join(METHODS)}")
     return METHODS[name]
+
+
+def check_simulated(setting: Setting) -> None:
+    """Checks before any work starts that a method runs in one process.
+
+    Raises:
+        UnknownNameError: If it does not, or there is no such method.
+    """
+    if recipe(setting.method).rival is not None:
+        raise UnknownNameError(f"{setting.method!r} runs on real ranks only: give --real")
 
 
 def named(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_dlion.tools.pictures import band, figure, logarithmic, look, save
 from hf_dlion.tools.study.result import LINKS, Result, gradient_s, server_bits
 from hf_dlion.tools.study.table import cells, name, title
 
@@ -17,7 +18,6 @@ FLAT = 4.0
 
 def draw(results: Sequence[Result], folder: Path) -> list[Path]:
     """Writes all pictures into a folder; returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
     written = []
     for together in cells(results):
         written.append(_curves(together, folder / f"curves-{name(together)}.png"))
@@ -30,8 +30,6 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
 
 def _curves(together: Sequence[Result], path: Path) -> Path:
     """Loss against steps, bytes sent, and modelled time over each link."""
-    from matplotlib.ticker import NullFormatter
-
     compute_s = gradient_s(together)
     axes: dict[str, Callable[[Result], float]] = {
         "steps": lambda result: 1.0,
@@ -41,54 +39,54 @@ def _curves(together: Sequence[Result], path: Path) -> Path:
         axes[f"modelled s at {rate}"] = functools.partial(
             Result.step_s, gradient_s=compute_s, link=link
         )
-    figure, panels = _figure(len(axes))
+    drawn, panels = figure(len(axes))
     # One panel per axis: the same losses over steps, bytes and modelled seconds.
     for panel, (label, per_step) in zip(panels, axes.items(), strict=True):
+        # Nothing is sent before the first step, which has no place on a logarithmic axis.
+        first = 0 if label == "steps" else 1
         for result in together:
-            scale, logarithmic = per_step(result), label != "steps"
-            # Nothing is sent before the first step, which has no place on a logarithmic axis.
-            curve = [
-                (scale * step, loss)
-                for step, loss in zip(*result.curve(), strict=True)
-                if step > 0 or not logarithmic
-            ]
-            panel.plot(*zip(*curve, strict=True), label=result.setting.method)
+            steps, losses, deviations = (column[first:] for column in result.curve())
+            places = [per_step(result) * step for step in steps]
+            band(panel, places, losses, deviations, result.setting.method)
         panel.set_xlabel(label)
         if label != "steps":
-            panel.set_xscale("log")
-            panel.xaxis.set_minor_formatter(NullFormatter())
-    return _finished(figure, panels, title(together), path)
+            logarithmic(panel, "x")
+    return _finished(drawn, panels, title(together), path)
 
 
 def _bits(together: Sequence[Result], path: Path) -> Path:
     """Loss against bits per parameter and step: as really sent, and by way of a server."""
-    figure, panels = _figure(2)
-    labels = ("bits per parameter, out of a rank", "counted to and from a server")
-    for panel, label in zip(panels, labels, strict=True):
-        panel.set_xscale("log", base=2)
-        panel.set_xlabel(label)
+    drawn, panels = figure(2)
     for result in _finite(together):
         own = result.setting
         deviation = result.as_json()["spread"] or 0.0
         of_server = server_bits(own.method, own.workers)
+        how = look(own.method)
         for panel, bits in zip(panels, (result.bits_per_step, of_server), strict=True):
             # Drawn without a place where there is no count: all have their colours in common.
             place = [math.nan if bits is None else bits]
-            panel.errorbar(place, [result.mean], [deviation], fmt="o", label=own.method)
+            panel.errorbar(
+                place, [result.mean], [deviation], fmt="o", color=how.color, capsize=3,
+                label=how.label, markerfacecolor=how.face,
+            )  # fmt: skip
+    labels = ("bits per parameter, out of a rank", "bits counted to and from a server")
+    for panel, label in zip(panels, labels, strict=True):
+        panel.set_xlabel(label)
+        logarithmic(panel, "x")
     _spread_out(panels, together)
-    return _finished(figure, panels, title(together), path)
+    return _finished(drawn, panels, title(together), path)
 
 
 def _workers(apart: Sequence[Result], path: Path) -> Path:
     """Loss against the number of workers."""
-    figure, panels = _figure(1)
+    drawn, panels = figure(1)
     for method in dict.fromkeys(result.setting.method for result in apart):
         line = [result for result in apart if result.setting.method == method]
         line = sorted(_finite(line), key=lambda result: result.setting.workers)
         workers = [result.setting.workers for result in line]
         means = [result.mean for result in line]
         deviations = [result.as_json()["spread"] or 0.0 for result in line]
-        panels[0].errorbar(workers, means, deviations, fmt="o-", label=method)
+        band(panels[0], workers, means, deviations, method, mark="o")
     panels[0].set_xscale("log", base=2)
     numbers = sorted({result.setting.workers for result in apart})
     panels[0].set_xticks(numbers, [str(number) for number in numbers])
@@ -96,7 +94,7 @@ def _workers(apart: Sequence[Result], path: Path) -> Path:
     _spread_out(panels, apart)
     own = apart[0].setting
     heading = f"{own.scene}, batch {own.batch} each, {own.steps} steps"
-    return _finished(figure, panels, heading, path)
+    return _finished(drawn, panels, heading, path)
 
 
 def _apart_from_workers(results: Sequence[Result]) -> list[list[Result]]:
@@ -116,24 +114,12 @@ def _spread_out(panels: Any, results: Sequence[Result]) -> None:
     """Takes a logarithmic axis of losses where one method would flatten the others."""
     means = [result.mean for result in _finite(results)]
     if means and 0.0 < FLAT * min(means) < max(means):
-        panels[0].set_yscale("log")
+        logarithmic(panels[0], "y")
 
 
-def _figure(count: int) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(max(3.4 * count, 6.0), 4.6), layout="constrained")
-    return figure, figure.subplots(1, count, sharey=True, squeeze=False)[0]
-
-
-def _finished(figure: Any, panels: Any, heading: str, path: Path) -> Path:
+def _finished(drawn: Any, panels: Any, heading: str, path: Path) -> Path:
     panels[0].set_ylabel("validation loss")
     low, high = panels[0].get_ylim()
     # One method that diverged must not flatten all others.
     panels[0].set_ylim(low, min(high, low + 4.0) if math.isfinite(high) else None)
-    for panel in panels:
-        panel.grid(alpha=0.3)
-    figure.suptitle(heading, fontsize="small")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    figure.savefig(path, dpi=120)
-    return path
+    return save(drawn, panels, heading, path)

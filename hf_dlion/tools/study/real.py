@@ -18,6 +18,7 @@ from hf_dlion.exchange.mean import average_wire_bytes
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.tools.study.compressors_hook import HookState, compress_hook
 from hf_dlion.tools.study.methods import Method, lion_options, named, recipe, set_lr, trainable
+from hf_dlion.tools.study.rivals import check_installed
 from hf_dlion.tools.study.scenes import Scene, UnknownNameError, scene_class
 from hf_dlion.tools.study.setting import Setting
 from hf_dlion.tools.study.train import train
@@ -29,11 +30,16 @@ class RealRank(Method):
     def __init__(self, scene: Scene, setting: Setting) -> None:
         """Makes the model, its wrapper and the optimizer."""
         model = scene.model(setting.seed)
+        self.judges = dist.get_rank() == 0
+        how = recipe(setting.method)
+        self._rival = None if how.rival is None else how.rival(model, setting)
+        if self._rival is not None:
+            self.places = [(dist.get_rank(), self._rival.model)]
+            return
         params = trainable(model)
         self._numel = sum(param.numel() for param in params)
         ddp = DistributedDataParallel(model)
         self.places = [(dist.get_rank(), ddp)]
-        how = recipe(setting.method)
         self._hook: HookState | None = None
         if how.compressor is not None:
             self._hook = HookState(how.compressor(), params, seed=setting.seed, steps=setting.steps)
@@ -47,6 +53,12 @@ class RealRank(Method):
 
     def step(self, lr: float) -> None:
         """Takes a step together with the other ranks."""
+        if self._rival is not None:
+            set_lr(self._rival.optimizer, lr)
+            self._rival.step()
+            self._rival.optimizer.zero_grad()
+            self.bytes_sent, self.rounds = self._rival.bytes_sent, self._rival.rounds
+            return
         set_lr(self._optimizer, lr)
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -59,6 +71,11 @@ class RealRank(Method):
             ranks = dist.get_world_size()
             self.bytes_sent += average_wire_bytes(self._numel, ranks, torch.float32)
             self.rounds += 2 * (ranks - 1)
+
+    def close(self) -> None:
+        """Ends what a rival started."""
+        if self._rival is not None:
+            self._rival.close()
 
 
 def real_options(setting: Setting, numel: int) -> dict[str, Any]:
@@ -82,8 +99,12 @@ def check_real(setting: Setting) -> None:
 
     Raises:
         UnknownNameError: If it has none, or there is no such method.
+        ImportError: If its library is not installed.
     """
-    if recipe(setting.method).family == "lion":
+    how = recipe(setting.method)
+    if how.package:
+        check_installed(how.package)
+    if how.family == "lion" and how.rival is None:
         real_options(setting, 0)
 
 
@@ -110,6 +131,7 @@ def _rank(rank: int, setting: Setting, folder: str) -> None:
     scene = scene_class(setting.scene)(setting)
     method = RealRank(scene, setting)
     record = train(setting, scene, method)
+    method.close()
     if rank == 0:
         Path(folder, "record.json").write_text(json.dumps(record))
     # gloo may abort the process if a DDP model outlives its process group.

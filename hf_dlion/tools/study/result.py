@@ -81,11 +81,16 @@ class Result:
         rounds = round(self.average("rounds_per_step"))
         return gradient_s + link.seconds(self.average("bytes_per_step"), rounds)
 
-    def curve(self) -> tuple[list[int], list[float]]:
-        """Returns steps and the mean loss after each."""
+    def curve(self) -> tuple[list[int], list[float], list[float]]:
+        """Returns steps, the mean loss after each, and its standard deviation, 0 of one seed."""
         curves = [record["curve"] for record in self.records if record["failure"] is None]
         columns = [column for column in zip(*curves, strict=False) if all(p[1] for p in column)]
-        return [c[0][0] for c in columns], [statistics.fmean(p[1] for p in c) for c in columns]
+        losses = [[point[1] for point in column] for column in columns]
+        return (
+            [column[0][0] for column in columns],
+            [statistics.fmean(found) for found in losses],
+            [finite(spread(found)) or 0.0 for found in losses],
+        )
 
     def sign_agreement(self) -> dict[str, float]:
         """Returns the share of verdicts that agree with Lion's sign, by kind of parameter."""

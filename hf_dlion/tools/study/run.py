@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from hf_dlion.tools.report import duration, track
 from hf_dlion.tools.study.real import run_real
 from hf_dlion.tools.study.records import Record, Records
 from hf_dlion.tools.study.scenes import Scene, scene_class
@@ -36,7 +37,8 @@ def complete(trials: Sequence[Trial], records: Records, jobs: int) -> int:
     made = 0
     # First those that choose learning rates, then those that take the choices.
     while todo := list(dict.fromkeys(missing(trials, records))):
-        for number, record in enumerate(_records(todo, jobs), 1):
+        runs = track(_records(todo, jobs), "runs", len(todo))
+        for number, record in enumerate(runs, 1):
             records.add(record)
             made += 1
             _say(number, len(todo), record)
@@ -117,7 +119,7 @@ def _say(number: int, count: int, record: Record) -> None:
     loss = "diverged" if record["loss"] is None else f"{record['loss']:.4f}"
     print(
         f"{number}/{count}  {own.scene} {own.method} {own.workers}x{own.batch} lr {own.lr:g} "
-        f"seed {own.seed}: {loss}, {record['seconds']:.1f} s",
+        f"seed {own.seed}: {loss}, {duration(record['seconds'])}",
         file=sys.stderr,
         flush=True,
     )

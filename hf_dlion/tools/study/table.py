@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hf_dlion.tools.report import print_table
+from hf_dlion.tools.report import Output
 from hf_dlion.tools.study.result import LINKS, Result, cell, finite, gradient_s, mean_of, spread
 
 
@@ -35,13 +35,13 @@ def name(results: Sequence[Result]) -> str:
     return f"{own.scene}-{own.workers}x{own.batch}"
 
 
-def print_losses(results: Sequence[Result]) -> None:
+def print_losses(out: Output, results: Sequence[Result]) -> None:
     """Prints a table for each cell: losses, gaps to global Lion, bytes, modelled times."""
     columns = {"method": "method", "lr": "best lr", "seeds": "seeds", "loss": "loss"}
     columns |= {"gap": "gap to lion", "bits": "bits/param/step", "bytes": "bytes/step"}
     columns |= {name: f"ms at {name}" for name in LINKS}
     for together in cells(results):
-        print(f"\n{title(together)}")
+        out.line(f"\n{title(together)}")
         compute_s = gradient_s(together)
         rows = [
             {
@@ -58,10 +58,10 @@ def print_losses(results: Sequence[Result]) -> None:
             }
             for result in together
         ]
-        print_table("validation loss", columns, rows)
+        out.table("validation loss", columns, rows)
 
 
-def print_grids(results: Sequence[Result]) -> None:
+def print_grids(out: Output, results: Sequence[Result]) -> None:
     """Prints the loss at every learning rate of each method's grid."""
     for together in cells(results):
         lrs = sorted({lr for result in together for lr in result.choice.losses})
@@ -74,10 +74,10 @@ def print_grids(results: Sequence[Result]) -> None:
             }
             for result in together
         ]
-        print_table(f"learning rates: {name(together)}", columns, rows)
+        out.table(f"learning rates: {name(together)}", columns, rows)
 
 
-def print_sign_agreement(results: Sequence[Result]) -> None:
+def print_sign_agreement(out: Output, results: Sequence[Result]) -> None:
     """Prints how many verdicts have the sign of Lion's direction, by kind of parameter."""
     for together in cells(results):
         shares = {r.setting.method: r.sign_agreement() for r in together}
@@ -91,7 +91,7 @@ def print_sign_agreement(results: Sequence[Result]) -> None:
             | {name: f"{found[kind]:.3f}" for name, found in shares.items() if kind in found}
             for kind in kinds
         ]
-        print_table(f"signs: {name(together)}", columns, rows)
+        out.table(f"signs: {name(together)}", columns, rows)
 
 
 def with_spread(mean: float, deviation: float, *, sign: bool = False) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hf_dlion.tools.report import track
 from hf_dlion.tools.study import corpus
 from hf_dlion.tools.study.scenes import Scene, evaluating, generator, seeded
 from hf_dlion.tools.study.setting import Setting
@@ -123,7 +124,7 @@ class FineTuning(Pretraining):
         model = super().model(BASE_SEED)
         optimizer = torch.optim.AdamW(model.parameters(), lr=BASE_LR, weight_decay=0.1)
         schedule = setting.replace(lr=BASE_LR, steps=setting.base_steps, schedule="cosine")
-        for step in range(setting.base_steps):
+        for step in track(range(setting.base_steps), "training the base"):
             optimizer.param_groups[0]["lr"] = schedule.lr_at(step)
             tokens = _sequences(text, BASE_BATCH, setting.sequence, generator(BASE_SEED, 0, step))
             self.loss(model, tokens).backward()  # type: ignore[no-untyped-call]

@@ -43,8 +43,7 @@ def train(setting: Setting, scene: Scene, method: Method) -> dict[str, Any]:
     parts = min(SIGN_SAMPLES, setting.steps)
     measured = {setting.steps * (2 * part + 1) // (2 * parts) for part in range(parts)}
     signs = SignAgreement(method.voters)
-    start = _plain(method.places[0][1])
-    curve, before_training = [(0, scene.validation(start))], scene.metrics(start)
+    curve = [(0, _judged(scene, method))]
     # Processor time: other work on the machine does not count.
     gradient_s, method_s = [], []
     begin, failure = time.perf_counter(), None
@@ -72,7 +71,7 @@ def train(setting: Setting, scene: Scene, method: Method) -> dict[str, Any]:
         if step in measured:
             signs.after()
         if step + 1 in evaluated_after:
-            curve.append((step + 1, scene.validation(_plain(method.places[0][1]))))
+            curve.append((step + 1, _judged(scene, method)))
     model = _plain(method.places[0][1])
     _check_replicas(method)
     return {
@@ -81,8 +80,7 @@ def train(setting: Setting, scene: Scene, method: Method) -> dict[str, Any]:
         "loss": curve[-1][1] if failure is None and math.isfinite(curve[-1][1]) else None,
         "failure": failure,
         "curve": [[step, loss if math.isfinite(loss) else None] for step, loss in curve],
-        "metrics_before": before_training,
-        "metrics": scene.metrics(model) if failure is None else {},
+        "metrics": scene.metrics(model) if failure is None and method.judges else {},
         "parameters": sum(param.numel() for param in trainable(model)),
         "bytes_per_step": method.bytes_sent / setting.steps,
         "rounds_per_step": method.rounds / setting.steps,
@@ -91,6 +89,11 @@ def train(setting: Setting, scene: Scene, method: Method) -> dict[str, Any]:
         "seconds": time.perf_counter() - begin,
         "sign_agreement": signs.by_parameter(),
     }
+
+
+def _judged(scene: Scene, method: Method) -> float:
+    """Returns the validation loss, NaN on ranks whose record nobody reads."""
+    return scene.validation(_plain(method.places[0][1])) if method.judges else math.nan
 
 
 def _check_replicas(method: Method) -> None:

@@ -72,7 +72,7 @@ def digits() -> Images:
         from sklearn.datasets import load_digits  # type: ignore[import, unused-ignore]
     except ImportError as error:
         raise ImportError(
-            'the scene "vision" takes its images from scikit-learn: pip install "hf-dlion[study]"'
+            'the scene "vision" takes its images from scikit-learn: pip install scikit-learn'
         ) from error
     data = load_digits()
     pixels = torch.from_numpy(data.images).float()[:, None] / 8.0 - 1.0
