@@ -8,6 +8,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerState
 
 from hf_dlion.checkpoint.access import claim_gradients, lion_in
+from hf_dlion.exchange import Agreed
 from hf_dlion.momentum.divergence import by_kind
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.abstention import Abstentions
@@ -47,8 +48,7 @@ class DistributedLionCallback(TrainerCallback):
     def __init__(self) -> None:
         """Starts without figures; the first come with the first step."""
         self._steps = 0
-        self._exchanges = 0
-        self._agreement_sum = 0.0
+        self._agreed: list[Agreed] = []
         self._bytes_before = 0
         self._seconds_before = dict.fromkeys(_PARTS, 0.0)
         self._abstentions_before = 0
@@ -73,10 +73,8 @@ class DistributedLionCallback(TrainerCallback):
         if lion is None:
             return
         self._steps += 1
-        agreement = float(lion.wire.agreement)
-        if not math.isnan(agreement):
-            self._exchanges += 1
-            self._agreement_sum += agreement
+        # To read it here would wait for the device in every step.
+        self._agreed.append(lion.wire.agreed)
 
     def on_log(
         self,
@@ -97,8 +95,9 @@ class DistributedLionCallback(TrainerCallback):
         for part in _PARTS:
             seconds = getattr(wire, f"{part}_s") - self._seconds_before[part]
             figures[f"dlion/{part}_ms"] = 1e3 * seconds / self._steps
-        if self._exchanges:
-            figures["dlion/agreement"] = self._agreement_sum / self._exchanges
+        means = [agreed.mean for agreed in self._agreed if not math.isnan(agreed.mean)]
+        if means:
+            figures["dlion/agreement"] = sum(means) / len(means)
         figures["dlion/abstained"] = float(wire.abstentions - self._abstentions_before)
         figures.update(self._most_abstained(lion.abstentions))
         figures.update(_divergence_figures(lion.momentum_divergence))
@@ -109,8 +108,8 @@ class DistributedLionCallback(TrainerCallback):
         self._start_interval(lion)
 
     def _start_interval(self, lion: DistributedLion) -> None:
-        self._steps = self._exchanges = 0
-        self._agreement_sum = 0.0
+        self._steps = 0
+        self._agreed = []
         self._bytes_before = lion.wire.bytes_sent
         self._seconds_before = {part: getattr(lion.wire, f"{part}_s") for part in _PARTS}
         self._abstentions_before = lion.wire.abstentions
