@@ -14,6 +14,8 @@ from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.abstention import Abstentions
 
 MEGABYTE = 1e6
+# Steps whose agreement is left on the device until it is read: a few bytes each.
+KEPT = 64
 # Of the seconds in `WireStats`.
 _PARTS = ("encode", "exchange", "apply")
 # More curves than that help nobody.
@@ -48,6 +50,7 @@ class DistributedLionCallback(TrainerCallback):
     def __init__(self) -> None:
         """Starts without figures; the first come with the first step."""
         self._steps = 0
+        self._means: list[float] = []
         self._agreed: list[Agreed] = []
         self._bytes_before = 0
         self._seconds_before = dict.fromkeys(_PARTS, 0.0)
@@ -73,8 +76,15 @@ class DistributedLionCallback(TrainerCallback):
         if lion is None:
             return
         self._steps += 1
-        # To read it here would wait for the device in every step.
+        # To read each here would wait for the device in every step.
         self._agreed.append(lion.wire.agreed)
+        if len(self._agreed) == KEPT:
+            self._read()
+
+    def _read(self) -> None:
+        """Reads how far the ranks agreed in the steps since it was read last."""
+        self._means += [agreed.mean for agreed in self._agreed]
+        self._agreed = []
 
     def on_log(
         self,
@@ -95,7 +105,8 @@ class DistributedLionCallback(TrainerCallback):
         for part in _PARTS:
             seconds = getattr(wire, f"{part}_s") - self._seconds_before[part]
             figures[f"dlion/{part}_ms"] = 1e3 * seconds / self._steps
-        means = [agreed.mean for agreed in self._agreed if not math.isnan(agreed.mean)]
+        self._read()
+        means = [mean for mean in self._means if not math.isnan(mean)]
         if means:
             figures["dlion/agreement"] = sum(means) / len(means)
         figures["dlion/abstained"] = float(wire.abstentions - self._abstentions_before)
@@ -109,7 +120,7 @@ class DistributedLionCallback(TrainerCallback):
 
     def _start_interval(self, lion: DistributedLion) -> None:
         self._steps = 0
-        self._agreed = []
+        self._means, self._agreed = [], []
         self._bytes_before = lion.wire.bytes_sent
         self._seconds_before = {part: getattr(lion.wire, f"{part}_s") for part in _PARTS}
         self._abstentions_before = lion.wire.abstentions

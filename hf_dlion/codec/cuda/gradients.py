@@ -20,7 +20,7 @@ def all_finite(found: Kernels, grads: Sequence[Tensor], scale: Tensor | None) ->
     # In whatever order they lie in memory; those with gaps, or on top of one another, take longer.
     dense = [(grad, _in_memory(grad)) for grad in grads if grad.numel()]
     if scale is not None:
-        scale = scale.detach().to(device, torch.float64)
+        scale = scale.detach().to(device, torch.float64).view(())
     with on_device(device):
         for on in launches([_entry(flat) for _, flat in dense if flat is not None], device):
             run(
