@@ -356,8 +356,10 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             Disagreement: On every rank, if the ranks differ in what must be equal, and on the
                 others if one failed; that one raises what failed.
             LostRank: If another rank ended or stalled.
-            RuntimeError: On every rank, if one abstained `max_abstained_steps` times in a row.
+            RuntimeError: On every rank, if one abstained `max_abstained_steps` times in a row; or
+                if a CUDA graph is being captured.
         """
+        _refuse_capture()
         Join.notify_join_context(self)
         scaling = Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         return Step(self._engine, scaling).take(closure)
@@ -451,3 +453,14 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             # A copy may have the original's parameters, which it takes with its first step.
             self._engine.hooks.claim_free()
             self._engine.hooks.search()
+
+
+def _refuse_capture() -> None:
+    """Raises where a CUDA graph is being captured: what others say decides on what a step does."""
+    # Where CUDA was never used, nothing is captured.
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if used and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "step() cannot be captured in a CUDA graph: it hears from other ranks what to do, and "
+            "a replay would not. Capture forward and backward, and call step() after the replay"
+        )

@@ -19,7 +19,9 @@ from tests.support.threads import ThreadPool
 
 # Needs its environment from the start: tests/codec/test_triton.py runs it in a process of its own.
 collect_ignore = (
-    [] if os.environ.get("TRITON_INTERPRET") == "1" else ["codec/interpreted_triton.py"]
+    []
+    if os.environ.get("TRITON_INTERPRET") == "1"
+    else ["codec/interpreted_tally.py", "codec/interpreted_triton.py"]
 )
 
 # A time limit per example fails at random on a machine that is busy with several ranks.

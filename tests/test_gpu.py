@@ -17,18 +17,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion import DistributedLion
 from hf_dlion.codec import ApplyJob, EncodeJob, codec_for, eager
-from hf_dlion.codec.bits import expand_rows, unpack_bits
 from hf_dlion.codec.cpu import CpuCodec
 from hf_dlion.codec.cuda import tables
 from hf_dlion.codec.cuda.codec import TritonCodec
 from hf_dlion.codec.layout import MessageLayout, words_for
 from hf_dlion.codec.reference import votes as reference
-from hf_dlion.codec.rule import Verdict
+from hf_dlion.codec.rule import Verdict, verdict_planes
 from hf_dlion.ranks.fingerprint import ROW, fingerprints
-from tests.support.codec_cases import gradients, packed_levels, rule, verdict_of
+from tests.support.codec_cases import gradients, rule, verdict_of
 from tests.support.oracle import bits_of
 from tests.support.random_training import DTYPES, normal
 from tests.support.spawn import RankPools
+from tests.support.tally_cases import ballots_of, exchanged
 
 # With "cpu" and "gloo" the same tests run where there is no GPU, which shows that they can run.
 DEVICE, NCCL = "cuda", "nccl"
@@ -93,25 +93,6 @@ def test_encode_levels(dtype: torch.dtype, level_scale: str, bits: int) -> None:
             same_on_both(lambda c, *a, r=own: c.preview(*a, r, 0.5), grad, exp_avg, words, active)
 
 
-@pytest.mark.parametrize("absent_share", [None, 0.0, 0.4])
-@pytest.mark.parametrize("ties", ["alternate", "zero"])
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_sum_levels(bits: int, ties: str, absent_share: float | None) -> None:
-    for words, world_size in ((1, 2), (70, 3), (1000, 8)):
-        votes, voters = packed_levels(bits, words, world_size, absent_share, seed=words)
-        made = rule(step=4, world_size=world_size, ties=ties).step_rule
-        step = dataclasses.replace(made, bits=bits)
-        found = []
-        for device in ("cpu", DEVICE):
-            # A stretch of longer rows, as messages are added up.
-            out = torch.full((step.planes, 3 + words), 7, device=device)
-            on_device = None if voters is None else voters.to(device)
-            codec: Any = codec_for(torch.device(device))
-            told = codec.add_levels(votes.to(device), on_device, out[:, 3:], step)
-            found.append((*map(int, told), out.tolist()))
-        assert found[0] == found[1]
-
-
 @DTYPE
 @STOCHASTIC
 @pytest.mark.parametrize("options", [{}, {"ties": "zero"}, {"aggregation": "average"}], ids=str)
@@ -152,35 +133,26 @@ def test_large_tensors_and_blocks_of_full_length(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("absent_share", [0.0, 0.3])
-@pytest.mark.parametrize("options", [{}, {"ties": "zero"}, {"aggregation": "average"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"ties": "zero"}, {"aggregation": "average"}, {"bits": 2}, {"bits": 8}], ids=str
+)
 @pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_count(absent_share: float, options: dict[str, str], world_size: int) -> None:
-    step = rule(world_size=world_size, **options).step_rule
-    layout = MessageLayout.of([(k, torch.Size(shape)) for k, shape in enumerate(SHAPES)])
-    generator = torch.Generator().manual_seed(0)
-    votes = torch.randint(-(2**63), 2**63 - 1, (world_size, layout.words), generator=generator)
-    active = torch.rand(world_size, layout.rows, generator=generator) >= absent_share
-    shard = layout.shard(1, layout.words - 1)
-    active = active[:, shard.first_row : shard.first_row + shard.rows]
-    votes = votes[:, 1:-1].clone()
-    for run in shard.runs:  # rows that abstain, and what lies past a tensor's end, vote 0
-        held = torch.empty(run.words, dtype=torch.int64)
-        for own, rows in zip(votes, active, strict=True):
-            expand_rows(rows[run.row : run.row + run.rows], run, held)
-            own[run.word : run.word + run.words] &= held
-    found = [
-        codec_for(torch.device(device)).count(
-            votes.to(device), active.to(device), shard, shard.row_numels(torch.device(device)), step
-        )
-        for device in ("cpu", DEVICE)
-    ]
-    assert found[0].agreement == found[1].agreement
-    assert torch.equal(found[0].counts, found[1].counts.cpu())
-    for run in shard.runs:
-        count = run.stop - run.start
-        for mine, other in zip(found[0].planes, found[1].planes.cpu(), strict=True):
-            words = slice(run.word, run.word + run.words)
-            assert torch.equal(unpack_bits(mine[words], count), unpack_bits(other[words], count))
+def test_tally(absent_share: float, options: dict[str, Any], world_size: int) -> None:
+    shapes = [shape for shape in SHAPES if shape and 0 not in shape] + [(70, 640), (5000, 1)]
+    layout = MessageLayout.of([(k, torch.Size(shape)) for k, shape in enumerate(shapes)])
+    bits = options.get("bits", 1)
+    kinds = {name: value for name, value in options.items() if name != "bits"}
+    made = rule(step=4, world_size=world_size, **kinds).step_rule
+    step = dataclasses.replace(made, bits=bits)
+    planes = verdict_planes(step.aggregation, step.ties, world_size)
+    ballots = ballots_of(shapes, world_size, 5, absent_share, bits)
+    for count, elsewhere in ((1, True), (world_size, False), (world_size, True)):
+        found = [
+            exchanged(codec_for(device), layout, count, planes, ballots, step, elsewhere, device)
+            for device in (torch.device("cpu"), torch.device(DEVICE))
+        ]
+        for mine, other in zip(*found, strict=True):
+            assert mine.tolist() == other.tolist()
 
 
 @DTYPE

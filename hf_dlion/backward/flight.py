@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from hf_dlion.backward.background import Background
+from hf_dlion.backward.gradient_scale import GradientScale
+from hf_dlion.codec import AdvanceJob, Preview, codec_for
 from hf_dlion.codec.rule import StepRule, tensor_rules
 from hf_dlion.exchange import WireStats
 from hf_dlion.momentum.store import MomentumStore
@@ -40,7 +42,7 @@ class Flight:
         momenta: MomentumStore,
         rule: StepRule,
         stats: WireStats,
-        scale: float,
+        gradient_scale: GradientScale,
         counter: Background,
         streams: dict[torch.device, torch.cuda.Stream],
     ) -> None:
@@ -51,7 +53,8 @@ class Flight:
             momenta: Of this rank, with the parameter groups.
             rule: The step's constants.
             stats: Receives bytes and times.
-            scale: Factor of the gradients, as far as it is known.
+            gradient_scale: Knows the factor of the gradients, and looks at those of votes that
+                leave.
             counter: One thread, which waits for votes and counts them.
             streams: By device, on which it does so; kept, since the allocator has a pool for each.
         """
@@ -59,7 +62,8 @@ class Flight:
         self.stale = False
         self.failure: Exception | None = None
         self.bytes_before = stats.bytes_sent
-        self._momenta, self._rule, self._stats, self._scale = momenta, rule, stats, scale
+        self._momenta, self._rule, self._stats = momenta, rule, stats
+        self._gradient_scale = gradient_scale
         self._betas = _betas(momenta.groups)
         indices = {index for message in messages for index, _ in message.params}
         self._rules = tensor_rules(momenta.groups, indices, rule)
@@ -83,7 +87,7 @@ class Flight:
             self.stale = True
         self._missing[place].discard(key)
         while self._sent < len(self.messages) and not self._missing[self._sent]:
-            self._send(self._place.keys(), self._scale)
+            self._send(self._place.keys(), self._gradient_scale.scale, probe=True)
 
     def known_finite(self, param: Tensor) -> bool:
         """Returns whether a gradient was finite when its vote left, and is still the same."""
@@ -116,14 +120,19 @@ class Flight:
             self.stale = True
         while self._sent < len(self.messages):
             message = self.messages[self._sent]
-            self._send({id(param) for index, param in message.params if present.get(index)}, 1.0)
+            own = {id(param) for index, param in message.params if present.get(index)}
+            self._send(own, 1.0, probe=False)
 
     def land(self, moving: Moving, stats: WireStats) -> None:
         """Advances the momenta and applies the verdicts; all ranks' votes hold."""
         clock = Clock()
+        # All at once, while the last messages are still on the wire.
+        jobs: dict[torch.device, list[AdvanceJob]] = {}
         for message in self.messages:
-            # The last messages are still on the wire.
-            message.advance(moving.voting, moving.rules)
+            own = message.advances(moving.voting, moving.rules)
+            jobs.setdefault(message.device, []).extend(own)
+        for device, of_device in jobs.items():
+            codec_for(device).advance_all(of_device)
         stats.encode_s += clock.lap()
         self._counted(moving.rule)
         stats.exchange_s += clock.lap()
@@ -146,8 +155,14 @@ class Flight:
         for device in {message.device for message in self.messages}:
             self._join_streams(device)
 
-    def _send(self, voting: Container[int], scale: float) -> None:
-        """Sends the next message, with votes on the parameters of these ids."""
+    def _send(self, voting: Container[int], scale: float, *, probe: bool) -> None:
+        """Sends the next message, with votes on the parameters of these ids.
+
+        Args:
+            voting: The ids.
+            scale: Factor of their gradients.
+            probe: Whether it is still to be seen by how much the loop will scale these.
+        """
         if self._broken is not None:
             raise self._broken
         message, stats, clock = self.messages[self._sent], self._stats, Clock()
@@ -155,8 +170,8 @@ class Flight:
         with torch.no_grad():
             try:
                 momenta, grads = self._voting(message, voting)
-                for param in message.preview(momenta, self._rules, scale, grads):
-                    self.finite[id(param)] = mark(param)
+                params, preview = message.preview(momenta, self._rules, scale, grads)
+                self._take_note(params, preview, probe)
             except Exception as error:  # The other ranks wait for this message all the same.
                 self.failure = error
                 message.preview({}, self._rules, scale, {})
@@ -171,6 +186,13 @@ class Flight:
         if message.rounds > 1:
             self._counts.append(self._counter.submit(functools.partial(self._count, message)))
         stats.exchange_s += clock.lap()
+
+    def _take_note(self, params: Sequence[Tensor], preview: Preview, probe: bool) -> None:
+        for param, known in zip(params, preview.finite, strict=True):
+            if known:
+                self.finite[id(param)] = mark(param)
+        if probe:
+            self._gradient_scale.before(params, preview.magnitudes)
 
     def _voting(
         self, message: Message, voting: Container[int]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
-# So many elements of each gradient, evenly spaced, are looked at.
-PROBED = 128
+from hf_dlion.codec import codec_for
+from hf_dlion.codec.codec import Magnitudes
+
 # Scaling rounds every element; below float32 by up to half a percent.
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3}
 NARROW_TOLERANCE = 2e-2
@@ -28,35 +30,34 @@ class GradientScale:
         """Starts with a factor of 1."""
         self.scale = 1.0
         self.rescaled_oddly: set[int] = set()
-        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+        self._before: list[tuple[list[Tensor], Tensor]] = []
 
-    def before(self, param: Tensor) -> None:
+    def before(self, params: Sequence[Tensor], magnitudes: Magnitudes) -> None:
+        """Takes what was seen of some parameters' gradients as backward leaves them."""
+        for places, sums in magnitudes:
+            self._before.append(([params[place] for place in places], sums))
+
+    def before_one(self, param: Tensor) -> None:
         """Looks at a parameter's gradient as backward leaves it."""
-        seen = _magnitude(param.grad)
-        if seen is not None:
-            self._before[id(param)] = (param, seen)
+        if _can_be_seen(param, param.device):
+            self.before([param], codec_for(param.device).magnitudes([cast(Tensor, param.grad)]))
 
     def after(self) -> float:
-        """Looks at the same gradients as the loop leaves them.
+        """Looks at the same gradients as the loop leaves them; waits for each device once.
 
         Returns:
             The ratio of their magnitudes to those before, NaN where none was seen. It becomes the
             scale unless some gradient is odd.
         """
         # A gradient that was dropped says nothing of the others.
-        both = [
-            (param, old, new)
-            for param, old in self._before.values()
-            if (new := _magnitude(param.grad)) is not None
-        ]
+        both = self._both()
         self._before.clear()
         if not both:
             return math.nan
-        before, after = _floats([old for _, old, _ in both]), _floats([new for *_, new in both])
         # Nor does one that is not finite: its rank abstains anyway.
         seen = [
             (param, old, new)
-            for (param, _, _), old, new in zip(both, before, after, strict=True)
+            for param, old, new in both
             if math.isfinite(old) and math.isfinite(new)
         ]
         total = math.fsum(old for _, old, _ in seen)
@@ -70,22 +71,27 @@ class GradientScale:
             self.scale = float(torch.tensor(ratio, dtype=torch.float32))
         return ratio if len(seen) == len(both) else math.nan
 
+    def _both(self) -> list[tuple[Tensor, float, float]]:
+        """Returns parameters that still have a gradient, and what was seen of it then and now."""
+        by_device: dict[torch.device, list[tuple[list[Tensor], Tensor]]] = {}
+        for params, sums in self._before:
+            by_device.setdefault(sums.device, []).append((params, sums))
+        both: list[tuple[Tensor, float, float]] = []
+        for device, seen in by_device.items():
+            params = [param for own, _ in seen for param in own]
+            left = [k for k, param in enumerate(params) if _can_be_seen(param, device)]
+            if not left:
+                continue
+            now = codec_for(device).magnitudes([cast(Tensor, params[k].grad) for k in left])
+            read = torch.cat([sums for _, sums in seen] + [sums for _, sums in now]).tolist()
+            old, new = read[: len(params)], read[len(params) :]
+            order = [left[place] for places, _ in now for place in places]
+            both += [(params[k], old[k], value) for k, value in zip(order, new, strict=True)]
+        return both
 
-def _magnitude(grad: Tensor | None) -> Tensor | None:
-    """Returns the sum of the magnitudes of some elements of the gradient, 0-D float64."""
-    if grad is None or grad.layout != torch.strided or not grad.is_contiguous():
-        return None
-    flat = grad.detach().view(-1)
-    return flat[:: -(-flat.numel() // PROBED) or 1].abs().sum(dtype=torch.float64)
 
-
-def _floats(values: Sequence[Tensor]) -> list[float]:
-    """Returns 0-D tensors as numbers, with one wait per device."""
-    places: dict[torch.device, list[int]] = {}
-    for place, value in enumerate(values):
-        places.setdefault(value.device, []).append(place)
-    found = [0.0] * len(values)
-    for own in places.values():
-        for place, number in zip(own, torch.stack([values[k] for k in own]).tolist(), strict=True):
-            found[place] = number
-    return found
+def _can_be_seen(param: Tensor, device: torch.device) -> bool:
+    grad = param.grad
+    if grad is None or grad.device != device:
+        return False
+    return grad.layout == torch.strided and grad.numel() > 0

@@ -83,6 +83,20 @@ class Overlap:
         self._flight: Flight | None = None
         self._ready: dict[int, None] = {}
 
+    def check(self, wire: Wire, params: Sequence[tuple[int, Tensor]]) -> None:
+        """Refuses NCCL; see `EarlyVotes.check`.
+
+        Backward and the counting thread send on several communicators, in an order that two ranks
+        need not share, and NCCL asks for one order on a device.
+        """
+        places = {param.device for _, param in params}
+        if any(wire.backend_for(place) == "nccl" for place in places):
+            raise NotImplementedError(
+                "overlap=True does not work on NCCL yet: votes and verdicts leave from two threads "
+                "in no common order, and NCCL may wait for ever; leave out overlap, or train with "
+                "a gloo process group (backend='gloo')"
+            )
+
     @property
     def scale(self) -> float:
         """Factor by which the last gradients were scaled between backward and step."""
@@ -100,8 +114,8 @@ class Overlap:
         with self._lock:
             if self._flight is None and not self._sync:
                 return
-            self._gradient_scale.before(param)
             if not self._messages:
+                self._gradient_scale.before_one(param)
                 self._ready[id(param)] = None
                 return
             if self._flight is None:
@@ -109,7 +123,7 @@ class Overlap:
             self._flight.note(param)
 
     def _begin(self, momenta: MomentumStore, rule: StepRule, stats: WireStats) -> Flight:
-        carried = momenta, rule, stats, self.scale
+        carried = momenta, rule, stats, self._gradient_scale
         return Flight(self._messages, *carried, self._counter, self._streams)
 
     def disturb(self) -> None:

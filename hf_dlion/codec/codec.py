@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from hf_dlion.codec.layout import Run, Shard
-from hf_dlion.codec.rule import StepRule, TensorRule, Verdict
+from hf_dlion.codec.edges import Edges, Ends
+from hf_dlion.codec.layout import Run
+from hf_dlion.codec.rule import TensorRule, Verdict
+from hf_dlion.codec.tally import Segments, Tally
 
 
 class EncodeJob(NamedTuple):
@@ -60,6 +63,26 @@ class AloneJob(NamedTuple):
     run: Run | None = None
 
 
+# So many elements of a gradient are looked at to tell by how much it is scaled.
+PROBED = 128
+
+# Pairs: the places of some gradients among those given, and float64 numbers, one for each.
+Magnitudes = list[tuple[list[int], Tensor]]
+
+
+class Preview(NamedTuple):
+    """What becomes known of gradients while votes on them are made.
+
+    Attributes:
+        finite: For each job, True if its scaled gradient is known to be finite; False if it is
+            not, or unknown.
+        magnitudes: As `Codec.magnitudes`, of the gradients as they are.
+    """
+
+    finite: list[bool]
+    magnitudes: Magnitudes
+
+
 class Codec(Protocol):
     """What every backend does; see `hf_dlion.codec.eager` for the shortest one.
 
@@ -71,41 +94,45 @@ class Codec(Protocol):
     def encode_all(self, jobs: Sequence[EncodeJob]) -> None:
         """Writes votes and advances momenta, in place (rule S1 to S3)."""
 
-    def preview_all(self, jobs: Sequence[EncodeJob], scale: float) -> list[bool]:
+    def preview_all(self, jobs: Sequence[EncodeJob], scale: float) -> Preview:
         """Writes votes as `encode_all` does, and leaves momenta as they are.
 
         Args:
             jobs: As for `encode_all`.
             scale: The direction is that of fl(scale * grad), in the dtype of the computation.
+        """
 
-        Returns:
-            For each, True if fl(scale * grad) is known to be finite; False if it is not, or
-            unknown.
+    def all_finite(self, grads: Sequence[Tensor], scale: Tensor | None = None) -> Tensor:
+        """Returns whether no gradient holds a NaN or an Inf: bool, 0-D, on their device.
+
+        Args:
+            grads: Dense, of any floating dtypes, at least one.
+            scale: One element: they are divided by it first, in place. None leaves them alone.
+        """
+
+    def magnitudes(self, grads: Sequence[Tensor]) -> Magnitudes:
+        """Returns the sums of the magnitudes of some elements of each gradient, none of them empty.
+
+        The elements are every k-th in row-major order, at most `PROBED` of them.
         """
 
     def advance_all(self, jobs: Sequence[AdvanceJob]) -> None:
         """Advances momenta as `encode_all` does, in place, and writes no votes."""
 
-    def count(
-        self,
-        votes: Tensor,
-        active: Tensor,
-        shard: Shard,
-        row_numels: Tensor,
-        rule: StepRule,
-        out: Tensor | None = None,
-    ) -> Verdict:
-        """Returns the verdict on a shard (rule S3 to S6).
+    def tally(self, segments: Segments, device: torch.device) -> Tally:
+        """Returns what packs and counts a message's votes, and packs and unpacks verdicts on them.
 
         Args:
-            votes: int64, shape (N, bits * shard.words), rows contiguous: every rank's votes; 0 in
-                a row that abstains.
-            active: bool, shape (N, shard.rows), the rows on which each rank votes.
-            shard: Which words and rows these are.
-            row_numels: `shard.row_numels`.
-            rule: The step's constants.
-            out: int64, shape (planes, shard.words), receives the verdict's planes; else a new
-                tensor.
+            segments: The places of the message's shards.
+            device: Where the segments lie.
+        """
+
+    def edges(self, ends: Ends, device: torch.device) -> Edges:
+        """Returns what completes the votes on rows that the shards of a node cut.
+
+        Args:
+            ends: Of this rank's shard.
+            device: Where its votes are.
         """
 
     def apply_all(self, jobs: Sequence[ApplyJob]) -> None:
@@ -113,6 +140,15 @@ class Codec(Protocol):
 
     def step_alone_all(self, jobs: Sequence[AloneJob]) -> None:
         """Takes a step of plain Lion, in place: what a single rank does (rule S9)."""
+
+    def rehearse(self, work: Callable[[], None]) -> None:
+        """Compiles what some calls of this codec and its tallies need, without their effect.
+
+        Where nothing is compiled, nothing is called.
+
+        Args:
+            work: Makes the calls.
+        """
 
     # The same for one tensor, given by the fields of its job.
 
@@ -131,7 +167,8 @@ class Codec(Protocol):
         run: Run | None = None,
     ) -> bool:
         """Does `preview_all` on one tensor."""
-        return self.preview_all([EncodeJob(grad, exp_avg, words, active, rule, run)], scale)[0]
+        job = EncodeJob(grad, exp_avg, words, active, rule, run)
+        return self.preview_all([job], scale).finite[0]
 
     def advance(self, *job: Any) -> None:
         """Does `advance_all` on one tensor."""

@@ -12,7 +12,7 @@ also needs the number of ranks that vote on it, bit-sliced (one bit) or as int32
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -21,9 +21,11 @@ from torch import Tensor
 from hf_dlion.codec import levels
 from hf_dlion.codec.bits import expand_rows, popcount
 from hf_dlion.codec.codec import Codec
+from hf_dlion.codec.edges import Edges, Ends, TorchEdges
 from hf_dlion.codec.layout import WORD_BITS, Run, Shard, words_for
 from hf_dlion.codec.levels import LEVELS
 from hf_dlion.codec.rule import StepRule, Verdict
+from hf_dlion.codec.tally import Segments, Tally, TorchTally, most_of
 
 # Words counted at a time: the counters of 2**14 words stay in a core's cache. Elsewhere a chunk
 # only bounds the temporaries: each costs the host a wait for its sums.
@@ -38,6 +40,18 @@ class CountingCodec(Codec):
     host waits for a device once.
     """
 
+    def tally(self, segments: Segments, device: torch.device) -> Tally:
+        """See `Codec.tally`."""
+        return TorchTally(self, segments, device)
+
+    def rehearse(self, work: Callable[[], None]) -> None:
+        """Does nothing: torch has all that it needs."""
+        return
+
+    def edges(self, ends: Ends, device: torch.device) -> Edges:
+        """See `Codec.edges`."""
+        return TorchEdges(ends)
+
     def count(
         self,
         votes: Tensor,
@@ -47,24 +61,34 @@ class CountingCodec(Codec):
         rule: StepRule,
         out: Tensor | None = None,
     ) -> Verdict:
-        """See `Codec.count`."""
+        """Returns the verdict on a shard (rule S3 to S6).
+
+        Args:
+            votes: int64, shape (N, bits * shard.words), rows contiguous: every rank's votes; 0 in
+                a row that abstains.
+            active: bool, shape (N, shard.rows), the rows on which each rank votes.
+            shard: Which words and rows these are.
+            row_numels: `shard.row_numels`.
+            rule: The step's constants.
+            out: int64, shape (planes, shard.words), receives the verdict's planes; else a new
+                tensor.
+        """
         counts = active.sum(dim=0, dtype=torch.int32)
         if out is None:
             out = torch.empty((rule.planes, shard.words), dtype=torch.int64, device=votes.device)
         voted = (counts * row_numels).sum()
-        agreement: int | Tensor = 0
-        cast: int | Tensor = 0
         if rule.bits == 1:
             agreement = voted + self._count_all(votes, counts, shard, out, rule)
+            most = most_of(counts, row_numels, rule.world_size)
         else:
-            agreement, cast = self._add_all(votes, counts, shard, out, rule)
+            total, cast = self._add_all(votes, counts, shard, out, rule)
             # Where a rank abstains, and behind the last elements, the code 0 was taken for the
             # lowest level.
             absent = WORD_BITS * shard.words * rule.world_size - voted
-            cast = cast - LEVELS[rule.bits].largest * absent
+            agreement, most = absent * 0 + total, cast - LEVELS[rule.bits].largest * absent
         if rule.aggregation == "majority":
             counts = counts.clamp_(max=1)
-        return Verdict(out, counts, int(agreement), int(cast))
+        return Verdict(out, counts, torch.stack([agreement, most]))
 
     def count_bits(
         self, votes: Tensor, totals: Tensor | None, out: Tensor, rule: StepRule

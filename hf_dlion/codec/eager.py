@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from hf_dlion.codec.bits import expand_rows, pack_bits, unpack_bits
-from hf_dlion.codec.codec import AdvanceJob, AloneJob, ApplyJob, EncodeJob
+from hf_dlion.codec.codec import (
+    PROBED,
+    AdvanceJob,
+    AloneJob,
+    ApplyJob,
+    EncodeJob,
+    Magnitudes,
+    Preview,
+)
 from hf_dlion.codec.count import CountingCodec
 from hf_dlion.codec.layout import Run, whole_run, words_for
 from hf_dlion.codec.levels import encode_levels, row_of
@@ -41,11 +49,37 @@ class EagerCodec(CountingCodec):
         for job in jobs:
             self._encode(job)
 
-    def preview_all(self, jobs: Sequence[EncodeJob], scale: float) -> list[bool]:
+    def preview_all(self, jobs: Sequence[EncodeJob], scale: float) -> Preview:
         """See `Codec.preview_all`."""
         for job in jobs:
             self._encode(job, scale)
-        return [False] * len(jobs)
+        return self.previewed(jobs, [False] * len(jobs))
+
+    def previewed(self, jobs: Sequence[EncodeJob], finite: list[bool]) -> Preview:
+        """Returns what was seen of gradients, given which of them are finite."""
+        places = [place for place, job in enumerate(jobs) if job.grad.numel()]
+        sums = [_magnitude(jobs[place].grad) for place in places]
+        return Preview(finite, [(places, torch.stack(sums))] if sums else [])
+
+    def all_finite(self, grads: Sequence[Tensor], scale: Tensor | None = None) -> Tensor:
+        """See `Codec.all_finite`; the host waits for the device.
+
+        A finite sum proves it in one pass without a temporary; a sum may overflow where no element
+        did, and only then the elements are looked at one by one.
+        """
+        if scale is not None:
+            inverse = 1.0 / float(scale)
+            for grad in grads:
+                grad.mul_(inverse)
+        sums = [grad.sum(dtype=compute_dtype(grad.dtype)).to(torch.float64) for grad in grads]
+        finite = torch.stack(sums).isfinite().all()
+        if not bool(finite):
+            finite = torch.stack([grad.isfinite().all() for grad in grads]).all()
+        return finite
+
+    def magnitudes(self, grads: Sequence[Tensor]) -> Magnitudes:
+        """See `Codec.magnitudes`."""
+        return [(list(range(len(grads))), torch.stack([_magnitude(grad) for grad in grads]))]
 
     def _encode(self, job: EncodeJob, scale: float | None = None) -> None:
         """Encodes; with a `scale`, previews."""
@@ -188,6 +222,11 @@ class EagerCodec(CountingCodec):
         """Applies decay and a move to a chunk of a parameter, in place."""
         value = param.to(move.dtype, copy=True).mul_(rule.decay).sub_(move)
         store(param, value, start, rule, PARAMETER_STREAM)
+
+
+def _magnitude(grad: Tensor) -> Tensor:
+    flat = grad.contiguous().view(-1)
+    return flat[:: -(-flat.numel() // PROBED) or 1].abs().sum(dtype=torch.float64)
 
 
 def _hand_back(flat: Tensor, param: Tensor) -> None:

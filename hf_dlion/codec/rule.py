@@ -117,6 +117,10 @@ def _moves(n: int, lr: float, dtype: torch.dtype) -> Tensor:
     return sums / torch.full_like(sums, n) * torch.tensor(lr, dtype=dtype, device="cpu")
 
 
+# Of a part of a message.
+NO_SUMS = torch.zeros(2, dtype=torch.int64, device="cpu")
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What every rank applies to the parameters of a message, or to one of them.
@@ -127,19 +131,30 @@ class Verdict:
             binary digits, lowest first, of the number of ranks that voted -1.
         counts: int32, shape (rows,). Average: how many ranks voted on the row. Majority: 1 if
             any did, else 0.
-        agreement: Sum over the elements of |sum of the votes|, or -1 for a part of a message.
-        cast: With more than one bit, the sum over ranks and elements of |vote|.
+        sums: int64, shape (2,), of a whole shard or message: `agreement` and `most`.
     """
 
     planes: Tensor
     counts: Tensor
-    agreement: int = -1
-    cast: int = 0
+    sums: Tensor = NO_SUMS
+
+    @property
+    def agreement(self) -> int:
+        """Sum over the elements of |sum of the votes|; reading it waits for the device."""
+        return int(self.sums[0])
+
+    @property
+    def most(self) -> int:
+        """What `agreement` were if all ranks agreed.
+
+        With one bit the number of ranks for each element of a row on which any voted; with more
+        the sum over ranks and elements of |vote|.
+        """
+        return int(self.sums[1])
 
     def to(self, device: torch.device) -> Verdict:
-        """Returns the same on `device`."""
-        planes, counts = self.planes.to(device), self.counts.to(device)
-        return Verdict(planes, counts, self.agreement, self.cast)
+        """Returns the same on `device`; the sums stay, since nobody has asked for them yet."""
+        return Verdict(self.planes.to(device), self.counts.to(device), self.sums)
 
 
 def verdict_planes(aggregation: Aggregation, ties: Ties, world_size: int) -> tuple[int, int]:

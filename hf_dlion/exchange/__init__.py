@@ -15,10 +15,11 @@ from hf_dlion.exchange.exchange import (
     message_wire_bytes,
 )
 from hf_dlion.exchange.pending import LostRank, Pending
-from hf_dlion.exchange.wire import Wire, WireStats
+from hf_dlion.exchange.wire import Agreed, Wire, WireStats
 
 __all__ = [
     "STRATEGIES",
+    "Agreed",
     "Exchange",
     "LostRank",
     "Pending",

@@ -53,6 +53,9 @@ class Exchange(Protocol):
     def verdict(self) -> Verdict:
         """Waits for the verdict on the whole message; returns it on the message's device."""
 
+    def rehearse(self, words: Tensor, active: Tensor, rule: StepRule) -> Verdict:
+        """Calls all that a step calls of the codec, and sends nothing: for `Codec.rehearse`."""
+
 
 class Strategy(Exchange, Protocol):
     """An exchange that can be chosen by name."""

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from hf_dlion.codec import codec_for
-from hf_dlion.codec.bits import pack_bits, unpack_bits
 from hf_dlion.codec.layout import WORD_BYTES, MessageLayout, words_for
-from hf_dlion.codec.rule import StepRule, Verdict
+from hf_dlion.codec.rule import StepRule, Verdict, verdict_planes
+from hf_dlion.codec.tally import Segments
 from hf_dlion.exchange.pending import Pending
 from hf_dlion.exchange.wire import Wire
 from hf_dlion.options import Options
@@ -37,16 +37,16 @@ class Gather:
         down: Wire | None = None,
     ) -> None:
         """Makes the buffers; see `make_exchange`. There is no second round for `down`."""
-        self._wire, self._layout, self._device = wire, layout, device
-        self._bits, self._vote_words = options.bits, options.bits * layout.words
-        words = self._vote_words + words_for(layout.rows)
+        self._wire, self._device, self._bits = wire, device, options.bits
         self.bytes_per_rank = sum(self.wire_bytes(layout, wire.world_size, options))
         place = wire.device_for(device)
-        self._codec = codec_for(place)
-        self._send = torch.empty(words, dtype=torch.int64, device=place)
+        planes = verdict_planes(options.aggregation, options.ties, wire.world_size)
+        # One segment: every rank counts all.
+        segments = Segments.of(layout, 1, 0, options.bits, planes, wire.world_size)
+        self._tally = codec_for(place).tally(segments, place)
+        words = segments.vote_words
+        self._send = torch.empty((1, words), dtype=torch.int64, device=place)
         self._received = torch.empty((wire.world_size, words), dtype=torch.int64, device=place)
-        self._shard = layout.shard(0, layout.words)
-        self._row_numels = self._shard.row_numels(place)
         self._work: Pending | None = None
         self._verdict: Verdict | None = None
         self._free: Tensor | None = None
@@ -59,10 +59,9 @@ class Gather:
 
     def start(self, words: Tensor, active: Tensor) -> None:
         """See `Exchange.start`."""
-        self._free = words[: self._layout.words].view(1, -1)
-        self._send[: self._vote_words] = words
-        self._send[self._vote_words :] = pack_bits(active)
-        self._work = self._wire.all_gather(self._received, self._send, "votes")
+        self._free = words[: words.numel() // self._bits].view(1, -1)
+        self._tally.pack(words, active, self._send)
+        self._work = self._wire.all_gather(self._received, self._send[0], "votes")
 
     def count(self, rule: StepRule) -> None:
         """Waits for the votes and counts them."""
@@ -70,13 +69,10 @@ class Gather:
         self._work.wait()
         # What was sent, whatever the options have become since: `discard` counts it too.
         rule = dataclasses.replace(rule, bits=self._bits)
-        votes = self._received[:, : self._vote_words]
-        rows = self._received[:, self._vote_words :]
-        active = torch.stack([unpack_bits(row, self._layout.rows) for row in rows])
         out = self._free
-        if out is None or rule.planes > 1 or out.device != votes.device:
+        if out is None or rule.planes > 1 or out.device != self._received.device:
             out = None
-        self._verdict = self._codec.count(votes, active, self._shard, self._row_numels, rule, out)
+        self._verdict = self._tally.count(self._received, rule, out)
         self._free = None
 
     def verdict(self) -> Verdict:
@@ -84,3 +80,8 @@ class Gather:
         assert self._verdict is not None, "verdict() follows count()"
         found, self._verdict, self._work = self._verdict, None, None
         return found.to(self._device)
+
+    def rehearse(self, words: Tensor, active: Tensor, rule: StepRule) -> Verdict:
+        """See `Exchange.rehearse`."""
+        self._tally.pack(words, active, self._send)
+        return self._tally.count(self._received, rule)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from hf_dlion.codec import codec_for
-from hf_dlion.codec.bits import pack_bits, unpack_bits
-from hf_dlion.codec.layout import WORD_BYTES, MessageLayout, shards_of, words_for
+from hf_dlion.codec.layout import WORD_BYTES, MessageLayout, shards_of
 from hf_dlion.codec.rule import StepRule, Verdict, verdict_planes
+from hf_dlion.codec.tally import Segments, sizes_of
 from hf_dlion.exchange.pending import Pending
-from hf_dlion.exchange.verdict_gather import VerdictGather, sizes_of
+from hf_dlion.exchange.verdict_gather import VerdictGather
 from hf_dlion.exchange.wire import Wire
 from hf_dlion.options import Options
 
@@ -41,24 +41,17 @@ class TwoPhase:
         down: Wire | None = None,
     ) -> None:
         """Makes the buffers; see `make_exchange`. The verdicts travel on `down`."""
-        self._wire, self._device = wire, device
-        self._shards = shards_of(layout, wire.world_size)
-        self._mine = self._shards[wire.rank]
-        size, row_words = sizes_of(self._shards)
-        self._bits, self._size = options.bits, options.bits * size
+        self._wire, self._device, self._bits = wire, device, options.bits
         self.bytes_per_rank = sum(self.wire_bytes(layout, wire.world_size, options))
         place = wire.device_for(device)
-        self._codec = codec_for(place)
+        ranks = wire.world_size
+        planes = verdict_planes(options.aggregation, options.ties, ranks)
+        segments = Segments.of(layout, ranks, wire.rank, options.bits, planes, ranks)
+        self._tally = codec_for(place).tally(segments, place)
         # Zeros, because the ends of short shards are sent without ever being written.
-        self._send = torch.zeros(
-            (wire.world_size, self._size + row_words), dtype=torch.int64, device=place
-        )
+        self._send = torch.zeros((ranks, segments.vote_words), dtype=torch.int64, device=place)
         self._received = torch.empty_like(self._send)
-        self._row_numels = self._mine.row_numels(place)
-        planes = verdict_planes(options.aggregation, options.ties, wire.world_size)
-        self._gather = VerdictGather(
-            layout, self._shards, down or wire, place, planes, options.bits
-        )
+        self._gather = VerdictGather(segments, self._tally, down or wire, place)
         self._work: Pending | None = None
         self._free: Tensor | None = None
 
@@ -73,13 +66,8 @@ class TwoPhase:
 
     def start(self, words: Tensor, active: Tensor) -> None:
         """See `Exchange.start`."""
-        bits = self._bits
-        self._free = words[: words.numel() // bits].view(1, -1)
-        for segment, shard in zip(self._send, self._shards, strict=True):
-            first, count = bits * shard.first_word, bits * shard.words
-            segment[:count] = words[first : first + count]
-            rows = active[shard.first_row : shard.first_row + shard.rows]
-            segment[self._size : self._size + words_for(shard.rows)] = pack_bits(rows)
+        self._free = words[: words.numel() // self._bits].view(1, -1)
+        self._tally.pack(words, active, self._send)
         self._work = self._wire.all_to_all(self._received, self._send, "votes")
 
     def count(self, rule: StepRule) -> None:
@@ -88,11 +76,7 @@ class TwoPhase:
         self._work.wait()
         # What was sent, whatever the options have become since: `discard` counts it too.
         rule = dataclasses.replace(rule, bits=self._bits)
-        mine = self._mine
-        votes = self._received[:, : self._bits * mine.words]
-        active = torch.stack([unpack_bits(row[self._size :], mine.rows) for row in self._received])
-        found = self._codec.count(votes, active, mine, self._row_numels, rule)
-        self._gather.start(found)
+        self._gather.start(self._tally.count(self._received, rule, self._gather.planes))
         self._work = None
 
     def verdict(self) -> Verdict:
@@ -100,3 +84,9 @@ class TwoPhase:
         found = self._gather.verdict(self._free)
         self._free = None
         return found.to(self._device)
+
+    def rehearse(self, words: Tensor, active: Tensor, rule: StepRule) -> Verdict:
+        """See `Exchange.rehearse`."""
+        self._tally.pack(words, active, self._send)
+        found = self._tally.count(self._received, rule, self._gather.planes)
+        return self._gather.rehearse(found)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_dlion.codec.bits import pack_bits, unpack_bits
-from hf_dlion.codec.layout import WORD_BYTES, MessageLayout, Shard, words_for
+from hf_dlion.codec.layout import WORD_BYTES, Shard
 from hf_dlion.codec.rule import Verdict
+from hf_dlion.codec.tally import Segments, Tally, sizes_of, sums_for
 from hf_dlion.exchange.pending import Pending
 from hf_dlion.exchange.wire import Wire
 
@@ -26,30 +26,17 @@ class VerdictGather:
     both methods.
     """
 
-    def __init__(
-        self,
-        layout: MessageLayout,
-        shards: Sequence[Shard],
-        wire: Wire,
-        device: torch.device,
-        planes: tuple[int, int],
-        bits: int = 1,
-    ) -> None:
+    def __init__(self, segments: Segments, tally: Tally, wire: Wire, device: torch.device) -> None:
         """Makes the buffers.
 
         Args:
-            layout: The message.
-            shards: One per rank of the group; all but the last ones are equally long.
+            segments: The places of the message's shards, one per rank of the group.
+            tally: Packs and unpacks them.
             wire: The process group.
             device: Where the verdicts lie, and can be sent from.
-            planes: Bits per parameter and bits per row of a verdict (`verdict_planes`).
-            bits: Of a vote.
         """
-        self._wire, self._layout, self._shards = wire, layout, shards
-        self._sign_planes, self._row_planes = planes
-        self._size, self._row_words = sizes_of(shards)
-        self._sums = sums_for(bits)
-        down = self._sign_planes * self._size + self._row_planes * self._row_words + self._sums
+        self._segments, self._tally, self._wire = segments, tally, wire
+        down = segments.verdict_words
         # Zeros, because the ends of short shards are sent without ever being written.
         self._found = torch.zeros(down, dtype=torch.int64, device=device)
         self._verdicts = torch.empty((wire.world_size, down), dtype=torch.int64, device=device)
@@ -62,18 +49,15 @@ class VerdictGather:
         words = planes[0] * size + planes[1] * row_words + sums_for(bits)
         return WORD_BYTES * (len(shards) - 1) * words
 
+    @property
+    def planes(self) -> Tensor:
+        """Where the planes of this rank's shard are sent from: int64, rows contiguous."""
+        planes, size = self._segments.planes[0], self._segments.words
+        return self._found[: planes * size].view(planes, size)[:, : self._segments.shard.words]
+
     def start(self, found: Verdict) -> None:
-        """Sends the verdict on this rank's shard; it is copied."""
-        mine = self._shards[self._wire.rank]
-        for place, plane in enumerate(found.planes):
-            self._found[place * self._size :][: mine.words] = plane
-        rows = self._found[self._sign_planes * self._size : -self._sums].view(self._row_planes, -1)
-        for place in range(self._row_planes):
-            bits = (found.counts >> place & 1).to(torch.bool)
-            pack_bits(bits, rows[place, : words_for(mine.rows)])
-        self._found[-self._sums] = found.agreement
-        if self._sums == 2:
-            self._found[-1] = found.cast
+        """Sends the verdict on this rank's shard; it is copied, unless it lies in `planes`."""
+        self._tally.pack_verdict(found, self._found)
         self._work = self._wire.all_gather(self._verdicts, self._found, "a verdict")
 
     def verdict(self, out: Tensor | None = None) -> Verdict:
@@ -85,32 +69,11 @@ class VerdictGather:
         assert self._work is not None, "verdict() follows start()"
         self._work.wait()
         self._work = None
-        layout, place = self._layout, self._verdicts.device
-        shape = (self._sign_planes, layout.words)
-        if out is None or out.shape != shape or out.device != place:
-            out = torch.empty(shape, dtype=torch.int64, device=place)
-        for segment, shard in zip(self._verdicts, self._shards, strict=True):
-            planes = segment[: self._sign_planes * self._size].view(self._sign_planes, -1)
-            out[:, shard.first_word : shard.first_word + shard.words] = planes[:, : shard.words]
-        counts = torch.zeros(layout.rows, dtype=torch.int32, device=place)
-        for segment, shard in zip(self._verdicts, self._shards, strict=True):
-            rows = segment[self._sign_planes * self._size : -self._sums].view(self._row_planes, -1)
-            part = counts[shard.first_row : shard.first_row + shard.rows]
-            found = torch.zeros_like(part)
-            for digit in range(self._row_planes):
-                found |= unpack_bits(rows[digit], shard.rows).to(torch.int32) << digit
-            # A row that two shards share has the same count in both.
-            part.copy_(found)
-        sums = self._verdicts[:, -self._sums :].sum(dim=0).tolist()
-        return Verdict(out, counts, *sums)
+        if out is not None and (self._segments.planes[0] > 1 or out.device != self._found.device):
+            out = None
+        return self._tally.unpack_verdict(self._verdicts, out)
 
-
-def sums_for(bits: int) -> int:
-    """Returns the words that carry sums for `WireStats.agreement`."""
-    return 1 if bits == 1 else 2
-
-
-def sizes_of(shards: Sequence[Shard]) -> tuple[int, int]:
-    """Returns the words of signs, and of row activity, that the largest of the shards needs."""
-    words = max(shard.words for shard in shards)
-    return words, words_for(max(shard.rows for shard in shards))
+    def rehearse(self, found: Verdict) -> Verdict:
+        """Packs and unpacks without sending; see `Exchange.rehearse`."""
+        self._tally.pack_verdict(found, self._found)
+        return self._tally.unpack_verdict(self._verdicts)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
 import threading
 from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -21,6 +22,28 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 # An overlapped exchange sends from two threads.
 _counting = threading.Lock()
+
+
+class Agreed:
+    """How far the ranks agreed in one step; known once the device has got there.
+
+    Attributes:
+        mean: `WireStats.agreement`. The first look waits for the device.
+    """
+
+    def __init__(self, sums: Sequence[Tensor]) -> None:
+        """Takes `Verdict.sums` of every message, which may be overwritten afterwards."""
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for pair in sums:
+            by_device.setdefault(pair.device, []).append(pair)
+        self._sums = [torch.stack(pairs).sum(dim=0) for pairs in by_device.values()]
+
+    @functools.cached_property
+    def mean(self) -> float:
+        """See the class."""
+        pairs = [pair.tolist() for pair in self._sums]
+        agreement, most = (sum(pair[k] for pair in pairs) for k in range(2))
+        return agreement / most if most else math.nan
 
 
 @dataclass
@@ -46,12 +69,13 @@ class WireStats:
         sent_in_backward: Messages of the last step that left during backward.
         repairs: How often parameters that had drifted apart were made equal again.
         abstentions: Ranks that abstained from a whole step, summed over ranks and steps.
-        agreement: Mean of |sum of the signs| / world_size in the last exchange, over the
-            elements of the rows on which any rank voted; with more than one bit, the sum of
-            |sum of the votes| over the sum of |vote|. NaN before the first.
         encode_s: Seconds spent on directions, signs and momenta.
         exchange_s: Seconds spent on waiting for collectives and on counting votes.
         apply_s: Seconds spent on moving parameters.
+        agreed: How far the ranks agreed in the last exchange; `agreement` as it can be kept.
+        agreement: Mean of |sum of the signs| / world_size in the last exchange, over the
+            elements of the rows on which any rank voted; with more than one bit, the sum of
+            |sum of the votes| over the sum of |vote|. NaN before the first.
     """
 
     bytes_sent: int = 0
@@ -65,10 +89,15 @@ class WireStats:
     sent_in_backward: int = 0
     repairs: int = 0
     abstentions: int = 0
-    agreement: float = math.nan
     encode_s: float = 0.0
     exchange_s: float = 0.0
     apply_s: float = 0.0
+    agreed: Agreed = field(default_factory=lambda: Agreed(()), repr=False)
+
+    @property
+    def agreement(self) -> float:
+        """How far the ranks agreed; the first look after a step waits for the device."""
+        return self.agreed.mean
 
 
 @runtime_checkable
@@ -155,6 +184,10 @@ class Wire:
             f"model"
         )
 
+    def backend_for(self, device: torch.device) -> str:
+        """Returns the name of the backend that sends messages of tensors on `device`."""
+        return self._backends.get(self.device_for(device).type, "")
+
     @property
     def control_device(self) -> torch.device:
         """Where small control messages lie: the CPU where the group can send from it."""
@@ -169,6 +202,7 @@ class Wire:
         config = dist.get_backend_config(self.group)
         options: dict[str, Any] = {"backend": str(config), "timeout": timeout_of(self.group)}
         if self.group is not dist.group.WORLD:
+            _refuse_splitting(self.group)
             options.update(ranks=self.ranks, use_local_synchronization=True)
         with naming_losses("a process group", self.group):
             group = dist.new_group(**options)
@@ -188,7 +222,11 @@ class Wire:
 
         Args:
             members: Ranks in this wire's group.
+
+        Raises:
+            NotImplementedError: If ranks outside of this group would have to help.
         """
+        _refuse_splitting(self.group)
         with naming_losses("a process group", self.group):
             group: dist.ProcessGroup = dist.new_group(
                 [self.ranks[rank] for rank in members],
@@ -360,6 +398,24 @@ class Wire:
             else:
                 self.stats.bytes_sent += size
                 self.stats.bytes_received += size if received is None else received
+
+
+def _refuse_splitting(group: dist.ProcessGroup) -> None:
+    """Refuses new groups where torch splits the default one's communicator, which takes all ranks.
+
+    Raises:
+        NotImplementedError: If the job has ranks outside of `group`; alike on all of its ranks.
+    """
+    everyone = dist.group.WORLD
+    if everyone is None or everyone.bound_device_id is None:
+        return
+    if dist.get_world_size(group) < dist.get_world_size():
+        raise NotImplementedError(
+            f"process_group has {dist.get_world_size(group)} of {dist.get_world_size()} ranks, and "
+            f"init_process_group was given device_id={everyone.bound_device_id}: torch then makes "
+            f"a process group only together with all ranks of the job. Leave out device_id, or "
+            f"train with all ranks; overlap=True and local_group need groups of their own"
+        )
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hf_dlion.codec import codec_for
 from hf_dlion.options.warn_once import warn_once
 
 
@@ -85,35 +86,24 @@ def _told(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def all_finite(grads: Sequence[Tensor]) -> bool:
-    """Returns whether no gradient holds a NaN or an Inf.
-
-    A finite sum proves it in one pass without a temporary; a sum may overflow where no element
-    did, and only then the elements are looked at one by one.
+def all_finite(
+    grads: Sequence[Tensor], scale: Tensor | None = None, found_inf: Tensor | None = None
+) -> bool:
+    """Returns whether no gradient holds a NaN or an Inf; waits for each device once.
 
     Args:
         grads: Dense gradients of any floating dtype, on any devices.
+        scale: GradScaler's, by which they are divided first, in place; None if they have been.
+        found_inf: Not 0 if GradScaler saw a NaN or an Inf; None if it did not look.
     """
     by_device: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
-        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
-        by_device.setdefault(grad.device, []).append(grad.sum(dtype=wide).to(torch.float64))
-    sums = [torch.stack(device_sums).isfinite().all() for device_sums in by_device.values()]
-    if all(bool(finite) for finite in sums):
-        return True
-    return all(bool(grad.isfinite().all()) for grad in grads)
-
-
-def unscale(grads: Sequence[Tensor], scale: Tensor | None, found_inf: Tensor | None) -> bool:
-    """Divides gradients by GradScaler's scale, in place, and returns whether it found no Inf.
-
-    Args:
-        grads: This rank's gradients.
-        scale: What the loss was multiplied by, or None if that is divided out already.
-        found_inf: Not 0 if GradScaler saw a NaN or an Inf, or None if it did not look.
-    """
-    if scale is not None:
-        inverse = 1.0 / float(scale)
-        for grad in grads:
-            grad.mul_(inverse)
-    return found_inf is None or float(found_inf) == 0.0
+        by_device.setdefault(grad.device, []).append(grad)
+    # All devices are at work before the first is waited for.
+    flags = [codec_for(device).all_finite(own, scale) for device, own in by_device.items()]
+    if found_inf is not None:
+        flags.append(found_inf.view(()) == 0)
+    together: dict[torch.device, list[Tensor]] = {}
+    for flag in flags:
+        together.setdefault(flag.device, []).append(flag)
+    return all([bool(torch.stack(own).all()) for own in together.values()])

@@ -10,7 +10,6 @@ A step calls exactly one of `land` and `discard`, on every rank the same one.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from hf_dlion.codec import AloneJob, codec_for
 from hf_dlion.codec.rule import StepRule, TensorRule
-from hf_dlion.exchange import WireStats
+from hf_dlion.exchange import Agreed, WireStats
 from hf_dlion.step.message import Message
 
 
@@ -123,18 +122,15 @@ def apply_verdicts(messages: Sequence[Message], moving: Moving, stats: WireStats
         stats: Receives times and agreement.
     """
     clock = Clock()
-    agreement = most = 0
+    sums: list[Tensor] = []
     for message in messages:
         verdict = message.verdict()
-        agreement += verdict.agreement
-        # With one bit every vote that can be cast is as large as any.
-        one_bit, voters = moving.rule.bits == 1, moving.rule.world_size
-        most += voters * message.voted_elements(verdict) if one_bit else verdict.cast
+        sums.append(verdict.sums)
         stats.exchange_s += clock.lap()
         message.apply(verdict, moving.rules)
         stats.apply_s += clock.lap()
     stats.exchanges += 1
-    stats.agreement = agreement / most if most else math.nan
+    stats.agreed = Agreed(sums)
 
 
 class Clock:

@@ -37,6 +37,17 @@ class Sent(NamedTuple):
 class EarlyVotes(Protocol):
     """What a step and the hooks ask of votes that leave during backward."""
 
+    def check(self, wire: Wire, params: Sequence[tuple[int, Tensor]]) -> None:
+        """Raises where votes cannot leave early; called for every new plan.
+
+        Args:
+            wire: All ranks.
+            params: Pairs of parameter index and parameter, those with requires_grad.
+
+        Raises:
+            NotImplementedError: If they cannot, alike on every rank.
+        """
+
     def reset(self) -> None:
         """Forgets what was agreed: the process group is another one."""
 
@@ -89,6 +100,9 @@ class EarlyVotes(Protocol):
 
 class NoEarlyVotes:
     """Votes leave in the step: nothing to send before it, to remember or to prepare."""
+
+    def check(self, wire: Wire, params: Sequence[tuple[int, Tensor]]) -> None:
+        """Does nothing."""
 
     def reset(self) -> None:
         """Does nothing."""

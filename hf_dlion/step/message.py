@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hf_dlion.codec import AdvanceJob, ApplyJob, Codec, EncodeJob
+from hf_dlion.codec import AdvanceJob, ApplyJob, Codec, EncodeJob, Preview
 from hf_dlion.codec.layout import MessageLayout, Slot
 from hf_dlion.codec.rule import StepRule, TensorRule, Verdict
 from hf_dlion.exchange import Exchange
@@ -43,7 +43,6 @@ class Message:
         self._bits = bits
         self._words = torch.empty(bits * layout.words, dtype=torch.int64, device=device)
         self._active = torch.empty(layout.rows, dtype=torch.bool, device=device)
-        self._row_numels = layout.shard(0, layout.words).row_numels(device)
         self._kinds = {id(param): (param.shape, param.device) for _, param in params}
 
     @property
@@ -72,8 +71,7 @@ class Message:
             voting: `exp_avg` of every parameter, by index, on which this rank votes.
             rules: The step's constants by parameter index.
         """
-        found = self._jobs(voting, rules, self._gradients(voting))
-        self._codec.encode_all([job for _, job in found])
+        self.make_votes(voting, rules)
 
     def preview(
         self,
@@ -81,7 +79,7 @@ class Message:
         rules: Mapping[int, TensorRule],
         scale: float,
         grads: Mapping[int, Tensor],
-    ) -> list[Tensor]:
+    ) -> tuple[list[Tensor], Preview]:
         """Packs this rank's votes for gradients times `scale`, and leaves its momenta alone.
 
         Args:
@@ -91,22 +89,23 @@ class Message:
             grads: The gradient of every parameter, by index, on which this rank votes.
 
         Returns:
-            Those of the parameters whose gradients are known to be finite.
+            The parameters that vote, and what became known of their gradients.
         """
         found = self._jobs(voting, rules, grads)
-        finite = self._codec.preview_all([job for _, job in found], scale)
-        return [param for (param, _), known in zip(found, finite, strict=True) if known]
+        preview = self._codec.preview_all([job for _, job in found], scale)
+        return [param for param, _ in found], preview
 
-    def advance(self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]) -> None:
-        """Advances the momenta of the parameters on which this rank votes.
+    def advances(
+        self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]
+    ) -> list[AdvanceJob]:
+        """Returns what advances the momenta of the parameters on which this rank votes.
 
         Args:
             voting: As for `encode`.
             rules: As for `encode`.
         """
         grads = self._gradients(voting)
-        jobs = [AdvanceJob(grads[index], voting[index], rules[index]) for index in grads]
-        self._codec.advance_all(jobs)
+        return [AdvanceJob(grads[index], voting[index], rules[index]) for index in grads]
 
     def send(self) -> None:
         """Starts the exchange of the packed votes."""
@@ -137,9 +136,27 @@ class Message:
                 jobs.append(ApplyJob(param, part, rules[slot.index]))
         self._codec.apply_all(jobs)
 
-    def voted_elements(self, verdict: Verdict) -> int:
-        """Returns the number of elements in rows on which any rank voted."""
-        return int(self._row_numels[verdict.counts > 0].sum())
+    def rehearse(
+        self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule], rule: StepRule
+    ) -> None:
+        """Compiles what a step needs, where that is still to be done, and changes nothing.
+
+        Args:
+            voting: As for `encode`.
+            rules: As for `encode`.
+            rule: The step's constants.
+        """
+
+        def work() -> None:
+            self.make_votes(voting, rules)
+            self.apply(self._exchange.rehearse(self._words, self._active, rule), rules)
+
+        self._codec.rehearse(work)
+
+    def make_votes(self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]) -> None:
+        """Does the part of `encode` that takes no other rank."""
+        found = self._jobs(voting, rules, self._gradients(voting))
+        self._codec.encode_all([job for _, job in found])
 
     def _gradients(self, voting: Container[int]) -> dict[int, Tensor]:
         """Returns the gradients of the parameters that vote, by index."""

@@ -21,7 +21,7 @@ from hf_dlion.momentum.store import MomentumStore
 from hf_dlion.options import check_group
 from hf_dlion.options.groups import agreed_values, flat_params, option_values, trainable
 from hf_dlion.options.params import check_gradient
-from hf_dlion.ranks.abstention import all_finite, unscale
+from hf_dlion.ranks.abstention import all_finite
 from hf_dlion.ranks.agreement import Disagreement, details_of
 from hf_dlion.ranks.fingerprint import digest
 from hf_dlion.ranks.header import Header, voters_on
@@ -173,11 +173,17 @@ class Step:
         for (index, param), has in zip(self._pairs, present, strict=True):
             if has:
                 momenta.of(param, index, plan.owned)
+        if plan is not self._plan_before:
+            if self._wire is not None:
+                engine.early.check(self._wire, self._pairs)
+            self._rehearse(plan, present)
         voting = self._voters.voting(engine.presence, params, present)
         self._unaveraged = self._voters.unaveraged(engine.presence, params, present)
-        finite = unscale(_gradients(voting), self._scaling.scale, self._scaling.found_inf)
-        # A gradient that was finite when its early vote left need not be read again.
-        finite = finite and all_finite(_gradients(engine.early.unknown(voting)))
+        scale, found_inf = self._scaling.scale, self._scaling.found_inf
+        # A gradient that was finite when its early vote left need not be read again, unless it is
+        # yet to be unscaled.
+        read = voting if scale is not None else engine.early.unknown(voting)
+        finite = all_finite(_gradients(read), scale, found_inf)
         return Header(
             finite=finite,
             failed=False,
@@ -192,6 +198,22 @@ class Step:
             passes=passes,
             dropped=dropped,
         )
+
+    def _rehearse(self, plan: Plan, present: Sequence[bool]) -> None:
+        """Compiles what the plan's messages need: a failure of that is one to be agreed on."""
+        rule = self._engine.rule()
+        voting: dict[int, Tensor] = {}
+        for (index, param), has in zip(self._pairs, present, strict=True):
+            if not has:
+                continue
+            momentum = self._momenta.of(param, index, plan.owned)
+            start, stop = plan.owned.get(index, (0, param.numel()))
+            # A node's momenta are shared out after the headers, if they are not yet.
+            if momentum.numel() == stop - start:
+                voting[index] = momentum
+        rules = tensor_rules(self._engine.groups, {index for index, _ in self._pairs}, rule)
+        for message in plan.messages:
+            message.rehearse(voting, rules, rule)
 
     def _agree(self, header: Header, failure: Exception | None, delivery: Delivery) -> list[Header]:
         """Returns all ranks' headers if they agree; a rank that failed raises its own error."""

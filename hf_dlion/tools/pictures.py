@@ -67,6 +67,9 @@ LOOKS = {
     "powersgd": Look("AdamW, PowerSGD rank 4", "#D4A017"),
     "localsgd8": Look("LocalSGD, 8 steps of AdamW", "#B22222"),
     "localsgd32": Look("LocalSGD, 32 steps of AdamW", "#B22222", "--"),
+    "diloco16": Look("DiLoCo, 16 steps of AdamW", "#F4A300"),
+    "diloco50": Look("DiLoCo, 50 steps of AdamW", "#F4A300", "--"),
+    "demo": Look("DeMo", "#5C4033"),
 }
 
 

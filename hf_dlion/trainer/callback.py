@@ -8,11 +8,14 @@ from typing import Any
 from transformers import TrainerCallback, TrainerState
 
 from hf_dlion.checkpoint.access import claim_gradients, lion_in
+from hf_dlion.exchange import Agreed
 from hf_dlion.momentum.divergence import by_kind
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.abstention import Abstentions
 
 MEGABYTE = 1e6
+# Steps whose agreement is left on the device until it is read: a few bytes each.
+KEPT = 64
 # Of the seconds in `WireStats`.
 _PARTS = ("encode", "exchange", "apply")
 # More curves than that help nobody.
@@ -47,8 +50,8 @@ class DistributedLionCallback(TrainerCallback):
     def __init__(self) -> None:
         """Starts without figures; the first come with the first step."""
         self._steps = 0
-        self._exchanges = 0
-        self._agreement_sum = 0.0
+        self._means: list[float] = []
+        self._agreed: list[Agreed] = []
         self._bytes_before = 0
         self._seconds_before = dict.fromkeys(_PARTS, 0.0)
         self._abstentions_before = 0
@@ -73,10 +76,15 @@ class DistributedLionCallback(TrainerCallback):
         if lion is None:
             return
         self._steps += 1
-        agreement = float(lion.wire.agreement)
-        if not math.isnan(agreement):
-            self._exchanges += 1
-            self._agreement_sum += agreement
+        # To read each here would wait for the device in every step.
+        self._agreed.append(lion.wire.agreed)
+        if len(self._agreed) == KEPT:
+            self._read()
+
+    def _read(self) -> None:
+        """Reads how far the ranks agreed in the steps since it was read last."""
+        self._means += [agreed.mean for agreed in self._agreed]
+        self._agreed = []
 
     def on_log(
         self,
@@ -97,8 +105,10 @@ class DistributedLionCallback(TrainerCallback):
         for part in _PARTS:
             seconds = getattr(wire, f"{part}_s") - self._seconds_before[part]
             figures[f"dlion/{part}_ms"] = 1e3 * seconds / self._steps
-        if self._exchanges:
-            figures["dlion/agreement"] = self._agreement_sum / self._exchanges
+        self._read()
+        means = [mean for mean in self._means if not math.isnan(mean)]
+        if means:
+            figures["dlion/agreement"] = sum(means) / len(means)
         figures["dlion/abstained"] = float(wire.abstentions - self._abstentions_before)
         figures.update(self._most_abstained(lion.abstentions))
         figures.update(_divergence_figures(lion.momentum_divergence))
@@ -109,8 +119,8 @@ class DistributedLionCallback(TrainerCallback):
         self._start_interval(lion)
 
     def _start_interval(self, lion: DistributedLion) -> None:
-        self._steps = self._exchanges = 0
-        self._agreement_sum = 0.0
+        self._steps = 0
+        self._means, self._agreed = [], []
         self._bytes_before = lion.wire.bytes_sent
         self._seconds_before = {part: getattr(lion.wire, f"{part}_s") for part in _PARTS}
         self._abstentions_before = lion.wire.abstentions

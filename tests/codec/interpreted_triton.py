@@ -17,22 +17,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_dlion.codec import AloneJob, ApplyJob, EncodeJob
-from hf_dlion.codec.bits import pack_bits
 from hf_dlion.codec.cpu import CpuCodec
-from hf_dlion.codec.cuda import count as cuda_count
-from hf_dlion.codec.cuda import levels as cuda_levels
 from hf_dlion.codec.cuda import tables
 from hf_dlion.codec.cuda.codec import TritonCodec
 from hf_dlion.codec.cuda.launch import kernels, run
 from hf_dlion.codec.eager import EagerCodec
-from hf_dlion.codec.layout import MessageLayout, words_for
+from hf_dlion.codec.layout import words_for
 from hf_dlion.codec.lion import signed32, step_key
 from hf_dlion.codec.reference import votes as reference
-from hf_dlion.codec.rule import StepRule, Verdict
+from hf_dlion.codec.rule import Verdict
 from tests.support.codec_cases import (
     examples,
     gradients,
-    packed_levels,
     rounded,
     rule,
     same_bits,
@@ -55,8 +51,6 @@ SHAPES: list[tuple[int, ...]] = [
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that small tensors cross."""
     monkeypatch.setattr(tables, "BLOCK", 128)
-    monkeypatch.setattr(cuda_count, "WORDS", 8)
-    monkeypatch.setattr(cuda_levels, "WORDS", 2)
 
 
 def buffers(grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -227,8 +221,9 @@ def test_elements_beyond_32_bits_have_random_bits_of_their_own(first: int) -> No
         row_numel=first + 128,
     )
     jobs, job_of = torch.tensor([entry.row(-first // 128)]), torch.zeros(1, dtype=torch.int32)
+    held = torch.tensor([entry.constants])
     run(
-        KERNELS.codec.apply, 1, jobs, job_of, signed32(step_key(7, 3)), 3,
+        KERNELS.codec.apply, 1, jobs, held, job_of, signed32(step_key(7, 3)), 3,
         PARAM=KERNELS.triton.tl.bfloat16, WIDE=KERNELS.triton.tl.float32, STOCHASTIC=True,
         ALIGNED=True, AVERAGE=False, PLANES=1,
     )  # fmt: skip
@@ -247,110 +242,6 @@ def test_a_nan_of_the_momentum_stays_one(dtype: torch.dtype) -> None:
     CODEC.step_alone(param, torch.ones(2, dtype=dtype), exp_avg, rule())
     assert exp_avg.isnan().tolist() == [True, False]
     assert param[0] > param[1]  # the sign of NaN is 0
-
-
-COUNTED = st.lists(
-    st.one_of(
-        st.tuples(st.integers(1, 300)),
-        st.tuples(st.integers(1, 12), st.integers(1, 90)),
-        st.tuples(st.integers(1, 5), st.sampled_from([64, 128])),
-    ),
-    min_size=1,
-    max_size=4,
-)
-
-
-@examples(120)
-@given(
-    shapes=COUNTED,
-    seed=st.integers(0, 10**6),
-    world_size=st.integers(2, 9),
-    combination=st.sampled_from(
-        [("majority", "alternate"), ("majority", "zero"), ("average", "alternate")]
-    ),
-    absent_share=st.sampled_from([0.0, 0.4, 1.0]),
-    cut=st.tuples(st.floats(0, 1), st.floats(0, 1)),
-)
-def test_counts_equal_those_of_torch_operations(
-    shapes: list[tuple[int, ...]],
-    seed: int,
-    world_size: int,
-    combination: tuple[Any, Any],
-    absent_share: float,
-    cut: tuple[float, float],
-) -> None:
-    random = np.random.default_rng(seed)
-    layout = MessageLayout.of([(k, torch.Size(shape)) for k, shape in enumerate(shapes)])
-    first, last = sorted(round(part * layout.words) for part in cut)
-    shard = layout.shard(first, last)
-    ballots = [
-        [
-            reference.pack_signs(
-                random.integers(-1, 2, shape)
-                * (random.random((shape[0],) + (1,) * (len(shape) - 1)) >= absent_share),
-                t=4,
-                rank=rank,
-                world_size=world_size,
-            )
-            for shape in shapes
-        ]
-        for rank in range(world_size)
-    ]
-    votes = np.stack([np.concatenate([words for words, _ in own]) for own in ballots])
-    rows = np.stack([np.concatenate([active for _, active in own]) for own in ballots])
-    of_shard = torch.from_numpy(votes[:, first:last].view(np.int64))
-    active = torch.from_numpy(rows[:, shard.first_row : shard.first_row + shard.rows])
-    step: StepRule = rule(
-        step=4, world_size=world_size, aggregation=combination[0], ties=combination[1]
-    ).step_rule
-    row_numels = shard.row_numels(torch.device("cpu"))
-    expected = EagerCodec().count(of_shard, active, shard, row_numels, step)
-
-    planes = torch.full((step.planes, shard.words), 7)
-    found = CODEC.count(of_shard, active, shard, row_numels, step, planes)
-
-    # What a plane holds past a tensor's end is nobody's business.
-    held = torch.zeros(shard.words, dtype=torch.int64)
-    for part in shard.runs:
-        flags = torch.ones(part.stop - part.start, dtype=torch.bool)
-        held[part.word : part.word + part.words] = pack_bits(flags)
-    assert torch.equal(planes & held, expected.planes & held)
-    assert torch.equal(found.counts, expected.counts)
-    assert found.agreement == expected.agreement
-
-
-@examples(100)
-@given(
-    words=st.integers(1, 7),
-    before=st.integers(0, 3),
-    world_size=st.integers(2, 9),
-    seed=st.integers(0, 10**6),
-    bits=st.sampled_from([2, 4, 8]),
-    ties=st.sampled_from(["alternate", "zero"]),
-    absent_share=st.sampled_from([None, 0.0, 0.4, 1.0]),
-)
-def test_sums_of_levels_equal_those_of_torch_operations(
-    words: int,
-    before: int,
-    world_size: int,
-    seed: int,
-    bits: int,
-    ties: Any,
-    absent_share: float | None,
-) -> None:
-    packed, voters = packed_levels(bits, words, world_size, absent_share, seed)
-    # A stretch of longer rows, of votes and of planes.
-    votes = torch.full((world_size, bits * (before + words)), -1)
-    votes[:, bits * before :] = packed
-    made = rule(step=4, world_size=world_size, ties=ties).step_rule
-    step = dataclasses.replace(made, bits=bits)
-    planes = [torch.full((step.planes, before + words), 7) for _ in range(2)]
-    found, expected = (
-        codec.add_levels(votes[:, bits * before :], voters, plane[:, before:], step)
-        for codec, plane in zip((CODEC, EagerCodec()), planes, strict=True)
-    )
-    assert [int(told) for told in found] == [int(told) for told in expected]
-    assert torch.equal(*planes)
 
 
 @pytest.mark.parametrize("level_scale", ["word", "tensor"])
@@ -376,3 +267,43 @@ def test_levels_of_many_tensors_are_those_of_each_alone(bits: int, level_scale: 
         outcomes.append([part for job in jobs for part in (job.exp_avg, job.words, job.active)])
     for ours, theirs in zip(*outcomes, strict=True):
         assert bits_of(ours) == bits_of(theirs)
+
+
+@pytest.mark.parametrize("scale", [None, 3.0, 2.0**16, 1e-30])
+@pytest.mark.parametrize("poison", [None, torch.nan, torch.inf, -torch.inf])
+def test_gradients_are_unscaled_and_checked_as_by_torch(
+    scale: float | None, poison: float | None
+) -> None:
+    for seed, dtype in enumerate(DTYPES):
+        outcomes = []
+        for codec in (CODEC, EagerCodec()):
+            grads = [own.clamp(-1e4, 1e4) for own in lots(seed) if own.dtype == dtype]
+            grads.append(gradients((7, 9), seed, 0.1, dtype).clamp(-1e4, 1e4)[:, 2:5])
+            if poison is not None:
+                grads[seed + 3].view(-1)[-1] = poison
+            versions = [grad._version for grad in grads]
+            by = None if scale is None else torch.tensor(scale)
+            finite = codec.all_finite(grads, by)
+            assert finite.dtype == torch.bool
+            assert finite.shape == ()
+            outcomes.append([bool(finite), *map(bits_of, grads)])
+            # Whoever marked a gradient by its version must see that it changed.
+            moved = [v != g._version for v, g in zip(versions, grads, strict=True) if g.numel()]
+            assert all(moved) if scale is not None else not any(moved)
+        assert outcomes[0] == outcomes[1]
+        if scale != 1e-30:
+            assert outcomes[0][0] == (poison is None)
+
+
+def test_the_magnitudes_of_some_elements_are_those_that_torch_finds() -> None:
+    grads = [grad for grad in lots(5) if grad.numel()]
+    grads += [gradients((40, 17), 1, 0.1, torch.bfloat16), gradients((129,), 2, 0.1, torch.float64)]
+    expected = EagerCodec().magnitudes(grads)[0][1]
+    jobs = []
+    for k, grad in enumerate(grads):
+        average = torch.zeros(grad.shape, dtype=grad.dtype)
+        jobs.append(EncodeJob(grad, average, *buffers(grad), rule(index=k)))
+    for told in (CODEC.magnitudes(grads), CODEC.preview_all(jobs, 0.5).magnitudes):
+        assert sorted(place for places, _ in told for place in places) == list(range(len(grads)))
+        for places, sums in told:
+            torch.testing.assert_close(sums, expected[places], rtol=1e-12, atol=0.0)

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from hf_dlion.codec import codec_for
+from hf_dlion.codec.codec import PROBED
 from hf_dlion.codec.cuda import launch as cuda_kernels
-from hf_dlion.codec.cuda import levels as cuda_levels
 from hf_dlion.codec.cuda import tables
 from hf_dlion.codec.cuda.codec import TritonCodec
 from hf_dlion.codec.eager import EagerCodec
 from hf_dlion.codec.levels import LEVELS
+from tests.support.machine_code import registers, shortest_path
 
 HERE = Path(__file__).parent
 CUDA = torch.device("cuda")
@@ -37,6 +38,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         ["test_codec.py", "-k", "triton"],
         ["test_levels.py", "-k", "triton"],
         ["interpreted_triton.py"],
+        ["interpreted_tally.py"],
     ],
     ids=str,
 )
@@ -66,31 +68,44 @@ def test_interpreted_kernels_equal_the_reference(selection: list[str], share: in
     assert re.search(r"\d+ passed", done.stdout)
 
 
-def compiled(kernel: Any, **constants: Any) -> str:
+POINTERS = {
+    **dict.fromkeys(("jobs", "constants", "sums", "following", "row_numels", "sharing"), "*i64"),
+    **dict.fromkeys(("received", "planes"), "*i64"),
+    **dict.fromkeys(("job_of", "row_bits", "counts"), "*i32"),
+    **dict.fromkeys(("votes", "zeros"), "*u32"),
+    **dict.fromkeys(("zeros_in", "active", "everyone", "finite"), "*u8"),
+    **dict.fromkeys(("scale", "magnitudes", "factors"), "*fp64"),
+}
+
+
+def compiled(kernel: Any, pointers: dict[str, str] | None = None, **constants: Any) -> str:
     """The PTX of a kernel for a Hopper GPU, which no GPU is needed to make."""
+    ptx: str = made_of(kernel, pointers, cuda_kernels.WARPS, **constants)["ptx"]
+    return ptx
+
+
+def made_of(
+    kernel: Any, pointers: dict[str, str] | None, warps: int, **constants: Any
+) -> dict[str, Any]:
+    """What the compiler makes of a kernel for a Hopper GPU, by the name of the form."""
     compiler = pytest.importorskip("triton.backends.nvidia.compiler")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
     if not hasattr(compiler, "CUDABackend"):
         pytest.skip("this triton has no compiler for CUDA")
-    pointers = {"jobs": "*i64", "job_of": "*i32", "zeros_in": "*u8", "counts": "*i32"}
-    pointers |= dict.fromkeys(("votes", "totals", "out", "change"), "*i64")
-    if "voters" in kernel.arg_names:
-        pointers |= {"votes": "*i32", "voters": "*i32", "out": "*i32", "sums": "*i64"}
-    else:
-        pointers |= {"sums": "*fp64", "factors": "*fp64"}
-    integers = dict.fromkeys(("key", "stream", "phase", "world_size", "ranks"), "i32")
-    types = {**pointers, **integers, **dict.fromkeys(constants, "constexpr")}
+    types = {name: POINTERS.get(name, "i64") for name in kernel.arg_names}
+    types |= dict.fromkeys(("key", "stream", "phase", "world_size", "ranks", "copies"), "i32")
+    types |= (pointers or {}) | dict.fromkeys(constants, "constexpr")
     source = ASTSource(
         fn=kernel,
-        signature={name: types.get(name, "i64") for name in kernel.arg_names},
+        signature={name: types[name] for name in kernel.arg_names},
         constexprs=constants,
     )
-    options = {"enable_fp_fusion": False, "num_warps": cuda_kernels.WARPS}
+    options = {"enable_fp_fusion": False, "num_warps": warps}
     made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    ptx: str = made.asm["ptx"]
-    return ptx
+    forms: dict[str, Any] = made.asm
+    return forms
 
 
 @pytest.fixture(scope="module")
@@ -142,25 +157,79 @@ def test_the_kernels_of_more_bits_compile(kernels: Any, dtype: str, bits: int) -
         compiled(levels.encode_levels, **common, **code, TOP=top, ADVANCE=True, MEASURED=measured)
         for measured in (False, True)
     ]
-    made.append(compiled(levels.measure, **common))
+    made.append(compiled(levels.measure, {"sums": "*fp64"}, **common))
     for ptx in made:
         assert not re.search(r"\b(fma|mad)\.\w*\.?f(32|64)|\bmul\.f|\badd\.f|\bsub\.f", ptx)
         assert not re.search(r"\.ftz|\.approx|div\.full", ptx)
     compiled(levels.clear_levels, BITS=bits, BLOCK=tables.BLOCK)
-    for voters, zero in ((False, True), (True, False)):
-        flags = {"VOTERS": voters, "ZERO": zero, "SPACING": LEVELS[bits].spacing}
-        assert "atom" in compiled(levels.sum_levels, **code, **flags, BLOCK=cuda_levels.WORDS)
+    for zero in (False, True):
+        flags = {"ZERO": zero, "SPACING": LEVELS[bits].spacing, "BLOCK": tables.BLOCK}
+        assert "atom" in compiled(levels.sum_levels, {"out": "*u32"}, **code, **flags)
+    compiled(kernels.edges.hear, {"words": "*u32"}, BITS=bits, BLOCK=tables.BLOCK)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("partly", [False, True])
-def test_the_other_kernels_compile(kernels: Any, partly: bool) -> None:
+@pytest.mark.parametrize("planes", [1, 2])
+def test_the_kernels_that_count_compile(kernels: Any, planes: int) -> None:
+    block = {"BLOCK": tables.BLOCK}
     for average, zero in ((False, False), (False, True), (True, False)):
-        flags = {"TOTALS": partly, "AVERAGE": average, "ZERO": zero}
-        assert "atom" in compiled(kernels.count.count, DIGITS=3, BLOCK=512, **flags)
-    if partly:
-        compiled(kernels.count.spread, BLOCK=2048, DIGITS=3)
-        compiled(kernels.codec.clear, BLOCK=tables.BLOCK)
+        flags = {"AVERAGE": average, "ZERO": zero, "DIGITS": 1 + planes}
+        assert "atom" in compiled(kernels.count.count, {"out": "*u32"}, **flags, **block)
+    whole = {"words": "*i64", "out": "*i64"}
+    compiled(kernels.tally.pack_votes, whole, **block)
+    flags = {"PLANES": planes, "DIGITS": planes, "SUMS": planes}
+    compiled(kernels.tally.pack_verdict, {"out": "*i64"}, COPY=planes > 1, **flags, **block)
+    compiled(kernels.tally.unpack_verdict, {"out": "*i64"}, **flags, **block)
+    compiled(kernels.codec.clear, **block)
+    compiled(kernels.edges.tell, {"out": "*u8"}, **block)
+    compiled(kernels.edges.hear, {"words": "*u32"}, BITS=1, **block)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_the_kernels_that_look_at_gradients_compile(kernels: Any, dtype: str) -> None:
+    language, gradients = kernels.triton.tl, kernels.gradients
+    kind, wide = getattr(language, dtype), "float64" if dtype == "float64" else "float32"
+    types = {"GRAD": kind, "WIDE": getattr(language, wide), "ALIGNED": True}
+    for scaled in (False, True):
+        ptx = compiled(gradients.check, **types, SCALED=scaled, BLOCK=tables.BLOCK)
+        assert not re.search(r"\b(fma|mad)\.\w*\.?f32|\.ftz|\.approx", ptx)
+        if dtype != "float64":
+            assert "ld.global.v4.b32" in ptx
+    compiled(gradients.prepare, GRAD=kind, PROBE=True, PROBED=PROBED, BLOCK=tables.BLOCK)
+    compiled(gradients.probe, GRAD=kind, PROBED=PROBED, BLOCK=tables.BLOCK)
+
+
+# With stochastic rounding there are so many that they may well take longer than the memory does.
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "most_registers", "most_instructions"),
+    [
+        ("encode", "bfloat16", 104, 60),
+        ("apply", "bfloat16", 80, 41),
+        ("apply", "float32", 80, 24),
+    ],
+)
+def test_kernels_are_short_where_a_block_lies_in_one_row(
+    kernels: Any,
+    tmp_path: Path,
+    kernel: str,
+    dtype: str,
+    most_registers: int,
+    most_instructions: float,
+) -> None:
+    language = kernels.triton.tl
+    kind = getattr(language, dtype)
+    flags = {"WIDE": language.float32, "STOCHASTIC": True, "ALIGNED": True, "BLOCK": tables.BLOCK}
+    if kernel == "encode":
+        flags |= {"GRAD": kind, "AVG": kind, "ADVANCE": True, "VOTE": True, "SCALED": False}
+    else:
+        flags |= {"PARAM": kind, "AVERAGE": False, "PLANES": 1}
+    warps = cuda_kernels.WARPS
+    cubin = tmp_path / "cubin"
+    cubin.write_bytes(made_of(getattr(kernels.codec, kernel), None, warps, **flags)["cubin"])
+    assert registers(cubin) <= most_registers
+    assert shortest_path(cubin) * warps * 32 / tables.BLOCK <= most_instructions
 
 
 @pytest.fixture

@@ -231,7 +231,7 @@ def test_the_verdict_equals_a_vote_counted_in_one_process(
             np.testing.assert_array_equal(found, wanted)
         assert verdict.agreement == sum(int(np.abs(sum(own)).sum()) for own in values)
         if options.bits > 1:
-            assert verdict.cast == sum(int(np.abs(votes).sum()) for own in values for votes in own)
+            assert verdict.most == sum(int(np.abs(votes).sum()) for own in values for votes in own)
         assert sent == message_wire_bytes([layout], world_size, options, name)
 
 
@@ -347,7 +347,7 @@ def test_sums_of_many_ranks_are_exact(
         votes, active, shard, shard.row_numels(torch.device("cpu")), rule
     )
     near = spacing * (largest // spacing + 1) - largest
-    assert found.agreement == found.cast == ranks * (127 * largest + near)
+    assert found.agreement == found.most == ranks * (127 * largest + near)
     assert found.planes[0].tolist() == [-4, -1]
 
 

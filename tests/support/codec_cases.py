@@ -20,7 +20,6 @@ from hf_dlion.codec.cuda import tables
 from hf_dlion.codec.cuda.codec import TritonCodec
 from hf_dlion.codec.cuda.launch import kernels
 from hf_dlion.codec.eager import EagerCodec
-from hf_dlion.codec.levels import pack_codes
 from hf_dlion.codec.native.codec import NativeCodec
 from hf_dlion.codec.native.library import library
 from hf_dlion.codec.reference import votes as reference
@@ -136,21 +135,3 @@ def verdict_of(
         planes = [plane(sums < 0)] + ([plane(sums != 0)] if r.ties == "zero" else [])
         counts = np.minimum(votes, 1)
     return Verdict(torch.stack(planes), torch.from_numpy(counts.astype(np.int32)))
-
-
-def packed_levels(
-    bits: int, words: int, world_size: int, absent_share: float | None, seed: int
-) -> tuple[Tensor, Tensor | None]:
-    """Returns votes of several ranks, many of them ties, and how many vote on each element."""
-    random = np.random.default_rng(seed)
-    codes = random.integers(0, 2**bits, (world_size, 64 * words))
-    codes[:, ::3] = random.integers(2 ** (bits - 1) - 1, 2 ** (bits - 1) + 1, codes[:, ::3].shape)
-    voters = None
-    if absent_share is not None:
-        absent = random.random(codes.shape) < absent_share
-        codes[absent] = 0
-        voters = torch.from_numpy((~absent).sum(axis=0).astype(np.int32))
-    votes = torch.empty((world_size, bits * words), dtype=torch.int64)
-    for rank in range(world_size):
-        pack_codes(torch.from_numpy(codes[rank].astype(np.uint8)), bits, votes[rank])
-    return votes, voters

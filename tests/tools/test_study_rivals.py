@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_dlion.exchange.mean import average_wire_bytes
 from hf_dlion.tools.cli import main as command
+from hf_dlion.tools.study import rivals
 from hf_dlion.tools.study.methods import METHODS, SIMULATED, adamw, set_lr, trainable
 from hf_dlion.tools.study.real import RealRank
 from hf_dlion.tools.study.setting import Setting
@@ -30,6 +31,7 @@ def of_rank(rank: int, world_size: int, settings: list[Setting]) -> list[Any]:
         scene = Pretraining(setting)
         method = RealRank(scene, setting)
         record = train(setting, scene, method)
+        method.close()
         found.append((record, [p.detach().clone() for p in trainable(method.places[0][1])]))
     return found
 
@@ -55,7 +57,9 @@ def local_steps(every: int) -> list[Tensor]:
 @pytest.mark.multiproc
 def test_rivals_train_on_real_ranks_and_end_with_equal_replicas(ranks: RankPools) -> None:
     torch.set_num_threads(1)
-    settings = [TINY.replace(method=name) for name in RIVALS]
+    settings = [TINY.replace(method=name) for name in RIVALS if "diloco" not in name]
+    # Its ranks are equal where they have just met.
+    settings.append(TINY.replace(method="diloco16", steps=16))
     mine, theirs = ranks(2).run(of_rank, settings, timeout=120)
     records = {}
     for setting, (record, values), (_, others) in zip(settings, mine, theirs, strict=True):
@@ -72,9 +76,21 @@ def test_rivals_train_on_real_ranks_and_end_with_equal_replicas(ranks: RankPools
     assert sent["localsgd8"] == 2 * whole / 10
     assert sent["localsgd32"] == whole / 10
 
+    # 32 of 64 coefficients of a row, or of 4,096 of a block: an index of 8 bytes and 4 of value.
+    assert 0 < sent["demo"] < whole
+    assert sent["diloco16"] == whole / 16
+
     expected = local_steps(every=8)
     for value, right in zip(records["localsgd8"][1], expected, strict=True):
         torch.testing.assert_close(value, right, rtol=0, atol=0)
+
+
+def test_a_rival_whose_library_is_missing_is_refused_before_any_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rivals.importlib.util, "find_spec", lambda name: None)
+    assert command(["study", "--scale=smoke", "--real", "--methods", "diloco16"]) == 2
+    assert "torchft is not installed: pip install torchft" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", RIVALS)

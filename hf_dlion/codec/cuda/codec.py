@@ -1,28 +1,46 @@
 """The codec for CUDA: a Triton kernel over many tensors at once, few launches per message.
 
-Nothing here but `count` waits for the device.
+Nothing here waits for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
-from hf_dlion.codec.codec import AdvanceJob, AloneJob, ApplyJob, EncodeJob
-from hf_dlion.codec.count import CountingCodec
-from hf_dlion.codec.cuda.count import count_bits, spread
-from hf_dlion.codec.cuda.launch import Kernels, key_of, on_device, run
-from hf_dlion.codec.cuda.levels import add_levels, encode_levels
-from hf_dlion.codec.cuda.tables import Launch, entry_of, launches
-from hf_dlion.codec.layout import Run
+from hf_dlion.codec.codec import (
+    PROBED,
+    AdvanceJob,
+    AloneJob,
+    ApplyJob,
+    Codec,
+    EncodeJob,
+    Magnitudes,
+    Preview,
+)
+from hf_dlion.codec.cuda import gradients
+from hf_dlion.codec.cuda.edges import TritonEdges
+from hf_dlion.codec.cuda.launch import (
+    Kernels,
+    is_rehearsal,
+    key_of,
+    on_device,
+    rehearsing,
+    run,
+    written,
+)
+from hf_dlion.codec.cuda.levels import encode_levels
+from hf_dlion.codec.cuda.tables import Entry, Launch, entry_of, launches
+from hf_dlion.codec.cuda.tally import TritonTally
+from hf_dlion.codec.edges import Edges, Ends
 from hf_dlion.codec.lion import momentum_stream
 from hf_dlion.codec.rule import StepRule
+from hf_dlion.codec.tally import Segments, Tally
 
 
-class TritonCodec(CountingCodec):
+class TritonCodec(Codec):
     """Implements `hf_dlion.codec.Codec` for CUDA tensors of every dtype that can be trained.
 
     Autograd does not see what kernels write, so it is told.
@@ -39,16 +57,22 @@ class TritonCodec(CountingCodec):
         """See `Codec.encode_all`."""
         self._vote(jobs, ADVANCE=True)
 
-    def preview_all(self, jobs: Sequence[EncodeJob], scale: float) -> list[bool]:
+    def preview_all(self, jobs: Sequence[EncodeJob], scale: float) -> Preview:
         """See `Codec.preview_all`."""
-        self._vote(jobs, scale, ADVANCE=False)
-        # To know better the host would have to wait.
-        return [False] * len(jobs)
+        filled = [place for place, job in enumerate(jobs) if job.grad.numel()]
+        told = [
+            ([filled[place] for place in places], sums)
+            for places, sums in self._vote(jobs, scale, ADVANCE=False)
+        ]
+        # To know whether they are finite the host would have to wait.
+        return Preview([False] * len(jobs), told)
 
-    def _vote(self, jobs: Sequence[EncodeJob], scale: float = 1.0, *, ADVANCE: bool) -> None:
+    def _vote(self, jobs: Sequence[EncodeJob], scale: float = 1.0, *, ADVANCE: bool) -> Magnitudes:
+        """Makes votes; returns, unless momenta advance, what was seen of gradients of elements."""
         jobs = [job for job in jobs if job.grad.numel()]
+        told: Magnitudes = []
         if not jobs:
-            return
+            return told
         # Copies, of gradients that need one, must live until the kernels are launched.
         grads = [job.grad.contiguous() for job in jobs]
         entries = [
@@ -64,8 +88,8 @@ class TritonCodec(CountingCodec):
             for job, grad in zip(jobs, grads, strict=True)
         ]
         with on_device(grads[0].device):
-            torch._foreach_zero_([job.active.view(torch.uint8) for job in jobs])
             for on in launches(entries, grads[0].device):
+                told += self._prepare(on, entries, probe=not ADVANCE)
                 zeros_in = torch.empty(on.blocks, dtype=torch.uint8, device=grads[0].device)
                 flags = {"ADVANCE": ADVANCE, "SCALED": scale != 1.0}
                 step = jobs[0].rule.step_rule
@@ -76,7 +100,19 @@ class TritonCodec(CountingCodec):
                 self._encode(on, zeros_in, step, {**flags, "VOTE": True})
                 run(self._kernels.clear, on.blocks, on.jobs, on.job_of, zeros_in)
         if ADVANCE:
-            increment_version([job.exp_avg for job in jobs])
+            written([job.exp_avg for job in jobs])
+        return told
+
+    def _prepare(self, on: Launch, entries: Sequence[Entry], *, probe: bool) -> Magnitudes:
+        """Sets activity to 0; looks at gradients as they are, if wanted."""
+        places = [place for place, entry in enumerate(entries) if entry.kind == on.kind]
+        sums = torch.empty(len(places), dtype=torch.float64, device=on.jobs.device)
+        dtype = str(dict(on.kind.dtypes)["GRAD"]).removeprefix("torch.")
+        run(
+            self._found.gradients.prepare, on.blocks, on.jobs, on.job_of, sums,
+            GRAD=getattr(self._language, dtype), PROBE=probe, PROBED=PROBED,
+        )  # fmt: skip
+        return [(places, sums)] if probe else []
 
     def advance_all(self, jobs: Sequence[AdvanceJob]) -> None:
         """See `Codec.advance_all`."""
@@ -92,11 +128,11 @@ class TritonCodec(CountingCodec):
             for on in launches(entries, grads[0].device):
                 flags = {"ADVANCE": True, "VOTE": False, "SCALED": False}
                 self._encode(on, on.job_of, jobs[0].rule.step_rule, flags)
-        increment_version([job.exp_avg for job in jobs])
+        written([job.exp_avg for job in jobs])
 
     def _encode(self, on: Launch, zeros_in: Tensor, step: StepRule, flags: dict[str, bool]) -> None:
         run(
-            self._kernels.encode, on.blocks, on.jobs, on.job_of, zeros_in,
+            self._kernels.encode, on.blocks, on.jobs, on.constants, on.job_of, zeros_in,
             key_of(step), momentum_stream(step.rank), step.zero_phase,
             **self._types(on, step), **flags,
         )  # fmt: skip
@@ -115,7 +151,7 @@ class TritonCodec(CountingCodec):
         with on_device(flats[0].device):
             for on in launches(entries, flats[0].device):
                 run(
-                    self._kernels.apply, on.blocks, on.jobs, on.job_of, key_of(step),
+                    self._kernels.apply, on.blocks, on.jobs, on.constants, on.job_of, key_of(step),
                     step.world_size, **self._types(on, step), PLANES=step.planes,
                     AVERAGE=step.aggregation == "average",
                 )  # fmt: skip
@@ -136,27 +172,32 @@ class TritonCodec(CountingCodec):
         with on_device(flats[0].device):
             for on in launches(entries, flats[0].device):
                 run(
-                    self._kernels.step_alone, on.blocks, on.jobs, on.job_of, key_of(step),
-                    momentum_stream(step.rank), **self._types(on, step),
+                    self._kernels.step_alone, on.blocks, on.jobs, on.constants, on.job_of,
+                    key_of(step), momentum_stream(step.rank), **self._types(on, step),
                 )  # fmt: skip
-        increment_version([job.exp_avg for job in jobs])
+        written([job.exp_avg for job in jobs])
         _hand_back(flats, [job.param for job in jobs])
 
-    def count_bits(
-        self, votes: Tensor, totals: Tensor | None, out: Tensor, rule: StepRule
-    ) -> int | Tensor:
-        """See `CountingCodec.count_bits`."""
-        return count_bits(self._found, votes, totals, out, rule)
+    def all_finite(self, grads: Sequence[Tensor], scale: Tensor | None = None) -> Tensor:
+        """See `Codec.all_finite`."""
+        return gradients.all_finite(self._found, grads, scale)
 
-    def add_levels(
-        self, votes: Tensor, voters: Tensor | None, out: Tensor, rule: StepRule
-    ) -> tuple[int | Tensor, int | Tensor]:
-        """See `CountingCodec.add_levels`."""
-        return add_levels(self._found, votes, voters, out, rule)
+    def magnitudes(self, grads: Sequence[Tensor]) -> Magnitudes:
+        """See `Codec.magnitudes`."""
+        return gradients.magnitudes(self._found, grads)
 
-    def spread(self, counts: Tensor, runs: Sequence[Run], world_size: int) -> Tensor:
-        """See `CountingCodec.spread`."""
-        return spread(self._found, counts, runs, world_size)
+    def rehearse(self, work: Callable[[], None]) -> None:
+        """See `Codec.rehearse`."""
+        with rehearsing():
+            work()
+
+    def tally(self, segments: Segments, device: torch.device) -> Tally:
+        """See `Codec.tally`."""
+        return TritonTally(self._found, segments, device)
+
+    def edges(self, ends: Ends, device: torch.device) -> Edges:
+        """See `Codec.edges`."""
+        return TritonEdges(self._found, ends, device)
 
     def _types(self, on: Launch, step: StepRule) -> dict[str, object]:
         """Returns what the compiler must know of the tensors."""
@@ -171,7 +212,9 @@ class TritonCodec(CountingCodec):
 
 def _hand_back(flats: Sequence[Tensor], params: Sequence[Tensor]) -> None:
     """Copies the results to parameters that are not contiguous; tells autograd of the others."""
-    increment_version(flats)
+    written(flats)
+    if is_rehearsal():
+        return
     for flat, param in zip(flats, params, strict=True):
         if flat is not param:
             param.copy_(flat)

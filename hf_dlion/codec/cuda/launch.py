@@ -5,14 +5,19 @@ Nothing here waits for the device. `HF_DLION_TRITON=0` in the environment leaves
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
 import os
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from hf_dlion.codec.cuda import tables
 from hf_dlion.codec.lion import signed32, step_key
@@ -22,15 +27,20 @@ logger = logging.getLogger(__name__)
 
 ENVIRONMENT = "HF_DLION_TRITON"
 WARPS = 4
+_rehearsing: ContextVar[bool] = ContextVar("rehearsing", default=False)
+NAMES = ("kernels", "count", "levels", "tally", "gradients", "edges")
 
 
 class Kernels(NamedTuple):
-    """The modules that hold Triton code: the common parts, and the kernels by what they do."""
+    """The modules that hold Triton code: the common parts, and those of `NAMES`, in that order."""
 
     triton: Any
     codec: Any
     count: Any
     levels: Any
+    tally: Any
+    gradients: Any
+    edges: Any
 
 
 @functools.cache
@@ -38,7 +48,7 @@ def kernels(device: torch.device) -> Kernels | None:
     """Returns the Triton kernels, or None, and says so once, where a device cannot have them."""
     if os.environ.get(ENVIRONMENT) == "0":
         return None
-    names = ("triton", "triton_kernels", "triton_count", "triton_levels")
+    names = ("triton", *(f"triton_{name}" for name in NAMES))
     try:
         found = Kernels(*(importlib.import_module(f"hf_dlion.codec.cuda.{name}") for name in names))
         if device.type == "cuda" and torch.cuda.is_available():
@@ -74,8 +84,32 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 def run(kernel: Any, blocks: int, *args: object, **constants: object) -> None:
     """Launches a kernel on `blocks` blocks, on the current device and stream."""
     # Without fusion every product is rounded before it is added.
-    options = {"BLOCK": tables.BLOCK, "num_warps": WARPS, "enable_fp_fusion": False}
-    kernel[(blocks,)](*args, **(options | constants))
+    options = {"BLOCK": tables.BLOCK, "num_warps": WARPS, "enable_fp_fusion": False} | constants
+    if is_rehearsal():
+        kernel.warmup(*args, grid=(blocks,), **options)
+    else:
+        kernel[(blocks,)](*args, **options)
+
+
+@contextlib.contextmanager
+def rehearsing() -> Iterator[None]:
+    """Compiles the kernels that are run inside, and launches none."""
+    token = _rehearsing.set(True)
+    try:
+        yield
+    finally:
+        _rehearsing.reset(token)
+
+
+def is_rehearsal() -> bool:
+    """Returns whether kernels are compiled only."""
+    return _rehearsing.get()
+
+
+def written(tensors: Sequence[Tensor]) -> None:
+    """Tells autograd, which does not see what kernels write."""
+    if not is_rehearsal():
+        increment_version(list(tensors))
 
 
 def key_of(step: StepRule) -> int:

@@ -1,4 +1,4 @@
-"""Votes of more than one bit with Triton kernels (rule S6): encoding and adding up."""
+"""Encoding votes of more than one bit with Triton kernels (rule S6)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ from torch import Tensor
 
 from hf_dlion.codec.codec import EncodeJob
 from hf_dlion.codec.cuda import tables
-from hf_dlion.codec.cuda.launch import Kernels, key_of, on_device, run
+from hf_dlion.codec.cuda.launch import key_of, run
 from hf_dlion.codec.cuda.tables import Launch
 from hf_dlion.codec.layout import WORD_BITS, whole_run
 from hf_dlion.codec.levels import LEVELS, factor_of, fold
 from hf_dlion.codec.lion import compute_dtype, momentum_stream
-from hf_dlion.codec.rule import StepRule
-
-# Words of 64 elements per program of the adding kernel.
-WORDS = 32
 
 
 def encode_levels(
@@ -50,7 +46,7 @@ def encode_levels(
     if measured:
         factors = _factors(found, on, jobs, zeros_in, types, flags["SCALED"])
     run(
-        found.encode_levels, on.blocks, on.jobs, on.job_of, zeros_in, factors,
+        found.encode_levels, on.blocks, on.jobs, on.constants, on.job_of, zeros_in, factors,
         key_of(step), momentum_stream(step.rank), step.zero_phase,
         **types, **flags, **code, MEASURED=measured,
     )  # fmt: skip
@@ -72,7 +68,17 @@ def _factors(
     bits, dtype = jobs[0].rule.step_rule.bits, compute_dtype(jobs[0].grad.dtype)
     per_block = tables.BLOCK // WORD_BITS
     sums = torch.empty(on.blocks * per_block, dtype=torch.float64, device=zeros_in.device)
-    run(found.measure, on.blocks, on.jobs, on.job_of, zeros_in, sums, **types, SCALED=scaled)
+    run(
+        found.measure,
+        on.blocks,
+        on.jobs,
+        on.constants,
+        on.job_of,
+        zeros_in,
+        sums,
+        **types,
+        SCALED=scaled,
+    )
     factors, first = [], 0
     for job in jobs:
         numel = job.grad.numel()
@@ -83,23 +89,3 @@ def _factors(
         factors.append(factor_of(total, count, bits, dtype).to(torch.float64))
         first = last
     return torch.cat(factors)
-
-
-def add_levels(
-    found: Kernels, votes: Tensor, voters: Tensor | None, out: Tensor, rule: StepRule
-) -> tuple[Tensor, Tensor]:
-    """Adds up votes of more than one bit, as `CountingCodec.add_levels`, without waiting."""
-    sums = torch.zeros(2, dtype=torch.int64, device=votes.device)
-    largest, spacing = LEVELS[rule.bits]
-    # Kernels take words of 32 bits.
-    narrow, planes = votes.view(torch.int32), out.view(torch.int32)
-    with on_device(votes.device):
-        run(
-            found.levels.sum_levels, -(-out.shape[1] // WORDS),
-            narrow, narrow.stride(0), rule.world_size, out.shape[1],
-            sums if voters is None else voters, planes, planes.stride(0),
-            rule.tie.word, sums,
-            BITS=rule.bits, LARGEST=largest, SPACING=spacing, VOTERS=voters is not None,
-            ZERO=rule.tie.to_zero, BLOCK=WORDS,
-        )  # fmt: skip
-    return sums[0], sums[1]

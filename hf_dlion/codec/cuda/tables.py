@@ -1,7 +1,8 @@
 """Tables of jobs for the Triton kernels, and their way to the device.
 
-A table of addresses and constants goes up in one copy, and only when it is not there already:
-gradients mostly come back at the addresses of the step before. Nothing here waits for the device.
+A table of addresses goes up in one copy, and only when it is not there already: gradients mostly
+come back at the addresses of the step before. Constants, which change with the learning rate, have
+a small table of their own. Nothing here but `table_of` waits for the device.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ class Kind(NamedTuple):
     aligned: bool
 
 
+NO_TENSORS = Kind((), False, False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """One job: a row of a table, but for the column that says where its blocks begin.
@@ -56,28 +60,27 @@ class Entry:
     `hf_dlion.codec.cuda.triton` names the columns.
     """
 
-    kind: Kind
+    kind: Kind = NO_TENSORS
     tensors: tuple[int, ...] = (0, 0, 0)
     words: int
     rows: int
     numel: int
-    row_numel: int
+    row_numel: int = 0
     index: int = 0
-    stride: int
-    constants: Sequence[int] = (0,) * len(Constants._fields)
+    stride: int = 0
+    constants: tuple[int, ...] = (0,) * len(Constants._fields)
     skipped: int = 0
     start: int = 0
 
-    @property
-    def blocks(self) -> int:
-        """Number of programs that the job takes."""
-        return -(-self.numel // BLOCK)
+    def blocks(self, block: int) -> int:
+        """Returns the number of programs that the job takes, of `block` elements each."""
+        return -(-self.numel // block)
 
-    def row(self, first_block: int) -> tuple[int, ...]:
-        """Returns all columns."""
+    def row(self, first_block: int, constants: int = 0) -> tuple[int, ...]:
+        """Returns all columns, given the first of its blocks and the row of its constants."""
         return (
             *(*self.tensors, self.words, self.rows, self.numel, self.row_numel, first_block),
-            *(self.index, self.stride, *self.constants, self.skipped, self.start),
+            *(self.index, self.stride, constants, self.skipped, self.start),
         )
 
 
@@ -132,7 +135,7 @@ def entry_of(
 
 
 @functools.lru_cache(maxsize=256)
-def _bits(constants: Constants, dtype: torch.dtype) -> Sequence[int]:
+def _bits(constants: Constants, dtype: torch.dtype) -> tuple[int, ...]:
     """Returns the bits of the constants, rounded to float32 or float64."""
     integer = torch.int64 if dtype == torch.float64 else torch.int32
     return tuple(torch.tensor(constants, dtype=dtype, device="cpu").view(integer).tolist())
@@ -144,12 +147,14 @@ class Launch(NamedTuple):
     Attributes:
         kind: Of all the jobs.
         jobs: The table, int64 of shape (jobs, columns).
+        constants: int64, the sets of constants that jobs name.
         job_of: int32 of shape (blocks,), the job of each block.
         blocks: Number of programs.
     """
 
     kind: Kind
     jobs: Tensor
+    constants: Tensor
     job_of: Tensor
     blocks: int
 
@@ -159,20 +164,43 @@ def launches(entries: Sequence[Entry], device: torch.device) -> Iterator[Launch]
     kinds: dict[Kind, list[Entry]] = {}
     for entry in entries:
         kinds.setdefault(entry.kind, []).append(entry)
+    # In one order, so the messages of a step, whose parameters are of the same groups, share them.
+    sets = sorted({entry.constants for entry in entries})
+    place = {held: number for number, held in enumerate(sets)}
     rows: list[tuple[int, ...]] = []
     for group in kinds.values():
         first = 0
         for entry in group:
-            rows.append(entry.row(first))
-            first += entry.blocks
+            rows.append(entry.row(first, place[entry.constants]))
+            first += entry.blocks(BLOCK)
     # A copy that was made on one stream may not be there yet for a kernel on another.
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     table, first = _uploaded(tuple(rows), device, stream), 0
+    constants = _uploaded(tuple(sets), device, stream)
     for kind, group in kinds.items():
-        blocks = tuple(entry.blocks for entry in group)
+        blocks = tuple(entry.blocks(BLOCK) for entry in group)
         jobs = table[first : first + len(group)]
         first += len(group)
-        yield Launch(kind, jobs, _job_of(blocks, device, stream), sum(blocks))
+        yield Launch(kind, jobs, constants, _job_of(blocks, device, stream), sum(blocks))
+
+
+def table_of(entries: Sequence[Entry], device: torch.device, block: int) -> Launch:
+    """Returns a launch of jobs of one kind, to be kept: its tables are there on every stream.
+
+    Args:
+        entries: The jobs, not empty in elements.
+        device: Where they are.
+        block: Elements per program.
+    """
+    rows, blocks, first = [], [entry.blocks(block) for entry in entries], 0
+    for entry, count in zip(entries, blocks, strict=True):
+        rows.append(entry.row(first))
+        first += count
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu")
+    jobs = torch.arange(len(rows), dtype=torch.int32, device="cpu")
+    job_of = jobs.repeat_interleave(torch.tensor(blocks, dtype=torch.int64, device="cpu"))
+    table = table.to(device)
+    return Launch(NO_TENSORS, table, table, job_of.to(device), first)
 
 
 @functools.lru_cache(maxsize=256)

@@ -3,11 +3,12 @@
 This is the package's only import of triton, and `hf_dlion.codec.cuda.launch` the only way to it.
 
 Every kernel works on many tensors: a program takes one block of one job. `jobs` is an int64 table
-with a row per job, whose columns are named below (addresses, sizes, and constants as their bits);
-`job_of` is int32, the job of each block. The formulas are those of `hf_dlion.codec.lion` and
-`hf_dlion.codec.reference`, which these equal bit for bit: launch with enable_fp_fusion=False, so
-that every product and every sum is rounded by itself. Bits are packed 32 at a time: on a
-little-endian device two such words are the int64 word of the rule.
+with a row per job, whose columns are named below (addresses and sizes); `job_of` is int32, the job
+of each block; `constants` is int64, a row of floating constants, as their bits, for every set of
+them that jobs have: these change with the learning rate, and the jobs mostly do not. The formulas
+are those of `hf_dlion.codec.lion` and `hf_dlion.codec.reference`, which these equal bit for bit:
+launch with enable_fp_fusion=False, so that every product and every sum is rounded by itself. Bits
+are packed 32 at a time: on a little-endian device two such words are the int64 word of the rule.
 
 Common arguments, known to the compiler: GRAD, AVG, PARAM, WIDE: Triton's dtypes of the tensors and
 of the arithmetic; STOCHASTIC: how narrow tensors are rounded; ALIGNED: all tensors begin at
@@ -31,16 +32,20 @@ ROW_NUMEL = tl.constexpr(6)
 FIRST_BLOCK = tl.constexpr(7)
 INDEX = tl.constexpr(8)  # of the parameter
 STRIDE = tl.constexpr(9)  # from plane to plane, in 32-bit words
-BETA1 = tl.constexpr(10)
-REST1 = tl.constexpr(11)
-BETA2 = tl.constexpr(12)
-REST2 = tl.constexpr(13)
-DECAY = tl.constexpr(14)
-LR = tl.constexpr(15)
-SCALE = tl.constexpr(16)  # of the gradient
-SKIPPED = tl.constexpr(17)  # elements of the first row that lie before the job
-START = tl.constexpr(18)  # elements of the parameter that lie before the job
-COLUMNS = tl.constexpr(19)
+SET = tl.constexpr(10)  # the job's row of `constants`
+SKIPPED = tl.constexpr(11)  # elements of the first row that lie before the job
+START = tl.constexpr(12)  # elements of the parameter that lie before the job
+COLUMNS = tl.constexpr(13)
+
+# The columns of a row of `constants`.
+BETA1 = tl.constexpr(0)
+REST1 = tl.constexpr(1)
+BETA2 = tl.constexpr(2)
+REST2 = tl.constexpr(3)
+DECAY = tl.constexpr(4)
+LR = tl.constexpr(5)
+SCALE = tl.constexpr(6)  # of the gradient
+CONSTANTS = tl.constexpr(7)
 
 
 @triton.jit
@@ -63,18 +68,23 @@ def rounding_key(key, job, stream, element):
 
 
 @triton.jit
-def constant(job, COLUMN: tl.constexpr, WIDE: tl.constexpr):
-    """Returns a floating constant of a job, stored as its bits."""
-    bits = tl.load(job + COLUMN)
+def set_of(job, constants):
+    """Returns the row of a job's constants."""
+    return constants + tl.load(job + SET) * CONSTANTS
+
+
+@triton.jit
+def constant(held, COLUMN: tl.constexpr, WIDE: tl.constexpr):
+    """Returns a floating constant, stored as its bits, of a row of them."""
+    bits = tl.load(held + COLUMN)
     if WIDE == tl.float32:
         bits = bits.to(tl.int32)
     return bits.to(WIDE, bitcast=True)
 
 
 @triton.jit
-def block_of(jobs, job_of, BLOCK: tl.constexpr):
-    """Returns the job's row, the block's first element, and how many elements it has."""
-    block = tl.program_id(0)
+def block_of(jobs, job_of, block, BLOCK: tl.constexpr):
+    """Returns a block's job's row, its first element, and how many elements it has."""
     job = jobs + tl.load(job_of + block).to(tl.int64) * COLUMNS
     start = (block - tl.load(job + FIRST_BLOCK)) * BLOCK
     return job, start, tl.minimum(tl.load(job + NUMEL) - start, BLOCK).to(tl.int32)
@@ -117,7 +127,8 @@ def read(at, count, TYPE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _write(at, values, count, BLOCK: tl.constexpr):
+def write(at, values, count, BLOCK: tl.constexpr):
+    """Writes a block's values, as they are."""
     offset = elements(BLOCK)
     if count == BLOCK:
         tl.store(at + offset, values)
@@ -157,13 +168,27 @@ def _float16(values, bits, random):
 
 
 @triton.jit
+def as_bits(values, TYPE: tl.constexpr):
+    """Returns values in the bits of TYPE, rounded to nearest, ties to even."""
+    if TYPE == tl.float64:
+        return values.to(tl.int64, bitcast=True)
+    elif TYPE == tl.float32:
+        return values.to(tl.int32, bitcast=True)
+    elif TYPE == tl.bfloat16:
+        bits = values.to(tl.float32).to(tl.uint32, bitcast=True)
+        return _bfloat16(bits, bits, False)
+    else:
+        return values.to(tl.float16).to(tl.uint16, bitcast=True)
+
+
+@triton.jit
 def round_to(
     job, COLUMN: tl.constexpr, start, count, values, key, stream,
     TYPE: tl.constexpr, STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes a block's values to a tensor of TYPE, rounded as `hf_dlion.codec.lion` says."""
     if TYPE == tl.float32 or TYPE == tl.float64:
-        _write(address(job, COLUMN, start, TYPE, ALIGNED), values.to(TYPE), count, BLOCK)
+        write(address(job, COLUMN, start, TYPE, ALIGNED), values.to(TYPE), count, BLOCK)
     else:
         # A float64 value is narrowed first, as everywhere.
         values = values.to(tl.float32)
@@ -173,54 +198,68 @@ def round_to(
             # Of a stretch a block may cross element 2**32, where the key changes.
             element = start + tl.load(job + START)
             before = tl.minimum(0x100000000 - (element & 0xFFFFFFFF), BLOCK).to(tl.int32)
-            offset = elements(BLOCK)
-            keys = tl.where(
-                offset < before,
-                rounding_key(key, job, stream, element),
-                rounding_key(key, job, stream, element + BLOCK - 1),
-            )
-            random = _mix((element + offset).to(tl.uint32) ^ keys)
+            counter = element.to(tl.uint32) + elements(BLOCK).to(tl.uint32)
+            random = counter ^ rounding_key(key, job, stream, element)
+            if before < BLOCK:
+                after = rounding_key(key, job, stream, element + BLOCK - 1)
+                random = tl.where(elements(BLOCK) < before, random, counter ^ after)
+            random = _mix(random)
         if TYPE == tl.bfloat16:
             rounded = _bfloat16(bits, random, STOCHASTIC)
         elif STOCHASTIC:
             rounded = _float16(values, bits, random)
         else:
             rounded = values.to(tl.float16).to(tl.uint16, bitcast=True)
-        _write(address(job, COLUMN, start, tl.uint16, ALIGNED), rounded, count, BLOCK)
+        write(address(job, COLUMN, start, tl.uint16, ALIGNED), rounded, count, BLOCK)
 
 
 @triton.jit
 def rows_of(job, start, count, BLOCK: tl.constexpr):
-    """Returns the block's first row, the elements' rows counted from it, and how many there are.
+    """Returns a block's first row, how many it touches, and for `row_of` two lengths.
 
-    In 32 bits whatever the tensor's size: beyond a block's length no row needs to be measured.
+    They are the elements up to the second row, and those of a row, in 32 bits whatever the tensor's
+    size: beyond a block's length no row needs to be measured.
     """
     row_numel = tl.load(job + ROW_NUMEL)
     start += tl.load(job + SKIPPED)
     first = start // row_numel
     to_next = tl.minimum((first + 1) * row_numel - start, BLOCK).to(tl.int32)
     short = tl.minimum(row_numel, BLOCK).to(tl.int32)
-    offset = elements(BLOCK)
-    row = tl.where(offset < to_next, 0, (offset - to_next) // short + 1)
     touched = tl.where(count <= to_next, 1, (count - to_next - 1) // short + 2)
-    return first, row, touched
+    return first, touched, to_next, short
 
 
 @triton.jit
-def voters_of(counts, row, touched, count, BLOCK: tl.constexpr):
+def row_of(to_next, short, BLOCK: tl.constexpr):
+    """Returns the elements' rows, counted from the block's first; the arguments are `rows_of`'s.
+
+    A division for each element: to be called where a block touches several rows, and only there.
+    """
+    offset = elements(BLOCK)
+    return tl.where(offset < to_next, 0, (offset - to_next) // short + 1)
+
+
+@triton.jit
+def voters_of(counts, touched, to_next, short, count, BLOCK: tl.constexpr):
     """Returns how many ranks voted on each element of a block, 0 or anything past the end.
 
     Args:
         counts: Place of the int32 count of the block's first row.
-        row: The elements' rows, counted from the first (`rows_of`).
         touched: How many rows there are.
+        to_next: As for `row_of`.
+        short: As for `row_of`.
         count: How many elements.
     """
-    each = tl.arange(0, BLOCK)
-    lowest = tl.min(tl.load(counts + each, mask=each < touched, other=0x7FFFFFFF), axis=0)
-    highest = tl.max(tl.load(counts + each, mask=each < touched, other=0), axis=0)
+    lowest = tl.load(counts)
+    highest = lowest
+    # Mostly a block lies in one row.
+    if touched > 1:
+        each = tl.arange(0, BLOCK)
+        lowest = tl.min(tl.load(counts + each, mask=each < touched, other=0x7FFFFFFF), axis=0)
+        highest = tl.max(tl.load(counts + each, mask=each < touched, other=0), axis=0)
     voters = tl.full((BLOCK // 32, 32), 0, tl.int32) + lowest
     # Only where rows differ is a count fetched for each element.
     if lowest != highest:
+        row = row_of(to_next, short, BLOCK)
         voters = tl.load(counts + row, mask=elements(BLOCK) < count, other=0)
     return voters

@@ -1,50 +1,98 @@
-"""The Triton kernels that count packed votes (rule S4, S5); see `hf_dlion.codec.count`."""
+"""The Triton kernels that count packed votes of one bit (rule S4, S5).
+
+`hf_dlion.codec.count` says what is counted. In a table of a shard's stretches WORDS_AT and ROWS_AT
+hold the places of a stretch's first 32-bit word among a rank's votes, and in a plane, and of its
+first row among the shard's.
+"""
 
 from __future__ import annotations
 
 from hf_dlion.codec.cuda.triton import (
     ROWS_AT,
-    STRIDE,
     WORDS_AT,
     block_of,
     elements,
     pack,
+    row_of,
     rows_of,
     tl,
     triton,
-    voters_of,
 )
 
 
 @triton.jit
-def spread(jobs, job_of, counts, totals, BLOCK: tl.constexpr, DIGITS: tl.constexpr):
-    """Writes the rows' counts as bit-sliced numbers per element, 0 in the padding.
+def _voters_of_rows(
+    row_bits, stride, ranks, counts, first, touched, AVERAGE: tl.constexpr, ROWS: tl.constexpr
+):
+    """Writes how many ranks vote on each row of a block; returns the least of them and the most."""
+    each = tl.arange(0, ROWS)
+    inside = each < touched
+    place = first + each
+    source = row_bits + place // 32
+    shift = (place % 32).to(tl.int32)
+    voters = tl.full((ROWS,), 0, tl.int32)
+    for _ in range(ranks):
+        voters += (tl.load(source, mask=inside, other=0) >> shift) & 1
+        source += stride
+    # Blocks that share a row write the same number.
+    kept = voters if AVERAGE else tl.minimum(voters, 1)
+    tl.store(counts + place, kept, mask=inside)
+    lowest = tl.min(tl.where(inside, voters, 0x7FFFFFFF), axis=0)
+    return lowest, tl.max(tl.where(inside, voters, 0), axis=0)
+
+
+@triton.jit
+def voters_of_block(
+    job, start, count, row_bits, stride, ranks, counts, AVERAGE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Counts a block's voters, and writes those of its rows.
 
     Args:
-        jobs: A table with a row per stretch of a parameter. WORDS_AT and ROWS_AT hold the places
-            of its first 32-bit word in a plane and of its first row among the counts.
-        job_of: The job of each block.
-        counts: int32, shape (rows,).
-        totals: uint32, DIGITS planes, STRIDE apart.
+        job: The table's row.
+        start: First element of the block.
+        count: How many there are.
+        row_bits: int32, which rows a rank votes on.
+        stride: From rank to rank.
+        ranks: N.
+        counts: int32 per row of the shard, receives how many vote on it, or whether any does.
+        AVERAGE: Which of the two.
+        BLOCK: Elements per program.
+
+    Returns:
+        How many ranks vote on each element, shape (BLOCK // 32, 32), and the least and the most of
+        them. Past the end there may be anything.
     """
-    job, start, count = block_of(jobs, job_of, BLOCK)
-    first, row, touched = rows_of(job, start, count, BLOCK)
-    voters = voters_of(counts + tl.load(job + ROWS_AT) + first, row, touched, count, BLOCK)
-    inside = elements(BLOCK) < count
-    word = tl.arange(0, BLOCK // 32)
-    at = totals + tl.load(job + WORDS_AT) + start // 32 + word
-    for digit in tl.static_range(DIGITS):
-        bits = pack(inside & (((voters >> digit) & 1) == 1))
-        tl.store(at + digit * tl.load(job + STRIDE), bits, mask=word < (count + 63) // 64 * 2)
+    first, touched, to_next, short = rows_of(job, start, count, BLOCK)
+    first += tl.load(job + ROWS_AT)
+    # Mostly a block lies in a few rows.
+    if touched <= 32:
+        lowest, highest = _voters_of_rows(
+            row_bits, stride, ranks, counts, first, touched, AVERAGE, 32
+        )
+    else:
+        lowest, highest = _voters_of_rows(
+            row_bits, stride, ranks, counts, first, touched, AVERAGE, BLOCK
+        )
+    voters = tl.full((BLOCK // 32, 32), 0, tl.int32) + lowest
+    if lowest != highest:
+        place = first + row_of(to_next, short, BLOCK)
+        source = row_bits + place // 32
+        shift = (place % 32).to(tl.int32)
+        inside = elements(BLOCK) < count
+        voters = tl.full((BLOCK // 32, 32), 0, tl.int32)
+        for _ in range(ranks):
+            voters += (tl.load(source, mask=inside, other=0) >> shift) & 1
+            source += stride
+    return voters, lowest, highest
 
 
 @triton.jit
 def _ones(words):
-    """Returns the number of ones in each uint64 word, as int64."""
-    words = words - ((words >> 1) & 0x5555555555555555)
-    words = (words & 0x3333333333333333) + ((words >> 2) & 0x3333333333333333)
-    words = (words + (words >> 4)) & 0x0F0F0F0F0F0F0F0F
-    return ((words * 0x0101010101010101) >> 56).to(tl.int64)
+    """Returns the number of ones in each uint32 word, as int32."""
+    words = words - ((words >> 1) & 0x55555555)
+    words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
+    words = (words + (words >> 4)) & 0x0F0F0F0F
+    return ((words * 0x01010101) >> 24).to(tl.int32)
 
 
 @triton.jit
@@ -57,52 +105,54 @@ def _plus(planes, vote, DIGITS: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=["ranks", "tie_word"])
+@triton.jit(do_not_specialize=["stride", "ranks", "out_stride", "tie_word"])
 def count(
-    votes, votes_stride, ranks, words, totals, totals_stride, out, out_stride, tie_word, change,
-    DIGITS: tl.constexpr, TOTALS: tl.constexpr, AVERAGE: tl.constexpr, ZERO: tl.constexpr,
-    BLOCK: tl.constexpr,
+    jobs, job_of, votes, row_bits, stride, ranks, counts, out, out_stride, tie_word, sums,
+    DIGITS: tl.constexpr, AVERAGE: tl.constexpr, ZERO: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Counts votes and writes the verdict's planes; strides are in words.
+    """Counts votes and writes the verdict on them; strides are in words of 32 bits.
 
     Args:
-        votes: int64, a row of words per rank.
-        votes_stride: From rank to rank.
+        jobs: The table.
+        job_of: The job of each block.
+        votes: uint32, a row of words per rank; 0 in a row of a parameter that abstains.
+        row_bits: int32, which rows each rank votes on.
+        stride: From rank to rank, of both.
         ranks: N.
-        words: Words to count.
-        totals: int64, DIGITS planes: how many ranks voted on each element, bit-sliced; not read
-            unless TOTALS, where all N did on all.
-        totals_stride: From plane to plane.
-        out: int64, receives the planes.
+        counts: int32 per row of the shard; see `voters_of_block`.
+        out: uint32, receives the planes.
         out_stride: From plane to plane.
         tie_word: int64, `TieRule.word`.
-        change: int64, one element; the sum of |n - 2 c| less the sum of n over all elements, c of
-            n votes being negative, is added to it.
+        sums: int64, two elements, to which are added the sum over all elements of |n - 2 c|, c of n
+            votes being negative, and N for each element on which any rank votes.
         DIGITS: The bit length of N.
-        TOTALS: Whether some ranks did not vote on some rows.
         AVERAGE: The planes are the counters.
         ZERO: A second plane says where the verdict is not 0.
-        BLOCK: Words per program.
+        BLOCK: Elements per program.
     """
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    held = at < words
-    none = tl.full((BLOCK,), 0, tl.uint64)
+    job, start, numel = block_of(jobs, job_of, tl.program_id(0), BLOCK)
+    voters, lowest, highest = voters_of_block(
+        job, start, numel, row_bits, stride, ranks, counts, AVERAGE, BLOCK
+    )
+    word = tl.arange(0, BLOCK // 32)
+    held = word < (numel + 63) // 64 * 2
+    at = tl.load(job + WORDS_AT) + start // 32 + word
+    none = tl.full((BLOCK // 32,), 0, tl.uint32)
     planes = ()
     for _ in tl.static_range(DIGITS):
         planes = planes + (none,)
-    row = votes + at
+    source = votes + at
     for _ in range(ranks):
-        vote = tl.load(row, mask=held, other=0)
-        planes = _plus(planes, vote.to(tl.uint64, bitcast=True), DIGITS)
-        row += votes_stride
+        planes = _plus(planes, tl.load(source, mask=held, other=0), DIGITS)
+        source += stride
 
-    voters = ()
+    inside = elements(BLOCK) < numel
+    totals = ()
     for digit in tl.static_range(DIGITS):
-        if TOTALS:
-            total = tl.load(totals + digit * totals_stride + at, mask=held, other=0)
-            voters = voters + (total.to(tl.uint64, bitcast=True),)
-        else:
-            voters = voters + (none - ((ranks >> digit) & 1).to(tl.uint64),)
+        total = none - ((lowest >> digit) & 1).to(tl.uint32)
+        if lowest != highest:
+            total = pack(inside & (((voters >> digit) & 1) == 1))
+        totals = totals + (total,)
 
     # Twice the counter against the total, from the highest digit.
     greater, equal, voted = none, ~none, none
@@ -111,24 +161,30 @@ def count(
         if back < DIGITS:
             twice = planes[DIGITS - 1 - back]
         if back > 0:
-            total = voters[DIGITS - back]
+            total = totals[DIGITS - back]
         greater = greater | (equal & twice & ~total)
         equal = equal & ~(twice ^ total)
         voted = voted | total
 
-    found = none.to(tl.int64)
+    # |n - 2 c| is n - 2 c where c is at most half of n, and 4 c - 2 n more than that elsewhere.
+    found = none.to(tl.int32)
     for digit in tl.static_range(DIGITS):
-        both, plane = voters[digit] & greater, planes[digit]
+        both, plane = totals[digit] & greater, planes[digit]
         found += (4 * _ones(plane & greater) - 2 * _ones(plane) - 2 * _ones(both)) << digit
-    tl.atomic_add(change, tl.sum(found, axis=0))
+    cast, reached = lowest * numel, tl.where(lowest > 0, numel, 0)
+    if lowest != highest:
+        seen = tl.where(inside, voters, 0)
+        cast = tl.sum(tl.sum(seen, axis=1), axis=0)
+        reached = tl.sum(tl.sum((seen > 0).to(tl.int32), axis=1), axis=0)
+    tl.atomic_add(sums, (tl.sum(found, axis=0) + cast).to(tl.int64))
+    tl.atomic_add(sums + 1, reached.to(tl.int64) * ranks)
 
     if AVERAGE:
         for digit in tl.static_range(DIGITS):
-            tl.store(out + digit * out_stride + at, planes[digit].to(tl.int64, bitcast=True), held)
+            tl.store(out + digit * out_stride + at, planes[digit], mask=held)
     else:
-        # A word of 0 comes as 32 bits.
-        negative = greater | (equal & tie_word.to(tl.int64).to(tl.uint64, bitcast=True))
+        # A word of 0 comes as 32 bits; words of a tensor begin at even ones.
+        tie = (tie_word.to(tl.int64) >> (word % 2 * 32).to(tl.int64)).to(tl.uint32)
         if ZERO:
-            nonzero = (~equal & voted).to(tl.int64, bitcast=True)
-            tl.store(out + out_stride + at, nonzero, mask=held)
-        tl.store(out + at, (negative & voted).to(tl.int64, bitcast=True), mask=held)
+            tl.store(out + out_stride + at, ~equal & voted, mask=held)
+        tl.store(out + at, (greater | (equal & tie)) & voted, mask=held)

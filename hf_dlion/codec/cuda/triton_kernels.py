@@ -26,7 +26,9 @@ from hf_dlion.codec.cuda.triton import (
     pack,
     read,
     round_to,
+    row_of,
     rows_of,
+    set_of,
     tl,
     triton,
     voters_of,
@@ -35,7 +37,7 @@ from hf_dlion.codec.cuda.triton import (
 
 @triton.jit
 def directions(
-    job, start, count, key, stream,
+    job, held, start, count, key, stream,
     GRAD: tl.constexpr, AVG: tl.constexpr, WIDE: tl.constexpr, STOCHASTIC: tl.constexpr,
     ALIGNED: tl.constexpr, ADVANCE: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -43,9 +45,9 @@ def directions(
     new = read(address(job, GRAD_AT, start, GRAD, ALIGNED), count, GRAD, WIDE, BLOCK)
     old = read(address(job, AVG_AT, start, AVG, ALIGNED), count, AVG, WIDE, BLOCK)
     if SCALED:
-        new = new * constant(job, SCALE, WIDE)
+        new = new * constant(held, SCALE, WIDE)
     if ADVANCE:
-        following = old * constant(job, BETA2, WIDE) + new * constant(job, REST2, WIDE)
+        following = old * constant(held, BETA2, WIDE) + new * constant(held, REST2, WIDE)
         # A momentum that became Inf in a narrower dtype would stay so; a NaN passes through.
         limit: tl.constexpr = _limit(AVG, WIDE)
         if limit > 0:
@@ -54,7 +56,7 @@ def directions(
         round_to(
             job, AVG_AT, start, count, following, key, stream, AVG, STOCHASTIC, ALIGNED, BLOCK
         )  # fmt: skip
-    return old * constant(job, BETA1, WIDE) + new * constant(job, REST1, WIDE)
+    return old * constant(held, BETA1, WIDE) + new * constant(held, REST1, WIDE)
 
 
 @triton.constexpr_function
@@ -66,7 +68,7 @@ def _limit(avg, wide):
 
 @triton.jit(do_not_specialize=["key", "stream", "phase"])
 def encode(
-    jobs, job_of, zeros_in, key, stream, phase,
+    jobs, constants, job_of, zeros_in, key, stream, phase,
     GRAD: tl.constexpr, AVG: tl.constexpr, WIDE: tl.constexpr, STOCHASTIC: tl.constexpr,
     ALIGNED: tl.constexpr, ADVANCE: tl.constexpr, VOTE: tl.constexpr, SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -78,15 +80,17 @@ def encode(
 
     Args:
         jobs: The table.
+        constants: The sets of constants.
         job_of: The job of each block.
         zeros_in: uint8 per block, receives whether a direction is exactly zero.
         key: `step_key`.
         stream: Of the momentum's rounding.
         phase: `StepRule.zero_phase`.
     """
-    job, start, count = block_of(jobs, job_of, BLOCK)
+    job, start, count = block_of(jobs, job_of, tl.program_id(0), BLOCK)
+    held = set_of(job, constants)
     u = directions(
-        job, start, count, key, stream,
+        job, held, start, count, key, stream,
         GRAD, AVG, WIDE, STOCHASTIC, ALIGNED, ADVANCE, SCALED, BLOCK,
     )  # fmt: skip
     if VOTE:
@@ -105,20 +109,25 @@ def mark(job, start, count, u, zeros_in, BLOCK: tl.constexpr):
     offset = elements(BLOCK)
     zeros = tl.sum(((u == 0) & (offset < count)).to(tl.int32))
     tl.store(zeros_in + tl.program_id(0), (zeros > 0).to(tl.uint8))
-    first, row, touched = rows_of(job, start, count, BLOCK)
+    first, touched, to_next, short = rows_of(job, start, count, BLOCK)
     active = address(job, ROWS_AT, first, tl.uint8, False)
-    if (zeros == 0) | (touched == 1):
+    if touched == 1:
+        if zeros < count:
+            tl.store(active, 1)
+    elif zeros == 0:
         each = tl.arange(0, BLOCK)
-        tl.store(active + each, 1, mask=each < tl.where(zeros < count, touched, 0))
+        tl.store(active + each, 1, mask=each < touched)
     else:
+        row = row_of(to_next, short, BLOCK)
         tl.store(active + row, 1, mask=(offset < count) & (u != 0))
 
 
 @triton.jit
 def kept_of(job, start, count, BLOCK: tl.constexpr):
     """Returns which elements of a block are of rows that vote; False past the end."""
-    first, row, _ = rows_of(job, start, count, BLOCK)
+    first, _, to_next, short = rows_of(job, start, count, BLOCK)
     active = address(job, ROWS_AT, first, tl.uint8, False)
+    row = row_of(to_next, short, BLOCK)
     return tl.load(active + row, mask=elements(BLOCK) < count, other=0) != 0
 
 
@@ -129,7 +138,7 @@ def clear(jobs, job_of, zeros_in, BLOCK: tl.constexpr):
     A row that abstains has zeros in every block that it touches: the other blocks return at once.
     """
     if tl.load(zeros_in + tl.program_id(0)) != 0:
-        job, start, count = block_of(jobs, job_of, BLOCK)
+        job, start, count = block_of(jobs, job_of, tl.program_id(0), BLOCK)
         kept = kept_of(job, start, count, BLOCK)
         word = tl.arange(0, BLOCK // 32)
         words = address(job, WORDS_AT, start // 32, tl.uint32, False) + word
@@ -138,14 +147,21 @@ def clear(jobs, job_of, zeros_in, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _read_param(
+    job, start, count, PARAM: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    return read(address(job, PARAM_AT, start, PARAM, ALIGNED), count, PARAM, WIDE, BLOCK)
+
+
+@triton.jit
 def _move(
-    job, start, count, move, key,
+    job, held, start, count, value, move, key,
     PARAM: tl.constexpr, WIDE: tl.constexpr, STOCHASTIC: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes p = fl(fl(p decay) - move) for a block (S7)."""
-    value = read(address(job, PARAM_AT, start, PARAM, ALIGNED), count, PARAM, WIDE, BLOCK)
-    value = value * constant(job, DECAY, WIDE) - move
+    """Writes p = fl(fl(p decay) - move) for a block of values p (S7)."""
+    value = value * constant(held, DECAY, WIDE) - move
     # The parameters' stream is 0.
     round_to(
         job, PARAM_AT, start, count, value, key, tl.full((), 0, tl.int32),
@@ -155,7 +171,7 @@ def _move(
 
 @triton.jit(do_not_specialize=["key", "world_size"])
 def apply(
-    jobs, job_of, key, world_size,
+    jobs, constants, job_of, key, world_size,
     PARAM: tl.constexpr, WIDE: tl.constexpr, STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
     AVERAGE: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -165,25 +181,30 @@ def apply(
 
     Args:
         jobs: The table.
+        constants: The sets of constants.
         job_of: The job of each block.
         key: `step_key`.
         world_size: N, for an average.
     """
-    job, start, count = block_of(jobs, job_of, BLOCK)
-    first, row, touched = rows_of(job, start, count, BLOCK)
-    voted = voters_of(address(job, ROWS_AT, first, tl.int32, False), row, touched, count, BLOCK)
+    job, start, count = block_of(jobs, job_of, tl.program_id(0), BLOCK)
+    # First, so that it is under way while the verdict is read.
+    value = _read_param(job, start, count, PARAM, WIDE, ALIGNED, BLOCK)
+    first, touched, to_next, short = rows_of(job, start, count, BLOCK)
+    counts = address(job, ROWS_AT, first, tl.int32, False)
+    voted = voters_of(counts, touched, to_next, short, count, BLOCK)
 
+    held = set_of(job, constants)
     word = tl.arange(0, BLOCK // 32)
-    held = word < (count + 63) // 64 * 2
+    there = word < (count + 63) // 64 * 2
     words = address(job, WORDS_AT, start // 32, tl.uint32, False) + word
     stride = tl.load(job + STRIDE)
     lane = tl.arange(0, 32)[None, :].to(tl.uint32)
     # A negation may be 0 - lr, by version of Triton: +0 for a learning rate of 0.
-    lr = constant(job, LR, WIDE)
+    lr = constant(held, LR, WIDE)
     if AVERAGE:
         negative = tl.full((BLOCK // 32, 32), 0, tl.int32)
         for place in tl.static_range(PLANES):
-            plane = tl.load(words + place * stride, mask=held, other=0)[:, None]
+            plane = tl.load(words + place * stride, mask=there, other=0)[:, None]
             negative += ((plane >> lane) & 1).to(tl.int32) << place
         votes = (voted - 2 * negative).to(WIDE)
         total = tl.full((BLOCK // 32, 32), 0, WIDE) + world_size.to(WIDE)
@@ -192,27 +213,29 @@ def apply(
         else:
             move = votes / total * lr
     else:
-        negative = (tl.load(words, mask=held, other=0)[:, None] >> lane) & 1
+        negative = (tl.load(words, mask=there, other=0)[:, None] >> lane) & 1
         moves = voted > 0
         if PLANES == 2:
-            nonzero = tl.load(words + stride, mask=held, other=0)[:, None]
+            nonzero = tl.load(words + stride, mask=there, other=0)[:, None]
             moves = moves & (((nonzero >> lane) & 1) != 0)
         move = tl.where(moves, tl.where(negative != 0, lr * -1.0, lr), 0.0)
-    _move(job, start, count, move, key, PARAM, WIDE, STOCHASTIC, ALIGNED, BLOCK)
+    _move(job, held, start, count, value, move, key, PARAM, WIDE, STOCHASTIC, ALIGNED, BLOCK)
 
 
 @triton.jit(do_not_specialize=["key", "stream"])
 def step_alone(
-    jobs, job_of, key, stream,
+    jobs, constants, job_of, key, stream,
     PARAM: tl.constexpr, GRAD: tl.constexpr, AVG: tl.constexpr, WIDE: tl.constexpr,
     STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Takes one step of plain Lion, the sign of zero and of NaN being 0; see `Codec.step_alone`."""
-    job, start, count = block_of(jobs, job_of, BLOCK)
+    job, start, count = block_of(jobs, job_of, tl.program_id(0), BLOCK)
+    value = _read_param(job, start, count, PARAM, WIDE, ALIGNED, BLOCK)
+    held = set_of(job, constants)
     u = directions(
-        job, start, count, key, stream,
+        job, held, start, count, key, stream,
         GRAD, AVG, WIDE, STOCHASTIC, ALIGNED, True, False, BLOCK,
     )  # fmt: skip
-    lr = constant(job, LR, WIDE)
+    lr = constant(held, LR, WIDE)
     move = tl.where(u > 0, lr, tl.where(u < 0, lr * -1.0, 0.0))
-    _move(job, start, count, move, key, PARAM, WIDE, STOCHASTIC, ALIGNED, BLOCK)
+    _move(job, held, start, count, value, move, key, PARAM, WIDE, STOCHASTIC, ALIGNED, BLOCK)

@@ -8,7 +8,8 @@ the compiler.
 
 from __future__ import annotations
 
-from hf_dlion.codec.cuda.triton import WORDS_AT, address, block_of, pack, tl, triton
+from hf_dlion.codec.cuda.triton import WORDS_AT, address, block_of, pack, set_of, tl, triton
+from hf_dlion.codec.cuda.triton_count import voters_of_block
 from hf_dlion.codec.cuda.triton_kernels import directions, kept_of, mark
 
 
@@ -43,7 +44,7 @@ def _factors(
 
 
 @triton.jit
-def _pack_codes(codes, BITS: tl.constexpr, BLOCK: tl.constexpr):
+def pack_codes(codes, BITS: tl.constexpr, BLOCK: tl.constexpr):
     """Returns the 32-bit words that hold a block's codes, shape (BLOCK // 64, 2 * BITS).
 
     Args:
@@ -72,7 +73,7 @@ def _places(job, start, count, BITS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def measure(
-    jobs, job_of, zeros_in, sums,
+    jobs, constants, job_of, zeros_in, sums,
     GRAD: tl.constexpr, AVG: tl.constexpr, WIDE: tl.constexpr, STOCHASTIC: tl.constexpr,
     ALIGNED: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -82,14 +83,15 @@ def measure(
 
     Args:
         jobs: The table.
+        constants: The sets of constants.
         job_of: The job of each block.
         zeros_in: uint8 per block, receives whether a direction is exactly zero.
         sums: float64 per word of each block, BLOCK / 64 of them; receives the sums of |u|.
     """
-    job, start, count = block_of(jobs, job_of, BLOCK)
+    job, start, count = block_of(jobs, job_of, tl.program_id(0), BLOCK)
     none = tl.full((), 0, tl.int32)
     u = directions(
-        job, start, count, none, none,
+        job, set_of(job, constants), start, count, none, none,
         GRAD, AVG, WIDE, STOCHASTIC, ALIGNED, False, SCALED, BLOCK,
     )  # fmt: skip
     mark(job, start, count, u, zeros_in, BLOCK)
@@ -99,7 +101,7 @@ def measure(
 
 @triton.jit(do_not_specialize=["key", "stream", "phase"])
 def encode_levels(
-    jobs, job_of, zeros_in, factors, key, stream, phase,
+    jobs, constants, job_of, zeros_in, factors, key, stream, phase,
     GRAD: tl.constexpr, AVG: tl.constexpr, WIDE: tl.constexpr, STOCHASTIC: tl.constexpr,
     ALIGNED: tl.constexpr, ADVANCE: tl.constexpr, SCALED: tl.constexpr, MEASURED: tl.constexpr,
     BITS: tl.constexpr, LARGEST: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr,
@@ -110,6 +112,7 @@ def encode_levels(
 
     Args:
         jobs: The table.
+        constants: The sets of constants.
         job_of: The job of each block.
         zeros_in: uint8 per block, receives whether a direction is exactly zero.
         factors: If MEASURED, by `measure`, which marked the rows then: float64 per job, what its
@@ -119,9 +122,9 @@ def encode_levels(
         stream: Of the momentum's rounding.
         phase: `StepRule.zero_phase`.
     """
-    job, start, count = block_of(jobs, job_of, BLOCK)
+    job, start, count = block_of(jobs, job_of, tl.program_id(0), BLOCK)
     u = directions(
-        job, start, count, key, stream,
+        job, set_of(job, constants), start, count, key, stream,
         GRAD, AVG, WIDE, STOCHASTIC, ALIGNED, ADVANCE, SCALED, BLOCK,
     )  # fmt: skip
     if MEASURED:
@@ -148,76 +151,71 @@ def encode_levels(
     level = tl.where(offset < count, level, 0)
     codes = tl.reshape(level, (BLOCK // 32, 32)).to(tl.uint32)
     words, held = _places(job, start, count, BITS, BLOCK)
-    tl.store(words, _pack_codes(codes, BITS, BLOCK), mask=held)
+    tl.store(words, pack_codes(codes, BITS, BLOCK), mask=held)
 
 
 @triton.jit
 def clear_levels(jobs, job_of, zeros_in, BITS: tl.constexpr, BLOCK: tl.constexpr):
     """Sets the codes of rows that abstain to 0; see `hf_dlion.codec.cuda.triton_kernels.clear`."""
     if tl.load(zeros_in + tl.program_id(0)) != 0:
-        job, start, count = block_of(jobs, job_of, BLOCK)
+        job, start, count = block_of(jobs, job_of, tl.program_id(0), BLOCK)
         ones = kept_of(job, start, count, BLOCK).to(tl.uint32) * ((1 << BITS) - 1)
         words, held = _places(job, start, count, BITS, BLOCK)
-        kept = tl.load(words, mask=held, other=0) & _pack_codes(ones, BITS, BLOCK)
+        kept = tl.load(words, mask=held, other=0) & pack_codes(ones, BITS, BLOCK)
         tl.store(words, kept, mask=held)
 
 
-@triton.jit(do_not_specialize=["ranks", "tie_word", "votes_stride", "words", "out_stride"])
+@triton.jit(do_not_specialize=["stride", "ranks", "out_stride", "tie_word"])
 def sum_levels(
-    votes, votes_stride, ranks, words, voters, out, out_stride, tie_word, sums,
-    BITS: tl.constexpr, LARGEST: tl.constexpr, SPACING: tl.constexpr, VOTERS: tl.constexpr,
-    ZERO: tl.constexpr, BLOCK: tl.constexpr,
+    jobs, job_of, votes, row_bits, stride, ranks, counts, out, out_stride, tie_word, sums,
+    BITS: tl.constexpr, LARGEST: tl.constexpr, SPACING: tl.constexpr, ZERO: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Adds up levels and writes the verdict's planes; strides are in words of 32 bits.
+    """Adds up levels and writes the verdict on them; strides are in words of 32 bits.
 
     Args:
-        votes: int32, a row of 2 * BITS * words per rank.
-        votes_stride: From rank to rank.
-        ranks: N.
-        words: How many words of 64 elements.
-        voters: int32 per element, how many ranks vote on it; not read unless VOTERS.
-        out: int32, receives the planes.
-        out_stride: From plane to plane.
-        tie_word: int64, `TieRule.word`.
-        sums: int64, two elements; the sum over the elements of |sum of the levels|, and that over
-            ranks too of |level|, are added to them.
-        VOTERS: Whether some ranks do not vote on some elements.
-        ZERO: A second plane says where the verdict is not 0.
-        BLOCK: Words per program.
+        jobs: The table, as for `hf_dlion.codec.cuda.triton_count.count`; WORDS_AT is the place in a
+            plane.
+        job_of: The job of each block.
+        votes: uint32, a row of BITS times as many words per rank.
+        row_bits: As for `count`, and so are `stride`, `ranks`, `counts`, `out`, `out_stride`,
+            `tie_word`, `ZERO` and `BLOCK`.
+        sums: int64, two elements, to which are added the sum over the elements of |sum of the
+            levels|, and that over ranks too of |level|.
     """
-    word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    job, start, numel = block_of(jobs, job_of, tl.program_id(0), BLOCK)
+    voters, _, _ = voters_of_block(job, start, numel, row_bits, stride, ranks, counts, False, BLOCK)
+    voters = tl.reshape(voters, (BLOCK // 64, 64))
+    word = tl.arange(0, BLOCK // 64)[:, None]
     element = tl.arange(0, 64)[None, :]
-    held = (word < words) & (element >= 0)
+    inside = word * 64 + element < numel
     octet, place = element % (8 * BITS), element // (8 * BITS)
     shift = (octet % 4 * 8 + place * BITS).to(tl.uint32)
-    row = votes + word * (2 * BITS) + octet // 4
-    total = tl.full((BLOCK, 64), 0, tl.int32)
-    magnitude = tl.full((BLOCK, 64), 0, tl.int32)
+    first = tl.load(job + WORDS_AT) + start // 32
+    source = votes + first * BITS + word * (2 * BITS) + octet // 4
+    total = tl.full((BLOCK // 64, 64), 0, tl.int32)
+    magnitude = tl.full((BLOCK // 64, 64), 0, tl.int32)
     for _ in range(ranks):
-        packed = tl.load(row, mask=held, other=0).to(tl.uint32, bitcast=True)
+        packed = tl.load(source, mask=inside, other=0)
         code = ((packed >> shift) & ((1 << BITS) - 1)).to(tl.int32)
         level = code * SPACING - LARGEST
         total += level
         magnitude += tl.abs(level)
-        row += votes_stride
-    voted = held
-    if VOTERS:
-        voter = tl.load(voters + word * 64 + element, mask=held, other=0)
-        # Of those that abstain the code 0 was taken for the lowest level.
-        total += (ranks - voter) * LARGEST
-        voted = voter > 0
-    tl.atomic_add(sums, tl.sum(tl.where(held, tl.abs(total), 0).to(tl.int64)))
-    tl.atomic_add(sums + 1, tl.sum(tl.where(held, magnitude, 0).to(tl.int64)))
+        source += stride
+    # Of those that abstain the code 0 was taken for the lowest level.
+    absent = (ranks - voters) * LARGEST
+    total += absent
+    tl.atomic_add(sums, tl.sum(tl.where(inside, tl.abs(total), 0).to(tl.int64)))
+    tl.atomic_add(sums + 1, tl.sum(tl.where(inside, magnitude - absent, 0).to(tl.int64)))
 
-    negative = total < 0
-    each = tl.arange(0, 2 * BLOCK)
-    here = tl.program_id(0).to(tl.int64) * (2 * BLOCK) + each
-    inside = here < 2 * words
+    each = tl.arange(0, BLOCK // 32)
+    held = each < (numel + 63) // 64 * 2
+    at = out + first + each
     # A word of 0 comes as 32 bits.
     tie = (tie_word.to(tl.int64) >> element.to(tl.int64)) & 1
-    negative = negative | ((total == 0) & (tie == 1))
+    negative = (total < 0) | ((total == 0) & (tie == 1))
     if ZERO:
-        nonzero = pack(tl.reshape(total != 0, (2 * BLOCK, 32)))
-        tl.store(out + out_stride + here, nonzero.to(tl.int32, bitcast=True), mask=inside)
-    flags = pack(tl.reshape(negative & voted, (2 * BLOCK, 32)))
-    tl.store(out + here, flags.to(tl.int32, bitcast=True), mask=inside)
+        nonzero = inside & (total != 0) & (voters > 0)
+        tl.store(at + out_stride, pack(tl.reshape(nonzero, (BLOCK // 32, 32))), mask=held)
+    negative = inside & negative & (voters > 0)
+    tl.store(at, pack(tl.reshape(negative, (BLOCK // 32, 32))), mask=held)

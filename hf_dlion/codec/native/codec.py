@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from hf_dlion.codec.codec import AdvanceJob, AloneJob, ApplyJob, EncodeJob
+from hf_dlion.codec.codec import AdvanceJob, AloneJob, ApplyJob, EncodeJob, Preview
 from hf_dlion.codec.cpu import CpuCodec
 from hf_dlion.codec.layout import Run, whole_run
 from hf_dlion.codec.levels import LEVELS
@@ -118,7 +118,7 @@ class NativeCodec(CpuCodec):
                 self._vote(job, _VOTE | _ADVANCE)
                 increment_version(job.exp_avg)
 
-    def preview_all(self, jobs: Sequence[EncodeJob], scale: float) -> list[bool]:
+    def preview_all(self, jobs: Sequence[EncodeJob], scale: float) -> Preview:
         """See `Codec.preview_all`."""
         finite = []
         for job in jobs:
@@ -127,8 +127,8 @@ class NativeCodec(CpuCodec):
             elif _supported(job.grad, job.exp_avg, run=job.run):
                 finite.append(self._vote(job, _VOTE, scale))
             else:
-                finite += super().preview_all([job], scale)
-        return finite
+                finite += super().preview_all([job], scale).finite
+        return self.previewed(jobs, finite)
 
     def advance_all(self, jobs: Sequence[AdvanceJob]) -> None:
         """See `Codec.advance_all`."""

@@ -75,7 +75,7 @@ class NodeVoters(Voters):
                 moves.append(SharedMove(group, parts, node.local, codec))
                 continue
             exchange = NodeExchange(name, layout, node.peers, node.local, device, options)
-            edges = RowEdges(layout, shards, node.local, device)
+            edges = RowEdges(layout, shards, node.local, device, options.bits)
             messages.append(NodeMessage(group, layout, exchange, codec, edges, options.bits))
         delivery = LionInNode(moves) if self.count == 1 else InStep(messages)
         return Built(messages, delivery, owners, owners[node.local.rank])

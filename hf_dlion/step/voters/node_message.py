@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_dlion.codec import AloneJob, Codec, EncodeJob
 from hf_dlion.codec.layout import MessageLayout, Slot
-from hf_dlion.codec.rule import TensorRule
+from hf_dlion.codec.rule import StepRule, TensorRule
 from hf_dlion.exchange import Wire, WireStats
 from hf_dlion.exchange.node import NodeExchange, RowEdges
 from hf_dlion.step.delivery import Moving
@@ -59,6 +59,19 @@ class NodeMessage(Message):
                 node votes.
             rules: The step's constants by parameter index.
         """
+        self.make_votes(voting, rules)
+        # A row that several ranks share votes if any part of it does.
+        self._edges.complete(self._words, self._active, next(iter(rules.values())).step_rule)
+
+    def rehearse(
+        self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule], rule: StepRule
+    ) -> None:
+        """See `Message.rehearse`."""
+        super().rehearse(voting, rules, rule)
+        self._codec.rehearse(lambda: self._edges.rehearse(self._words, self._active, rule))
+
+    def make_votes(self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]) -> None:
+        """Does the part of `encode` that takes no other rank."""
         grads, jobs = self._gradients(voting), []
         for slot, _ in self._own:
             words, active = self._views(slot)
@@ -71,8 +84,6 @@ class NodeMessage(Message):
                 words.zero_()
                 active.zero_()
         self._codec.encode_all(jobs)
-        # A row that several ranks share votes if any part of it does.
-        self._edges.complete(self._words, self._active, next(iter(rules.values())).step_rule)
 
 
 class SharedMove:

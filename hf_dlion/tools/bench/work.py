@@ -9,7 +9,8 @@ from torch import Tensor
 
 from hf_dlion.codec import ApplyJob, Codec, EncodeJob, codec_for
 from hf_dlion.codec.layout import MessageLayout
-from hf_dlion.codec.rule import StepRule, TensorRule, Verdict
+from hf_dlion.codec.rule import StepRule, TensorRule, Verdict, verdict_planes
+from hf_dlion.codec.tally import Segments, Tally
 
 # A matrix of this many rows and columns is a usual tensor of a model of this kind.
 ROW = 1024
@@ -57,19 +58,23 @@ class Work:
         device = params[0].device
         layout = MessageLayout.of([(index, param.shape) for index, param in enumerate(params)])
         self.words = layout.words
-        shape = (world_size, bits * layout.words)
-        self._votes = torch.randint(-(2**62), 2**62, shape, device=device)
-        self._active = torch.ones((world_size, layout.rows), dtype=torch.bool, device=device)
-        self._shard = layout.shard(0, layout.words)
-        self._row_numels = self._shard.row_numels(device)
         self._rule = step_rule(world_size=world_size, bits=bits)
+        planes = verdict_planes("majority", "alternate", world_size)
+        self._segments = segments = Segments.of(layout, 1, 0, bits, planes, world_size)
+        self._tallies: dict[type[Codec], Tally] = {}
+        shape = (world_size, segments.vote_words)
+        # All ones: every rank votes on every row.
+        self._received = torch.full(shape, -1, dtype=torch.int64, device=device)
+        votes = self._received[:, : bits * layout.words]
+        votes.random_(-(2**62), 2**62)
+        active = torch.ones(layout.rows, dtype=torch.bool, device=device)
         verdict = self.count(codec_for(device))
         self._encoding, self._applying = [], []
         for slot, param in zip(layout.slots, params, strict=True):
             assert param.grad is not None, "made with the parameter"
             words = slice(slot.word, slot.word + slot.words)
             rows = slice(slot.row, slot.row + slot.rows)
-            own = self._votes[0, bits * words.start : bits * words.stop], self._active[0, rows]
+            own = votes[0, bits * words.start : bits * words.stop], active[rows]
             rule = tensor_rule(self._rule, slot.index)
             self._encoding.append(EncodeJob(param.grad, torch.zeros_like(param), *own, rule))
             part = Verdict(verdict.planes[:, words], verdict.counts[rows])
@@ -84,5 +89,7 @@ class Work:
         codec.apply_all(self._applying)
 
     def count(self, codec: Codec) -> Verdict:
-        """Counts all ranks' votes. On a GPU it waits for the device: the host's time is in it."""
-        return codec.count(self._votes, self._active, self._shard, self._row_numels, self._rule)
+        """Counts all ranks' votes."""
+        if type(codec) not in self._tallies:
+            self._tallies[type(codec)] = codec.tally(self._segments, self._received.device)
+        return self._tallies[type(codec)].count(self._received, self._rule)

@@ -54,7 +54,7 @@ SCALES: dict[str, dict[str, Any]] = {
     # For the scenes of SmolLM2; about an hour of one core for a run.
     "llm": {
         "methods": ["adamw", "lion", "majority", "bits2", "bits4"], "workers": [2], "batch": [2],
-        "sequence": 128, "hidden": 576, "layers": 30, "steps": 150, "seeds": 3, "evaluations": 3,
+        "sequence": 128, "hidden": 576, "layers": 30, "steps": 160, "seeds": 3, "evaluations": 4,
         "base_steps": 0,
     },
     # The workers and the batch of the Distributed Lion paper; about five days of one core.

@@ -153,6 +153,7 @@ class Recipe:
         options: Returns the options of `DistributedLion`, from the setting and the number of
             trained elements; None where gradients are averaged.
         rival: Makes one rank of what comes from another library and has no simulation.
+        package: Module that it needs besides torch, a key of `rivals.PACKAGES`.
     """
 
     family: str
@@ -160,6 +161,7 @@ class Recipe:
     compressor: Callable[[], Compressor] | None = None
     options: Options | None = None
     rival: rivals.Make | None = None
+    package: str = ""
 
     def simulated(self, scene: Scene, setting: Setting) -> Method:
         """Returns the method with all workers in this process; see `check_simulated`."""
@@ -219,9 +221,18 @@ def voting(*, warmup: float = 0.0, auto_bits: float = 0.0, **options: Any) -> Re
     return Recipe(family="lion", options=of_run)
 
 
-def rival(make: Callable[..., rivals.Rival], **options: Any) -> Recipe:
-    """Returns a rival with these options; all of them are AdamW."""
-    return Recipe(family="adamw", rival=partial(make, **options))
+def rival(
+    make: Callable[..., rivals.Rival], *, family: str = "adamw", package: str = "", **options: Any
+) -> Recipe:
+    """Returns a rival with these options.
+
+    Args:
+        make: Makes one rank of it.
+        family: As in `Recipe`.
+        package: As in `Recipe`.
+        options: Of `make`.
+    """
+    return Recipe(family=family, rival=partial(make, **options), package=package)
 
 
 def _is_small(name: str, _param: Tensor) -> bool:
@@ -253,6 +264,9 @@ METHODS: dict[str, Recipe] = {
     "powersgd": rival(rivals.Hooked, compressed=True),
     "localsgd8": rival(rivals.LocalSGD, every=8),
     "localsgd32": rival(rivals.LocalSGD, every=32),
+    "diloco16": rival(rivals.DiLoCo, package="torchft", every=16),
+    "diloco50": rival(rivals.DiLoCo, package="torchft", every=50),
+    "demo": rival(rivals.DeMo, family="lion", package="pytorch_optimizer"),
 }
 SIMULATED = [name for name, made in METHODS.items() if made.rival is None]
 

@@ -18,6 +18,7 @@ from hf_dlion.exchange.mean import average_wire_bytes
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.tools.study.compressors_hook import HookState, compress_hook
 from hf_dlion.tools.study.methods import Method, lion_options, named, recipe, set_lr, trainable
+from hf_dlion.tools.study.rivals import check_installed
 from hf_dlion.tools.study.scenes import Scene, UnknownNameError, scene_class
 from hf_dlion.tools.study.setting import Setting
 from hf_dlion.tools.study.train import train
@@ -71,6 +72,11 @@ class RealRank(Method):
             self.bytes_sent += average_wire_bytes(self._numel, ranks, torch.float32)
             self.rounds += 2 * (ranks - 1)
 
+    def close(self) -> None:
+        """Ends what a rival started."""
+        if self._rival is not None:
+            self._rival.close()
+
 
 def real_options(setting: Setting, numel: int) -> dict[str, Any]:
     """Returns the options of `DistributedLion` that make a method with real ranks.
@@ -93,8 +99,12 @@ def check_real(setting: Setting) -> None:
 
     Raises:
         UnknownNameError: If it has none, or there is no such method.
+        ImportError: If its library is not installed.
     """
-    if recipe(setting.method).family == "lion":
+    how = recipe(setting.method)
+    if how.package:
+        check_installed(how.package)
+    if how.family == "lion" and how.rival is None:
         real_options(setting, 0)
 
 
@@ -121,6 +131,7 @@ def _rank(rank: int, setting: Setting, folder: str) -> None:
     scene = scene_class(setting.scene)(setting)
     method = RealRank(scene, setting)
     record = train(setting, scene, method)
+    method.close()
     if rank == 0:
         Path(folder, "record.json").write_text(json.dumps(record))
     # gloo may abort the process if a DDP model outlives its process group.

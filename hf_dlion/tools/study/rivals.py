@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +47,9 @@ class Rival(ABC):
     def step(self) -> None:
         """Moves the parameters."""
 
+    def close(self) -> None:  # noqa: B027 (most have nothing to do)
+        """Ends what the rival started."""
+
     def _count(self, numel: int, dtype: torch.dtype) -> None:
         ranks = dist.get_world_size()
         self.bytes_sent += average_wire_bytes(numel, ranks, dtype)
@@ -51,6 +57,21 @@ class Rival(ABC):
 
 
 Make = Callable[[nn.Module, Setting], Rival]
+# What to install for a rival that comes with neither torch nor transformers, by its module.
+PACKAGES = {
+    "torchft": "torchft",
+    "pytorch_optimizer": "pytorch-optimizer einops",
+}
+
+
+def check_installed(module: str) -> None:
+    """Checks before any work starts that a rival's library is there.
+
+    Raises:
+        ImportError: If it is not.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise ImportError(f"{module} is not installed: pip install {PACKAGES[module]}")
 
 
 class Hooked(Rival):
@@ -118,6 +139,85 @@ class LocalSGD(Rival):
             assert everyone is not None, "None stood for the default group"
             averaging.average_parameters(iter(self._params), everyone)
             self._count(self._numel, torch.float32)
+
+
+class DiLoCo(Rival):
+    """torchft's DiLoCo (Douillard et al. 2023, arXiv 2311.08105): each rank a replica of its own.
+
+    Inside AdamW; every H steps SGD with Nesterov's momentum moves all ranks' common parameters by
+    the mean of what theirs moved. Between the last of these and the end ranks go on by themselves.
+    """
+
+    def __init__(self, model: nn.Module, setting: Setting, *, every: int) -> None:
+        """Starts a lighthouse on rank 0, and a manager on every rank.
+
+        Args:
+            model: The model, the same on all ranks.
+            setting: Of the run.
+            every: H.
+        """
+        from torchft.coordination import LighthouseServer
+        from torchft.local_sgd import DiLoCo
+        from torchft.manager import Manager
+        from torchft.process_group import ProcessGroupGloo
+
+        rank, ranks, patience = dist.get_rank(), dist.get_world_size(), datetime.timedelta(hours=1)
+        self._lighthouse = LighthouseServer("127.0.0.1:0", ranks) if rank == 0 else None
+        address = [None if self._lighthouse is None else self._lighthouse.address()]
+        dist.broadcast_object_list(address)
+        # A replica's ranks meet at a store of its own; here it has one rank.
+        self._store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)  # type: ignore[attr-defined]
+        self.model, params = model, _trainable(model)
+        self.optimizer = _adamw(params, setting)
+        self._manager = Manager(
+            ProcessGroupGloo(patience), None, None, ranks, use_async_quorum=False,
+            timeout=patience, quorum_timeout=patience, connect_timeout=patience,
+            rank=0, world_size=1, store_addr="127.0.0.1", store_port=self._store.port,
+            lighthouse_addr=address[0], replica_id=str(rank), init_sync=False,
+            hostname="127.0.0.1",
+        )  # fmt: skip
+        outer = torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)  # as in the paper
+        self._diloco = DiLoCo(
+            self._manager, [model], self.optimizer, outer, every, pin_memory=False
+        )
+        self._diloco.__enter__()
+        self._every, self._taken = every, 0
+        self._numel = sum(param.numel() for param in model.parameters())
+
+    def step(self) -> None:
+        """Moves the parameters."""
+        self.optimizer.step()
+        self._taken += 1
+        if self._taken % self._every == 0:
+            self._count(self._numel, torch.float32)
+
+    def close(self) -> None:
+        """Ends the manager, and the lighthouse after all of them."""
+        self._diloco.__exit__(None, None, None)
+        self._manager.shutdown()
+        dist.barrier()
+        if self._lighthouse is not None:
+            self._lighthouse.shutdown()
+
+
+class DeMo(Rival):
+    """pytorch-optimizer's DeMo (Peng et al. 2024, arXiv 2411.19870), with its own defaults."""
+
+    def __init__(self, model: nn.Module, setting: Setting) -> None:
+        """Leaves the model without a wrapper: DeMo wants each rank's own gradient."""
+        from pytorch_optimizer import DeMo
+
+        params = _trainable(model)
+        self.model = model
+        self._demo: Any = DeMo(params, lr=setting.lr, weight_decay=setting.weight_decay)
+        self.optimizer = self._demo
+
+    def step(self) -> None:
+        """Moves the parameters."""
+        self.optimizer.step()
+        # It counts one copy of what it sends.
+        self.bytes_sent += (dist.get_world_size() - 1) * self._demo.data_transmit
+        self.rounds += 1
 
 
 def _trainable(model: nn.Module) -> list[nn.Parameter]:

@@ -1,0 +1,130 @@
+"""The Triton tally in Triton's interpreter, on CPU tensors; run by tests/codec/test_triton.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_dlion.codec.cuda import tables
+from hf_dlion.codec.cuda.codec import TritonCodec
+from hf_dlion.codec.cuda.launch import kernels
+from hf_dlion.codec.eager import EagerCodec
+from hf_dlion.codec.edges import Ends
+from hf_dlion.codec.layout import MessageLayout
+from hf_dlion.codec.rule import verdict_planes
+from hf_dlion.codec.tally import Segments
+from tests.support.codec_cases import examples, rule
+from tests.support.tally_cases import CPU, ballots_of, exchanged
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/codec/test_triton.py"
+KERNELS = kernels(CPU)
+assert KERNELS is not None
+CODECS = TritonCodec(KERNELS), EagerCodec()
+
+
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that small tensors cross."""
+    monkeypatch.setattr(tables, "BLOCK", 128)
+
+
+SHAPES = st.lists(
+    st.one_of(
+        st.tuples(st.integers(1, 300)),
+        st.tuples(st.integers(1, 12), st.integers(1, 90)),
+        st.tuples(st.integers(1, 5), st.sampled_from([64, 128])),
+        st.tuples(st.integers(150, 200), st.just(1)),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@examples(100)
+@given(
+    shapes=SHAPES,
+    seed=st.integers(0, 10**6),
+    world_size=st.integers(2, 9),
+    one_segment=st.booleans(),
+    combination=st.sampled_from(
+        [
+            *(("majority", "alternate", 1), ("majority", "zero", 1), ("average", "alternate", 1)),
+            *(("majority", "alternate", 2), ("majority", "zero", 4), ("majority", "alternate", 8)),
+        ]
+    ),
+    absent_share=st.sampled_from([0.0, 0.4, 1.0]),
+    elsewhere=st.booleans(),
+)
+def test_a_tally_does_what_torch_operations_do(
+    shapes: list[tuple[int, ...]],
+    seed: int,
+    world_size: int,
+    one_segment: bool,
+    combination: tuple[Any, Any, Any],
+    absent_share: float,
+    elsewhere: bool,
+) -> None:
+    aggregation, ties, bits = combination
+    layout = MessageLayout.of([(k, torch.Size(shape)) for k, shape in enumerate(shapes)])
+    made = rule(step=4, world_size=world_size, aggregation=aggregation, ties=ties).step_rule
+    step = dataclasses.replace(made, bits=bits)
+    planes = verdict_planes(aggregation, ties, world_size)
+    ballots = ballots_of(shapes, world_size, seed, absent_share, bits)
+    count = 1 if one_segment else world_size
+    outcomes = [
+        exchanged(codec, layout, count, planes, ballots, step, elsewhere) for codec in CODECS
+    ]
+    ours, theirs = outcomes
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.tolist() == other.tolist()
+
+
+@examples(60)
+@given(
+    shapes=SHAPES,
+    size=st.integers(2, 4),
+    seed=st.integers(0, 10**6),
+    bits=st.sampled_from([1, 2, 8]),
+    step=st.integers(1, 4),
+)
+def test_cut_rows_are_completed_as_by_torch_operations(
+    shapes: list[tuple[int, ...]], size: int, seed: int, bits: int, step: int
+) -> None:
+    layout = MessageLayout.of([(k, torch.Size(shape)) for k, shape in enumerate(shapes)])
+    segments = Segments.of(layout, size, 0, bits, (1, 1), 3)
+    made = dataclasses.replace(rule(step=step).step_rule, bits=bits)
+    random = np.random.default_rng(seed)
+    for place, shard in enumerate(segments.shards):
+        if not shard.rows:
+            continue
+        last = shard.first_row + shard.rows - 1
+        sharing: Any = tuple(
+            [
+                2 * other + end
+                for other, theirs in enumerate(segments.shards)
+                for end, row in enumerate((theirs.first_row, theirs.first_row + theirs.rows - 1))
+                if theirs.rows and row == mine
+            ]
+            for mine in (shard.first_row, last)
+        )
+        everyone = torch.from_numpy(random.integers(0, 2, (size, 2)).astype(np.uint8))
+        active = torch.from_numpy(random.random(shard.rows) < 0.5)
+        if shard.rows == 1:
+            everyone[place, 1] = everyone[place, 0]
+        active[0], active[-1] = everyone[place].bool()
+        words = torch.from_numpy(random.integers(0, 2**62, bits * shard.words))
+        outcomes = []
+        for codec in CODECS:
+            edges = codec.edges(Ends(shard, bits, place, sharing), CPU)
+            told, own, rows = torch.zeros(2, dtype=torch.uint8), words.clone(), active.clone()
+            edges.tell(rows, told)
+            edges.hear(own, rows, everyone, made)
+            outcomes.append([told.tolist(), own.tolist(), rows.tolist()])
+        assert outcomes[0] == outcomes[1]
