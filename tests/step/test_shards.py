@@ -323,6 +323,31 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all_ranks_of_all_replicas(
         assert re.search(told, message), message
 
 
+def hold_nothing(rank: int, world_size: int, overlap: bool) -> list[Tensor]:
+    mesh = grid(world_size, SHARDS)
+    model = nn.Linear(4, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = optimizer_of(model, mesh, overlap=overlap)
+    for step in range(4):
+        torch.manual_seed(10 * rank + step)
+        model(torch.randn(3, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.weight.to_local().numel() == (4 if rank % SHARDS == 0 else 0)
+    return full_params(model)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_rank_that_holds_no_rows_goes_along(pools: RankPools, overlap: bool) -> None:
+    trained = pools(4).run(hold_nothing, overlap)
+    for params in trained:
+        assert all(map(same_bits, params, trained[0]))
+        assert bool((params[0] != 1).all())
+
+
 def scale(rank: int, world_size: int) -> tuple[list[Tensor], list[float], list[int]]:
     mesh = grid(world_size, SHARDS)
     model = sharded(new_model(), mesh)
