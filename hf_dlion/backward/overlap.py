@@ -53,7 +53,7 @@ PATIENCE = 3
 CHANGED = (
     f"overlap=True does not pay here: in {PATIENCE} steps in a row gradients changed after their "
     f"votes had left. Run all but the last backward of an accumulation under the DDP wrapper's "
-    f"no_sync(), or after FSDP's set_requires_gradient_sync(False), and do not step() after several "
+    f"no_sync(), or FSDP's set_requires_gradient_sync(False), and do not step() after several "
     f"backward passes without it"
 )
 
