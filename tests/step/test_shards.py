@@ -441,3 +441,26 @@ def test_a_group_of_replicas_takes_parameters_that_are_sharded_later(pools: Rank
     late, early = pools(4).run(step_by_process_group), pools(4).run(train, Case())
     for params in late:
         assert all(map(same_bits, params, early[0][0][1]))
+
+
+def step_by_hand(rank: int, world_size: int) -> list[Tensor]:
+    """Moves a sharded and a replicated DTensor, with gradients that no FSDP made."""
+    mesh = grid(world_size, SHARDS)
+    params = [
+        nn.Parameter(distribute_tensor(torch.ones(3, 4), mesh["shard"], [placement]))
+        for placement in (Shard(0), Replicate())
+    ]
+    optimizer = DistributedLion(params, lr=0.5, replicate=mesh["replicate"])
+    for param in params:
+        # All replicas vote alike: +1 in the first row, -1 below, and nothing in the last.
+        grad = torch.tensor([[-1.0], [1.0], [0.0]]).expand(3, 4).contiguous()
+        param.grad = distribute_tensor(grad, mesh["shard"], param.placements)
+    optimizer.step()
+    return [full(param) for param in params]
+
+
+@pytest.mark.full
+def test_a_replicated_parameter_moves_as_a_sharded_one(pools: RankPools) -> None:
+    wanted = torch.tensor([[1.5], [0.5], [1.0]]).expand(3, 4).contiguous()
+    for params in pools(4).run(step_by_hand):
+        assert all(same_bits(param, wanted) for param in params)
