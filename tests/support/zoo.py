@@ -238,7 +238,9 @@ def foreseen_of(optimizer: Any, params: Sequence[Tensor]) -> dict[int, Any]:
         return {}
     left = [index for m in flight.messages[: flight._sent] for index, _ in m.params]
     seen = {index: widen(params[index].grad) for index in left}
-    return {index: grad * grad.dtype.type(flight._scale) for index, grad in seen.items()}
+    return {
+        index: grad * grad.dtype.type(flight._gradient_scale.scale) for index, grad in seen.items()
+    }
 
 
 def train_ddp(
