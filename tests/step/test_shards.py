@@ -25,6 +25,7 @@ from tests.support.sharded_training import (
     full,
     full_params,
     grid,
+    keep_groups,
     new_model,
     optimizer_of,
     sharded,
@@ -113,6 +114,7 @@ def train(rank: int, world_size: int, case: Case) -> Trained:
         params.append(full_params(model))
         grads.append(own)
         early.append(optimizer.wire.sent_in_backward)
+    keep_groups(optimizer)
     told = {
         "kinds": sorted({type(s["exp_avg"]).__name__ for s in optimizer.state.values()}),
         "abstentions": optimizer.abstentions.steps,
@@ -335,6 +337,7 @@ def hold_nothing(rank: int, world_size: int, overlap: bool) -> list[Tensor]:
         model(torch.randn(3, 4)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+    keep_groups(optimizer)
     assert model.weight.to_local().numel() == (4 if rank % SHARDS == 0 else 0)
     return full_params(model)
 

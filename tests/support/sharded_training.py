@@ -68,6 +68,12 @@ def optimizer_of(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Distribu
     return DistributedLion(model.named_parameters(), **options)
 
 
+def keep_groups(optimizer: DistributedLion) -> None:
+    """Keeps the groups of early votes: torch would name the next ones of these ranks alike."""
+    wires = getattr(optimizer._engine.early, "_wires", None) or ()
+    LASTING.update(wire.group for wire in wires)
+
+
 def tokens_of(rank: int, step: int) -> Tensor:
     # Not all tokens, so rows of the embedding have no gradient but from the head.
     return torch.randint(0, 7, (5,), generator=torch.Generator().manual_seed(100 * rank + step))
