@@ -220,12 +220,12 @@ class DistributedLion(Optimizer, JoinableOptimizer):
     @property
     def rank(self) -> int:
         """This rank in the process group, 0 without one."""
-        return self._engine.rank
+        return self._bound.rank
 
     @property
     def world_size(self) -> int:
         """Number of ranks in the process group, 1 without one."""
-        return self._engine.world_size
+        return self._bound.world_size
 
     @property
     def abstentions(self) -> Abstentions:
@@ -247,18 +247,27 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         return self._engine.sync.report(names_of(self.param_groups))
 
     @property
+    def _bound(self) -> Engine:
+        """The engine, after a look at whether parameters are sharded: loops may do that late.
+
+        It decides who all ranks are, so whatever asks for them from outside a step comes by here.
+        """
+        self._engine.ranks.bind(self.param_groups)
+        return self._engine
+
+    @property
     def _sharded(self) -> bool:
-        return self._engine.ranks.sharded
+        return self._bound.ranks.sharded
 
     @property
     def join_device(self) -> torch.device:
         """Where the number lies in which `Join` counts the ranks that still have data."""
-        return self._engine.control_device
+        return self._bound.control_device
 
     @property
     def join_process_group(self) -> Any:
         """The process group in which `Join` counts the ranks that still have data."""
-        return self._engine.group()
+        return self._bound.group()
 
     def attach(self, ddp_model: nn.Module) -> None:
         """Keeps a DDP wrapper from reducing gradients; done automatically at its first forward.
@@ -325,7 +334,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients; see `torch.optim.Optimizer`."""
         super().zero_grad(set_to_none)
-        self._engine.presence.note_reset(flat_params(self._engine.local_groups))
+        self._engine.presence.note_reset(flat_params(self._bound.local_groups))
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -375,7 +384,8 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         Raises:
             Disagreement: On every rank, if they have momenta of different parameters.
         """
-        engine, wire = self._engine, self._engine.wire_if_several()
+        engine = self._bound
+        wire = engine.wire_if_several()
         if wire is not None:
             voters, momenta = engine.voters(), engine.momenta()
             momenta.check_alike(wire, voters.alike, "synchronize_momentum()")
@@ -388,7 +398,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
 
         Never communicates. `synchronize_momentum()` before it makes all ranks' equal.
         """
-        engine, options = self._engine, self.options
+        engine, options = self._bound, self.options
         state_dict = super().state_dict()
         state_dict["dlion"] = {
             "version": STATE_VERSION,

@@ -279,6 +279,12 @@ def _check_momentum(
             f"the momentum of parameter {position} is {momentum.dtype}, {momentum.layout}, on "
             f"{momentum.device}: it must hold dense floating numbers"
         )
+    if held is not None and is_sharded(param):
+        raise ValueError(
+            f"the state holds a stretch of the momentum of parameter {position}, as ranks with "
+            f"local_group save it, and the parameter is sharded: load it from "
+            f"hf_dlion.save_momentum, or call synchronize_momentum() before saving"
+        )
     if held is not None:
         start, stop = held
         if not 0 <= start <= stop <= param.numel() or momentum.shape != (stop - start,):

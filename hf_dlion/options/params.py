@@ -8,7 +8,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from hf_dlion.options.parts import TWO_LINES, check_placement
+from hf_dlion.options.parts import TWO_LINES, check_placed_alike, check_placement
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -74,8 +74,9 @@ def check_gradient(param: Tensor) -> None:
 
     Raises:
         TypeError: If it is sparse, or of a dtype that is not computed as the parameter's is.
-        RuntimeError: If it is on the meta device, or of another shape or device.
+        RuntimeError: If it is on the meta device, or of another shape, device or placement.
     """
+    check_placed_alike(param)
     grad = param.grad
     if grad is None:
         return

@@ -28,12 +28,16 @@ class Part(Tensor):
     """The part of a sharded parameter that this rank holds, in the parameter's own memory.
 
     Its `grad` and `requires_grad` are those of the parameter.
+
+    Attributes:
+        copied: Whether every rank of the replica holds all of it (Replicate).
     """
 
     # As of nn.Parameter: what is computed from a part is a plain tensor.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _local: Tensor
     _whole: weakref.ref[Tensor]
+    copied: bool
 
     @staticmethod
     def of(whole: Tensor) -> Part:
@@ -41,6 +45,7 @@ class Part(Tensor):
         local = local_of(whole)
         part: Part = Tensor._make_subclass(Part, local)
         part._local, part._whole = local, weakref.ref(whole)
+        part.copied = all(placement.is_replicate() for placement in cast(Any, whole).placements)
         return part
 
     @property
@@ -61,22 +66,17 @@ class Part(Tensor):
 
     @property
     def grad(self) -> Tensor | None:
-        """This rank's part of the parameter's gradient.
+        """What this rank holds of the parameter's gradient: its part, once that is checked.
 
-        Raises:
-            RuntimeError: If the gradient is not sharded as the parameter is.
+        It never raises, since it is read where other ranks wait (`params.check_gradient` does).
         """
-        whole = cast(Any, self.whole)
-        grad = whole.grad
+        grad = self.whole.grad
         if grad is None:
             return None
-        if not is_sharded(grad) or grad.placements != whole.placements:
-            placed = getattr(grad, "placements", "none")
-            raise RuntimeError(
-                f"a parameter of placement {whole.placements} has a gradient of placement {placed}:"
-                f" call zero_grad() and run backward again, through FSDP's own forward"
-            )
-        return local_of(grad)
+        local = local_of(grad)
+        # A gradient that other ranks are still to add to: the codecs read its memory.
+        wait = getattr(local, "wait", None)
+        return local if wait is None else cast(Tensor, wait())
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -100,8 +100,12 @@ class Parts:
         return part
 
     def groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Returns parameter groups that hold the parts."""
-        return [{**group, "params": [self.of(p) for p in group["params"]]} for group in groups]
+        """Returns parameter groups that hold the parts; others are let go, with their memory."""
+        found = [{**group, "params": [self.of(p) for p in group["params"]]} for group in groups]
+        keys = {id(param) for group in groups for param in group["params"]}
+        if len(self._parts) > len(keys):
+            self._parts = {key: part for key, part in self._parts.items() if key in keys}
+        return found
 
     def forget(self) -> None:
         """Lets go of the parts."""
@@ -123,6 +127,11 @@ def whole_of(param: Tensor) -> Tensor:
     return param.whole if isinstance(param, Part) else param
 
 
+def held_in_parts(param: Tensor) -> bool:
+    """Returns whether the ranks of a replica hold different parts of a parameter, or of a part."""
+    return isinstance(param, Part) and not param.copied
+
+
 def sharded_like(whole: Tensor, local: Tensor) -> Tensor:
     """Returns a tensor that is sharded as another one, from what this rank holds of it."""
     from torch.distributed.tensor import DTensor
@@ -136,6 +145,23 @@ def sharded_like(whole: Tensor, local: Tensor) -> Tensor:
         shape=whole.shape,
         stride=whole.stride(),
     )
+
+
+def check_placed_alike(param: Tensor) -> None:
+    """Checks that a part's gradient, if there is one, is sharded as its parameter is.
+
+    Raises:
+        RuntimeError: If it is not.
+    """
+    if not isinstance(param, Part):
+        return
+    whole = cast(Any, param.whole)
+    placed = None if whole.grad is None else getattr(whole.grad, "placements", "none")
+    if placed not in (None, whole.placements):
+        raise RuntimeError(
+            f"a parameter of placement {whole.placements} has a gradient of placement {placed}: "
+            f"call zero_grad() and run backward again, through FSDP's own forward"
+        )
 
 
 def told_shape(param: Tensor) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from hf_dlion.exchange.wire import Wire
 from hf_dlion.options import Options
 from hf_dlion.options.groups import Groups, agreed_values, names_of, option_values, trainable
-from hf_dlion.options.parts import Part, told_shape
+from hf_dlion.options.parts import held_in_parts, told_shape
 from hf_dlion.options.treatment import Treatment
 from hf_dlion.ranks.fingerprint import digest, fingerprints
 from hf_dlion.ranks.header import WIRE_VERSION, Header
@@ -46,7 +46,7 @@ class Details:
         groups: Returns one dictionary per parameter group.
         parameters: Returns (name, hash) of every trainable parameter's values, or of the part of
             them that this rank holds.
-        unsharded: Returns those of the pairs whose parameters are whole.
+        unsharded: Returns those of the pairs whose parameters every rank holds whole.
         failure: Returns what failed, or None.
         doing: What it failed in.
     """
@@ -94,7 +94,7 @@ def details_of(
 
     def unsharded(pairs: Values) -> Values:
         held = trainable(groups)
-        return [pair for pair, (_, p) in zip(pairs, held, strict=True) if not isinstance(p, Part)]
+        return [pair for pair, (_, p) in zip(pairs, held, strict=True) if not held_in_parts(p)]
 
     return Details(
         layout=lambda: layout_lines(groups, treatment or Treatment()),

@@ -107,7 +107,8 @@ class Header:
 def one_per_voter(headers: Sequence[Header], members: Sequence[Sequence[int]]) -> list[Header]:
     """Returns one header for each voter whose ranks vote as one.
 
-    Such a voter is finite if all its ranks are, and has a parameter if any of them has.
+    Such a voter is finite, and its messages ordered, if all its ranks are; it has a parameter, or
+    votes that do not hold any more, if any of them has.
 
     Args:
         headers: Of all ranks.
@@ -121,6 +122,8 @@ def one_per_voter(headers: Sequence[Header], members: Sequence[Sequence[int]]) -
                 own[0],
                 finite=all(header.finite for header in own),
                 present=torch.stack([header.present for header in own]).any(dim=0),
+                stale=any(header.stale for header in own),
+                ordered=all(header.ordered for header in own),
                 unaveraged=any(header.unaveraged for header in own),
                 displaced=any(header.displaced for header in own),
                 unshared=any(header.unshared for header in own),

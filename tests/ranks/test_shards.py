@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from hf_dlion import Disagreement
+from hf_dlion.ranks.header import Header, one_per_voter
 from hf_dlion.ranks.shards import members_of
 
 Grid = list[list[int]]
@@ -49,3 +53,17 @@ def test_ranks_outside_of_the_mesh_are_refused() -> None:
     claims = claims_of([[0, 1], [2, 3]])
     with pytest.raises(Disagreement, match="must share out all 6 ranks"):
         members_of(claims, range(6))
+
+
+def header(**said: Any) -> Header:
+    common: dict[str, Any] = {"step": 3, "layout": 1, "options": 1, "groups": 1}
+    return Header(finite=True, failed=False, present=torch.ones(1).bool(), **common, **said)
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], [1, 0]])
+def test_votes_of_a_replica_are_stale_if_a_rank_s_are_and_ordered_if_all_ranks_are(
+    ranks: list[int],
+) -> None:
+    headers = [header(stale=False, ordered=True), header(stale=True, ordered=False)]
+    (heard,) = one_per_voter(headers, [ranks])
+    assert (heard.stale, heard.ordered) == (True, False)

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from hf_dlion import DistributedLion
+from hf_dlion.checkpoint.access import gather_objects
+from hf_dlion.exchange import Wire
+from hf_dlion.options.groups import flat_params
+from hf_dlion.options.parts import Part
 from tests.support.oracle import same_bits
 from tests.support.sharded_training import (
     DECAY,
@@ -28,7 +36,9 @@ from tests.support.sharded_training import (
     keep_groups,
     new_model,
     optimizer_of,
+    rows_of,
     sharded,
+    sharded_late,
     tokens_of,
     whole_gradients,
 )
@@ -279,6 +289,50 @@ def test_replicas_whose_parameters_were_never_sharded_do_not_step(fake_ranks: in
         engine.ranks.check_step()
 
 
+LATE: dict[str, Callable[[DistributedLion], object]] = {
+    "world_size": lambda lion: lion.world_size,
+    "state_dict": lambda lion: lion.state_dict()["dlion"]["world_size"],
+    "join_process_group": lambda lion: dist.get_world_size(lion.join_process_group),
+    "gathering": lambda lion: len(gather_objects(lion, 0)),
+}
+
+
+@pytest.mark.parametrize("what", LATE)
+def test_who_all_ranks_are_is_known_before_the_first_step_of_parameters_sharded_late(
+    fake_ranks: int, what: str
+) -> None:
+    _, optimizer = sharded_late(grid(fake_ranks))
+    assert LATE[what](optimizer) == fake_ranks
+
+
+def test_join_is_refused_where_parameters_are_sharded_late(fake_ranks: int) -> None:
+    _, optimizer = sharded_late(grid(fake_ranks))
+    with pytest.raises(NotImplementedError, match="FSDP needs every rank"):
+        optimizer.join_hook()
+
+
+def test_parts_of_parameters_that_were_replaced_are_let_go(fake_ranks: int) -> None:
+    mesh = grid(fake_ranks)
+    optimizer, later = optimizer_of(sharded(new_model(), mesh), mesh), sharded(new_model(), mesh)
+    engine = optimizer._engine
+    parts = [weakref.ref(part) for part in flat_params(engine.local_groups)]
+    optimizer.param_groups[0]["params"] = list(later.parameters())
+    assert len(flat_params(engine.local_groups)) == len(parts)
+    gc.collect()
+    assert [part() for part in parts] == [None] * len(parts)
+
+
+def test_a_model_that_is_converted_after_its_optimizer_was_made_stays_as_it_is(
+    fake_ranks: int,
+) -> None:
+    mesh = grid(fake_ranks)
+    model = sharded(new_model(), mesh)
+    optimizer = optimizer_of(model, mesh)
+    with pytest.raises(RuntimeError, match="Couldn't swap"):
+        model.double()
+    assert {param.dtype for param in flat_params(optimizer.param_groups)} == {torch.float32}
+
+
 def test_join_is_refused_where_parameters_are_sharded(fake_ranks: int) -> None:
     mesh = grid(fake_ranks)
     optimizer = optimizer_of(sharded(new_model(), mesh), mesh)
@@ -286,25 +340,50 @@ def test_join_is_refused_where_parameters_are_sharded(fake_ranks: int) -> None:
         optimizer.join_hook()
 
 
+def seem_nccl(patch: pytest.MonkeyPatch, group: dist.ProcessGroup) -> None:
+    """Has one process group send by NCCL, as far as one can tell."""
+    original = Wire.backend_for
+
+    def backend_for(wire: Wire, device: torch.device) -> str:
+        return "nccl" if wire.group is group else original(wire, device)
+
+    patch.setattr(Wire, "backend_for", backend_for)
+
+
 def disagree(rank: int, world_size: int, what: str) -> str:
     mesh = grid(world_size, SHARDS)
     model = sharded(new_model(), mesh)
-    optimizer = optimizer_of(model, mesh, lr=0.02 if what == "lr" and rank == 3 else 0.01)
-    model(tokens_of(rank, 0)).backward()
+    overlap = what in ("nccl", "pinned", "gradient of votes that left")
+    lr = 0.02 if what == "lr" and rank == 3 else 0.01
+    optimizer = optimizer_of(model, mesh, lr=lr, overlap=overlap)
+    # Until what nobody uses is put last, so the votes leave that do not wait for it.
+    for step in range(4 if what == "gradient of votes that left" else 0):
+        model(tokens_of(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model(tokens_of(rank, 4)).backward()
+    if what == "gradient of votes that left":
+        assert optimizer._engine.early._flight._sent > 0
     before = full_params(model)
     if rank == 3 and what == "values":
         model.body.weight._local_tensor.data[0, 0] += 1
     if rank == 3 and what == "trainable":
         model.body.bias.requires_grad_(False)
-    if rank == 3 and what == "gradient":
+    if rank == 3 and what.startswith("gradient"):
         whole = torch.zeros(model.body.weight.shape)
         model.body.weight.grad = DTensor.from_local(
             whole, mesh["shard"], [Replicate()], run_check=False
         )
-    with pytest.raises(RuntimeError) as raised:
-        optimizer.step()
+    with pytest.MonkeyPatch.context() as patch:
+        if what == "nccl":
+            seem_nccl(patch, mesh["replicate"].get_group())
+        if what == "pinned":
+            patch.setattr(Part, "is_pinned", lambda self: True)
+        with pytest.raises(RuntimeError) as raised:
+            optimizer.step()
     if what != "values":
         assert all(map(same_bits, full_params(model), before))
+    keep_groups(optimizer)
     return str(raised.value)
 
 
@@ -316,6 +395,9 @@ def disagree(rank: int, world_size: int, what: str) -> str:
         ("values", "parameter values.*'body.weight': rank 1: .*, rank 3: "),
         ("trainable", "ranks differ in trainable parameters"),
         ("gradient", r"gradient of placement \(Replicate"),
+        ("gradient of votes that left", r"gradient of placement \(Replicate"),
+        ("nccl", "does not work on NCCL"),
+        ("pinned", "pin_memory=False"),
     ],
 )
 def test_what_is_wrong_on_one_rank_is_raised_on_all_ranks_of_all_replicas(
@@ -325,30 +407,34 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all_ranks_of_all_replicas(
         assert re.search(told, message), message
 
 
-def hold_nothing(rank: int, world_size: int, overlap: bool) -> list[Tensor]:
+def hold_nothing(rank: int, world_size: int, overlap: bool) -> Trained:
     mesh = grid(world_size, SHARDS)
     model = nn.Linear(4, 1, bias=False)
     with torch.no_grad():
         model.weight.fill_(1.0)
     fully_shard(model, mesh=mesh["shard"])
     optimizer = optimizer_of(model, mesh, overlap=overlap)
-    for step in range(4):
+    params, grads = [full_params(model)], []
+    for step in range(STEPS):
         torch.manual_seed(10 * rank + step)
-        model(torch.randn(3, 4)).square().sum().backward()
+        inputs, whole = torch.randn(3, 4), params[-1][0].requires_grad_()
+        nn.functional.linear(inputs, whole).square().sum().backward()
+        model(inputs).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+        params.append(full_params(model))
+        grads.append([whole.grad])
     keep_groups(optimizer)
     assert model.weight.to_local().numel() == (4 if rank % SHARDS == 0 else 0)
-    return full_params(model)
+    return [[param.detach() for param in own] for own in params], grads, {}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_rank_that_holds_no_rows_goes_along(pools: RankPools, overlap: bool) -> None:
     trained = pools(4).run(hold_nothing, overlap)
-    for params in trained:
-        assert all(map(same_bits, params, trained[0]))
-        assert bool((params[0] != 1).all())
+    check_against_whole(trained, Case())
+    assert bool((trained[0][0][-1][0] != 1).all())
 
 
 def scale(rank: int, world_size: int) -> tuple[list[Tensor], list[float], list[int]]:
@@ -377,21 +463,28 @@ def test_an_overflow_in_one_part_halves_the_scale_of_its_replica(pools: RankPool
     assert [scales for _, scales, _ in trained] == [[4.0, 2.0, 2.0]] * 2 + [[4.0] * 3] * 2
 
 
-def drop_on_one_rank(rank: int, world_size: int) -> list[Tensor]:
+def drop_on_one_rank(rank: int, world_size: int) -> Trained:
     mesh = grid(world_size, SHARDS)
     model = sharded(new_model(), mesh)
     optimizer = optimizer_of(model, mesh)
-    model(tokens_of(rank, 0)).backward()
-    if rank == 3:
-        model.body.weight.grad = None
-    optimizer.step()
-    return full_params(model)
+    params, grads = [full_params(model)], []
+    for step in range(STEPS):
+        own = whole_gradients(params[-1], [tokens_of(rank, step)])
+        model(tokens_of(rank, step)).backward()
+        if rank == 3:
+            model.body.weight.grad = None
+        if rank in (2, 3):
+            rows_of(own[1], SHARDS)[1].zero_()
+        optimizer.step()
+        optimizer.zero_grad()
+        params.append(full_params(model))
+        grads.append(own)
+    return params, grads, {}
 
 
 @pytest.mark.full
 def test_a_gradient_that_one_rank_dropped_counts_as_zeros_of_its_part(pools: RankPools) -> None:
-    trained = pools(4).run(drop_on_one_rank)
-    assert all(all(map(same_bits, params, trained[0])) for params in trained)
+    check_against_whole(pools(4).run(drop_on_one_rank), Case())
 
 
 def diverge(rank: int, world_size: int, on_divergence: str) -> tuple[str, list[Tensor]]:
@@ -431,7 +524,6 @@ def step_by_process_group(rank: int, world_size: int) -> list[Tensor]:
     model = new_model()
     group = mesh["replicate"].get_group()
     optimizer = DistributedLion(model.parameters(), lr=LR, weight_decay=DECAY, process_group=group)
-    # As Accelerate does: the model is sharded after its optimizer was made.
     sharded(model, mesh)
     optimizer.param_groups[0]["params"] = list(model.parameters())
     model(tokens_of(rank, 0)).backward()
@@ -454,16 +546,40 @@ def step_by_hand(rank: int, world_size: int) -> list[Tensor]:
         for placement in (Shard(0), Replicate())
     ]
     optimizer = DistributedLion(params, lr=0.5, replicate=mesh["replicate"])
-    for param in params:
-        # All replicas vote alike: +1 in the first row, -1 below, and nothing in the last.
-        grad = torch.tensor([[-1.0], [1.0], [0.0]]).expand(3, 4).contiguous()
-        param.grad = distribute_tensor(grad, mesh["shard"], param.placements)
+    # All replicas vote alike: +1 in the first row, -1 below, and nothing in the last.
+    grad = torch.tensor([[-1.0], [1.0], [0.0]]).expand(3, 4).contiguous()
+    params[0].grad = distribute_tensor(grad, mesh["shard"], [Shard(0)])
+    # One rank alone would vote otherwise; and the sum may still be under way.
+    own = funcol.all_reduce(grad * (3 if rank % SHARDS else -1) / 2, "sum", mesh["shard"])
+    own = own if rank < SHARDS else grad * (3 if rank % SHARDS else -1)
+    params[1].grad = DTensor.from_local(own, mesh["shard"], [Replicate()], run_check=False)
     optimizer.step()
     return [full(param) for param in params]
 
 
 @pytest.mark.full
-def test_a_replicated_parameter_moves_as_a_sharded_one(pools: RankPools) -> None:
+def test_a_replicated_parameter_moves_by_the_mean_of_its_replica(pools: RankPools) -> None:
     wanted = torch.tensor([[1.5], [0.5], [1.0]]).expand(3, 4).contiguous()
     for params in pools(4).run(step_by_hand):
         assert all(same_bits(param, wanted) for param in params)
+
+
+def start_with_other_copies(rank: int, world_size: int) -> str:
+    mesh = grid(world_size, SHARDS)
+    shared = distribute_tensor(torch.ones(3, 4), mesh["shard"], [Shard(0)])
+    # Ranks that hold the same parts agree, those of one replica do not.
+    own = torch.full((2,), float(rank % SHARDS))
+    copy = DTensor.from_local(own, mesh["shard"], [Replicate()], run_check=False)
+    optimizer = DistributedLion(
+        [nn.Parameter(shared), nn.Parameter(copy)], replicate=mesh["replicate"]
+    )
+    with pytest.raises(RuntimeError) as raised:
+        optimizer.step()
+    return str(raised.value)
+
+
+@pytest.mark.full
+def test_copies_that_differ_inside_a_replica_at_the_start_are_refused(pools: RankPools) -> None:
+    for message in pools(4).run(start_with_other_copies):
+        assert "replicas must start equal" in message
+        assert "'parameter 1': rank 0" in message

@@ -68,6 +68,15 @@ def optimizer_of(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Distribu
     return DistributedLion(model.named_parameters(), **options)
 
 
+def sharded_late(mesh: DeviceMesh) -> tuple[TinyModel, DistributedLion]:
+    """Shards a model after its optimizer was made, which then gets the sharded parameters."""
+    model = new_model()
+    optimizer = optimizer_of(model, mesh)
+    sharded(model, mesh)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    return model, optimizer
+
+
 def keep_groups(optimizer: DistributedLion) -> None:
     """Keeps the groups of early votes: torch would name the next ones of these ranks alike."""
     wires = getattr(optimizer._engine.early, "_wires", None) or ()

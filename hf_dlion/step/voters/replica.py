@@ -1,6 +1,6 @@
 """A replica's ranks cast one vote: each on its parts of the parameters, which FSDP2 sharded.
 
-gradients   reduced inside the replica by FSDP; those of plain parameters averaged in the step
+gradients   reduced inside the replica by FSDP; those of copies averaged in the step
 momentum    of a rank's own parts
 votes       exchanged between the ranks that hold the same parts
 verdicts    applied to the parts; FSDP gathers parameters in the next forward
@@ -18,7 +18,7 @@ from hf_dlion.exchange import Wire
 from hf_dlion.momentum.shares import Range
 from hf_dlion.momentum.store import MomentumStore
 from hf_dlion.options import Options
-from hf_dlion.options.parts import Part
+from hf_dlion.options.parts import held_in_parts
 from hf_dlion.ranks.header import Header, one_per_voter
 from hf_dlion.ranks.shards import Replica
 from hf_dlion.step.delivery import LionAlone
@@ -51,13 +51,10 @@ class ReplicaVoters(EveryRank):
         """Returns messages of this rank's parts, or plain Lion where there is one replica.
 
         Raises:
-            NotImplementedError: With overlap, if a parameter is not sharded.
+            NotImplementedError: With overlap, if a parameter is not sharded, or offloaded.
         """
-        if options.overlap and not all(isinstance(param, Part) for _, param in params):
-            raise NotImplementedError(
-                "overlap=True does not go with parameters of which a replica's ranks hold copies: "
-                "their gradients are averaged in the step; shard them all, or leave overlap out"
-            )
+        if options.overlap:
+            _check_overlap([param for _, param in params])
         if self.count == 1:
             return Built((), LionAlone(params))
         return super().build(params, groups, name, options, wires)
@@ -69,9 +66,9 @@ class ReplicaVoters(EveryRank):
     def unaveraged(
         self, presence: Presence, params: Sequence[Tensor], present: Sequence[bool]
     ) -> list[bool]:
-        """Returns, for each parameter, whether it is a plain one with a gradient."""
+        """Returns, for each parameter, whether ranks hold copies of it, this one a gradient."""
         return [
-            has and not isinstance(param, Part) for param, has in zip(params, present, strict=True)
+            has and not held_in_parts(param) for param, has in zip(params, present, strict=True)
         ]
 
     def complete(
@@ -82,7 +79,7 @@ class ReplicaVoters(EveryRank):
         unaveraged: Sequence[bool],
         mine: Header,
     ) -> None:
-        """Averages plain parameters' gradients in the replica, and fills in what others have."""
+        """Averages gradients of copies in the replica, and fills in what others have."""
         if not mine.finite:
             return
         if mine.unaveraged:
@@ -91,3 +88,23 @@ class ReplicaVoters(EveryRank):
             # Somebody dropped it on this rank; the replica votes as it would on zeros.
             if has and param.grad is None:
                 param.grad = torch.zeros_like(param)
+
+
+def _check_overlap(params: Sequence[Tensor]) -> None:
+    """Checks that gradients are final, and readable, when FSDP calls a parameter's hook.
+
+    Raises:
+        NotImplementedError: If they are not.
+    """
+    if not all(map(held_in_parts, params)):
+        raise NotImplementedError(
+            "overlap=True does not go with parameters of which a replica's ranks hold copies: "
+            "their gradients are averaged in the step; shard them all, or leave overlap out"
+        )
+    # Some versions of torch call the hook before the copy from the GPU has arrived.
+    if any(param.is_pinned() for param in params):
+        raise NotImplementedError(
+            "overlap=True does not go with gradients that FSDP copies to pinned memory, which may "
+            "still be on their way when votes leave: pass CPUOffloadPolicy(pin_memory=False), or "
+            "leave overlap out"
+        )
