@@ -447,7 +447,7 @@ def test_the_scale_is_that_between_backward_and_step(factor: float) -> None:
     probes = GradientScale()
     for param in params:
         param.grad = torch.randn(40, 9)
-        probes.before(param)
+        probes.before_one(param)
     for param in params:
         param.grad *= factor
     probes.after()
@@ -462,7 +462,7 @@ def test_a_scale_that_is_no_number_is_not_taken(after: float) -> None:
     param.grad = torch.ones(5)
     probes = GradientScale()
     probes.scale = 0.5
-    probes.before(param)
+    probes.before_one(param)
     param.grad.fill_(after)
     probes.after()
     assert probes.scale == 0.5
@@ -473,14 +473,14 @@ def test_a_gradient_that_was_not_scaled_like_the_others_is_odd() -> None:
     probes = GradientScale()
     for param in params:
         param.grad = torch.randn(5000)
-        probes.before(param)
+        probes.before_one(param)
         param.grad *= 0.3
     params[1].grad[:400] = 0.0
     params[2].grad *= 0.5
     probes.after()
     assert {id(params[1]), id(params[2])} <= probes.rescaled_oddly
     for param in params:
-        probes.before(param)
+        probes.before_one(param)
         param.grad *= 0.1
     probes.after()
     assert probes.rescaled_oddly == set()

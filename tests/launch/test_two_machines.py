@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -142,12 +143,11 @@ def test_the_script_for_slurm_trains_on_two_nodes(tmp_path: Path) -> None:
 @pytest.fixture
 def machines() -> Iterator[list[str]]:
     """Two network namespaces, whose link is eth0, and whose own name is a loopback address."""
-    emulation = Emulation(Network.parse("2x1gbit"))
-    try:
-        emulation.__enter__()
-    except EmulationRefusedError as error:
-        pytest.skip(str(error))
-    with emulation:
+    with ExitStack() as stack:
+        try:
+            emulation = stack.enter_context(Emulation(Network.parse("2x1gbit")))
+        except EmulationRefusedError as error:
+            pytest.skip(str(error))
         yield emulation.namespaces
 
 
@@ -160,7 +160,7 @@ def on_two_machines(machines: list[str], module: list[str]) -> list[str]:
         there = ["ip", "netns", "exec", machines[rank], *clean]
         meeting = [f"--node_rank={rank}", "--master_addr=10.9.0.1", "--master_port=29500"]
         done = run_command([*there, *torchrun, *meeting, "-m", *module], timeout=120)
-        return done.stdout + done.stderr
+        return done.stderr + done.stdout
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(run, (0, 1)))
