@@ -35,8 +35,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
         return 0
     config.option.dist = "loadfile"
     config.option.loadscopereorder = False  # The order is that of `_longest_first`.
-    # Real ranks wait for one another, and leave two processors idle for almost half of the time.
-    return 2 if "not full" in tiers else 3
+    # Ranks wait for one another: with two, two processors are idle for almost half of the time.
+    return 3
 
 
 @pytest.fixture(scope="module", params=["threads", "gloo"])
