@@ -187,7 +187,7 @@ def exchanged(
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     shapes=SHAPES,
     world_size=st.integers(2, 7),

@@ -74,8 +74,11 @@ def test_training_equals_the_simulation_with_a_worker_per_node(
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
     "ddp",
-    [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 1e-4}],
-    ids=["default", "bucket_view", "many_buckets"],
+    [
+        pytest.param({}, id="default"),
+        pytest.param({"gradient_as_bucket_view": True}, id="bucket_view", marks=pytest.mark.full),
+        pytest.param({"bucket_cap_mb": 1e-4}, id="many_buckets", marks=pytest.mark.full),
+    ],
 )
 @pytest.mark.parametrize(
     ("nodes", "size"), [pytest.param(2, 2, marks=pytest.mark.smoke), (2, 3), (1, 2)]

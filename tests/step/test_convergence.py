@@ -81,8 +81,10 @@ def gap(workers: int, losses: Sequence[float], folder: Path, pool: ProcessPoolEx
     return statistics.fmean(map(operator.sub, losses, of_lion))
 
 
-@pytest.mark.parametrize("workers", [2, 4])
-@pytest.mark.parametrize("method", ["majority", "average", "bits4"])
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "method", ["majority", "average", pytest.param("bits4", marks=pytest.mark.long)]
+)
 def test_votes_converge_as_global_lion_does(
     method: str, workers: int, tmp_path: Path, pool: ProcessPoolExecutor
 ) -> None:

@@ -13,6 +13,13 @@ from tests.support.fake_gpu import CASES, SHAPES, FakeGpu, asked_by
 PER_MESSAGE, BESIDE, WAITS = 8, 30, 2
 # The rows that a node's shards cut are told and heard of in two more.
 PER_NODE_MESSAGE = 10
+# For the plain tier: each way in which votes leave once.
+QUICK = [
+    (2, {"exchange": "gather"}),
+    (16, {"exchange": "two_phase"}),
+    (2, {"exchange": "gather", "overlap": True}),
+    (16, {"local_group": 8}),
+]
 
 
 @pytest.fixture
@@ -26,9 +33,12 @@ def gpus() -> Iterator[list[FakeGpu]]:
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        *CASES,
-        (16, {"exchange": "two_phase", "aggregation": "average"}),
-        (16, {"exchange": "two_phase", "ties": "zero", "bits": 4}),
+        pytest.param(n, options, marks=[] if (n, options) in QUICK else pytest.mark.full)
+        for n, options in (
+            *CASES,
+            (16, {"exchange": "two_phase", "aggregation": "average"}),
+            (16, {"exchange": "two_phase", "ties": "zero", "bits": 4}),
+        )
     ],
     ids=str,
 )

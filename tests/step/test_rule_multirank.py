@@ -20,7 +20,7 @@ QUICK = [
     *((2, case) for case in ("gather", "two_phase-zero", "two_phase-average", "gather-2-bits")),
     *((2, case) for case in ("two_phase-4-bits-tensor", "two_phase-8-bits-zero", "nearest")),
 ]
-STEPS = {"default": 50, "two_phase-average": 50}
+STEPS = {(4, "default"): 50, (4, "two_phase-average"): 50}
 FEWER_STEPS = 16
 
 
@@ -33,7 +33,7 @@ FEWER_STEPS = 16
     ],
 )
 def test_every_step_equals_the_simulation(ranks: RankPools, world_size: int, case: str) -> None:
-    options, steps = CASES[case], STEPS.get(case, FEWER_STEPS)
+    options, steps = CASES[case], STEPS.get((world_size, case), FEWER_STEPS)
     records = ranks(world_size).run(zoo.train, steps, options)
     oracle = zoo.replay(records, options)
     assert oracle.steps == steps - (2 if world_size == 1 else 1)

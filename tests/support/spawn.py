@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import faulthandler
 import gc
+import io
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
@@ -415,13 +416,36 @@ def _answer(rank: int, world_size: int, call: bytes) -> bytes:
     torch.manual_seed(0)
     try:
         function, args = pickle.loads(call)
-        # Not multiprocessing's pickler: it would hand over tensors as shared memory of a process
-        # that may be gone by the time they are read.
-        answer = pickle.dumps((False, function(rank, world_size, *args)))
+        answer = _dumps((False, function(rank, world_size, *args)))
     except BaseException:
         return pickle.dumps((True, traceback.format_exc()))
     _end_groups()
     return answer
+
+
+class _Pickler(pickle.Pickler):
+    """Hands over a tensor as its bytes.
+
+    torch's own way is a file per tensor, 0.2 ms each, and records of training have thousands of
+    them. multiprocessing's is shared memory of a process that may be gone by the time it is read.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor or value.requires_grad or not value.is_contiguous():
+            return NotImplemented
+        data = value.reshape(-1).view(torch.uint8).numpy().tobytes()
+        return _tensor_of, (data, value.dtype, value.shape)
+
+
+def _tensor_of(data: bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.view(shape)
+
+
+def _dumps(value: object) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
 
 
 def _end_groups() -> None:

@@ -32,6 +32,7 @@ def module_of(row: dict[str, list[dict[str, str]]]) -> str:
     return row["messages"][0]["content"].removeprefix("What does ").split(".")[0]
 
 
+@pytest.mark.full
 def test_no_module_is_in_two_splits() -> None:
     splits = smollm2.standard_library()
     modules = {name: {module_of(row) for row in rows} for name, rows in splits.items()}
