@@ -23,11 +23,12 @@ from hf_dlion.checkpoint.agreed import agreed_checkpoint, names_on_ranks
 from hf_dlion.checkpoint.momentum_file import MOMENTUM_NAME
 from hf_dlion.checkpoint.save import Save
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.options.parallelism import refuse_sharded
+from hf_dlion.options.parallelism import refuse_sharded, unsupported
 from hf_dlion.ranks.launched import ACCELERATE_ON_CPUS, refuse_strangers
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from accelerate.parallelism_config import ParallelismConfig
 
 _ATTACHED = "_hf_dlion_attached"
 # What is used of an Accelerator that Accelerate does not document.
@@ -76,6 +77,35 @@ def attach(accelerator: Accelerator) -> None:
         wrapper = functools.partial(around, accelerator, original)
         setattr(accelerator, name, functools.update_wrapper(wrapper, original))
     setattr(accelerator, _ATTACHED, True)
+
+
+def parallelism_config(**sizes: Any) -> ParallelismConfig:
+    """Returns Accelerate's ParallelismConfig for FSDP2 inside each replica and votes between them.
+
+    Accelerate's own has FSDP average gradients over the replicas as well (HSDP). The optimizer
+    takes `replicate=accelerator.torch_device_mesh["dp_replicate"]`. No GPU ever ran it.
+
+    Args:
+        sizes: `dp_replicate_size`, the number of replicas, and `dp_shard_size`, the ranks of each.
+
+    Raises:
+        NotImplementedError: If another size is above 1.
+        ImportError: If Accelerate has no ParallelismConfig; 1.10 and later have.
+    """
+    from accelerate.parallelism_config import ParallelismConfig
+
+    class VotingReplicas(ParallelismConfig):  # type: ignore[misc]
+        """FSDP's mesh has the ranks of one replica."""
+
+        @property
+        def fsdp_dim_names(self) -> list[str]:
+            return [name for name in super().fsdp_dim_names if name != "dp_replicate"]
+
+    config = VotingReplicas(**sizes)
+    for name in ("tp_size", "cp_size", "sp_size"):
+        if (getattr(config, name, None) or 1) > 1:
+            raise unsupported(f"{name}={getattr(config, name)}")
+    return config
 
 
 def _around_save_state(

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -20,6 +21,7 @@ from hf_dlion.backward.overlap import Overlap
 from hf_dlion.backward.refused import refuse_replicated
 from hf_dlion.exchange import WireStats
 from hf_dlion.exchange.wire import RankGroup
+from hf_dlion.momentum.part_states import part_entry
 from hf_dlion.momentum.shares import Shares
 from hf_dlion.momentum.state_dict import (
     checked_loading,
@@ -102,11 +104,14 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         betas: Decay factors of the direction and of the momentum.
         weight_decay: Decoupled weight decay.
         process_group: The ranks that vote; None is the default group, taken at first use.
+        replicate: The same as a mesh of one dimension, for parameters that FSDP2 shards inside
+            each replica (`mesh["replicate"]`, docs/guides/fsdp2.md): all ranks of all replicas
+            then step together, and those that hold the same parts vote.
         ...: The fields of `hf_dlion.Options`; `help()` lists them here.
 
     Attributes:
-        state: `state[p]["exp_avg"]`, shape of p, is this rank's momentum; with `local_group` its
-            share of the node's, 1-D.
+        state: `state[p]["exp_avg"]`, shape of p, is this rank's momentum, a DTensor where p is one;
+            with `local_group` its share of the node's, 1-D.
         options: The options, as `Options`.
         steps: Number of the last step that moved anything.
         wire: Bytes, times and agreement, as `WireStats`.
@@ -114,7 +119,8 @@ class DistributedLion(Optimizer, JoinableOptimizer):
     Raises:
         ValueError: If an option or a group's value is out of its range.
         TypeError: If one has the wrong type, or a parameter's dtype is not floating.
-        NotImplementedError: If parameters are sharded (FSDP, DeepSpeed ZeRO-3, tensor parallel).
+        NotImplementedError: If parameters are sharded otherwise than by FSDP2 inside each replica
+            (FSDP1, HSDP, DeepSpeed ZeRO-3, tensor parallel).
     """
 
     # GradScaler then calls step() on every rank and only says whether it found an Inf; without
@@ -139,6 +145,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         stochastic_rounding: bool = True,
         momentum_dtype: torch.dtype | None = None,
         process_group: RankGroup | None = None,
+        replicate: DeviceMesh | None = None,
         seed: int = 0,
         max_abstained_steps: int = 20,
         checkpoint: CheckpointMode = "per_rank",
@@ -175,7 +182,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             full_precision=full_precision,
             warmup_full_steps=warmup_full_steps,
         )
-        ranks = Ranks(process_group, local_group, max_abstained_steps)
+        ranks = Ranks(process_group, local_group, max_abstained_steps, replicate=replicate)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         check_group(defaults)
         self._begin(Engine(self, options, ranks))
@@ -213,12 +220,12 @@ class DistributedLion(Optimizer, JoinableOptimizer):
     @property
     def rank(self) -> int:
         """This rank in the process group, 0 without one."""
-        return self._engine.rank
+        return self._bound.rank
 
     @property
     def world_size(self) -> int:
         """Number of ranks in the process group, 1 without one."""
-        return self._engine.world_size
+        return self._bound.world_size
 
     @property
     def abstentions(self) -> Abstentions:
@@ -240,14 +247,27 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         return self._engine.sync.report(names_of(self.param_groups))
 
     @property
+    def _bound(self) -> Engine:
+        """The engine, after a look at whether parameters are sharded: loops may do that late.
+
+        It decides who all ranks are, so whatever asks for them from outside a step comes by here.
+        """
+        self._engine.ranks.bind(self.param_groups)
+        return self._engine
+
+    @property
+    def _sharded(self) -> bool:
+        return self._bound.ranks.sharded
+
+    @property
     def join_device(self) -> torch.device:
         """Where the number lies in which `Join` counts the ranks that still have data."""
-        return self._engine.control_device
+        return self._bound.control_device
 
     @property
     def join_process_group(self) -> Any:
         """The process group in which `Join` counts the ranks that still have data."""
-        return self._engine.group()
+        return self._bound.group()
 
     def attach(self, ddp_model: nn.Module) -> None:
         """Keeps a DDP wrapper from reducing gradients; done automatically at its first forward.
@@ -291,7 +311,8 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             ValueError: If a value of the group is out of its range or would be ignored, or it holds
                 a parameter twice.
             TypeError: If one has the wrong type, or a parameter's dtype is not floating.
-            NotImplementedError: If a parameter is sharded.
+            NotImplementedError: If a parameter is sharded otherwise than FSDP2 does inside each
+                replica.
         """
         check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
@@ -299,6 +320,8 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             check_distinct(self.param_groups[-1]["params"])
             for param in self.param_groups[-1]["params"]:
                 check_trainable(param)
+            self._engine.ranks.bind(self.param_groups)
+            self._engine.ranks.check(self.param_groups, self.options)
             treatment = treatment_by_name(self.options, self.param_groups, complete=False)
             self._engine.treatment = treatment
             treatment.of_step(self.param_groups, self.options, self.steps + 1, ())
@@ -311,7 +334,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients; see `torch.optim.Optimizer`."""
         super().zero_grad(set_to_none)
-        self._engine.presence.note_reset(flat_params(self.param_groups))
+        self._engine.presence.note_reset(flat_params(self._bound.local_groups))
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -361,7 +384,8 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         Raises:
             Disagreement: On every rank, if they have momenta of different parameters.
         """
-        engine, wire = self._engine, self._engine.wire_if_several()
+        engine = self._bound
+        wire = engine.wire_if_several()
         if wire is not None:
             voters, momenta = engine.voters(), engine.momenta()
             momenta.check_alike(wire, voters.alike, "synchronize_momentum()")
@@ -374,7 +398,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
 
         Never communicates. `synchronize_momentum()` before it makes all ranks' equal.
         """
-        engine, options = self._engine, self.options
+        engine, options = self._bound, self.options
         state_dict = super().state_dict()
         state_dict["dlion"] = {
             "version": STATE_VERSION,
@@ -386,6 +410,8 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         if options.momentum_sync_every and options.momentum_sync == "auto":
             count = len(flat_params(self.param_groups))
             state_dict["dlion"]["divergence"] = engine.sync.entry(count)
+        if (part := part_entry(flat_params(self.param_groups))) is not None:
+            state_dict["dlion"]["part"] = part
         if engine.shares.held:
             state_dict["dlion"]["shard"] = engine.shares.entry(engine.momenta().held())
         return with_entry_in_groups(state_dict)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 from hypothesis import settings
 
 from tests.support.spawn import RankPools
@@ -45,6 +46,16 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankPools]:
     pools = RankPools(ThreadPool) if request.param == "threads" else RankPools()
     yield pools
     pools.close()
+
+
+@pytest.fixture
+def fake_ranks() -> Iterator[int]:
+    """Four ranks of torch.distributed, this process the first; nothing that is sent arrives."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield 4
+    dist.destroy_process_group()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

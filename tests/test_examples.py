@@ -20,9 +20,9 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
 
-def run_example(name: str, *flags: str | Path) -> str:
-    """Runs an example on two ranks and returns what it printed."""
-    return run_script(2, [EXAMPLES / name, *flags], env=OFFLINE, timeout=240).stdout
+def run_example(name: str, *flags: str | Path, ranks: int = 2) -> str:
+    """Runs an example on two ranks, or more, and returns what it printed."""
+    return run_script(ranks, [EXAMPLES / name, *flags], env=OFFLINE, timeout=240).stdout
 
 
 def numbers_after(label: str, text: str) -> list[float]:
@@ -30,12 +30,13 @@ def numbers_after(label: str, text: str) -> list[float]:
 
 
 def test_every_example_is_tested():
-    tested = {"accelerate_loop.py", "ddp_loop.py", "finetune_llm.py"}
+    tested = {"accelerate_loop.py", "ddp_loop.py", "finetune_llm.py", "fsdp2_loop.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
 
 
 def test_examples_are_short():
-    for name, lines in (("accelerate_loop", 120), ("ddp_loop", 120), ("finetune_llm", 200)):
+    most = {"accelerate_loop": 120, "ddp_loop": 120, "finetune_llm": 200, "fsdp2_loop": 120}
+    for name, lines in most.items():
         assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= lines
 
 
@@ -160,6 +161,25 @@ def test_ddp_loop_resumes_where_it_stopped(tmp_path):
     resumed = run_example("ddp_loop.py", "--steps", "200", "--resume", "--output_dir", folder)
     # Both end with the same lines: held-out loss, accuracy, bytes.
     assert resumed.splitlines()[-2:] == whole.splitlines()[-2:]
+
+
+def test_fsdp2_loop_resumes_where_it_stopped(tmp_path):
+    whole = run_fsdp2("--steps", "200", "--output_dir", tmp_path / "whole")
+    losses = numbers_after("held-out loss", whole)
+    assert losses[-1] < 0.2 * losses[0]
+    assert numbers_after("accuracy", whole)[-1] > 0.95
+    # What leaves a replica of two is one bit of each part, and what padding and the header add.
+    assert 1.0 <= numbers_after("and sent", whole)[-1] < 1.3
+
+    folder = tmp_path / "parts"
+    run_fsdp2("--steps", "100", "--output_dir", folder)
+    resumed = run_fsdp2("--steps", "200", "--resume", "--output_dir", folder)
+    assert resumed.splitlines()[-2:] == whole.splitlines()[-2:]
+
+
+def run_fsdp2(*flags: str | Path) -> str:
+    """Runs the example of FSDP2 as two replicas of two ranks."""
+    return run_example("fsdp2_loop.py", *flags, ranks=4)
 
 
 def test_accelerate_loop_resumes_where_it_stopped(tmp_path):

@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion import DistributedLion
@@ -27,7 +29,7 @@ from hf_dlion.ranks.fingerprint import ROW, fingerprints
 from tests.support.codec_cases import gradients, rule, verdict_of
 from tests.support.oracle import bits_of
 from tests.support.random_training import DTYPES, normal
-from tests.support.spawn import RankPools
+from tests.support.spawn import LASTING, RankPools
 from tests.support.tally_cases import ballots_of, exchanged
 
 # With "cpu" and "gloo" the same tests run where there is no GPU, which shows that they can run.
@@ -206,6 +208,49 @@ def train(rank: int, _: int, devices: list[str], backend: str, ddp: bool, option
     gc.collect()
     dist.destroy_process_group(group)
     return bits, [bits_of(optimizer.state[p]["exp_avg"]) for p in params], optimizer.wire.bytes_sent
+
+
+def train_parts(rank: int, _: int, device_type: str, backend: str) -> Any:
+    """Returns this rank's parts after every step, as bits: two replicas of two ranks."""
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    lines = [dist.new_group(ranks, backend=backend) for ranks in ([0, 1], [2, 3])]
+    columns = [dist.new_group(ranks, backend=backend) for ranks in ([0, 2], [1, 3])]
+    # torch goes on naming a mesh's groups wherever a later one is like it.
+    LASTING.update({lines[rank // 2], columns[rank % 2]})
+    mesh = DeviceMesh.from_group(
+        [columns[rank % 2], lines[rank // 2]],
+        device.type,
+        mesh=[[0, 1], [2, 3]],
+        mesh_dim_names=("replicate", "shard"),
+    )
+    model = Weighted().to(device)
+    # One unit of FSDP takes one dtype, and no parameter of no dimension.
+    model.params = nn.ParameterList(p for p in model.params if p.ndim and p.dtype == torch.float32)
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = DistributedLion(model.named_parameters(), lr=0.01, replicate=mesh["replicate"])
+    params, bits = list(model.parameters()), []
+    for step in range(5):
+        weights = [normal(*p.shape, seed=97 * step + 7 * k + rank) for k, p in enumerate(params)]
+        if (rank, step) == (1, 3):
+            weights[1][5] = float("inf")  # the first replica abstains
+        model(weights).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        bits.append([bits_of(p.to_local()) for p in params])
+    return bits
+
+
+NEEDS_FOUR = pytest.mark.skipif(GPUS < 4, reason="needs four GPUs")
+
+
+@NEEDS_FOUR
+@pytest.mark.multiproc
+def test_fsdp2_inside_replicas(ranks: RankPools) -> None:
+    found = ranks(4).run(train_parts, DEVICE, NCCL)
+    assert found[:2] == found[2:]
+    assert found == ranks(4).run(train_parts, "cpu", "gloo")
 
 
 def test_a_momentum_follows_its_parameter_to_the_gpu() -> None:

@@ -51,7 +51,8 @@ def test_every_option_is_in_the_table_with_its_default():
     rows = re.findall(r"^\| `(\w+)` \|[^|]*\| `([^|]*)` \|", table, re.MULTILINE)
     assert {name: eval(default, {"torch": torch}) for name, default in rows} == DEFAULTS
     fields = {field.name for field in dataclasses.fields(Options)}
-    assert {name for name, _ in rows} == fields | {"lr", "betas", "weight_decay", "process_group"}
+    others = {"lr", "betas", "weight_decay", "process_group", "replicate"}
+    assert {name for name, _ in rows} == fields | others
 
 
 def test_the_main_options_of_the_readme_have_their_defaults():

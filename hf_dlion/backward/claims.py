@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_dlion.options.groups import flat_params
+from hf_dlion.options.parts import Parts
 from hf_dlion.step.early import EarlyVotes
 from hf_dlion.step.engine import Hooks
 from hf_dlion.step.presence import Presence
@@ -30,11 +31,13 @@ class Owner(Protocol):
     """What hooks see of an optimizer: its `Engine`.
 
     Attributes:
+        parts: Of the parameters that are sharded.
         presence: Hears of forward passes, and which gradients a wrapper averaged in the node.
         early: Hears of forward passes.
         hooks: Watch the gradients of parameters.
     """
 
+    parts: Parts
     presence: Presence
     early: EarlyVotes
     hooks: Hooks

@@ -50,10 +50,15 @@ class OptimizerHooks:
     def watch_gradients(self, params: Iterable[Tensor]) -> None:
         """Watches those parameters that require a gradient and are not watched yet."""
         for param in params:
-            if param.requires_grad and id(param) not in self._handles:
+            if param.requires_grad and not self._watched(param):
                 hook = _AccumulatedHook(self._claim)
                 handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._handles[id(param)] = handle
+
+    def _watched(self, param: Tensor) -> bool:
+        handle = self._handles.get(id(param))
+        # A parameter that is gone, with its hooks, may have had the same number.
+        return handle is not None and handle.hooks_dict_ref() is not None
 
     def after_step(self, params: Sequence[Tensor]) -> None:
         """Claims what another optimizer has taken, and looks after the wrappers."""
@@ -73,10 +78,11 @@ class _AccumulatedHook:
     @_disable_dynamo
     def __call__(self, param: Tensor) -> None:
         owner = self._claim.owner
-        owner.presence.note_accumulated(param)
+        part = owner.parts.of(param)
+        owner.presence.note_accumulated(part)
         # Votes of an optimizer that nobody is about to step would never be waited for.
         if claims.claim_of(param) is self._claim:
-            owner.early.note_gradient(param)
+            owner.early.note_gradient(part)
 
 
 def _let_go(engine: Engine, handles: dict[int, RemovableHandle]) -> None:

@@ -44,6 +44,7 @@ from hf_dlion.step.early import Sent, delivery_of
 from hf_dlion.step.engine import Engine
 from hf_dlion.step.message import Message
 from hf_dlion.step.plan import Plan, ReadyOrder
+from hf_dlion.step.voters import Voters
 
 # After so many stale steps in a row the ranks give up exchanging during backward, and after so many
 # incomplete ones they put the parameters that were missing last.
@@ -52,7 +53,8 @@ PATIENCE = 3
 CHANGED = (
     f"overlap=True does not pay here: in {PATIENCE} steps in a row gradients changed after their "
     f"votes had left. Run all but the last backward of an accumulation under the DDP wrapper's "
-    f"no_sync(), and do not step() after several backward passes without it"
+    f"no_sync(), or FSDP's set_requires_gradient_sync(False), and do not step() after several "
+    f"backward passes without it"
 )
 
 
@@ -236,7 +238,7 @@ class Overlap:
         self._new_late.clear()
         self._incomplete_in_a_row = 0
         if self._wires is None:
-            self._wires = self._new_wires(wire, [counts for *_, counts in answers])
+            self._wires = self._new_wires(plan.voters, [counts for *_, counts in answers])
         order = ReadyOrder(self._order, sorted(self._late), self._wires)
         failure: Exception | None = None
         try:
@@ -254,15 +256,17 @@ class Overlap:
         self._messages = plan.messages
         return plan
 
-    def _new_wires(self, wire: Wire, counts: Sequence[tuple[int, int]]) -> tuple[Wire, Wire]:
+    def _new_wires(self, voters: Voters, counts: Sequence[tuple[int, int]]) -> tuple[Wire, Wire]:
         """Returns wires for votes and for verdicts.
 
         Raises:
             Disagreement: On every rank, if torch cannot make their process groups.
         """
-        of_all = wire.group is dist.group.WORLD
-        check_group_counts(counts, [range(wire.world_size)], of_all=of_all)
-        wires = wire.sibling(), wire.sibling()
+        between = voters.between
+        assert between is not None, "there are several ranks"
+        of_all = between.group is dist.group.WORLD
+        check_group_counts(counts, voters.alike, of_all=of_all)
+        wires = between.sibling(), between.sibling()
         for fresh in wires:
             fresh.meet()
         return wires

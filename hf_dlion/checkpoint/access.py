@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 
+from hf_dlion.momentum.part_states import stretch_of
 from hf_dlion.optimizer import DistributedLion
+from hf_dlion.options.groups import flat_params
+from hf_dlion.options.parts import is_sharded
 
 
 def lion_in(optimizer: object) -> DistributedLion | None:
@@ -41,7 +44,7 @@ def unwrap(optimizer: object) -> DistributedLion:
 
 def gather_objects(lion: DistributedLion, value: Any) -> list[Any]:
     """Returns every rank's `value`, a small plain object, in rank order; all ranks must call it."""
-    return lion._engine.gather_objects(value)
+    return lion._bound.gather_objects(value)
 
 
 def gather_numbers(lion: DistributedLion, value: float) -> list[float]:
@@ -49,7 +52,7 @@ def gather_numbers(lion: DistributedLion, value: float) -> list[float]:
 
     Bytes per rank: 8 * (N - 1).
     """
-    wire = lion._engine.wire_if_several()
+    wire = lion._bound.wire_if_several()
     if wire is None:
         return [value]
     bits = torch.tensor([value], dtype=torch.float64, device="cpu").view(torch.int64)
@@ -67,12 +70,36 @@ def meet_to_save(lion: DistributedLion, failure: Exception | None) -> None:
     Raises:
         Disagreement: On every rank, if something failed on one, or one takes a step meanwhile.
     """
-    lion._engine.meet_to_save(failure)
+    lion._bound.meet_to_save(failure)
 
 
 def nodes_of(lion: DistributedLion) -> list[list[int]]:
     """Returns the ranks of each node, or nothing where every rank votes; all ranks must call it."""
-    return [list(ranks) for ranks in lion._engine.voters().members]
+    return [list(ranks) for ranks in lion._bound.voters().members]
+
+
+def held_momenta(lion: DistributedLion) -> dict[int, torch.Tensor]:
+    """Returns what this rank holds of each momentum, by parameter index; a part is 1-D."""
+    parts = part_ranges(lion)
+    held = lion._bound.momenta().held()
+    return {i: momentum.view(-1) if i in parts else momentum for i, momentum in held.items()}
+
+
+def part_ranges(lion: DistributedLion) -> dict[int, list[int]]:
+    """Returns start and stop of this rank's part of each sharded parameter, by index."""
+    params = flat_params(lion.param_groups)
+    return {i: list(stretch_of(param)) for i, param in enumerate(params) if is_sharded(param)}
+
+
+def shares_of(lion: DistributedLion) -> dict[str, Any]:
+    """Returns who shares a momentum with this rank, and which stretches of momenta it holds."""
+    ranks, held = lion._bound.ranks, held_momenta(lion)
+    if ranks.sharded:
+        members = [] if ranks.node is None else [list(own) for own in ranks.node.members]
+        ranges = {i: stretch for i, stretch in part_ranges(lion).items() if i in held}
+        return {"members": members, "ranges": ranges}
+    entry: dict[str, Any] = lion.state_dict()["dlion"].get("shard", {"members": [], "ranges": {}})
+    return entry
 
 
 def search_ddp(lion: DistributedLion) -> None:

@@ -24,11 +24,20 @@ from typing import Any
 import torch
 
 from hf_dlion.checkpoint import momentum_file
-from hf_dlion.checkpoint.access import gather_objects, nodes_of, unwrap
+from hf_dlion.checkpoint.access import (
+    gather_objects,
+    held_momenta,
+    nodes_of,
+    part_ranges,
+    shares_of,
+    unwrap,
+)
 from hf_dlion.checkpoint.momentum_file import MOMENTUM_NAME, CheckpointError, MomentumFile
+from hf_dlion.momentum.part_states import momentum_of_part
 from hf_dlion.momentum.shares import assemble
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options.naming import bare
+from hf_dlion.options.parts import is_sharded
 from hf_dlion.ranks.agreement import told
 
 
@@ -59,15 +68,10 @@ def save_momentum(
     folder.mkdir(parents=True, exist_ok=True)
     remove_momentum(folder, name=name, keep_world_size=lion.world_size)
     path = folder / momentum_file.file_name(name, lion.rank, lion.world_size)
-    exp_avg = {
-        index: _own_storage(lion.state[p]["exp_avg"])
-        for index, p in enumerate(_parameters(lion))
-        if "exp_avg" in lion.state.get(p, {})
-    }
-    shard = lion.state_dict()["dlion"].get("shard", {"members": [], "ranges": {}})
+    exp_avg = {index: _own_storage(momentum) for index, momentum in held_momenta(lion).items()}
     content = replace(
         _identity(lion),
-        **shard,
+        **shares_of(lion),
         exp_avg=exp_avg,
         scaler=scaler.state_dict() if scaler is not None else None,
     )
@@ -121,7 +125,7 @@ def load_momentum(
     """
     lion = unwrap(optimizer)
     content, problem = None, failure
-    ours = replace(_identity(lion), members=nodes_of(lion))
+    ours = replace(_identity(lion), members=nodes_of(lion), ranges=part_ranges(lion))
     if problem is None:
         try:
             content = _momentum_for(ours, Path(folder), name)
@@ -129,7 +133,7 @@ def load_momentum(
             problem = error
     _agree(lion, problem, found=content and (content.world_size, content.steps))
     assert content is not None
-    if _voters(content) != _voters(ours) and lion.rank == 0:
+    if not _is_own(content, ours) and lion.rank == 0:
         warnings.warn(
             f"{folder} was saved by {_voters(content)} and is loaded by {_voters(ours)}: "
             "every rank continues with the mean of the saved momenta, so this run is not the "
@@ -138,6 +142,14 @@ def load_momentum(
         )
     _apply(lion, content)
     return content.scaler
+
+
+def _is_own(content: MomentumFile, ours: MomentumFile) -> bool:
+    """Returns whether a file, or the mean of all, holds what this rank and its voter go on with."""
+    same = (content.world_size, content.members) == (ours.world_size, ours.members)
+    # Of sharded parameters other stretches than a node's ranks share out.
+    parts = ours.ranges.keys() & content.exp_avg.keys()
+    return same and all(content.ranges.get(index) == ours.ranges[index] for index in parts)
 
 
 def _voters(content: MomentumFile) -> str:
@@ -263,13 +275,21 @@ def _apply(lion: DistributedLion, content: MomentumFile) -> None:
     }
     state = lion.state_dict()
     state["state"] = {
-        index: {"exp_avg": momentum.to(dtypes[index])}
+        index: {"exp_avg": _held_of(parameters[index], momentum.to(dtypes[index]))}
         for index, momentum in content.exp_avg.items()
     }
     state["dlion"] = {**state["dlion"], "steps": content.steps, "rank": lion.rank, "shard": None}
-    if content.ranges:
-        state["dlion"]["shard"] = {"members": content.members, "ranges": content.ranges}
+    # A part of a sharded parameter's momentum is no share: the state holds it as a DTensor.
+    shared = {i: held for i, held in content.ranges.items() if not is_sharded(parameters[i])}
+    if shared:
+        state["dlion"]["shard"] = {"members": content.members, "ranges": shared}
     lion.load_state_dict(state)
+
+
+def _held_of(param: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+    if not is_sharded(param):
+        return momentum
+    return momentum_of_part(param, momentum.to(param.device))
 
 
 def _momentum_for(ours: MomentumFile, folder: Path, name: str) -> MomentumFile:
@@ -279,7 +299,8 @@ def _momentum_for(ours: MomentumFile, folder: Path, name: str) -> MomentumFile:
     the nodes. A mean has no `ranges`, whatever its `members` say.
 
     Args:
-        ours: The rank, world size, nodes, step, names and shapes of the optimizer that loads.
+        ours: The rank, world size, nodes or replicas, parts, step, names and shapes of the
+            optimizer that loads.
         folder: Where the files are.
         name: How their names start.
 
@@ -294,7 +315,7 @@ def _momentum_for(ours: MomentumFile, folder: Path, name: str) -> MomentumFile:
         )
     if ours.world_size in saved:
         own = _checked(ours, folder / momentum_file.file_name(name, ours.rank, ours.world_size))
-        if own.members == ours.members:
+        if _is_own(own, ours):
             return own
         saved = {ours.world_size: saved[ours.world_size]}
     if len(saved) > 1:

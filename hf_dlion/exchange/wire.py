@@ -190,9 +190,13 @@ class Wire:
 
     @property
     def control_device(self) -> torch.device:
-        """Where small control messages lie: the CPU where the group can send from it."""
+        """Where small control messages lie: the CPU where the group can send from it.
+
+        Raises:
+            RuntimeError: As `device_for`, of parameters on the CPU where only GPUs can send.
+        """
         # Never "the current device": that is cuda:0 on every rank until somebody sets it.
-        return torch.device("cpu") if "cpu" in self._backends else self._device
+        return torch.device("cpu") if "cpu" in self._backends else self.device_for(self._device)
 
     def sibling(self) -> Wire:
         """Returns a wire of the same ranks in a process group of its own; all ranks call this.

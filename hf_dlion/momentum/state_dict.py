@@ -6,6 +6,7 @@ Besides torch's "state" and "param_groups" it has an entry "dlion":
     rank, world_size                   whose momentum it is: rank None stands for all of them
     divergence                         with momentum_sync="auto", how far momenta differ
     shard                              with local_group, which stretch of each momentum this is
+    part                               where parameters are sharded, which part, and of how many
 
 `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` keeps "state" and "param_groups"
 and drops the rest. So each group has a copy of the entry, which is put back when a state is loaded.
@@ -23,9 +24,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hf_dlion.momentum.part_states import momentum_of_part, part_entry
 from hf_dlion.options import check_group
 from hf_dlion.options.naming import bare
 from hf_dlion.options.params import holds_numbers
+from hf_dlion.options.parts import is_sharded, local_of
 from hf_dlion.options.warn_once import warn_once
 
 Own = Mapping[str, Any]
@@ -40,7 +43,9 @@ def with_entry_in_groups(state_dict: dict[str, Any]) -> dict[str, Any]:
     own = state_dict["dlion"]
     if "shard" in own:
         return state_dict
-    groups = [{**group, "dlion": dict(own)} for group in state_dict["param_groups"]]
+    # What torch's distributed checkpoints hold of a sharded momentum is the whole of it.
+    common = {name: value for name, value in own.items() if name != "part"}
+    groups = [{**group, "dlion": dict(common)} for group in state_dict["param_groups"]]
     return {**state_dict, "param_groups": groups}
 
 
@@ -94,7 +99,10 @@ def restore_momentum(
     for key, param in _keyed(state_dict["param_groups"], optimizer.param_groups):
         saved = state_dict["state"].get(key)
         if saved is not None:
-            optimizer.state[param]["exp_avg"] = saved["exp_avg"].to(
+            momentum = saved["exp_avg"]
+            if is_sharded(param) and not is_sharded(momentum):
+                momentum = momentum_of_part(param, momentum)
+            optimizer.state[param]["exp_avg"] = momentum.to(
                 device=param.device,
                 dtype=dtype or param.dtype,
                 copy=True,
@@ -135,6 +143,7 @@ def _check_state(state_dict: Mapping[str, Any], param_groups: Groups, version: i
     # Before anything is looked up by the keys in them.
     _check_groups(state_dict["param_groups"], param_groups)
     pairs = _keyed(state_dict["param_groups"], param_groups)
+    _check_part((own or {}).get("part"), [param for _, param in pairs])
     ranges = _ranges_in(own or {}, len(pairs))
     _check_divergence((own or {}).get("divergence"), len(pairs))
     for position, (key, param) in enumerate(pairs):
@@ -232,6 +241,21 @@ def _ranges_in(own: Own, count: int) -> dict[int, tuple[int, int]]:
     return ranges
 
 
+def _check_part(saved: object, params: Sequence[Tensor]) -> None:
+    """Checks that a state whose momenta are parts holds those of this rank."""
+    held = part_entry(params)
+    if saved is None or saved == held:
+        return
+    if not isinstance(saved, (list, tuple)) or len(saved) != 2:
+        raise ValueError("the state dict's entry 'part' is damaged")
+    if held is not None:
+        raise ValueError(
+            f"the state holds the momenta of part {saved[0]} of {saved[1]}, and this rank holds "
+            f"part {held[0]} of {held[1]}: load on each rank the state that it saved itself, or "
+            f"save with torch.distributed.checkpoint or hf_dlion.save_momentum"
+        )
+
+
 def _check_divergence(entry: object, count: int) -> None:
     """Checks the divergences of `count` parameters; None stands for none."""
     if entry is None:
@@ -255,6 +279,12 @@ def _check_momentum(
             f"the momentum of parameter {position} is {momentum.dtype}, {momentum.layout}, on "
             f"{momentum.device}: it must hold dense floating numbers"
         )
+    if held is not None and is_sharded(param):
+        raise ValueError(
+            f"the state holds a stretch of the momentum of parameter {position}, as ranks with "
+            f"local_group save it, and the parameter is sharded: load it from "
+            f"hf_dlion.save_momentum, or call synchronize_momentum() before saving"
+        )
     if held is not None:
         start, stop = held
         if not 0 <= start <= stop <= param.numel() or momentum.shape != (stop - start,):
@@ -263,7 +293,20 @@ def _check_momentum(
                 f"is said to be elements {start} to {stop} of {param.numel()}: is it the same "
                 f"model?"
             )
-    elif momentum.shape != param.shape:
+        return
+    if is_sharded(momentum) and not is_sharded(param):
+        raise ValueError(
+            f"the momentum of parameter {position} is sharded, the parameter is not: load it with "
+            f"torch.distributed.checkpoint, or from hf_dlion.save_momentum"
+        )
+    own = local_of(param).shape
+    if is_sharded(momentum) and local_of(momentum).shape != own:
+        raise ValueError(
+            f"the momentum of parameter {position} has a part of shape "
+            f"{tuple(local_of(momentum).shape)} here, the parameter one of shape {tuple(own)}: "
+            f"load it with torch.distributed.checkpoint, or from hf_dlion.save_momentum"
+        )
+    if momentum.shape != param.shape:
         raise ValueError(
             f"the momentum of parameter {position} has shape {tuple(momentum.shape)}, the "
             f"parameter {tuple(param.shape)}: is it the same model?"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from hf_dlion.exchange import Wire
 from hf_dlion.exchange.mean import average_over_ranks
+from hf_dlion.momentum.part_states import PartStates
 from hf_dlion.momentum.shares import Range, Shares
 from hf_dlion.options.groups import Groups, flat_params, names_of
 from hf_dlion.options.params import holds_numbers
@@ -24,12 +25,12 @@ class MomentumStore:
 
     Attributes:
         state: The optimizer's; `state[p]["exp_avg"]` is what this rank holds of p's momentum.
-        groups: The parameter groups.
+        groups: The parameter groups, with this rank's parts of sharded parameters.
         shares: Which stretch that is.
         dtype: Of the momenta, None for each parameter's own.
     """
 
-    state: MutableMapping[Tensor, dict[str, Any]]
+    state: PartStates
     groups: Groups
     shares: Shares
     dtype: torch.dtype | None
@@ -64,7 +65,7 @@ class MomentumStore:
         """
         for index, param in params:
             state = self.state.get(param)
-            if not state or "exp_avg" not in state:
+            if "exp_avg" not in state:
                 continue
             momentum, dtype = state["exp_avg"], self.dtype or param.dtype
             if not holds_numbers(momentum):
@@ -90,7 +91,7 @@ class MomentumStore:
         return {
             index: cast(Tensor, self.state[param]["exp_avg"])
             for index, param in enumerate(flat_params(self.groups))
-            if "exp_avg" in self.state.get(param, {})
+            if "exp_avg" in self.state.get(param)
         }
 
     def hold(self, momenta: Mapping[int, Tensor]) -> None:

@@ -36,7 +36,8 @@ def check_group(group: Mapping[str, Any]) -> None:
         ValueError: If one of them is out of its range, or the group holds what would be ignored:
             an option of the whole optimizer, or one that only other optimizers have.
     """
-    for name in (*(field.name for field in dataclasses.fields(Options)), "process_group"):
+    names = [field.name for field in dataclasses.fields(Options)]
+    for name in (*names, "process_group", "replicate"):
         # A group's own "exchange" is another thing: whether it votes.
         if name in group and (name != "exchange" or _is_choice(group[name], ExchangeName)):
             raise ValueError(

@@ -19,6 +19,7 @@ _ELSEWHERE = {
     "learning_rate": "set TrainingArguments(learning_rate=...)",
     "weight_decay": "set TrainingArguments(weight_decay=...)",
     "process_group": "make the optimizer: Trainer(optimizers=(DistributedLion(...), None))",
+    "replicate": "make the optimizer in a loop of your own: Trainer does not do FSDP with it",
     "eps": "Lion has no epsilon",
 }
 # Trainer has flags of these names.

@@ -38,5 +38,6 @@ def unsupported(kind: str) -> NotImplementedError:
         f"DistributedLion does not work with {kind}: it needs the whole model and the local "
         "gradients on every rank. Use plain data parallelism (torchrun, or accelerate launch "
         "--multi_gpu, without FSDP, DeepSpeed and tensor parallelism); gradient checkpointing, "
-        "PEFT and bf16 parameters make a model fit"
+        "PEFT and bf16 parameters make a model fit, and so does FSDP2 inside each machine in a "
+        "loop of your own (docs/guides/fsdp2.md)"
     )

@@ -8,6 +8,8 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from hf_dlion.options.parts import TWO_LINES, check_placed_alike, check_placement
+
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -26,19 +28,18 @@ def check_trainable(param: Tensor) -> None:
 
     Raises:
         TypeError: If its dtype is not floating, or it is not dense.
-        NotImplementedError: If it is sharded.
+        NotImplementedError: If it is sharded otherwise than FSDP2 does inside a replica.
     """
+    check_placement(param)
     sharded = {
-        "FSDP, fully_shard, replicate or tensor parallel": type(param).__name__ == "DTensor",
-        "FSDP": getattr(param, "_is_flat_param", False) or hasattr(param, "_fsdp_flattened"),
+        "FSDP1": getattr(param, "_is_flat_param", False) or hasattr(param, "_fsdp_flattened"),
         "DeepSpeed ZeRO-3": hasattr(param, "ds_id"),
     }
     for what, found in sharded.items():
         if found:
             raise NotImplementedError(
-                f"DistributedLion does not support sharded parameters ({what}): every rank must "
-                f"hold whole parameters; use DistributedDataParallel (accelerate launch "
-                f"--multi_gpu), or no wrapper at all"
+                f"DistributedLion does not support sharded parameters of {what}, only of FSDP2 "
+                f"inside a replica: {TWO_LINES}"
             )
     if param.layout != torch.strided:
         raise TypeError(f"DistributedLion takes dense parameters, got layout {param.layout}")
@@ -73,8 +74,9 @@ def check_gradient(param: Tensor) -> None:
 
     Raises:
         TypeError: If it is sparse, or of a dtype that is not computed as the parameter's is.
-        RuntimeError: If it is on the meta device, or of another shape or device.
+        RuntimeError: If it is on the meta device, or of another shape, device or placement.
     """
+    check_placed_alike(param)
     grad = param.grad
     if grad is None:
         return

@@ -14,6 +14,7 @@ from typing import Any
 from hf_dlion.exchange.wire import Wire
 from hf_dlion.options import Options
 from hf_dlion.options.groups import Groups, agreed_values, names_of, option_values, trainable
+from hf_dlion.options.parts import held_in_parts, told_shape
 from hf_dlion.options.treatment import Treatment
 from hf_dlion.ranks.fingerprint import digest, fingerprints
 from hf_dlion.ranks.header import WIRE_VERSION, Header
@@ -26,6 +27,9 @@ FEWER_BATCHES = (
 )
 # Characters of a failure's text that other ranks hear.
 MOST_TOLD = 4000
+
+# Names of parameters and hashes of their values.
+Values = list[tuple[str, int]]
 
 
 class Disagreement(RuntimeError):
@@ -40,7 +44,9 @@ class Details:
         layout: Returns a list with one line per trainable parameter.
         options: Returns the options by name.
         groups: Returns one dictionary per parameter group.
-        parameters: Returns (name, hash) of every trainable parameter's values.
+        parameters: Returns (name, hash) of every trainable parameter's values, or of the part of
+            them that this rank holds.
+        unsharded: Returns those of the pairs whose parameters every rank holds whole.
         failure: Returns what failed, or None.
         doing: What it failed in.
     """
@@ -48,7 +54,8 @@ class Details:
     layout: Callable[[], list[str]]
     options: Callable[[], dict[str, Any]]
     groups: Callable[[], list[dict[str, Any]]]
-    parameters: Callable[[], list[tuple[str, int]]]
+    parameters: Callable[[], Values]
+    unsharded: Callable[[Values], Values]
     failure: Callable[[], str | None]
     doing: str = "the step"
 
@@ -58,7 +65,7 @@ def layout_lines(groups: Groups, treatment: Treatment) -> list[str]:
     names = names_of(groups)
     # Without the number of the device, which differs between ranks that agree.
     return [
-        f"{names[index]}: {tuple(p.shape)} {p.dtype} on {p.device.type}{treatment.told(index)}"
+        f"{names[index]}: {told_shape(p)} {p.dtype} on {p.device.type}{treatment.told(index)}"
         for index, p in trainable(groups)
     ]
 
@@ -80,16 +87,21 @@ def details_of(
         beside: What ranks have in common like the values of their groups.
     """
 
-    def parameters() -> list[tuple[str, int]]:
+    def parameters() -> Values:
         names, held = names_of(groups), trainable(groups)
         hashes = fingerprints([param for _, param in held])
         return [(names[index], value) for (index, _), value in zip(held, hashes, strict=True)]
+
+    def unsharded(pairs: Values) -> Values:
+        held = trainable(groups)
+        return [pair for pair, (_, p) in zip(pairs, held, strict=True) if not held_in_parts(p)]
 
     return Details(
         layout=lambda: layout_lines(groups, treatment or Treatment()),
         options=lambda: option_values(options),
         groups=lambda: [*agreed_values(groups), *beside],
         parameters=parameters,
+        unsharded=unsharded,
         failure=lambda: None if failure is None else told(failure),
     )
 
@@ -101,19 +113,23 @@ class Agreement:
         parameters: Number of presence bits in the header: the trainable parameters at the last
             agreement on a layout. It changes only on all ranks together, so headers always
             have one size.
+        alike: Groups of ranks that hold the same parameters, or the same part of each; None where
+            all ranks do. The ranks of a replica hold other parts, cut into other messages.
     """
 
     def __init__(self) -> None:
         """Starts without an agreed layout; the first step agrees on one."""
         self.parameters = 0
-        self._layout: int | None = None
+        self.alike: Sequence[Sequence[int]] | None = None
+        self._layouts: list[int] = []
 
     def agree(self, mine: Header, wire: Wire, details: Details) -> list[Header]:
         """Returns every rank's header, in rank order, after checking that they fit together.
 
         Every rank must call this at the same point of its program. Bytes per rank:
-        `header_wire_bytes`; once per layout also 16 * (N - 1) and a header with room for the
-        parameters of the layout before (none at the first step).
+        `header_wire_bytes`; once per layout also 16 * (N - 1), twice that where parameters are
+        sharded, and a header with room for the parameters of the layout before (none at the first
+        step).
 
         Raises:
             Disagreement: On every rank, if something failed on one, or they differ in wire
@@ -123,7 +139,7 @@ class Agreement:
         headers = self.agree_on_options(mine, wire, details)
         # First, since a rank that skips a step often skips its scheduler, too.
         _check_batches(headers)
-        if any(header.layout != self._layout for header in headers):
+        if [header.layout for header in headers] != self._layouts:
             self._agree_on_layout(mine, wire, details)
             headers = self._gather(mine, wire)
         if any(header.groups != mine.groups for header in headers):
@@ -177,30 +193,49 @@ class Agreement:
         """Compares layouts, and parameters' names and values, which must start equal."""
         values = details.parameters()
         layouts, hashes = wire.gather_words([mine.layout, digest(values)], "a layout").t().tolist()
-        if len(set(layouts)) > 1:
+        kinds, common = [0] * len(layouts), [0] * len(layouts)
+        if self.alike is not None:
+            # What all ranks have in common whichever parts they hold.
+            told = [digest(details.layout()), digest(details.unsharded(values))]
+            kinds, common = wire.gather_words(told, "a layout").t().tolist()
+        if self._differ(layouts) or len(set(kinds)) > 1:
             lines = wire.gather_objects(details.layout())
             described = [dict(enumerate(rank_lines)) for rank_lines in lines]
             raise Disagreement(
                 _first_difference("trainable parameters", described)
-                + "; ranks hold whole parameters, alike and on the same kinds of device: FSDP, "
-                "DeepSpeed and ZeRO are not supported"
+                + "; ranks hold the same parameters, alike and on the same kinds of device, whole "
+                "or as FSDP2 shards them inside each replica; FSDP1, DeepSpeed and ZeRO are not "
+                "supported"
             )
-        if len(set(hashes)) > 1:
-            named = wire.gather_objects(values)
-            orders = [dict(enumerate(name for name, _ in pairs)) for pairs in named]
-            if any(order != orders[0] for order in orders):
-                raise Disagreement(
-                    _first_difference("names of trainable parameters", orders)
-                    + "; pass the parameters in the same order on every rank"
-                )
-            difference = _first_difference("parameter values", [dict(pairs) for pairs in named])
-            raise Disagreement(
-                f"{difference} (hashes): replicas must start equal; wrap the model in "
-                f"DistributedDataParallel, or load the same weights or set the same seed on "
-                f"every rank before building it"
-            )
-        self._layout = mine.layout
+        if self._differ(hashes) or len(set(common)) > 1:
+            self._raise_values(wire.gather_objects((values, details.unsharded(values))))
+        self._layouts = layouts
         self.parameters = mine.present.numel()
+
+    def _differ(self, values: Sequence[int]) -> bool:
+        """Returns whether ranks that hold the same have different values."""
+        groups = self.alike or [range(len(values))]
+        return any(len({values[rank] for rank in ranks}) > 1 for ranks in groups)
+
+    def _raise_values(self, told: Sequence[tuple[Values, Values]]) -> None:
+        """Raises for names or values that differ: each rank's, and those of whole parameters."""
+        everyone = range(len(told))
+        orders = [dict(enumerate(name for name, _ in pairs)) for pairs, _ in told]
+        if any(order != orders[0] for order in orders):
+            raise Disagreement(
+                _first_difference("names of trainable parameters", orders)
+                + "; pass the parameters in the same order on every rank"
+            )
+        # Of the first ranks that hold the same and differ.
+        tables = [{r: dict(told[r][0]) for r in ranks} for ranks in self.alike or [everyone]]
+        tables.append({rank: dict(whole) for rank, (_, whole) in enumerate(told)})
+        own = next(own for own in tables if len({repr(table) for table in own.values()}) > 1)
+        difference = _first_difference("parameter values", list(own.values()), list(own))
+        raise Disagreement(
+            f"{difference} (hashes): replicas must start equal; wrap the model in "
+            f"DistributedDataParallel, or load the same weights or set the same seed on "
+            f"every rank before building it"
+        )
 
 
 def _check_batches(headers: Sequence[Header]) -> None:
@@ -277,12 +312,16 @@ def _flat(groups: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _first_difference(what: str, tables: Sequence[dict[Any, Any]]) -> str:
-    """Returns a sentence that names the first key on which the ranks' tables differ."""
+def _first_difference(
+    what: str, tables: Sequence[dict[Any, Any]], ranks: Sequence[int] | None = None
+) -> str:
+    """Returns a sentence that names the first key on which tables (of all ranks) differ."""
+    ranks = ranks or range(len(tables))
     keys = list(dict.fromkeys(key for table in tables for key in table))
     for key in keys:
         values = [table.get(key, "missing") for table in tables]
         if any(value != values[0] for value in values):
-            told = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
+            pairs = zip(ranks, values, strict=True)
+            told = ", ".join(f"rank {rank}: {value!r}" for rank, value in pairs)
             return f"ranks differ in {what}, first in {key!r}: {told}"
     return f"ranks differ in {what}"

@@ -7,41 +7,53 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from hf_dlion.exchange import Wire, WireStats
 from hf_dlion.exchange.wire import ConnectableGroup, RankGroup, connect, default_group
 from hf_dlion.options import NodeName, Options
 from hf_dlion.options.groups import Groups, flat_params, option_values
+from hf_dlion.options.parts import TWO_LINES, is_sharded
 from hf_dlion.ranks.abstention import Abstentions
 from hf_dlion.ranks.agreement import Agreement, details_of
 from hf_dlion.ranks.fingerprint import digest
 from hf_dlion.ranks.header import Header
 from hf_dlion.ranks.launched import warn_of_strangers
 from hf_dlion.ranks.node import LocalGroup, Node, find_node
+from hf_dlion.ranks.shards import claim_of, find_replica, voting_group
 
 
 class Ranks:
     """The process group and the node, looked up late, and what the ranks remember of one another.
 
     Attributes:
+        sharded: Whether parameters are sharded: then the process group holds but one rank of each
+            replica, and these ranks are those of the default group.
         node: Who votes together with this rank, as far as `join` has found out.
         agreement: Compares the ranks' headers.
         abstentions: Counts steps from which ranks, or nodes, abstained.
     """
 
     def __init__(
-        self, process_group: RankGroup | None, local_group: LocalGroup, limit: int
+        self,
+        process_group: RankGroup | None,
+        local_group: LocalGroup,
+        limit: int,
+        *,
+        replicate: DeviceMesh | None = None,
     ) -> None:
         """Looks nothing up yet: an optimizer may be built before the process group.
 
         Args:
             process_group: The ranks that vote; None is the default group.
+            replicate: The same as a mesh; then parameters must be sharded.
             local_group: The option.
             limit: The option `max_abstained_steps`.
 
         Raises:
             TypeError: If `process_group` is not one of which this rank is a member.
         """
+        process_group = voting_group(process_group, replicate)
         kinds = (dist.ProcessGroup, ConnectableGroup)
         if process_group is not None and not isinstance(process_group, kinds):
             raise TypeError(
@@ -51,6 +63,8 @@ class Ranks:
         self._process_group, self._local_group, self._limit = process_group, local_group, limit
         self._lost_group = False
         self._wire: Wire | None = None
+        self.sharded = self._looked_up_sharded = False
+        self._must_be_sharded = replicate is not None
         self.node: Node | None = None
         self._joined = False
         self.agreement = Agreement()
@@ -66,6 +80,32 @@ class Ranks:
         )
         return copy
 
+    def bind(self, groups: Groups) -> None:
+        """Looks whether parameters are sharded: loops may do that after they were passed."""
+        self.sharded = any(map(is_sharded, flat_params(groups)))
+
+    def check(self, groups: Groups, options: Options) -> None:
+        """Checks what can be told of sharded parameters without the other ranks.
+
+        Raises:
+            NotImplementedError: As `shards.claim_of`.
+            ValueError: As `shards.claim_of`.
+        """
+        if self.sharded and default_group() is not None:
+            claim_of(self._process_group, groups, options)
+
+    def check_step(self) -> None:
+        """Checks that parameters are sharded if they must be, which loops may do late.
+
+        Raises:
+            RuntimeError: If they are not: the ranks of a replica would drift apart.
+        """
+        if self._must_be_sharded and not self.sharded:
+            raise RuntimeError(
+                f"replicate=... names the ranks that hold the same parts, but no parameter is "
+                f"sharded: {TWO_LINES}"
+            )
+
     def look_up(self, groups: Groups, stats: WireStats) -> tuple[Wire | None, bool]:
         """Returns the wire, None without torch.distributed, and whether it is a new one.
 
@@ -76,7 +116,7 @@ class Ranks:
         Raises:
             RuntimeError: If this belongs to a copy, and the process group was the original's own.
         """
-        group = self._process_group or default_group()
+        group = (None if self.sharded else self._process_group) or default_group()
         # A process group outlives the torch.distributed that made it.
         if group is None or (isinstance(group, dist.ProcessGroup) and not dist.is_initialized()):
             self._wire = None
@@ -87,12 +127,14 @@ class Ranks:
                 "own, which a copy does not carry: make a new one with process_group=... (or "
                 "local_group=...) and load the state dict into it"
             )
-        if self._wire is not None and self._wire.group is group:
+        same = self._wire is not None and self._wire.group is group
+        if same and self._looked_up_sharded == self.sharded:
             return self._wire, False
         self._wire = connect(group, stats, _device_of(groups))
         if isinstance(group, dist.ProcessGroup):
             warn_of_strangers()
         self.node, self._joined = None, False
+        self._looked_up_sharded = self.sharded
         self.agreement = Agreement()
         self.abstentions = Abstentions(self._wire.world_size, self._limit)
         return self._wire, True
@@ -114,7 +156,9 @@ class Ranks:
         Raises:
             Disagreement: On every rank, if the ranks cannot be divided into equal nodes.
         """
-        if wire is None or wire.world_size == 1 or options.local_group in (None, 1):
+        if wire is None or wire.world_size == 1:
+            return None
+        if options.local_group in (None, 1) and not self.sharded:
             return None
         if not self._joined:
             self.node, self._joined = self._found(wire, groups, options, steps, stats), True
@@ -165,7 +209,13 @@ class Ranks:
             # As a step begins, so a rank without local_group, which is there, hears of it.
             self.agreement.agree_on_options(header, wire, details_of(groups, options, failure))
 
-        node = find_node(self._local_group, wire, agree, stats, _device_of(groups))
+        device = _device_of(groups)
+        if self.sharded:
+            replica = find_replica(self._process_group, groups, options, wire, agree, stats, device)
+            self.agreement.alike = replica.places
+            self.abstentions = Abstentions(len(replica.members), self._limit, "replica")
+            return replica
+        node = find_node(self._local_group, wire, agree, stats, device)
         if node is not None:
             self.abstentions = Abstentions(len(node.members), self._limit, "node")
         return node

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -101,6 +102,34 @@ class Header:
             passes=status >> _PASSES_AT & _MOST,
             dropped=status >> _DROPPED_AT & _MOST,
         )
+
+
+def one_per_voter(headers: Sequence[Header], members: Sequence[Sequence[int]]) -> list[Header]:
+    """Returns one header for each voter whose ranks vote as one.
+
+    Such a voter is finite, and its messages ordered, if all its ranks are; it has a parameter, or
+    votes that do not hold any more, if any of them has.
+
+    Args:
+        headers: Of all ranks.
+        members: The ranks of each voter.
+    """
+    merged = []
+    for ranks in members:
+        own = [headers[rank] for rank in ranks]
+        merged.append(
+            dataclasses.replace(
+                own[0],
+                finite=all(header.finite for header in own),
+                present=torch.stack([header.present for header in own]).any(dim=0),
+                stale=any(header.stale for header in own),
+                ordered=all(header.ordered for header in own),
+                unaveraged=any(header.unaveraged for header in own),
+                displaced=any(header.displaced for header in own),
+                unshared=any(header.unshared for header in own),
+            )
+        )
+    return merged
 
 
 def voters_on(headers: Sequence[Header]) -> Tensor:

@@ -28,6 +28,11 @@ class JoinableOptimizer(Joinable):
     def options(self) -> Options:
         """The optimizer's options."""
 
+    @property
+    @abstractmethod
+    def _sharded(self) -> bool:
+        """Whether parameters are sharded."""
+
     @abstractmethod
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients."""
@@ -43,9 +48,14 @@ class JoinableOptimizer(Joinable):
             kwargs: What the `Join` was given for all that it joins; not used.
 
         Raises:
-            NotImplementedError: With `local_group`: inside a node gradients are averaged, which
-                takes every rank's backward pass.
+            NotImplementedError: With `local_group` or sharded parameters: inside a node or a
+                replica gradients are averaged, which takes every rank's backward pass.
         """
+        if self._sharded:
+            raise NotImplementedError(
+                "Join does not work with sharded parameters: FSDP needs every rank of a replica in "
+                "every forward and backward; give every rank as many batches"
+            )
         if self.options.local_group not in (None, 1):
             raise NotImplementedError(
                 f"Join does not work with local_group={self.options.local_group!r}: a rank without "

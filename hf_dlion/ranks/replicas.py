@@ -20,7 +20,13 @@ Entry = tuple[str, str, int]
 
 
 def check_replicas(
-    groups: Groups, wire: Wire, step: int, on_divergence: OnDivergence, near: Collection[int] = ()
+    groups: Groups,
+    wire: Wire,
+    step: int,
+    on_divergence: OnDivergence,
+    near: Collection[int] = (),
+    alike: Sequence[Sequence[int]] | None = None,
+    twins: Wire | None = None,
 ) -> None:
     """Compares the parameters of all ranks, and raises or repairs if they are not bitwise equal.
 
@@ -33,11 +39,14 @@ def check_replicas(
     differ, sent by the lowest rank of the majority to the others.
 
     Args:
-        groups: The parameter groups; a repair changes parameters in place, and nothing else.
+        groups: The parameter groups, with this rank's parts of sharded parameters; a repair changes
+            parameters in place, and nothing else.
         wire: The process group, of several ranks.
         step: Number of the step that was taken.
         on_divergence: "raise" or "repair".
         near: The ranks of this rank's node.
+        alike: Groups of ranks that hold the same parts; None where all ranks hold whole parameters.
+        twins: The ranks of this rank's group; None where they are all.
 
     Raises:
         Disagreement: The same on every rank, if parameters differ and are not to be repaired, or
@@ -48,14 +57,17 @@ def check_replicas(
     own = list(zip(names_of(groups), kinds, fingerprints(params), strict=True))
     mine = digest([entry[1:] for entry in own])
     digests: list[int] = wire.gather_words([mine], "a hash of parameters").view(-1).tolist()
-    if len(set(digests)) == 1:
+    columns = alike or [range(wire.world_size)]
+    broken = [ranks for ranks in columns if len({digests[rank] for rank in ranks}) > 1]
+    if not broken:
         return
-    tables: list[list[Entry]] = wire.gather_objects(own)
-    majority = majority_of(digests)
-    source = majority[0]
-    different = _different(tables)
-    what = _told(step, tables[source], different, digests, majority)
-    if len({tuple(kind for _, kind, _ in table) for table in tables}) > 1:
+    everyone: list[list[Entry]] = wire.gather_objects(own)
+    # Ranks that hold other parts may differ, too: all say the same, of the first ones.
+    what = _told(step, everyone, digests, broken[0])
+    if any(
+        len({tuple(kind for _, kind, _ in everyone[rank]) for rank in ranks}) > 1
+        for ranks in broken
+    ):
         raise Disagreement(f"{what}, in shape or dtype: give every rank the same parameters")
     if on_divergence == "raise":
         raise Disagreement(
@@ -64,10 +76,20 @@ def check_replicas(
             f"memory. Resume from a checkpoint from before, or set on_divergence='repair' to go "
             f"on with the values of the majority"
         )
-    for index in different:
-        _overwrite(params[index], wire, source, near=source in near)
+    for ranks in broken:
+        source = _majority(digests, ranks)[0]
+        if wire.rank in ranks:
+            for index in _different([everyone[rank] for rank in ranks]):
+                place = list(ranks).index(source)
+                _overwrite(params[index], twins or wire, place, near=source in near)
     wire.stats.repairs += 1
+    source = _majority(digests, broken[0])[0]
     warn_once("repaired replicas", f"{what}; all ranks now have the values of rank {source}")
+
+
+def _majority(digests: Sequence[int], ranks: Sequence[int]) -> list[int]:
+    """Returns those of the ranks whose digests are equal to those of most."""
+    return [ranks[place] for place in majority_of([digests[rank] for rank in ranks])]
 
 
 def majority_of(digests: Sequence[int]) -> list[int]:
@@ -88,17 +110,16 @@ def _different(tables: Sequence[Sequence[Entry]]) -> list[int]:
 
 
 def _told(
-    step: int,
-    table: Sequence[Entry],
-    different: Sequence[int],
-    digests: Sequence[int],
-    majority: Sequence[int],
+    step: int, everyone: Sequence[Sequence[Entry]], digests: Sequence[int], ranks: Sequence[int]
 ) -> str:
-    """Returns what is wrong, in the same words on every rank."""
-    others = [rank for rank in range(len(digests)) if rank not in majority]
+    """Returns what is wrong among `ranks`, in the same words on every rank."""
+    majority = _majority(digests, ranks)
+    table, different = everyone[majority[0]], _different([everyone[rank] for rank in ranks])
+    others = [rank for rank in ranks if rank not in majority]
     first = different[0]
     name = repr(table[first][0]) if first < len(table) else f"number {first}"
-    tied = sum(count == len(majority) for count in Counter(digests).values()) > 1
+    counts = Counter(digests[rank] for rank in ranks)
+    tied = sum(count == len(majority) for count in counts.values()) > 1
     choice = "no majority: those with the lowest rank count" if tied else "the majority"
     return (
         f"replicas differ after step {step} in {len(different)} of {len(table)} parameters, first "

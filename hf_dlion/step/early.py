@@ -41,7 +41,7 @@ class EarlyVotes(Protocol):
         """Raises where votes cannot leave early; called for every new plan.
 
         Args:
-            wire: All ranks.
+            wire: The ranks that exchange votes.
             params: Pairs of parameter index and parameter, those with requires_grad.
 
         Raises:

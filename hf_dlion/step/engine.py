@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -14,10 +14,12 @@ from torch.optim import Optimizer
 from hf_dlion.codec.rule import StepRule
 from hf_dlion.exchange import Wire, WireStats
 from hf_dlion.momentum.origin import MomentumOrigin
+from hf_dlion.momentum.part_states import PartStates
 from hf_dlion.momentum.shares import Shares
 from hf_dlion.momentum.store import MomentumStore
 from hf_dlion.momentum.sync import MomentumSync
 from hf_dlion.options import Options
+from hf_dlion.options.parts import Parts
 from hf_dlion.options.treatment import Treatment
 from hf_dlion.ranks.group import Ranks
 from hf_dlion.step.early import EarlyVotes, NoEarlyVotes
@@ -67,6 +69,7 @@ class Engine:
         ranks: The process group, the node, and what the ranks remember of one another.
         stats: Bytes, times and agreement: `optimizer.wire`.
         steps: Number of the last step that moved anything.
+        parts: What this rank holds of the parameters that are sharded.
         presence: Knows which parameters received a gradient.
         early: Votes that leave before the step.
         hooks: Watch gradients and wrappers.
@@ -95,7 +98,7 @@ class Engine:
         self.options, self.ranks = options, ranks
         self.stats = WireStats()
         self.steps = self.sent_inside = 0
-        self.presence = Presence()
+        self.parts, self.presence = Parts(), Presence()
         self.plan: Plan | None = None
         self.treatment = Treatment()
         self.sync, self.shares, self.origin = MomentumSync(), Shares(), MomentumOrigin()
@@ -119,6 +122,7 @@ class Engine:
     def shed(self) -> None:
         """Lets go of parameters and momenta: the optimizer is gone, and this may outlive it."""
         self.plan = None
+        self.parts.forget()
         self.early = NoEarlyVotes()
 
     @property
@@ -138,6 +142,11 @@ class Engine:
         """The optimizer's parameter groups, none of one that is gone."""
         owner = self._owner()
         return [] if owner is None else owner.param_groups
+
+    @property
+    def local_groups(self) -> Sequence[Mapping[str, Any]]:
+        """The parameter groups with this rank's parts of sharded parameters: what steps go by."""
+        return self.parts.groups(self.groups) if self.ranks.sharded else self.groups
 
     @property
     def joins(self) -> bool:
@@ -199,7 +208,7 @@ class Engine:
         if wire is None:
             self._voters = ONE_RANK
         elif self._voters.wire is not wire:
-            node = self.ranks.join(wire, self.groups, self.options, self.steps, self.stats)
+            node = self.ranks.join(wire, self.local_groups, self.options, self.steps, self.stats)
             self._voters = voters_of(wire, node)
         return self._voters
 
@@ -245,7 +254,8 @@ class Engine:
     def momenta(self) -> MomentumStore:
         """Returns where the momenta live now."""
         dtype = self.options.momentum_dtype
-        return MomentumStore(self.owner.state, self.groups, self.shares, dtype)
+        states = PartStates(self.owner.state)
+        return MomentumStore(states, self.local_groups, self.shares, dtype)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Returns every rank's `value`, in rank order; every rank must call this.
@@ -271,7 +281,7 @@ class Engine:
         """
         wire = self.wire_if_several()
         if wire is not None:
-            self.ranks.meet_to_save(wire, self.groups, self.options, self.steps, failure)
+            self.ranks.meet_to_save(wire, self.local_groups, self.options, self.steps, failure)
 
 
 # What a copy of an optimizer takes over as it is.

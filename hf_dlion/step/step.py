@@ -86,6 +86,7 @@ class Step:
             scaling: What GradScaler left to do.
         """
         self._engine, self._scaling = engine, scaling
+        engine.ranks.bind(engine.groups)
         self._wire, self._stats = engine.wire_if_several(), engine.stats
         self._plan_before = engine.plan
 
@@ -153,10 +154,11 @@ class Step:
             RuntimeError: If a gradient or a momentum is of another shape than its parameter.
         """
         engine = self._engine
+        engine.ranks.check_step()
         passes, dropped = engine.presence.batches.taken()
         for group in engine.groups:
             check_group(group)
-        self._pairs = trainable(engine.groups)
+        self._pairs = trainable(engine.local_groups)
         params = [param for _, param in self._pairs]
         self._momenta = momenta = engine.momenta()
         self._plan = plan = engine.plan_for(self._pairs, self._voters)
@@ -167,13 +169,13 @@ class Step:
             check_gradient(param)
         present = engine.presence.of(params)
         # Parameters that were thawed after their wrapper was attached.
-        engine.hooks.watch_gradients(params)
+        engine.hooks.watch_gradients(flat_params(engine.groups))
         for (index, param), has in zip(self._pairs, present, strict=True):
             if has:
                 momenta.of(param, index, plan.owned)
         if plan is not self._plan_before:
-            if self._wire is not None:
-                engine.early.check(self._wire, self._pairs)
+            if self._voters.between is not None:
+                engine.early.check(self._voters.between, self._pairs)
             self._rehearse(plan, present)
         voting = self._voters.voting(engine.presence, params, present)
         self._unaveraged = self._voters.unaveraged(engine.presence, params, present)
@@ -220,7 +222,7 @@ class Step:
             return [header]
         treatment = None if engine.plan is None else engine.plan.treatment
         details = details_of(
-            engine.groups, engine.options, failure, treatment, engine.sync.agreed()
+            engine.local_groups, engine.options, failure, treatment, engine.sync.agreed()
         )
         try:
             headers = engine.ranks.agreement.agree(header, self._wire, details)
@@ -243,12 +245,13 @@ class Step:
         self._voters.complete(self._momenta, self._plan.owners, params, self._unaveraged, mine)
 
     def _share_momenta(self) -> None:
-        """Gives all ranks one momentum of the parameters whose gradients are averaged.
+        """Gives all voters one momentum of the parameters whose gradients are averaged.
 
         They differ if these parameters were voted on before, or loaded per rank. Every rank must
         call this. Bytes per rank: 8 * (N - 1), and those of `synchronize_momentum` if they differ.
         """
-        assert self._wire is not None, "one rank has nobody to share with"
+        between = self._voters.between
+        assert between is not None, "one rank has nobody to share with"
         full = self._plan.treatment.full
         # A rank that did not use a parameter takes part as well: all must send the same.
         held = {
@@ -256,8 +259,8 @@ class Step:
             for index, param in self._pairs
             if index in full
         }
-        if momenta_differ(held, self._wire):
-            average_over_ranks(list(held.values()), self._wire)
+        if momenta_differ(held, between):
+            average_over_ranks(list(held.values()), between)
         self._engine.shared_momenta = full
 
     def _move(self, plan: Plan, counts: Tensor, mine: Header, delivery: Delivery) -> None:
@@ -270,8 +273,9 @@ class Step:
             delivery: Carries the votes.
         """
         moving = self._moving(plan, counts, mine)
-        if plan.averaged and self._wire is not None:
-            step_in_full(plan.averaged, moving, self._wire, self._stats)
+        between = self._voters.between
+        if plan.averaged and between is not None:
+            step_in_full(plan.averaged, moving, between, self._stats)
         delivery.land(moving, self._stats)
 
     def _moving(self, plan: Plan, counts: Tensor, mine: Header) -> Moving:
@@ -295,7 +299,7 @@ class Step:
     def _end(self, plan: Plan, heard: Sequence[Header], moved: bool) -> None:
         """Clears what belongs to this step, and prepares the next one."""
         engine, wire = self._engine, self._wire
-        engine.hooks.after_step(engine.presence.seen(flat_params(engine.groups)))
+        engine.hooks.after_step(engine.presence.seen(flat_params(engine.local_groups)))
         engine.presence.note_step()
         if wire is None:
             return
@@ -306,8 +310,15 @@ class Step:
         # Last, because it may raise.
         every = engine.options.check_replicas_every
         if moved and every and engine.steps % every == 0:
-            on_divergence = engine.options.on_divergence
-            check_replicas(engine.groups, wire, engine.steps, on_divergence, self._voters.near)
+            check_replicas(
+                engine.local_groups,
+                wire,
+                engine.steps,
+                engine.options.on_divergence,
+                self._voters.near,
+                engine.ranks.agreement.alike,
+                self._voters.twins,
+            )
 
     def _synchronize_momenta(self, plan: Plan) -> None:
         """Averages the slice of the selected momenta whose turn it is.

@@ -345,13 +345,14 @@ def refuse_shards(rank: int, world_size: int) -> str:
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     try:
         optimizer_of(model)
-    except NotImplementedError as error:
+    except ValueError as error:
         return str(error)
     return "accepted"
 
 
-def test_sharded_parameters_are_refused_with_what_works(ranks: RankPools) -> None:
+def test_shards_of_one_replica_are_refused_as_voters_with_what_works(ranks: RankPools) -> None:
     for message in ranks(2).run(refuse_shards):
+        assert 'replicate=mesh["replicate"]' in message
         assert "DistributedDataParallel" in message
 
 
@@ -528,7 +529,7 @@ def shard_after_construction(rank: int, world_size: int) -> str:
     optimizer.param_groups[0]["params"] = list(model.parameters())
     try:
         optimizer.step()
-    except NotImplementedError as error:
+    except ValueError as error:
         return str(error)
     return "accepted"
 

@@ -85,3 +85,15 @@ def test_a_step_is_not_captured_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     optimizer.step()
     assert bool((param == 0.5).all())
+
+
+def test_parameters_on_the_cpu_are_refused_in_words_where_only_gpus_can_send(
+    fake_ranks: int,
+) -> None:
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    wire = Wire(everyone, WireStats(), torch.device("cpu"))
+    # As of init_process_group("nccl"), and parameters that FSDP offloads.
+    wire._backends = {"cuda": "nccl"}
+    with pytest.raises(RuntimeError, match=r"cannot send tensors on cpu; .*cpu:gloo,cuda:nccl"):
+        _ = wire.control_device

@@ -69,3 +69,18 @@ def test_a_state_can_be_set_twice() -> None:
         twin = DistributedLion.__new__(DistributedLion)
         twin.__setstate__(state)
         assert twin.steps == 1
+
+
+def test_a_parameter_with_the_number_of_one_that_is_gone_is_watched() -> None:
+    gone, new = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    optimizer = DistributedLion([gone])
+    handles = optimizer._engine.hooks._handles
+    handles[id(new)] = handles.pop(id(gone))
+    optimizer.param_groups[0]["params"] = [new]
+    del gone
+    gc.collect()
+    for _ in range(2):
+        new.sum().backward()
+        seen = optimizer._engine.presence.seen([new])
+        optimizer.step()
+    assert seen == [new]

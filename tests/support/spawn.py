@@ -64,6 +64,9 @@ GROUP_TIMEOUT = datetime.timedelta(seconds=180)
 
 RankFunction = Callable[..., Any]
 
+# Process groups that outlive the case that made them: torch's meshes go on naming theirs.
+LASTING: set[dist.ProcessGroup] = set()
+
 
 class RanksFailedError(AssertionError):
     """At least one rank raised, died or did not answer in time; the text has a part per rank."""
@@ -447,7 +450,8 @@ def _dumps(value: object) -> bytes:
 
 def _end_groups() -> None:
     """Ends the process groups that a case made: each has threads that wake 100 times a second."""
-    kept = {dist.group.WORLD, *(group for made in _made.values() for group in made.values())}
+    made = [group for made in _made.values() for group in made.values()]
+    kept = {dist.group.WORLD, *made, *LASTING}
     groups = [group for group in distributed_c10d._world.pg_map if group not in kept]
     if groups:
         gc.collect()  # A DDP model must not outlive its group.

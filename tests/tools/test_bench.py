@@ -26,7 +26,7 @@ from hf_dlion.tools.bench.emulate import (
     namespaces,
     remove_stale,
 )
-from hf_dlion.tools.bench.methods import METHODS, NODE
+from hf_dlion.tools.bench.methods import FSDP2, METHODS, NODE, methods_of, sensible_methods
 from hf_dlion.tools.bench.train import Departure, exposed_wire_s, limit_messages
 from tests.support.spawn import RankPools, run_command, run_script
 
@@ -100,8 +100,8 @@ def test_train_compares_every_method(tmp_path, launcher):
     else:
         run_command([*BENCH, *words])
     rows = checked(out, "train")
-    # One vote per node is for several nodes.
-    names = [name for name in METHODS if name != NODE]
+    # What the ranks of a node do together is for several nodes.
+    names = [name for name in METHODS if name not in (NODE, FSDP2)]
     sent = [row["bytes_per_step"] for row in rows]
     bytes_of = dict(zip(names, sent, strict=True))
     assert bytes_of["none"] == bytes_of["alone"] == 0
@@ -179,14 +179,49 @@ def test_a_limit_of_elements_makes_more_messages(ranks: RankPools) -> None:
 
 @pytest.mark.long
 @pytest.mark.multiproc
-def test_train_measures_one_vote_per_node(tmp_path):
+def test_train_measures_what_the_ranks_of_a_node_do_together(tmp_path):
     out = tmp_path / "train.json"
     words = ["train", "--parameters=5000", "--sequence=16", "--steps=3", f"--json={out}"]
-    nodes = ["--ranks=4", "--local-ranks=2", "--methods", "dlion", NODE]
+    nodes = ["--ranks=4", "--local-ranks=2", "--methods", "dlion", NODE, FSDP2]
     run_command([*BENCH, *words, *nodes])
-    flat, node = checked(out, "train")
+    flat, node, sharded = checked(out, "train")
     assert node["name"] == "DistributedLion, a vote per node"
-    assert 0 < node["bytes_per_step"] < flat["bytes_per_step"] / 2
+    for row in (node, sharded):
+        assert 0 < row["bytes_per_step"] < flat["bytes_per_step"] / 2
+
+
+class Layers(nn.Module):
+    """Called as a Llama is, whose import takes longer than all of this."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        self.model.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+        hidden = nn.functional.one_hot(input_ids, 64).float()
+        for layer in self.model.layers:
+            hidden = layer(hidden)
+        return SimpleNamespace(loss=hidden.square().mean())
+
+
+def steps_with_shards(rank: int, world_size: int) -> list[tuple[str, int]]:
+    """Takes a step of two nodes of two ranks; returns names, and the bytes that a rank sent."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        assert {NODE, FSDP2} <= set(sensible_methods())
+        methods = methods_of(["dlion", FSDP2], [1], Layers)
+    for method in methods:
+        method.step(torch.arange(8)[None])
+    return [(method.name, method.bytes_sent) for method in methods]
+
+
+@pytest.mark.multiproc
+def test_train_measures_shards_inside_each_node(ranks: RankPools) -> None:
+    for flat, sharded in ranks(4).run(steps_with_shards):
+        assert sharded[0] == "DistributedLion, FSDP2 in the node"
+        # Each rank votes on half of the model, with one other rank in place of three.
+        assert 0 < sharded[1] < flat[1] / 2
 
 
 @pytest.mark.long

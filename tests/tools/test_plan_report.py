@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -184,3 +185,35 @@ def test_a_cluster_predicted_with_this_cpu_is_told_loudly(capsys):
 def test_options_that_contradict_a_gpu_are_refused(words, message, capsys):
     assert cli.main(["plan", "1m", *CLUSTER, *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_shards_are_the_ranks_of_a_node(capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    words = ["plan", "13b", "--ranks=16", "--link=25gbit", "--gpu=a100", "--dtype=bfloat16"]
+    assert cli.main([*words, "--shard=8", f"--json={file}"]) == 0
+    said = capsys.readouterr().out
+    assert "16 ranks on 2 nodes" in said
+    assert "no GPU ran it" in said
+    assert "memory:" not in said  # 104 GB with AdamW do not fit on one GPU, an eighth does.
+    assert json.loads(file.read_text())["cluster"] == {"ranks": 16, "ranks_per_node": 8}
+    assert cli.main(words) == 0
+    assert "memory: weights" in capsys.readouterr().out
+    assert cli.main([*words, "--shard=8", "--ranks-per-node=4"]) == 2
+    assert "one replica in each node" in " ".join(capsys.readouterr().err.split())
+
+
+def test_of_a_sharded_model_a_rank_sends_the_votes_on_its_part():
+    case = Case(
+        work=workload("7b"), cluster=Cluster(ranks=2), link=Link(bits_per_s=1e9, latency_s=1e-4),
+        compute_s=0.1, machine=gpu.machine_of(GPUS["h100"], torch.float32, 1),
+    )  # fmt: skip
+    whole = predict(case)
+    parts = predict(replace(case, cluster=Cluster(ranks=8, ranks_per_node=4), sharded=True))
+    # A bit of each parameter of a quarter; what leaves a node is what left a rank of DDP.
+    assert 4 * parts[DLION].wire_bytes == pytest.approx(case.work.trainable / 8, rel=0.01)
+    assert 4 * parts[FP32].wire_bytes == pytest.approx(whole[FP32].wire_bytes, rel=0.01)
+    for name in (DLION, FP32):
+        before, after = whole[name].parts, parts[name].parts
+        assert after["wire"] == pytest.approx(before["wire"], rel=0.05)
+    assert 4 * parts[DLION].parts["apply"] == pytest.approx(whole[DLION].parts["apply"], rel=0.01)
+    assert parts.keys() < whole.keys()

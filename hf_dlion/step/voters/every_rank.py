@@ -22,6 +22,7 @@ class EveryRank(OneRank):
         """Takes the wire of all ranks, at least two."""
         self.wire: Wire = wire
         self.between: Wire = wire
+        self.twins: Wire = wire
         self.ranks = self.count = wire.world_size
         self.index = wire.rank
         self.alike = (range(wire.world_size),)
@@ -39,7 +40,7 @@ class EveryRank(OneRank):
         wires: tuple[Wire, Wire] | None,
     ) -> Built:
         """Returns messages of whole parameters."""
-        up, down = wires or (self.wire, self.wire)
+        up, down = wires or (self.between, self.between)
         messages = []
         for group, layout in groups:
             device = group[0][1].device
@@ -48,5 +49,5 @@ class EveryRank(OneRank):
         return Built(messages, InStep(messages))
 
     def average_momenta(self, momenta: MomentumStore) -> None:
-        """Replaces every momentum by the mean over the ranks."""
-        momenta.average(self.wire)
+        """Replaces every momentum by the mean over the voters."""
+        momenta.average(self.between)

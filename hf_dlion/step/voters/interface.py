@@ -46,10 +46,11 @@ class Voters(ABC):
 
     Attributes:
         wire: All ranks: headers travel there. None where there is but one rank.
-        ranks: Number of all ranks.
+        ranks: Number of ranks that share a message, as voters or as parts of one.
         index: Number of this rank's vote, the r of the rule.
         count: Number of votes, the N of the rule.
         between: The ranks whose votes this rank exchanges, one of each voter.
+        twins: The ranks that hold the same parameters, or the same part of each.
         members: The ranks of each voter; empty where each is one rank.
         near: The ranks that share this rank's vote, itself included, or none.
         alike: Groups of ranks that hold the same stretches of all momenta.
@@ -62,6 +63,7 @@ class Voters(ABC):
     index: int
     count: int
     between: Wire | None
+    twins: Wire | None
     members: tuple[tuple[int, ...], ...]
     near: Collection[int]
     alike: Sequence[Sequence[int]]

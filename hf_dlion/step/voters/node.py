@@ -8,7 +8,6 @@ verdicts    gathered inside the node, so every rank applies the whole of them
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -21,7 +20,7 @@ from hf_dlion.exchange.node import NodeExchange, RowEdges, choose_node_exchange
 from hf_dlion.momentum.shares import Range
 from hf_dlion.momentum.store import MomentumStore
 from hf_dlion.options import Options
-from hf_dlion.ranks.header import Header
+from hf_dlion.ranks.header import Header, one_per_voter
 from hf_dlion.ranks.node import Node
 from hf_dlion.step.delivery import InStep
 from hf_dlion.step.message import Message
@@ -38,7 +37,8 @@ class NodeVoters(Voters):
 
     def __init__(self, wire: Wire, node: Node) -> None:
         """Takes the wire of all ranks, and this rank's node."""
-        self.wire, self.ranks = wire, wire.world_size
+        self.wire = self.twins = wire
+        self.ranks = wire.world_size
         self._node, self.members = node, node.members
         self.index, self.count = node.index, len(node.members)
         self.between = node.peers
@@ -85,19 +85,7 @@ class NodeVoters(Voters):
 
         A node is finite if all its ranks are, and has a parameter if any of them has.
         """
-        merged = []
-        for ranks in self.members:
-            own = [headers[rank] for rank in ranks]
-            merged.append(
-                dataclasses.replace(
-                    own[0],
-                    finite=all(header.finite for header in own),
-                    present=torch.stack([header.present for header in own]).any(dim=0),
-                    unaveraged=any(header.unaveraged for header in own),
-                    displaced=any(header.displaced for header in own),
-                )
-            )
-        return merged
+        return one_per_voter(headers, self.members)
 
     def settle(self, momenta: MomentumStore, owned: Mapping[int, Range]) -> bool:
         """Returns whether this rank lacks a part of the momenta that it must hold."""

@@ -25,6 +25,7 @@ class OneRank(Voters):
 
     wire: Wire | None = None
     between: Wire | None = None
+    twins: Wire | None = None
     ranks = 1
     index = 0
     count = 1

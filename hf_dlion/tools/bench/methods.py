@@ -6,12 +6,13 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.codec import codec_for
@@ -31,8 +32,8 @@ FP32 = "DDP fp32, AdamW"
 BF16 = "DDP bf16 hook, AdamW"
 POWER = f"PowerSGD rank {POWER_RANK}, AdamW"
 DLION = "DistributedLion"
-# A method that differs from "dlion" only on several nodes of several ranks.
-NODE = "dlion-node"
+# Methods that differ from "dlion" only on several nodes of several ranks.
+NODE, FSDP2 = "dlion-node", "fsdp2"
 
 # Makes a new model, the same on every rank.
 Make = Callable[[], nn.Module]
@@ -172,6 +173,24 @@ def distributed_lion(make: Make, bits: int = 1, **options: Any) -> Method:
     return Method(name_of(bits, **options), ddp, optimizer)
 
 
+def sharded_lion(make: Make, bits: int = 1) -> Method:
+    """Returns DistributedLion on a model that FSDP2 shards inside each node."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, ranks, shards = make(), dist.get_world_size(), _ranks_per_node()
+    mesh = init_device_mesh(
+        next(model.parameters()).device.type,
+        (ranks // shards, shards),
+        mesh_dim_names=("replicate", "shard"),
+    )
+    for module in (*cast(Any, model).model.layers, model):
+        fully_shard(module, mesh=mesh["shard"])
+    optimizer = DistributedLion(
+        model.named_parameters(), lr=1e-4, weight_decay=0.1, bits=bits, replicate=mesh["replicate"]
+    )
+    return Method(f"{name_of(bits)}, FSDP2 in the node", model, optimizer)
+
+
 def name_of(bits: int, *, local_group: str | None = None, overlap: bool = False) -> str:
     """Returns the name of DistributedLion with some options in the tables."""
     parts = [DLION]
@@ -180,11 +199,12 @@ def name_of(bits: int, *, local_group: str | None = None, overlap: bool = False)
     return ", ".join(parts + ["overlap"] * overlap)
 
 
-# DistributedLion's options besides the bits of a vote.
-VOTING: dict[str, dict[str, Any]] = {
-    "dlion": {},
-    NODE: {"local_group": "node"},
-    "overlap": {"overlap": True},
+# What makes DistributedLion of a model and the bits of a vote.
+VOTING: dict[str, Callable[..., Method]] = {
+    "dlion": distributed_lion,
+    NODE: partial(distributed_lion, local_group="node"),
+    FSDP2: sharded_lion,
+    "overlap": partial(distributed_lion, overlap=True),
 }
 METHODS: dict[str, Callable[[Make], Method]] = {
     "none": partial(reduced, name=NONE, dtype=None, hook=keep_local),
@@ -193,7 +213,7 @@ METHODS: dict[str, Callable[[Make], Method]] = {
     "bf16": partial(reduced, name=BF16, dtype=torch.bfloat16, hook=reduce_in_bf16),
     "powersgd": power_sgd,
     "lion": partial(reduced, name="DDP fp32, Lion", dtype=torch.float32, optimizer=LocalLion),
-    **{name: partial(distributed_lion, **options) for name, options in VOTING.items()},
+    **VOTING,
 }
 
 
@@ -202,16 +222,20 @@ def methods_of(names: Sequence[str], bits: Sequence[int], make: Make) -> list[Me
     found = []
     for name in names:
         if name in VOTING:
-            found += [distributed_lion(make, own, **VOTING[name]) for own in bits]
+            found += [VOTING[name](make, bits=own) for own in bits]
         else:
             found.append(METHODS[name](make))
     return found
 
 
 def sensible_methods() -> list[str]:
-    """Returns the methods that differ here: a vote per node does on several nodes of several."""
-    size, ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), dist.get_world_size()
-    return [name for name in METHODS if name != NODE or 1 < size < ranks]
+    """Returns the methods that differ here: what nodes do together, on several of several ranks."""
+    several = 1 < _ranks_per_node() < dist.get_world_size()
+    return [name for name in METHODS if name not in (NODE, FSDP2) or several]
+
+
+def _ranks_per_node() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _wrapped(model: nn.Module, **options: Any) -> DistributedDataParallel:

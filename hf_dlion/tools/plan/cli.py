@@ -42,6 +42,10 @@ COLUMNS = {
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MEASURE = "measure"
 _GPUS = f"{', '.join(list(GPUS)[:-1])} or {list(GPUS)[-1]}"
+SHARDED = (
+    "--shard: FSDP2 shares the model out inside each node; the rows of DDP are then HSDP, whose "
+    "all-reduce goes between nodes, and what FSDP sends inside a node is not counted; no GPU ran it"
+)
 EXPLANATION = (
     "best all-reduce / DistributedLion / DistributedLion with overlap (bound), each relative to a "
     "step without communication; * {bits}-bit exchange does not pay"
@@ -78,13 +82,14 @@ def _run(args: argparse.Namespace) -> None:
     found = _link(args)
     if found is None:
         return  # another rank than the first: it has measured its part
+    args.ranks_per_node = _ranks_per_node(args)
     count = args.ranks or int(os.environ.get("WORLD_SIZE", "0")) or 2 * args.ranks_per_node
     cluster = Cluster(ranks=count, ranks_per_node=args.ranks_per_node)
     own = _machine(args)
     compute_s, source = _compute(args, work)
     case = Case(
         work=work, cluster=cluster, link=found, machine=own, compute_s=compute_s,
-        dtype=DTYPES[args.dtype], bits=args.bits,
+        dtype=DTYPES[args.dtype], bits=args.bits, sharded=args.shard > 1,
     )  # fmt: skip
     # ... give the predictions, which are printed, drawn and written.
     result: dict[str, Any] = {
@@ -106,7 +111,7 @@ def _run(args: argparse.Namespace) -> None:
     result["assumed"] = [
         f"forward and backward: {1e3 * case.compute_s:,.0f} ms ({source})",
         *_of_link_and_machine(case, several=args.table),
-        *filter(None, (work.note, _memory_note(args, work))),
+        *filter(None, (work.note, _memory_note(args, work), SHARDED * case.sharded)),
         "rows and columns: hf-dlion plan --help",
         *filter(None, (_caution(args),)),
     ]
@@ -214,7 +219,24 @@ def _check_gpu(args: argparse.Namespace) -> None:
 
 
 def _memory_note(args: argparse.Namespace, work: Workload) -> str:
-    return "" if args.gpu is None else gpu.memory_note(GPUS[args.gpu], work, DTYPES[args.dtype])
+    if args.gpu is None:
+        return ""
+    return gpu.memory_note(GPUS[args.gpu], work, DTYPES[args.dtype], args.shard)
+
+
+def _ranks_per_node(args: argparse.Namespace) -> int:
+    """Returns the ranks of a node, which are those of a replica where the model is sharded.
+
+    Raises:
+        ValueError: If they are not.
+    """
+    per_node: int = args.shard if args.ranks_per_node == 1 else args.ranks_per_node
+    if args.shard not in (1, per_node):
+        raise ValueError(
+            f"--shard={args.shard} with --ranks-per-node={per_node}: a plan has one replica in "
+            f"each node, so leave out --ranks-per-node, or give the same number"
+        )
+    return per_node
 
 
 def _caution(args: argparse.Namespace) -> str:
@@ -317,6 +339,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--ranks", type=positive, help="number of ranks (those of the launcher)")
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     add("--ranks-per-node", type=positive, default=local_ranks, metavar="L")
+    add("--shard", type=positive, default=1, metavar="L", help="ranks of FSDP2 in each node (1)")
     add("--link", metavar="1gbit", help="a rate, the JSON of bench exchange, or measure")
     add("--latency-ms", type=_above_zero, default=link.DEFAULT_LATENCY_MS)
     add("--efficiency", type=_share, default=TCP_EFFICIENCY, help="payload's share")

@@ -99,15 +99,18 @@ def machine_of(gpu: Gpu, dtype: torch.dtype, bits: int) -> Machine:
     return Machine(**ns, source=source)
 
 
-def memory_note(gpu: Gpu, work: Workload, dtype: torch.dtype) -> str:
+def memory_note(gpu: Gpu, work: Workload, dtype: torch.dtype, shards: int = 1) -> str:
     """Returns a sentence if the memory cannot hold the training, else "".
 
     Args:
         gpu: Of one rank.
-        work: What is trained; DDP has all of it on every rank.
+        work: What is trained.
         dtype: Of parameters, gradients and momenta.
+        shards: Ranks that share it out; 1 of DDP, which has all of it on every rank.
     """
-    adamw, lion = (dtype.itemsize * (work.parameters + count * work.trainable) for count in (3, 2))
+    adamw, lion = (
+        dtype.itemsize * (work.parameters + count * work.trainable) / shards for count in (3, 2)
+    )
     if adamw <= gpu.memory_bytes:
         return ""
     return (

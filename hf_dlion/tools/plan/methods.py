@@ -73,6 +73,7 @@ class Case:
         compute_s: Forward and backward on one rank, without DDP.
         dtype: Of gradients.
         bits: Of a vote; `machine` must have been measured with these.
+        sharded: Whether FSDP2 shares the model out among the ranks of each node.
     """
 
     work: Workload
@@ -82,6 +83,7 @@ class Case:
     compute_s: float
     dtype: torch.dtype = torch.float32
     bits: int = 1
+    sharded: bool = False
 
     def work_s(self, ns: float) -> float:
         """Returns the seconds of work that takes `ns` per trainable element."""
@@ -89,20 +91,40 @@ class Case:
 
 
 def predict(case: Case) -> dict[str, Prediction]:
-    """Returns a prediction, by name, for every method that fits the gradients' dtype."""
+    """Returns a prediction, by name, for every method that fits the gradients' dtype, and FSDP."""
+    case = of_parts(case) if case.sharded else case
     if case.dtype.itemsize == 2:
         reduced = [_full(case, BF16_NATIVE, case.dtype)]
     else:
         reduced = [_full(case, FP32, torch.float32), _full(case, BF16, torch.bfloat16)]
+    # What takes whole gradients.
+    whole = [] if case.sharded else [power_sgd(case), public_lion(case)]
     found = [
         no_communication(case),
         *reduced,
-        power_sgd(case),
-        public_lion(case),
+        *whole,
         distributed_lion(case),
         overlapped_lion(case),
     ]
     return {prediction.name: prediction for prediction in found}
+
+
+def of_parts(case: Case) -> Case:
+    """Returns what the ranks that hold one part of the model are among themselves: one per node.
+
+    They have a smaller model, and of each node's card the share of one rank, since all parts leave
+    at the same time.
+    """
+    ranks = case.cluster.ranks_per_node
+    parts = tuple(
+        (-(-shape[0] // ranks), *shape[1:]) if shape else () for shape in case.work.shapes
+    )
+    return replace(
+        case,
+        work=replace(case.work, shapes=parts),
+        cluster=Cluster(ranks=case.cluster.nodes),
+        link=replace(case.link, bits_per_s=case.link.bits_per_s / ranks),
+    )
 
 
 def no_communication(case: Case) -> Prediction:

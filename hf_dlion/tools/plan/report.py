@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -102,7 +103,7 @@ def verdict(case: Case, predictions: Predictions) -> str:
         text = f"pays: {where} {waits}; {predicted}; overlap=True gains nothing"
     else:
         text = f"pays: {where} {waits}; {predicted}, {at_most} with overlap=True"
-    power = predictions[POWER].step_s
+    power = predictions[POWER].step_s if POWER in predictions else math.inf
     if power * WORTH < rival.step_s / max(best, 1.0):
         name, still, other_s = rival.name, "", rival.step_s
         if pays(predictions):
