@@ -92,9 +92,19 @@ def part_ranges(lion: DistributedLion) -> dict[int, list[int]]:
 
 
 def shares_of(lion: DistributedLion) -> dict[str, Any]:
-    """Returns who shares a momentum with this rank, and which stretches of momenta it holds."""
+    """Returns who shares a momentum with this rank, and which stretches of momenta it holds.
+
+    Raises:
+        RuntimeError: If parameters are sharded, and the ranks have not found each other since the
+            momenta were loaded: no file could say whose they are.
+    """
     ranks, held = lion._bound.ranks, held_momenta(lion)
     if ranks.sharded:
+        if held and ranks.node is None and lion.world_size > 1:
+            raise RuntimeError(
+                "save_momentum() before the first step of sharded parameters whose momenta torch "
+                "loaded: take a step first, or keep what they were loaded from"
+            )
         members = [] if ranks.node is None else [list(own) for own in ranks.node.members]
         ranges = {i: stretch for i, stretch in part_ranges(lion).items() if i in held}
         return {"members": members, "ranges": ranges}

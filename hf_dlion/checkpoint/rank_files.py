@@ -62,8 +62,10 @@ def save_momentum(
     Raises:
         TypeError: If `optimizer` is another optimizer.
         OSError: If the file cannot be written.
+        RuntimeError: If parameters are sharded, torch loaded their momenta, and no step came since.
     """
     lion = unwrap(optimizer)
+    shares = shares_of(lion)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     remove_momentum(folder, name=name, keep_world_size=lion.world_size)
@@ -71,7 +73,7 @@ def save_momentum(
     exp_avg = {index: _own_storage(momentum) for index, momentum in held_momenta(lion).items()}
     content = replace(
         _identity(lion),
-        **shares_of(lion),
+        **shares,
         exp_avg=exp_avg,
         scaler=scaler.state_dict() if scaler is not None else None,
     )

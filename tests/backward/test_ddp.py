@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion import DistributedLion
 from hf_dlion.backward import search as comm_hook
+from hf_dlion.ranks.agreement import Disagreement
 from tests.support.ddp_training import (
     CASES,
     STEPS,
@@ -529,7 +530,7 @@ def shard_after_construction(rank: int, world_size: int) -> str:
     optimizer.param_groups[0]["params"] = list(model.parameters())
     try:
         optimizer.step()
-    except ValueError as error:
+    except Disagreement as error:
         return str(error)
     return "accepted"
 

@@ -118,6 +118,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_trainer_resumes_from_its_last_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(TRAINER)
     run_script(

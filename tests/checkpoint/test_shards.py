@@ -291,6 +291,13 @@ def test_a_stretch_of_a_node_s_momentum_is_refused_by_a_sharded_parameter(fake_r
     assert not any(entry["exp_avg"].to_local().any() for entry in lion.state.values())
 
 
+def test_momenta_of_ranks_that_have_not_met_are_not_saved(fake_ranks: int, tmp_path: Path) -> None:
+    lion = stated(grid(fake_ranks))
+    with pytest.raises(RuntimeError, match="take a step first"):
+        hf_dlion.save_momentum(lion, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_files_of_parameters_that_are_sharded_late_are_those_of_all_ranks(
     fake_ranks: int, tmp_path: Path
 ) -> None:

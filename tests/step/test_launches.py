@@ -15,7 +15,6 @@ PER_MESSAGE, BESIDE, WAITS = 8, 30, 2
 PER_NODE_MESSAGE = 10
 # For the plain tier: each way in which votes leave once.
 QUICK = [
-    (2, {"exchange": "gather"}),
     (16, {"exchange": "two_phase"}),
     (2, {"exchange": "gather", "overlap": True}),
     (16, {"local_group": 8}),

@@ -82,6 +82,7 @@ def test_what_was_found_once_stays_mended(ranks: RankPools, case: Case) -> None:
     replay(case, ranks(case.world_size).run(train, case))
 
 
+@pytest.mark.full
 def test_the_trainings_that_are_drawn_are_worth_a_test() -> None:
     drawn: list[Case] = []
 

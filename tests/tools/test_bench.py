@@ -91,7 +91,7 @@ def test_exchange_compares_both_strategies_with_all_reduces(tmp_path):
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("launcher", ["spawned", "torchrun"])
+@pytest.mark.parametrize("launcher", ["spawned", pytest.param("torchrun", marks=pytest.mark.long)])
 def test_train_compares_every_method(tmp_path, launcher):
     out = tmp_path / "train.json"
     words = ["train", "--parameters=5000", "--sequence=16", "--steps=3", f"--json={out}"]

@@ -70,7 +70,7 @@ def of_rank(rank: int, world_size: int, settings: list[Setting]) -> list[Any]:
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_the_simulation_is_real_ranks_bit_for_bit(ranks: RankPools, workers: int):
     some = ["adamw", "terngrad", "graddrop", "dgc", "majority", "average", "bits4", "sync10"]
     names = [*VOTING, *some[:4]] if workers == 2 else some[1:]

@@ -42,6 +42,7 @@ def test_no_module_is_in_two_splits() -> None:
     assert not modules["train"] & (modules["validation"] | modules["test"])
 
 
+@pytest.mark.full
 def test_only_the_answer_counts(setting: Setting) -> None:
     scene = Chat(setting)
     scene.prepare(Path(setting.folder))

@@ -144,6 +144,7 @@ def test_dgc_warms_up_over_four_epochs_by_factors_of_four():
     assert sent == [250, 62, 40, 40]
 
 
+@pytest.mark.full
 def test_terngrad_is_right_in_expectation():
     gradient = torch.cat([torch.linspace(-0.7, 0.9, 37), torch.linspace(-8.0, 8.0, 10)])
     worker = worker_of(TernGrad(), 37, 10, seed=3)
