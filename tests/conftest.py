@@ -51,8 +51,11 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankPools]:
 @pytest.fixture
 def fake_ranks() -> Iterator[int]:
     """Four ranks of torch.distributed, this process the first; nothing that is sent arrives."""
+    from accelerate.state import AcceleratorState
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    # An Accelerator of another test knows of one process and would be warned of the others.
+    AcceleratorState._reset_state(True)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield 4
     dist.destroy_process_group()
