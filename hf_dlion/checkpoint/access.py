@@ -100,12 +100,12 @@ def shares_of(lion: DistributedLion) -> dict[str, Any]:
     """
     ranks, held = lion._bound.ranks, held_momenta(lion)
     if ranks.sharded:
-        if held and ranks.node is None and lion.world_size > 1:
+        members = [list(own) for own in ranks.members]
+        if held and not members and lion.world_size > 1:
             raise RuntimeError(
                 "save_momentum() before the first step of sharded parameters whose momenta torch "
                 "loaded: take a step first, or keep what they were loaded from"
             )
-        members = [] if ranks.node is None else [list(own) for own in ranks.node.members]
         ranges = {i: stretch for i, stretch in part_ranges(lion).items() if i in held}
         return {"members": members, "ranges": ranges}
     entry: dict[str, Any] = lion.state_dict()["dlion"].get("shard", {"members": [], "ranges": {}})

@@ -80,6 +80,11 @@ class Ranks:
         )
         return copy
 
+    @property
+    def members(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each node or replica, as far as `join` has found out; else empty."""
+        return self.node.members if self.node else ()
+
     def bind(self, groups: Groups) -> None:
         """Looks whether parameters are sharded: loops may do that after they were passed."""
         self.sharded = any(map(is_sharded, flat_params(groups)))
