@@ -47,7 +47,7 @@ EXPLAINED = {
     POWER: "torch's powerSGD_hook, in one bucket",
     PUBLIC: "kyleliang919/distributed-lion-pytorch: 8 bits, a gather per tensor",
     DLION: "this package: votes travel after backward",
-    OVERLAPPED: "overlap=True, if sending cost backward nothing: a bound",
+    OVERLAPPED: "overlap=True, if sending cost backward nothing: a bound; refused on NCCL",
 }
 
 
