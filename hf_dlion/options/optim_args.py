@@ -22,6 +22,8 @@ _ELSEWHERE = {
     "replicate": "make the optimizer in a loop of your own: Trainer does not do FSDP with it",
     "eps": "Lion has no epsilon",
 }
+# Options that another optimizer of transformers has, too.
+_SHARED = ("momentum_dtype",)
 # Trainer has flags of these names.
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TRUE = ("true", "yes", "on", "1")
@@ -76,6 +78,12 @@ def parse_optim_args(
             raise
         raise type(error)(f"optim_args={text!r}: {error}") from None
     return parsed
+
+
+def only_ours(text: str | None) -> list[str]:
+    """Returns the names in an `optim_args` that no optimizer but DistributedLion has."""
+    names = [item.partition("=")[0].strip() for item in (text or "").split(",")]
+    return [name for name in names if name in get_type_hints(Options) and name not in _SHARED]
 
 
 def check_names(names: list[str]) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 from typing import Any
 
@@ -12,7 +13,8 @@ from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.options.optim_args import check_names, parse_optim_args
+from hf_dlion.options.optim_args import check_names, only_ours, parse_optim_args
+from hf_dlion.options.warn_once import warn_once
 from hf_dlion.trainer.internals import internal, internal_function, missing_seam
 from hf_dlion.trainer.seams import install_seams
 
@@ -142,6 +144,8 @@ def _add_name() -> Any:
 def _check_optim_args_early() -> None:
     """Has bad `optim_args` refused where arguments are made, before data is loaded for nothing.
 
+    So is a misspelt "dlion"; options of DistributedLion for another optimizer are warned of.
+
     Arguments may be changed after that, or come from a file, so a Trainer checks its own again,
     before the parser of transformers ends in "not enough values to unpack".
     """
@@ -165,8 +169,23 @@ def _check_optim_args_early() -> None:
 
 
 def _check_optim_args(args: TrainingArguments | None) -> None:
-    if args is not None and args.optim == OPTIM_NAME:
+    if args is None:
+        return
+    if args.optim == OPTIM_NAME:
         parse_optim_args(args.optim_args, DEFAULTS)
+        return
+    known = [str(name.value) for name in internal("training_args:OptimizerNames")]
+    # The error of transformers names all of its optimizers.
+    if difflib.get_close_matches(args.optim, known, n=1) == [OPTIM_NAME] != [args.optim]:
+        raise ValueError(f"optim={args.optim!r} is unknown, did you mean {OPTIM_NAME!r}?")
+    ignored = only_ours(args.optim_args)
+    if ignored and args.optim in known:
+        names = f"optim={str(args.optim)!r} with optim_args={args.optim_args!r}"
+        warn_once(
+            f"optim_args of another optimizer: {names}",
+            f"{names}: {', '.join(ignored)} belong to DistributedLion, and this optimizer does not "
+            f"read them; for DistributedLion set optim={OPTIM_NAME!r}",
+        )
 
 
 def _handle(context: Any) -> tuple[type[DistributedLion], dict[str, Any]]:

@@ -6,6 +6,7 @@ import ast
 import pickle
 import re
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -277,6 +278,22 @@ def test_optim_args_that_were_set_later_are_refused_where_the_trainer_is_made(tm
 def test_the_text_of_another_optimizer_is_not_looked_at(tmp_path):
     args = tiny_args(tmp_path, optim="sgd", optim_args="momentum=0.9")
     assert tiny_trainer(args).args.optim_args == "momentum=0.9"
+
+
+def test_a_misspelt_name_is_told_in_one_line(tmp_path):
+    with pytest.raises(ValueError, match=r"^optim='dlino' is unknown, did you mean 'dlion'\?$"):
+        tiny_args(tmp_path, optim="dlino")
+    with pytest.raises(ValueError, match="adamw_torch_fused"):  # What transformers says of others.
+        tiny_args(tmp_path, optim="adamw_torhc")
+
+
+def test_our_options_are_not_lost_on_another_optimizer_silently(tmp_path, monkeypatch):
+    monkeypatch.setattr(warn_once, "_given", set())
+    with pytest.warns(UserWarning, match=r"bits, overlap belong to .* set optim='dlion'"):
+        tiny_args(tmp_path, optim="adamw_torch", optim_args="bits=4, overlap=true")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tiny_args(tmp_path, optim="adamw_torch_fused", optim_args="momentum_dtype=bfloat16")
 
 
 def test_other_optimizers_are_left_alone(tmp_path):
