@@ -86,7 +86,9 @@ def look(name: str) -> Look:
     bits = re.search(r"(\d) bits", name)
     color = LOOKS[f"bits{bits[1]}" if bits else DLION].color
     label = re.sub(r"(\d) bits", r"bits=\1", name).replace("overlap", "overlap=True")
-    return Look(label, color, "--" if "overlap" in name else "-")
+    label = label.replace("a vote per node", 'local_group="node"')
+    dash = "--" if "overlap" in name else ":" if "per node" in name else "-"
+    return Look(label, color, dash)
 
 
 def check_path(path: Path) -> None:

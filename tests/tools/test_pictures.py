@@ -48,6 +48,7 @@ def test_options_are_named_as_users_write_them():
     assert look("average").label == 'aggregation="average"'
     assert look(name_of(4, overlap=True)).label == "DistributedLion, bits=4, overlap=True"
     assert look(name_of(1)).color == look("majority").color
+    assert look(plan_methods.NODE_VOTES).label == 'DistributedLion, local_group="node"'
     assert look(plan_methods.OVERLAPPED).label == "DistributedLion, overlap=True (bound)"
 
 
@@ -76,7 +77,8 @@ def test_ticks_of_a_logarithmic_axis_are_plain_numbers(low, high, wanted):
 def test_a_plan_of_one_link_names_its_methods_in_full(monkeypatch, tmp_path):
     found = saved(monkeypatch)
     words = ["--ranks=8", "--ranks-per-node=4", "--link=10gbit", "--gpu=h100", "--dtype=bfloat16"]
-    assert cli.main(["plan", "10m", *words, f"--plot={tmp_path / 'plan.png'}"]) == 0
+    words += ["--backend=gloo", f"--plot={tmp_path / 'plan.png'}"]
+    assert cli.main(["plan", "10m", *words]) == 0
     ((figure, panels),) = found
     figure.canvas.draw()
     (legend,) = figure.legends

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import math
 import sys
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from hf_dlion.codec.layout import MessageLayout
+from hf_dlion.codec.layout import MessageLayout, shards_of
 from hf_dlion.exchange import choose_exchange, message_wire_bytes
 from hf_dlion.options import Options
 from hf_dlion.ranks.header import header_wire_bytes
@@ -22,7 +23,7 @@ from hf_dlion.step import plan as step_plan
 from hf_dlion.step.plan import split_into_messages
 from hf_dlion.tools import cli
 from hf_dlion.tools.bench.model import llama
-from hf_dlion.tools.plan import link, machine, methods, validate
+from hf_dlion.tools.plan import link, machine, methods, model, validate
 from hf_dlion.tools.plan.cost import (
     Cluster,
     Link,
@@ -66,10 +67,10 @@ MACHINE = Machine(
 # What `bench exchange` measured over these links: 59 MB, 118 MB, and the loss of a short transfer.
 LINKS = {
     "100 Mbit/s": replace(
-        link.fitted(1e-4, (59_000_000, 5.229), (118_000_000, 10.476), tree=False), restart_s=0.069
+        link.fitted(1e-4, (59_000_000, 5.229), (118_000_000, 10.476), nccl=False), restart_s=0.069
     ),
     "1 Gbit/s": replace(
-        link.fitted(1e-4, (59_000_000, 0.493), (118_000_000, 0.986), tree=False), restart_s=0.011
+        link.fitted(1e-4, (59_000_000, 0.493), (118_000_000, 0.986), nccl=False), restart_s=0.011
     ),
 }
 
@@ -114,6 +115,31 @@ def test_bytes_are_those_of_the_packages_formulas(bench_llama, ranks, bits):
     assert sent[methods.FP32] == 2 * sent[methods.BF16]
     # Cut in another order, messages have other shards and other padding.
     assert 0.99 < sent[OVERLAPPED] / sent[DLION] < 1.01
+
+
+@pytest.mark.parametrize(("nodes", "bits"), [(2, 1), (3, 4), (16, 1)])
+def test_a_rank_of_a_node_sends_the_votes_on_its_share(bench_llama, nodes, bits):
+    # A link on which encoding hides next to nothing.
+    alone = a_case(bench_llama, nodes, bits=bits, link=Link(bits_per_s=1e7, latency_s=1e-4))
+    found = predict(replace(alone, cluster=Cluster(ranks=4 * nodes, ranks_per_node=4)))
+    params = [(i, torch.empty(s, device="meta")) for i, s in enumerate(bench_llama.shapes)]
+    groups = split_into_messages(params, nodes)
+    layouts = [MessageLayout.of([(i, p.shape) for i, p in group]) for group in groups]
+    shares = [layout.part(shards_of(layout, 4)[0]) for layout in layouts]
+    exchange = choose_exchange(shares, nodes, Options(bits=bits))
+    votes = message_wire_bytes(shares, nodes, Options(bits=bits), exchange)
+    header = 8 * 4 * (nodes - 1) * (6 + math.ceil(len(bench_llama.shapes) / 64))
+    assert found[methods.NODE_VOTES].wire_bytes == votes + header
+    # All four of them together wait for the card as one rank of as many nodes would.
+    waited = found[methods.NODE_VOTES].parts["wire"]
+    assert waited == pytest.approx(predict(alone)[DLION].parts["wire"], rel=0.03)
+    whole = found[DLION].parts
+    assert 4 * found[methods.NODE_VOTES].parts["encode"] == pytest.approx(whole["encode"])
+    assert found[methods.NODE_VOTES].parts["apply"] == pytest.approx(whole["apply"])
+
+
+def test_one_rank_per_node_has_nobody_to_vote_with(bench_llama):
+    assert methods.NODE_VOTES not in predict(a_case(bench_llama))
 
 
 @pytest.mark.multiproc
@@ -226,7 +252,7 @@ def test_a_collective_costs_its_rounds_and_its_bytes():
     assert all_reduce_s(1_000_000, four, slow) == pytest.approx(6 * 0.01 + 2.0)
     assert all_gather_s(1_000_000, four, slow) == pytest.approx(3 * 0.01 + 2.0)
     assert all_to_all_s(1_000_000, four, slow) == pytest.approx(3 * 0.01 + 2.0)
-    assert all_reduce_s(1_000_000, four, replace(slow, tree=True)) == pytest.approx(0.04 + 2.0)
+    assert all_reduce_s(1_000_000, four, replace(slow, nccl=True)) == pytest.approx(0.04 + 2.0)
     assert all_reduce_s(0, four, slow) == 0.0
 
 
@@ -317,6 +343,13 @@ def test_it_says_how_much_faster_where_it_pays(bench_llama):
 def test_a_count_is_written_with_a_unit(text, count):
     assert parse_count(text) == count
     assert sum(workload(text).numels) == count
+
+
+@pytest.mark.parametrize("text", ["7bb", "0", "1,3b", "350mb"])
+def test_what_was_meant_as_a_count_is_not_looked_up_on_the_hub(text, monkeypatch, capsys):
+    monkeypatch.setattr(model, "load_config", lambda name: pytest.fail("the hub was asked"))
+    assert cli.main(["plan", text, "--link=1gbit"]) == 2
+    assert f"'{text}' is no count of parameters" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("text", ["gpt2", "0", "-3", "7bb", "b"])
@@ -432,18 +465,18 @@ def test_predicted_compute_grows_smoothly_with_the_parameters(monkeypatch):
 
 
 def test_a_link_is_a_rate_with_a_unit():
-    assert link.given("2.5gbit", 0.2, tree=False).bits_per_s == 2.5e9
-    assert link.given("100mbit", 0.2, tree=False).latency_s == pytest.approx(2e-4)
+    assert link.given("2.5gbit", 0.2, nccl=False).bits_per_s == 2.5e9
+    assert link.given("100mbit", 0.2, nccl=False).latency_s == pytest.approx(2e-4)
     for bad in ("fast", "1", "0gbit", "-1gbit"):
         with pytest.raises(ValueError, match="for example 25gbit"):
-            link.given(bad, 0.2, tree=False)
+            link.given(bad, 0.2, nccl=False)
 
 
 def test_two_long_transfers_tell_the_rate_and_what_a_start_loses():
-    found = link.fitted(0.001, (10_000, 0.101), (20_000, 0.151), tree=True)
+    found = link.fitted(0.001, (10_000, 0.101), (20_000, 0.151), nccl=True)
     assert found.bits_per_s == pytest.approx(8 * 200_000)
     assert found.restart_s == pytest.approx(0.05)
-    assert found.tree
+    assert found.nccl
 
 
 def test_one_process_says_that_it_cannot_measure(capsys, monkeypatch):
@@ -504,12 +537,12 @@ def test_a_benchmark_of_exchanges_tells_the_link(tmp_path):
         {"name": "two_phase", "bytes_per_step": 100_000, "median_ms": 15.1},
     ]
     path.write_text(json.dumps({"bench": "exchange", "config": {"ranks": 2}, "rows": rows}))
-    found = link.from_exchange_bench(path, tree=False)
+    found = link.from_exchange_bench(path, nccl=False)
     assert found.bits_per_s == pytest.approx(80e6)
     assert found.restart_s == pytest.approx(5e-3)
     path.write_text('{"bench": "codec"}')
     with pytest.raises(ValueError, match="not the JSON of `hf-dlion bench exchange`"):
-        link.from_exchange_bench(path, tree=False)
+        link.from_exchange_bench(path, nccl=False)
 
 
 # The command
@@ -530,7 +563,7 @@ def test_the_command_prints_bytes_times_and_a_verdict(folder, tmp_path, capsys):
     result = json.loads(out.read_text())
     names = [row["name"] for row in result["rows"]]
     assert names[0] == methods.NONE
-    assert names[-2:] == [DLION, OVERLAPPED]
+    assert names[-3:] == [DLION, methods.NODE_VOTES, OVERLAPPED]
     assert " ".join(result["verdict"].split()) in said
     assert picture.read_bytes().startswith(b"\x89PNG")
 

@@ -16,7 +16,15 @@ from hf_dlion.tools.plan import gpu, machine
 from hf_dlion.tools.plan.cli import COLUMNS, _parser
 from hf_dlion.tools.plan.cost import Cluster, Link
 from hf_dlion.tools.plan.gpu import GPUS
-from hf_dlion.tools.plan.methods import DLION, OVERLAPPED, POWER, Case, Prediction, predict
+from hf_dlion.tools.plan.methods import (
+    DLION,
+    NODE_VOTES,
+    OVERLAPPED,
+    POWER,
+    Case,
+    Prediction,
+    predict,
+)
 from hf_dlion.tools.plan.model import Workload, workload
 from hf_dlion.tools.plan.report import verdict
 
@@ -37,7 +45,13 @@ def no_measurement(*args: Any, **options: Any) -> Any:
 # The verdict: the best all-reduce takes 100 ms, and waits `wire` of them.
 
 
-def said(wire: float, step: float, overlapped: float, power: float = 1000.0) -> str:
+def said(
+    wire: float,
+    step: float,
+    overlapped: float | None,
+    power: float = 1000.0,
+    together: float | None = None,
+) -> str:
     shapes = ((10, 10),)
     case = Case(
         work=Workload(name="m", parameters=100, shapes=shapes), cluster=Cluster(ranks=2),
@@ -45,7 +59,9 @@ def said(wire: float, step: float, overlapped: float, power: float = 1000.0) -> 
         machine=gpu.machine_of(GPUS["h100"], torch.float32, 1),
     )  # fmt: skip
     steps = {NONE: (100 - wire, 0.0), FP32: (100 - wire, wire), POWER: (power, 0.0)}
-    steps |= {DLION: (step, 0.0), OVERLAPPED: (overlapped, 0.0)}
+    steps |= {DLION: (step, 0.0)}
+    steps |= {} if overlapped is None else {OVERLAPPED: (overlapped, 0.0)}
+    steps |= {} if together is None else {NODE_VOTES: (together, 0.0)}
     predictions = {
         name: Prediction(name=name, wire_bytes=0, parts={"compute": own / 1e3, "wire": waits / 1e3})
         for name, (own, waits) in steps.items()
@@ -66,6 +82,11 @@ def said(wire: float, step: float, overlapped: float, power: float = 1000.0) -> 
         ((60, 95, 50), ["pays with overlap=True only", "at most 2.00", "1.05 times as fast"], []),
         ((60, 120, 50), ["pays with overlap=True only", "1.20 times as long without"], []),
         ((60, 50, 40, 20), ["PowerSGD", "faster still: 2.00 times as fast as"], []),
+        ((60, 50, None), ["pays: ", "predicted to be 2.00 times as fast."], ["overlap"]),
+        ((30, 96, None), ["does not pay", "only 1.04 times as fast"], ["overlap"]),
+        ((60, 50, 45, 1e3, 25), ['local_group="node" is', "4.00", "overlap=True gains"], ["2.00"]),
+        ((60, 50, 20, 1e3, 25), ['"node" is', "4.00", "5.00 times with overlap=True instead"], []),
+        ((60, 50, None, 1e3, 60), ["DistributedLion is predicted to be 2.00"], ["local_group"]),
         ((30, 96, 98, 50), ["Use AdamW. PowerSGD", "2.00 times as fast as DDP fp32"], ["still"]),
     ],
 )
@@ -97,8 +118,8 @@ def names_of(dtype: torch.dtype) -> list[str]:
     own = gpu.machine_of(GPUS["h100"], dtype, 1)
     wire = Link(bits_per_s=1e10, latency_s=1e-4)
     case = Case(
-        work=workload("1m"), cluster=Cluster(ranks=8), link=wire, machine=own, compute_s=0.2,
-        dtype=dtype,
+        work=workload("1m"), cluster=Cluster(ranks=8, ranks_per_node=4), link=wire, machine=own,
+        compute_s=0.2, dtype=dtype,
     )  # fmt: skip
     return list(predict(case))
 
@@ -138,6 +159,13 @@ def test_seven_billion_parameters_on_two_machines_are_answered_in_one_command(
     assert "40 % of the 989 TFLOPS of an H100 SXM" in told
     assert "https://www.nvidia.com" in told
     assert "CAUTION" not in told
+    # NCCL is assumed, which refuses overlap; the ranks of a node may vote together.
+    assert NODE_VOTES in rows
+    assert OVERLAPPED not in rows
+    assert 'DistributedLion with local_group="node" is predicted' in told
+    assert "overlap" not in told
+    assert cli.main(["plan", "7b", *words, "--backend=gloo"]) == 0
+    assert "overlap=True gains nothing" in " ".join(capsys.readouterr().out.split())
 
 
 def test_lora_leaves_out_the_gradients_of_frozen_weights():

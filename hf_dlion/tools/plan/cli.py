@@ -21,9 +21,9 @@ from hf_dlion.tools.plan import gpu, link, machine, table, validate
 from hf_dlion.tools.plan.cost import TCP_EFFICIENCY, Cluster, Link
 from hf_dlion.tools.plan.gpu import GPUS
 from hf_dlion.tools.plan.machine import Machine
-from hf_dlion.tools.plan.methods import PARTS, Case, predict
+from hf_dlion.tools.plan.methods import NODE_VOTES, PARTS, Case, predict
 from hf_dlion.tools.plan.model import Workload, parse_count, workload
-from hf_dlion.tools.plan.report import EXPLAINED, rate, rows_of, verdict
+from hf_dlion.tools.plan.report import EXPLAINED, names_of_ours, rate, rows_of, verdict
 from hf_dlion.tools.report import (
     MissingPackageError,
     Output,
@@ -47,8 +47,11 @@ SHARDED = (
     "all-reduce goes between nodes, and what FSDP sends inside a node is not counted; no GPU ran it"
 )
 EXPLANATION = (
-    "best all-reduce / DistributedLion / DistributedLion with overlap (bound), each relative to a "
-    "step without communication; * {bits}-bit exchange does not pay"
+    "best all-reduce / {ours}, each relative to a step without communication; * {bits}-bit "
+    "exchange does not pay"
+)
+TOGETHER = (
+    "{row}: what the ranks of a node send one another is not counted (over NVLink it is little)"
 )
 
 
@@ -112,6 +115,7 @@ def _run(args: argparse.Namespace) -> None:
         f"forward and backward: {1e3 * case.compute_s:,.0f} ms ({source})",
         *_of_link_and_machine(case, several=args.table),
         *filter(None, (work.note, _memory_note(args, work), SHARDED * case.sharded)),
+        *([TOGETHER.format(row=NODE_VOTES)] if NODE_VOTES in predictions else []),
         "rows and columns: hf-dlion plan --help",
         *filter(None, (_caution(args),)),
     ]
@@ -144,7 +148,8 @@ def _print_tables(out: Output, case: Case) -> list[dict[str, Any]]:
         f"{case.work.name}: predicted time of a step{_of_votes(case)}, relative to no communication"
     )
     out.table(title, {key: key for key in lines[0]}, lines)
-    out.line(EXPLANATION.format(bits=case.bits))
+    ours = " / ".join(names_of_ours(found[0].predictions))
+    out.line(EXPLANATION.format(bits=case.bits, ours=ours))
     return [
         {"nodes": point.nodes, "link": point.link, **row}
         for point in found
@@ -189,12 +194,12 @@ def _link(args: argparse.Namespace) -> Link | None:
 
 
 def _given(args: argparse.Namespace, text: str) -> Link:
-    tree = (args.backend or _backend(args)) == "nccl"
+    nccl = (args.backend or _backend(args)) == "nccl"
     if text == MEASURE:
         raise ValueError("--validate compares with a run that is over: give its link as a rate")
     if text.endswith(".json"):
-        return link.from_exchange_bench(Path(text), tree)
-    return replace(link.given(text, args.latency_ms, tree), efficiency=args.efficiency)
+        return link.from_exchange_bench(Path(text), nccl)
+    return replace(link.given(text, args.latency_ms, nccl), efficiency=args.efficiency)
 
 
 def _backend(args: argparse.Namespace) -> str:
@@ -343,7 +348,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--link", metavar="1gbit", help="a rate, the JSON of bench exchange, or measure")
     add("--latency-ms", type=_above_zero, default=link.DEFAULT_LATENCY_MS)
     add("--efficiency", type=_share, default=TCP_EFFICIENCY, help="payload's share")
-    add("--backend", choices=("gloo", "nccl"), help="nccl, that of GPUs, has trees beside rings")
+    add("--backend", choices=("gloo", "nccl"), help="nccl, that of GPUs, refuses overlap")
     add("--trainable", type=_count, help='trained parameters ("40m"), as for LoRA')
     add("--dtype", choices=list(DTYPES), default="float32", help="of gradients")
     add("--bits", type=int, choices=BITS, default=1, help="of a vote (1)")

@@ -34,14 +34,15 @@ class Link:
         efficiency: Payload bytes per byte of the nominal rate.
         restart_s: What a long transfer that begins on an idle link loses, once: TCP's slow start,
             and packets that are lost where a queue overflows.
-        tree: Whether all-reduces also go through trees, as NCCL's do where rings have many rounds.
+        nccl: Whether the collectives are NCCL's: its all-reduces also go through trees, where rings
+            have many rounds, and `overlap=True` is refused on it.
     """
 
     bits_per_s: float
     latency_s: float
     efficiency: float = TCP_EFFICIENCY
     restart_s: float = 0.0
-    tree: bool = False
+    nccl: bool = False
 
     def seconds(self, wire_bytes: float, rounds: int) -> float:
         """Returns the time of a collective.
@@ -103,7 +104,7 @@ def all_reduce_rounds(ranks: int, tree: bool) -> int:
 
 def all_reduce_s(rank_bytes: int, cluster: Cluster, link: Link) -> float:
     """Returns the time of an all-reduce; a ring of all ranks crosses each card once."""
-    return link.seconds(rank_bytes, all_reduce_rounds(cluster.ranks, link.tree))
+    return link.seconds(rank_bytes, all_reduce_rounds(cluster.ranks, link.nccl))
 
 
 def all_gather_s(rank_bytes: int, cluster: Cluster, link: Link) -> float:

@@ -31,7 +31,7 @@ class UnmeasurableError(RuntimeError):
     """The link cannot be measured here; the text says what to do."""
 
 
-def given(text: str, latency_ms: float, tree: bool) -> Link:
+def given(text: str, latency_ms: float, nccl: bool) -> Link:
     """Returns the link that "100mbit" or "25gbit" stands for.
 
     Raises:
@@ -43,10 +43,10 @@ def given(text: str, latency_ms: float, tree: bool) -> Link:
             f"{text!r} is no link: write a rate in kbit, mbit or gbit, for example 25gbit, the "
             f"JSON of `hf-dlion bench exchange`, or measure"
         )
-    return Link(bits_per_s=bits, latency_s=1e-3 * latency_ms, tree=tree)
+    return Link(bits_per_s=bits, latency_s=1e-3 * latency_ms, nccl=nccl)
 
 
-def from_exchange_bench(path: Path, tree: bool) -> Link:
+def from_exchange_bench(path: Path, nccl: bool) -> Link:
     """Returns the link that a run of `hf-dlion bench exchange` saw, one rank per node.
 
     Its two all-reduces tell the rate, and its votes what a short transfer loses besides. For the
@@ -57,7 +57,7 @@ def from_exchange_bench(path: Path, tree: bool) -> Link:
     """
     result = read_bench(path, "exchange")
     seen = {row["name"]: (row["bytes_per_step"], 1e-3 * row["median_ms"]) for row in result["rows"]}
-    link = fitted(1e-3 * DEFAULT_LATENCY_MS, seen["all-reduce bf16"], seen["all-reduce fp32"], tree)
+    link = fitted(1e-3 * DEFAULT_LATENCY_MS, seen["all-reduce bf16"], seen["all-reduce fp32"], nccl)
     losses = [
         seconds - link.seconds(size, result["config"]["ranks"] - 1)
         for size, seconds in (seen["gather"], seen["two_phase"])
@@ -66,7 +66,7 @@ def from_exchange_bench(path: Path, tree: bool) -> Link:
 
 
 def fitted(
-    latency_s: float, long: tuple[int, float], longer: tuple[int, float], tree: bool
+    latency_s: float, long: tuple[int, float], longer: tuple[int, float], nccl: bool
 ) -> Link:
     """Returns the link that explains two long transfers, each begun on an idle link.
 
@@ -74,11 +74,11 @@ def fitted(
         latency_s: Of a message without size.
         long: Bytes on the busiest card, and seconds.
         longer: The same of a longer one.
-        tree: As in `Link`.
+        nccl: As in `Link`.
     """
     rate = (longer[0] - long[0]) / max(longer[1] - long[1], 1e-9)
     lost = max(long[1] - latency_s - long[0] / rate, 0.0)
-    return Link(bits_per_s=8 * rate, latency_s=latency_s, efficiency=1.0, restart_s=lost, tree=tree)
+    return Link(bits_per_s=8 * rate, latency_s=latency_s, efficiency=1.0, restart_s=lost, nccl=nccl)
 
 
 def check_measurable() -> None:
@@ -116,8 +116,8 @@ def measured() -> Link:
 
 def measured_all_reduces() -> Link:
     """Returns the link that all-reduces of growing size see; every rank calls this."""
-    ranks, tree = dist.get_world_size(), device_of_rank().type == "cuda"
-    latency_s = _all_reduce_s(SHORT_BYTES) / all_reduce_rounds(ranks, tree)
+    ranks, nccl = dist.get_world_size(), device_of_rank().type == "cuda"
+    latency_s = _all_reduce_s(SHORT_BYTES) / all_reduce_rounds(ranks, nccl)
     size = FIRST_LONG_BYTES
     long, longer = _all_reduce_s(size), _all_reduce_s(2 * size)
     # The slowest rank's time is the same on all, so all stop together.
@@ -125,7 +125,7 @@ def measured_all_reduces() -> Link:
         size *= 2
         long, longer = longer, _all_reduce_s(2 * size)
     sent = [average_wire_bytes(count, ranks, torch.uint8) for count in (size, 2 * size)]
-    return fitted(latency_s, (sent[0], long), (sent[1], longer), tree)
+    return fitted(latency_s, (sent[0], long), (sent[1], longer), nccl)
 
 
 def _all_reduce_s(size: int) -> float:

@@ -8,13 +8,14 @@ from functools import lru_cache
 
 import torch
 
-from hf_dlion.codec.layout import MessageLayout
-from hf_dlion.exchange import STRATEGIES, choose_exchange
+from hf_dlion.codec.layout import MessageLayout, shards_of
+from hf_dlion.exchange import STRATEGIES
 from hf_dlion.exchange.mean import average_wire_bytes
+from hf_dlion.exchange.node import choose_node_exchange
 from hf_dlion.options import Options
 from hf_dlion.ranks.header import header_wire_bytes
 from hf_dlion.step.plan import split_into_messages
-from hf_dlion.tools.bench.methods import BF16, DLION, FP32, NONE, POWER, power_numel
+from hf_dlion.tools.bench.methods import BF16, DLION, FP32, NONE, POWER, name_of, power_numel
 from hf_dlion.tools.plan.cost import (
     FORWARD_SHARE,
     Cluster,
@@ -33,6 +34,7 @@ from hf_dlion.tools.plan.model import Workload
 BF16_NATIVE = "DDP bf16 gradients, AdamW"
 PUBLIC = "public distributed-lion"
 OVERLAPPED = f"{DLION}, overlap (bound)"
+NODE_VOTES = name_of(1, local_group="node")
 # Votes during backward read gradient and momentum, and the step reads both and writes the momentum
 # (20 bytes per float32 element), where an encoding in the step reads and writes once (12).
 OVERLAPPED_ENCODE = 20 / 12
@@ -91,7 +93,11 @@ class Case:
 
 
 def predict(case: Case) -> dict[str, Prediction]:
-    """Returns a prediction, by name, for every method that fits the gradients' dtype, and FSDP."""
+    """Returns a prediction, by name, for every method that the case allows.
+
+    It depends on the gradients' dtype, FSDP, the ranks of a node and the backend.
+    """
+    several = case.cluster.ranks_per_node > 1 and not case.sharded
     case = of_parts(case) if case.sharded else case
     if case.dtype.itemsize == 2:
         reduced = [_full(case, BF16_NATIVE, case.dtype)]
@@ -104,7 +110,8 @@ def predict(case: Case) -> dict[str, Prediction]:
         *reduced,
         *whole,
         distributed_lion(case),
-        overlapped_lion(case),
+        *([node_lion(case)] if several else []),
+        *([] if case.link.nccl else [overlapped_lion(case)]),
     ]
     return {prediction.name: prediction for prediction in found}
 
@@ -210,6 +217,39 @@ def distributed_lion(case: Case) -> Prediction:
     return _voted(case, DLION, messages, ready, counting_from_s=at, restart_s=case.link.restart_s)
 
 
+def node_lion(case: Case) -> Prediction:
+    """Returns DistributedLion with `local_group="node"`.
+
+    Each rank of a node encodes and counts its share of every message, and sends that to the ranks
+    with its place on other nodes. What goes inside a node, gradients first of all, is not counted.
+    """
+    ranks, per_node, nodes = case.cluster.ranks, case.cluster.ranks_per_node, case.cluster.nodes
+    machine = replace(
+        case.machine,
+        encode_ns=case.machine.encode_ns / per_node,
+        count_ns=case.machine.count_ns / per_node,
+        count_vote_ns=case.machine.count_vote_ns / per_node,
+    )
+    # All places send at once, so each has its share of the card.
+    shared = replace(case.link, bits_per_s=case.link.bits_per_s / per_node)
+    between = replace(case, cluster=Cluster(ranks=nodes), link=shared, machine=machine)
+    messages = _messages(case.work.shapes, nodes, case.bits, per_node=per_node)
+    # DDP's buckets carry the gradients inside the node.
+    now = begin = case.compute_s + _copies(case) + _header_s(case)
+    ready = []
+    for message in messages:
+        now += 1e-9 * machine.encode_ns * message.numel
+        ready.append(now)
+    found = _voted(
+        replace(between, compute_s=begin - _header_s(case)),
+        NODE_VOTES, messages, ready, counting_from_s=now, restart_s=case.link.restart_s,
+    )  # fmt: skip
+    count = len(case.work.shapes)
+    headers = header_wire_bytes(count, ranks) - header_wire_bytes(count, per_node)
+    own = header_wire_bytes(count, nodes)  # What `_voted` has counted.
+    return replace(found, wire_bytes=found.wire_bytes + headers - own)
+
+
 def overlapped_lion(case: Case) -> Prediction:
     """Returns the bound of DistributedLion with `overlap=True`.
 
@@ -305,17 +345,32 @@ class _Message:
 
 @lru_cache(maxsize=64)
 def _messages(
-    shapes: tuple[tuple[int, ...], ...], ranks: int, bits: int, *, last_first: bool = False
+    shapes: tuple[tuple[int, ...], ...],
+    ranks: int,
+    bits: int,
+    *,
+    last_first: bool = False,
+    per_node: int = 1,
 ) -> tuple[_Message, ...]:
-    """Returns a step's messages as the package itself cuts them and counts their bytes."""
+    """Returns a step's messages as the package itself cuts them and counts their bytes.
+
+    Args:
+        shapes: Of the trainable tensors.
+        ranks: Those that exchange votes; nodes, if their ranks vote together.
+        bits: Of a vote.
+        last_first: Whether the last tensor's gradient is ready first.
+        per_node: Ranks that share out each message; the bytes are of the first rank's share, than
+            which none is larger.
+    """
     tensors = [(place, torch.empty(shape, device="meta")) for place, shape in enumerate(shapes)]
     groups = split_into_messages(tensors[::-1] if last_first else tensors, ranks)
     layouts = [MessageLayout.of([(i, tensor.shape) for i, tensor in group]) for group in groups]
     options = Options(bits=bits)
-    exchange = choose_exchange(layouts, ranks, options)
+    exchange = choose_node_exchange(layouts, ranks, per_node, options)
     found = []
     for layout in layouts:
-        up, down = STRATEGIES[exchange].wire_bytes(layout, ranks, options)
+        own = layout.part(shards_of(layout, per_node)[0])
+        up, down = STRATEGIES[exchange].wire_bytes(own, ranks, options)
         places = tuple(slot.index for slot in layout.slots)
         numel = sum(slot.numel for slot in layout.slots)
         found.append(_Message(places, numel, exchange, up, down))

@@ -58,6 +58,15 @@ def workload(model: str, trainable: int | None = None) -> Workload:
         UnknownModelError: If there is no such model, or it has fewer elements than `trainable`.
     """
     count = parse_count(model)
+    if (
+        count is None
+        and re.fullmatch(r"[\d.,_]+[a-z]*", model.lower())
+        and not Path(model).exists()
+    ):
+        raise UnknownModelError(
+            f"{model!r} is no count of parameters: write a number above 0 with k, m, b or t, such "
+            f"as 350m or 7b; or give a folder written by save_pretrained() as ./{model}"
+        )
     if count is None:
         with torch.device("meta"):
             built = build(load_config(model))

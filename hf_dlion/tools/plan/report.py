@@ -11,6 +11,7 @@ from hf_dlion.tools.plan.cost import Link
 from hf_dlion.tools.plan.methods import (
     ALL_REDUCES,
     BF16_NATIVE,
+    NODE_VOTES,
     OVERLAPPED,
     PARTS,
     PUBLIC,
@@ -31,7 +32,7 @@ _MORE = 1.005
 # What the rows and the columns of a plan are.
 EXPLAINED = {
     "method": "the rows; where all is relative to no communication, that is 1",
-    "bytes sent": "by a rank in a step",
+    "bytes sent": "by a rank in a step; to other nodes, where those of a node vote together",
     "predicted ms": "the step: the sum of the parts that follow",
     "x no comm.": "relative to the step without communication",
     "compute": "forward and backward, and DDP's copies into its buckets and back",
@@ -47,6 +48,7 @@ EXPLAINED = {
     POWER: "torch's powerSGD_hook, in one bucket",
     PUBLIC: "kyleliang919/distributed-lion-pytorch: 8 bits, a gather per tensor",
     DLION: "this package: votes travel after backward",
+    NODE_VOTES: 'local_group="node": the ranks of a node average inside it and vote as one',
     OVERLAPPED: "overlap=True, if sending cost backward nothing: a bound; refused on NCCL",
 }
 
@@ -55,6 +57,11 @@ def best_all_reduce(predictions: Predictions) -> Prediction:
     """Returns the fastest of the gradient all-reduces."""
     found = [predictions[name] for name in ALL_REDUCES if name in predictions]
     return min(found, key=lambda prediction: prediction.step_s)
+
+
+def names_of_ours(predictions: Predictions) -> list[str]:
+    """Returns the rows of DistributedLion."""
+    return [name for name in (DLION, NODE_VOTES, OVERLAPPED) if name in predictions]
 
 
 def gain(predictions: Predictions, ours: str = DLION) -> float:
@@ -71,20 +78,24 @@ def pays(predictions: Predictions) -> bool:
     """Returns whether the exchange of votes is worth another optimizer, overlapped or not."""
     if is_hidden(best_all_reduce(predictions)):
         return False
-    return max(gain(predictions), gain(predictions, OVERLAPPED)) >= WORTH
+    return max(gain(predictions, name) for name in names_of_ours(predictions)) >= WORTH
 
 
 def verdict(case: Case, predictions: Predictions) -> str:
     """Returns in words whether the exchange of votes pays, with the predicted ratios."""
     rival, cluster = best_all_reduce(predictions), case.cluster
-    step, overlapped = gain(predictions), gain(predictions, OVERLAPPED)
+    gains = {name: gain(predictions, name) for name in names_of_ours(predictions)}
+    overlapped = gains.pop(OVERLAPPED, 0.0)
+    own = max(gains, key=lambda name: gains[name])
+    ours = DLION if own == DLION else f'{DLION} with local_group="node"'
+    step = gains[own]
     best, at_most = max(step, overlapped), f"at most {overlapped:.2f} times"
     where = f"at {rate(case.link)} with {cluster.ranks} ranks on {cluster.nodes} nodes {rival.name}"
     waits = f"waits {1e3 * rival.parts['wire']:,.0f} ms of {1e3 * rival.step_s:,.0f} for the wire"
-    predicted = f"DistributedLion is predicted to {_compared(step)}"
+    predicted = f"{ours} is predicted to {_compared(step)}"
     if is_hidden(rival):
         text = f"does not pay: {where} hides its all-reduce behind backward. Use AdamW. "
-        text += f"DistributedLion is predicted to {_compared(best)}"
+        text += f"{DLION} is predicted to {_compared(best)}"
         if best >= _MORE:
             text += (
                 ", but not for its bits: it saves AdamW's work, and DDP's copies, which "
@@ -92,17 +103,18 @@ def verdict(case: Case, predictions: Predictions) -> str:
             )
     elif not pays(predictions):
         told = _compared(best).replace("be ", "be only ")
-        text = f"does not pay: {where} {waits}, but DistributedLion is predicted to {told}"
-        text += ". Use AdamW"
+        text = f"does not pay: {where} {waits}, but {DLION} is predicted to {told}. Use AdamW"
     elif step < WORTH:
         text = (
-            f"pays with overlap=True only: {where} {waits}; DistributedLion is predicted to be "
-            f"{at_most} as fast with it, and to {_compared(step)} without"
+            f"pays with overlap=True only: {where} {waits}; {DLION} is predicted to be {at_most} "
+            f"as fast with it, and to {_compared(step)} without"
         )
-    elif overlapped < _MORE * step:
-        text = f"pays: {where} {waits}; {predicted}; overlap=True gains nothing"
+    elif overlapped >= _MORE * step:
+        instead = "" if own == DLION else " instead"
+        text = f"pays: {where} {waits}; {predicted}, {at_most} with overlap=True{instead}"
     else:
-        text = f"pays: {where} {waits}; {predicted}, {at_most} with overlap=True"
+        nothing = "; overlap=True gains nothing" if overlapped else ""
+        text = f"pays: {where} {waits}; {predicted}{nothing}"
     power = predictions[POWER].step_s if POWER in predictions else math.inf
     if power * WORTH < rival.step_s / max(best, 1.0):
         name, still, other_s = rival.name, "", rival.step_s

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hf_dlion.tools.bench.methods import DLION, NONE
+from hf_dlion.tools.bench.methods import NONE
 from hf_dlion.tools.pictures import figure, logarithmic, look, save
 from hf_dlion.tools.plan.cost import Cluster
-from hf_dlion.tools.plan.methods import OVERLAPPED, PUBLIC, Case, predict
-from hf_dlion.tools.plan.report import Predictions, best_all_reduce, pays, rate
+from hf_dlion.tools.plan.methods import PUBLIC, Case, predict
+from hf_dlion.tools.plan.report import Predictions, best_all_reduce, names_of_ours, pays, rate
 
 NODES = tuple(2**power for power in range(1, 11))
 RATES = (0.1e9, 1e9, 10e9, 25e9, 100e9)
@@ -58,14 +58,14 @@ def points(case: Case, nodes: Sequence[int] = NODES, rates: Sequence[float] = RA
 def rows(found: Sequence[Point]) -> list[dict[str, object]]:
     """Returns a row per number of nodes with a cell per link.
 
-    A cell holds the best all-reduce / DistributedLion / its bound with overlap, each relative to no
+    A cell holds the best all-reduce / the rows of DistributedLion, each relative to no
     communication, and a star where the exchange of votes does not pay.
     """
     table: dict[int, dict[str, object]] = {}
     for point in found:
         row = table.setdefault(point.nodes, {"nodes": point.nodes})
         rival = point.ratio(best_all_reduce(point.predictions).name)
-        ratios = (rival, point.ratio(DLION), point.ratio(OVERLAPPED))
+        ratios = (rival, *map(point.ratio, names_of_ours(point.predictions)))
         star = "" if pays(point.predictions) else " *"
         row[point.link] = " / ".join(_short(ratio) for ratio in ratios) + star
     return list(table.values())

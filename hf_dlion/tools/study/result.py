@@ -18,7 +18,7 @@ from hf_dlion.tools.study.setting import Setting
 
 REFERENCE = "lion"
 # Networks for which times are modelled, with the latency of two hosts in a rack.
-LINKS = {name: given(name, DEFAULT_LATENCY_MS, tree=False) for name in ("100mbit", "1gbit")}
+LINKS = {name: given(name, DEFAULT_LATENCY_MS, nccl=False) for name in ("100mbit", "1gbit")}
 
 FULL = 32.0
 # What the Distributed Lion paper's methods would exchange with a parameter server (Liu et al. 2024,
