@@ -3,13 +3,14 @@
 The protocol of one message in one step, which every rank of the group follows with its messages in
 the same order:
 
-1. `start`: hand over this rank's votes. They are copied and leave; the buffer is free to hold the
-   verdict.
+1. `start`: hand over this rank's votes. They are copied and leave; the buffer is free for the next
+   message.
 2. Do other work: encode and start the next messages.
 3. `count`: wait for the votes of the others and count those that this rank counts. Where each rank
    counts a part, the verdict on it leaves now. It may be called on another thread than `start`, if
    the exchange was given a wire `down`.
-4. `verdict`: wait for what the others counted, and get the verdict on the whole message.
+4. `verdict`: wait for what the others counted, and get the verdict on the whole message. It holds
+   until the next message's.
 
 After 4 the exchange is ready for the next step. An exchange is made once per layout and keeps its
 buffers. A new strategy is a file with a class like `Strategy`, a line in `STRATEGIES`, and its name
@@ -50,8 +51,12 @@ class Exchange(Protocol):
     def count(self, rule: StepRule) -> None:
         """Waits for votes, counts them, and sends what other ranks need of the result."""
 
-    def verdict(self) -> Verdict:
-        """Waits for the verdict on the whole message; returns it on the message's device."""
+    def verdict(self, free: Tensor) -> Verdict:
+        """Waits for the verdict on the whole message; returns it on the message's device.
+
+        Args:
+            free: int64, shape (W,), contiguous: memory that the verdict may lie in.
+        """
 
     def rehearse(self, words: Tensor, active: Tensor, rule: StepRule) -> Verdict:
         """Calls all that a step calls of the codec, and sends nothing: for `Codec.rehearse`."""

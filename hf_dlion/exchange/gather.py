@@ -12,6 +12,7 @@ from hf_dlion.codec.layout import WORD_BYTES, MessageLayout, words_for
 from hf_dlion.codec.rule import StepRule, Verdict, verdict_planes
 from hf_dlion.codec.tally import Segments
 from hf_dlion.exchange.pending import Pending
+from hf_dlion.exchange.verdict_gather import plane_in
 from hf_dlion.exchange.wire import Wire
 from hf_dlion.options import Options
 
@@ -44,12 +45,12 @@ class Gather:
         # One segment: every rank counts all.
         segments = Segments.of(layout, 1, 0, options.bits, planes, wire.world_size)
         self._tally = codec_for(place).tally(segments, place)
-        words = segments.vote_words
-        self._send = torch.empty((1, words), dtype=torch.int64, device=place)
-        self._received = torch.empty((wire.world_size, words), dtype=torch.int64, device=place)
+        shape = (wire.world_size, segments.vote_words)
+        self._received = torch.empty(shape, dtype=torch.int64, device=place)
+        # This rank's votes are packed where they would be received.
+        self._send = self._received[wire.rank : wire.rank + 1]
         self._work: Pending | None = None
-        self._verdict: Verdict | None = None
-        self._free: Tensor | None = None
+        self._rule: StepRule | None = None
 
     @staticmethod
     def wire_bytes(layout: MessageLayout, world_size: int, options: Options) -> tuple[int, int]:
@@ -59,27 +60,23 @@ class Gather:
 
     def start(self, words: Tensor, active: Tensor) -> None:
         """See `Exchange.start`."""
-        self._free = words[: words.numel() // self._bits].view(1, -1)
         self._tally.pack(words, active, self._send)
         self._work = self._wire.all_gather(self._received, self._send[0], "votes")
 
     def count(self, rule: StepRule) -> None:
-        """Waits for the votes and counts them."""
+        """Waits for the votes; they are counted when the verdict is wanted."""
         assert self._work is not None, "count() follows start()"
         self._work.wait()
         # What was sent, whatever the options have become since: `discard` counts it too.
-        rule = dataclasses.replace(rule, bits=self._bits)
-        out = self._free
-        if out is None or rule.planes > 1 or out.device != self._received.device:
-            out = None
-        self._verdict = self._tally.count(self._received, rule, out)
-        self._free = None
+        self._rule = dataclasses.replace(rule, bits=self._bits)
+        self._work = None
 
-    def verdict(self) -> Verdict:
+    def verdict(self, free: Tensor) -> Verdict:
         """See `Exchange.verdict`."""
-        assert self._verdict is not None, "verdict() follows count()"
-        found, self._verdict, self._work = self._verdict, None, None
-        return found.to(self._device)
+        assert self._rule is not None, "verdict() follows count()"
+        rule, self._rule = self._rule, None
+        out = plane_in(free, self._received) if rule.planes == 1 else None
+        return self._tally.count(self._received, rule, out).to(self._device)
 
     def rehearse(self, words: Tensor, active: Tensor, rule: StepRule) -> Verdict:
         """See `Exchange.rehearse`."""

@@ -72,7 +72,10 @@ class NodeExchange:
             torch.zeros(2, dtype=torch.int64, device=self._place),
         )
         tally = codec_for(self._place).tally(segments, self._place)
-        self._gather = VerdictGather(segments, tally, local, self._place)
+        # Zeros, because the ends of short shards are sent without ever being written.
+        found = torch.zeros(segments.verdict_words, dtype=torch.int64, device=self._place)
+        verdicts = found.new_empty((local.world_size, segments.verdict_words))
+        self._gather = VerdictGather(segments, tally, local, found, verdicts)
 
     def start(self, words: Tensor, active: Tensor) -> None:
         """Sends the votes on this rank's shard: words int64, active bool; as `Exchange.start`."""
@@ -84,11 +87,13 @@ class NodeExchange:
         if self._inner is not None:
             self._inner.count(rule)
 
-    def verdict(self) -> Verdict:
-        """Returns the verdict on the whole message, on the message's device."""
-        found = self._nothing if self._inner is None else self._inner.verdict()
+    def verdict(self, free: Tensor) -> Verdict:
+        """See `Exchange.verdict`."""
+        found = self._nothing
+        if self._inner is not None:
+            found = self._inner.verdict(free[: self.own.words])
         self._gather.start(found.to(self._place))
-        return self._gather.verdict().to(self._device)
+        return self._gather.verdict(free).to(self._device)
 
     def rehearse(self, words: Tensor, active: Tensor, rule: StepRule) -> Verdict:
         """See `Exchange.rehearse`."""

@@ -48,12 +48,16 @@ class TwoPhase:
         planes = verdict_planes(options.aggregation, options.ties, ranks)
         segments = Segments.of(layout, ranks, wire.rank, options.bits, planes, ranks)
         self._tally = codec_for(place).tally(segments, place)
+        up, verdict = segments.vote_words, segments.verdict_words
+        # The verdict's round begins when that of the votes is over, so it has the same memory.
         # Zeros, because the ends of short shards are sent without ever being written.
-        self._send = torch.zeros((ranks, segments.vote_words), dtype=torch.int64, device=place)
-        self._received = torch.empty_like(self._send)
-        self._gather = VerdictGather(segments, self._tally, down or wire, place)
+        send = torch.zeros(max(ranks * up, verdict), dtype=torch.int64, device=place)
+        received = torch.empty(ranks * max(up, verdict), dtype=torch.int64, device=place)
+        self._send = send[: ranks * up].view(ranks, up)
+        self._received = received[: ranks * up].view(ranks, up)
+        verdicts = received[: ranks * verdict].view(ranks, verdict)
+        self._gather = VerdictGather(segments, self._tally, down or wire, send[:verdict], verdicts)
         self._work: Pending | None = None
-        self._free: Tensor | None = None
 
     @staticmethod
     def wire_bytes(layout: MessageLayout, world_size: int, options: Options) -> tuple[int, int]:
@@ -66,7 +70,6 @@ class TwoPhase:
 
     def start(self, words: Tensor, active: Tensor) -> None:
         """See `Exchange.start`."""
-        self._free = words[: words.numel() // self._bits].view(1, -1)
         self._tally.pack(words, active, self._send)
         self._work = self._wire.all_to_all(self._received, self._send, "votes")
 
@@ -79,11 +82,9 @@ class TwoPhase:
         self._gather.start(self._tally.count(self._received, rule, self._gather.planes))
         self._work = None
 
-    def verdict(self) -> Verdict:
+    def verdict(self, free: Tensor) -> Verdict:
         """See `Exchange.verdict`."""
-        found = self._gather.verdict(self._free)
-        self._free = None
-        return found.to(self._device)
+        return self._gather.verdict(free).to(self._device)
 
     def rehearse(self, words: Tensor, active: Tensor, rule: StepRule) -> Verdict:
         """See `Exchange.rehearse`."""

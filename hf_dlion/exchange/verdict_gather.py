@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from hf_dlion.codec.layout import WORD_BYTES, Shard
@@ -26,20 +25,21 @@ class VerdictGather:
     both methods.
     """
 
-    def __init__(self, segments: Segments, tally: Tally, wire: Wire, device: torch.device) -> None:
-        """Makes the buffers.
+    def __init__(
+        self, segments: Segments, tally: Tally, wire: Wire, found: Tensor, verdicts: Tensor
+    ) -> None:
+        """Takes the buffers.
 
         Args:
             segments: The places of the message's shards, one per rank of the group.
             tally: Packs and unpacks them.
             wire: The process group.
-            device: Where the verdicts lie, and can be sent from.
+            found: int64, shape (`verdict_words` of the segments,): sent from. The ends of short
+                shards are sent as they are.
+            verdicts: int64, shape (N, `verdict_words`): received into.
         """
         self._segments, self._tally, self._wire = segments, tally, wire
-        down = segments.verdict_words
-        # Zeros, because the ends of short shards are sent without ever being written.
-        self._found = torch.zeros(down, dtype=torch.int64, device=device)
-        self._verdicts = torch.empty((wire.world_size, down), dtype=torch.int64, device=device)
+        self._found, self._verdicts = found, verdicts
         self._work: Pending | None = None
 
     @staticmethod
@@ -60,20 +60,24 @@ class VerdictGather:
         self._tally.pack_verdict(found, self._found)
         self._work = self._wire.all_gather(self._verdicts, self._found, "a verdict")
 
-    def verdict(self, out: Tensor | None = None) -> Verdict:
+    def verdict(self, free: Tensor) -> Verdict:
         """Waits for the verdict on the whole message and returns it, where it was received.
 
         Args:
-            out: int64, shape (1, W), for the planes of a verdict that has one; overwritten.
+            free: As for `Exchange.verdict`.
         """
         assert self._work is not None, "verdict() follows start()"
         self._work.wait()
         self._work = None
-        if out is not None and (self._segments.planes[0] > 1 or out.device != self._found.device):
-            out = None
+        out = plane_in(free, self._found) if self._segments.planes[0] == 1 else None
         return self._tally.unpack_verdict(self._verdicts, out)
 
     def rehearse(self, found: Verdict) -> Verdict:
         """Packs and unpacks without sending; see `Exchange.rehearse`."""
         self._tally.pack_verdict(found, self._found)
         return self._tally.unpack_verdict(self._verdicts)
+
+
+def plane_in(free: Tensor, beside: Tensor) -> Tensor | None:
+    """Returns `free`, shape (W,), for a verdict of one plane, None if it lies elsewhere."""
+    return free.view(1, -1) if free.device == beside.device else None

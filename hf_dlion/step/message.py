@@ -13,6 +13,39 @@ from hf_dlion.codec.rule import StepRule, TensorRule, Verdict
 from hf_dlion.exchange import Exchange
 
 
+class Room:
+    """Memory for the votes of one message, which the messages of a device take in turns.
+
+    Votes are copied as they leave, so the next message's may follow, and verdicts are applied one
+    after another.
+    """
+
+    def __init__(self, layouts: Sequence[MessageLayout], bits: int, device: torch.device) -> None:
+        """Makes room for the largest of some messages, whose votes take `bits` bits."""
+        words = bits * max(layout.words for layout in layouts)
+        self._words = torch.empty(words, dtype=torch.int64, device=device)
+        rows = max(layout.rows for layout in layouts)
+        self._active = torch.empty(rows, dtype=torch.bool, device=device)
+
+    def words(self, count: int) -> Tensor:
+        """Returns int64, shape (count,)."""
+        return self._words[:count]
+
+    def active(self, rows: int) -> Tensor:
+        """Returns bool, shape (rows,)."""
+        return self._active[:rows]
+
+
+def rooms_for(
+    groups: Sequence[tuple[Sequence[tuple[int, Tensor]], MessageLayout]], bits: int
+) -> dict[torch.device, Room]:
+    """Returns a room per device, for messages of these parameters and layouts."""
+    layouts: dict[torch.device, list[MessageLayout]] = {}
+    for params, layout in groups:
+        layouts.setdefault(params[0][1].device, []).append(layout)
+    return {device: Room(own, bits, device) for device, own in layouts.items()}
+
+
 class Message:
     """Some parameters of one device, their packed votes, and the exchange that carries them.
 
@@ -26,23 +59,26 @@ class Message:
         layout: MessageLayout,
         exchange: Exchange,
         codec: Codec,
+        room: Room,
         bits: int = 1,
     ) -> None:
-        """Makes the buffers of the votes.
+        """Takes its parts.
 
         Args:
             params: Pairs of parameter index and parameter, all on one device.
             layout: Their places.
             exchange: Carries the votes.
             codec: Makes the votes and applies the verdict.
+            room: Holds the votes until they leave, and the verdict.
             bits: Of a vote.
         """
-        self.device = device = params[0][1].device
+        self.device = params[0][1].device
         self._params = list(zip(layout.slots, (param for _, param in params), strict=True))
         self._layout, self._exchange, self._codec = layout, exchange, codec
         self._bits = bits
-        self._words = torch.empty(bits * layout.words, dtype=torch.int64, device=device)
-        self._active = torch.empty(layout.rows, dtype=torch.bool, device=device)
+        self._words = room.words(bits * layout.words)
+        self._active = room.active(layout.rows)
+        self._free = room.words(layout.words)
         self._kinds = {id(param): (param.shape, param.device) for _, param in params}
 
     @property
@@ -116,8 +152,8 @@ class Message:
         self._exchange.count(rule)
 
     def verdict(self) -> Verdict:
-        """Waits for the verdict and returns it."""
-        return self._exchange.verdict()
+        """Waits for the verdict and returns it; it holds until another message's is asked for."""
+        return self._exchange.verdict(self._free)
 
     def apply(self, verdict: Verdict, rules: Mapping[int, TensorRule]) -> None:
         """Moves the parameters that have a rule by the verdict; the others stay untouched.

@@ -180,9 +180,13 @@ def exchanged(
 ) -> tuple[Verdict, int]:
     layout = MessageLayout.of(list(enumerate(map(torch.Size, shapes))))
     exchange = make_exchange(name, layout, wire, torch.device("cpu"), options)
-    exchange.start(*message_of(ballots[wire.rank]))
+    words, active = message_of(ballots[wire.rank])
+    exchange.start(words, active)
+    # Room for the votes of another message, which may come before the verdict on this one.
+    words.fill_(-1)
+    active.fill_(True)
     exchange.count(rule_of(options, wire.rank, wire.world_size, step))
-    verdict = exchange.verdict()
+    verdict = exchange.verdict(words[: layout.words])
     return verdict, wire.stats.bytes_sent
 
 

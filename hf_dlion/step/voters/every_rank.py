@@ -10,7 +10,7 @@ from hf_dlion.exchange import Wire, choose_exchange, make_exchange
 from hf_dlion.momentum.store import MomentumStore
 from hf_dlion.options import Options
 from hf_dlion.step.delivery import InStep
-from hf_dlion.step.message import Message
+from hf_dlion.step.message import Message, rooms_for
 from hf_dlion.step.voters.interface import Built, Params
 from hf_dlion.step.voters.one_rank import OneRank
 
@@ -41,11 +41,12 @@ class EveryRank(OneRank):
     ) -> Built:
         """Returns messages of whole parameters."""
         up, down = wires or (self.between, self.between)
-        messages = []
+        messages, rooms = [], rooms_for(groups, options.bits)
         for group, layout in groups:
             device = group[0][1].device
             exchange = make_exchange(name, layout, up, device, options, down)
-            messages.append(Message(group, layout, exchange, codec_for(device), options.bits))
+            room, codec = rooms[device], codec_for(device)
+            messages.append(Message(group, layout, exchange, codec, room, options.bits))
         return Built(messages, InStep(messages))
 
     def average_momenta(self, momenta: MomentumStore) -> None:

@@ -23,7 +23,7 @@ from hf_dlion.options import Options
 from hf_dlion.ranks.header import Header, one_per_voter
 from hf_dlion.ranks.node import Node
 from hf_dlion.step.delivery import InStep
-from hf_dlion.step.message import Message
+from hf_dlion.step.message import Message, rooms_for
 from hf_dlion.step.presence import Presence
 from hf_dlion.step.voters.interface import Built, Params, Voters
 from hf_dlion.step.voters.node_gradients import average_gradients
@@ -64,6 +64,8 @@ class NodeVoters(Voters):
             {index: (0, 0) for index, _ in params} for _ in range(size)
         ]
         messages: list[Message] = []
+        # A shard's votes of several bits may take less than the verdict, of the whole message.
+        rooms = rooms_for(groups, options.bits)
         moves: list[SharedMove] = []
         for group, layout in groups:
             device = group[0][1].device
@@ -76,7 +78,8 @@ class NodeVoters(Voters):
                 continue
             exchange = NodeExchange(name, layout, node.peers, node.local, device, options)
             edges = RowEdges(layout, shards, node.local, device, options.bits)
-            messages.append(NodeMessage(group, layout, exchange, codec, edges, options.bits))
+            room = rooms[device]
+            messages.append(NodeMessage(group, layout, exchange, codec, edges, room, options.bits))
         delivery = LionInNode(moves) if self.count == 1 else InStep(messages)
         return Built(messages, delivery, owners, owners[node.local.rank])
 

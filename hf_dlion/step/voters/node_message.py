@@ -15,7 +15,7 @@ from hf_dlion.codec.rule import StepRule, TensorRule
 from hf_dlion.exchange import Wire, WireStats
 from hf_dlion.exchange.node import NodeExchange, RowEdges
 from hf_dlion.step.delivery import Moving
-from hf_dlion.step.message import Message
+from hf_dlion.step.message import Message, Room
 
 Params = Sequence[tuple[int, Tensor]]
 
@@ -30,9 +30,10 @@ class NodeMessage(Message):
         exchange: NodeExchange,
         codec: Codec,
         edges: RowEdges,
+        room: Room,
         bits: int = 1,
     ) -> None:
-        """Makes the buffers of the shard's votes.
+        """Takes its parts.
 
         Args:
             params: Pairs of parameter index and parameter, all on one device.
@@ -40,14 +41,14 @@ class NodeMessage(Message):
             exchange: Carries the votes on the shard.
             codec: Makes the votes and applies the verdict.
             edges: Knows the rows that the shards cut.
+            room: Holds the votes until they leave, and the verdict.
             bits: Of a vote.
         """
-        super().__init__(params, layout, exchange, codec, bits)
-        own, device = exchange.own, params[0][1].device
+        super().__init__(params, layout, exchange, codec, room, bits)
+        own = exchange.own
         self._own = _with_params(own, params)
         self._edges = edges
-        self._words = torch.empty(bits * own.words, dtype=torch.int64, device=device)
-        self._active = torch.empty(own.rows, dtype=torch.bool, device=device)
+        self._words, self._active = room.words(bits * own.words), room.active(own.rows)
 
     def encode(self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]) -> None:
         """Packs the node's votes on this rank's shard and advances its momenta.

@@ -59,8 +59,8 @@ class Votes:
             exchange.start(words, active)
         for exchange, _, _ in self._parts:
             exchange.count(rule)
-        for exchange, _, _ in self._parts:
-            exchange.verdict()
+        for exchange, words, _ in self._parts:
+            exchange.verdict(words)
 
 
 def run(args: argparse.Namespace) -> None:
