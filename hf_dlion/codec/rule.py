@@ -152,10 +152,6 @@ class Verdict:
         """
         return int(self.sums[1])
 
-    def to(self, device: torch.device) -> Verdict:
-        """Returns the same on `device`; the sums stay, since nobody has asked for them yet."""
-        return Verdict(self.planes.to(device), self.counts.to(device), self.sums)
-
 
 def verdict_planes(aggregation: Aggregation, ties: Ties, world_size: int) -> tuple[int, int]:
     """Returns the bits per parameter and the bits per row of a verdict."""

@@ -29,6 +29,7 @@ from hf_dlion.codec.layout import MessageLayout
 from hf_dlion.codec.levels import check_world_size
 from hf_dlion.codec.rule import StepRule, Verdict
 from hf_dlion.exchange.gather import Gather
+from hf_dlion.exchange.staged import Staged
 from hf_dlion.exchange.two_phase import TwoPhase
 from hf_dlion.exchange.wire import Wire
 from hf_dlion.options import Options
@@ -73,7 +74,7 @@ class Strategy(Exchange, Protocol):
         options: Options,
         down: Wire | None = None,
     ) -> None:
-        """Makes the buffers and sends nothing; as `make_exchange`."""
+        """Makes the buffers, on a device that can send, and sends nothing; as `make_exchange`."""
 
     @staticmethod
     def wire_bytes(layout: MessageLayout, world_size: int, options: Options) -> tuple[int, int]:
@@ -132,4 +133,8 @@ def make_exchange(
         ValueError: If there are more ranks than can be counted.
     """
     check_world_size(wire.world_size, options.bits)
-    return STRATEGIES[name](layout, wire, device, options, down)
+    place = wire.device_for(device)
+    found = STRATEGIES[name](layout, wire, place, options, down)
+    if place == device:
+        return found
+    return Staged(found, layout, layout.words, options.bits, device)

@@ -12,7 +12,6 @@ from hf_dlion.codec.layout import WORD_BYTES, MessageLayout, words_for
 from hf_dlion.codec.rule import StepRule, Verdict, verdict_planes
 from hf_dlion.codec.tally import Segments
 from hf_dlion.exchange.pending import Pending
-from hf_dlion.exchange.verdict_gather import plane_in
 from hf_dlion.exchange.wire import Wire
 from hf_dlion.options import Options
 
@@ -38,15 +37,14 @@ class Gather:
         down: Wire | None = None,
     ) -> None:
         """Makes the buffers; see `make_exchange`. There is no second round for `down`."""
-        self._wire, self._device, self._bits = wire, device, options.bits
+        self._wire, self._bits = wire, options.bits
         self.bytes_per_rank = sum(self.wire_bytes(layout, wire.world_size, options))
-        place = wire.device_for(device)
         planes = verdict_planes(options.aggregation, options.ties, wire.world_size)
         # One segment: every rank counts all.
         segments = Segments.of(layout, 1, 0, options.bits, planes, wire.world_size)
-        self._tally = codec_for(place).tally(segments, place)
+        self._tally = codec_for(device).tally(segments, device)
         shape = (wire.world_size, segments.vote_words)
-        self._received = torch.empty(shape, dtype=torch.int64, device=place)
+        self._received = torch.empty(shape, dtype=torch.int64, device=device)
         # This rank's votes are packed where they would be received.
         self._send = self._received[wire.rank : wire.rank + 1]
         self._work: Pending | None = None
@@ -75,8 +73,8 @@ class Gather:
         """See `Exchange.verdict`."""
         assert self._rule is not None, "verdict() follows count()"
         rule, self._rule = self._rule, None
-        out = plane_in(free, self._received) if rule.planes == 1 else None
-        return self._tally.count(self._received, rule, out).to(self._device)
+        out = free.view(1, -1) if rule.planes == 1 else None
+        return self._tally.count(self._received, rule, out)
 
     def rehearse(self, words: Tensor, active: Tensor, rule: StepRule) -> Verdict:
         """See `Exchange.rehearse`."""

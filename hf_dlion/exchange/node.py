@@ -50,7 +50,7 @@ class NodeExchange:
             layout: The message.
             peers: The ranks that own the same shard, one on each node.
             local: The ranks of this node.
-            device: Where the votes are made and the verdict is wanted.
+            device: Where the votes are made and the verdict is wanted; both wires can send from it.
             options: Give what a vote and a verdict hold.
             down: Another process group of the peers for a second round between nodes: `count` may
                 then be called on another thread than `start`.
@@ -60,20 +60,19 @@ class NodeExchange:
             layout, local.world_size, local.rank, options.bits, planes, peers.world_size
         )
         self.own = layout.part(segments.shard)
-        self._device, self._place = device, local.device_for(device)
         # Of a short message the last ranks own nothing: on all nodes alike.
         self._inner: Exchange | None = None
         if self.own.words:
             self._inner = make_exchange(name, self.own, peers, device, options, down)
         self.bytes_per_rank = 0 if self._inner is None else self._inner.bytes_per_rank
         self._nothing = Verdict(
-            torch.empty((planes[0], 0), dtype=torch.int64, device=self._place),
-            torch.empty(0, dtype=torch.int32, device=self._place),
-            torch.zeros(2, dtype=torch.int64, device=self._place),
+            torch.empty((planes[0], 0), dtype=torch.int64, device=device),
+            torch.empty(0, dtype=torch.int32, device=device),
+            torch.zeros(2, dtype=torch.int64, device=device),
         )
-        tally = codec_for(self._place).tally(segments, self._place)
+        tally = codec_for(device).tally(segments, device)
         # Zeros, because the ends of short shards are sent without ever being written.
-        found = torch.zeros(segments.verdict_words, dtype=torch.int64, device=self._place)
+        found = torch.zeros(segments.verdict_words, dtype=torch.int64, device=device)
         verdicts = found.new_empty((local.world_size, segments.verdict_words))
         self._gather = VerdictGather(segments, tally, local, found, verdicts)
 
@@ -92,8 +91,8 @@ class NodeExchange:
         found = self._nothing
         if self._inner is not None:
             found = self._inner.verdict(free[: self.own.words])
-        self._gather.start(found.to(self._place))
-        return self._gather.verdict(free).to(self._device)
+        self._gather.start(found)
+        return self._gather.verdict(free)
 
     def rehearse(self, words: Tensor, active: Tensor, rule: StepRule) -> Verdict:
         """See `Exchange.rehearse`."""

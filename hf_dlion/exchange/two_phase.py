@@ -41,18 +41,17 @@ class TwoPhase:
         down: Wire | None = None,
     ) -> None:
         """Makes the buffers; see `make_exchange`. The verdicts travel on `down`."""
-        self._wire, self._device, self._bits = wire, device, options.bits
+        self._wire, self._bits = wire, options.bits
         self.bytes_per_rank = sum(self.wire_bytes(layout, wire.world_size, options))
-        place = wire.device_for(device)
         ranks = wire.world_size
         planes = verdict_planes(options.aggregation, options.ties, ranks)
         segments = Segments.of(layout, ranks, wire.rank, options.bits, planes, ranks)
-        self._tally = codec_for(place).tally(segments, place)
+        self._tally = codec_for(device).tally(segments, device)
         up, verdict = segments.vote_words, segments.verdict_words
         # The verdict's round begins when that of the votes is over, so it has the same memory.
         # Zeros, because the ends of short shards are sent without ever being written.
-        send = torch.zeros(max(ranks * up, verdict), dtype=torch.int64, device=place)
-        received = torch.empty(ranks * max(up, verdict), dtype=torch.int64, device=place)
+        send = torch.zeros(max(ranks * up, verdict), dtype=torch.int64, device=device)
+        received = torch.empty(ranks * max(up, verdict), dtype=torch.int64, device=device)
         self._send = send[: ranks * up].view(ranks, up)
         self._received = received[: ranks * up].view(ranks, up)
         verdicts = received[: ranks * verdict].view(ranks, verdict)
@@ -84,7 +83,7 @@ class TwoPhase:
 
     def verdict(self, free: Tensor) -> Verdict:
         """See `Exchange.verdict`."""
-        return self._gather.verdict(free).to(self._device)
+        return self._gather.verdict(free)
 
     def rehearse(self, words: Tensor, active: Tensor, rule: StepRule) -> Verdict:
         """See `Exchange.rehearse`."""

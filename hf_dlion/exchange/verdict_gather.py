@@ -69,15 +69,10 @@ class VerdictGather:
         assert self._work is not None, "verdict() follows start()"
         self._work.wait()
         self._work = None
-        out = plane_in(free, self._found) if self._segments.planes[0] == 1 else None
+        out = free.view(1, -1) if self._segments.planes[0] == 1 else None
         return self._tally.unpack_verdict(self._verdicts, out)
 
     def rehearse(self, found: Verdict) -> Verdict:
         """Packs and unpacks without sending; see `Exchange.rehearse`."""
         self._tally.pack_verdict(found, self._found)
         return self._tally.unpack_verdict(self._verdicts)
-
-
-def plane_in(free: Tensor, beside: Tensor) -> Tensor | None:
-    """Returns `free`, shape (W,), for a verdict of one plane, None if it lies elsewhere."""
-    return free.view(1, -1) if free.device == beside.device else None

@@ -41,8 +41,7 @@ def test_without_overlap_votes_travel(ranks: RankPools) -> None:
 
 
 def test_the_backend_is_that_which_sends_the_votes() -> None:
-    gpu = FakeGpu([(30, 70)], 2, overlap=True)
-    gpu.backend = "nccl"
+    gpu = FakeGpu([(30, 70)], 2, overlap=True, backend="nccl")
     try:
         with pytest.raises(NotImplementedError, match="overlap=True does not work on NCCL"):
             gpu.step()

@@ -18,6 +18,7 @@ QUICK = [
     (16, {"exchange": "two_phase"}),
     (2, {"exchange": "gather", "overlap": True}),
     (16, {"local_group": 8}),
+    (16, {"backend": "gloo"}),
 ]
 
 
@@ -53,7 +54,8 @@ def test_a_step_asks_little_of_a_gpu(
     assert stats.sent_in_backward == (34 if options.get("overlap") else 0)
     told = f"{asked.launched} launches, {asked.waited} waits: {asked.places} {asked.waits}"
     assert asked.launched <= per_message * gpu.messages + BESIDE, told
-    assert asked.waited <= WAITS, told
+    # gloo sends from the CPU, so the host waits for every message's votes.
+    assert asked.waited <= WAITS + (gpu.messages if gpu.backend == "gloo" else 0), told
 
 
 @pytest.mark.parametrize("options", [{"exchange": "two_phase"}, {"local_group": 2}], ids=str)

@@ -28,6 +28,7 @@ from hf_dlion import DistributedLion
 from hf_dlion.backward.background import Background
 from hf_dlion.codec.cuda import launch, tables
 from hf_dlion.codec.cuda.codec import TritonCodec
+from hf_dlion.exchange import staged
 from hf_dlion.exchange.pending import Pending
 from hf_dlion.exchange.wire import Wire, WireStats
 from hf_dlion.options import params
@@ -114,7 +115,8 @@ class Counting(TorchDispatchMode):
             return torch.ones(args[0].shape, dtype=dtype, device=target)
         if name == "copy_" and not here[0]:
             self.asked.note("copy down")
-            self.asked.note_wait()
+            if not (kwargs.get("non_blocking") or True in args[2:]):
+                self.asked.note_wait()
             return args[0].fill_(1)
         if name in SIZED_BY_DATA:
             self.asked.note(name)
@@ -255,20 +257,27 @@ class FakeGpu:
     Args:
         shapes: Of the parameters.
         ranks: Number of ranks.
+        backend: That sends from the device; gloo cannot.
         options: Of the optimizer.
 
     Attributes:
         asked: What is asked in the step under way.
         history: What was compiled, launched and sent, in that order.
         broken: Name of a kernel that does not compile.
-        backend: That sends from the device.
     """
 
     broken = ""
-    backend = "some"
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], ranks: int, **options: Any) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        ranks: int,
+        *,
+        backend: str = "some",
+        **options: Any,
+    ) -> None:
         """Makes the parameters, in bfloat16."""
+        self.backend = backend
         self.asked: Asked | None = None
         self.history: list[tuple[str, str]] = []
         self._kernels = launch.Kernels(
@@ -302,9 +311,14 @@ class FakeGpu:
             tables, "_on_device", lambda table, device: table.to(device, non_blocking=True)
         )
         self._patched.setattr(Background, "submit", _at_once)
+        self._patched.setattr(staged, "wait_for", self._note_wait)
         # Tables of another model would be there already: here all addresses are 0.
         tables._uploaded.cache_clear()
         tables._job_of.cache_clear()
+
+    def _note_wait(self, device: torch.device) -> None:
+        if self.asked is not None and device == GPU:
+            self.asked.note_wait()
 
     def _patch_everywhere(self, function: Any, other: Any) -> None:
         """Puts `other` in the place of a function that modules have imported by name."""
@@ -371,6 +385,8 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     (2, {"exchange": "gather", "overlap": True}),
     (16, {"exchange": "two_phase", "overlap": True}),
     (16, {"local_group": 8}),
+    (2, {"backend": "gloo"}),
+    (16, {"backend": "gloo"}),
 ]
 
 

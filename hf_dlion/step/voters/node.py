@@ -15,8 +15,9 @@ from torch import Tensor
 
 from hf_dlion.codec import codec_for
 from hf_dlion.codec.layout import MessageLayout, shards_of
-from hf_dlion.exchange import Wire
+from hf_dlion.exchange import Exchange, Wire
 from hf_dlion.exchange.node import NodeExchange, RowEdges, choose_node_exchange
+from hf_dlion.exchange.staged import Staged
 from hf_dlion.momentum.shares import Range
 from hf_dlion.momentum.store import MomentumStore
 from hf_dlion.options import Options
@@ -76,10 +77,15 @@ class NodeVoters(Voters):
             if self.count == 1:
                 moves.append(SharedMove(group, parts, node.local, codec))
                 continue
-            exchange = NodeExchange(name, layout, node.peers, node.local, device, options)
+            place, own = node.local.device_for(device), parts[node.local.rank]
+            exchange: Exchange = NodeExchange(name, layout, node.peers, node.local, place, options)
+            if place != device:
+                exchange = Staged(exchange, own, layout.words, options.bits, device)
             edges = RowEdges(layout, shards, node.local, device, options.bits)
-            room = rooms[device]
-            messages.append(NodeMessage(group, layout, exchange, codec, edges, room, options.bits))
+            message = NodeMessage(
+                group, layout, exchange, codec, rooms[device], options.bits, own=own, edges=edges
+            )
+            messages.append(message)
         delivery = LionInNode(moves) if self.count == 1 else InStep(messages)
         return Built(messages, delivery, owners, owners[node.local.rank])
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from hf_dlion.codec import AloneJob, Codec, EncodeJob
 from hf_dlion.codec.layout import MessageLayout, Slot
 from hf_dlion.codec.rule import StepRule, TensorRule
-from hf_dlion.exchange import Wire, WireStats
-from hf_dlion.exchange.node import NodeExchange, RowEdges
+from hf_dlion.exchange import Exchange, Wire, WireStats
+from hf_dlion.exchange.node import RowEdges
 from hf_dlion.step.delivery import Moving
 from hf_dlion.step.message import Message, Room
 
@@ -27,25 +27,27 @@ class NodeMessage(Message):
         self,
         params: Params,
         layout: MessageLayout,
-        exchange: NodeExchange,
+        exchange: Exchange,
         codec: Codec,
-        edges: RowEdges,
         room: Room,
         bits: int = 1,
+        *,
+        own: MessageLayout,
+        edges: RowEdges,
     ) -> None:
         """Takes its parts.
 
         Args:
-            params: Pairs of parameter index and parameter, all on one device.
+            params: As for `Message`.
             layout: Their places in the whole message.
             exchange: Carries the votes on the shard.
-            codec: Makes the votes and applies the verdict.
+            codec: As for `Message`.
+            room: As for `Message`.
+            bits: As for `Message`.
+            own: The shard.
             edges: Knows the rows that the shards cut.
-            room: Holds the votes until they leave, and the verdict.
-            bits: Of a vote.
         """
         super().__init__(params, layout, exchange, codec, room, bits)
-        own = exchange.own
         self._own = _with_params(own, params)
         self._edges = edges
         self._words, self._active = room.words(bits * own.words), room.active(own.rows)
