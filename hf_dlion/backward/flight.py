@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import Future
 
 import torch
 from torch import Tensor
 
-from hf_dlion.backward.background import Background
+from hf_dlion.backward.background import Background, InLine
 from hf_dlion.backward.gradient_scale import GradientScale
+from hf_dlion.backward.streams import Streams
 from hf_dlion.codec import AdvanceJob, Preview, codec_for
 from hf_dlion.codec.rule import StepRule, tensor_rules
 from hf_dlion.exchange import WireStats
@@ -43,8 +43,8 @@ class Flight:
         rule: StepRule,
         stats: WireStats,
         gradient_scale: GradientScale,
-        counter: Background,
-        streams: dict[torch.device, torch.cuda.Stream],
+        counter: Background | InLine,
+        streams: Streams,
     ) -> None:
         """Takes the constants of the step as they are when its first gradient is ready.
 
@@ -55,8 +55,8 @@ class Flight:
             stats: Receives bytes and times.
             gradient_scale: Knows the factor of the gradients, and looks at those of votes that
                 leave.
-            counter: One thread, which waits for votes and counts them.
-            streams: By device, on which it does so; kept, since the allocator has a pool for each.
+            counter: Waits for votes and counts them.
+            streams: On which messages are encoded and counted.
         """
         self.messages = messages
         self.stale = False
@@ -82,6 +82,7 @@ class Flight:
         key, place = id(param), self._place.get(id(param))
         if place is None:
             return
+        self._streams.note_gradient(param.device)
         if key not in self._missing[place]:
             # Accumulated into once more, perhaps after its vote left.
             self.stale = True
@@ -147,13 +148,14 @@ class Flight:
 
     def _counted(self, rule: StepRule) -> None:
         """Waits until all messages are counted."""
+        self._counter.finish()
         for count in self._counts:
             count.result()
         for message in self.messages:
             if message.rounds == 1:
                 message.count(rule)
         for device in {message.device for message in self.messages}:
-            self._join_streams(device)
+            self._streams.join(device)
 
     def _send(self, voting: Container[int], scale: float, *, probe: bool) -> None:
         """Sends the next message, with votes on the parameters of these ids.
@@ -166,8 +168,7 @@ class Flight:
         if self._broken is not None:
             raise self._broken
         message, stats, clock = self.messages[self._sent], self._stats, Clock()
-        # On the stream that backward is on: nothing may touch a gradient before it is read.
-        with torch.no_grad():
+        with torch.no_grad(), self._streams.sending(message.device):
             try:
                 momenta, grads = self._voting(message, voting)
                 params, preview = message.preview(momenta, self._rules, scale, grads)
@@ -216,28 +217,13 @@ class Flight:
         return momenta, grads
 
     def _count(self, message: Message) -> None:
-        """Counts a message's votes and sends the verdict; on the counter's thread.
+        """Counts a message's votes and sends the verdict.
 
-        Backward must not wait for another rank's votes: that rank may be waiting for this one's
-        backward in a collective of the model's own.
+        On gloo this waits for another rank's votes, which backward must not do: that rank may be
+        waiting for this one's backward in a collective of the model's own. So it is on a thread.
         """
-        with torch.no_grad(), self._beside(message.device):
+        with torch.no_grad(), self._streams.beside(message.device):
             message.count(self._rule)
-
-    @contextlib.contextmanager
-    def _beside(self, device: torch.device) -> Iterator[None]:
-        """Runs on a stream of its own: waiting for votes must not hold up backward's."""
-        if device.type != "cuda":
-            yield
-            return
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._streams[device]):
-            yield
-
-    def _join_streams(self, device: torch.device) -> None:
-        if device in self._streams:
-            torch.cuda.current_stream(device).wait_stream(self._streams[device])
 
 
 def _betas(groups: Groups) -> list[tuple[float, float]] | None:

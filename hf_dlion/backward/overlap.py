@@ -6,7 +6,8 @@
 
 What leaves is fixed beforehand: from the step after the ranks agreed on messages and their order,
 every rank hands exactly these messages, in this order, to a process group of their own, whatever
-happens on it. A thread counts votes and sends verdicts in another one, in the same order. What
+happens on it. A thread counts votes and sends verdicts in another one, in the same order (on NCCL
+backward's own thread does, `_new_wires`). What
 backward did not deliver (a parameter that was not used, a backward that never ran) leaves in
 `step()`. So no rank can wait for a message that another one never sends.
 
@@ -25,13 +26,13 @@ import threading
 import weakref
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_dlion.backward.background import Background
+from hf_dlion.backward.background import Background, InLine
 from hf_dlion.backward.flight import Flight
 from hf_dlion.backward.gradient_scale import GradientScale
+from hf_dlion.backward.streams import Streams
 from hf_dlion.codec.rule import StepRule
 from hf_dlion.exchange import Wire, WireStats
 from hf_dlion.momentum.store import MomentumStore
@@ -44,7 +45,6 @@ from hf_dlion.step.early import Sent, delivery_of
 from hf_dlion.step.engine import Engine
 from hf_dlion.step.message import Message
 from hf_dlion.step.plan import Plan, ReadyOrder
-from hf_dlion.step.voters import Voters
 
 # After so many stale steps in a row the ranks give up exchanging during backward, and after so many
 # incomplete ones they put the parameters that were missing last.
@@ -67,7 +67,7 @@ class Overlap:
         # With parameters on several devices autograd calls hooks from several threads.
         self._lock = threading.Lock()
         self._counter = Background("hf_dlion_count")
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams = Streams()
         self.reset()
 
     def reset(self) -> None:
@@ -77,26 +77,13 @@ class Overlap:
         self._sync = True
         self._stale_in_a_row = self._incomplete_in_a_row = 0
         self._wires: tuple[Wire, Wire] | None = None
+        self._in_line = False
         self._order: list[int] = []
         self._late: set[int] = set()
         self._new_late: set[int] = set()
         self._messages: Sequence[Message] = ()
         self._flight: Flight | None = None
         self._ready: dict[int, None] = {}
-
-    def check(self, wire: Wire, params: Sequence[tuple[int, Tensor]]) -> None:
-        """Refuses NCCL; see `EarlyVotes.check`.
-
-        Backward and the counting thread send on several communicators, in an order that two ranks
-        need not share, and NCCL asks for one order on a device.
-        """
-        places = {param.device for _, param in params}
-        if any(wire.backend_for(place) == "nccl" for place in places):
-            raise NotImplementedError(
-                "overlap=True does not work on NCCL yet: votes and verdicts leave from two threads "
-                "in no common order, and NCCL may wait for ever; leave out overlap, or train with "
-                "a gloo process group (backend='gloo')"
-            )
 
     @property
     def scale(self) -> float:
@@ -125,7 +112,8 @@ class Overlap:
 
     def _begin(self, momenta: MomentumStore, rule: StepRule, stats: WireStats) -> Flight:
         carried = momenta, rule, stats, self._gradient_scale
-        return Flight(self._messages, *carried, self._counter, self._streams)
+        counter = InLine() if self._in_line else self._counter
+        return Flight(self._messages, *carried, counter, self._streams)
 
     def disturb(self) -> None:
         """Takes note that momenta changed: votes that left do not hold any more."""
@@ -217,6 +205,7 @@ class Overlap:
         """
         engine = self._engine()
         assert engine is not None, "it is the engine that calls"
+        self._streams.note_training({param.device for _, param in params})
         self._gradient_scale.after()
         ready, self._ready = self._ready, {}
         self._gradient_scale.rescaled_oddly = set()
@@ -238,7 +227,7 @@ class Overlap:
         self._new_late.clear()
         self._incomplete_in_a_row = 0
         if self._wires is None:
-            self._wires = self._new_wires(plan.voters, [counts for *_, counts in answers])
+            self._wires = self._new_wires(plan, [counts for *_, counts in answers], params)
         order = ReadyOrder(self._order, sorted(self._late), self._wires)
         failure: Exception | None = None
         try:
@@ -256,19 +245,27 @@ class Overlap:
         self._messages = plan.messages
         return plan
 
-    def _new_wires(self, voters: Voters, counts: Sequence[tuple[int, int]]) -> tuple[Wire, Wire]:
-        """Returns wires for votes and for verdicts.
+    def _new_wires(
+        self, plan: Plan, counts: Sequence[tuple[int, int]], params: Sequence[tuple[int, Tensor]]
+    ) -> tuple[Wire, Wire]:
+        """Returns wires for votes and for verdicts: on NCCL one for both.
+
+        NCCL asks for one order of all collectives on a device. There no rank waits for another
+        before it counts, so the thread that runs backward sends all, in an order that is fixed.
 
         Raises:
             Disagreement: On every rank, if torch cannot make their process groups.
         """
-        between = voters.between
+        between = plan.voters.between
         assert between is not None, "there are several ranks"
         of_all = between.group is dist.group.WORLD
-        check_group_counts(counts, voters.alike, of_all=of_all)
-        wires = between.sibling(), between.sibling()
-        for fresh in wires:
-            fresh.meet()
+        check_group_counts(counts, plan.voters.alike, of_all=of_all)
+        self._in_line = "nccl" in {between.backend_for(param.device) for _, param in params}
+        up = between.sibling()
+        wires = up, up if self._in_line else between.sibling()
+        longest = max((message.wire_bytes for message in plan.messages), default=0)
+        for fresh in dict.fromkeys(wires):
+            fresh.meet(-(-longest // (8 * up.world_size)) if self._in_line else 0)
         return wires
 
     def _give_up(self, why: str) -> None:

@@ -212,12 +212,22 @@ class Wire:
             group = dist.new_group(**options)
         return Wire(group, self.stats, self._device, self.neighbours)
 
-    def meet(self) -> None:
-        """Exchanges a number, so a backend connects now and not in the middle of a backward.
+    def meet(self, words: int = 0) -> None:
+        """Exchanges something, so a backend connects now and not in the middle of a backward.
 
-        Every rank must call this. Bytes per rank: 8 * (N - 1).
+        Every rank must call this. Bytes per rank: 8 * (N - 1), and twice 8 * (N - 1) * `words`.
+
+        Args:
+            words: Of the longest message, where connections are made at its first use: NCCL's, for
+                each pair of ranks and for as many channels as a size takes.
         """
-        self._gather_words([0], "a first word", self.device_for(self._device))
+        place = self.device_for(self._device)
+        self._gather_words([0], "a first word", place)
+        if words:
+            mine = torch.zeros((self.world_size, words), dtype=torch.int64, device=place)
+            everyone = torch.empty_like(mine)
+            self.all_to_all(everyone, mine, "first words").wait()
+            self.all_gather(everyone, mine[0], "first words").wait()
 
     def subgroup(self, members: Sequence[int]) -> dist.ProcessGroup:
         """Returns a new process group of some of the ranks, which all call this, and no other.

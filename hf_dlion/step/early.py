@@ -37,17 +37,6 @@ class Sent(NamedTuple):
 class EarlyVotes(Protocol):
     """What a step and the hooks ask of votes that leave during backward."""
 
-    def check(self, wire: Wire, params: Sequence[tuple[int, Tensor]]) -> None:
-        """Raises where votes cannot leave early; called for every new plan.
-
-        Args:
-            wire: The ranks that exchange votes.
-            params: Pairs of parameter index and parameter, those with requires_grad.
-
-        Raises:
-            NotImplementedError: If they cannot, alike on every rank.
-        """
-
     def reset(self) -> None:
         """Forgets what was agreed: the process group is another one."""
 
@@ -100,9 +89,6 @@ class EarlyVotes(Protocol):
 
 class NoEarlyVotes:
     """Votes leave in the step: nothing to send before it, to remember or to prepare."""
-
-    def check(self, wire: Wire, params: Sequence[tuple[int, Tensor]]) -> None:
-        """Does nothing."""
 
     def reset(self) -> None:
         """Does nothing."""

@@ -174,8 +174,6 @@ class Step:
             if has:
                 momenta.of(param, index, plan.owned)
         if plan is not self._plan_before:
-            if self._voters.between is not None:
-                engine.early.check(self._voters.between, self._pairs)
             self._rehearse(plan, present)
         voting = self._voters.voting(engine.presence, params, present)
         self._unaveraged = self._voters.unaveraged(engine.presence, params, present)

@@ -1,51 +1,84 @@
-"""What does not go with NCCL is refused in words; there is none here, only its name."""
+"""What NCCL asks for, and what it cannot do; there is none here, only its name."""
 
 from __future__ import annotations
+
+import random
+import time
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_dlion import DistributedLion
 from hf_dlion.exchange import Wire, WireStats
+from tests.support.ddp_training import new_model, optimizer_of
 from tests.support.fake_gpu import FakeGpu
 from tests.support.spawn import RankPools
+from tests.support.zoo import short_messages
 
 
-def refused(rank: int, world_size: int, overlap: bool) -> tuple[str, bool, int]:
-    """What a step says where NCCL would send, whether the parameter moved, and the bytes sent."""
-    param = torch.nn.Parameter(torch.ones(5))
-    optimizer = DistributedLion([param], lr=0.5, overlap=overlap)
-    with pytest.MonkeyPatch.context() as patch:
+def sent(rank: int, world_size: int, overlap: bool) -> tuple[list[str], list[Tensor], int]:
+    """Trains as if NCCL sent; returns what was sent in one step, the weights, and how often early.
+
+    Gradients take their time, on each rank another one.
+    """
+    model = new_model()
+    optimizer = optimizer_of(model, overlap=overlap, exchange="two_phase")
+    pauses = random.Random(rank)
+    for param in model.parameters():
+        param.register_hook(lambda grad: time.sleep(0.01 * pauses.random()))
+    order: list[str] = []
+
+    def noted(send: Any) -> Any:
+        def call(wire: Wire, out: Tensor, tensor: Tensor, what: str) -> Any:
+            order.append(what)
+            return send(wire, out, tensor, what)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch, short_messages():
         patch.setattr(Wire, "backend_for", lambda wire, device: "nccl")
-        said = ""
-        for _ in range(2):
-            param.grad = torch.ones(5) * (rank + 1)
-            try:
-                optimizer.step()
-            except NotImplementedError as error:
-                said = str(error)
-    return said, bool((param != 1).any()), optimizer.wire.exchanges
+        patch.setattr(Wire, "_gather", noted(Wire._gather))
+        patch.setattr(Wire, "_scatter", noted(Wire._scatter))
+        for t in range(5):
+            order.clear()
+            tokens = torch.randint(
+                0, 11, (3, 5), generator=torch.Generator().manual_seed(9 * rank + t)
+            )
+            optimizer.zero_grad()
+            model(tokens).backward()
+            optimizer.step()
+    weights = [param.detach().clone() for param in model.parameters()]
+    return order, weights, optimizer.wire.overlapped
 
 
-def test_overlap_is_refused_on_all_ranks_before_anything_moves(ranks: RankPools) -> None:
-    for said, moved, exchanges in ranks(2).run(refused, True):
-        assert said.startswith("overlap=True does not work on NCCL yet")
-        assert "leave out overlap" in said
-        assert (moved, exchanges) == (False, 0)
+@pytest.mark.multiproc
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_votes_and_verdicts_leave_in_one_order(ranks: RankPools, world_size: int) -> None:
+    found = ranks(world_size).run(sent, True)
+    expected = ranks(world_size).run(sent, False)
+    order = [what for what in found[0][0] if what in ("votes", "a verdict")]
+    count = order.count("votes")
+    assert count > 3
+    # up 0, up 1, down 0, up 2, down 1, and so on, with the header before the last verdict.
+    assert order == ["votes", *(count - 1) * ["votes", "a verdict"], "a verdict"]
+    for (own, weights, early), (_, of_step_mode, _) in zip(found, expected, strict=True):
+        assert own == found[0][0]
+        assert early == 4  # The first step agrees on the messages.
+        assert all(map(torch.equal, weights, of_step_mode))
 
 
-def test_without_overlap_votes_travel(ranks: RankPools) -> None:
-    assert ranks(2).run(refused, False) == [("", True, 2)] * 2
-
-
-def test_the_backend_is_that_which_sends_the_votes() -> None:
-    gpu = FakeGpu([(30, 70)], 2, overlap=True, backend="nccl")
+def test_one_communicator_carries_both_ways() -> None:
+    gpu = FakeGpu([(30, 70), (50,)], 4, overlap=True, exchange="two_phase", backend="nccl")
     try:
-        with pytest.raises(NotImplementedError, match="overlap=True does not work on NCCL"):
+        for _ in range(3):
             gpu.step()
-        assert ("send", "votes") not in gpu.history
+        wires = gpu.optimizer._engine.early._wires  # type: ignore[attr-defined]
+        assert wires[0] is wires[1]
+        assert gpu.optimizer.wire.overlapped == 2
     finally:
         gpu.close()
 

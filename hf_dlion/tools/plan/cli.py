@@ -348,7 +348,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--link", metavar="1gbit", help="a rate, the JSON of bench exchange, or measure")
     add("--latency-ms", type=_above_zero, default=link.DEFAULT_LATENCY_MS)
     add("--efficiency", type=_share, default=TCP_EFFICIENCY, help="payload's share")
-    add("--backend", choices=("gloo", "nccl"), help="nccl, that of GPUs, refuses overlap")
+    add("--backend", choices=("gloo", "nccl"), help="nccl, that of GPUs, has trees beside rings")
     add("--trainable", type=_count, help='trained parameters ("40m"), as for LoRA')
     add("--dtype", choices=list(DTYPES), default="float32", help="of gradients")
     add("--bits", type=int, choices=BITS, default=1, help="of a vote (1)")

@@ -35,7 +35,7 @@ class Link:
         restart_s: What a long transfer that begins on an idle link loses, once: TCP's slow start,
             and packets that are lost where a queue overflows.
         nccl: Whether the collectives are NCCL's: its all-reduces also go through trees, where rings
-            have many rounds, and `overlap=True` is refused on it.
+            have many rounds.
     """
 
     bits_per_s: float

@@ -95,7 +95,7 @@ class Case:
 def predict(case: Case) -> dict[str, Prediction]:
     """Returns a prediction, by name, for every method that the case allows.
 
-    It depends on the gradients' dtype, FSDP, the ranks of a node and the backend.
+    It depends on the gradients' dtype, FSDP and the ranks of a node.
     """
     several = case.cluster.ranks_per_node > 1 and not case.sharded
     case = of_parts(case) if case.sharded else case
@@ -111,7 +111,7 @@ def predict(case: Case) -> dict[str, Prediction]:
         *whole,
         distributed_lion(case),
         *([node_lion(case)] if several else []),
-        *([] if case.link.nccl else [overlapped_lion(case)]),
+        overlapped_lion(case),
     ]
     return {prediction.name: prediction for prediction in found}
 

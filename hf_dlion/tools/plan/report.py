@@ -49,7 +49,7 @@ EXPLAINED = {
     PUBLIC: "kyleliang919/distributed-lion-pytorch: 8 bits, a gather per tensor",
     DLION: "this package: votes travel after backward",
     NODE_VOTES: 'local_group="node": the ranks of a node average inside it and vote as one',
-    OVERLAPPED: "overlap=True, if sending cost backward nothing: a bound; refused on NCCL",
+    OVERLAPPED: "overlap=True, if sending cost backward nothing: a bound",
 }
 
 
@@ -85,7 +85,7 @@ def verdict(case: Case, predictions: Predictions) -> str:
     """Returns in words whether the exchange of votes pays, with the predicted ratios."""
     rival, cluster = best_all_reduce(predictions), case.cluster
     gains = {name: gain(predictions, name) for name in names_of_ours(predictions)}
-    overlapped = gains.pop(OVERLAPPED, 0.0)
+    overlapped = gains.pop(OVERLAPPED)
     own = max(gains, key=lambda name: gains[name])
     ours = DLION if own == DLION else f'{DLION} with local_group="node"'
     step = gains[own]
@@ -113,8 +113,7 @@ def verdict(case: Case, predictions: Predictions) -> str:
         instead = "" if own == DLION else " instead"
         text = f"pays: {where} {waits}; {predicted}, {at_most} with overlap=True{instead}"
     else:
-        nothing = "; overlap=True gains nothing" if overlapped else ""
-        text = f"pays: {where} {waits}; {predicted}{nothing}"
+        text = f"pays: {where} {waits}; {predicted}; overlap=True gains nothing"
     power = predictions[POWER].step_s if POWER in predictions else math.inf
     if power * WORTH < rival.step_s / max(best, 1.0):
         name, still, other_s = rival.name, "", rival.step_s
