@@ -7,6 +7,7 @@ those marked `smoke`. `-m "not long"` runs everything, with ranks on gloo too.
 from __future__ import annotations
 
 import collections
+import gc
 import os
 from collections.abc import Iterator
 
@@ -38,6 +39,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     config.option.loadscopereorder = False  # The order is that of `_longest_first`.
     # Ranks wait for one another: with two, two processors are idle for almost half of the time.
     return 3
+
+
+def pytest_collection_finish() -> None:
+    """Tells the garbage collector that what was imported and collected stays."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", params=["threads", "gloo"])

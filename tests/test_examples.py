@@ -163,7 +163,7 @@ def test_ddp_loop_resumes_where_it_stopped(tmp_path):
     assert resumed.splitlines()[-2:] == whole.splitlines()[-2:]
 
 
-def test_fsdp2_loop_resumes_where_it_stopped(tmp_path):
+def test_fsdp2_loop_learns(tmp_path):
     whole = run_fsdp2("--steps", "200", "--output_dir", tmp_path / "whole")
     losses = numbers_after("held-out loss", whole)
     assert losses[-1] < 0.2 * losses[0]
@@ -171,7 +171,13 @@ def test_fsdp2_loop_resumes_where_it_stopped(tmp_path):
     # What leaves a replica of two is one bit of each part, and what padding and the header add.
     assert 1.0 <= numbers_after("and sent", whole)[-1] < 1.3
 
-    folder = tmp_path / "parts"
+
+@pytest.mark.long
+def test_fsdp2_loop_resumes_where_it_stopped(tmp_path):
+    whole, folder = (
+        run_fsdp2("--steps", "200", "--output_dir", tmp_path / "whole"),
+        tmp_path / "parts",
+    )
     run_fsdp2("--steps", "100", "--output_dir", folder)
     resumed = run_fsdp2("--steps", "200", "--resume", "--output_dir", folder)
     assert resumed.splitlines()[-2:] == whole.splitlines()[-2:]
@@ -182,17 +188,22 @@ def run_fsdp2(*flags: str | Path) -> str:
     return run_example("fsdp2_loop.py", *flags, ranks=4)
 
 
-def test_accelerate_loop_resumes_where_it_stopped(tmp_path):
-    whole = run_example("accelerate_loop.py", "--epochs", "2", "--output_dir", tmp_path / "whole")
-    losses = numbers_after("held-out loss", whole)
+def test_accelerate_loop_learns(tmp_path):
+    said = run_example("accelerate_loop.py", "--epochs", "2", "--output_dir", tmp_path)
+    losses = numbers_after("held-out loss", said)
     assert losses[-1] < 0.5 * losses[0]
 
+
+@pytest.mark.long
+def test_accelerate_loop_resumes_where_it_stopped(tmp_path):
+    whole = run_example("accelerate_loop.py", "--epochs", "2", "--output_dir", tmp_path / "whole")
     folder = tmp_path / "parts"
     run_example("accelerate_loop.py", "--epochs", "1", "--output_dir", folder)
     resumed = run_example("accelerate_loop.py", "--epochs", "2", "--resume", "--output_dir", folder)
     assert resumed.splitlines()[-2:] == whole.splitlines()[-2:]
 
 
+@pytest.mark.long
 def test_finetune_llm_runs_on_one_process(tmp_path):
     script = EXAMPLES / "finetune_llm.py"
     flags = ["--small", "--output_dir", tmp_path, "--max_steps", "3"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 from typing import Any
 
 from transformers import Trainer, TrainingArguments
@@ -144,7 +145,7 @@ def _add_name() -> Any:
 def _check_optim_args_early() -> None:
     """Has bad `optim_args` refused where arguments are made, before data is loaded for nothing.
 
-    So is a misspelt "dlion"; options of DistributedLion for another optimizer are warned of.
+    So is a misspelt "dlion". Trainer warns of DistributedLion's options for another optimizer.
 
     Arguments may be changed after that, or come from a file, so a Trainer checks its own again,
     before the parser of transformers ends in "not enough values to unpack".
@@ -162,6 +163,10 @@ def _check_optim_args_early() -> None:
         self: Trainer, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any
     ) -> None:
         _check_optim_args(args)
+        given = inspect.signature(make_trainer).bind_partial(self, model, args, *rest, **kwargs)
+        by_hand = given.arguments.get("optimizers", (None, None))[0]
+        if args is not None and by_hand is given.arguments.get("optimizer_cls_and_kwargs") is None:
+            _warn_of_ignored(args)
         make_trainer(self, model, args, *rest, **kwargs)
 
     setattr(TrainingArguments, "__post_init__", checked_arguments)  # noqa: B010 (mypy)
@@ -178,13 +183,17 @@ def _check_optim_args(args: TrainingArguments | None) -> None:
     # The error of transformers names all of its optimizers.
     if difflib.get_close_matches(args.optim, known, n=1) == [OPTIM_NAME] != [args.optim]:
         raise ValueError(f"optim={args.optim!r} is unknown, did you mean {OPTIM_NAME!r}?")
+
+
+def _warn_of_ignored(args: TrainingArguments) -> None:
+    """Warns of options of DistributedLion where another optimizer trains by its name."""
     ignored = only_ours(args.optim_args)
-    if ignored and args.optim in known:
-        names = f"optim={str(args.optim)!r} with optim_args={args.optim_args!r}"
+    if ignored and args.optim != OPTIM_NAME:
+        chosen = f"optim={str(args.optim)!r} with optim_args={args.optim_args!r}"
         warn_once(
-            f"optim_args of another optimizer: {names}",
-            f"{names}: {', '.join(ignored)} belong to DistributedLion, and this optimizer does not "
-            f"read them; for DistributedLion set optim={OPTIM_NAME!r}",
+            f"optim_args of another optimizer: {chosen}",
+            f"{chosen}: only DistributedLion has {', '.join(ignored)}, so this changes nothing; to "
+            f"train with it set optim={OPTIM_NAME!r}",
         )
 
 

@@ -52,6 +52,7 @@ def digests(folder: Path, rank: int, attempt: int) -> dict[int, str]:
     return {entry["step"]: entry["digest"] for entry in map(json.loads, lines)}
 
 
+@pytest.mark.long
 def test_a_loop_of_ones_own_resumes_from_the_last_whole_checkpoint(tmp_path: Path) -> None:
     job = Job(mode="overlap", options={"exchange": "two_phase"}, dtype="bfloat16", steps=7)
     (tmp_path / "script.py").write_text(BY_HAND)

@@ -100,7 +100,9 @@ def run_without_launcher(script: Path, what: str) -> list[subprocess.CompletedPr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["ddp", "accelerate", "trainer"])
+@pytest.mark.parametrize(
+    "what", ["ddp", pytest.param("accelerate", marks=pytest.mark.long), "trainer"]
+)
 def test_data_that_fails_on_one_rank_ends_all(script: Path, what: str) -> None:
     other, failed = run_without_launcher(script, what)
     assert failed.returncode != 0

@@ -83,7 +83,8 @@ def gap(workers: int, losses: Sequence[float], folder: Path, pool: ProcessPoolEx
 
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
-    "method", ["majority", "average", pytest.param("bits4", marks=pytest.mark.long)]
+    "method",
+    ["majority", *(pytest.param(name, marks=pytest.mark.long) for name in ("average", "bits4"))],
 )
 def test_votes_converge_as_global_lion_does(
     method: str, workers: int, tmp_path: Path, pool: ProcessPoolExecutor

@@ -114,16 +114,16 @@ def test_train_compares_every_method(tmp_path, launcher):
 @pytest.mark.multiproc
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_votes_take_less_than_six_tenths_of_a_byte_per_parameter(tmp_path, ranks):
+def test_votes_take_about_four_tenths_of_a_byte_per_parameter(tmp_path, ranks):
     out = tmp_path / "memory.json"
     words = [f"--ranks={ranks}", "--parameters=12000000", f"--json={out}"]
     run_command([*BENCH, "memory", *words])
     rows = json.loads(out.read_text())["rows"]
     used = {row["name"]: row["bytes_per_parameter"] for row in rows}
     # Pages of DDP's buckets that are never written to are never there (4 bytes).
-    assert used["DistributedLion"] - used["DDP fp32, Lion"] < 0.6 - 3.0
+    assert used["DistributedLion"] - used["DDP fp32, Lion"] < 0.4 - 3.0
     # Beside Lion without any wrapper; gloo and Python take a little, too.
-    assert 0.4 < used["DistributedLion"] - used["one host alone, Lion"] < 0.75
+    assert 0.25 < used["DistributedLion"] - used["one host alone, Lion"] < 0.55
 
 
 def buffer_bytes(rank: int, world_size: int, exchange: str) -> float:
@@ -155,11 +155,12 @@ def buffer_bytes(rank: int, world_size: int, exchange: str) -> float:
 @pytest.mark.parametrize(
     ("world_size", "exchange"), [(2, "gather"), (2, "two_phase"), (3, "auto"), (4, "auto")]
 )
-def test_the_messages_keep_less_than_six_tenths_of_a_byte_per_parameter(
+def test_the_messages_keep_less_than_four_tenths_of_a_byte_per_parameter(
     ranks: RankPools, world_size: int, exchange: str
 ) -> None:
     for found in ranks(world_size).run(buffer_bytes, exchange):
-        assert 0.4 < found < 0.6
+        # One message only, so room for its votes is an eighth.
+        assert 0.25 < found < 0.4
 
 
 def messages_of_a_limited_step(rank: int, world_size: int, numel: int | None) -> int:

@@ -485,6 +485,7 @@ def test_one_process_says_that_it_cannot_measure(capsys, monkeypatch):
     assert "at least two ranks" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.multiproc
 def test_ranks_of_one_node_do_not_measure_its_memory():
     done = run_script(

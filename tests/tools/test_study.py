@@ -160,6 +160,7 @@ def test_a_folder_has_a_base_of_its_own(tmp_path: Path):
     assert first["curve"][0][1] != second["curve"][0][1]
 
 
+@pytest.mark.long
 @pytest.mark.multiproc
 @pytest.mark.slow
 def test_several_jobs_make_the_same_records(tmp_path: Path):

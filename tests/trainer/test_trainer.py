@@ -289,11 +289,19 @@ def test_a_misspelt_name_is_told_in_one_line(tmp_path):
 
 def test_our_options_are_not_lost_on_another_optimizer_silently(tmp_path, monkeypatch):
     monkeypatch.setattr(warn_once, "_given", set())
-    with pytest.warns(UserWarning, match=r"bits, overlap belong to .* set optim='dlion'"):
-        tiny_args(tmp_path, optim="adamw_torch", optim_args="bits=4, overlap=true")
+    args = tiny_args(tmp_path, optim="adamw_torch", optim_args="bits=4, overlap=true")
+    with pytest.warns(UserWarning, match=r"only DistributedLion has bits, overlap.* optim='dlion'"):
+        tiny_trainer(args)
+    monkeypatch.setattr(warn_once, "_given", set())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tiny_args(tmp_path, optim="adamw_torch_fused", optim_args="momentum_dtype=bfloat16")
+        # Here DistributedLion trains, whatever the name says.
+        model, ours = tiny_llama(), optimizer_cls_and_kwargs(args)
+        Trainer(model, args, optimizer_cls_and_kwargs=ours)
+        Trainer(model, args, optimizers=(DistributedLion(model.parameters(), lr=1e-3), None))
+        other = tiny_args(tmp_path, optim="adamw_anyprecision")
+        other.optim_args = "momentum_dtype=bfloat16"
+        tiny_trainer(other)
 
 
 def test_other_optimizers_are_left_alone(tmp_path):
