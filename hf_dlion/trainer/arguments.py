@@ -164,8 +164,9 @@ def _check_optim_args_early() -> None:
     ) -> None:
         _check_optim_args(args)
         given = inspect.signature(make_trainer).bind_partial(self, model, args, *rest, **kwargs)
-        by_hand = given.arguments.get("optimizers", (None, None))[0]
-        if args is not None and by_hand is given.arguments.get("optimizer_cls_and_kwargs") is None:
+        optimizer, _ = given.arguments.get("optimizers", (None, None))
+        made = optimizer or given.arguments.get("optimizer_cls_and_kwargs")
+        if args is not None and made is None:
             _warn_of_ignored(args)
         make_trainer(self, model, args, *rest, **kwargs)
 
