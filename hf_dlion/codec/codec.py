@@ -127,11 +127,11 @@ class Codec(Protocol):
             device: Where the segments lie.
         """
 
-    def edges(self, ends: Ends, device: torch.device) -> Edges:
+    def edges(self, ends: Sequence[Ends], device: torch.device) -> Edges:
         """Returns what completes the votes on rows that the shards of a node cut.
 
         Args:
-            ends: Of this rank's shard.
+            ends: Of this rank's shard of each message, at least one.
             device: Where its votes are.
         """
 

@@ -48,9 +48,9 @@ class CountingCodec(Codec):
         """Does nothing: torch has all that it needs."""
         return
 
-    def edges(self, ends: Ends, device: torch.device) -> Edges:
+    def edges(self, ends: Sequence[Ends], device: torch.device) -> Edges:
         """See `Codec.edges`."""
-        return TorchEdges(ends)
+        return TorchEdges(ends, device)
 
     def count(
         self,

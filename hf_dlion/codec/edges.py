@@ -1,4 +1,4 @@
-"""The rows that the shards of a message cut, where each rank of a node encodes one shard.
+"""The rows that the shards of messages cut, where each rank of a node encodes one shard of each.
 
 A row abstains only if its direction is zero everywhere (rule S3), and of a row that is cut a rank
 sees a part. Where such a row votes in another shard only, the zeros of the part in this one vote by
@@ -22,20 +22,30 @@ from hf_dlion.codec.rule import StepRule
 
 @dataclass(frozen=True)
 class Ends:
-    """The two ends of this rank's shard.
+    """The two ends of this rank's shard of one message.
 
     Attributes:
         shard: The shard, not empty.
         bits: Of a vote.
-        rank: This rank in its node.
-        sharing: For each of the two ends, those that lie in the same row, itself included: numbers
-            2 * rank for a shard's first row, and 2 * rank + 1 for its last.
+        word: Where its votes begin among those of several messages.
+        row: Where its rows begin among theirs.
+        told: Place of its first end in what this rank tells; that of its last end follows.
+        own: The same place, in what all ranks tell.
+        sharing: For each of the two ends, those that lie in the same row, itself included: places
+            in what all ranks tell.
     """
 
     shard: Shard
     bits: int
-    rank: int
+    word: int
+    row: int
+    told: int
+    own: int
     sharing: tuple[Sequence[int], Sequence[int]]
+
+    def rows(self) -> tuple[int, int]:
+        """Returns the rows of both ends, among those of all messages."""
+        return self.row, self.row + self.shard.rows - 1
 
     def spans(self) -> list[tuple[int, Run, int, int]]:
         """Returns row, run, begin and end of both ends: the elements, within the run, of the row.
@@ -51,14 +61,14 @@ class Ends:
 
 
 class Edges(Protocol):
-    """Tells the ranks of a node of the ends of a shard, and hears of the others'."""
+    """Tells the ranks of a node of the ends of shards, and hears of the others'."""
 
     def tell(self, active: Tensor, out: Tensor) -> None:
-        """Writes whether the two ends vote.
+        """Writes whether the ends vote.
 
         Args:
-            active: bool, shape (rows of the shard,).
-            out: uint8, shape (2,).
+            active: bool, the rows of this rank's shards, one message's after another's.
+            out: uint8, two for each message with a row that is cut.
         """
 
     def hear(self, words: Tensor, active: Tensor, everyone: Tensor, rule: StepRule) -> None:
@@ -66,8 +76,8 @@ class Edges(Protocol):
 
         Args:
             words: int64, this rank's votes; 0 where its part of a row is zero everywhere.
-            active: bool, the rows of this rank's shard; of a cut row, whether its part votes.
-            everyone: uint8, shape (ranks of the node, 2): what all of them told.
+            active: bool, the rows of its shards; of a cut row, whether its part votes.
+            everyone: uint8, a line per rank of the node: what all of them told.
             rule: The step's constants.
         """
 
@@ -75,25 +85,28 @@ class Edges(Protocol):
 class TorchEdges:
     """Implements `Edges` with torch operations; the host looks at what it heard."""
 
-    def __init__(self, ends: Ends) -> None:
-        """Takes the ends."""
+    def __init__(self, ends: Sequence[Ends], device: torch.device) -> None:
+        """Takes the ends of each message."""
         self._ends = ends
+        rows = [row for one in ends for row in one.rows()]
+        self._rows = torch.tensor(rows, dtype=torch.int64, device=device)
+        self._places = torch.tensor([one.told + end for one in ends for end in range(2)])
 
     def tell(self, active: Tensor, out: Tensor) -> None:
         """See `Edges.tell`."""
-        out.copy_(torch.stack([active[0], active[-1]]))
+        out[self._places.to(out.device)] = active[self._rows].to(out)
 
     def hear(self, words: Tensor, active: Tensor, everyone: Tensor, rule: StepRule) -> None:
         """See `Edges.hear`."""
-        told, bits = everyone.view(-1).tolist(), self._ends.bits
-        for end, (row, run, begin, stop) in enumerate(self._ends.spans()):
-            if told[2 * self._ends.rank + end] or not any(
-                told[other] for other in self._ends.sharing[end]
-            ):
-                continue
-            own = words[bits * run.word : bits * (run.word + run.words)]
-            _vote_zeros(own, run, begin, stop, rule)
-            active[row] = True
+        told = everyone.view(-1).tolist()
+        for one in self._ends:
+            for end, (row, run, begin, stop) in enumerate(one.spans()):
+                if told[one.own + end] or not any(told[other] for other in one.sharing[end]):
+                    continue
+                first = one.word + one.bits * run.word
+                own = words[first : first + one.bits * run.words]
+                _vote_zeros(own, run, begin, stop, rule)
+                active[one.row + row] = True
 
 
 def _vote_zeros(words: Tensor, run: Run, begin: int, end: int, rule: StepRule) -> None:

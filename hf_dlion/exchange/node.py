@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from hf_dlion.codec import codec_for
-from hf_dlion.codec.edges import Edges, Ends
+from hf_dlion.codec.edges import Ends
 from hf_dlion.codec.layout import MessageLayout, Shard, shards_of
 from hf_dlion.codec.rule import StepRule, Verdict, verdict_planes
 from hf_dlion.codec.tally import Segments
@@ -111,71 +110,102 @@ def choose_node_exchange(
 
 
 class RowEdges:
-    """Makes the votes on rows that the shards of a message cut those of whole rows.
+    """Makes the votes on rows that the shards of some messages cut those of whole rows.
 
-    Each rank tells the others of its node whether the first and the last row of its shard vote
-    (`hf_dlion.codec.edges`). Bytes inside the node, per rank: 2 * (L - 1); none if no row is cut.
+    Each rank tells the others of its node whether the first and the last row of its shards vote
+    (`hf_dlion.codec.edges`), of all messages at once. Bytes inside the node, per rank: 2 * (L - 1)
+    for each message of which a row is cut.
     """
 
     def __init__(
         self,
-        layout: MessageLayout,
-        shards: Sequence[Shard],
+        layouts: Sequence[MessageLayout],
         wire: Wire,
-        device: torch.device,
+        words: Tensor,
+        active: Tensor,
         bits: int = 1,
     ) -> None:
         """Finds the rows that are cut.
 
         Args:
-            layout: The message.
-            shards: One per rank of the node.
+            layouts: The messages, all on one device.
             wire: The ranks of the node.
-            device: Where the votes are made.
+            words: int64: where this rank's votes on its shards will lie, one after another.
+            active: bool: where its rows will.
             bits: Of a vote.
         """
-        self._wire, mine = wire, shards[wire.rank]
-        # Row of the message -> the ends, numbered 2 * rank (+ 1), that lie in it.
-        ends: dict[int, list[int]] = {}
-        for rank, shard in enumerate(shards):
-            if shard.rows:
-                ends.setdefault(shard.first_row, []).append(2 * rank)
-                ends.setdefault(shard.first_row + shard.rows - 1, []).append(2 * rank + 1)
-        self._cut = any(len({end // 2 for end in sharing}) > 1 for sharing in ends.values())
-        place = wire.device_for(device)
-        self._told = torch.zeros(2, dtype=torch.uint8, device=place)
-        self._heard = torch.empty((wire.world_size, 2), dtype=torch.uint8, device=place)
-        self._edges: Edges | None = None
-        if mine.rows:
-            sharing = ends[mine.first_row], ends[mine.first_row + mine.rows - 1]
-            self._edges = codec_for(device).edges(Ends(mine, bits, wire.rank, sharing), device)
+        self._wire, self._words, self._active = wire, words, active
+        size = wire.world_size
+        ends = ends_of(layouts, size, wire.rank, bits)
+        told = 2 * sum(bool(cut_rows(shards_of(layout, size))) for layout in layouts)
+        device = words.device
+        sent_from = wire.device_for(device)
+        # Zeros, because of a short message the last ranks have nothing to tell.
+        self._told = torch.zeros(told, dtype=torch.uint8, device=sent_from)
+        self._heard = torch.empty((size, told), dtype=torch.uint8, device=sent_from)
+        self._edges = codec_for(device).edges(ends, device) if ends else None
 
     @staticmethod
     def wire_bytes(shards: Sequence[Shard]) -> int:
         """Returns the bytes that a rank sends inside its node for one message."""
-        filled = [shard for shard in shards if shard.rows]
-        touching = itertools.pairwise(filled)
-        cut = any(a.first_row + a.rows > b.first_row for a, b in touching)
-        return 2 * (len(shards) - 1) * cut
+        return 2 * (len(shards) - 1) * bool(cut_rows(shards))
 
-    def rehearse(self, words: Tensor, active: Tensor, rule: StepRule) -> None:
+    def rehearse(self, rule: StepRule) -> None:
         """Calls all that `complete` calls of the codec, and sends nothing."""
-        if self._cut and self._edges is not None:
-            self._edges.tell(active, self._told)
-            self._edges.hear(words, active, self._heard, rule)
+        if self._edges is not None:
+            self._edges.tell(self._active, self._told)
+            self._edges.hear(self._words, self._active, self._heard, rule)
 
-    def complete(self, words: Tensor, active: Tensor, rule: StepRule) -> None:
-        """Makes the votes of cut rows those of whole rows, in place; the node's ranks all call it.
+    def complete(self, rule: StepRule) -> None:
+        """Makes the votes on cut rows those of whole rows; the node's ranks all call this.
 
-        Args:
-            words: int64, this rank's votes; 0 where its part of a row is zero everywhere.
-            active: bool, the rows of this rank's shard; of a cut row, whether its part votes.
-            rule: The step's constants.
+        The votes are there: 0 where this rank's part of a row is zero everywhere, and of a cut row
+        it is active if that part votes.
         """
-        if not self._cut:
+        if not self._told.numel():
             return
         if self._edges is not None:
-            self._edges.tell(active, self._told)
+            self._edges.tell(self._active, self._told)
         self._wire.all_gather(self._heard, self._told, "votes on rows that are cut").wait()
         if self._edges is not None:
-            self._edges.hear(words, active, self._heard, rule)
+            self._edges.hear(self._words, self._active, self._heard, rule)
+
+
+def cut_rows(shards: Sequence[Shard]) -> dict[int, list[tuple[int, int]]]:
+    """Returns, for each row of a message at an end of a shard, the rank and end (0, 1) of all such.
+
+    Nothing, if no row lies in two shards.
+    """
+    found: dict[int, list[tuple[int, int]]] = {}
+    for rank, shard in enumerate(shards):
+        if shard.rows:
+            found.setdefault(shard.first_row, []).append((rank, 0))
+            found.setdefault(shard.first_row + shard.rows - 1, []).append((rank, 1))
+    cut = any(len({rank for rank, _ in ends}) > 1 for ends in found.values())
+    return found if cut else {}
+
+
+def ends_of(layouts: Sequence[MessageLayout], size: int, rank: int, bits: int) -> list[Ends]:
+    """Returns the ends of a rank's shards of those messages of which a row is cut.
+
+    Args:
+        layouts: The messages, whose votes and rows lie one after another.
+        size: Ranks of the node.
+        rank: Of the node.
+        bits: Of a vote.
+    """
+    shards = [shards_of(layout, size) for layout in layouts]
+    told = 2 * sum(bool(cut_rows(of_message)) for of_message in shards)
+    found = []
+    word = row = place = 0
+    for of_message in shards:
+        mine, sharing = of_message[rank], cut_rows(of_message)
+        if sharing and mine.rows:
+            first, last = (
+                [other * told + place + end for other, end in sharing[at]]
+                for at in (mine.first_row, mine.first_row + mine.rows - 1)
+            )
+            found.append(Ends(mine, bits, word, row, place, rank * told + place, (first, last)))
+        word, row = word + bits * mine.words, row + mine.rows
+        place += 2 * bool(sharing)
+    return found

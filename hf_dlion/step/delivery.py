@@ -11,9 +11,9 @@ A step calls exactly one of `land` and `discard`, on every rank the same one.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -60,25 +60,42 @@ class Delivery(Protocol):
         """Drops what has left, so nothing of it moves; every rank must call this."""
 
 
+class Wave(NamedTuple):
+    """Messages that leave together, once all of them are encoded.
+
+    Attributes:
+        messages: In the order in which they leave.
+        complete: What other ranks must know of their votes before that.
+    """
+
+    messages: Sequence[Message]
+    complete: Callable[[StepRule], None] | None = None
+
+
 class InStep:
-    """Votes leave in the step: one message travels while the next one is encoded.
+    """Votes leave in the step: one wave of messages travels while the next one is encoded.
 
     The collectives' order is that of the messages, by construction, on every rank.
     """
 
-    def __init__(self, messages: Sequence[Message]) -> None:
+    def __init__(self, waves: Sequence[Wave]) -> None:
         """Takes the plan's messages, in the order in which they leave."""
-        self._messages = messages
+        self._waves = waves
+        self._messages = [message for wave in waves for message in wave.messages]
 
     def land(self, moving: Moving, stats: WireStats) -> None:
         """Exchanges votes and applies the verdict; see `Delivery.land`."""
         if not self._messages:
             return
         clock = Clock()
-        for message in self._messages:
-            message.encode(moving.voting, moving.rules)
+        for wave in self._waves:
+            for message in wave.messages:
+                message.encode(moving.voting, moving.rules)
             stats.encode_s += clock.lap()
-            message.send()
+            if wave.complete is not None:
+                wave.complete(moving.rule)
+            for message in wave.messages:
+                message.send()
             stats.exchange_s += clock.lap()
         for message in self._messages:
             message.count(moving.rule)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,18 +14,30 @@ from hf_dlion.codec.rule import StepRule, TensorRule, Verdict
 from hf_dlion.exchange import Exchange
 
 
+class Buffers(NamedTuple):
+    """Where one message's votes are made, and its verdict may lie.
+
+    Attributes:
+        words: int64, shape (bits * words of the votes,).
+        active: bool, shape (rows of the votes,).
+        free: int64, shape (words of the verdict,); may be the same memory as `words`.
+    """
+
+    words: Tensor
+    active: Tensor
+    free: Tensor
+
+
 class Room:
-    """Memory for the votes of one message, which the messages of a device take in turns.
+    """Memory for votes and verdicts, which the messages of a device take in turns.
 
     Votes are copied as they leave, so the next message's may follow, and verdicts are applied one
     after another.
     """
 
-    def __init__(self, layouts: Sequence[MessageLayout], bits: int, device: torch.device) -> None:
-        """Makes room for the largest of some messages, whose votes take `bits` bits."""
-        words = bits * max(layout.words for layout in layouts)
+    def __init__(self, words: int, rows: int, device: torch.device) -> None:
+        """Makes room for the largest."""
         self._words = torch.empty(words, dtype=torch.int64, device=device)
-        rows = max(layout.rows for layout in layouts)
         self._active = torch.empty(rows, dtype=torch.bool, device=device)
 
     def words(self, count: int) -> Tensor:
@@ -35,15 +48,10 @@ class Room:
         """Returns bool, shape (rows,)."""
         return self._active[:rows]
 
-
-def rooms_for(
-    groups: Sequence[tuple[Sequence[tuple[int, Tensor]], MessageLayout]], bits: int
-) -> dict[torch.device, Room]:
-    """Returns a room per device, for messages of these parameters and layouts."""
-    layouts: dict[torch.device, list[MessageLayout]] = {}
-    for params, layout in groups:
-        layouts.setdefault(params[0][1].device, []).append(layout)
-    return {device: Room(own, bits, device) for device, own in layouts.items()}
+    def buffers(self, layout: MessageLayout, bits: int) -> Buffers:
+        """Returns those of a message whose votes take `bits` bits."""
+        words, active = self.words(bits * layout.words), self.active(layout.rows)
+        return Buffers(words, active, self.words(layout.words))
 
 
 class Message:
@@ -59,7 +67,7 @@ class Message:
         layout: MessageLayout,
         exchange: Exchange,
         codec: Codec,
-        room: Room,
+        buffers: Buffers,
         bits: int = 1,
     ) -> None:
         """Takes its parts.
@@ -69,16 +77,14 @@ class Message:
             layout: Their places.
             exchange: Carries the votes.
             codec: Makes the votes and applies the verdict.
-            room: Holds the votes until they leave, and the verdict.
+            buffers: Hold the votes until they leave, and the verdict.
             bits: Of a vote.
         """
         self.device = params[0][1].device
         self._params = list(zip(layout.slots, (param for _, param in params), strict=True))
         self._layout, self._exchange, self._codec = layout, exchange, codec
         self._bits = bits
-        self._words = room.words(bits * layout.words)
-        self._active = room.active(layout.rows)
-        self._free = room.words(layout.words)
+        self._words, self._active, self._free = buffers
         self._kinds = {id(param): (param.shape, param.device) for _, param in params}
 
     @property

@@ -20,8 +20,10 @@ from hf_dlion.step.message import Message
 from hf_dlion.step.voters import Voters
 
 # A step has about so many messages: enough of them that one travels while the next is encoded, and
-# few enough that calls and latency do not count ...
-MESSAGES = 32
+# few enough that calls and latency do not count. A GPU encodes them in so little time that few will
+# do: `hf-dlion plan` predicts that 4, 8 and 16 differ by less than 1 % with 2 ranks, and that 8
+# save up to half of a step with 16 (docs/results/gpu.md) ...
+MESSAGES, MESSAGES_OF_GPU = 32, 8
 # ... none of fewer elements than that, and than so many for each rank. At 100 Mbit/s messages of
 # 2**20 elements reached 1.03 of the bound, of 2**22 1.11 (29.5 million parameters, two hosts).
 FEWEST_NUMEL, FEWEST_NUMEL_PER_RANK = 1 << 20, 1 << 17
@@ -94,7 +96,8 @@ class Plan:
         self.voters, self.treatment, self._key = voters, treatment, _key_of(params)
         self.message_numel, self.ordered, self.bits = message_numel, order is not None, options.bits
         voted = [pair for pair in params if pair[0] not in treatment.full]
-        limit = message_numel or usual_numel(voted, voters.ranks)
+        on_gpu = any(param.device.type != "cpu" for _, param in params)
+        limit = message_numel or usual_numel(voted, voters.ranks, on_gpu)
         groups = _runs(voted, limit) if order is None else _runs_in_order(voted, limit, order)
         layouts = [MessageLayout.of([(i, p.shape) for i, p in group]) for group in groups]
         name = voters.choose_exchange(layouts, options)
@@ -104,7 +107,8 @@ class Plan:
         self.averaged: Sequence[Batch] = ()
         if voters.ranks > 1:
             rest = [pair for pair in params if pair[0] in treatment.full]
-            self.averaged = split_alike(rest, message_numel or usual_numel(params, voters.ranks))
+            size = message_numel or usual_numel(params, voters.ranks, on_gpu)
+            self.averaged = split_alike(rest, size)
         wires = None if order is None else order.wires
         built = voters.build(params, list(zip(groups, layouts, strict=True)), name, options, wires)
         self.messages: Sequence[Message] = built.messages
@@ -119,25 +123,24 @@ class Plan:
         )
 
 
-def usual_numel(params: Params, ranks: int) -> int:
+def usual_numel(params: Params, ranks: int, on_gpu: bool) -> int:
     """Returns how many elements a message should have at most.
 
     Args:
         params: Pairs of parameter index and parameter.
         ranks: Number of ranks that take part.
+        on_gpu: Whether a GPU encodes.
     """
     total = sum(param.numel() for _, param in params)
-    return max(FEWEST_NUMEL, FEWEST_NUMEL_PER_RANK * ranks, -(-total // MESSAGES))
+    messages = MESSAGES_OF_GPU if on_gpu else MESSAGES
+    return max(FEWEST_NUMEL, FEWEST_NUMEL_PER_RANK * ranks, -(-total // messages))
 
 
-def split_into_messages(params: Params, ranks: int) -> list[list[tuple[int, Tensor]]]:
-    """Returns the parameters of each message of a step.
-
-    Args:
-        params: Pairs of parameter index and parameter.
-        ranks: Number of ranks that take part.
-    """
-    return _runs(params, usual_numel(params, ranks))
+def split_into_messages(
+    params: Params, ranks: int, on_gpu: bool = False
+) -> list[list[tuple[int, Tensor]]]:
+    """Returns the parameters of each message of a step; the arguments are as for `usual_numel`."""
+    return _runs(params, usual_numel(params, ranks, on_gpu))
 
 
 def _runs(params: Params, limit: int) -> list[list[tuple[int, Tensor]]]:

@@ -16,10 +16,9 @@ from hf_dlion.codec.cuda import tables
 from hf_dlion.codec.cuda.codec import TritonCodec
 from hf_dlion.codec.cuda.launch import kernels
 from hf_dlion.codec.eager import EagerCodec
-from hf_dlion.codec.edges import Ends
-from hf_dlion.codec.layout import MessageLayout
+from hf_dlion.codec.layout import MessageLayout, shards_of
 from hf_dlion.codec.rule import verdict_planes
-from hf_dlion.codec.tally import Segments
+from hf_dlion.exchange.node import cut_rows, ends_of
 from tests.support.codec_cases import examples, rule
 from tests.support.tally_cases import CPU, ballots_of, exchanged
 
@@ -88,43 +87,39 @@ def test_a_tally_does_what_torch_operations_do(
 
 @examples(60)
 @given(
-    shapes=SHAPES,
+    messages=st.lists(SHAPES, min_size=1, max_size=3),
     size=st.integers(2, 4),
     seed=st.integers(0, 10**6),
     bits=st.sampled_from([1, 2, 8]),
     step=st.integers(1, 4),
 )
 def test_cut_rows_are_completed_as_by_torch_operations(
-    shapes: list[tuple[int, ...]], size: int, seed: int, bits: int, step: int
+    messages: list[list[tuple[int, ...]]], size: int, seed: int, bits: int, step: int
 ) -> None:
-    layout = MessageLayout.of([(k, torch.Size(shape)) for k, shape in enumerate(shapes)])
-    segments = Segments.of(layout, size, 0, bits, (1, 1), 3)
+    layouts = [MessageLayout.of(list(enumerate(map(torch.Size, shapes)))) for shapes in messages]
     made = dataclasses.replace(rule(step=step).step_rule, bits=bits)
     random = np.random.default_rng(seed)
-    for place, shard in enumerate(segments.shards):
-        if not shard.rows:
+    told = 2 * sum(bool(cut_rows(shards_of(layout, size))) for layout in layouts)
+    for rank in range(size):
+        ends = ends_of(layouts, size, rank, bits)
+        if not ends:
             continue
-        last = shard.first_row + shard.rows - 1
-        sharing: Any = tuple(
-            [
-                2 * other + end
-                for other, theirs in enumerate(segments.shards)
-                for end, row in enumerate((theirs.first_row, theirs.first_row + theirs.rows - 1))
-                if theirs.rows and row == mine
-            ]
-            for mine in (shard.first_row, last)
+        shards = [shards_of(layout, size)[rank] for layout in layouts]
+        active = torch.from_numpy(random.random(sum(shard.rows for shard in shards)) < 0.5)
+        words = torch.from_numpy(
+            random.integers(0, 2**62, bits * sum(shard.words for shard in shards))
         )
-        everyone = torch.from_numpy(random.integers(0, 2, (size, 2)).astype(np.uint8))
-        active = torch.from_numpy(random.random(shard.rows) < 0.5)
-        if shard.rows == 1:
-            everyone[place, 1] = everyone[place, 0]
-        active[0], active[-1] = everyone[place].bool()
-        words = torch.from_numpy(random.integers(0, 2**62, bits * shard.words))
+        everyone = torch.from_numpy(random.integers(0, 2, (size, told)).astype(np.uint8))
+        for one in ends:
+            everyone[rank, one.told : one.told + 2] = active[list(one.rows())]
         outcomes = []
         for codec in CODECS:
-            edges = codec.edges(Ends(shard, bits, place, sharing), CPU)
-            told, own, rows = torch.zeros(2, dtype=torch.uint8), words.clone(), active.clone()
-            edges.tell(rows, told)
+            edges = codec.edges(ends, CPU)
+            out = torch.full((told,), 7, dtype=torch.uint8)
+            own, rows = words.clone(), active.clone()
+            edges.tell(rows, out)
             edges.hear(own, rows, everyone, made)
-            outcomes.append([told.tolist(), own.tolist(), rows.tolist()])
+            outcomes.append([out.tolist(), own.tolist(), rows.tolist()])
         assert outcomes[0] == outcomes[1]
+        for one in ends:
+            assert outcomes[0][0][one.told : one.told + 2] == active[list(one.rows())].tolist()

@@ -175,7 +175,7 @@ def test_a_measured_run_sent_the_predicted_bytes(tmp_path, capsys, quick_machine
 def one_message(monkeypatch):
     """A step whose votes leave as one message, as they did when these were measured."""
     methods._messages.cache_clear()
-    monkeypatch.setattr(step_plan, "usual_numel", lambda params, ranks: 1 << 25)
+    monkeypatch.setattr(step_plan, "usual_numel", lambda params, ranks, on_gpu: 1 << 25)
     yield
     methods._messages.cache_clear()
 

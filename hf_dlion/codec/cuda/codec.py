@@ -195,7 +195,7 @@ class TritonCodec(Codec):
         """See `Codec.tally`."""
         return TritonTally(self._found, segments, device)
 
-    def edges(self, ends: Ends, device: torch.device) -> Edges:
+    def edges(self, ends: Sequence[Ends], device: torch.device) -> Edges:
         """See `Codec.edges`."""
         return TritonEdges(self._found, ends, device)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,39 +19,46 @@ from hf_dlion.codec.rule import StepRule
 class TritonEdges:
     """Implements `hf_dlion.codec.edges.Edges`; the tables go up once, when it is made."""
 
-    def __init__(self, found: Kernels, ends: Ends, device: torch.device) -> None:
-        """Takes the kernels, the ends, and where the votes are."""
-        self._found, self._ends = found, ends
+    def __init__(self, found: Kernels, ends: Sequence[Ends], device: torch.device) -> None:
+        """Takes the kernels, the ends of each message, and where the votes are."""
+        self._found = found
         self._block = tables.BLOCK
         entries = []
-        for row, part, begin, end in ends.spans():
-            word = begin // WORD_BITS
-            entries.append(
-                Entry(
-                    # Kernels take words of 32 bits.
-                    words=2 * ends.bits * (part.word + word),
-                    rows=row,
-                    numel=end - word * WORD_BITS,
-                    skipped=begin - word * WORD_BITS,
+        for one in ends:
+            for row, part, begin, end in one.spans():
+                word = begin // WORD_BITS
+                entries.append(
+                    Entry(
+                        # Kernels take words of 32 bits.
+                        words=2 * (one.word + one.bits * (part.word + word)),
+                        rows=one.row + row,
+                        numel=end - word * WORD_BITS,
+                        skipped=begin - word * WORD_BITS,
+                    )
                 )
-            )
         self._on = table_of(entries, device, self._block)
-        # All that both ends hear of, in one line: other ends, those of this rank last.
-        most = max(len(sharing) for sharing in ends.sharing)
+        # All that an end hears of, in one line: other ends, and last, once or more, itself.
+        most = max(len(sharing) for one in ends for sharing in one.sharing)
         lines = [
-            [*sharing, *[2 * ends.rank + end] * (most - len(sharing) + 1)]
-            for end, sharing in enumerate(ends.sharing)
+            [*sharing, *[one.own + end] * (most - len(sharing) + 1)]
+            for one in ends
+            for end, sharing in enumerate(one.sharing)
         ]
         self._sharing = torch.tensor(lines, dtype=torch.int64, device=device)
+        told = [(row, one.told + end) for one in ends for end, row in enumerate(one.rows())]
+        self._told = torch.tensor(told, dtype=torch.int64, device=device)
 
     def tell(self, active: Tensor, out: Tensor) -> None:
         """See `Edges.tell`."""
-        if out.device != active.device:
-            out.copy_(torch.stack([active[0], active[-1]]))
-            return
+        here = out if out.device == active.device else torch.zeros_like(out, device=active.device)
+        count = len(self._told)
         with on_device(active.device):
-            rows = active.numel()
-            run(self._found.edges.tell, 1, active.view(torch.uint8), rows, out)
+            run(
+                self._found.edges.tell, -(-count // self._block), active.view(torch.uint8),
+                self._told, count, here, BLOCK=self._block,
+            )  # fmt: skip
+        if here is not out:
+            out.copy_(here)
 
     def hear(self, words: Tensor, active: Tensor, everyone: Tensor, rule: StepRule) -> None:
         """See `Edges.hear`."""

@@ -16,11 +16,22 @@ from hf_dlion.codec.cuda.triton import (
 from hf_dlion.codec.cuda.triton_levels import pack_codes
 
 
-@triton.jit(do_not_specialize=["rows"])
-def tell(active, rows, out, BLOCK: tl.constexpr):
-    """Copies the activity of the first and of the last row."""
-    tl.store(out, tl.load(active))
-    tl.store(out + 1, tl.load(active + rows - 1))
+@triton.jit(do_not_specialize=["count"])
+def tell(active, told, count, out, BLOCK: tl.constexpr):
+    """Copies the activity of some rows.
+
+    Args:
+        active: uint8 per row.
+        told: int64, for each copy the row, and the place that it goes to.
+        count: Of copies.
+        out: uint8.
+        BLOCK: Copies per program.
+    """
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    held = number < count
+    row = tl.load(told + 2 * number, mask=held, other=0)
+    place = tl.load(told + 2 * number + 1, mask=held, other=0)
+    tl.store(out + place, tl.load(active + row, mask=held, other=0), mask=held)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -28,7 +39,7 @@ def hear(
     jobs, job_of, words, active, everyone, sharing, count, zeros,
     BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Makes the votes of two ends those of whole rows.
+    """Makes the votes of ends those of whole rows.
 
     Args:
         jobs: A row per end: its elements begin SKIPPED elements into the word at WORDS_AT.

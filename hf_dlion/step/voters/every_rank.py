@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from hf_dlion.codec import codec_for
 from hf_dlion.codec.layout import MessageLayout
 from hf_dlion.exchange import Wire, choose_exchange, make_exchange
 from hf_dlion.momentum.store import MomentumStore
 from hf_dlion.options import Options
-from hf_dlion.step.delivery import InStep
-from hf_dlion.step.message import Message, rooms_for
+from hf_dlion.step.delivery import InStep, Wave
+from hf_dlion.step.message import Message, Room
 from hf_dlion.step.voters.interface import Built, Params
 from hf_dlion.step.voters.one_rank import OneRank
 
@@ -41,13 +43,20 @@ class EveryRank(OneRank):
     ) -> Built:
         """Returns messages of whole parameters."""
         up, down = wires or (self.between, self.between)
-        messages, rooms = [], rooms_for(groups, options.bits)
+        messages, bits = [], options.bits
+        sizes: dict[torch.device, list[MessageLayout]] = {}
+        for group, layout in groups:
+            sizes.setdefault(group[0][1].device, []).append(layout)
+        rooms = {
+            device: Room(bits * max(k.words for k in own), max(k.rows for k in own), device)
+            for device, own in sizes.items()
+        }
         for group, layout in groups:
             device = group[0][1].device
             exchange = make_exchange(name, layout, up, device, options, down)
-            room, codec = rooms[device], codec_for(device)
-            messages.append(Message(group, layout, exchange, codec, room, options.bits))
-        return Built(messages, InStep(messages))
+            buffers, codec = rooms[device].buffers(layout, bits), codec_for(device)
+            messages.append(Message(group, layout, exchange, codec, buffers, bits))
+        return Built(messages, InStep([Wave([message]) for message in messages]))
 
     def average_momenta(self, momenta: MomentumStore) -> None:
         """Replaces every momentum by the mean over the voters."""

@@ -15,20 +15,19 @@ from torch import Tensor
 
 from hf_dlion.codec import codec_for
 from hf_dlion.codec.layout import MessageLayout, shards_of
-from hf_dlion.exchange import Exchange, Wire
-from hf_dlion.exchange.node import NodeExchange, RowEdges, choose_node_exchange
-from hf_dlion.exchange.staged import Staged
+from hf_dlion.exchange import Wire
+from hf_dlion.exchange.node import choose_node_exchange
 from hf_dlion.momentum.shares import Range
 from hf_dlion.momentum.store import MomentumStore
 from hf_dlion.options import Options
 from hf_dlion.ranks.header import Header, one_per_voter
 from hf_dlion.ranks.node import Node
 from hf_dlion.step.delivery import InStep
-from hf_dlion.step.message import Message, rooms_for
 from hf_dlion.step.presence import Presence
 from hf_dlion.step.voters.interface import Built, Params, Voters
 from hf_dlion.step.voters.node_gradients import average_gradients
-from hf_dlion.step.voters.node_message import LionInNode, NodeMessage, SharedMove
+from hf_dlion.step.voters.node_message import LionInNode, SharedMove
+from hf_dlion.step.voters.node_waves import waves_of
 
 
 class NodeVoters(Voters):
@@ -64,30 +63,19 @@ class NodeVoters(Voters):
         owners: list[dict[int, Range]] = [
             {index: (0, 0) for index, _ in params} for _ in range(size)
         ]
-        messages: list[Message] = []
-        # A shard's votes of several bits may take less than the verdict, of the whole message.
-        rooms = rooms_for(groups, options.bits)
         moves: list[SharedMove] = []
         for group, layout in groups:
-            device = group[0][1].device
-            codec, shards = codec_for(device), shards_of(layout, size)
-            parts = [layout.part(shard) for shard in shards]
+            parts = [layout.part(shard) for shard in shards_of(layout, size)]
             for owned, part in zip(owners, parts, strict=True):
                 owned.update({slot.index: (slot.start, slot.stop) for slot in part.slots})
             if self.count == 1:
-                moves.append(SharedMove(group, parts, node.local, codec))
-                continue
-            place, own = node.local.device_for(device), parts[node.local.rank]
-            exchange: Exchange = NodeExchange(name, layout, node.peers, node.local, place, options)
-            if place != device:
-                exchange = Staged(exchange, own, layout.words, options.bits, device)
-            edges = RowEdges(layout, shards, node.local, device, options.bits)
-            message = NodeMessage(
-                group, layout, exchange, codec, rooms[device], options.bits, own=own, edges=edges
-            )
-            messages.append(message)
-        delivery = LionInNode(moves) if self.count == 1 else InStep(messages)
-        return Built(messages, delivery, owners, owners[node.local.rank])
+                moves.append(SharedMove(group, parts, node.local, codec_for(group[0][1].device)))
+        own = owners[node.local.rank]
+        if self.count == 1:
+            return Built((), LionInNode(moves), owners, own)
+        waves = waves_of(groups, node, name, options)
+        messages = [message for wave in waves for message in wave.messages]
+        return Built(messages, InStep(waves), owners, own)
 
     def heard(self, headers: Sequence[Header]) -> list[Header]:
         """Returns one header per node.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from typing import cast
@@ -15,7 +16,7 @@ from hf_dlion.codec.rule import StepRule, TensorRule
 from hf_dlion.exchange import Exchange, Wire, WireStats
 from hf_dlion.exchange.node import RowEdges
 from hf_dlion.step.delivery import Moving
-from hf_dlion.step.message import Message, Room
+from hf_dlion.step.message import Buffers, Message
 
 Params = Sequence[tuple[int, Tensor]]
 
@@ -29,11 +30,11 @@ class NodeMessage(Message):
         layout: MessageLayout,
         exchange: Exchange,
         codec: Codec,
-        room: Room,
+        buffers: Buffers,
         bits: int = 1,
         *,
         own: MessageLayout,
-        edges: RowEdges,
+        edges: RowEdges | None = None,
     ) -> None:
         """Takes its parts.
 
@@ -42,39 +43,26 @@ class NodeMessage(Message):
             layout: Their places in the whole message.
             exchange: Carries the votes on the shard.
             codec: As for `Message`.
-            room: As for `Message`.
+            buffers: Of the votes on the shard; the verdict is on the whole message.
             bits: As for `Message`.
             own: The shard.
-            edges: Knows the rows that the shards cut.
+            edges: Complete the votes of the messages that leave with this one, if it is the first
+                of them.
         """
-        super().__init__(params, layout, exchange, codec, room, bits)
+        super().__init__(params, layout, exchange, codec, buffers, bits)
         self._own = _with_params(own, params)
         self._edges = edges
-        self._words, self._active = room.words(bits * own.words), room.active(own.rows)
-
-    def encode(self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]) -> None:
-        """Packs the node's votes on this rank's shard and advances its momenta.
-
-        Every rank of the node must call this. Gradients are the node's by now.
-
-        Args:
-            voting: This rank's stretch of `exp_avg` of every parameter, by index, on which the
-                node votes.
-            rules: The step's constants by parameter index.
-        """
-        self.make_votes(voting, rules)
-        # A row that several ranks share votes if any part of it does.
-        self._edges.complete(self._words, self._active, next(iter(rules.values())).step_rule)
 
     def rehearse(
         self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule], rule: StepRule
     ) -> None:
         """See `Message.rehearse`."""
         super().rehearse(voting, rules, rule)
-        self._codec.rehearse(lambda: self._edges.rehearse(self._words, self._active, rule))
+        if self._edges is not None:
+            self._codec.rehearse(functools.partial(self._edges.rehearse, rule))
 
     def make_votes(self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]) -> None:
-        """Does the part of `encode` that takes no other rank."""
+        """See `Message.make_votes`; gradients are the node's by now."""
         grads, jobs = self._gradients(voting), []
         for slot, _ in self._own:
             words, active = self._views(slot)

@@ -44,7 +44,7 @@ class Votes:
         self._wire, self._step = wire, 0
         self._parts: list[tuple[Exchange, torch.Tensor, torch.Tensor]] = []
         found = enumerate(torch.empty(shape, device="meta") for shape in shapes(parameters))
-        for group in split_into_messages(list(found), wire.world_size):
+        for group in split_into_messages(list(found), wire.world_size, device.type != "cpu"):
             layout = MessageLayout.of([(index, tensor.shape) for index, tensor in group])
             words = torch.randint(-(2**62), 2**62, (layout.words,), device=device)
             active = torch.ones(layout.rows, dtype=torch.bool, device=device)

@@ -207,7 +207,7 @@ def distributed_lion(case: Case) -> Prediction:
 
     One message is encoded while another travels. DDP's buckets stay empty.
     """
-    messages = _messages(case.work.shapes, case.cluster.ranks, case.bits)
+    messages = _messages(case.work.shapes, case.cluster.ranks, case.bits, on_gpu=case.link.nccl)
     begin = case.compute_s + _header_s(case)
     per_element = 1e-9 * case.machine.encode_ns
     ready, at = [], begin
@@ -233,7 +233,9 @@ def node_lion(case: Case) -> Prediction:
     # All places send at once, so each has its share of the card.
     shared = replace(case.link, bits_per_s=case.link.bits_per_s / per_node)
     between = replace(case, cluster=Cluster(ranks=nodes), link=shared, machine=machine)
-    messages = _messages(case.work.shapes, nodes, case.bits, per_node=per_node)
+    messages = _messages(
+        case.work.shapes, nodes, case.bits, per_node=per_node, on_gpu=case.link.nccl
+    )
     # DDP's buckets carry the gradients inside the node.
     now = begin = case.compute_s + _copies(case) + _header_s(case)
     ready = []
@@ -257,7 +259,9 @@ def overlapped_lion(case: Case) -> Prediction:
     the encoding. Only the header, and what is still on the wire when backward ends, is waited for.
     """
     # The last tensor's gradient is taken to be ready first.
-    messages = _messages(case.work.shapes, case.cluster.ranks, case.bits, last_first=True)
+    messages = _messages(
+        case.work.shapes, case.cluster.ranks, case.bits, last_first=True, on_gpu=case.link.nccl
+    )
     machine = replace(case.machine, encode_ns=OVERLAPPED_ENCODE * case.machine.encode_ns)
     case = replace(case, machine=machine)
     forward = FORWARD_SHARE * case.compute_s
@@ -351,6 +355,7 @@ def _messages(
     *,
     last_first: bool = False,
     per_node: int = 1,
+    on_gpu: bool = False,
 ) -> tuple[_Message, ...]:
     """Returns a step's messages as the package itself cuts them and counts their bytes.
 
@@ -361,9 +366,10 @@ def _messages(
         last_first: Whether the last tensor's gradient is ready first.
         per_node: Ranks that share out each message; the bytes are of the first rank's share, than
             which none is larger.
+        on_gpu: Whether a GPU encodes.
     """
     tensors = [(place, torch.empty(shape, device="meta")) for place, shape in enumerate(shapes)]
-    groups = split_into_messages(tensors[::-1] if last_first else tensors, ranks)
+    groups = split_into_messages(tensors[::-1] if last_first else tensors, ranks, on_gpu)
     layouts = [MessageLayout.of([(i, tensor.shape) for i, tensor in group]) for group in groups]
     options = Options(bits=bits)
     exchange = choose_node_exchange(layouts, ranks, per_node, options)
