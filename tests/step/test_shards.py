@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from hf_dlion import DistributedLion
 from hf_dlion.checkpoint.access import gather_objects
-from hf_dlion.exchange import Wire
 from hf_dlion.options.groups import flat_params
 from hf_dlion.options.parts import Part
 from tests.support.oracle import same_bits
@@ -340,20 +339,10 @@ def test_join_is_refused_where_parameters_are_sharded(fake_ranks: int) -> None:
         optimizer.join_hook()
 
 
-def seem_nccl(patch: pytest.MonkeyPatch, group: dist.ProcessGroup) -> None:
-    """Has one process group send by NCCL, as far as one can tell."""
-    original = Wire.backend_for
-
-    def backend_for(wire: Wire, device: torch.device) -> str:
-        return "nccl" if wire.group is group else original(wire, device)
-
-    patch.setattr(Wire, "backend_for", backend_for)
-
-
 def disagree(rank: int, world_size: int, what: str) -> str:
     mesh = grid(world_size, SHARDS)
     model = sharded(new_model(), mesh)
-    overlap = what in ("nccl", "pinned", "gradient of votes that left")
+    overlap = what in ("pinned", "gradient of votes that left")
     lr = 0.02 if what == "lr" and rank == 3 else 0.01
     optimizer = optimizer_of(model, mesh, lr=lr, overlap=overlap)
     # Until what nobody uses is put last, so the votes leave that do not wait for it.
@@ -375,8 +364,6 @@ def disagree(rank: int, world_size: int, what: str) -> str:
             whole, mesh["shard"], [Replicate()], run_check=False
         )
     with pytest.MonkeyPatch.context() as patch:
-        if what == "nccl":
-            seem_nccl(patch, mesh["replicate"].get_group())
         if what == "pinned":
             patch.setattr(Part, "is_pinned", lambda self: True)
         with pytest.raises(RuntimeError) as raised:
@@ -396,7 +383,6 @@ def disagree(rank: int, world_size: int, what: str) -> str:
         ("trainable", "ranks differ in trainable parameters"),
         ("gradient", r"gradient of placement \(Replicate"),
         ("gradient of votes that left", r"gradient of placement \(Replicate"),
-        ("nccl", "does not work on NCCL"),
         ("pinned", "pin_memory=False"),
     ],
 )
