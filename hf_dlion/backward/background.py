@@ -45,12 +45,16 @@ class Background:
         self._tasks.put((task, future))
         return future
 
+    failure: BaseException | None = None
+
     def finish(self) -> None:
         """Does nothing: the thread goes on by itself."""
 
 
 class InLine:
     """Does what is submitted on the thread that submits, one task late.
+
+    After a failure nothing more is done: what it did not send, others would take for what follows.
 
     What the tasks send, and what is sent before each is submitted, has one order on all ranks: up
     0, up 1, down 0, up 2, down 1. Where nothing waits for another rank, as on NCCL, nobody is held
@@ -60,6 +64,7 @@ class InLine:
     def __init__(self) -> None:
         """Holds nothing yet."""
         self._held: tuple[Callable[[], None], Future[None]] | None = None
+        self.failure: BaseException | None = None
 
     def submit(self, task: Callable[[], None]) -> Future[None]:
         """Does the task before and keeps this one; returns a future as `Background.submit`."""
@@ -71,8 +76,12 @@ class InLine:
     def finish(self) -> None:
         """Does what is left."""
         if self._held is not None:
-            held, self._held = self._held, None
-            _do(*held)
+            (task, future), self._held = self._held, None
+            if self.failure is None:
+                _do(task, future)
+                self.failure = future.exception()
+            else:
+                future.set_exception(self.failure)
 
 
 def _do(task: Callable[[], None], future: Future[None]) -> None:

@@ -72,7 +72,7 @@ class Flight:
         self.finite: dict[int, tuple[int, int]] = {}
         self.missing: set[int] = set()
         self._sent = 0
-        self._broken: Exception | None = None
+        self._broken: BaseException | None = None
         self._counter = counter
         self._counts: list[Future[None]] = []
         self._streams = streams
@@ -111,6 +111,8 @@ class Flight:
             rule: The constants of the step as they are now.
         """
         self._momenta = momenta
+        for device in {message.device for message in self.messages}:
+            self._streams.return_to_loop(device)
         self._stats.sent_in_backward = self._sent
         self.missing = set().union(*self._missing)
         for message in self.messages[: self._sent]:
@@ -165,6 +167,7 @@ class Flight:
             scale: Factor of their gradients.
             probe: Whether it is still to be seen by how much the loop will scale these.
         """
+        self._broken = self._broken or self._counter.failure
         if self._broken is not None:
             raise self._broken
         message, stats, clock = self.messages[self._sent], self._stats, Clock()

@@ -58,6 +58,12 @@ CHANGED = (
 )
 
 
+MIXED = (
+    "overlap=True does not work where NCCL sends the votes of some parameters and another backend "
+    "those of others: on NCCL all must leave from one thread, elsewhere that would hold up backward"
+)
+
+
 class Overlap:
     """Lets one optimizer's messages leave during backward."""
 
@@ -190,7 +196,7 @@ class Overlap:
 
         Unless all ranks are content with an agreed order, they take that in which gradients became
         ready on rank 0, and put last what was often missing. Bytes per rank: `Wire.gather_objects`
-        then, else none.
+        then, and the first time `Wire.meet`; else none.
 
         Args:
             headers: Of this step.
@@ -221,13 +227,22 @@ class Overlap:
         if ready:
             self._order = [index_of[key] for key in ready if key in index_of]
         late = sorted(self._new_late) if self.wants_order else []
-        answers = wire.gather_objects((self._order, late, group_counts()))
+        between = plan.voters.between
+        assert between is not None, "there are several ranks"
+        senders = sorted({between.backend_for(param.device) for _, param in params})
+        answers = wire.gather_objects((self._order, late, group_counts(), senders))
         self._order = answers[0][0]
-        self._late.update(*(their_late for _, their_late, _ in answers))
+        self._late.update(*(their_late for _, their_late, *_ in answers))
         self._new_late.clear()
         self._incomplete_in_a_row = 0
-        if self._wires is None:
-            self._wires = self._new_wires(plan, [counts for *_, counts in answers], params)
+        everywhere = {name for *_, names in answers for name in names}
+        if "nccl" in everywhere and len(everywhere) > 1:
+            self._give_up(MIXED)
+            return plan
+        in_line = everywhere == {"nccl"}
+        if self._wires is None or in_line != self._in_line:
+            self._in_line = in_line
+            self._wires = self._new_wires(plan, [counts for *_, counts, _ in answers])
         order = ReadyOrder(self._order, sorted(self._late), self._wires)
         failure: Exception | None = None
         try:
@@ -245,9 +260,7 @@ class Overlap:
         self._messages = plan.messages
         return plan
 
-    def _new_wires(
-        self, plan: Plan, counts: Sequence[tuple[int, int]], params: Sequence[tuple[int, Tensor]]
-    ) -> tuple[Wire, Wire]:
+    def _new_wires(self, plan: Plan, counts: Sequence[tuple[int, int]]) -> tuple[Wire, Wire]:
         """Returns wires for votes and for verdicts: on NCCL one for both.
 
         NCCL asks for one order of all collectives on a device. There no rank waits for another
@@ -260,7 +273,6 @@ class Overlap:
         assert between is not None, "there are several ranks"
         of_all = between.group is dist.group.WORLD
         check_group_counts(counts, plan.voters.alike, of_all=of_all)
-        self._in_line = "nccl" in {between.backend_for(param.device) for _, param in params}
         up = between.sibling()
         wires = up, up if self._in_line else between.sibling()
         longest = max((message.wire_bytes for message in plan.messages), default=0)

@@ -1,7 +1,8 @@
 """The CUDA streams of an exchange during backward; on a CPU nothing here does anything.
 
 training   where the loop runs; messages are encoded and sent there
-others     autograd delivers a gradient on the stream on which its forward ran
+others     autograd delivers a gradient on the stream on which its forward ran; FSDP2 on that which
+           reduces it, and a message that leaves makes the loop's stream wait for the reduction
 counting   waits for votes and counts them, so that waiting does not hold up backward
 """
 
@@ -48,6 +49,12 @@ class Streams:
             stream.wait_stream(other)
         with torch.cuda.stream(stream):
             yield
+
+    def return_to_loop(self, device: torch.device) -> None:
+        """Makes the current stream wait for what was sent, where the loop has changed its own."""
+        stream = self._training.get(device)
+        if stream is not None and stream != torch.cuda.current_stream(device):
+            torch.cuda.current_stream(device).wait_stream(stream)
 
     @contextlib.contextmanager
     def beside(self, device: torch.device) -> Iterator[None]:

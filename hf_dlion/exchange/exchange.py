@@ -6,11 +6,11 @@ the same order:
 1. `start`: hand over this rank's votes. They are copied and leave; the buffer is free for the next
    message.
 2. Do other work: encode and start the next messages.
-3. `count`: wait for the votes of the others and count those that this rank counts. Where each rank
-   counts a part, the verdict on it leaves now. It may be called on another thread than `start`, if
-   the exchange was given a wire `down`.
-4. `verdict`: wait for what the others counted, and get the verdict on the whole message. It holds
-   until the next message's.
+3. `count`: where each rank counts a part, wait for the others' votes, count those that this rank
+   counts, and send the verdict on them. It may be called on another thread than `start`, if the
+   exchange was given a wire `down`.
+4. `verdict`: wait for what the others counted, or count their votes, and get the verdict on the
+   whole message. It holds until the next message's.
 
 After 4 the exchange is ready for the next step. An exchange is made once per layout and keeps its
 buffers. A new strategy is a file with a class like `Strategy`, a line in `STRATEGIES`, and its name
@@ -50,7 +50,7 @@ class Exchange(Protocol):
         """Sends the votes: words int64, shape (bits * W,), and active bool, shape (R,)."""
 
     def count(self, rule: StepRule) -> None:
-        """Waits for votes, counts them, and sends what other ranks need of the result."""
+        """Counts votes where other ranks need the result, and sends it to them."""
 
     def verdict(self, free: Tensor) -> Verdict:
         """Waits for the verdict on the whole message; returns it on the message's device.

@@ -62,17 +62,16 @@ class Gather:
         self._work = self._wire.all_gather(self._received, self._send[0], "votes")
 
     def count(self, rule: StepRule) -> None:
-        """Waits for the votes; they are counted when the verdict is wanted."""
-        assert self._work is not None, "count() follows start()"
-        self._work.wait()
+        """Takes the rule: votes are counted where they are applied, while later ones travel."""
         # What was sent, whatever the options have become since: `discard` counts it too.
         self._rule = dataclasses.replace(rule, bits=self._bits)
-        self._work = None
 
     def verdict(self, free: Tensor) -> Verdict:
-        """See `Exchange.verdict`."""
+        """Waits for the votes and counts them; see `Exchange.verdict`."""
+        assert self._work is not None, "verdict() follows start()"
         assert self._rule is not None, "verdict() follows count()"
-        rule, self._rule = self._rule, None
+        self._work.wait()
+        rule, self._rule, self._work = self._rule, None, None
         out = free.view(1, -1) if rule.planes == 1 else None
         return self._tally.count(self._received, rule, out)
 

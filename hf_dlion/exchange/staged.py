@@ -59,7 +59,8 @@ class Staged:
 
     def rehearse(self, words: Tensor, active: Tensor, rule: StepRule) -> Verdict:
         """See `Exchange.rehearse`."""
-        return self._copied(self._inner.rehearse(self._words, self._active, rule), words)
+        free = torch.empty(self._free.shape, dtype=torch.int64, device=self._device)
+        return self._copied(self._inner.rehearse(self._words, self._active, rule), free)
 
     def _copied(self, found: Verdict, free: Tensor) -> Verdict:
         planes = found.planes

@@ -21,8 +21,8 @@ from hf_dlion.step.voters import Voters
 
 # A step has about so many messages: enough of them that one travels while the next is encoded, and
 # few enough that calls and latency do not count. A GPU encodes them in so little time that few will
-# do: `hf-dlion plan` predicts that 4, 8 and 16 differ by less than 1 % with 2 ranks, and that 8
-# save up to half of a step with 16 (docs/results/gpu.md) ...
+# do: `hf-dlion plan` predicts that 4, 8 and 16 hardly differ with 2 ranks, and that 8 save up to
+# half of a step with 16 (docs/results/gpu.md) ...
 MESSAGES, MESSAGES_OF_GPU = 32, 8
 # ... none of fewer elements than that, and than so many for each rank. At 100 Mbit/s messages of
 # 2**20 elements reached 1.03 of the bound, of 2**22 1.11 (29.5 million parameters, two hosts).

@@ -181,8 +181,9 @@ def _check_optim_args(args: TrainingArguments | None) -> None:
         parse_optim_args(args.optim_args, DEFAULTS)
         return
     known = [str(name.value) for name in internal("training_args:OptimizerNames")]
-    # The error of transformers names all of its optimizers.
-    if difflib.get_close_matches(args.optim, known, n=1) == [OPTIM_NAME] != [args.optim]:
+    # The error of transformers names all of its optimizers; it has several of Lion.
+    others = any(args.optim in name for name in known)
+    if not others and difflib.get_close_matches(args.optim, known, n=1) == [OPTIM_NAME]:
         raise ValueError(f"optim={args.optim!r} is unknown, did you mean {OPTIM_NAME!r}?")
 
 
@@ -190,7 +191,8 @@ def _warn_of_ignored(args: TrainingArguments) -> None:
     """Warns of options of DistributedLion where another optimizer trains by its name."""
     ignored = only_ours(args.optim_args)
     if ignored and args.optim != OPTIM_NAME:
-        chosen = f"optim={str(args.optim)!r} with optim_args={args.optim_args!r}"
+        name = getattr(args.optim, "value", args.optim)
+        chosen = f"optim={name!r} with optim_args={args.optim_args!r}"
         warn_once(
             f"optim_args of another optimizer: {chosen}",
             f"{chosen}: only DistributedLion has {', '.join(ignored)}, so this changes nothing; to "

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from hf_dlion.backward.background import Background
+from hf_dlion.backward.background import Background, InLine
 
 STUCK = """
 import threading, time
@@ -32,6 +32,30 @@ def test_tasks_are_done_in_the_order_of_their_submission() -> None:
     futures = [worker.submit(functools.partial(seen.append, number)) for number in range(50)]
     assert all(future.result(10) is None for future in futures)
     assert seen == list(range(50))
+
+
+def test_in_line_each_task_waits_for_the_next_one() -> None:
+    line, seen = InLine(), list[int]()
+    futures = []
+    for number in range(3):
+        futures.append(line.submit(functools.partial(seen.append, number)))
+        assert seen == list(range(number))
+    line.finish()
+    line.finish()
+    assert seen == [0, 1, 2]
+    assert all(future.result(0) is None for future in futures)
+
+
+def test_in_line_nothing_follows_a_failure() -> None:
+    line, seen = InLine(), list[int]()
+    failed = line.submit(functools.partial(int, "x"))
+    after = line.submit(functools.partial(seen.append, 1))
+    line.finish()
+    assert isinstance(line.failure, ValueError)
+    assert not seen
+    for future in (failed, after):
+        with pytest.raises(ValueError, match="invalid literal"):
+            future.result(0)
 
 
 def test_an_error_is_raised_where_the_result_is_asked_for_and_ends_nothing() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -69,6 +71,39 @@ def test_votes_and_verdicts_leave_in_one_order(ranks: RankPools, world_size: int
         assert own == found[0][0]
         assert early == 4  # The first step agrees on the messages.
         assert all(map(torch.equal, weights, of_step_mode))
+
+
+def moved(rank: int, world_size: int, overlap: bool, mixed: bool) -> tuple[list[Tensor], int, bool]:
+    """Trains while what sends the votes changes, as when a model is moved to a GPU."""
+    model = new_model()
+    optimizer = optimizer_of(model, overlap=overlap, exchange="two_phase")
+    senders = itertools.cycle(["nccl", "gloo"] if mixed else ["nccl"])
+    with pytest.MonkeyPatch.context() as patch, short_messages(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for t in range(7):
+            if t == 3:
+                patch.setattr(Wire, "backend_for", lambda wire, device: next(senders))
+                # Another set of parameters, as of other devices.
+                model.first.bias.requires_grad_(False)
+            generator = torch.Generator().manual_seed(9 * rank + t)
+            tokens = torch.randint(0, 11, (3, 5), generator=generator)
+            optimizer.zero_grad()
+            model(tokens).backward()
+            optimizer.step()
+    weights = [param.detach().clone() for param in model.parameters()]
+    wires = getattr(optimizer._engine.early, "_wires", (None, None))
+    return weights, optimizer.wire.overlapped, wires[0] is wires[1]
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("mixed", [False, True])
+def test_what_sends_may_change(ranks: RankPools, mixed: bool) -> None:
+    expected = ranks(2).run(moved, False, False)
+    for found, (weights, *_) in zip(ranks(2).run(moved, True, mixed), expected, strict=True):
+        assert all(map(torch.equal, found[0], weights))
+        # Steps 2 and 3; then, unless backends are mixed, all but the one that agrees anew.
+        assert found[1] == (2 if mixed else 5)
+        assert found[2] is not mixed
 
 
 def test_one_communicator_carries_both_ways() -> None:

@@ -96,6 +96,18 @@ def test_counting_has_a_stream_of_high_priority(cuda: FakeCuda) -> None:
     assert training.waited_for == [counting]
 
 
+def test_a_loop_that_changes_its_stream_waits_for_what_was_sent(cuda: FakeCuda) -> None:
+    streams, training = Streams(), cuda.current[GPU]
+    streams.return_to_loop(GPU)
+    streams.note_training([GPU])
+    streams.return_to_loop(GPU)
+    assert training.waited_for == []
+    other = FakeStream(GPU)
+    with cuda.stream(other):
+        streams.return_to_loop(GPU)
+    assert other.waited_for == [training]
+
+
 def test_a_cpu_has_none() -> None:
     streams, cpu = Streams(), torch.device("cpu")
     streams.note_training([cpu])

@@ -123,7 +123,7 @@ def test_a_rank_of_a_node_sends_the_votes_on_its_share(bench_llama, nodes, bits)
     alone = a_case(bench_llama, nodes, bits=bits, link=Link(bits_per_s=1e7, latency_s=1e-4))
     found = predict(replace(alone, cluster=Cluster(ranks=4 * nodes, ranks_per_node=4)))
     params = [(i, torch.empty(s, device="meta")) for i, s in enumerate(bench_llama.shapes)]
-    groups = split_into_messages(params, nodes)
+    groups = split_into_messages(params, 4 * nodes)
     layouts = [MessageLayout.of([(i, p.shape) for i, p in group]) for group in groups]
     shares = [layout.part(shards_of(layout, 4)[0]) for layout in layouts]
     exchange = choose_exchange(shares, nodes, Options(bits=bits))

@@ -66,7 +66,7 @@ class TritonEdges:
         with on_device(words.device):
             run(
                 self._found.edges.hear, on.blocks, on.jobs, on.job_of, words.view(torch.uint32),
-                active.view(torch.uint8), everyone.to(words.device),
+                active.view(torch.uint8), everyone.to(words.device, non_blocking=True),
                 self._sharing, self._sharing.shape[1],
                 _zeros(rule, words.device).view(torch.uint32), BITS=rule.bits, BLOCK=self._block,
             )  # fmt: skip

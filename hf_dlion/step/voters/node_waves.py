@@ -35,18 +35,22 @@ def waves_of(groups: Sequence[Group], node: Node, name: str, options: Options) -
         name: Of the strategy between nodes.
         options: Give what a vote and a verdict hold.
     """
-    by_device: dict[torch.device, list[list[Group]]] = {}
+    waves: list[list[Group]] = []
     most = -(-len(groups) // WAVES)
     for group in groups:
-        waves = by_device.setdefault(group[0][0][1].device, [])
-        if not waves or len(waves[-1]) == most:
+        # A wave is of one device, and the order is that of the messages, which all ranks share.
+        if not waves or len(waves[-1]) == most or _device(waves[-1]) != _device([group]):
             waves.append([])
         waves[-1].append(group)
-    found = []
-    for device, waves in by_device.items():
-        builder = _Builder(waves, node, name, options, device)
-        found += [builder.wave(groups) for groups in waves]
-    return found
+    builders: dict[torch.device, _Builder] = {}
+    for device in dict.fromkeys(map(_device, waves)):
+        own = [wave for wave in waves if _device(wave) == device]
+        builders[device] = _Builder(own, node, name, options, device)
+    return [builders[_device(wave)].wave(wave) for wave in waves]
+
+
+def _device(groups: Sequence[Group]) -> torch.device:
+    return groups[0][0][0][1].device
 
 
 class _Builder:

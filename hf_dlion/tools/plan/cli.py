@@ -92,7 +92,7 @@ def _run(args: argparse.Namespace) -> None:
     compute_s, source = _compute(args, work)
     case = Case(
         work=work, cluster=cluster, link=found, machine=own, compute_s=compute_s,
-        dtype=DTYPES[args.dtype], bits=args.bits, sharded=args.shard > 1,
+        dtype=DTYPES[args.dtype], bits=args.bits, sharded=args.shard > 1, on_gpu=_on_gpu(args),
     )  # fmt: skip
     # ... give the predictions, which are printed, drawn and written.
     result: dict[str, Any] = {
@@ -203,7 +203,11 @@ def _given(args: argparse.Namespace, text: str) -> Link:
 
 
 def _backend(args: argparse.Namespace) -> str:
-    return "nccl" if args.gpu is not None or torch.cuda.is_available() else "gloo"
+    return "nccl" if _on_gpu(args) else "gloo"
+
+
+def _on_gpu(args: argparse.Namespace) -> bool:
+    return args.gpu is not None or torch.cuda.is_available()
 
 
 def _check_gpu(args: argparse.Namespace) -> None:
@@ -246,7 +250,7 @@ def _ranks_per_node(args: argparse.Namespace) -> int:
 
 def _caution(args: argparse.Namespace) -> str:
     """Returns what is to be said loudly where a CPU here stands for the ranks of a cluster."""
-    if args.gpu is not None or torch.cuda.is_available():
+    if _on_gpu(args):
         return ""
     both = args.step_ms in (None, MEASURE)
     return (

@@ -76,6 +76,7 @@ class Case:
         dtype: Of gradients.
         bits: Of a vote; `machine` must have been measured with these.
         sharded: Whether FSDP2 shares the model out among the ranks of each node.
+        on_gpu: Whether a GPU encodes.
     """
 
     work: Workload
@@ -86,6 +87,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     bits: int = 1
     sharded: bool = False
+    on_gpu: bool = False
 
     def work_s(self, ns: float) -> float:
         """Returns the seconds of work that takes `ns` per trainable element."""
@@ -207,7 +209,7 @@ def distributed_lion(case: Case) -> Prediction:
 
     One message is encoded while another travels. DDP's buckets stay empty.
     """
-    messages = _messages(case.work.shapes, case.cluster.ranks, case.bits, on_gpu=case.link.nccl)
+    messages = _messages(case.work.shapes, case.cluster.ranks, case.bits, on_gpu=case.on_gpu)
     begin = case.compute_s + _header_s(case)
     per_element = 1e-9 * case.machine.encode_ns
     ready, at = [], begin
@@ -233,9 +235,7 @@ def node_lion(case: Case) -> Prediction:
     # All places send at once, so each has its share of the card.
     shared = replace(case.link, bits_per_s=case.link.bits_per_s / per_node)
     between = replace(case, cluster=Cluster(ranks=nodes), link=shared, machine=machine)
-    messages = _messages(
-        case.work.shapes, nodes, case.bits, per_node=per_node, on_gpu=case.link.nccl
-    )
+    messages = _messages(case.work.shapes, nodes, case.bits, per_node=per_node, on_gpu=case.on_gpu)
     # DDP's buckets carry the gradients inside the node.
     now = begin = case.compute_s + _copies(case) + _header_s(case)
     ready = []
@@ -260,7 +260,7 @@ def overlapped_lion(case: Case) -> Prediction:
     """
     # The last tensor's gradient is taken to be ready first.
     messages = _messages(
-        case.work.shapes, case.cluster.ranks, case.bits, last_first=True, on_gpu=case.link.nccl
+        case.work.shapes, case.cluster.ranks, case.bits, last_first=True, on_gpu=case.on_gpu
     )
     machine = replace(case.machine, encode_ns=OVERLAPPED_ENCODE * case.machine.encode_ns)
     case = replace(case, machine=machine)
@@ -369,7 +369,8 @@ def _messages(
         on_gpu: Whether a GPU encodes.
     """
     tensors = [(place, torch.empty(shape, device="meta")) for place, shape in enumerate(shapes)]
-    groups = split_into_messages(tensors[::-1] if last_first else tensors, ranks, on_gpu)
+    ordered = tensors[::-1] if last_first else tensors
+    groups = split_into_messages(ordered, ranks * per_node, on_gpu)
     layouts = [MessageLayout.of([(i, tensor.shape) for i, tensor in group]) for group in groups]
     options = Options(bits=bits)
     exchange = choose_node_exchange(layouts, ranks, per_node, options)

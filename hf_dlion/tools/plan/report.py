@@ -107,7 +107,7 @@ def verdict(case: Case, predictions: Predictions) -> str:
     elif step < WORTH:
         text = (
             f"pays with overlap=True only: {where} {waits}; {DLION} is predicted to be {at_most} "
-            f"as fast with it, and to {_compared(step)} without"
+            f"as fast with it, and to {_compared(gains[DLION])} without"
         )
     elif overlapped >= _MORE * step:
         instead = "" if own == DLION else " instead"
