@@ -181,7 +181,7 @@ def test_the_kernels_that_count_compile(kernels: Any, planes: int) -> None:
     compiled(kernels.tally.pack_verdict, {"out": "*i64"}, COPY=planes > 1, **flags, **block)
     compiled(kernels.tally.unpack_verdict, {"out": "*i64"}, **flags, **block)
     compiled(kernels.codec.clear, **block)
-    compiled(kernels.edges.tell, {"out": "*u8"}, **block)
+    compiled(kernels.edges.tell, {"out": "*u8", "told": "*i64"}, **block)
     compiled(kernels.edges.hear, {"words": "*u32"}, BITS=1, **block)
 
 

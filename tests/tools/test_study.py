@@ -195,6 +195,33 @@ def test_a_runs_identity_is_all_but_its_folder():
     others = [TINY.replace(lr=1.0), TINY.replace(real=True), TINY.replace(betas=(0.9, 0.9))]
     assert len({TINY.key, *(other.key for other in others)}) == 4
     assert Setting.of(json.loads(json.dumps(TINY.identity()))) == TINY
+    clipped = TINY.replace(clip=1.0)
+    assert clipped.key != TINY.key
+    assert Setting.of(json.loads(json.dumps(clipped.identity()))) == clipped
+    assert "clip" not in TINY.identity()
+
+
+@pytest.mark.parametrize("method", ["adamw", "majority"])
+def test_gradients_are_clipped_where_they_lie(method: str, monkeypatch: pytest.MonkeyPatch):
+    norms: list[tuple[float, int]] = []
+
+    def noted(params: list[Tensor], norm: float) -> None:
+        norms.append((norm, len(params)))
+        for param in params:
+            assert param.grad is not None
+            param.grad.zero_()
+
+    monkeypatch.setattr(nn.utils, "clip_grad_norm_", noted)
+    record = simulate(TINY.replace(method=method, steps=2, clip=0.5, weight_decay=0.0))
+    # Of AdamW the sum of both workers' gradients, of votes each worker's own.
+    assert [norm for norm, _ in norms] == ([1.0, 1.0] if method == "adamw" else 4 * [0.5])
+    # Nothing is left of them, so nothing moved.
+    assert record["curve"][0][1] == record["curve"][-1][1]
+
+
+def test_clipping_is_refused_where_a_compressor_keeps_gradients_apart(capsys: Any):
+    assert main(["--methods", "dgc", "--clip", "1", "--dry-run"]) == 2
+    assert "--clip does not go with dgc" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

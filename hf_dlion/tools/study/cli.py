@@ -55,7 +55,7 @@ SCALES: dict[str, dict[str, Any]] = {
     "llm": {
         "methods": ["adamw", "lion", "majority", "bits2", "bits4"], "workers": [2], "batch": [2],
         "sequence": 128, "hidden": 576, "layers": 30, "steps": 160, "seeds": 3, "evaluations": 4,
-        "base_steps": 0,
+        "base_steps": 0, "clip": 1.0,
     },
     # The workers and the batch of the Distributed Lion paper; about five days of one core.
     "full": {**MEDIUM, "workers": [4, 8, 16, 32], "batch": [32], "sequence": 64},
@@ -139,8 +139,10 @@ def _trials(args: argparse.Namespace) -> list[Trial]:
             weight_decay=args.weight_decay, betas=(args.betas[0], args.betas[1]),
             schedule=args.schedule, seed=0, evaluations=args.evaluations,
             base_steps=args.base_steps if scene in FINE_TUNING else 0, real=args.real,
-            folder=args.out,
+            folder=args.out, clip=args.clip or 0.0,
         )  # fmt: skip
+        if setting.clip and recipe(method).compressor is not None:
+            raise ValueError(f"--clip does not go with {method}, which keeps gradients apart")
         if args.real:
             check_real(setting)
         else:
@@ -180,6 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--lr-lion", nargs="+", type=float, help="the same for Lion and Distributed Lion")
     add("--lr-sgd", nargs="+", type=float, help="the same for SGD")
     add("--weight-decay", type=float, default=0.1, help="(0.1)")
+    add("--clip", type=float, metavar="NORM", help="gradients, to this norm (llm: 1; 0: not)")
     add("--betas", nargs=2, type=float, default=[0.9, 0.99], help="Lion's (0.9 0.99)")
     add("--schedule", choices=SCHEDULES, default="cosine", help="of the learning rate (cosine)")
     add("--evaluations", type=positive, help="points of a curve (small: 6)")

@@ -36,6 +36,8 @@ class Setting:
         evaluations: How often the validation loss is taken, the end included.
         base_steps: Steps with AdamW that made the base of a fine-tuning; 0 in other scenes.
         real: Whether the ranks were processes.
+        clip: Norm to which gradients are clipped before a step, where each lies: a rank's own, or
+            their mean; 0 does not clip.
         folder: Where caches lie; no part of the run's identity.
     """
 
@@ -55,12 +57,15 @@ class Setting:
     evaluations: int
     base_steps: int = 0
     real: bool = False
+    clip: float = 0.0
     folder: str = dataclasses.field(default=".", compare=False)
 
     def identity(self) -> dict[str, Any]:
         """Returns what decides on the result, as JSON has it."""
         values = dataclasses.asdict(self)
         del values["folder"]
+        if not self.clip:
+            del values["clip"]  # As in records that were made before there was a choice.
         return {**values, "betas": list(self.betas)}
 
     @classmethod

@@ -25,7 +25,7 @@ def title(results: Sequence[Result]) -> str:
     return (
         f"{own.scene}: {size:,} parameters, {own.workers} {ranks} x {own.batch} x {own.sequence}, "
         f"{own.steps} steps, {own.schedule}, betas {own.betas[0]:g} {own.betas[1]:g}, "
-        f"weight decay {own.weight_decay:g}"
+        f"weight decay {own.weight_decay:g}" + (f", clipped to {own.clip:g}" if own.clip else "")
     )
 
 

@@ -62,6 +62,8 @@ def train(setting: Setting, scene: Scene, method: Method) -> dict[str, Any]:
             failure = f"the training loss of step {step} is {total}"
             break
         # ... then what the method makes of them.
+        if setting.clip:
+            _clip(setting.clip, method)
         lr = setting.lr_at(step)
         if step in measured:
             signs.before(lr)
@@ -89,6 +91,13 @@ def train(setting: Setting, scene: Scene, method: Method) -> dict[str, Any]:
         "seconds": time.perf_counter() - begin,
         "sign_agreement": signs.by_parameter(),
     }
+
+
+def _clip(norm: float, method: Method) -> None:
+    """Clips what lies in each model: one gradient, or the sum of those of several workers."""
+    models = [model for _, model in method.places]
+    for model in dict.fromkeys(models):
+        nn.utils.clip_grad_norm_(trainable(model), norm * models.count(model))
 
 
 def _judged(scene: Scene, method: Method) -> float:
