@@ -77,6 +77,7 @@ def test_the_environment_turns_it_off(cache: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.full
 @needs_compiler
+@pytest.mark.long
 @pytest.mark.slow
 def test_processes_that_compile_at_once_all_get_a_whole_library(tmp_path: Path) -> None:
     script = "from hf_dlion.codec.native.library import library; assert library() is not None"

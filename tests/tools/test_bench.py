@@ -113,7 +113,8 @@ def test_train_compares_every_method(tmp_path, launcher):
 
 @pytest.mark.multiproc
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_votes_take_about_four_tenths_of_a_byte_per_parameter(tmp_path, ranks):
     out = tmp_path / "memory.json"
     words = [f"--ranks={ranks}", "--parameters=12000000", f"--json={out}"]

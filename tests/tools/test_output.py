@@ -188,15 +188,13 @@ def test_what_takes_long_shows_progress(words, text, terminal, tmp_path, monkeyp
     assert re.search(rf"{text}.*100%.*\d:\d\d:\d\d", plain(capsys.readouterr().err))
 
 
-OTHERS = ("exchange", "memory")
+BENCHES = ("train", "exchange", "memory")
 
 
 @pytest.mark.full
 @pytest.mark.multiproc
 @pytest.mark.skipif(sys.platform != "linux", reason="a terminal of its own")
-@pytest.mark.parametrize(
-    "bench", ["train", *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)]
-)
+@pytest.mark.parametrize("bench", [pytest.param(name, marks=pytest.mark.long) for name in BENCHES])
 def test_of_several_ranks_one_shows_progress(bench, tmp_path):
     words = [bench, "--parameters=5000", "--json", str(tmp_path / "out.json")]
     words += {"exchange": ["--repeats=2"], "train": ["--steps=2", "--methods", "dlion"]}.get(

@@ -96,6 +96,7 @@ def endure(whole: list[Fate], rank: int, nth: int, folder: Path) -> None:
     assert all(fate.digests == rest for fate in resumed), "resumed to something else"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_trainer_killed_in_a_save_goes_on_from_the_last_whole_checkpoint(tmp_path: Path) -> None:
     whole = undisturbed(2, tmp_path / "whole")
