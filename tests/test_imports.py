@@ -49,8 +49,8 @@ OPTIONAL = {
     "datasets": {"tools/smollm2.py", "tools/study/vision.py"},
     "peft": {"tools/study/chat.py", "tools/study/text.py"},
     "sklearn": {"tools/study/vision.py"},
-    "torchft": {"tools/study/rivals.py"},
-    "pytorch_optimizer": {"tools/study/rivals.py"},
+    "torchft": {"tools/rivals.py"},
+    "pytorch_optimizer": {"tools/rivals.py"},
     "trl": set(),
 }
 

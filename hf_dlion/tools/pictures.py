@@ -79,8 +79,9 @@ def look(name: str) -> Look:
     Args:
         name: A row of `bench train` or `plan`, or a key of the study.
     """
-    if name in LOOKS:
-        return LOOKS[name]
+    for key, own in LOOKS.items():
+        if name in (key, own.label):
+            return own
     if not name.startswith(DLION):
         return Look(name, "#9C6644")
     bits = re.search(r"(\d) bits", name)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hf_dlion import DistributedLion
-from hf_dlion.tools import cli
+from hf_dlion.tools import cli, rivals
 from hf_dlion.tools.bench import codec, emulate
 from hf_dlion.tools.bench.cli import main
 from hf_dlion.tools.bench.emulate import (
@@ -26,9 +26,17 @@ from hf_dlion.tools.bench.emulate import (
     namespaces,
     remove_stale,
 )
-from hf_dlion.tools.bench.methods import FSDP2, METHODS, NODE, methods_of, sensible_methods
+from hf_dlion.tools.bench.methods import (
+    FSDP2,
+    METHODS,
+    NODE,
+    ON_DEMAND,
+    methods_of,
+    sensible_methods,
+)
 from hf_dlion.tools.bench.train import Departure, exposed_wire_s, limit_messages
 from tests.support.spawn import RankPools, run_command, run_script
+from tests.support.tiny import tiny_llama
 
 BENCH = [sys.executable, "-m", "hf_dlion.tools.bench"]
 
@@ -101,7 +109,7 @@ def test_train_compares_every_method(tmp_path, launcher):
         run_command([*BENCH, *words])
     rows = checked(out, "train")
     # What the ranks of a node do together is for several nodes.
-    names = [name for name in METHODS if name not in (NODE, FSDP2)]
+    names = [name for name in METHODS if name not in (NODE, FSDP2, *ON_DEMAND)]
     sent = [row["bytes_per_step"] for row in rows]
     bytes_of = dict(zip(names, sent, strict=True))
     assert bytes_of["none"] == bytes_of["alone"] == 0
@@ -109,6 +117,43 @@ def test_train_compares_every_method(tmp_path, launcher):
     assert 0 < bytes_of["dlion"] <= bytes_of["overlap"] < bytes_of["powersgd"] < bytes_of["bf16"]
     assert rows[0]["ratio"] == 1.0
     assert {"encode_ms", "exchange_ms", "apply_ms"} <= set(rows[-1])
+
+
+@pytest.mark.multiproc
+def test_train_times_rivals_over_whole_periods_on_a_model_of_ones_own(tmp_path):
+    """What meets in every k-th step sends a k-th of an all-reduce per step."""
+    out, folder = tmp_path / "train.json", tmp_path / "tiny"
+    config = tiny_llama().config
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    words = ["train", f"--model={folder}", "--sequence=16", "--steps=1", f"--json={out}"]
+    names = ["fp32", "localsgd8", "diloco16", "demo"]
+    run_command([*BENCH, *words, "--methods", *names])
+    fp32, local, diloco, demo = checked(out, "train")
+    config = json.loads(out.read_text())["config"]
+    assert config["model"] == str(folder)
+    assert config["parameters"] == sum(param.numel() for param in tiny_llama().parameters())
+    assert fp32["bytes_per_step"] == 4 * config["parameters"]
+    assert local["bytes_per_step"] == fp32["bytes_per_step"] / 8
+    assert diloco["bytes_per_step"] == fp32["bytes_per_step"] / 16
+    assert demo["bytes_per_step"] > 0
+    periods = [row["steps_per_time"] for row in (fp32, local, diloco, demo)]
+    assert periods == [1, 8, 16, 1]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--methods", "diloco16"], "torchft is not installed: pip install torchft"),
+        (["--model", "./nowhere"], "./nowhere is no folder"),
+    ],
+)
+def test_train_refuses_what_it_lacks_before_it_starts_ranks(words, text, monkeypatch, capsys):
+    monkeypatch.setattr(rivals.importlib.util, "find_spec", lambda name: None)
+    started = "hf_dlion.tools.bench.ranks.launch"
+    monkeypatch.setattr(started, lambda *args: pytest.fail("ranks were started"))
+    assert main(["train", *words]) == 2
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.multiproc

@@ -10,7 +10,8 @@ from hf_dlion.options import BITS
 from hf_dlion.tools.arguments import Parser, add_format, exit_code, positive
 from hf_dlion.tools.bench import codec, exchange, memory, plot, ranks, train
 from hf_dlion.tools.bench.emulate import EmulationRefusedError, Network
-from hf_dlion.tools.bench.methods import METHODS, VOTING
+from hf_dlion.tools.bench.methods import METHODS, VOTING, check_methods
+from hf_dlion.tools.bench.model import made, sizes_of
 from hf_dlion.tools.report import MissingPackageError
 
 RUNS = {"exchange": exchange.run, "train": train.run, "memory": memory.run}
@@ -25,19 +26,22 @@ def main(argv: list[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     args = _parser().parse_args(words)
     if args.bench == "plot":
-        told = (MissingPackageError, OSError, ValueError)
-        return exit_code("bench plot", lambda: plot.run(args), *told)
+        drawn = (MissingPackageError, OSError, ValueError)
+        return exit_code("bench plot", lambda: plot.run(args), *drawn)
     args.json = args.json or f"outputs/bench_{args.bench}.json"
-    return exit_code("bench", lambda: _run(args, words), EmulationRefusedError, ValueError)
+    told = (EmulationRefusedError, ImportError, ValueError)
+    return exit_code("bench", lambda: _run(args, words), *told)
 
 
 def _run(args: argparse.Namespace, words: list[str]) -> int:
     if args.bench == "codec":
         codec.run(args)
         return 0
-    if args.bench == "train" and args.bits != [1]:
-        methods = args.methods or list(METHODS)
-        if VOTING.keys().isdisjoint(methods):
+    if args.bench == "train":
+        check_methods(args.methods or ())
+        sizes_of(lambda: made(args.parameters, args.model))
+        methods = args.methods or list(VOTING)
+        if args.bits != [1] and VOTING.keys().isdisjoint(methods):
             raise ValueError(f"--bits is of votes, and of --methods {' '.join(methods)} none votes")
     network: Network | None = args.emulate
     if ranks.is_rank():
@@ -91,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     benches.add_parser("memory", parents=[several], help=_summary(memory))
 
     add = benches.add_parser("train", parents=[several], help=_summary(train)).add_argument
+    add("--model", help="a folder, or a name on the hub, whose config takes --parameters' place")
     add("--batch", type=positive, default=1, help="sequences per rank (1)")
     add("--sequence", type=positive, default=128, help="tokens in each (128)")
     add("--warmup", type=positive, default=2)
@@ -101,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="elements per message, in place of the package's own numbers",
     )
-    add("--methods", nargs="+", choices=list(METHODS))
+    add("--methods", nargs="+", choices=list(METHODS), help="(those that torch alone can run)")
     add("--bits", type=int, nargs="+", choices=BITS, default=[1], help="of DistributedLion's votes")
 
     add = benches.add_parser("plot", help=_summary(plot)).add_argument

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
     before = environment()
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, THRESHOLD)
     device = device_of_rank()
-    size, tokens = sizes_of(args.parameters)
+    size, tokens = sizes_of(lambda: llama(args.parameters))
     # As few tokens as there can be: activations are not what is measured.
     batch = torch.randint(tokens, (1, 2)).to(device)
     rows: list[dict[str, Any]] = []

@@ -2,7 +2,6 @@
 
 # No `from __future__ import annotations` here: DDP compares the hooks' annotations with classes.
 
-import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -11,7 +10,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,11 +17,15 @@ from hf_dlion.codec import codec_for
 from hf_dlion.exchange.mean import average_wire_bytes
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.tools.bench.work import step_rule, tensor_rule
-
-POWER_RANK = 4
-# PowerSGD's warm start needs two plain steps before the first compressed one.
-POWER_START = 2
-ONE_BUCKET_MB = 1 << 20
+from hf_dlion.tools.rivals import (
+    POWER_RANK,
+    DeMo,
+    DiLoCo,
+    Hooked,
+    LocalSGD,
+    Rival,
+    check_installed,
+)
 
 # Rows of the tables that other code looks for.
 NONE = "no communication, AdamW"
@@ -31,13 +33,15 @@ ALONE = "one host alone, Lion"
 FP32 = "DDP fp32, AdamW"
 BF16 = "DDP bf16 hook, AdamW"
 POWER = f"PowerSGD rank {POWER_RANK}, AdamW"
+LOCAL, DILOCO, DEMO = "LocalSGD, {} steps of AdamW", "DiLoCo, {} steps of AdamW", "DeMo"
 DLION = "DistributedLion"
 # Methods that differ from "dlion" only on several nodes of several ranks.
 NODE, FSDP2 = "dlion-node", "fsdp2"
 
 # Makes a new model, the same on every rank.
 Make = Callable[[], nn.Module]
-ADAMW = partial(torch.optim.AdamW, lr=1e-4, fused=True)
+LR, WEIGHT_DECAY = 1e-4, 0.1
+ADAMW = partial(torch.optim.AdamW, lr=LR, fused=True)
 
 
 class LocalLion:
@@ -73,12 +77,15 @@ class Method:
         model: The wrapper, or the bare model.
         optimizer: With `step` and `zero_grad`.
         bytes_sent: Bytes that a rank sends in a step; an all-reduce counts as a ring.
+        period: Steps after which all begins anew, as with what meets in every k-th step only.
     """
 
-    def __init__(self, name: str, model: nn.Module, optimizer: Any, bytes_sent: int = 0) -> None:
+    def __init__(
+        self, name: str, model: nn.Module, optimizer: Any, bytes_sent: int = 0, period: int = 1
+    ) -> None:
         """Keeps the attributes."""
         self.name, self.model, self.optimizer = name, model, optimizer
-        self.bytes_sent = bytes_sent
+        self.bytes_sent, self.period = bytes_sent, period
 
     def loss(self, tokens: Tensor) -> Tensor:
         """Returns the loss on tokens."""
@@ -93,6 +100,22 @@ class Method:
         if isinstance(self.optimizer, DistributedLion):
             self.bytes_sent = self.optimizer.wire.last_bytes_sent
 
+    def lap(self, tokens: Tensor) -> None:
+        """Takes the steps of a period."""
+        before = self._sent()
+        for _ in range(self.period):
+            self.step(tokens)
+        if isinstance(self.optimizer, Rival):
+            self.bytes_sent = round((self._sent() - before) / self.period)
+
+    def close(self) -> None:
+        """Ends what the method started; every rank calls this."""
+        if isinstance(self.optimizer, Rival):
+            self.optimizer.close()
+
+    def _sent(self) -> float:
+        return self.optimizer.bytes_sent if isinstance(self.optimizer, Rival) else 0.0
+
 
 def keep_local(
     state: object,
@@ -104,14 +127,6 @@ def keep_local(
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
     future.set_result(buffer)
     return future
-
-
-def reduce_in_bf16(
-    state: dist.ProcessGroup | None,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
-) -> torch.futures.Future[Tensor]:
-    """The bf16 hook of torch under a name that DDP does not refuse on gloo."""
-    return default_hooks.bf16_compress_hook(state, bucket)  # type: ignore[arg-type]
 
 
 def alone(make: Make) -> Method:
@@ -144,31 +159,27 @@ def reduced(
     return Method(name, ddp, optimizer(ddp.parameters()), sent)
 
 
-def power_sgd(make: Make) -> Method:
-    """Returns DDP with PowerSGD; in one bucket, because several deadlock on gloo."""
-    ddp = _wrapped(make(), bucket_cap_mb=ONE_BUCKET_MB)
-    state = powerSGD_hook.PowerSGDState(None, POWER_RANK, start_powerSGD_iter=POWER_START)
-    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    numel = sum(power_numel(param.shape) for param in ddp.parameters())
-    sent = average_wire_bytes(numel, dist.get_world_size(), torch.float32)
-    return Method(POWER, ddp, ADAMW(ddp.parameters()), sent)
+def other(
+    make: Make, name: str, rival: Callable[..., Rival], period: int = 1, **options: Any
+) -> Method:
+    """Returns what one would otherwise take.
 
-
-def power_numel(shape: Sequence[int]) -> int:
-    """Returns the elements that PowerSGD reduces for a tensor: two factors, or all of it."""
-    numel = math.prod(shape)
-    # A tensor of more dimensions is a matrix with the first as rows; a vector is one row.
-    rows = shape[0] if len(shape) > 1 else 1
-    columns = math.prod(shape[1:] if len(shape) > 1 else shape)
-    factors = (rows + columns) * min(rows, columns, POWER_RANK)
-    return factors if factors * 2 < numel else numel
+    Args:
+        make: Makes the model.
+        name: Of the method.
+        rival: Makes one rank of it.
+        period: Steps after which all begins anew.
+        options: Of `rival`.
+    """
+    made = rival(make(), lr=LR, weight_decay=WEIGHT_DECAY, **options)
+    return Method(name, made.model, made, period=period)
 
 
 def distributed_lion(make: Make, bits: int = 1, **options: Any) -> Method:
     """Returns DistributedLion with some options; its name tells what is not the default."""
     ddp = _wrapped(make())
     optimizer = DistributedLion(
-        ddp.named_parameters(), lr=1e-4, weight_decay=0.1, bits=bits, **options
+        ddp.named_parameters(), lr=LR, weight_decay=WEIGHT_DECAY, bits=bits, **options
     )
     return Method(name_of(bits, **options), ddp, optimizer)
 
@@ -186,8 +197,9 @@ def sharded_lion(make: Make, bits: int = 1) -> Method:
     for module in (*cast(Any, model).model.layers, model):
         fully_shard(module, mesh=mesh["shard"])
     optimizer = DistributedLion(
-        model.named_parameters(), lr=1e-4, weight_decay=0.1, bits=bits, replicate=mesh["replicate"]
-    )
+        model.named_parameters(), lr=LR, weight_decay=WEIGHT_DECAY, bits=bits,
+        replicate=mesh["replicate"],
+    )  # fmt: skip
     return Method(f"{name_of(bits)}, FSDP2 in the node", model, optimizer)
 
 
@@ -206,15 +218,39 @@ VOTING: dict[str, Callable[..., Method]] = {
     FSDP2: sharded_lion,
     "overlap": partial(distributed_lion, overlap=True),
 }
+# What needs other packages, or many steps for one time: only where it is asked for.
+ON_DEMAND: dict[str, Callable[[Make], Method]] = {
+    "localsgd8": partial(other, name=LOCAL.format(8), rival=LocalSGD, period=8, every=8),
+    "localsgd32": partial(other, name=LOCAL.format(32), rival=LocalSGD, period=32, every=32),
+    "diloco16": partial(other, name=DILOCO.format(16), rival=DiLoCo, period=16, every=16),
+    "diloco50": partial(other, name=DILOCO.format(50), rival=DiLoCo, period=50, every=50),
+    "demo": partial(other, name=DEMO, rival=DeMo),
+}
+PACKAGE_OF = {"diloco16": "torchft", "diloco50": "torchft", "demo": "pytorch_optimizer"}
 METHODS: dict[str, Callable[[Make], Method]] = {
     "none": partial(reduced, name=NONE, dtype=None, hook=keep_local),
     "alone": alone,
     "fp32": partial(reduced, name=FP32, dtype=torch.float32),
-    "bf16": partial(reduced, name=BF16, dtype=torch.bfloat16, hook=reduce_in_bf16),
-    "powersgd": power_sgd,
+    "bf16": partial(other, name=BF16, rival=Hooked, compressed=False),
+    "powersgd": partial(other, name=POWER, rival=Hooked, compressed=True),
     "lion": partial(reduced, name="DDP fp32, Lion", dtype=torch.float32, optimizer=LocalLion),
     **VOTING,
+    **ON_DEMAND,
 }
+
+
+def check_methods(names: Iterable[str]) -> None:
+    """Checks before any work starts that the packages of some methods are installed.
+
+    Args:
+        names: Keys of `METHODS`.
+
+    Raises:
+        ImportError: If one is not.
+    """
+    for name in names:
+        if name in PACKAGE_OF:
+            check_installed(PACKAGE_OF[name])
 
 
 def methods_of(names: Sequence[str], bits: Sequence[int], make: Make) -> list[Method]:
@@ -229,9 +265,13 @@ def methods_of(names: Sequence[str], bits: Sequence[int], make: Make) -> list[Me
 
 
 def sensible_methods() -> list[str]:
-    """Returns the methods that differ here: what nodes do together, on several of several ranks."""
+    """Returns the methods that differ here, of those that need nothing but torch.
+
+    What nodes do together differs on several nodes of several ranks.
+    """
     several = 1 < _ranks_per_node() < dist.get_world_size()
-    return [name for name in METHODS if name not in (NODE, FSDP2) or several]
+    left_out = {*ON_DEMAND, *(() if several else (NODE, FSDP2))}
+    return [name for name in METHODS if name not in left_out]
 
 
 def _ranks_per_node() -> int:

@@ -23,7 +23,7 @@ from hf_dlion.options import BITS
 from hf_dlion.tools.bench.clock import is_over, slowest
 from hf_dlion.tools.bench.emulate import INTERFACE
 from hf_dlion.tools.bench.methods import ALONE, NONE, Method, methods_of, name_of, sensible_methods
-from hf_dlion.tools.bench.model import llama, sizes_of
+from hf_dlion.tools.bench.model import made, sizes_of
 from hf_dlion.tools.bench.ranks import device_of_rank
 from hf_dlion.tools.report import TIMES, environment, publish, summary, track
 
@@ -46,21 +46,24 @@ def run(args: argparse.Namespace) -> None:
     """Measures on this rank; rank 0 prints and writes. Every rank calls this."""
     before = environment()
     device = device_of_rank()
-    size, tokens = sizes_of(args.parameters)
+    size, tokens = sizes_of(lambda: made(args.parameters, args.model))
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     shape = (args.batch, args.sequence)
     batch = torch.randint(tokens, shape, generator=generator).to(device)
     names = args.methods or sensible_methods()
-    methods = methods_of(names, args.bits, lambda: llama(args.parameters).to(device))
+    methods = methods_of(names, args.bits, lambda: made(args.parameters, args.model).to(device))
     limit_messages(methods, args.message_numel)
     rows = _measured(methods, args, batch)
     if args.emulate:
         _add_bound(rows, methods, batch, args.emulate.bits_per_s)
+    for method in methods:
+        method.close()
     # gloo may abort the process if a DDP model outlives its process group.
     methods.clear()
     gc.collect()
     if dist.get_rank() == 0:
-        config = {"parameters": size, "ranks": dist.get_world_size(), "steps": args.steps}
+        config = {"parameters": size, "model": args.model, "ranks": dist.get_world_size()}
+        config["steps"] = args.steps
         for key in ("batch", "sequence", "warmup", "threads", "local_ranks"):
             config[key] = getattr(args, key)
         config["emulate"] = args.emulate and str(args.emulate)
@@ -94,14 +97,18 @@ def _measured(
             if is_over(times[place], args.seconds):
                 continue
             before, link = _parts(method), _interface_bytes()
-            times[place].append(slowest(functools.partial(method.step, batch), batch.device))
+            times[place].append(slowest(functools.partial(method.lap, batch), batch.device))
             links[place].append(_interface_bytes() - link)
             after = _parts(method)
             parts[place].append({part: after[part] - before[part] for part in after})
     rows = []
     for method, found, sent, laps in zip(methods, times, links, parts, strict=True):
-        row = {"name": method.name, **summary(found), "bytes_per_step": method.bytes_sent}
-        row["interface_bytes"] = sorted(sent)[len(sent) // 2] if args.emulate else None
+        each = [seconds / method.period for seconds in found]
+        row = {"name": method.name, **summary(each), "bytes_per_step": method.bytes_sent}
+        row["steps_per_time"] = method.period
+        row["interface_bytes"] = None
+        if args.emulate:
+            row["interface_bytes"] = sorted(sent)[len(sent) // 2] // method.period
         if isinstance(method.optimizer, DistributedLion):
             row["bits"] = method.optimizer.options.bits
         for part in laps[0]:

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from hf_dlion.codec import codec_for
 from hf_dlion.tools.bench.clock import median_s
-from hf_dlion.tools.bench.methods import POWER_RANK
-from hf_dlion.tools.bench.model import llama, vocabulary
+from hf_dlion.tools.bench.model import UnknownModelError, language_model, llama, vocabulary
 from hf_dlion.tools.bench.work import Work
-from hf_dlion.tools.plan.model import UnknownModelError, build, load_config, parse_count
+from hf_dlion.tools.plan.model import parse_count
 from hf_dlion.tools.report import read_bench, track
+from hf_dlion.tools.rivals import POWER_RANK
 
 # Large enough to leave the caches, small enough for all of it in seconds; the second is about what
 # a layer's tensor holds, for work that is done tensor by tensor.
@@ -159,21 +159,18 @@ def model_s(
         device: Where it runs.
 
     Raises:
-        UnknownModelError: If it is only a count, or has no vocabulary and loss.
+        UnknownModelError: If it is only a count, or does not predict tokens.
     """
     if parse_count(name) is not None:
         raise UnknownModelError(
             f"--step-ms measure needs a model, and {name} is only a count: give a folder with a "
             f"config.json, or the time in ms"
         )
-    model = build(load_config(name)).to(device, dtype)
-    tokens = getattr(getattr(model, "config", None), "vocab_size", None)
-    if tokens is None or model.get_output_embeddings() is None:  # type: ignore[operator]
-        raise UnknownModelError(
-            f"--step-ms measure knows only models that predict tokens, and {name} is a "
-            f"{type(model).__name__}: give the time in ms"
-        )
-    return _compute_s(model, int(tokens), batch, sequence, f"forward and backward of {name}")
+    try:
+        model = language_model(name).to(device, dtype)
+    except UnknownModelError as error:
+        raise UnknownModelError(f"{error}: give the time in ms") from error
+    return _compute_s(model, vocabulary(model), batch, sequence, f"forward and backward of {name}")
 
 
 def _compute_s(model: nn.Module, tokens: int, batch: int, sequence: int, text: str = "") -> float:

@@ -15,7 +15,7 @@ from hf_dlion.exchange.node import choose_node_exchange
 from hf_dlion.options import Options
 from hf_dlion.ranks.header import header_wire_bytes
 from hf_dlion.step.plan import split_into_messages
-from hf_dlion.tools.bench.methods import BF16, DLION, FP32, NONE, POWER, name_of, power_numel
+from hf_dlion.tools.bench.methods import BF16, DLION, FP32, NONE, POWER, name_of
 from hf_dlion.tools.plan.cost import (
     FORWARD_SHARE,
     Cluster,
@@ -30,6 +30,7 @@ from hf_dlion.tools.plan.cost import (
 )
 from hf_dlion.tools.plan.machine import Machine
 from hf_dlion.tools.plan.model import Workload
+from hf_dlion.tools.rivals import power_numel
 
 BF16_NATIVE = "DDP bf16 gradients, AdamW"
 PUBLIC = "public distributed-lion"

@@ -6,18 +6,14 @@ import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
+
+from hf_dlion.tools.bench.model import UnknownModelError, build, load_config
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 # A transformer of width h has about h / 128 layers of 12 h^2 elements each.
 _WIDTH_PER_LAYER, _LAYER = 128, 12
-
-
-class UnknownModelError(ValueError):
-    """There is no such model; the text says what to give instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,50 +103,6 @@ def usual_shapes(count: int) -> tuple[tuple[int, ...], ...]:
     width = max(1, round(math.cbrt(_WIDTH_PER_LAYER * count / _LAYER)))
     matrices, rest = divmod(count, width * width)
     return ((width, width),) * matrices + (((rest,),) if rest else ())
-
-
-def load_config(model: str) -> Any:
-    """Returns the transformers config of a folder or of a name.
-
-    Raises:
-        UnknownModelError: If it cannot be read.
-    """
-    from transformers import AutoConfig
-
-    folder = Path(model)
-    looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1 or folder.exists()
-    if looks_local and not (folder / "config.json").is_file():
-        missing = "has no config.json" if folder.is_dir() else "is no folder"
-        raise UnknownModelError(
-            f"{model} {missing}: give a folder written by save_pretrained(), a name on the "
-            f"Hugging Face hub, or a parameter count such as 7b"
-        )
-    try:
-        return AutoConfig.from_pretrained(model)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        hint = "" if looks_local else " Without a network, give a folder or a count such as 7b."
-        raise UnknownModelError(f"cannot read the config of {model}: {reason}{hint}") from error
-
-
-def build(config: Any) -> nn.Module:
-    """Returns the model of a config, with the head that it was saved with, on torch's device.
-
-    Raises:
-        UnknownModelError: If transformers has no class for it.
-    """
-    import transformers
-
-    model: nn.Module
-    for name in config.architectures or ():
-        if hasattr(transformers, name):
-            model = getattr(transformers, name)(config)
-            return model
-    try:
-        model = transformers.AutoModel.from_config(config)  # type: ignore[no-untyped-call]
-    except ValueError as error:
-        raise UnknownModelError(f"transformers cannot build {config.model_type!r}") from error
-    return model
 
 
 def _assumption(shapes: tuple[tuple[int, ...], ...]) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from hf_dlion.tools.bench.emulate import Network
 from hf_dlion.tools.bench.methods import DLION, NONE, name_of
-from hf_dlion.tools.bench.model import llama
+from hf_dlion.tools.bench.model import made
 from hf_dlion.tools.plan.cost import Cluster, Link
 from hf_dlion.tools.plan.link import DEFAULT_LATENCY_MS
 from hf_dlion.tools.plan.machine import Machine
@@ -59,8 +59,9 @@ def case_of(result: Mapping[str, Any], machine: Machine, link: Link) -> Case:
     if not free:
         raise ValueError("the run has no row without communication: run it with --methods none ...")
     with torch.device("meta"):
-        shapes = tuple(tuple(p.shape) for p in llama(config["parameters"]).parameters())
-    work = Workload(name="Llama of bench train", parameters=config["parameters"], shapes=shapes)
+        model = made(config["parameters"], config.get("model"))
+    shapes = tuple(tuple(param.shape) for param in model.parameters())
+    work = Workload(name="model of bench train", parameters=config["parameters"], shapes=shapes)
     cluster = Cluster(ranks=config["ranks"])
     empty = Case(work=work, cluster=cluster, link=link, machine=machine, compute_s=0.0)
     return replace(empty, compute_s=1e-3 * free[0] - no_communication(empty).step_s)

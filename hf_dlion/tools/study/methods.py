@@ -15,13 +15,14 @@ from torch.optim import SGD, AdamW, Optimizer
 from hf_dlion.exchange.mean import average_wire_bytes
 from hf_dlion.exchange.memory import Hub
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.tools.study import rivals
+from hf_dlion.tools import rivals
 from hf_dlion.tools.study.compressors import DGC, Compressor, GradDrop, TernGrad
 from hf_dlion.tools.study.scenes import Scene, UnknownNameError
 from hf_dlion.tools.study.setting import Setting
 
 Make = Callable[[nn.Module, Setting], Optimizer]
 Options = Callable[[Setting, int], dict[str, Any]]
+RivalMake = Callable[[nn.Module, Setting], rivals.Rival]
 
 
 class Method(ABC):
@@ -160,7 +161,7 @@ class Recipe:
     make: Make | None = None
     compressor: Callable[[], Compressor] | None = None
     options: Options | None = None
-    rival: rivals.Make | None = None
+    rival: RivalMake | None = None
     package: str = ""
 
     def simulated(self, scene: Scene, setting: Setting) -> Method:
@@ -222,7 +223,12 @@ def voting(*, warmup: float = 0.0, auto_bits: float = 0.0, **options: Any) -> Re
 
 
 def rival(
-    make: Callable[..., rivals.Rival], *, family: str = "adamw", package: str = "", **options: Any
+    make: Callable[..., rivals.Rival],
+    *,
+    family: str = "adamw",
+    package: str = "",
+    of_setting: Sequence[str] = ("lr", "weight_decay"),
+    **options: Any,
 ) -> Recipe:
     """Returns a rival with these options.
 
@@ -230,9 +236,17 @@ def rival(
         make: Makes one rank of it.
         family: As in `Recipe`.
         package: As in `Recipe`.
-        options: Of `make`.
+        of_setting: Options that are the run's.
+        options: Others of `make`.
     """
-    return Recipe(family=family, rival=partial(make, **options), package=package)
+
+    def of_run(model: nn.Module, setting: Setting) -> rivals.Rival:
+        return make(model, **{name: getattr(setting, name) for name in of_setting}, **options)
+
+    return Recipe(family=family, rival=of_run, package=package)
+
+
+local_sgd = partial(rival, rivals.LocalSGD, of_setting=("lr", "weight_decay", "steps"))
 
 
 def _is_small(name: str, _param: Tensor) -> bool:
@@ -262,8 +276,8 @@ METHODS: dict[str, Recipe] = {
     "dgc": averaged(sgd, DGC),  # which brings the momentum
     "bf16": rival(rivals.Hooked, compressed=False),
     "powersgd": rival(rivals.Hooked, compressed=True),
-    "localsgd8": rival(rivals.LocalSGD, every=8),
-    "localsgd32": rival(rivals.LocalSGD, every=32),
+    "localsgd8": local_sgd(every=8),
+    "localsgd32": local_sgd(every=32),
     "diloco16": rival(rivals.DiLoCo, package="torchft", every=16),
     "diloco50": rival(rivals.DiLoCo, package="torchft", every=50),
     "demo": rival(rivals.DeMo, family="lion", package="pytorch_optimizer"),

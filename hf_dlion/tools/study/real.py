@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.exchange.mean import average_wire_bytes
 from hf_dlion.optimizer import DistributedLion
+from hf_dlion.tools.rivals import check_installed
 from hf_dlion.tools.study.compressors_hook import HookState, compress_hook
 from hf_dlion.tools.study.methods import Method, lion_options, named, recipe, set_lr, trainable
-from hf_dlion.tools.study.rivals import check_installed
 from hf_dlion.tools.study.scenes import Scene, UnknownNameError, scene_class
 from hf_dlion.tools.study.setting import Setting
 from hf_dlion.tools.study.train import train
@@ -56,7 +56,7 @@ class RealRank(Method):
         if self._rival is not None:
             set_lr(self._rival.optimizer, lr)
             self._rival.step()
-            self._rival.optimizer.zero_grad()
+            self._rival.zero_grad()
             self.bytes_sent, self.rounds = self._rival.bytes_sent, self._rival.rounds
             return
         set_lr(self._optimizer, lr)

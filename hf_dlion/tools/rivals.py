@@ -1,35 +1,43 @@
-"""What one would otherwise take on a slow network, from its own library; on real ranks only."""
+"""What one would otherwise take on a slow network, from its own library; on real ranks only.
 
-from __future__ import annotations
+`bench train` times them, and the study trains with them.
+"""
+
+# No `from __future__ import annotations` here: DDP compares the hooks' annotations with classes.
 
 import datetime
 import importlib.util
+import math
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.model_averaging import utils as averaging
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from hf_dlion.exchange.mean import average_wire_bytes
-from hf_dlion.tools.bench.methods import (
-    ONE_BUCKET_MB,
-    POWER_RANK,
-    POWER_START,
-    power_numel,
-    reduce_in_bf16,
-)
-from hf_dlion.tools.study.setting import Setting
+from hf_dlion.ranks.interface import interfaces
+
+POWER_RANK = 4
+# PowerSGD's warm start needs two plain steps before the first compressed one.
+POWER_START = 2
+ONE_BUCKET_MB = 1 << 20
+# What to install for a rival that comes with neither torch nor transformers, by its module.
+PACKAGES = {
+    "torchft": "torchft",
+    "pytorch_optimizer": "pytorch-optimizer einops",
+}
 
 
 class Rival(ABC):
-    """One rank of a way of training that is not ours.
+    """One rank of a way of training that is not ours; every rank begins with the same model.
 
     Attributes:
         model: Whose forward and backward the loop calls.
@@ -47,6 +55,10 @@ class Rival(ABC):
     def step(self) -> None:
         """Moves the parameters."""
 
+    def zero_grad(self) -> None:
+        """Drops the gradients."""
+        self.optimizer.zero_grad()
+
     def close(self) -> None:  # noqa: B027 (most have nothing to do)
         """Ends what the rival started."""
 
@@ -54,14 +66,6 @@ class Rival(ABC):
         ranks = dist.get_world_size()
         self.bytes_sent += average_wire_bytes(numel, ranks, dtype)
         self.rounds += 2 * (ranks - 1)
-
-
-Make = Callable[[nn.Module, Setting], Rival]
-# What to install for a rival that comes with neither torch nor transformers, by its module.
-PACKAGES = {
-    "torchft": "torchft",
-    "pytorch_optimizer": "pytorch-optimizer einops",
-}
 
 
 def check_installed(module: str) -> None:
@@ -77,26 +81,29 @@ def check_installed(module: str) -> None:
 class Hooked(Rival):
     """AdamW on what a comm hook of torch makes of the gradients."""
 
-    def __init__(self, model: nn.Module, setting: Setting, *, compressed: bool) -> None:
+    def __init__(
+        self, model: nn.Module, lr: float, weight_decay: float, *, compressed: bool
+    ) -> None:
         """Wraps the model in DDP.
 
         Args:
             model: The model.
-            setting: Of the run.
+            lr: AdamW's.
+            weight_decay: AdamW's.
             compressed: Whether the hook is PowerSGD; otherwise it is that of bf16.
         """
         params = _trainable(model)
         if compressed:
             # In one bucket, because several deadlock on gloo.
-            ddp = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET_MB)
+            ddp = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET_MB, init_sync=False)
             state = powerSGD_hook.PowerSGDState(None, POWER_RANK, start_powerSGD_iter=POWER_START)
             ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
             self._sent = sum(power_numel(param.shape) for param in params), torch.float32
         else:
-            ddp = DistributedDataParallel(model)
+            ddp = DistributedDataParallel(model, init_sync=False)
             ddp.register_comm_hook(None, reduce_in_bf16)
             self._sent = sum(param.numel() for param in params), torch.bfloat16
-        self.model, self.optimizer = ddp, _adamw(params, setting)
+        self.model, self.optimizer = ddp, _adamw(params, lr, weight_decay)
 
     def step(self) -> None:
         """Moves the parameters."""
@@ -110,31 +117,40 @@ class LocalSGD(Rival):
     torch's PeriodicModelAverager, which is Accelerate's LocalSGD for the trained parameters alone.
     """
 
-    def __init__(self, model: nn.Module, setting: Setting, *, every: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float,
+        weight_decay: float,
+        *,
+        every: int,
+        steps: int | None = None,
+    ) -> None:
         """Leaves the model without a wrapper.
 
         Args:
-            model: The model, the same on all ranks.
-            setting: Of the run.
+            model: The model.
+            lr: AdamW's.
+            weight_decay: AdamW's.
             every: k.
+            steps: Of the run; None if nobody knows.
         """
         self.model, self._params = model, _trainable(model)
-        self._every, self._left, self._taken = every, setting.steps, 0
-        self.optimizer = _adamw(self._params, setting)
+        self._every, self._steps, self._taken = every, steps, 0
+        self.optimizer = _adamw(self._params, lr, weight_decay)
         self._averager = PeriodicModelAverager(period=every, warmup_steps=0)
         # It averages where its count is a multiple of k, and would begin with 0.
         self._averager.step = 1
         self._numel = sum(param.numel() for param in self._params)
 
     def step(self) -> None:
-        """Moves the parameters; after the last step all ranks have the mean."""
+        """Moves the parameters; after the last step of the run all ranks have the mean."""
         self.optimizer.step()
         self._averager.average_parameters(self._params)
         self._taken += 1
-        self._left -= 1
         if self._taken % self._every == 0:
             self._count(self._numel, torch.float32)
-        elif self._left == 0:
+        elif self._taken == self._steps:
             everyone = self._averager.process_group
             assert everyone is not None, "None stood for the default group"
             averaging.average_parameters(iter(self._params), everyone)
@@ -148,12 +164,13 @@ class DiLoCo(Rival):
     the mean of what theirs moved. Between the last of these and the end ranks go on by themselves.
     """
 
-    def __init__(self, model: nn.Module, setting: Setting, *, every: int) -> None:
+    def __init__(self, model: nn.Module, lr: float, weight_decay: float, *, every: int) -> None:
         """Starts a lighthouse on rank 0, and a manager on every rank.
 
         Args:
-            model: The model, the same on all ranks.
-            setting: Of the run.
+            model: The model.
+            lr: Of the inner AdamW.
+            weight_decay: Of the inner AdamW.
             every: H.
         """
         from torchft.coordination import LighthouseServer
@@ -162,19 +179,20 @@ class DiLoCo(Rival):
         from torchft.process_group import ProcessGroupGloo
 
         rank, ranks, patience = dist.get_rank(), dist.get_world_size(), datetime.timedelta(hours=1)
-        self._lighthouse = LighthouseServer("127.0.0.1:0", ranks) if rank == 0 else None
+        # Where the others reach this rank: at the interface that gloo takes.
+        host = interfaces()[os.environ.get("GLOO_SOCKET_IFNAME", "lo")][0]
+        self._lighthouse = LighthouseServer(f"{host}:0", ranks) if rank == 0 else None
         address = [None if self._lighthouse is None else self._lighthouse.address()]
         dist.broadcast_object_list(address)
         # A replica's ranks meet at a store of its own; here it has one rank.
-        self._store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)  # type: ignore[attr-defined]
+        self._store = dist.TCPStore(host, 0, 1, is_master=True)  # type: ignore[attr-defined]
         self.model, params = model, _trainable(model)
-        self.optimizer = _adamw(params, setting)
+        self.optimizer = _adamw(params, lr, weight_decay)
         self._manager = Manager(
             ProcessGroupGloo(patience), None, None, ranks, use_async_quorum=False,
             timeout=patience, quorum_timeout=patience, connect_timeout=patience,
-            rank=0, world_size=1, store_addr="127.0.0.1", store_port=self._store.port,
-            lighthouse_addr=address[0], replica_id=str(rank), init_sync=False,
-            hostname="127.0.0.1",
+            rank=0, world_size=1, store_addr=host, store_port=self._store.port,
+            lighthouse_addr=address[0], replica_id=str(rank), init_sync=False, hostname=host,
         )  # fmt: skip
         outer = torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)  # as in the paper
         self._diloco = DiLoCo(
@@ -203,13 +221,19 @@ class DiLoCo(Rival):
 class DeMo(Rival):
     """pytorch-optimizer's DeMo (Peng et al. 2024, arXiv 2411.19870), with its own defaults."""
 
-    def __init__(self, model: nn.Module, setting: Setting) -> None:
-        """Leaves the model without a wrapper: DeMo wants each rank's own gradient."""
+    def __init__(self, model: nn.Module, lr: float, weight_decay: float) -> None:
+        """Leaves the model without a wrapper: DeMo wants each rank's own gradient.
+
+        Args:
+            model: The model.
+            lr: DeMo's.
+            weight_decay: DeMo's.
+        """
         from pytorch_optimizer import DeMo
 
         params = _trainable(model)
         self.model = model
-        self._demo: Any = DeMo(params, lr=setting.lr, weight_decay=setting.weight_decay)
+        self._demo: Any = DeMo(params, lr=lr, weight_decay=weight_decay)
         self.optimizer = self._demo
 
     def step(self) -> None:
@@ -220,9 +244,27 @@ class DeMo(Rival):
         self.rounds += 1
 
 
+def reduce_in_bf16(
+    state: dist.ProcessGroup | None,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[Tensor]:
+    """The bf16 hook of torch under a name that DDP does not refuse on gloo."""
+    return default_hooks.bf16_compress_hook(state, bucket)  # type: ignore[arg-type]
+
+
+def power_numel(shape: Sequence[int]) -> int:
+    """Returns the elements that PowerSGD reduces for a tensor: two factors, or all of it."""
+    numel = math.prod(shape)
+    # A tensor of more dimensions is a matrix with the first as rows; a vector is one row.
+    rows = shape[0] if len(shape) > 1 else 1
+    columns = math.prod(shape[1:] if len(shape) > 1 else shape)
+    factors = (rows + columns) * min(rows, columns, POWER_RANK)
+    return factors if factors * 2 < numel else numel
+
+
 def _trainable(model: nn.Module) -> list[nn.Parameter]:
     return [param for param in model.parameters() if param.requires_grad]
 
 
-def _adamw(params: list[nn.Parameter], setting: Setting) -> Optimizer:
-    return AdamW(params, lr=setting.lr, weight_decay=setting.weight_decay)
+def _adamw(params: list[nn.Parameter], lr: float, weight_decay: float) -> Optimizer:
+    return AdamW(params, lr=lr, weight_decay=weight_decay, fused=True)

@@ -1,4 +1,4 @@
-"""The study's rivals do what their libraries say, and their bytes are counted."""
+"""Rivals do what their libraries say, and their bytes are counted, in study and bench."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.optim import AdamW
 
 from hf_dlion.exchange.mean import average_wire_bytes
+from hf_dlion.tools import rivals
 from hf_dlion.tools.cli import main as command
-from hf_dlion.tools.study import rivals
-from hf_dlion.tools.study.methods import METHODS, SIMULATED, adamw, set_lr, trainable
+from hf_dlion.tools.study.methods import METHODS, SIMULATED, set_lr, trainable
 from hf_dlion.tools.study.real import RealRank
 from hf_dlion.tools.study.setting import Setting
 from hf_dlion.tools.study.text import Pretraining
@@ -40,7 +41,8 @@ def local_steps(every: int) -> list[Tensor]:
     """Two AdamWs on gradients of their own, whose parameters become their mean every few steps."""
     scene = Pretraining(TINY)
     models = [scene.model(TINY.seed) for _ in range(2)]
-    optimizers = [adamw(model, TINY) for model in models]
+    options = {"lr": TINY.lr, "weight_decay": TINY.weight_decay, "fused": True}
+    optimizers = [AdamW(trainable(model), **options) for model in models]
     for step in range(TINY.steps):
         for worker, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             scene.loss(model, scene.batch(worker, step, TINY.seed)).backward()
