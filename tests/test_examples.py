@@ -150,6 +150,7 @@ def saved_model(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_ddp_loop_resumes_where_it_stopped(tmp_path):
     whole = run_example("ddp_loop.py", "--steps", "200", "--output_dir", tmp_path / "whole")
     losses = numbers_after("held-out loss", whole)
@@ -211,6 +212,7 @@ def test_finetune_llm_runs_on_one_process(tmp_path):
     assert re.search(r"rank 0 sent per step +0 bytes", said)
 
 
+@pytest.mark.long
 def test_finetune_llm_of_an_adapter_on_a_local_file_sends_only_its_votes(tmp_path):
     from safetensors.torch import load_file
 

@@ -42,7 +42,7 @@ def test_the_library_is_compiled_once_and_kept(cache: Path) -> None:
     assert built.stat().st_mtime_ns == written
 
 
-@pytest.mark.full
+@pytest.mark.long
 @needs_compiler
 def test_other_flags_and_processors_have_a_library_of_their_own(
     cache: Path, monkeypatch: pytest.MonkeyPatch

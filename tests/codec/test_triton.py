@@ -43,7 +43,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     ids=str,
 )
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [20, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("share", [40, pytest.param(1, marks=pytest.mark.long)])
 def test_interpreted_kernels_equal_the_reference(selection: list[str], share: int) -> None:
     # Triton decides when it is imported whether it interprets, so that this takes a process.
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]

@@ -104,7 +104,7 @@ def test_accelerate_launch_runs_a_script_that_nobody_edited(whole, script):
         assert all("dlion/agreement" in entry for entry in result["logs"] if "loss" in entry)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.multiproc
 def test_a_killed_run_that_is_resumed_ends_with_the_same_bits(whole, script, tmp_path):
     module = ["-m", "hf_dlion.launch"]

@@ -93,6 +93,7 @@ def test_votes_converge_as_global_lion_does(
     assert gap(workers, losses, tmp_path, pool) < BAND
 
 
+@pytest.mark.long
 def test_ties_that_always_go_one_way_are_outside_the_band(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pool: ProcessPoolExecutor
 ) -> None:
