@@ -23,7 +23,7 @@ from hf_dlion.checkpoint.agreed import agreed_checkpoint, names_on_ranks
 from hf_dlion.checkpoint.momentum_file import MOMENTUM_NAME
 from hf_dlion.checkpoint.save import Save
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.options.parallelism import refuse_sharded, unsupported
+from hf_dlion.options.parallelism import refuse_sharded, replicas_of, unsupported
 from hf_dlion.ranks.launched import ACCELERATE_ON_CPUS, refuse_strangers
 
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ def attach(accelerator: Accelerator) -> None:
     and a state of that number that a killed job left unfinished is replaced.
 
     Raises:
-        NotImplementedError: If the accelerator shards the model (FSDP, DeepSpeed, tensor parallel).
+        NotImplementedError: If the accelerator shards the model otherwise than by FSDP2 with
+            `parallelism_config` (FSDP1, HSDP, DeepSpeed, tensor parallel).
         RuntimeError: If there are more ranks than the accelerator knows of, or this Accelerate
             lacks what the wrappers use of it.
     """
@@ -82,14 +83,16 @@ def attach(accelerator: Accelerator) -> None:
 def parallelism_config(**sizes: Any) -> ParallelismConfig:
     """Returns Accelerate's ParallelismConfig for FSDP2 inside each replica and votes between them.
 
-    Accelerate's own has FSDP average gradients over the replicas as well (HSDP). The optimizer
-    takes `replicate=accelerator.torch_device_mesh["dp_replicate"]`. No GPU ever ran it.
+    Accelerate's own has FSDP average gradients over the replicas as well (HSDP). In a loop of
+    one's own the optimizer takes `replicate=accelerator.torch_device_mesh["dp_replicate"]`; Trainer
+    does that by itself, with `TrainingArguments(parallelism_config=...)`. No GPU ever ran it.
 
     Args:
         sizes: `dp_replicate_size`, the number of replicas, and `dp_shard_size`, the ranks of each.
 
     Raises:
         NotImplementedError: If another size is above 1.
+        ValueError: If one of the two is below 2: then there is nothing to vote on, or to shard.
         ImportError: If Accelerate has no ParallelismConfig; 1.10 and later have.
     """
     from accelerate.parallelism_config import ParallelismConfig
@@ -97,15 +100,49 @@ def parallelism_config(**sizes: Any) -> ParallelismConfig:
     class VotingReplicas(ParallelismConfig):  # type: ignore[misc]
         """FSDP's mesh has the ranks of one replica."""
 
+        votes_between_replicas = True
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            # Trainer pickles its arguments, and a class in here has no name that pickle could find.
+            return functools.partial(parallelism_config, **sizes), ()
+
         @property
         def fsdp_dim_names(self) -> list[str]:
             return [name for name in super().fsdp_dim_names if name != "dp_replicate"]
+
+        def _validate_accelerator(self, accelerator: Accelerator) -> None:
+            replicas_of(accelerator)
+            super()._validate_accelerator(accelerator)
+            _refuse_other_optimizers(accelerator)
 
     config = VotingReplicas(**sizes)
     for name in ("tp_size", "cp_size", "sp_size"):
         if (getattr(config, name, None) or 1) > 1:
             raise unsupported(f"{name}={getattr(config, name)}")
+    if min(config.dp_replicate_size, config.dp_shard_size) < 2:
+        raise ValueError(
+            f"dp_replicate_size={config.dp_replicate_size}, dp_shard_size={config.dp_shard_size}: "
+            f"votes between replicas need two of them, and shards two ranks in each; use plain "
+            f"data parallelism (DDP) where every rank holds the whole model"
+        )
     return config
+
+
+def _refuse_other_optimizers(accelerator: Accelerator) -> None:
+    """Has `prepare` refuse an optimizer that would let the replicas drift apart."""
+    original = accelerator.prepare_optimizer
+
+    @functools.wraps(original)
+    def prepare_optimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if lion_in(optimizer) is None:
+            raise NotImplementedError(
+                f"{type(optimizer).__name__} does not go with hf_dlion.accelerate."
+                f"parallelism_config, under which nobody averages gradients over the replicas: "
+                f"use DistributedLion, or Accelerate's own ParallelismConfig"
+            )
+        return original(optimizer, *args, **kwargs)
+
+    accelerator.prepare_optimizer = prepare_optimizer
 
 
 def _around_save_state(
@@ -207,7 +244,11 @@ def _around_load_state(
     folder = _folders.pop(accelerator, Path())
     scalers = [
         rank_files.resume_momentum(
-            lion, folder / f"optimizer{suffix}.bin", name=MOMENTUM_NAME + suffix, failure=failure
+            lion,
+            folder,
+            (f"optimizer{suffix}.bin", f"optimizer{suffix or '_0'}"),
+            name=MOMENTUM_NAME + suffix,
+            failure=failure,
         )
         for suffix, lion in lions
     ]

@@ -43,6 +43,7 @@ from hf_dlion.options import (
 from hf_dlion.options.described import describes_options
 from hf_dlion.options.groups import flat_params, names_of
 from hf_dlion.options.naming import with_names
+from hf_dlion.options.parallelism import given_replicas
 from hf_dlion.options.params import check_distinct, check_trainable
 from hf_dlion.options.selection import Selection
 from hf_dlion.options.treatment import treatment_by_name
@@ -182,6 +183,7 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             full_precision=full_precision,
             warmup_full_steps=warmup_full_steps,
         )
+        replicate = replicate or given_replicas()
         ranks = Ranks(process_group, local_group, max_abstained_steps, replicate=replicate)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         check_group(defaults)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,11 @@ from hf_dlion.checkpoint.access import (
 from hf_dlion.checkpoint.momentum_file import MOMENTUM_NAME, CheckpointError, MomentumFile
 from hf_dlion.momentum.part_states import momentum_of_part
 from hf_dlion.momentum.shares import assemble
+from hf_dlion.momentum.state_dict import COLLECTED
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options.naming import bare
 from hf_dlion.options.parts import is_sharded
+from hf_dlion.options.warn_once import muted
 from hf_dlion.ranks.agreement import told
 
 
@@ -161,19 +163,22 @@ def _voters(content: MomentumFile) -> str:
 
 def resume_momentum(
     lion: DistributedLion,
-    state_file: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    state_names: Sequence[str],
     *,
     name: str = MOMENTUM_NAME,
     failure: BaseException | None = None,
 ) -> dict[str, Any] | None:
-    """Does what a training loop needs after every rank loaded rank 0's state from `state_file`.
+    """Does what a training loop needs after every rank loaded the optimizer's state that is common.
 
     That is `load_momentum` from the same folder, unless the state holds a momentum that all ranks
     had in common (checkpoint="mean"), or there is none. Every rank must call it.
 
     Args:
         lion: The optimizer.
-        state_file: Holds rank 0's `optimizer.state_dict()`; need not exist.
+        folder: The checkpoint.
+        state_names: What rank 0's `optimizer.state_dict()` may be called there, or the folder of a
+            distributed checkpoint of it; none need exist.
         name: As given to `save_momentum`.
         failure: As for `load_momentum`.
 
@@ -183,18 +188,17 @@ def resume_momentum(
     Raises:
         CheckpointError: On every rank, as `load_momentum`, or if rank 0's momentum alone was saved.
     """
-    state_file = Path(state_file)
-    folder = state_file.parent
+    folder = Path(folder)
     if momentum_file.saved_ranks(folder, name):
         return load_momentum(lion, folder, name=name, failure=failure)
-    exists = state_file.is_file()
+    held = [folder / state for state in state_names if (folder / state).exists()]
     try:
-        if failure is None and exists:
-            _check_common(lion, state_file)
+        if failure is None and held:
+            _check_common(lion, held[0])
     except Exception as error:  # As in load_momentum.
         failure = error
-    _agree(lion, failure, found=exists)
-    if not exists and lion.rank == 0:
+    _agree(lion, failure, found=bool(held))
+    if not held and lion.rank == 0:
         warnings.warn(
             f"{folder} holds no optimizer state (save_only_model?): the momentum starts at zero",
             stacklevel=2,
@@ -205,24 +209,28 @@ def resume_momentum(
 def failure_of(load: Callable[[], object]) -> Exception | None:
     """Calls a loop's own loading and returns what it raised, as `resume_momentum` takes it.
 
-    A rank that simply raised would leave the others waiting for it.
+    A rank that simply raised would leave the others waiting for it. Of a distributed checkpoint the
+    momenta are those of one rank, until `resume_momentum` loads each rank's.
     """
     try:
-        load()
+        with muted(COLLECTED):
+            load()
     except Exception as error:
         return error
     return None
 
 
-def _check_common(lion: DistributedLion, state_file: Path) -> None:
-    """Checks that rank 0's state holds a momentum that all ranks had in common."""
-    saved = torch.load(state_file, map_location="cpu", mmap=True, weights_only=True)
+def _check_common(lion: DistributedLion, state: Path) -> None:
+    """Checks that the state in a checkpoint holds a momentum that all ranks had in common."""
+    saved: dict[str, Any] = {}  # A distributed checkpoint does not say.
+    if state.is_file():
+        saved = torch.load(state, map_location="cpu", mmap=True, weights_only=True)
     # No rank is named where the ranks averaged their momenta before.
     if saved.get("dlion", {}).get("rank", 0) is not None and lion.options.checkpoint != "mean":
         raise CheckpointError(
-            f"{state_file.parent} holds rank 0's optimizer state, but no momentum of any rank: it "
+            f"{state.parent} holds rank 0's optimizer state, but no momentum of any rank: it "
             "was saved without hf_dlion.register() or hf_dlion.accelerate.attach(). Resume from "
-            f"another checkpoint, or delete {state_file.name} there to start with zero momentum"
+            f"another checkpoint, or delete {state.name} there to start with zero momentum"
         )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import warnings
 import zipfile
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from hf_dlion.checkpoint.durable import sync_folder
 from hf_dlion.checkpoint.momentum_file import (
@@ -37,6 +39,8 @@ from hf_dlion.checkpoint.momentum_file import (
 INCOMPLETE = "checkpoint-is-incomplete.txt"
 COMPLETE = "checkpoint-is-complete.txt"
 TRAINER_STATE = "trainer_state.json"
+# How Trainer names an optimizer's state: by itself, and whole or in parts under FSDP.
+TRAINERS_OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_0")
 
 # What torch.save writes for Trainer, Accelerate and us.
 _OPTIMIZERS = ("optimizer*.pt", "optimizer*.bin")
@@ -52,6 +56,9 @@ _KNOWN = (COMPLETE, INCOMPLETE, *_TORCH_FILES, *_JSON_FILES, *_KNOWN_WEIGHTS)
 # A Trainer of one's own may give the weights any name.
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt")
 _NO_WEIGHTS = ("optimizer.*", "scheduler.*", "scaler.*", "rng_state*", "training_args.*", "dlion_*")
+# Folders of torch's distributed checkpoints, as Trainer and Accelerate name them under FSDP.
+_MODEL_PARTS = "pytorch_model_fsdp_*"
+_PARTS = (_MODEL_PARTS, "optimizer_*")
 _FOLDER = re.compile(r"checkpoint[-_](\d+)")
 _TRAINERS_FOLDER = re.compile(r"checkpoint-\d+")
 _ACCELERATES_FOLDER = re.compile(r"checkpoint_\d+")
@@ -208,9 +215,10 @@ def examine(
     folder = Path(folder)
     if not folder.is_dir():
         return Finding([f"there is no {folder}"])
-    # What lies deeper is another program's, except PEFT's adapters beside the first.
+    # What lies deeper is another program's, except PEFT's adapters beside the first, and parts.
     files = [path for path in sorted(folder.iterdir()) if path.is_file()]
     adapters = [path for path in sorted(folder.glob("*/adapter_model.*")) if path.is_file()]
+    parts = [p for p in sorted(folder.iterdir()) if p.is_dir() and _is_like(p.name, _PARTS)]
     names = {path.name for path in files}
     saved = saved_momenta(names)
     of_trainer = TRAINER_STATE in names
@@ -221,6 +229,7 @@ def examine(
         if (rank := _rank_of(path.name)) is None or reads(rank)
         for what in _damages(path)
     ]
+    problems += [f"{path.name} {what}" for path in parts for what in _damages_of_parts(path)]
     # Whether its writing ended, as its own way of saving marks that.
     if not of_trainer and INCOMPLETE in names:
         problems.append("its saving did not end")
@@ -231,21 +240,25 @@ def examine(
         if _TRAINERS_FOLDER.fullmatch(folder.name):
             problems.append(f"{TRAINER_STATE} is missing")
         elif _ACCELERATES_FOLDER.fullmatch(folder.name):
-            stated = saved or any(_is_like(name, _OPTIMIZERS) for name in names)
+            stated = saved or parts or any(_is_like(name, _OPTIMIZERS) for name in names)
             problems += [] if stated else ["it holds neither a momentum nor an optimizer's state"]
     # Files that a resumed run would miss.
-    if of_trainer and not any(
-        _is_like(path.name, _WEIGHTS) and not _is_like(path.name, _NO_WEIGHTS)
+    weights = [path for path in parts if _is_like(path.name, [_MODEL_PARTS])] or [
+        path
         for path in folder.rglob("*")
-    ):
+        if _is_like(path.name, _WEIGHTS) and not _is_like(path.name, _NO_WEIGHTS)
+    ]
+    if of_trainer and not weights:
         problems.append("the model's weights are missing")
     for name in sorted(names):
         if match := _SHARD.fullmatch(name):
             index = f"{match[1]}{match[2]}.index.json"
             problems += [f"{index} is missing"] if index not in names else []
-    state = {"optimizer.pt", "scheduler.pt"}
-    if of_trainer and (MOMENTUM_NAME in saved or state & names):
-        problems += [f"{name} is missing" for name in sorted(state - names)]
+    optimizers = {*names, *(path.name for path in parts)} & {*TRAINERS_OPTIMIZERS}
+    scheduled = "scheduler.pt" in names
+    if of_trainer and (MOMENTUM_NAME in saved or optimizers or scheduled):
+        problems += [] if optimizers else [f"{TRAINERS_OPTIMIZERS[0]} is missing"]
+        problems += [] if scheduled else ["scheduler.pt is missing"]
     if of_trainer:
         for size in saved.get(MOMENTUM_NAME, ()):
             wanted = [f"rng_state_{rank}.pth" for rank in ranks_of(size)]
@@ -282,6 +295,28 @@ def _damages(path: Path) -> Iterator[str]:
                         yield f"names {shard}, which is missing"
     except _DAMAGED as error:
         yield f"is damaged ({error})"
+
+
+def _damages_of_parts(folder: Path) -> Iterator[str]:
+    """Yields what is wrong with a distributed checkpoint, whose list of parts is written last."""
+    if not (folder / ".metadata").is_file():
+        yield "is not complete: its .metadata is missing"
+        return
+    try:
+        stored = FileSystemReader(folder).read_metadata().storage_data or {}
+        sizes: dict[str, int] = {}
+        for entry in stored.values():
+            end = entry.offset + entry.length
+            sizes[entry.relative_path] = max(end, sizes.get(entry.relative_path, 0))
+    except (*_DAMAGED, EOFError, pickle.UnpicklingError) as error:
+        yield f"is damaged: .metadata cannot be read ({error})"
+        return
+    for name, wanted in sorted(sizes.items()):
+        size = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if size is None:
+            yield f"lacks {name}"
+        elif size < wanted:
+            yield f"is damaged: {name} has {size} bytes instead of {wanted}"
 
 
 def _check_safetensors(path: Path) -> None:

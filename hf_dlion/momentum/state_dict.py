@@ -34,6 +34,9 @@ from hf_dlion.options.warn_once import warn_once
 Own = Mapping[str, Any]
 Groups = Sequence[Mapping[str, Any]]
 
+# The key of the warning that each momentum came from one rank.
+COLLECTED = "momentum collected"
+
 
 def with_entry_in_groups(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Returns the state dict with a copy of its entry "dlion" in each group.
@@ -336,7 +339,7 @@ def _with_entry_from_groups(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     if several and isinstance(state, Mapping) and state and own.get("rank") is not None:
         own["rank"] = None
         warn_once(
-            "momentum collected",
+            COLLECTED,
             "the optimizer's state came through get_optimizer_state_dict, and "
             "torch.distributed.checkpoint keeps of each momentum that of one rank, for all: call "
             "optimizer.synchronize_momentum() on every rank before get_optimizer_state_dict",

@@ -19,7 +19,7 @@ _ELSEWHERE = {
     "learning_rate": "set TrainingArguments(learning_rate=...)",
     "weight_decay": "set TrainingArguments(weight_decay=...)",
     "process_group": "make the optimizer: Trainer(optimizers=(DistributedLion(...), None))",
-    "replicate": "make the optimizer in a loop of your own: Trainer does not do FSDP with it",
+    "replicate": "give TrainingArguments a parallelism_config (docs/guides/fsdp2.md)",
     "eps": "Lion has no epsilon",
 }
 # Options that another optimizer of transformers has, too.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 
 _given: set[str] = set()
+_muted: set[str] = set()
 
 
 def warn_once(key: str, message: str) -> None:
@@ -14,6 +17,16 @@ def warn_once(key: str, message: str) -> None:
         key: Identifies the warning.
         message: What it says.
     """
-    if key not in _given:
+    if key not in _given | _muted:
         _given.add(key)
         warnings.warn(message, stacklevel=3)
+
+
+@contextlib.contextmanager
+def muted(key: str) -> Iterator[None]:
+    """Gives no warning under this key inside."""
+    _muted.add(key)
+    try:
+        yield
+    finally:
+        _muted.discard(key)

@@ -37,9 +37,9 @@ from hf_dlion.checkpoint.durable import sync_checkpoint
 from hf_dlion.checkpoint.momentum_file import CheckpointError
 from hf_dlion.checkpoint.rotation import delete_superseded
 from hf_dlion.checkpoint.save import Save
-from hf_dlion.checkpoint.whole import INCOMPLETE, TRAINER_STATE
+from hf_dlion.checkpoint.whole import INCOMPLETE, TRAINER_STATE, TRAINERS_OPTIMIZERS
 from hf_dlion.exchange import Wire, WireStats
-from hf_dlion.trainer.internals import OPTIMIZER_FILE, PREFIX, internal_function
+from hf_dlion.trainer.internals import PREFIX, internal_function
 
 # One of Trainer's, bound to the Trainer.
 Method = Callable[..., Any]
@@ -208,7 +208,7 @@ def _around_load_optimizer_and_scheduler(
         original(checkpoint)
         return
     failure = rank_files.failure_of(lambda: original(checkpoint))
-    state = rank_files.resume_momentum(lion, Path(checkpoint, OPTIMIZER_FILE), failure=failure)
+    state = rank_files.resume_momentum(lion, checkpoint, TRAINERS_OPTIMIZERS, failure=failure)
     if state is not None:
         _scaler_states[trainer] = state
 

@@ -11,16 +11,15 @@ from typing import Any
 import transformers
 from transformers import Trainer
 
-from hf_dlion.checkpoint.whole import TRAINER_STATE
+from hf_dlion.checkpoint.whole import TRAINER_STATE, TRAINERS_OPTIMIZERS
 
 PREFIX = "checkpoint"
-OPTIMIZER_FILE = "optimizer.pt"
 
 # `hf_dlion.checkpoint` knows a checkpoint by these.
 _NAMES = {
     "trainer_utils:PREFIX_CHECKPOINT_DIR": PREFIX,
     "trainer:TRAINER_STATE_NAME": TRAINER_STATE,
-    "trainer:OPTIMIZER_NAME": OPTIMIZER_FILE,
+    "trainer:OPTIMIZER_NAME": TRAINERS_OPTIMIZERS[0],
 }
 _ATTRIBUTES = (
     *("accelerator", "callback_handler.callbacks", "is_deepspeed_enabled", "is_fsdp_enabled"),

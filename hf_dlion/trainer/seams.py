@@ -18,7 +18,12 @@ from transformers import Trainer
 from hf_dlion.checkpoint.access import gather_numbers, lion_in, search_ddp
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options.naming import named_by
-from hf_dlion.options.parallelism import refuse_sharded, unsupported
+from hf_dlion.options.parallelism import (
+    refuse_sharded,
+    replicas_of,
+    unsupported,
+    voting_between,
+)
 from hf_dlion.options.warn_once import warn_once
 from hf_dlion.ranks.launched import refuse_strangers
 from hf_dlion.trainer import checkpoints
@@ -90,7 +95,7 @@ def _trains_with_lion(trainer: Trainer) -> bool:
 def _around_create_optimizer(trainer: Trainer, original: Method, *args: Any, **kwargs: Any) -> Any:
     named = [] if trainer.model is None else list(trainer.model.named_parameters())
     # Trainer makes groups without names, and options may select by name.
-    with named_by(named):
+    with named_by(named), voting_between(replicas_of(trainer.accelerator)):
         optimizer = original(*args, **kwargs)
     lion = lion_in(optimizer)
     if lion is not None:
@@ -149,7 +154,7 @@ def _refuse_unsupported(trainer: Trainer) -> None:
     refuse_sharded(trainer.accelerator)
     if trainer.is_deepspeed_enabled:
         raise unsupported("DeepSpeed")
-    if trainer.is_fsdp_enabled or trainer.args.fsdp:
+    if (trainer.is_fsdp_enabled or trainer.args.fsdp) and replicas_of(trainer.accelerator) is None:
         raise unsupported("FSDP")
     if trainer.args.parallel_mode.value == "sagemaker_model_parallel":
         raise unsupported("SageMaker model parallelism")

@@ -216,7 +216,7 @@ def load_one_state(rank: int, world_size: int, folder: str, local_group: int | N
             p.copy_(saved)
     error = ""
     try:
-        resume_momentum(optimizer, Path(folder, "state.pt"), name="other")
+        resume_momentum(optimizer, folder, ["state.pt"], name="other")
     except CheckpointError as caught:
         error = str(caught)
     with warnings.catch_warnings():
