@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,7 +31,7 @@ from hf_dlion.ranks.fingerprint import ROW, fingerprints
 from tests.support.codec_cases import gradients, rule, verdict_of
 from tests.support.oracle import bits_of
 from tests.support.random_training import DTYPES, normal
-from tests.support.spawn import LASTING, RankPools
+from tests.support.spawn import LASTING, RankPools, run_script
 from tests.support.tally_cases import ballots_of, exchanged
 
 # With "cpu" and "gloo" the same tests run where there is no GPU, which shows that they can run.
@@ -251,6 +253,15 @@ def test_fsdp2_inside_replicas(ranks: RankPools) -> None:
     found = ranks(4).run(train_parts, DEVICE, NCCL)
     assert found[:2] == found[2:]
     assert found == ranks(4).run(train_parts, "cpu", "gloo")
+
+
+@NEEDS_FOUR
+@pytest.mark.multiproc
+def test_trainer_shards_inside_replicas(tmp_path: Path) -> None:
+    said = run_script(4, ["-m", "tests.support.fsdp2", str(tmp_path)]).stdout
+    digests = re.findall(r"^rank \d: ([0-9a-f]{64})$", said, re.MULTILINE)
+    assert len(digests) == 8
+    assert len(set(digests)) == 1
 
 
 def test_a_momentum_follows_its_parameter_to_the_gpu() -> None:

@@ -1,8 +1,17 @@
-"""Trainer and Accelerate that shard by FSDP2 on CPUs, which they do on GPUs only."""
+"""Trainer and Accelerate that shard by FSDP2 on CPUs, which they do on GPUs only.
+
+    torchrun --nproc_per_node 4 -m tests.support.fsdp2 FOLDER
+
+trains, saves and resumes, on the GPUs if there are any, and prints a hash of each rank's parameters
+both times.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +27,7 @@ from transformers import Trainer, TrainingArguments
 
 import hf_dlion
 from hf_dlion.accelerate import parallelism_config
+from tests.support.oracle import bits_of
 from tests.support.sharded_training import DECAY, LR, full_params
 from tests.support.spawn import LASTING
 from tests.support.tiny import tiny_args, tiny_llama, tiny_trainer
@@ -70,11 +80,10 @@ def sharding_args(
     }
     sharding = {"fsdp": True, "fsdp_config": fsdp_config}
     schedule = {"learning_rate": LR, "weight_decay": DECAY, "lr_scheduler_type": "constant"}
-    return tiny_args(
-        folder,
-        **{**sharding, **schedule, "per_device_train_batch_size": 2, **changes},
-        parallelism_config=config or two_by_two(),
-    )
+    own = {"use_cpu": not torch.cuda.is_available(), "per_device_train_batch_size": 2}
+    config = config or two_by_two()
+    options = {**sharding, **schedule, **own, **changes}
+    return tiny_args(folder, parallelism_config=config, **options)
 
 
 class Recorder:
@@ -123,3 +132,21 @@ def sharding_trainer(args: TrainingArguments) -> Trainer:
 def register() -> None:
     torch.set_num_threads(1)
     hf_dlion.register()
+
+
+def main(folder: str) -> None:
+    register()
+    there = torch.cuda.is_available()
+    for resume in (None, f"{folder}/checkpoint-2"):
+        with contextlib.nullcontext() if there else as_if_on_gpus():
+            args = sharding_args(folder, max_steps=4, save_strategy="steps", save_steps=2)
+            trainer = sharding_trainer(args)
+            trainer.train(resume_from_checkpoint=resume)
+            assert trainer.model is not None
+            bits = b"".join(map(bits_of, full_params(trainer.model)))
+            digest = hashlib.sha256(bits).hexdigest()
+            print(f"rank {args.process_index}: {digest}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
