@@ -63,6 +63,9 @@ def _around_save_checkpoint(trainer: Trainer, original: Method, model: Any, tria
         with save.part():
             # One of an earlier save must not stand for what is being written.
             (folder / TRAINER_STATE).unlink(missing_ok=True)
+            # Trainer takes a new best one for its best only where its folder is, and for weights in
+            # parts nobody has made that yet.
+            folder.mkdir(parents=True, exist_ok=True)
             original(model, trial)
             # Trainer's just-in-time checkpoint puts it there and takes it away, on every rank: one
             # that looks and another that removes it meanwhile would end the job.

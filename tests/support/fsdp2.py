@@ -30,7 +30,7 @@ from hf_dlion.accelerate import parallelism_config
 from tests.support.oracle import bits_of
 from tests.support.sharded_training import DECAY, LR, full_params
 from tests.support.spawn import LASTING
-from tests.support.tiny import tiny_args, tiny_llama, tiny_trainer
+from tests.support.tiny import tiny_args, tiny_data, tiny_llama, tiny_trainer
 
 
 @contextmanager
@@ -124,7 +124,8 @@ def keep_groups(accelerator: Accelerator) -> None:
 
 
 def sharding_trainer(args: TrainingArguments) -> Trainer:
-    trainer = tiny_trainer(args, WithDecay, model=tiny_llama(attention_dropout=0.0))
+    model = tiny_llama(attention_dropout=0.0)
+    trainer = tiny_trainer(args, WithDecay, model=model, eval_dataset=tiny_data(12))
     keep_groups(trainer.accelerator)
     return trainer
 

@@ -53,6 +53,7 @@ def train(
         lion = unwrap(trainer.optimizer)
         told = {
             "steps": lion.steps,
+            "best": trainer.state.best_model_checkpoint,
             "world_size": lion.world_size,
             "names": lion.param_groups[0]["param_names"],
             "bytes": lion.wire.last_bytes_sent,
@@ -61,11 +62,20 @@ def train(
         return seen.params, seen.grads, told
 
 
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        ({"max_grad_norm": 0.5}, {}),
+        ({"gradient_accumulation_steps": 2, "bf16": True}, {}),
+        ({"optim_args": "overlap=true,bits=4"}, {"bits": 4}),
+    ],
+    ids=str,
+)
 def test_trainer_takes_the_steps_of_the_rule_on_the_parts_that_replicas_share(
-    pools: RankPools, tmp_path: Path
+    pools: RankPools, tmp_path: Path, changes: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    trained = pools(4).run(train, str(tmp_path), {"max_grad_norm": 0.5})
-    oracle = ShardedOracle(trained[0][0][0], replicas=2, shards=2)
+    trained = pools(4).run(train, str(tmp_path), changes)
+    oracle = ShardedOracle(trained[0][0][0], replicas=2, shards=2, **options)
     for step in range(STEPS):
         oracle.step([grads[step] for _, grads, _ in trained])
         for params, _, _ in trained:
@@ -76,8 +86,8 @@ def test_trainer_takes_the_steps_of_the_rule_on_the_parts_that_replicas_share(
     for _, _, told in trained:
         assert told["world_size"] == 4
         assert "model.embed_tokens.weight" in told["names"]
-        # A bit each way of the rank's own half, and headers.
-        assert told["bytes"] < numel / 8
+        # A vote each way of the rank's own half, and headers.
+        assert told["bytes"] < options.get("bits", 1) * numel / 8
         assert told["norms"] == trained[0][2]["norms"]
 
 
@@ -104,6 +114,20 @@ def test_a_mean_momentum_is_saved_and_loaded_without_files_of_ranks(
     assert not list(tmp_path.rglob("dlion_momentum*"))
     rest = pools(4).run(train, str(tmp_path), changes, True)
     assert all(map(same_bits, whole[0][0][-1], rest[0][0][-1]))
+
+
+def test_the_best_model_is_kept_and_loaded_on_all_ranks(pools: RankPools, tmp_path: Path) -> None:
+    changes = {
+        "eval_strategy": "steps",
+        "eval_steps": HALF,
+        "load_best_model_at_end": True,
+        "save_total_limit": 1,
+    }
+    trained = pools(4).run(train, str(tmp_path), changes)
+    # Every step learns, so the last is the best.
+    best = tmp_path / f"checkpoint-{STEPS}"
+    assert [told["best"] for _, _, told in trained] == [str(best)] * 4
+    assert list(tmp_path.glob("checkpoint-*")) == [best]
 
 
 def resume_from_what_is_damaged(rank: int, world_size: int, folder: str) -> str:
