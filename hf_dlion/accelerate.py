@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from hf_dlion.checkpoint import rank_files, rotation, whole
 from hf_dlion.checkpoint.access import gather_objects, lion_in
@@ -37,6 +37,8 @@ _INTERNALS = ("_optimizers", "project_configuration", "save_iteration", "scaler"
 # The save that an accelerator is in the middle of, and the folder from which it has just loaded.
 _saves: WeakKeyDictionary[Accelerator, Save] = WeakKeyDictionary()
 _folders: WeakKeyDictionary[Accelerator, Path] = WeakKeyDictionary()
+# Those that are past the collectives of a save.
+_momenta_written: WeakSet[Accelerator] = WeakSet()
 
 
 def attach(accelerator: Accelerator) -> None:
@@ -156,15 +158,22 @@ def _around_save_state(
     if not lions:
         return original(output_dir, *args, **kwargs)
     name = f"checkpoint_{accelerator.save_iteration}"
-    save = Save(lions[0][1], automatic / name if automatic else Path(output_dir or "."))
+    named = Path(os.path.expanduser(output_dir or "."))
+    save = Save(lions[0][1], automatic / name if automatic else named)
     _saves[accelerator] = save
     try:
         with _as_one(accelerator, save):
             with save.part():
                 if automatic and accelerator.is_local_main_process:
                     _make_room(save.folder)
-            with save.part():  # In it the save begins, in the hook below.
-                saved = original(output_dir, *args, **kwargs)
+                # Under FSDP Accelerate writes the optimizers' states before it calls the hook.
+                for _, lion in lions:
+                    if lion.options.checkpoint == "mean":
+                        lion.synchronize_momentum()
+            if output_dir is not None and not automatic:
+                save.begin()
+            with save.part():  # An automatic name has its save begin where Accelerate first waits.
+                saved = _saved_state(accelerator, save, original, output_dir, *args, **kwargs)
             save.sync()
         save.finish()
         with save.part():
@@ -174,20 +183,33 @@ def _around_save_state(
                 rotation.delete_superseded(save.folder, [automatic / n for n in names], limit)
     finally:
         del _saves[accelerator]
+        _momenta_written.discard(accelerator)
     return saved
+
+
+def _saved_state(
+    accelerator: Accelerator, save: Save, original: Callable[..., str], *args: Any, **kwargs: Any
+) -> str:
+    try:
+        return original(*args, **kwargs)
+    except BaseException:
+        if replicas_of(accelerator) is not None and accelerator not in _momenta_written:
+            save.leave()  # The others may wait for this rank's part of the weights.
+        raise
 
 
 def _write_momenta(
     accelerator: Accelerator, models: list[Any], weights: list[Any], output_dir: str
 ) -> None:
-    """Begins the save; every rank calls it, before rank 0 writes the optimizers' states."""
+    """Writes this rank's; every rank calls it, after the collectives of FSDP."""
     if accelerator in _saves:
+        _momenta_written.add(accelerator)
         _saves[accelerator].folder = Path(output_dir)  # As Accelerate understood it.
-        _saves[accelerator].begin()
+        if not _saves[accelerator].begun:
+            _saves[accelerator].begin()
     for suffix, lion in _lions(accelerator):
         name = MOMENTUM_NAME + suffix
         if lion.options.checkpoint == "mean":
-            lion.synchronize_momentum()
             rank_files.remove_momentum(output_dir, name=name)
         else:
             rank_files.save_momentum(lion, output_dir, name=name, scaler=accelerator.scaler)
@@ -201,8 +223,11 @@ def _as_one(accelerator: Accelerator, save: Save) -> Iterator[None]:
 
     def meet_and_wait() -> None:
         # Instead of coming to Accelerate's barrier, a rank that failed meets the others here.
-        with save.part():
-            pass
+        if save.begun:
+            with save.part():
+                pass
+        else:
+            save.begin()  # Accelerate has just seen that there is no such folder.
         wait()
 
     # Accelerate would delete older states before the new one is written.
@@ -239,8 +264,10 @@ def _around_load_state(
         # pathlib's own raises without a home, on this rank alone.
         named = None if input_dir is None else Path(os.path.expanduser(input_dir))
         input_dir = agreed_checkpoint(gather, lions[0][1].rank, named, automatic or ".")
-    # Raised on every rank by `resume_momentum`.
-    failure = rank_files.failure_of(lambda: original(input_dir, *args, **kwargs))
+    # What failed is raised on every rank by `resume_momentum`.
+    loaded = rank_files.load_common(
+        lambda: original(input_dir, *args, **kwargs), at_once=replicas_of(accelerator) is not None
+    )
     folder = _folders.pop(accelerator, Path())
     scalers = [
         rank_files.resume_momentum(
@@ -248,7 +275,7 @@ def _around_load_state(
             folder,
             (f"optimizer{suffix}.bin", f"optimizer{suffix or '_0'}"),
             name=MOMENTUM_NAME + suffix,
-            failure=failure,
+            loaded=loaded,
         )
         for suffix, lion in lions
     ]

@@ -17,7 +17,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from hf_dlion.momentum.state_dict import COLLECTED
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options.naming import bare
 from hf_dlion.options.parts import is_sharded
-from hf_dlion.options.warn_once import muted
+from hf_dlion.options.warn_once import kept_back
 from hf_dlion.ranks.agreement import told
 
 
@@ -167,7 +167,7 @@ def resume_momentum(
     state_names: Sequence[str],
     *,
     name: str = MOMENTUM_NAME,
-    failure: BaseException | None = None,
+    loaded: Loaded | None = None,
 ) -> dict[str, Any] | None:
     """Does what a training loop needs after every rank loaded the optimizer's state that is common.
 
@@ -180,7 +180,7 @@ def resume_momentum(
         state_names: What rank 0's `optimizer.state_dict()` may be called there, or the folder of a
             distributed checkpoint of it; none need exist.
         name: As given to `save_momentum`.
-        failure: As for `load_momentum`.
+        loaded: From `load_common`.
 
     Returns:
         As `load_momentum`.
@@ -188,13 +188,14 @@ def resume_momentum(
     Raises:
         CheckpointError: On every rank, as `load_momentum`, or if rank 0's momentum alone was saved.
     """
-    folder = Path(folder)
+    folder, loaded = Path(folder), loaded or Loaded()
+    failure: BaseException | None = loaded.failure
     if momentum_file.saved_ranks(folder, name):
         return load_momentum(lion, folder, name=name, failure=failure)
     held = [folder / state for state in state_names if (folder / state).exists()]
     try:
         if failure is None and held:
-            _check_common(lion, held[0])
+            _check_common(lion, held[0], loaded)
     except Exception as error:  # As in load_momentum.
         failure = error
     _agree(lion, failure, found=bool(held))
@@ -206,27 +207,50 @@ def resume_momentum(
     return None
 
 
-def failure_of(load: Callable[[], object]) -> Exception | None:
-    """Calls a loop's own loading and returns what it raised, as `resume_momentum` takes it.
+@dataclass(frozen=True)
+class Loaded:
+    """How a loop's own loading of the state that is common to the ranks ended on this rank.
 
-    A rank that simply raised would leave the others waiting for it. Of a distributed checkpoint the
-    momenta are those of one rank, until `resume_momentum` loads each rank's.
+    Attributes:
+        failure: What it raised, or None.
+        of_one_rank: Whether the momenta came from a distributed checkpoint, from one rank for all.
     """
-    try:
-        with muted(COLLECTED):
+
+    failure: Exception | None = None
+    of_one_rank: bool = False
+
+
+def load_common(load: Callable[[], object], *, at_once: bool = False) -> Loaded:
+    """Calls a loop's own loading and returns how it ended, for `resume_momentum`.
+
+    A rank that simply raised would leave the others waiting for it.
+
+    Args:
+        load: The loading.
+        at_once: Let what fails be raised at once: the ranks wait for one another inside, and one
+            that came out of it alone would meet none of them.
+    """
+    with kept_back(COLLECTED) as warned:
+        try:
             load()
-    except Exception as error:
-        return error
-    return None
+        except Exception as error:
+            if at_once:
+                raise
+            return Loaded(failure=error)
+    return Loaded(of_one_rank=bool(warned))
 
 
-def _check_common(lion: DistributedLion, state: Path) -> None:
+def _check_common(lion: DistributedLion, state: Path, loaded: Loaded) -> None:
     """Checks that the state in a checkpoint holds a momentum that all ranks had in common."""
-    saved: dict[str, Any] = {}  # A distributed checkpoint does not say.
+    common = not loaded.of_one_rank
     if state.is_file():
         saved = torch.load(state, map_location="cpu", mmap=True, weights_only=True)
-    # No rank is named where the ranks averaged their momenta before.
-    if saved.get("dlion", {}).get("rank", 0) is not None and lion.options.checkpoint != "mean":
+        # torch's distributed states have our entry in their groups.
+        places = (saved, *saved.get("param_groups", ()))
+        own: dict[str, Any] = next((place["dlion"] for place in places if "dlion" in place), {})
+        # No rank is named where the ranks averaged their momenta before.
+        common = own.get("rank", 0) is None or (common and lion.options.checkpoint == "mean")
+    if not common:
         raise CheckpointError(
             f"{state.parent} holds rank 0's optimizer state, but no momentum of any rank: it "
             "was saved without hf_dlion.register() or hf_dlion.accelerate.attach(). Resume from "

@@ -10,7 +10,7 @@ raised on all:
 5. rotate: older checkpoints over a limit are deleted (`rotation.delete_superseded`).
 
 `saving` does 1 to 4 around the body of a `with`. `hf_dlion.accelerate` does all of them around
-`save_state`, whose hook is where 1 comes in. Trainer has methods of its own for some of them:
+`save_state`. Trainer has methods of its own for some of them:
 `hf_dlion.trainer.checkpoints` adds the meetings. There 1 removes trainer_state.json, Trainer's own
 mark of the end; 2 are two parts, the weights and the rest; and rank 0 does 4 and 5 in the last.
 """
@@ -77,7 +77,10 @@ class Save:
 
     Attributes:
         folder: The checkpoint.
+        begun: Whether it is marked.
     """
+
+    begun = False
 
     def __init__(self, lion: DistributedLion, folder: Path) -> None:
         """Starts before the first part.
@@ -108,6 +111,15 @@ class Save:
         """Marks the folder as incomplete, and makes it if there is none."""
         with self.part():
             whole.begin(self.folder)
+        self.begun = True
+
+    def leave(self) -> None:
+        """Lets this rank raise what failed at once, and meet nobody.
+
+        Where the others wait for it in collectives that are not ours, the end of its process is all
+        that they can learn of.
+        """
+        self._told = True
 
     def sync(self) -> None:
         """Waits for the disk, on one rank of each machine.

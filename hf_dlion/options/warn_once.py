@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 
 _given: set[str] = set()
-_muted: set[str] = set()
+_kept_back: dict[str, list[str]] = {}
 
 
 def warn_once(key: str, message: str) -> None:
@@ -17,16 +17,18 @@ def warn_once(key: str, message: str) -> None:
         key: Identifies the warning.
         message: What it says.
     """
-    if key not in _given | _muted:
+    if key in _kept_back:
+        _kept_back[key].append(message)
+    elif key not in _given:
         _given.add(key)
         warnings.warn(message, stacklevel=3)
 
 
 @contextlib.contextmanager
-def muted(key: str) -> Iterator[None]:
-    """Gives no warning under this key inside."""
-    _muted.add(key)
+def kept_back(key: str) -> Iterator[list[str]]:
+    """Gives no warning under this key inside; yields a list of those that would have been given."""
+    messages = _kept_back.setdefault(key, [])
     try:
-        yield
+        yield messages
     finally:
-        _muted.discard(key)
+        _kept_back.pop(key, None)

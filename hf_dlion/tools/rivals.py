@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from hf_dlion.exchange.mean import average_wire_bytes
-from hf_dlion.ranks.interface import interfaces
+from hf_dlion.ranks.interface import interfaces, route_to
 
 POWER_RANK = 4
 # PowerSGD's warm start needs two plain steps before the first compressed one.
@@ -93,6 +93,9 @@ class Hooked(Rival):
             compressed: Whether the hook is PowerSGD; otherwise it is that of bf16.
         """
         params = _trainable(model)
+        whole = sum(param.numel() for param in params)
+        # Elements in the first steps, and how many these are; then elements and dtype.
+        self._first, self._left = whole, POWER_START if compressed else 0
         if compressed:
             # In one bucket, because several deadlock on gloo.
             ddp = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET_MB, init_sync=False)
@@ -102,13 +105,15 @@ class Hooked(Rival):
         else:
             ddp = DistributedDataParallel(model, init_sync=False)
             ddp.register_comm_hook(None, reduce_in_bf16)
-            self._sent = sum(param.numel() for param in params), torch.bfloat16
+            self._sent = whole, torch.bfloat16
         self.model, self.optimizer = ddp, _adamw(params, lr, weight_decay)
 
     def step(self) -> None:
         """Moves the parameters."""
         self.optimizer.step()
-        self._count(*self._sent)
+        numel, dtype = self._sent
+        self._count(self._first if self._left else numel, dtype)
+        self._left = max(0, self._left - 1)
 
 
 class LocalSGD(Rival):
@@ -179,8 +184,9 @@ class DiLoCo(Rival):
         from torchft.process_group import ProcessGroupGloo
 
         rank, ranks, patience = dist.get_rank(), dist.get_world_size(), datetime.timedelta(hours=1)
-        # Where the others reach this rank: at the interface that gloo takes.
-        host = interfaces()[os.environ.get("GLOO_SOCKET_IFNAME", "lo")][0]
+        # Where the others reach this rank: at the interface that gloo takes, or that leads to them.
+        named = interfaces().get(os.environ.get("GLOO_SOCKET_IFNAME", ""))
+        host = named[0] if named else route_to(os.environ.get("MASTER_ADDR", "127.0.0.1")).address
         self._lighthouse = LighthouseServer(f"{host}:0", ranks) if rank == 0 else None
         address = [None if self._lighthouse is None else self._lighthouse.address()]
         dist.broadcast_object_list(address)

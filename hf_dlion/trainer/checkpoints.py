@@ -39,6 +39,7 @@ from hf_dlion.checkpoint.rotation import delete_superseded
 from hf_dlion.checkpoint.save import Save
 from hf_dlion.checkpoint.whole import INCOMPLETE, TRAINER_STATE, TRAINERS_OPTIMIZERS
 from hf_dlion.exchange import Wire, WireStats
+from hf_dlion.options.parallelism import replicas_of
 from hf_dlion.trainer.internals import PREFIX, internal_function
 
 # One of Trainer's, bound to the Trainer.
@@ -108,7 +109,12 @@ def _around_save_optimizer_and_scheduler(
         # Before rank 0 writes its state, which is then every rank's.
         lion.synchronize_momentum()
         rank_files.remove_momentum(output_dir)
-    original(output_dir)
+    try:
+        original(output_dir)
+    except BaseException:
+        if trainer in _saves and replicas_of(trainer.accelerator) is not None:
+            _saves[trainer].leave()  # The others may wait for this rank's part of the weights.
+        raise
 
 
 def _around_save_rng_state(trainer: Trainer, original: Method, output_dir: str) -> None:
@@ -210,8 +216,10 @@ def _around_load_optimizer_and_scheduler(
     if lion is None or checkpoint is None:
         original(checkpoint)
         return
-    failure = rank_files.failure_of(lambda: original(checkpoint))
-    state = rank_files.resume_momentum(lion, checkpoint, TRAINERS_OPTIMIZERS, failure=failure)
+    loaded = rank_files.load_common(
+        lambda: original(checkpoint), at_once=replicas_of(trainer.accelerator) is not None
+    )
+    state = rank_files.resume_momentum(lion, checkpoint, TRAINERS_OPTIMIZERS, loaded=loaded)
     if state is not None:
         _scaler_states[trainer] = state
 

@@ -154,8 +154,14 @@ def _refuse_unsupported(trainer: Trainer) -> None:
     refuse_sharded(trainer.accelerator)
     if trainer.is_deepspeed_enabled:
         raise unsupported("DeepSpeed")
-    if (trainer.is_fsdp_enabled or trainer.args.fsdp) and replicas_of(trainer.accelerator) is None:
+    sharded = replicas_of(trainer.accelerator) is not None
+    if (trainer.is_fsdp_enabled or trainer.args.fsdp) and not sharded:
         raise unsupported("FSDP")
+    if sharded and trainer.args.save_on_each_node:
+        raise NotImplementedError(
+            "save_on_each_node=True does not go with FSDP, whose ranks write parts of one "
+            "checkpoint: leave it out, and give all machines an output_dir that they share"
+        )
     if trainer.args.parallel_mode.value == "sagemaker_model_parallel":
         raise unsupported("SageMaker model parallelism")
     if (getattr(trainer.model, "tp_size", None) or 1) > 1:

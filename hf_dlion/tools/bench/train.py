@@ -86,7 +86,8 @@ def _measured(
     """Returns a row per method, in the same order on every rank."""
     # DDP settles its buckets, and an overlapped exchange its order, in the first steps.
     for method in track(methods, "warming up"):
-        for _ in range(args.warmup):
+        # Of what meets in every k-th step, until it has met.
+        for _ in range(max(args.warmup, method.period)):
             method.step(batch)
     times: list[list[float]] = [[] for _ in methods]
     links: list[list[int]] = [[] for _ in methods]
