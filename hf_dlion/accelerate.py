@@ -223,11 +223,10 @@ def _as_one(accelerator: Accelerator, save: Save) -> Iterator[None]:
 
     def meet_and_wait() -> None:
         # Instead of coming to Accelerate's barrier, a rank that failed meets the others here.
-        if save.begun:
-            with save.part():
-                pass
-        else:
-            save.begin()  # Accelerate has just seen that there is no such folder.
+        with save.part():
+            pass
+        if not save.begun:
+            save.begin()  # All ranks have seen that there is no such folder.
         wait()
 
     # Accelerate would delete older states before the new one is written.
