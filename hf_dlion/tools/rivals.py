@@ -188,7 +188,10 @@ class DiLoCo(Rival):
         named = interfaces().get(os.environ.get("GLOO_SOCKET_IFNAME", ""))
         host = named[0] if named else route_to(os.environ.get("MASTER_ADDR", "127.0.0.1")).address
         self._lighthouse = LighthouseServer(f"{host}:0", ranks) if rank == 0 else None
-        address = [None if self._lighthouse is None else self._lighthouse.address()]
+        address: list[str | None] = [None]
+        if self._lighthouse is not None:
+            # It tells its machine's name, which may lead nowhere, and its port.
+            address = [f"http://{host}:{self._lighthouse.address().rpartition(':')[2]}"]
         dist.broadcast_object_list(address)
         # A replica's ranks meet at a store of its own; here it has one rank.
         self._store = dist.TCPStore(host, 0, 1, is_master=True)  # type: ignore[attr-defined]
