@@ -129,6 +129,7 @@ optimizer = DistributedLion(model.parameters(), lr=1e-3, aggregation="median")
 """
 
 
+@pytest.mark.long
 @pytest.mark.multiproc
 @pytest.mark.slow
 def test_a_script_with_a_bad_option_ends(tmp_path: Path) -> None:

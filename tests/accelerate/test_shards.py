@@ -99,7 +99,9 @@ def train_both_ways(rank: int, world_size: int, folder: str, kind: str) -> list[
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+@pytest.mark.parametrize(
+    "kind", ["SHARDED_STATE_DICT", pytest.param("FULL_STATE_DICT", marks=pytest.mark.long)]
+)
 def test_accelerate_shards_inside_replicas_and_what_it_saved_resumes(
     pools: RankPools, tmp_path: Path, kind: str
 ) -> None:
@@ -122,7 +124,9 @@ def train_with_mean(rank: int, world_size: int, folder: str, kind: str) -> list[
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+@pytest.mark.parametrize(
+    "kind", ["SHARDED_STATE_DICT", pytest.param("FULL_STATE_DICT", marks=pytest.mark.long)]
+)
 def test_a_mean_is_made_before_accelerate_writes_it(
     pools: RankPools, tmp_path: Path, kind: str
 ) -> None:

@@ -122,6 +122,7 @@ def test_two_processes_of_this_machine_take_steps() -> None:
     assert said.endswith("ready to train\n")
 
 
+@pytest.mark.long
 @pytest.mark.multiproc
 def test_ranks_of_a_launcher_take_steps_and_measure_their_links() -> None:
     said = run_script(2, ["-m", "hf_dlion", "doctor"], timeout=120).stdout

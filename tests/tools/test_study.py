@@ -87,6 +87,7 @@ def test_the_simulation_is_real_ranks_bit_for_bit(ranks: RankPools, workers: int
             assert record[key] == of_real[key] > 0, (setting.method, key)
 
 
+@pytest.mark.long
 @pytest.mark.multiproc
 @pytest.mark.slow
 def test_real_ranks_by_flag_make_the_same_record():

@@ -91,7 +91,9 @@ def test_trainer_takes_the_steps_of_the_rule_on_the_parts_that_replicas_share(
         assert told["norms"] == trained[0][2]["norms"]
 
 
-@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+@pytest.mark.parametrize(
+    "kind", ["SHARDED_STATE_DICT", pytest.param("FULL_STATE_DICT", marks=pytest.mark.long)]
+)
 def test_a_resumed_training_equals_the_uninterrupted_one(
     pools: RankPools, tmp_path: Path, kind: str
 ) -> None:
