@@ -38,8 +38,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     config.option.dist = "loadfile"
     config.option.loadscopereorder = False  # The order is that of `_longest_first`.
     # Ranks wait for one another: with two, two processors are idle for almost half of the time.
-    # Without the plain tests more of them are ranks, and ranks that end and are waited for.
-    return 3 if "not full" in tiers else 4
+    return 3
 
 
 def pytest_collection_finish() -> None:

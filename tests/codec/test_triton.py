@@ -37,7 +37,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     [
         ["test_codec.py", "-k", "triton"],
         ["test_levels.py", "-k", "triton"],
-        ["interpreted_triton.py"],
+        pytest.param(["interpreted_triton.py"], marks=pytest.mark.long),
         ["interpreted_tally.py"],
     ],
     ids=str,

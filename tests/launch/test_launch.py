@@ -149,6 +149,7 @@ def test_ranks_without_gpus_that_do_not_say_so_end_before_training(script, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.multiproc
+@pytest.mark.long
 def test_accelerate_that_starts_one_process_of_two_is_told(script, tmp_path):
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=2"]
     arguments = words(tmp_path, max_steps="2", save_strategy="no")

@@ -177,7 +177,7 @@ COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor need
         pytest.param("step", "eager", marks=pytest.mark.long),
         pytest.param("step", "aot_eager", marks=pytest.mark.long),
         pytest.param("training step", "aot_eager", marks=pytest.mark.long),
-        pytest.param("model", "inductor", marks=[COMPILER, pytest.mark.slow]),
+        pytest.param("model", "inductor", marks=[COMPILER, pytest.mark.long]),
         pytest.param("step", "inductor", marks=[COMPILER, pytest.mark.long]),
         pytest.param("training step", "inductor", marks=[COMPILER, pytest.mark.long]),
     ],

@@ -128,6 +128,7 @@ def soak(seed: int, numbers: Sequence[int], folder: Path, short: bool, at_once: 
     )
 
 
+@pytest.mark.long
 def test_a_few_random_faults_leave_nothing_hanging_different_or_half(tmp_path: Path) -> None:
     soak(1, range(8), tmp_path, short=True, at_once=1)
 

@@ -88,6 +88,7 @@ def test_the_console_script_names_its_commands(words, code, capsys):
 
 
 @pytest.mark.multiproc
+@pytest.mark.long
 def test_exchange_compares_both_strategies_with_all_reduces(tmp_path):
     out = tmp_path / "exchange.json"
     run_command([*BENCH, "exchange", "--parameters=70000", "--repeats=2", f"--json={out}"])
@@ -201,6 +202,7 @@ def buffer_bytes(rank: int, world_size: int, exchange: str) -> float:
 @pytest.mark.parametrize(
     ("world_size", "exchange"), [(2, "gather"), (2, "two_phase"), (3, "auto"), (4, "auto")]
 )
+@pytest.mark.long
 def test_the_messages_keep_less_than_four_tenths_of_a_byte_per_parameter(
     ranks: RankPools, world_size: int, exchange: str
 ) -> None:
@@ -306,6 +308,7 @@ def test_the_bound_is_the_wire_that_cannot_overlap():
 
 @pytest.mark.multiproc
 @pytest.mark.usefixtures("network")
+@pytest.mark.long
 def test_train_prints_the_bound_of_the_overlapped_exchange(tmp_path):
     out = tmp_path / "train.json"
     words = ["--parameters=5000", "--sequence=16", "--steps=3", f"--json={out}"]

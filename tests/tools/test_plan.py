@@ -496,6 +496,7 @@ def test_ranks_of_one_node_do_not_measure_its_memory():
 
 
 @pytest.mark.multiproc
+@pytest.mark.long
 def test_two_nodes_measure_their_link_and_one_rank_prints(tmp_path):
     # Two nodes of one rank, as far as the launcher's variables tell.
     program = (
