@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from hf_dlion.checkpoint import rank_files, rotation, whole
 from hf_dlion.checkpoint.access import gather_objects, lion_in
@@ -37,8 +37,6 @@ _INTERNALS = ("_optimizers", "project_configuration", "save_iteration", "scaler"
 # The save that an accelerator is in the middle of, and the folder from which it has just loaded.
 _saves: WeakKeyDictionary[Accelerator, Save] = WeakKeyDictionary()
 _folders: WeakKeyDictionary[Accelerator, Path] = WeakKeyDictionary()
-# Those that are past the collectives of a save.
-_momenta_written: WeakSet[Accelerator] = WeakSet()
 
 
 def attach(accelerator: Accelerator) -> None:
@@ -166,9 +164,12 @@ def _around_save_state(
             with save.part():
                 if automatic and accelerator.is_local_main_process:
                     _make_room(save.folder)
-                # Under FSDP Accelerate writes the optimizers' states before it calls the hook.
-                for _, lion in lions:
-                    if lion.options.checkpoint == "mean":
+            means = [lion for _, lion in lions if lion.options.checkpoint == "mean"]
+            if (
+                means
+            ):  # Now: under FSDP Accelerate writes optimizers' states before it calls the hook.
+                with save.part():
+                    for lion in means:
                         lion.synchronize_momentum()
             if output_dir is not None and not automatic:
                 save.begin()
@@ -183,7 +184,6 @@ def _around_save_state(
                 rotation.delete_superseded(save.folder, [automatic / n for n in names], limit)
     finally:
         del _saves[accelerator]
-        _momenta_written.discard(accelerator)
     return saved
 
 
@@ -193,7 +193,7 @@ def _saved_state(
     try:
         return original(*args, **kwargs)
     except BaseException:
-        if replicas_of(accelerator) is not None and accelerator not in _momenta_written:
+        if save.begun and not save.at_momenta and replicas_of(accelerator) is not None:
             save.leave()  # The others may wait for this rank's part of the weights.
         raise
 
@@ -203,7 +203,7 @@ def _write_momenta(
 ) -> None:
     """Writes this rank's; every rank calls it, after the collectives of FSDP."""
     if accelerator in _saves:
-        _momenta_written.add(accelerator)
+        _saves[accelerator].at_momenta = True
         _saves[accelerator].folder = Path(output_dir)  # As Accelerate understood it.
         if not _saves[accelerator].begun:
             _saves[accelerator].begin()

@@ -78,9 +78,10 @@ class Save:
     Attributes:
         folder: The checkpoint.
         begun: Whether it is marked.
+        at_momenta: Whether this rank has come to its momentum, past the collectives of FSDP.
     """
 
-    begun = False
+    begun = at_momenta = False
 
     def __init__(self, lion: DistributedLion, folder: Path) -> None:
         """Starts before the first part.

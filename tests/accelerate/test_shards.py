@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import pickle
 import re
 import warnings
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 import hf_dlion
 from hf_dlion import DistributedLion, last_whole_checkpoint
 from hf_dlion.accelerate import parallelism_config
+from hf_dlion.checkpoint import save
 from hf_dlion.checkpoint.momentum_file import CheckpointError
 from hf_dlion.checkpoint.whole import problems_in
 from tests.support.fsdp2 import as_if_on_gpus, keep_groups, two_by_two
@@ -82,57 +85,71 @@ def train(rank: int, model: nn.Module, lion: DistributedLion, steps: range) -> l
     return full_params(model)
 
 
-def train_both_ways(rank: int, world_size: int, folder: str, kind: str) -> list[list[Tensor]]:
-    by_hand = sharded(all_used(), grid(world_size))
-    other = optimizer_of(by_hand, grid(world_size))
+def by_hand(rank: int, world_size: int) -> list[Tensor]:
+    model = sharded(all_used(), grid(world_size))
+    return train(rank, model, optimizer_of(model, grid(world_size)), range(2))
+
+
+def save_and_resume(
+    rank: int, world_size: int, folder: str, kind: str, checkpoint: str
+) -> list[list[Tensor]]:
+    """Returns the parameters after two steps, after four, and after four with a resumption."""
     with as_if_on_gpus():
-        accelerator, model, lion = begin(kind)
-        found = [train(rank, model, lion, range(2)), train(rank, by_hand, other, range(2))]
+        accelerator, model, lion = begin(kind, checkpoint=checkpoint)
+        found = [train(rank, model, lion, range(2))]
         accelerator.save_state(folder)
         found.append(train(rank, model, lion, range(2, 4)))
     with as_if_on_gpus(), warnings.catch_warnings():
         warnings.filterwarnings("error", module="hf_dlion")
-        accelerator, resumed, fresh = begin(kind)
+        accelerator, resumed, fresh = begin(kind, checkpoint=checkpoint)
         accelerator.load_state(folder)
         found.append(train(rank, resumed, fresh, range(2, 4)))
     return found
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("checkpoint", ["per_rank", "mean"])
 @pytest.mark.parametrize(
     "kind", ["SHARDED_STATE_DICT", pytest.param("FULL_STATE_DICT", marks=pytest.mark.long)]
 )
 def test_accelerate_shards_inside_replicas_and_what_it_saved_resumes(
-    pools: RankPools, tmp_path: Path, kind: str
+    pools: RankPools, tmp_path: Path, kind: str, checkpoint: str
 ) -> None:
-    for prepared, by_hand, straight, resumed in pools(4).run(train_both_ways, str(tmp_path), kind):
-        assert all(map(same_bits, prepared, by_hand))
+    prepared = pools(4).run(save_and_resume, str(tmp_path), kind, checkpoint)
+    for (first, straight, resumed), wanted in zip(prepared, pools(4).run(by_hand), strict=True):
+        assert all(map(same_bits, first, wanted))
         assert all(map(same_bits, straight, resumed))
+    assert bool(list(tmp_path.glob("dlion_momentum*"))) == (checkpoint == "per_rank")
 
 
-def train_with_mean(rank: int, world_size: int, folder: str, kind: str) -> list[list[Tensor]]:
+def fail_amid_collectives(rank: int, world_size: int, folder: str) -> list[Any]:
+    """Fails where Accelerate saves and loads parts; returns what was raised, and the meetings."""
+    said: list[Any] = []
     with as_if_on_gpus():
-        accelerator, model, lion = begin(kind, checkpoint="mean")
+        accelerator, model, lion = begin("SHARDED_STATE_DICT")
         train(rank, model, lion, range(2))
         accelerator.save_state(folder)
-        found = [train(rank, model, lion, range(2, 4))]
-    with as_if_on_gpus():
-        accelerator, resumed, fresh = begin(kind, checkpoint="mean")
-        accelerator.load_state(folder)
-        found.append(train(rank, resumed, fresh, range(2, 4)))
-    return found
+        met = mock.patch("hf_dlion.checkpoint.save.meet_to_save", wraps=save.meet_to_save)
+        for name, call in (
+            ("save_fsdp_model", accelerator.save_state),
+            ("load_fsdp_model", accelerator.load_state),
+        ):
+            failing = mock.patch(f"accelerate.accelerator.{name}", side_effect=OSError("full"))
+            with met as meetings, failing:
+                try:
+                    call(folder if name.startswith("load") else f"{folder}/other")
+                except Exception as error:
+                    said += [type(error).__name__, meetings.call_count]
+    return said
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "kind", ["SHARDED_STATE_DICT", pytest.param("FULL_STATE_DICT", marks=pytest.mark.long)]
-)
-def test_a_mean_is_made_before_accelerate_writes_it(
-    pools: RankPools, tmp_path: Path, kind: str
+def test_a_rank_that_fails_amid_fsdps_collectives_meets_nobody(
+    pools: RankPools, tmp_path: Path
 ) -> None:
-    for straight, resumed in pools(4).run(train_with_mean, str(tmp_path), kind):
-        assert all(map(same_bits, straight, resumed))
-    assert not list(tmp_path.glob("dlion_momentum*"))
+    for said in pools(4).run(fail_amid_collectives, str(tmp_path)):
+        # The two meetings are before anything is written, and after the mark is.
+        assert said == ["OSError", 2, "OSError", 0]
 
 
 def load_of_one_rank(rank: int, world_size: int, folder: str, kind: str) -> str:
@@ -195,6 +212,12 @@ def test_fsdp_takes_the_ranks_of_a_replica_alone() -> None:
 def test_other_kinds_of_parallelism_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="tp_size=2"):
         parallelism_config(dp_replicate_size=2, dp_shard_size=2, tp_size=2)
+
+
+def test_the_configuration_goes_through_pickle() -> None:
+    for copied in (pickle.loads(pickle.dumps(two_by_two())), copy.deepcopy(two_by_two())):
+        assert copied.fsdp_dim_names == ["dp_shard_cp"]
+        assert (copied.dp_replicate_size, copied.dp_shard_size) == (2, 2)
 
 
 @pytest.mark.parametrize("sizes", [{"dp_replicate_size": 2}, {"dp_shard_size": 2}])

@@ -162,7 +162,7 @@ def refusals(rank: int, world_size: int, folder: str) -> list[str]:
     register()
     said = []
     own = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-    for changes in ({"config": own}, {"optim": "adamw_torch"}):
+    for changes in ({"config": own}, {"optim": "adamw_torch"}, {"save_on_each_node": True}):
         with as_if_on_gpus():
             trainer = sharding_trainer(sharding_args(folder, **changes))
             try:
@@ -178,7 +178,8 @@ def refusals(rank: int, world_size: int, folder: str) -> list[str]:
 
 
 def test_what_would_let_replicas_drift_apart_is_refused(pools: RankPools, tmp_path: Path) -> None:
-    for theirs, other, unsharded in pools(4).run(refusals, str(tmp_path)):
+    for theirs, other, disks, unsharded in pools(4).run(refusals, str(tmp_path)):
         assert "ParallelismConfig with dp_shard_size > 1" in theirs
         assert "nobody averages gradients over the replicas: use DistributedLion" in other
+        assert "save_on_each_node=True does not go with FSDP" in disks
         assert "shards the model by FSDP2, which is not switched on" in unsharded
