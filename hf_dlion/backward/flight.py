@@ -12,14 +12,14 @@ from torch import Tensor
 from hf_dlion.backward.background import Background, InLine
 from hf_dlion.backward.gradient_scale import GradientScale
 from hf_dlion.backward.streams import Streams
-from hf_dlion.codec import AdvanceJob, Preview, codec_for
+from hf_dlion.codec import AdvanceJob, codec_for
 from hf_dlion.codec.rule import StepRule, tensor_rules
 from hf_dlion.exchange import WireStats
 from hf_dlion.momentum.store import MomentumStore
 from hf_dlion.options.groups import Groups, group_values
 from hf_dlion.options.params import check_gradient
 from hf_dlion.step.delivery import Clock, Moving, apply_verdicts
-from hf_dlion.step.message import Message
+from hf_dlion.step.message import Message, Preview
 from hf_dlion.step.presence import mark
 
 
@@ -43,6 +43,7 @@ class Flight:
         rule: StepRule,
         stats: WireStats,
         gradient_scale: GradientScale,
+        sender: Background,
         counter: Background | InLine,
         streams: Streams,
     ) -> None:
@@ -55,6 +56,7 @@ class Flight:
             stats: Receives bytes and times.
             gradient_scale: Knows the factor of the gradients, and looks at those of votes that
                 leave.
+            sender: Sends votes where that waits for the device.
             counter: Waits for votes and counts them.
             streams: On which messages are encoded and counted.
         """
@@ -73,6 +75,9 @@ class Flight:
         self.missing: set[int] = set()
         self._sent = 0
         self._broken: BaseException | None = None
+        # All of them: their order is that of the messages, on every rank.
+        self._sender = sender if any(message.waits for message in messages) else None
+        self._departures: list[Future[None]] = []
         self._counter = counter
         self._counts: list[Future[None]] = []
         self._streams = streams
@@ -150,6 +155,8 @@ class Flight:
 
     def _counted(self, rule: StepRule) -> None:
         """Waits until all messages are counted."""
+        for departure in self._departures:
+            departure.result()
         self._counter.finish()
         for count in self._counts:
             count.result()
@@ -167,36 +174,42 @@ class Flight:
             scale: Factor of their gradients.
             probe: Whether it is still to be seen by how much the loop will scale these.
         """
-        self._broken = self._broken or self._counter.failure
+        lost = [gone.exception() for gone in self._departures if gone.done()]
+        self._broken = self._broken or self._counter.failure or next(filter(None, lost), None)
         if self._broken is not None:
             raise self._broken
         message, stats, clock = self.messages[self._sent], self._stats, Clock()
         with torch.no_grad(), self._streams.sending(message.device):
             try:
                 momenta, grads = self._voting(message, voting)
-                params, preview = message.preview(momenta, self._rules, scale, grads)
-                self._take_note(params, preview, probe)
+                self._take_note(message.preview(momenta, self._rules, scale, grads), probe)
             except Exception as error:  # The other ranks wait for this message all the same.
                 self.failure = error
                 message.preview({}, self._rules, scale, {})
             stats.encode_s += clock.lap()
             try:
-                message.send()
+                message.hand_over()
+                if self._sender is None:
+                    message.leave()
+                else:
+                    leave = functools.partial(_leave, message, self._departures[-1:])
+                    self._departures.append(self._sender.submit(leave))
             except Exception as error:
                 # It may have left: once more, it would be taken for the message after it.
                 self._broken = error
                 raise
         self._sent += 1
         if message.rounds > 1:
-            self._counts.append(self._counter.submit(functools.partial(self._count, message)))
+            count = functools.partial(self._count, message, self._departures[-1:])
+            self._counts.append(self._counter.submit(count))
         stats.exchange_s += clock.lap()
 
-    def _take_note(self, params: Sequence[Tensor], preview: Preview, probe: bool) -> None:
-        for param, known in zip(params, preview.finite, strict=True):
+    def _take_note(self, preview: Preview, probe: bool) -> None:
+        for param, known in zip(preview.params, preview.finite, strict=True):
             if known:
                 self.finite[id(param)] = mark(param)
         if probe:
-            self._gradient_scale.before(params, preview.magnitudes)
+            self._gradient_scale.before(preview.params, preview.magnitudes)
 
     def _voting(
         self, message: Message, voting: Container[int]
@@ -219,14 +232,23 @@ class Flight:
                 momenta[index], grads[index] = momentum, param.grad
         return momenta, grads
 
-    def _count(self, message: Message) -> None:
-        """Counts a message's votes and sends the verdict.
+    def _count(self, message: Message, departed: Sequence[Future[None]]) -> None:
+        """Counts a message's votes, which have departed, and sends the verdict.
 
         On gloo this waits for another rank's votes, which backward must not do: that rank may be
         waiting for this one's backward in a collective of the model's own. So it is on a thread.
         """
+        for departure in departed:
+            departure.result()
         with torch.no_grad(), self._streams.beside(message.device):
             message.count(self._rule)
+
+
+def _leave(message: Message, before: Sequence[Future[None]]) -> None:
+    """Sends a message's votes, unless those of the one before failed to leave."""
+    for departure in before:
+        departure.result()
+    message.leave()
 
 
 def _betas(groups: Groups) -> list[tuple[float, float]] | None:

@@ -72,6 +72,7 @@ class Overlap:
         self._engine = weakref.ref(engine)
         # With parameters on several devices autograd calls hooks from several threads.
         self._lock = threading.Lock()
+        self._sender = Background("hf_dlion_send")
         self._counter = Background("hf_dlion_count")
         self._streams = Streams()
         self.reset()
@@ -119,7 +120,7 @@ class Overlap:
     def _begin(self, momenta: MomentumStore, rule: StepRule, stats: WireStats) -> Flight:
         carried = momenta, rule, stats, self._gradient_scale
         counter = InLine() if self._in_line else self._counter
-        return Flight(self._messages, *carried, counter, self._streams)
+        return Flight(self._messages, *carried, self._sender, counter, self._streams)
 
     def disturb(self) -> None:
         """Takes note that momenta changed: votes that left do not hold any more."""

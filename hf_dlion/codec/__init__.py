@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import torch
 
-from hf_dlion.codec.codec import AdvanceJob, AloneJob, ApplyJob, Codec, EncodeJob, Preview
+from hf_dlion.codec.codec import AdvanceJob, AloneJob, ApplyJob, Codec, EncodeJob
 
-__all__ = ["AdvanceJob", "AloneJob", "ApplyJob", "Codec", "EncodeJob", "Preview", "codec_for"]
+__all__ = ["AdvanceJob", "AloneJob", "ApplyJob", "Codec", "EncodeJob", "codec_for"]
 
 
 def codec_for(device: torch.device) -> Codec:

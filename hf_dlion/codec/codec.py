@@ -21,8 +21,8 @@ class EncodeJob(NamedTuple):
         grad: Gradient, the parameter's shape, dense; of a stretch, shape (numel,).
         exp_avg: Momentum, same shape, contiguous.
         words: int64, shape (bits * ceil(numel / 64),); receives the votes.
-        active: bool, shape (rows,); receives which rows vote. Of a row that lies only partly in
-            the stretch, whether that part does.
+        active: bool, shape (rows,); receives which rows vote. A row that stretches of several jobs
+            of a call share, at one place in memory, votes if any of its parts there does.
         rule: The step's constants for this parameter.
         run: The stretch of the parameter that these are, or None for the whole of it; not with
             levels that are relative to the tensor.
@@ -46,11 +46,19 @@ class AdvanceJob(NamedTuple):
 
 
 class ApplyJob(NamedTuple):
-    """A parameter, and what all ranks apply to it."""
+    """A parameter, and what all ranks apply to it, or to a stretch of it.
+
+    Attributes:
+        param: The whole parameter.
+        verdict: On the stretch.
+        rule: The step's constants for this parameter.
+        run: The stretch, or None for the whole of it.
+    """
 
     param: Tensor
     verdict: Verdict
     rule: TensorRule
+    run: Run | None = None
 
 
 class AloneJob(NamedTuple):
@@ -70,19 +78,6 @@ PROBED = 128
 Magnitudes = list[tuple[list[int], Tensor]]
 
 
-class Preview(NamedTuple):
-    """What becomes known of gradients while votes on them are made.
-
-    Attributes:
-        finite: For each job, True if its scaled gradient is known to be finite; False if it is
-            not, or unknown.
-        magnitudes: As `Codec.magnitudes`, of the gradients as they are.
-    """
-
-    finite: list[bool]
-    magnitudes: Magnitudes
-
-
 class Codec(Protocol):
     """What every backend does; see `hf_dlion.codec.eager` for the shortest one.
 
@@ -94,12 +89,16 @@ class Codec(Protocol):
     def encode_all(self, jobs: Sequence[EncodeJob]) -> None:
         """Writes votes and advances momenta, in place (rule S1 to S3)."""
 
-    def preview_all(self, jobs: Sequence[EncodeJob], scale: float) -> Preview:
+    def preview_all(self, jobs: Sequence[EncodeJob], scale: float) -> list[bool]:
         """Writes votes as `encode_all` does, and leaves momenta as they are.
 
         Args:
             jobs: As for `encode_all`.
             scale: The direction is that of fl(scale * grad), in the dtype of the computation.
+
+        Returns:
+            For each job, True if its scaled gradient is known to be finite; False if it is not, or
+            unknown.
         """
 
     def all_finite(self, grads: Sequence[Tensor], scale: Tensor | None = None) -> Tensor:
@@ -168,7 +167,7 @@ class Codec(Protocol):
     ) -> bool:
         """Does `preview_all` on one tensor."""
         job = EncodeJob(grad, exp_avg, words, active, rule, run)
-        return self.preview_all([job], scale).finite[0]
+        return self.preview_all([job], scale)[0]
 
     def advance(self, *job: Any) -> None:
         """Does `advance_all` on one tensor."""

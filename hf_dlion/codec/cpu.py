@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_dlion.codec.bits import expand_rows
 from hf_dlion.codec.codec import ApplyJob
 from hf_dlion.codec.eager import EagerCodec
 from hf_dlion.codec.layout import Run, whole_run
@@ -109,7 +108,6 @@ class CpuCodec(EagerCodec):
         """See `EagerCodec.pack_signs`."""
         as_bytes = words.numpy().view(np.uint8)
         votes = active.numpy()
-        votes[:] = False
         as_bytes[-8:] = 0
         for chunk in run.chunks(CHUNK):
             here = run.within(chunk)
@@ -126,20 +124,11 @@ class CpuCodec(EagerCodec):
                 votes[rows] = True
             packed = np.packbits(flags, bitorder="little")
             as_bytes[here.start // 8 : here.start // 8 + packed.size] = packed
-        self._clear_inactive(words, active, run)
-
-    @staticmethod
-    def _clear_inactive(words: Tensor, active: Tensor, run: Run) -> None:
-        """Sets the bits of rows that abstain to 0: counters then need no mask for them."""
-        if not bool(active.all()):
-            kept = torch.empty_like(words)
-            expand_rows(active, run, kept)
-            words &= kept
 
     def apply_flat(self, flat: Tensor, job: ApplyJob) -> None:
         """See `EagerCodec.apply_flat`."""
-        param, verdict, rule = job
-        run = whole_run(param.shape)
+        param, verdict, rule, stretch = job
+        run = stretch or whole_run(param.shape)
         dtype = compute_dtype(param.dtype)
         moves = rule.moves(dtype).numpy()
         majority = rule.step_rule.aggregation == "majority"
@@ -148,10 +137,10 @@ class CpuCodec(EagerCodec):
         counts = verdict.counts.numpy()
         same = int(counts[0]) if (counts == counts[0]).all() else None
         for chunk in run.chunks(CHUNK):
-            count = chunk.stop - chunk.start
+            first, count = run.within(chunk).start // 8, chunk.stop - chunk.start
             move = _buffers.floating(dtype, count)[0]
             size = -(-count // 8)
-            parts = [plane[chunk.start // 8 : chunk.start // 8 + size] for plane in planes]
+            parts = [plane[first : first + size] for plane in planes]
             per_element = same if same is not None else _repeated(counts, run, chunk)
             if octets is not None:
                 by_octet = _buffers.floating(dtype, CHUNK)[0].numpy().reshape(-1, 8)

@@ -15,11 +15,10 @@ from hf_dlion.codec.codec import (
     ApplyJob,
     EncodeJob,
     Magnitudes,
-    Preview,
 )
 from hf_dlion.codec.count import CountingCodec
 from hf_dlion.codec.layout import Run, whole_run, words_for
-from hf_dlion.codec.levels import encode_levels, row_of
+from hf_dlion.codec.levels import clear_levels, encode_levels, row_of
 from hf_dlion.codec.lion import (
     PARAMETER_STREAM,
     compute_dtype,
@@ -46,20 +45,22 @@ class EagerCodec(CountingCodec):
 
     def encode_all(self, jobs: Sequence[EncodeJob]) -> None:
         """See `Codec.encode_all`."""
-        for job in jobs:
-            self._encode(job)
+        self._vote(jobs, None)
 
-    def preview_all(self, jobs: Sequence[EncodeJob], scale: float) -> Preview:
+    def preview_all(self, jobs: Sequence[EncodeJob], scale: float) -> list[bool]:
         """See `Codec.preview_all`."""
-        for job in jobs:
-            self._encode(job, scale)
-        return self.previewed(jobs, [False] * len(jobs))
+        return self._vote(jobs, scale)
 
-    def previewed(self, jobs: Sequence[EncodeJob], finite: list[bool]) -> Preview:
-        """Returns what was seen of gradients, given which of them are finite."""
-        places = [place for place, job in enumerate(jobs) if job.grad.numel()]
-        sums = [_magnitude(jobs[place].grad) for place in places]
-        return Preview(finite, [(places, torch.stack(sums))] if sums else [])
+    def _vote(self, jobs: Sequence[EncodeJob], scale: float | None) -> list[bool]:
+        """Encodes; with a `scale`, previews. Returns what `preview_all` does."""
+        filled = [job for job in jobs if job.grad.numel()]
+        for job in filled:
+            job.active.zero_()
+        finite = iter([self.make_votes(job, scale) for job in filled])
+        # Once all jobs have marked the rows that vote: a row may be another one's, too.
+        for job in filled:
+            self.clear_votes(job)
+        return [next(finite) if job.grad.numel() else True for job in jobs]
 
     def all_finite(self, grads: Sequence[Tensor], scale: Tensor | None = None) -> Tensor:
         """See `Codec.all_finite`; the host waits for the device.
@@ -81,11 +82,17 @@ class EagerCodec(CountingCodec):
         """See `Codec.magnitudes`."""
         return [(list(range(len(grads))), torch.stack([_magnitude(grad) for grad in grads]))]
 
-    def _encode(self, job: EncodeJob, scale: float | None = None) -> None:
-        """Encodes; with a `scale`, previews."""
+    def make_votes(self, job: EncodeJob, scale: float | None) -> bool:
+        """Writes a job's votes, as if all its rows voted, and marks those that do.
+
+        Args:
+            job: Not empty.
+            scale: To preview, or None to encode.
+
+        Returns:
+            Whether the scaled gradient is known to be finite.
+        """
         grad, exp_avg, words, active, rule, stretch = job
-        if grad.numel() == 0:
-            return
         run = stretch or whole_run(grad.shape)
         new, old = grad.contiguous().view(-1), exp_avg.view(-1)
 
@@ -103,6 +110,19 @@ class EagerCodec(CountingCodec):
             encode_levels(grad, words, active, rule, run, self.chunk_numel, foresee, direct)
         else:
             self.pack_signs(words, active, rule.step_rule, run, direct)
+        return False
+
+    def clear_votes(self, job: EncodeJob) -> None:
+        """Sets the bits of rows that abstain to 0: counters then need no mask for them."""
+        run, bits = job.run or whole_run(job.grad.shape), job.rule.step_rule.bits
+        if job.active.device.type == "cpu" and bool(job.active.all()):
+            return
+        if bits > 1:
+            clear_levels(job.words, job.active, bits, run, self.chunk_numel)
+        else:
+            kept = torch.empty_like(job.words)
+            expand_rows(job.active, run, kept)
+            job.words.bitwise_and_(kept)
 
     def advance_all(self, jobs: Sequence[AdvanceJob]) -> None:
         """See `Codec.advance_all`."""
@@ -150,7 +170,7 @@ class EagerCodec(CountingCodec):
         run: Run,
         direct: Callable[[slice], Tensor],
     ) -> None:
-        """Writes votes of one bit.
+        """Writes votes of one bit, as if all rows voted, and marks the rows that do.
 
         Args:
             words: int64, shape (run.words,).
@@ -168,19 +188,16 @@ class EagerCodec(CountingCodec):
             part = words[here.start // 64 : words_for(here.stop)]
             pack_bits(direction < 0, part)
             part |= pack_bits(zero) & step.zero_word
-        active.copy_(votes)
-        kept = torch.empty_like(words)
-        expand_rows(active, run, kept)
-        words &= kept
+        active |= votes.to(torch.bool)
 
     def apply_flat(self, flat: Tensor, job: ApplyJob) -> None:
         """Moves a parameter, given as a contiguous vector that is not empty."""
-        param, verdict, rule = job
-        run = whole_run(param.shape)
+        param, verdict, rule, stretch = job
+        run = stretch or whole_run(param.shape)
         moves = rule.moves(compute_dtype(param.dtype)).to(param.device)
         for chunk in run.chunks(self.chunk_numel):
-            count = chunk.stop - chunk.start
-            planes = verdict.planes[:, chunk.start // 64 : words_for(chunk.stop)]
+            here, count = run.within(chunk), chunk.stop - chunk.start
+            planes = verdict.planes[:, here.start // 64 : words_for(here.stop)]
             bits = [unpack_bits(plane, count) for plane in planes]
             counts = verdict.counts[row_of(run, chunk, param.device)]
             if rule.step_rule.aggregation == "majority":

@@ -168,12 +168,14 @@ def encode_levels(
     foresee: Callable[[slice], Tensor],
     direct: Callable[[slice], Tensor],
 ) -> None:
-    """Writes a parameter's votes; where levels are relative to the tensor, it is read twice.
+    """Writes votes, as if all rows voted, and marks the rows that do.
+
+    Where levels are relative to the tensor, it is read twice.
 
     Args:
         grad: Gradient, dense, not empty.
         words: int64, shape (bits * run.words,); receives the votes.
-        active: bool, shape (run.rows,); receives which rows vote.
+        active: bool, shape (run.rows,), those that vote become True.
         rule: The step's constants for this parameter.
         run: The whole parameter or, where levels are relative to words, a stretch of it.
         chunk_numel: Elements at a time, a multiple of 64.
@@ -199,13 +201,24 @@ def encode_levels(
             factor = factors_of_words(direction, bits)
         codes = codes_of(direction, factor, bits, step.zero_phase)
         pack_codes(codes, bits, words[_words_of(run, chunk, bits)])
-    active.copy_(votes)
-    if device.type == "cpu" and bool(active.all()):
-        return
+    active |= votes.to(torch.bool)
+
+
+def clear_levels(words: Tensor, active: Tensor, bits: int, run: Run, chunk_numel: int) -> None:
+    """Sets the codes of rows that abstain to 0.
+
+    Args:
+        words: int64, shape (bits * run.words,).
+        active: bool, shape (run.rows,), which rows vote.
+        bits: Of a vote.
+        run: The elements.
+        chunk_numel: As for `encode_levels`.
+    """
+    votes = active.to(torch.uint8)
     kept = torch.empty_like(words[: min(words.numel(), bits * chunk_numel // WORD_BITS)])
     for chunk in run.chunks(chunk_numel):
         part = words[_words_of(run, chunk, bits)]
-        ones = votes[row_of(run, chunk, device)] * (2**bits - 1)
+        ones = votes[row_of(run, chunk, words.device)] * (2**bits - 1)
         pack_codes(ones, bits, kept[: part.numel()])
         part &= kept[: part.numel()]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -123,7 +124,7 @@ NO_SUMS = torch.zeros(2, dtype=torch.int64, device="cpu")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What every rank applies to the parameters of a message, or to one of them.
+    """What every rank applies to a shard of a message, or to a stretch of a parameter.
 
     Attributes:
         planes: int64, shape (P, words), rows contiguous, bit-sliced. Majority: plane 0 is 1 where
@@ -131,7 +132,7 @@ class Verdict:
             binary digits, lowest first, of the number of ranks that voted -1.
         counts: int32, shape (rows,). Average: how many ranks voted on the row. Majority: 1 if
             any did, else 0.
-        sums: int64, shape (2,), of a whole shard or message: `agreement` and `most`.
+        sums: int64, shape (2,), of a whole shard: `agreement` and `most`.
     """
 
     planes: Tensor
@@ -151,6 +152,26 @@ class Verdict:
         the sum over ranks and elements of |vote|.
         """
         return int(self.sums[1])
+
+
+class MessageVerdict(NamedTuple):
+    """The verdict on a message, in the segments in which it was received.
+
+    Attributes:
+        planes: int64, shape (P, K, S), the words of a segment one after another: those of
+            `Verdict.planes`, word w in segment w // S. The last segments may hold fewer, or none.
+        counts: int32, shape (rows,), as `Verdict.counts`.
+        sums: int64, shape (2,), as `Verdict.sums`.
+    """
+
+    planes: Tensor
+    counts: Tensor
+    sums: Tensor
+
+    @staticmethod
+    def of(whole: Verdict) -> MessageVerdict:
+        """Returns a verdict on a message that lies in one piece."""
+        return MessageVerdict(whole.planes.unsqueeze(1), whole.counts, whole.sums)
 
 
 def verdict_planes(aggregation: Aggregation, ties: Ties, world_size: int) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hf_dlion.codec.bits import pack_bits, unpack_bits
 from hf_dlion.codec.layout import MessageLayout, Shard, shards_of, words_for
-from hf_dlion.codec.rule import StepRule, Verdict
+from hf_dlion.codec.rule import MessageVerdict, StepRule, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,18 +75,28 @@ class Segments:
         """Length of a segment of verdict."""
         return self.planes[0] * self.words + self.planes[1] * self.row_words + sums_for(self.bits)
 
+    def votes_in(self, votes: Tensor) -> Tensor:
+        """Returns the votes on elements in segments of votes: int64, shape (segments, bits * S)."""
+        return votes[:, : self.bits * self.words]
+
+    def planes_in(self, verdicts: Tensor) -> Tensor:
+        """Returns the planes in segments of verdict: int64, shape (segments, P, S)."""
+        planes = self.planes[0]
+        return verdicts[:, : planes * self.words].view(len(verdicts), planes, self.words)
+
 
 class Tally(Protocol):
     """Packs, counts and unpacks one message again and again; nothing here waits for a device.
 
-    What `count` and `unpack_verdict` return holds until the next `pack`.
+    What `count` and `unpack_verdict` return holds until the next `pack`, and only as long as the
+    memory that they were given.
     """
 
-    def pack(self, words: Tensor, active: Tensor, out: Tensor) -> None:
+    def pack(self, words: Tensor | None, active: Tensor, out: Tensor) -> None:
         """Writes this rank's votes into segments; the ends of short ones stay as they are.
 
         Args:
-            words: int64, shape (bits * W,), contiguous.
+            words: int64, shape (bits * W,), contiguous; None if they lie in their places.
             active: bool, shape (R,), contiguous.
             out: int64, shape (number of segments, `Segments.vote_words`), contiguous.
         """
@@ -97,23 +107,24 @@ class Tally(Protocol):
         Args:
             received: int64, shape (N, `Segments.vote_words`), contiguous: every rank's segment.
             rule: The step's constants.
-            out: int64, shape (P, words of the shard), rows contiguous; receives the planes.
+            out: int64, shape (P, words of the shard), rows contiguous; receives the planes. With
+                one bit and one plane it may be any rank's votes.
         """
 
-    def pack_verdict(self, found: Verdict, out: Tensor) -> None:
+    def pack_verdict(self, found: Verdict | MessageVerdict, out: Tensor) -> None:
         """Writes the verdict on this rank's shard into a segment.
 
         Args:
-            found: The verdict; its planes may lie in their place already.
+            found: A `Verdict` lies in `Segments.planes_in` of `out` already; a `MessageVerdict` is
+                one on the shard as a message of its own.
             out: int64, shape (`Segments.verdict_words`,), contiguous.
         """
 
-    def unpack_verdict(self, received: Tensor, out: Tensor | None = None) -> Verdict:
-        """Returns the verdict on the whole message.
+    def unpack_verdict(self, received: Tensor) -> MessageVerdict:
+        """Returns the verdict on the whole message, its planes where they were received.
 
         Args:
             received: int64, shape (number of segments, `Segments.verdict_words`), contiguous.
-            out: int64, shape (P, W), contiguous, receives the planes.
         """
 
 
@@ -142,12 +153,13 @@ class TorchTally:
         layout = segments.layout
         self._all_row_numels = layout.shard(0, layout.words).row_numels(device)
 
-    def pack(self, words: Tensor, active: Tensor, out: Tensor) -> None:
+    def pack(self, words: Tensor | None, active: Tensor, out: Tensor) -> None:
         """See `Tally.pack`."""
         bits, size = self._segments.bits, self._segments.bits * self._segments.words
         for segment, shard in zip(out, self._segments.shards, strict=True):
-            first, count = bits * shard.first_word, bits * shard.words
-            segment[:count] = words[first : first + count]
+            if words is not None:
+                first, count = bits * shard.first_word, bits * shard.words
+                segment[:count] = words[first : first + count]
             rows = active[shard.first_row : shard.first_row + shard.rows]
             pack_bits(rows, segment[size : size + words_for(shard.rows)])
 
@@ -159,29 +171,26 @@ class TorchTally:
         votes = received[:, : segments.bits * mine.words]
         return self._counter.count(votes, active, mine, self._row_numels, rule, out)
 
-    def pack_verdict(self, found: Verdict, out: Tensor) -> None:
+    def pack_verdict(self, found: Verdict | MessageVerdict, out: Tensor) -> None:
         """See `Tally.pack_verdict`."""
         segments, mine = self._segments, self._segments.shard
-        for place, plane in enumerate(found.planes):
-            here = out[place * segments.words :][: mine.words]
-            if here.data_ptr() != plane.data_ptr():
-                here.copy_(plane)
+        if isinstance(found, MessageVerdict):
+            here = segments.planes_in(out.view(1, -1))[0, :, : mine.words]
+            size = found.planes.shape[2]
+            for place in range(-(-mine.words // size) if size else 0):
+                part = here[:, place * size : (place + 1) * size]
+                part.copy_(found.planes[:, place, : part.shape[1]])
         for place, digit in enumerate(self._rows(out)):
             bits = (found.counts >> place & 1).to(torch.bool)
             pack_bits(bits, digit[: words_for(mine.rows)])
         sums = sums_for(segments.bits)
         out[-sums:] = found.sums[:sums]
 
-    def unpack_verdict(self, received: Tensor, out: Tensor | None = None) -> Verdict:
+    def unpack_verdict(self, received: Tensor) -> MessageVerdict:
         """See `Tally.unpack_verdict`."""
-        segments, layout = self._segments, self._segments.layout
-        shape, place = (segments.planes[0], layout.words), received.device
-        if out is None:
-            out = torch.empty(shape, dtype=torch.int64, device=place)
-        counts = torch.zeros(layout.rows, dtype=torch.int32, device=place)
+        segments = self._segments
+        counts = torch.zeros(segments.layout.rows, dtype=torch.int32, device=received.device)
         for segment, shard in zip(received, segments.shards, strict=True):
-            planes = segment[: segments.planes[0] * segments.words].view(segments.planes[0], -1)
-            out[:, shard.first_word : shard.first_word + shard.words] = planes[:, : shard.words]
             part = counts[shard.first_row : shard.first_row + shard.rows]
             found = torch.zeros_like(part)
             for place_of, digit in enumerate(self._rows(segment)):
@@ -192,7 +201,7 @@ class TorchTally:
         if segments.bits == 1:
             most = most_of(counts, self._all_row_numels, segments.voters)
             sums = torch.cat([sums, most.view(1)])
-        return Verdict(out, counts, sums)
+        return MessageVerdict(segments.planes_in(received).transpose(0, 1), counts, sums)
 
     def _rows(self, segment: Tensor) -> Tensor:
         """Returns the digits of the rows' counts in a segment: shape (Q, `row_words`)."""

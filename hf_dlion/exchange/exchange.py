@@ -3,16 +3,17 @@
 The protocol of one message in one step, which every rank of the group follows with its messages in
 the same order:
 
-1. `start`: hand over this rank's votes. They are copied and leave; the buffer is free for the next
-   message.
-2. Do other work: encode and start the next messages.
-3. `count`: where each rank counts a part, wait for the others' votes, count those that this rank
-   counts, and send the verdict on them. It may be called on another thread than `start`, if the
+1. Make the votes in `votes`, from which they are sent; where that is None, anywhere else.
+2. `start`: hand them over. Memory of one's own is free for the next message.
+3. `leave`: send them. It may be called on another thread than `start`, if the exchange `waits`.
+4. Do other work: encode and start the next messages.
+5. `count`: where each rank counts a part, wait for the others' votes, count those that this rank
+   counts, and send the verdict on them. It may be called on another thread than `leave`, if the
    exchange was given a wire `down`.
-4. `verdict`: wait for what the others counted, or count their votes, and get the verdict on the
-   whole message. It holds until the next message's.
+6. `verdict`: wait for what the others counted, or count their votes, and get the verdict on the
+   whole message. It holds until the next step's votes are made.
 
-After 4 the exchange is ready for the next step. An exchange is made once per layout and keeps its
+After 6 the exchange is ready for the next step. An exchange is made once per layout and keeps its
 buffers. A new strategy is a file with a class like `Strategy`, a line in `STRATEGIES`, and its name
 among those of `hf_dlion.options.ExchangeName`.
 """
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from hf_dlion.codec.layout import MessageLayout
 from hf_dlion.codec.levels import check_world_size
-from hf_dlion.codec.rule import StepRule, Verdict
+from hf_dlion.codec.rule import MessageVerdict, StepRule
 from hf_dlion.exchange.gather import Gather
 from hf_dlion.exchange.staged import Staged
 from hf_dlion.exchange.two_phase import TwoPhase
@@ -41,25 +42,34 @@ class Exchange(Protocol):
     Attributes:
         rounds: Number of collectives, one after another; with two, `count` starts the second.
         bytes_per_rank: Bytes that a rank sends for the message, and receives.
+        votes: int64, shape (K, bits * S), a segment's words one after another: the votes on words
+            S * j to S * (j + 1) of the message belong in segment j. None: they are copied.
+        waits: Whether `leave` waits for the device.
     """
 
     rounds: int
     bytes_per_rank: int
+    votes: Tensor | None
+    waits: bool
 
-    def start(self, words: Tensor, active: Tensor) -> None:
-        """Sends the votes: words int64, shape (bits * W,), and active bool, shape (R,)."""
+    def start(self, words: Tensor | None, active: Tensor) -> None:
+        """Takes the votes; nobody waits.
+
+        Args:
+            words: int64, shape (bits * W,), contiguous; None if they were made in `votes`.
+            active: bool, shape (R,), the rows that vote.
+        """
+
+    def leave(self) -> None:
+        """Sends the votes."""
 
     def count(self, rule: StepRule) -> None:
         """Counts votes where other ranks need the result, and sends it to them."""
 
-    def verdict(self, free: Tensor) -> Verdict:
-        """Waits for the verdict on the whole message; returns it on the message's device.
+    def verdict(self) -> MessageVerdict:
+        """Waits for the verdict on the whole message; returns it on the message's device."""
 
-        Args:
-            free: int64, shape (W,), contiguous: memory that the verdict may lie in.
-        """
-
-    def rehearse(self, words: Tensor, active: Tensor, rule: StepRule) -> Verdict:
+    def rehearse(self, words: Tensor | None, active: Tensor, rule: StepRule) -> MessageVerdict:
         """Calls all that a step calls of the codec, and sends nothing: for `Codec.rehearse`."""
 
 
@@ -127,7 +137,7 @@ def make_exchange(
         device: Where the votes are made and the verdict is wanted.
         options: Give what a vote and a verdict hold.
         down: Another process group of the same ranks for a second round, None for `wire`: `count`
-            may then be called on another thread than `start`.
+            may then be called on another thread than `leave`.
 
     Raises:
         ValueError: If there are more ranks than can be counted.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_dlion.codec import codec_for
 from hf_dlion.codec.layout import WORD_BYTES, MessageLayout, words_for
-from hf_dlion.codec.rule import StepRule, Verdict, verdict_planes
+from hf_dlion.codec.rule import MessageVerdict, StepRule, verdict_planes
 from hf_dlion.codec.tally import Segments
 from hf_dlion.exchange.pending import Pending
 from hf_dlion.exchange.wire import Wire
@@ -22,11 +22,13 @@ class Gather:
         rank 0: votes of 0  ->  rank 0: votes of 0, votes of 1  ->  counts all  ->  verdict
         rank 1: votes of 1      rank 1: votes of 0, votes of 1  ->  counts all  ->  verdict
 
-    Bytes per rank: 8 * (N - 1) * (p * W + ceil(R / 64)) for W words of elements, p bits each, and R
-    rows. See `hf_dlion.exchange.exchange` for who calls what.
+    The verdict takes the place of this rank's own votes, where it is one bit as they are. Bytes per
+    rank: 8 * (N - 1) * (p * W + ceil(R / 64)) for W words of elements, p bits each, and R rows. See
+    `hf_dlion.exchange.exchange` for who calls what.
     """
 
     rounds = 1
+    waits = False
 
     def __init__(
         self,
@@ -45,8 +47,9 @@ class Gather:
         self._tally = codec_for(device).tally(segments, device)
         shape = (wire.world_size, segments.vote_words)
         self._received = torch.empty(shape, dtype=torch.int64, device=device)
-        # This rank's votes are packed where they would be received.
+        # This rank's votes are made where they would be received.
         self._send = self._received[wire.rank : wire.rank + 1]
+        self.votes: Tensor | None = segments.votes_in(self._send)
         self._work: Pending | None = None
         self._rule: StepRule | None = None
 
@@ -56,9 +59,12 @@ class Gather:
         words = options.bits * layout.words + words_for(layout.rows)
         return WORD_BYTES * (world_size - 1) * words, 0
 
-    def start(self, words: Tensor, active: Tensor) -> None:
+    def start(self, words: Tensor | None, active: Tensor) -> None:
         """See `Exchange.start`."""
         self._tally.pack(words, active, self._send)
+
+    def leave(self) -> None:
+        """See `Exchange.leave`."""
         self._work = self._wire.all_gather(self._received, self._send[0], "votes")
 
     def count(self, rule: StepRule) -> None:
@@ -66,16 +72,19 @@ class Gather:
         # What was sent, whatever the options have become since: `discard` counts it too.
         self._rule = dataclasses.replace(rule, bits=self._bits)
 
-    def verdict(self, free: Tensor) -> Verdict:
+    def verdict(self) -> MessageVerdict:
         """Waits for the votes and counts them; see `Exchange.verdict`."""
-        assert self._work is not None, "verdict() follows start()"
+        assert self._work is not None, "verdict() follows leave()"
         assert self._rule is not None, "verdict() follows count()"
         self._work.wait()
         rule, self._rule, self._work = self._rule, None, None
-        out = free.view(1, -1) if rule.planes == 1 else None
-        return self._tally.count(self._received, rule, out)
+        return self._counted(rule)
 
-    def rehearse(self, words: Tensor, active: Tensor, rule: StepRule) -> Verdict:
+    def _counted(self, rule: StepRule) -> MessageVerdict:
+        out = self.votes if self._bits == rule.planes == 1 else None
+        return MessageVerdict.of(self._tally.count(self._received, rule, out))
+
+    def rehearse(self, words: Tensor | None, active: Tensor, rule: StepRule) -> MessageVerdict:
         """See `Exchange.rehearse`."""
         self._tally.pack(words, active, self._send)
-        return self._tally.count(self._received, rule)
+        return self._counted(rule)

@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_dlion.codec import codec_for
 from hf_dlion.codec.edges import Ends
 from hf_dlion.codec.layout import MessageLayout, Shard, shards_of
-from hf_dlion.codec.rule import StepRule, Verdict, verdict_planes
+from hf_dlion.codec.rule import MessageVerdict, StepRule, verdict_planes
 from hf_dlion.codec.tally import Segments
 from hf_dlion.exchange.exchange import Exchange, choose_exchange, make_exchange
 from hf_dlion.exchange.verdict_gather import VerdictGather
@@ -27,10 +27,13 @@ class NodeExchange:
     A shard is ceil(W / L) words of the message; it travels among the ranks that own the same shard
     on the M nodes by one of the other strategies. To other nodes a rank sends that strategy's
     bytes for its shard and M ranks; inside the node those of `VerdictGather` for L ranks.
-    Every rank of all nodes must call the three methods in this order.
+    Every rank of all nodes must call the methods in this order.
     """
 
     rounds = 3
+    waits = False
+    # Rows that the shards cut are completed where all votes of a wave lie.
+    votes: Tensor | None = None
 
     def __init__(
         self,
@@ -52,7 +55,7 @@ class NodeExchange:
             device: Where the votes are made and the verdict is wanted; both wires can send from it.
             options: Give what a vote and a verdict hold.
             down: Another process group of the peers for a second round between nodes: `count` may
-                then be called on another thread than `start`.
+                then be called on another thread than `leave`.
         """
         planes = verdict_planes(options.aggregation, options.ties, peers.world_size)
         segments = Segments.of(
@@ -64,8 +67,8 @@ class NodeExchange:
         if self.own.words:
             self._inner = make_exchange(name, self.own, peers, device, options, down)
         self.bytes_per_rank = 0 if self._inner is None else self._inner.bytes_per_rank
-        self._nothing = Verdict(
-            torch.empty((planes[0], 0), dtype=torch.int64, device=device),
+        self._nothing = MessageVerdict(
+            torch.empty((planes[0], 1, 0), dtype=torch.int64, device=device),
             torch.empty(0, dtype=torch.int32, device=device),
             torch.zeros(2, dtype=torch.int64, device=device),
         )
@@ -75,25 +78,30 @@ class NodeExchange:
         verdicts = found.new_empty((local.world_size, segments.verdict_words))
         self._gather = VerdictGather(segments, tally, local, found, verdicts)
 
-    def start(self, words: Tensor, active: Tensor) -> None:
-        """Sends the votes on this rank's shard: words int64, active bool; as `Exchange.start`."""
+    def start(self, words: Tensor | None, active: Tensor) -> None:
+        """Takes the votes on this rank's shard: words int64, active bool; as `Exchange.start`."""
         if self._inner is not None:
             self._inner.start(words, active)
+
+    def leave(self) -> None:
+        """See `Exchange.leave`."""
+        if self._inner is not None:
+            self._inner.leave()
 
     def count(self, rule: StepRule) -> None:
         """Waits for the other nodes' votes on the shard and counts them."""
         if self._inner is not None:
             self._inner.count(rule)
 
-    def verdict(self, free: Tensor) -> Verdict:
+    def verdict(self) -> MessageVerdict:
         """See `Exchange.verdict`."""
         found = self._nothing
         if self._inner is not None:
-            found = self._inner.verdict(free[: self.own.words])
+            found = self._inner.verdict()
         self._gather.start(found)
-        return self._gather.verdict(free)
+        return self._gather.verdict()
 
-    def rehearse(self, words: Tensor, active: Tensor, rule: StepRule) -> Verdict:
+    def rehearse(self, words: Tensor | None, active: Tensor, rule: StepRule) -> MessageVerdict:
         """See `Exchange.rehearse`."""
         found = self._nothing
         if self._inner is not None:

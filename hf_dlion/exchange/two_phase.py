@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_dlion.codec import codec_for
 from hf_dlion.codec.layout import WORD_BYTES, MessageLayout, shards_of
-from hf_dlion.codec.rule import StepRule, Verdict, verdict_planes
+from hf_dlion.codec.rule import MessageVerdict, StepRule, verdict_planes
 from hf_dlion.codec.tally import Segments, sizes_of
 from hf_dlion.exchange.pending import Pending
 from hf_dlion.exchange.verdict_gather import VerdictGather
@@ -31,6 +31,7 @@ class TwoPhase:
     """
 
     rounds = 2
+    waits = False
 
     def __init__(
         self,
@@ -53,6 +54,9 @@ class TwoPhase:
         send = torch.zeros(max(ranks * up, verdict), dtype=torch.int64, device=device)
         received = torch.empty(ranks * max(up, verdict), dtype=torch.int64, device=device)
         self._send = send[: ranks * up].view(ranks, up)
+        # A stretch of a tensor does not tell what its levels are relative to.
+        cut = options.bits == 1 or options.level_scale == "word"
+        self.votes = segments.votes_in(self._send) if cut else None
         self._received = received[: ranks * up].view(ranks, up)
         verdicts = received[: ranks * verdict].view(ranks, verdict)
         self._gather = VerdictGather(segments, self._tally, down or wire, send[:verdict], verdicts)
@@ -67,25 +71,28 @@ class TwoPhase:
         up = WORD_BYTES * (world_size - 1) * (options.bits * size + row_words)
         return up, VerdictGather.wire_bytes(shards, planes, options.bits)
 
-    def start(self, words: Tensor, active: Tensor) -> None:
+    def start(self, words: Tensor | None, active: Tensor) -> None:
         """See `Exchange.start`."""
         self._tally.pack(words, active, self._send)
+
+    def leave(self) -> None:
+        """See `Exchange.leave`."""
         self._work = self._wire.all_to_all(self._received, self._send, "votes")
 
     def count(self, rule: StepRule) -> None:
         """Waits for the votes on this rank's shard, counts them and sends the verdict."""
-        assert self._work is not None, "count() follows start()"
+        assert self._work is not None, "count() follows leave()"
         self._work.wait()
         # What was sent, whatever the options have become since: `discard` counts it too.
         rule = dataclasses.replace(rule, bits=self._bits)
         self._gather.start(self._tally.count(self._received, rule, self._gather.planes))
         self._work = None
 
-    def verdict(self, free: Tensor) -> Verdict:
+    def verdict(self) -> MessageVerdict:
         """See `Exchange.verdict`."""
-        return self._gather.verdict(free)
+        return self._gather.verdict()
 
-    def rehearse(self, words: Tensor, active: Tensor, rule: StepRule) -> Verdict:
+    def rehearse(self, words: Tensor | None, active: Tensor, rule: StepRule) -> MessageVerdict:
         """See `Exchange.rehearse`."""
         self._tally.pack(words, active, self._send)
         found = self._tally.count(self._received, rule, self._gather.planes)

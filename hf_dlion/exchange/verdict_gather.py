@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from hf_dlion.codec.layout import WORD_BYTES, Shard
-from hf_dlion.codec.rule import Verdict
+from hf_dlion.codec.rule import MessageVerdict, Verdict
 from hf_dlion.codec.tally import Segments, Tally, sizes_of, sums_for
 from hf_dlion.exchange.pending import Pending
 from hf_dlion.exchange.wire import Wire
@@ -52,27 +52,22 @@ class VerdictGather:
     @property
     def planes(self) -> Tensor:
         """Where the planes of this rank's shard are sent from: int64, rows contiguous."""
-        planes, size = self._segments.planes[0], self._segments.words
-        return self._found[: planes * size].view(planes, size)[:, : self._segments.shard.words]
+        words = self._segments.shard.words
+        return self._segments.planes_in(self._found.view(1, -1))[0, :, :words]
 
-    def start(self, found: Verdict) -> None:
-        """Sends the verdict on this rank's shard; it is copied, unless it lies in `planes`."""
+    def start(self, found: Verdict | MessageVerdict) -> None:
+        """Sends the verdict on this rank's shard: a `Verdict` that lies in `planes`, or another."""
         self._tally.pack_verdict(found, self._found)
         self._work = self._wire.all_gather(self._verdicts, self._found, "a verdict")
 
-    def verdict(self, free: Tensor) -> Verdict:
-        """Waits for the verdict on the whole message and returns it, where it was received.
-
-        Args:
-            free: As for `Exchange.verdict`.
-        """
+    def verdict(self) -> MessageVerdict:
+        """Waits for the verdict on the whole message and returns it, where it was received."""
         assert self._work is not None, "verdict() follows start()"
         self._work.wait()
         self._work = None
-        out = free.view(1, -1) if self._segments.planes[0] == 1 else None
-        return self._tally.unpack_verdict(self._verdicts, out)
+        return self._tally.unpack_verdict(self._verdicts)
 
-    def rehearse(self, found: Verdict) -> Verdict:
+    def rehearse(self, found: Verdict | MessageVerdict) -> MessageVerdict:
         """Packs and unpacks without sending; see `Exchange.rehearse`."""
         self._tally.pack_verdict(found, self._found)
         return self._tally.unpack_verdict(self._verdicts)

@@ -75,19 +75,22 @@ class Wave(NamedTuple):
 class InStep:
     """Votes leave in the step: one wave of messages travels while the next one is encoded.
 
-    The collectives' order is that of the messages, by construction, on every rank.
+    The collectives' order is that of the messages, by construction, on every rank. Where leaving
+    waits for a GPU, a wave leaves once the next one's work has been queued there.
     """
 
     def __init__(self, waves: Sequence[Wave]) -> None:
         """Takes the plan's messages, in the order in which they leave."""
         self._waves = waves
         self._messages = [message for wave in waves for message in wave.messages]
+        self._late = any(message.waits for message in self._messages)
 
     def land(self, moving: Moving, stats: WireStats) -> None:
         """Exchanges votes and applies the verdict; see `Delivery.land`."""
         if not self._messages:
             return
         clock = Clock()
+        held: Sequence[Message] = ()
         for wave in self._waves:
             for message in wave.messages:
                 message.encode(moving.voting, moving.rules)
@@ -95,8 +98,13 @@ class InStep:
             if wave.complete is not None:
                 wave.complete(moving.rule)
             for message in wave.messages:
-                message.send()
+                message.hand_over()
+            due, held = (held, wave.messages) if self._late else (wave.messages, ())
+            for message in due:
+                message.leave()
             stats.exchange_s += clock.lap()
+        for message in held:
+            message.leave()
         for message in self._messages:
             message.count(moving.rule)
         stats.exchange_s += clock.lap()

@@ -1,38 +1,25 @@
-"""A message: parameters whose votes travel together, their buffers, and a step's exchange."""
+"""A message: parameters whose votes travel together, where they lie, and a step's exchange."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_dlion.codec import AdvanceJob, ApplyJob, Codec, EncodeJob, Preview
-from hf_dlion.codec.layout import MessageLayout, Slot
-from hf_dlion.codec.rule import StepRule, TensorRule, Verdict
+from hf_dlion.codec import AdvanceJob, ApplyJob, Codec, EncodeJob
+from hf_dlion.codec.codec import Magnitudes
+from hf_dlion.codec.layout import MessageLayout, Run, shards_of
+from hf_dlion.codec.rule import MessageVerdict, StepRule, TensorRule, Verdict
 from hf_dlion.exchange import Exchange
 
 
-class Buffers(NamedTuple):
-    """Where one message's votes are made, and its verdict may lie.
-
-    Attributes:
-        words: int64, shape (bits * words of the votes,).
-        active: bool, shape (rows of the votes,).
-        free: int64, shape (words of the verdict,); may be the same memory as `words`.
-    """
-
-    words: Tensor
-    active: Tensor
-    free: Tensor
-
-
 class Room:
-    """Memory for votes and verdicts, which the messages of a device take in turns.
+    """Memory for votes, which the messages of a device take in turns.
 
-    Votes are copied as they leave, so the next message's may follow, and verdicts are applied one
-    after another.
+    Rows, and votes that are not made where they are sent from, are copied as they leave, so the
+    next message's may follow.
     """
 
     def __init__(self, words: int, rows: int, device: torch.device) -> None:
@@ -48,10 +35,60 @@ class Room:
         """Returns bool, shape (rows,)."""
         return self._active[:rows]
 
-    def buffers(self, layout: MessageLayout, bits: int) -> Buffers:
-        """Returns those of a message whose votes take `bits` bits."""
-        words, active = self.words(bits * layout.words), self.active(layout.rows)
-        return Buffers(words, active, self.words(layout.words))
+
+class Stretch(NamedTuple):
+    """A stretch of a parameter, and its place in a message that lies in segments.
+
+    Attributes:
+        number: Index of the parameter.
+        param: The parameter.
+        run: The stretch.
+        segment: Number of the segment.
+        words: Where its words lie in the segment.
+        rows: Where its rows lie among all of the message's.
+    """
+
+    number: int
+    param: Tensor
+    run: Run
+    segment: int
+    words: slice
+    rows: slice
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Returns the stretch of a contiguous tensor of the parameter, or one that is just it."""
+        run = self.run
+        if tensor.numel() == run.stop - run.start:
+            return tensor
+        return tensor.view(-1)[run.start : run.stop]
+
+
+def stretches_of(
+    layout: MessageLayout, segments: int, params: Sequence[tuple[int, Tensor]]
+) -> Iterator[Stretch]:
+    """Yields the stretches of parameters in a message that lies in segments, all equally long."""
+    by_index = dict(params)
+    for number, shard in enumerate(shards_of(layout, segments)):
+        for slot in layout.part(shard).slots:
+            row = shard.first_row + slot.row
+            yield Stretch(
+                slot.index, by_index[slot.index], slot.run(), number,
+                slice(slot.word, slot.word + slot.words), slice(row, row + slot.rows),
+            )  # fmt: skip
+
+
+class Preview(NamedTuple):
+    """What becomes known of gradients while votes on them leave before the step.
+
+    Attributes:
+        params: The parameters, with elements, on which this rank votes.
+        finite: For each, whether its scaled gradient is known to be finite.
+        magnitudes: `Codec.magnitudes` of the gradients, in the order of `params`.
+    """
+
+    params: list[Tensor]
+    finite: list[bool]
+    magnitudes: Magnitudes
 
 
 class Message:
@@ -67,8 +104,10 @@ class Message:
         layout: MessageLayout,
         exchange: Exchange,
         codec: Codec,
-        buffers: Buffers,
+        words: Tensor,
+        active: Tensor,
         bits: int = 1,
+        own: MessageLayout | None = None,
     ) -> None:
         """Takes its parts.
 
@@ -77,20 +116,19 @@ class Message:
             layout: Their places.
             exchange: Carries the votes.
             codec: Makes the votes and applies the verdict.
-            buffers: Hold the votes until they leave, and the verdict.
+            words: int64, shape (K, bits * S): where the votes are made, in K segments; those of the
+                exchange, if it has any.
+            active: bool, shape (rows of the votes,): where it is marked which rows vote.
             bits: Of a vote.
+            own: What this rank votes on, if that is but a part of the message.
         """
         self.device = params[0][1].device
-        self._params = list(zip(layout.slots, (param for _, param in params), strict=True))
+        self.params = list(params)
         self._layout, self._exchange, self._codec = layout, exchange, codec
-        self._bits = bits
-        self._words, self._active, self._free = buffers
+        self._words, self._active, self._bits = words, active, bits
+        self._voted = list(stretches_of(own or layout, len(words), params))
+        self._moved: list[Stretch] = []
         self._kinds = {id(param): (param.shape, param.device) for _, param in params}
-
-    @property
-    def params(self) -> list[tuple[int, Tensor]]:
-        """Pairs of parameter index and parameter."""
-        return [(slot.index, param) for slot, param in self._params]
 
     @property
     def wire_bytes(self) -> int:
@@ -102,6 +140,11 @@ class Message:
         """Number of collectives that the exchange makes, one after another."""
         return self._exchange.rounds
 
+    @property
+    def waits(self) -> bool:
+        """Whether `leave` waits for the device."""
+        return self._exchange.waits
+
     def fits(self, param: Tensor) -> bool:
         """Returns whether one of the parameters still is what its place was made for."""
         return self._kinds[id(param)] == (param.shape, param.device)
@@ -110,10 +153,11 @@ class Message:
         """Packs this rank's votes and advances its momenta; a parameter not voting abstains.
 
         Args:
-            voting: `exp_avg` of every parameter, by index, on which this rank votes.
+            voting: `exp_avg`, or this rank's share of it, of every parameter, by index, on which
+                this rank votes.
             rules: The step's constants by parameter index.
         """
-        self.make_votes(voting, rules)
+        self._codec.encode_all(self._jobs(voting, rules, self._gradients(voting)))
 
     def preview(
         self,
@@ -121,7 +165,7 @@ class Message:
         rules: Mapping[int, TensorRule],
         scale: float,
         grads: Mapping[int, Tensor],
-    ) -> tuple[list[Tensor], Preview]:
+    ) -> Preview:
         """Packs this rank's votes for gradients times `scale`, and leaves its momenta alone.
 
         Args:
@@ -129,13 +173,18 @@ class Message:
             rules: As for `encode`.
             scale: Factor of the gradients.
             grads: The gradient of every parameter, by index, on which this rank votes.
-
-        Returns:
-            The parameters that vote, and what became known of their gradients.
         """
-        found = self._jobs(voting, rules, grads)
-        preview = self._codec.preview_all([job for _, job in found], scale)
-        return [param for param, _ in found], preview
+        finite: dict[int, bool] = {}
+        jobs = self._jobs(voting, rules, grads)
+        for job, known in zip(jobs, self._codec.preview_all(jobs, scale), strict=True):
+            finite[job.rule.index] = finite.get(job.rule.index, True) and known
+        seen = [grads[index] for index in finite]
+        by_index = dict(self.params)
+        return Preview(
+            [by_index[index] for index in finite],
+            list(finite.values()),
+            self._codec.magnitudes(seen) if seen else [],
+        )
 
     def advances(
         self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]
@@ -149,33 +198,37 @@ class Message:
         grads = self._gradients(voting)
         return [AdvanceJob(grads[index], voting[index], rules[index]) for index in grads]
 
-    def send(self) -> None:
-        """Starts the exchange of the packed votes."""
-        self._exchange.start(self._words, self._active)
+    def hand_over(self) -> None:
+        """Takes the packed votes as they are; nobody waits."""
+        self._exchange.start(self._copied, self._active)
+
+    def leave(self) -> None:
+        """Sends the votes; with `waits` it may be called on another thread."""
+        self._exchange.leave()
 
     def count(self, rule: StepRule) -> None:
         """Waits for the other ranks' votes and counts them."""
         self._exchange.count(rule)
 
-    def verdict(self) -> Verdict:
-        """Waits for the verdict and returns it; it holds until another message's is asked for."""
-        return self._exchange.verdict(self._free)
+    def verdict(self) -> MessageVerdict:
+        """Waits for the verdict and returns it; it holds until the next step's votes are made."""
+        return self._exchange.verdict()
 
-    def apply(self, verdict: Verdict, rules: Mapping[int, TensorRule]) -> None:
+    def apply(self, verdict: MessageVerdict, rules: Mapping[int, TensorRule]) -> None:
         """Moves the parameters that have a rule by the verdict; the others stay untouched.
 
         Args:
             verdict: Of the whole message.
             rules: The step's constants by parameter index.
         """
+        if not self._moved:
+            segments = verdict.planes.shape[1]
+            self._moved = list(stretches_of(self._layout, segments, self.params))
         jobs = []
-        for slot, param in self._params:
-            if slot.index in rules:
-                part = Verdict(
-                    verdict.planes[:, slot.word : slot.word + slot.words],
-                    verdict.counts[slot.row : slot.row + slot.rows],
-                )
-                jobs.append(ApplyJob(param, part, rules[slot.index]))
+        for index, param, run, segment, words, rows in self._moved:
+            if index in rules:
+                part = Verdict(verdict.planes[:, segment, words], verdict.counts[rows])
+                jobs.append(ApplyJob(param, part, rules[index], run))
         self._codec.apply_all(jobs)
 
     def rehearse(
@@ -190,23 +243,23 @@ class Message:
         """
 
         def work() -> None:
-            self.make_votes(voting, rules)
-            self.apply(self._exchange.rehearse(self._words, self._active, rule), rules)
+            self.encode(voting, rules)
+            self.apply(self._exchange.rehearse(self._copied, self._active, rule), rules)
 
         self._codec.rehearse(work)
 
-    def make_votes(self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]) -> None:
-        """Does the part of `encode` that takes no other rank."""
-        found = self._jobs(voting, rules, self._gradients(voting))
-        self._codec.encode_all([job for _, job in found])
+    @property
+    def _copied(self) -> Tensor | None:
+        """The votes, if they are not made where they are sent from."""
+        return self._words[0] if self._exchange.votes is None else None
 
     def _gradients(self, voting: Container[int]) -> dict[int, Tensor]:
         """Returns the gradients of the parameters that vote, by index."""
         grads = {}
-        for slot, param in self._params:
-            if slot.index in voting:
+        for index, param in self.params:
+            if index in voting:
                 assert param.grad is not None, "a parameter that votes has a gradient"
-                grads[slot.index] = param.grad
+                grads[index] = param.grad
         return grads
 
     def _jobs(
@@ -214,21 +267,22 @@ class Message:
         voting: Mapping[int, Tensor],
         rules: Mapping[int, TensorRule],
         grads: Mapping[int, Tensor],
-    ) -> list[tuple[Tensor, EncodeJob]]:
-        """Returns the parameters that vote and their jobs; the others' votes become 0."""
-        if any(slot.index not in voting for slot, _ in self._params):
+    ) -> list[EncodeJob]:
+        """Returns the jobs of the parameters that vote; the others' votes become 0."""
+        if any(stretch.number not in voting for stretch in self._voted):
             self._words.zero_()
             self._active.zero_()
-        found = []
-        for slot, param in self._params:
-            if slot.index in voting:
-                momentum, rule = voting[slot.index], rules[slot.index]
-                job = EncodeJob(grads[slot.index], momentum, *self._views(slot), rule)
-                found.append((param, job))
-        return found
-
-    def _views(self, slot: Slot) -> tuple[Tensor, Tensor]:
-        return (
-            self._words[self._bits * slot.word : self._bits * (slot.word + slot.words)],
-            self._active[slot.row : slot.row + slot.rows],
-        )
+        dense = {index: grad.contiguous() for index, grad in grads.items()}
+        return [
+            EncodeJob(
+                stretch.of(dense[index]),
+                stretch.of(voting[index]),
+                self._words[segment, self._bits * words.start : self._bits * words.stop],
+                self._active[rows],
+                rules[index],
+                run,
+            )
+            for stretch in self._voted
+            for index, _, run, segment, words, rows in [stretch]
+            if index in voting
+        ]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_dlion.codec import Codec
+from hf_dlion.codec import ApplyJob, Codec, EncodeJob
 from hf_dlion.codec import bits as bits_module
 from hf_dlion.codec.bits import pack_bits, popcount, unpack_bits
 from hf_dlion.codec.layout import MessageLayout, words_for
@@ -20,6 +20,7 @@ from hf_dlion.codec.lion import momentum_stream, random_bits, round_stochastical
 from hf_dlion.codec.native.codec import NativeCodec
 from hf_dlion.codec.reference import votes as reference
 from hf_dlion.codec.rule import Verdict
+from hf_dlion.step.message import stretches_of
 from tests.support.codec_cases import (
     CODECS,
     SHAPES,
@@ -423,3 +424,73 @@ def test_stretches_of_a_parameter_give_what_the_whole_gives(
             codec.step_alone(moved, piece, momentum, tensor_rule, slot.run())
             assert same_bits(moved, alone.view(-1)[own])
             assert same_bits(momentum, alone_avg.view(-1)[own])
+
+
+@CODECS
+@examples(60)
+@given(
+    shape=st.sampled_from([(300,), (5, 70), (3, 128), (1, 400), (130, 3), (3, 2, 40)]),
+    count=st.integers(1, 5),
+    seed=st.integers(0, 10**6),
+    zero_share=st.sampled_from([0.0, 0.3, 0.97]),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+    bits=st.sampled_from([1, 2, 4, 8]),
+    options=st.sampled_from([{}, {"ties": "zero"}, {"aggregation": "average"}]),
+)
+def test_segments_of_a_message_give_what_the_whole_gives(
+    codec: Codec,
+    shape: tuple[int, ...],
+    count: int,
+    seed: int,
+    zero_share: float,
+    dtype: torch.dtype,
+    bits: int,
+    options: dict[str, str],
+) -> None:
+    tensor_rule = rule(**options)
+    step = dataclasses.replace(tensor_rule.step_rule, bits=bits, level_scale="word")
+    tensor_rule = dataclasses.replace(tensor_rule, step_rule=step)
+    grad, old = (gradients(shape, seed + k, zero_share, dtype) for k in range(2))
+    # Rows that vote by one of their parts only, and rows that do not vote at all.
+    old[grad == 0] = 0
+    layout = MessageLayout.of([(tensor_rule.index, grad.shape)])
+    whole = torch.empty(bits * layout.words, dtype=torch.int64)
+    active, exp_avg = torch.ones(layout.rows, dtype=torch.bool), old.clone()
+    codec.encode(grad, exp_avg, whole, active, tensor_rule)
+
+    length = -(-layout.words // count)
+    votes, rows = torch.full((count, bits * length + 3), -1), torch.ones_like(active)
+    ours = old.clone()
+    stretches = list(stretches_of(layout, count, [(tensor_rule.index, grad)]))
+    jobs = []
+    for stretch in stretches:
+        words = votes[stretch.segment, bits * stretch.words.start : bits * stretch.words.stop]
+        own = stretch.of(grad), stretch.of(ours), words, rows[stretch.rows]
+        jobs.append(EncodeJob(*own, tensor_rule, stretch.run))
+    codec.preview_all(jobs, 1.0)
+    seen = [votes.clone(), rows.clone()]
+    assert same_bits(ours, old)
+    codec.encode_all(jobs)
+    assert same_bits(ours, exp_avg)
+    for found, marked in ((votes, rows), seen):
+        assert torch.equal(marked, active)
+        assert torch.equal(found[:, : bits * length].reshape(-1)[: len(whole)], whole)
+        assert (found[:, bits * length :] == -1).all()
+
+    random = np.random.default_rng(seed)
+    planes = torch.from_numpy(random.integers(0, 2**62, (step.planes, layout.words)))
+    counts = torch.from_numpy(random.integers(0, 2, layout.rows)).int()
+    if step.aggregation == "average":
+        counts = torch.full_like(counts, step.world_size)
+    param, moved = gradients(shape, seed + 2, 0.0, dtype), gradients(shape, seed + 2, 0.0, dtype)
+    codec.apply(param, Verdict(planes, counts), tensor_rule)
+    padded = torch.nn.functional.pad(planes, (0, count * length - layout.words))
+    parts = padded.view(step.planes, count, length).transpose(0, 1).contiguous().transpose(0, 1)
+    if len(shape) == 3:
+        moved = moved.transpose(1, 2).contiguous().transpose(1, 2)
+    pieces = [Verdict(parts[:, k.segment, k.words], counts[k.rows]) for k in stretches]
+    runs = [stretch.run for stretch in stretches]
+    codec.apply_all(
+        [ApplyJob(moved, piece, tensor_rule, r) for piece, r in zip(pieces, runs, strict=True)]
+    )
+    assert same_bits(moved, param)

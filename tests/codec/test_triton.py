@@ -177,9 +177,9 @@ def test_the_kernels_that_count_compile(kernels: Any, planes: int) -> None:
         assert "atom" in compiled(kernels.count.count, {"out": "*u32"}, **flags, **block)
     whole = {"words": "*i64", "out": "*i64"}
     compiled(kernels.tally.pack_votes, whole, **block)
-    flags = {"PLANES": planes, "DIGITS": planes, "SUMS": planes}
-    compiled(kernels.tally.pack_verdict, {"out": "*i64"}, COPY=planes > 1, **flags, **block)
-    compiled(kernels.tally.unpack_verdict, {"out": "*i64"}, **flags, **block)
+    flags = {"DIGITS": planes, "SUMS": planes, **block}
+    compiled(kernels.tally.pack_verdict, {"out": "*i64"}, PLANES=planes, COPY=planes > 1, **flags)
+    compiled(kernels.tally.unpack_verdict, **flags)
     compiled(kernels.codec.clear, **block)
     compiled(kernels.edges.tell, {"out": "*u8", "told": "*i64"}, **block)
     compiled(kernels.edges.hear, {"words": "*u32"}, BITS=1, **block)
@@ -196,7 +196,7 @@ def test_the_kernels_that_look_at_gradients_compile(kernels: Any, dtype: str) ->
         assert not re.search(r"\b(fma|mad)\.\w*\.?f32|\.ftz|\.approx", ptx)
         if dtype != "float64":
             assert "ld.global.v4.b32" in ptx
-    compiled(gradients.prepare, GRAD=kind, PROBE=True, PROBED=PROBED, BLOCK=tables.BLOCK)
+    compiled(gradients.prepare, BLOCK=tables.BLOCK)
     compiled(gradients.probe, GRAD=kind, PROBED=PROBED, BLOCK=tables.BLOCK)
 
 

@@ -24,7 +24,7 @@ from hf_dlion.codec.levels import LEVELS, check_world_size, pack_codes
 from hf_dlion.codec.native import library as native_library
 from hf_dlion.codec.reference import levels as reference_levels
 from hf_dlion.codec.reference import votes as reference
-from hf_dlion.codec.rule import StepRule, Verdict
+from hf_dlion.codec.rule import MessageVerdict, StepRule
 from hf_dlion.exchange import (
     STRATEGIES,
     WireStats,
@@ -136,14 +136,15 @@ def rule_of(options: Options, rank: int, world_size: int, step: int) -> StepRule
 
 
 def signs_in(
-    verdict: Verdict, layout: MessageLayout, shapes: list[tuple[int, ...]], rule: StepRule
+    verdict: MessageVerdict, layout: MessageLayout, shapes: list[tuple[int, ...]], rule: StepRule
 ) -> list[np.ndarray[Any, Any]]:
     """Returns the verdict on each parameter as numbers: signs, or sums of signs for average."""
     found = []
-    # The compiled codec reads a plane's words one after another.
-    assert all(plane.is_contiguous() for plane in verdict.planes)
+    # The compiled codec reads a segment's words one after another.
+    assert verdict.planes.stride(2) == 1
+    whole = verdict.planes.flatten(1)
     for slot, shape in zip(layout.slots, shapes, strict=True):
-        planes = verdict.planes[:, slot.word : slot.word + slot.words]
+        planes = whole[:, slot.word : slot.word + slot.words]
         bits = [unpack_bits(plane, slot.numel).numpy().astype(np.int64) for plane in planes]
         counts = verdict.counts[slot.row : slot.row + slot.rows].numpy()
         counts = counts[reference.row_of_element(shape)]
@@ -176,18 +177,31 @@ def expected_signs(
 
 
 def exchanged(
-    wire: Any, name: str, shapes: list[tuple[int, ...]], ballots: Any, options: Options, step: int
-) -> tuple[Verdict, int]:
+    wire: Any,
+    name: str,
+    shapes: list[tuple[int, ...]],
+    ballots: Any,
+    options: Options,
+    step: int,
+    in_place: bool = False,
+) -> tuple[MessageVerdict, int]:
     layout = MessageLayout.of(list(enumerate(map(torch.Size, shapes))))
     exchange = make_exchange(name, layout, wire, torch.device("cpu"), options)
     words, active = message_of(ballots[wire.rank])
-    exchange.start(words, active)
-    # Room for the votes of another message, which may come before the verdict on this one.
+    if in_place:
+        votes = exchange.votes
+        assert votes is not None
+        for part, segment in zip(words.split(votes.shape[1]), votes, strict=False):
+            segment[: len(part)] = part
+        exchange.start(None, active)
+    else:
+        exchange.start(words, active)
+    # Room for the votes of another message, which may come before these leave.
     words.fill_(-1)
     active.fill_(True)
+    exchange.leave()
     exchange.count(rule_of(options, wire.rank, wire.world_size, step))
-    verdict = exchange.verdict(words[: layout.words])
-    return verdict, wire.stats.bytes_sent
+    return exchange.verdict(), wire.stats.bytes_sent
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -201,6 +215,7 @@ def exchanged(
     step=st.integers(1, 2),
     chunk_words=st.sampled_from([3, 1 << 14]),
     compiled=st.booleans(),
+    in_place=st.booleans(),
 )
 def test_the_verdict_equals_a_vote_counted_in_one_process(
     name: str,
@@ -212,6 +227,7 @@ def test_the_verdict_equals_a_vote_counted_in_one_process(
     step: int,
     chunk_words: int,
     compiled: bool,
+    in_place: bool,
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if not compiled:
@@ -220,7 +236,7 @@ def test_the_verdict_equals_a_vote_counted_in_one_process(
         patch.setattr(levels_module, "CHUNK", 64 * chunk_words)
         ballots = ballots_of(shapes, world_size, seed, absent_share, options.bits)
         results = on_threads(
-            world_size, lambda wire: exchanged(wire, name, shapes, ballots, options, step)
+            world_size, lambda wire: exchanged(wire, name, shapes, ballots, options, step, in_place)
         )
     layout = MessageLayout.of(list(enumerate(map(torch.Size, shapes))))
     rule = rule_of(options, 0, world_size, step)
@@ -233,9 +249,10 @@ def test_the_verdict_equals_a_vote_counted_in_one_process(
     for verdict, sent in results:
         for found, wanted in zip(signs_in(verdict, layout, shapes, rule), expected, strict=True):
             np.testing.assert_array_equal(found, wanted)
-        assert verdict.agreement == sum(int(np.abs(sum(own)).sum()) for own in values)
+        agreement, most = verdict.sums.tolist()
+        assert agreement == sum(int(np.abs(sum(own)).sum()) for own in values)
         if options.bits > 1:
-            assert verdict.most == sum(int(np.abs(votes).sum()) for own in values for votes in own)
+            assert most == sum(int(np.abs(votes).sum()) for own in values for votes in own)
         assert sent == message_wire_bytes([layout], world_size, options, name)
 
 

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -311,7 +312,7 @@ class FakeGpu:
             tables, "_on_device", lambda table, device: table.to(device, non_blocking=True)
         )
         self._patched.setattr(Background, "submit", _at_once)
-        self._patched.setattr(staged, "wait_for", self._note_wait)
+        self._patched.setattr(staged, "reached", lambda device: partial(self._note_wait, device))
         # Tables of another model would be there already: here all addresses are 0.
         tables._uploaded.cache_clear()
         tables._job_of.cache_clear()

@@ -59,7 +59,7 @@ _processes = threading.Lock()
 METHODS: dict[str, tuple[Any, str]] = {
     "a process group": (dist, "new_group"),
     "the header": (Agreement, "agree"),
-    "a vote": (Message, "send"),
+    "a vote": (Message, "leave"),
     "counting": (Message, "count"),
     "a verdict": (Message, "verdict"),
     "applying": (Message, "apply"),

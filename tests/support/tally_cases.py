@@ -13,7 +13,7 @@ from hf_dlion.codec.bits import pack_bits
 from hf_dlion.codec.layout import MessageLayout, Shard
 from hf_dlion.codec.reference import levels as reference_levels
 from hf_dlion.codec.reference import votes as reference
-from hf_dlion.codec.rule import StepRule, Verdict
+from hf_dlion.codec.rule import MessageVerdict, StepRule, Verdict
 from hf_dlion.codec.tally import Segments, Tally
 
 CPU = torch.device("cpu")
@@ -65,7 +65,8 @@ def exchanged(
         planes: Bits per parameter and per row of a verdict.
         ballots: Every rank's words and activity.
         step: The step's constants.
-        elsewhere: Whether planes are counted outside the segment that they travel in.
+        elsewhere: Whether planes are counted outside the segment that they travel in, and come in
+            segments.
         device: Where all of it is done.
     """
     ranks, found, tallies = len(ballots), [], []
@@ -81,7 +82,8 @@ def exchanged(
     for place, (segments, tally) in enumerate(tallies):
         counted(tally, segments, sent[:, place].contiguous(), step, told[place], elsewhere, found)
     whole = tallies[0][1].unpack_verdict(told)
-    return [*found, *of(whole, layout.shard(0, layout.words)), told]
+    joined = Verdict(whole.planes.flatten(1)[:, : layout.words], whole.counts, whole.sums)
+    return [*found, *of(joined, layout.shard(0, layout.words)), told]
 
 
 def counted(
@@ -99,7 +101,15 @@ def counted(
     verdict = tally.count(received, step, out)
     verdict.planes.copy_(within(verdict.planes, shard))
     found += of(verdict, shard)
-    tally.pack_verdict(verdict, told)
+    if not elsewhere:
+        tally.pack_verdict(verdict, told)
+        return
+    pieces = 3
+    length = -(-shard.words // pieces)
+    padded = torch.nn.functional.pad(verdict.planes, (0, pieces * length - shard.words), value=-1)
+    # As received: the planes of a segment lie together.
+    parts = padded.view(planes, pieces, length).transpose(0, 1).contiguous().transpose(0, 1)
+    tally.pack_verdict(MessageVerdict(parts, verdict.counts, verdict.sums), told)
 
 
 def of(verdict: Verdict, shard: Shard) -> list[Tensor]:

@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 from hf_dlion.codec.codec import (
-    PROBED,
     AdvanceJob,
     AloneJob,
     ApplyJob,
     Codec,
     EncodeJob,
     Magnitudes,
-    Preview,
 )
 from hf_dlion.codec.cuda import gradients
 from hf_dlion.codec.cuda.edges import TritonEdges
@@ -32,7 +30,7 @@ from hf_dlion.codec.cuda.launch import (
     written,
 )
 from hf_dlion.codec.cuda.levels import encode_levels
-from hf_dlion.codec.cuda.tables import Entry, Launch, entry_of, launches
+from hf_dlion.codec.cuda.tables import Launch, entry_of, launches
 from hf_dlion.codec.cuda.tally import TritonTally
 from hf_dlion.codec.edges import Edges, Ends
 from hf_dlion.codec.lion import momentum_stream
@@ -57,22 +55,17 @@ class TritonCodec(Codec):
         """See `Codec.encode_all`."""
         self._vote(jobs, ADVANCE=True)
 
-    def preview_all(self, jobs: Sequence[EncodeJob], scale: float) -> Preview:
+    def preview_all(self, jobs: Sequence[EncodeJob], scale: float) -> list[bool]:
         """See `Codec.preview_all`."""
-        filled = [place for place, job in enumerate(jobs) if job.grad.numel()]
-        told = [
-            ([filled[place] for place in places], sums)
-            for places, sums in self._vote(jobs, scale, ADVANCE=False)
-        ]
+        self._vote(jobs, scale, ADVANCE=False)
         # To know whether they are finite the host would have to wait.
-        return Preview([False] * len(jobs), told)
+        return [False] * len(jobs)
 
-    def _vote(self, jobs: Sequence[EncodeJob], scale: float = 1.0, *, ADVANCE: bool) -> Magnitudes:
-        """Makes votes; returns, unless momenta advance, what was seen of gradients of elements."""
+    def _vote(self, jobs: Sequence[EncodeJob], scale: float = 1.0, *, ADVANCE: bool) -> None:
+        """Makes votes, and advances momenta if ADVANCE."""
         jobs = [job for job in jobs if job.grad.numel()]
-        told: Magnitudes = []
         if not jobs:
-            return told
+            return
         # Copies, of gradients that need one, must live until the kernels are launched.
         grads = [job.grad.contiguous() for job in jobs]
         entries = [
@@ -89,7 +82,7 @@ class TritonCodec(Codec):
         ]
         with on_device(grads[0].device):
             for on in launches(entries, grads[0].device):
-                told += self._prepare(on, entries, probe=not ADVANCE)
+                run(self._found.gradients.prepare, on.blocks, on.jobs, on.job_of)
                 zeros_in = torch.empty(on.blocks, dtype=torch.uint8, device=grads[0].device)
                 flags = {"ADVANCE": ADVANCE, "SCALED": scale != 1.0}
                 step = jobs[0].rule.step_rule
@@ -101,18 +94,6 @@ class TritonCodec(Codec):
                 run(self._kernels.clear, on.blocks, on.jobs, on.job_of, zeros_in)
         if ADVANCE:
             written([job.exp_avg for job in jobs])
-        return told
-
-    def _prepare(self, on: Launch, entries: Sequence[Entry], *, probe: bool) -> Magnitudes:
-        """Sets activity to 0; looks at gradients as they are, if wanted."""
-        places = [place for place, entry in enumerate(entries) if entry.kind == on.kind]
-        sums = torch.empty(len(places), dtype=torch.float64, device=on.jobs.device)
-        dtype = str(dict(on.kind.dtypes)["GRAD"]).removeprefix("torch.")
-        run(
-            self._found.gradients.prepare, on.blocks, on.jobs, on.job_of, sums,
-            GRAD=getattr(self._language, dtype), PROBE=probe, PROBED=PROBED,
-        )  # fmt: skip
-        return [(places, sums)] if probe else []
 
     def advance_all(self, jobs: Sequence[AdvanceJob]) -> None:
         """See `Codec.advance_all`."""
@@ -143,19 +124,25 @@ class TritonCodec(Codec):
         if not jobs:
             return
         step = jobs[0].rule.step_rule
-        flats = [job.param.contiguous() for job in jobs]
-        entries = [
-            entry_of(job.rule, param=flat, words=job.verdict.planes, rows=job.verdict.counts)
-            for job, flat in zip(jobs, flats, strict=True)
-        ]
-        with on_device(flats[0].device):
-            for on in launches(entries, flats[0].device):
+        whole = {id(job.param): job.param for job in jobs}
+        flats = {key: param.contiguous() for key, param in whole.items()}
+        entries = []
+        for param, verdict, rule, stretch in jobs:
+            flat = flats[id(param)]
+            if stretch is not None:
+                flat = flat.view(-1)[stretch.start : stretch.stop]
+            entries.append(
+                entry_of(rule, param=flat, words=verdict.planes, rows=verdict.counts, run=stretch)
+            )
+        device = jobs[0].param.device
+        with on_device(device):
+            for on in launches(entries, device):
                 run(
                     self._kernels.apply, on.blocks, on.jobs, on.constants, on.job_of, key_of(step),
                     step.world_size, **self._types(on, step), PLANES=step.planes,
                     AVERAGE=step.aggregation == "average",
                 )  # fmt: skip
-        _hand_back(flats, [job.param for job in jobs])
+        _hand_back(list(flats.values()), list(whole.values()))
 
     def step_alone_all(self, jobs: Sequence[AloneJob]) -> None:
         """See `Codec.step_alone_all`."""

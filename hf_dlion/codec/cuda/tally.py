@@ -9,7 +9,7 @@ from hf_dlion.codec.cuda import tables
 from hf_dlion.codec.cuda.launch import Kernels, on_device, run
 from hf_dlion.codec.cuda.tables import Entry, Launch, table_of
 from hf_dlion.codec.levels import LEVELS
-from hf_dlion.codec.rule import StepRule, Verdict
+from hf_dlion.codec.rule import MessageVerdict, StepRule, Verdict
 from hf_dlion.codec.tally import Segments, sums_for
 
 
@@ -58,15 +58,16 @@ class TritonTally:
     def _programs(self, count: int) -> int:
         return -(-count // self._block)
 
-    def pack(self, words: Tensor, active: Tensor, out: Tensor) -> None:
+    def pack(self, words: Tensor | None, active: Tensor, out: Tensor) -> None:
         """See `Tally.pack`."""
         segments, rows = self._segments, self._vote_rows
-        copies = self._programs(words.numel())
+        count = 0 if words is None else words.numel()
+        copies = max(1, self._programs(count))
         with on_device(out.device):
             run(
                 self._found.tally.pack_votes, copies + rows.blocks, rows.jobs, rows.job_of,
-                words, active.view(torch.uint8), out, self._sums[0], copies,
-                words.numel(), segments.bits * segments.words, segments.vote_words,
+                out if words is None else words, active.view(torch.uint8), out, self._sums[0],
+                copies, count, segments.bits * segments.words, segments.vote_words,
                 BLOCK=self._block,
             )  # fmt: skip
 
@@ -99,36 +100,31 @@ class TritonTally:
                 )  # fmt: skip
         return Verdict(out, self._counts, self._sums[0])
 
-    def pack_verdict(self, found: Verdict, out: Tensor) -> None:
+    def pack_verdict(self, found: Verdict | MessageVerdict, out: Tensor) -> None:
         """See `Tally.pack_verdict`."""
-        segments, mine = self._segments, self._segments.shard
-        elsewhere = found.planes.data_ptr() != out.data_ptr()
+        segments, mine, planes = self._segments, self._segments.shard, found.planes
+        elsewhere = isinstance(found, MessageVerdict)
         copies = max(1, self._programs(mine.words)) if elsewhere else 1
+        # Of segments of a verdict: from plane to plane, from one to the next, and their length.
+        places = (planes.stride(0), planes.stride(1), max(1, planes.shape[-1]))
         with on_device(out.device):
             run(
                 self._found.tally.pack_verdict, copies + self._programs(mine.rows),
-                found.planes, found.planes.stride(0), found.counts, found.sums, out,
+                planes, *places, found.counts, found.sums, out,
                 self._sums[1], copies, mine.words, mine.rows, segments.words, segments.row_words,
-                **self._sizes(), COPY=elsewhere, BLOCK=self._block,
+                PLANES=segments.planes[0], DIGITS=segments.planes[1],
+                SUMS=sums_for(segments.bits), COPY=elsewhere, BLOCK=self._block,
             )  # fmt: skip
 
-    def unpack_verdict(self, received: Tensor, out: Tensor | None = None) -> Verdict:
+    def unpack_verdict(self, received: Tensor) -> MessageVerdict:
         """See `Tally.unpack_verdict`."""
-        segments, layout, rows = self._segments, self._segments.layout, self._verdict_rows
-        if out is None:
-            shape = (segments.planes[0], layout.words)
-            out = torch.empty(shape, dtype=torch.int64, device=received.device)
-        copies = max(1, self._programs(layout.words))
+        segments, rows = self._segments, self._verdict_rows
         with on_device(received.device):
             run(
-                self._found.tally.unpack_verdict, copies + rows.blocks, rows.jobs, rows.job_of,
-                received, out, self._all_counts, self._row_numels, self._sums[1],
-                copies, layout.words, segments.words, segments.row_words, segments.verdict_words,
-                len(segments.shards), segments.voters, **self._sizes(), BLOCK=self._block,
+                self._found.tally.unpack_verdict, 1 + rows.blocks, rows.jobs, rows.job_of,
+                received, self._all_counts, self._row_numels, self._sums[1],
+                segments.row_words, segments.verdict_words, len(segments.shards), segments.voters,
+                DIGITS=segments.planes[1], SUMS=sums_for(segments.bits), BLOCK=self._block,
             )  # fmt: skip
-        return Verdict(out, self._all_counts, self._sums[1])
-
-    def _sizes(self) -> dict[str, object]:
-        """Returns what the compiler must know of a segment of verdict."""
-        planes, digits = self._segments.planes
-        return {"PLANES": planes, "DIGITS": digits, "SUMS": sums_for(self._segments.bits)}
+        planes = segments.planes_in(received).transpose(0, 1)
+        return MessageVerdict(planes, self._all_counts, self._sums[1])

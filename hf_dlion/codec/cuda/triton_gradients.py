@@ -58,20 +58,13 @@ def check(
 
 
 @triton.jit
-def prepare(
-    jobs, job_of, magnitudes,
-    GRAD: tl.constexpr, PROBE: tl.constexpr, PROBED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Sets the activity of all rows to 0, and if PROBE, looks at the gradients as `probe` does."""
+def prepare(jobs, job_of, BLOCK: tl.constexpr):
+    """Sets the activity of all rows to 0."""
     job, start, count = block_of(jobs, job_of, tl.program_id(0), BLOCK)
     first, touched, _, _ = rows_of(job, start, count, BLOCK)
     each = tl.arange(0, BLOCK)
     none = tl.full((BLOCK,), 0, tl.uint8)
     tl.store(address(job, ROWS_AT, first, tl.uint8, False) + each, none, mask=each < touched)
-    if PROBE:
-        if start == 0:
-            number = tl.load(job_of + tl.program_id(0))
-            tl.store(magnitudes + number, _magnitude(job, GRAD, PROBED))
 
 
 @triton.jit
@@ -83,15 +76,10 @@ def probe(jobs, magnitudes, GRAD: tl.constexpr, PROBED: tl.constexpr, BLOCK: tl.
         magnitudes: float64, one per job.
     """
     job = jobs + tl.program_id(0).to(tl.int64) * COLUMNS
-    tl.store(magnitudes + tl.program_id(0), _magnitude(job, GRAD, PROBED))
-
-
-@triton.jit
-def _magnitude(job, GRAD: tl.constexpr, PROBED: tl.constexpr):
     numel = tl.load(job + NUMEL)
     place = tl.arange(0, PROBED) * ((numel + PROBED - 1) // PROBED)
     at = address(job, GRAD_AT, place, GRAD, False)
     values = tl.load(at, mask=place < numel, other=0)
     if GRAD != tl.float64:
         values = values.to(tl.float32)
-    return tl.sum(tl.abs(values.to(tl.float64)), axis=0)
+    tl.store(magnitudes + tl.program_id(0), tl.sum(tl.abs(values.to(tl.float64)), axis=0))

@@ -1,4 +1,4 @@
-"""The Triton kernels that pack votes and verdicts into segments, and unpack them.
+"""The Triton kernels that pack votes and verdicts into segments, and unpack what is not words.
 
 A segment is described in `hf_dlion.codec.tally`. Words are those of the rule, of 64 bits, as two of
 32 bits where bits are packed. In a table of shards NUMEL is a shard's number of rows, and ROWS_AT
@@ -57,11 +57,11 @@ def pack_votes(
     Args:
         jobs: A row per shard; WORDS_AT is the place of its rows' first 32-bit word in `out`.
         job_of: The shard of each block of rows.
-        words: int64, shape (vote_words,).
+        words: int64, shape (vote_words,); the other votes lie in their places already.
         active: bool as uint8, shape (rows,).
         out: int64, the segments, `stride` apart, of which the first `size` words are votes.
         sums: int64, shape (2,).
-        copies: How many programs copy.
+        copies: How many programs copy, at least 1.
         vote_words: How many words there are.
         size: Words of votes in a segment.
         stride: Words in a segment.
@@ -77,12 +77,14 @@ def pack_votes(
 
 @triton.jit
 def _copy_planes(
-    planes, planes_stride, out, program, words, size, PLANES: tl.constexpr, BLOCK: tl.constexpr
-):
+    planes, plane_stride, stride, length, out, program, words, size,
+    PLANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     held = at < words
+    here = planes + at // length * stride + at % length
     for plane in tl.static_range(PLANES):
-        values = tl.load(planes + plane * planes_stride + at, mask=held, other=0)
+        values = tl.load(here + plane * plane_stride, mask=held, other=0)
         tl.store(out + plane * size + at, values, mask=held)
 
 
@@ -98,17 +100,25 @@ def _pack_counts(counts, out, start, rows, row_words, DIGITS: tl.constexpr, BLOC
         tl.store(narrow + digit * 2 * row_words, bits, mask=held)
 
 
-@triton.jit(do_not_specialize=["planes_stride", "copies", "words", "rows", "size", "row_words"])
+@triton.jit(
+    do_not_specialize=[
+        *("plane_stride", "stride", "length", "copies", "words", "rows", "size", "row_words")
+    ]
+)
 def pack_verdict(
-    planes, planes_stride, counts, sums, out, following, copies, words, rows, size, row_words,
+    planes, plane_stride, stride, length, counts, sums, out, following,
+    copies, words, rows, size, row_words,
     PLANES: tl.constexpr, DIGITS: tl.constexpr, SUMS: tl.constexpr, COPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes the verdict on a shard into a segment.
 
     Args:
-        planes: int64, PLANES rows of `words`, `planes_stride` apart; not read unless COPY.
-        planes_stride: See `planes`.
+        planes: int64, segments of `length` words, `stride` apart, in each of PLANES planes, which
+            are `plane_stride` apart; not read unless COPY, and nor are these three.
+        plane_stride: See `planes`.
+        stride: See `planes`.
+        length: See `planes`.
         counts: int32, shape (rows,).
         sums: int64, SUMS of them.
         out: int64, the segment.
@@ -126,7 +136,9 @@ def pack_verdict(
     program = tl.program_id(0)
     if program < copies:
         if COPY:
-            _copy_planes(planes, planes_stride, out, program, words, size, PLANES, BLOCK)
+            _copy_planes(
+                planes, plane_stride, stride, length, out, program, words, size, PLANES, BLOCK
+            )
         if program == 0:
             tl.store(following + tl.arange(0, 2), tl.full((2,), 0, tl.int64))
             for k in tl.static_range(SUMS):
@@ -136,64 +148,44 @@ def pack_verdict(
         _pack_counts(counts, out + PLANES * size, start, rows, row_words, DIGITS, BLOCK)
 
 
-@triton.jit(
-    do_not_specialize=["copies", "words", "size", "row_words", "stride", "segments", "voters"]
-)
+@triton.jit(do_not_specialize=["row_words", "stride", "segments", "voters"])
 def unpack_verdict(
-    jobs, job_of, received, out, counts, row_numels, sums,
-    copies, words, size, row_words, stride, segments, voters,
-    PLANES: tl.constexpr, DIGITS: tl.constexpr, SUMS: tl.constexpr, BLOCK: tl.constexpr,
+    jobs, job_of, received, counts, row_numels, sums, row_words, stride, segments, voters,
+    DIGITS: tl.constexpr, SUMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Takes the verdict on a message out of all segments.
+    """Takes rows and sums of the verdict on a message out of all segments; planes stay there.
+
+    The first program takes the sums, those after it a block of rows each.
 
     Args:
         jobs: A row per shard; WORDS_AT is the place of its rows' first 32-bit word in `received`,
             ROW_NUMEL that of its first row in `row_numels`.
         job_of: The shard of each block of rows.
         received: int64, the segments.
-        out: int64, shape (PLANES, words).
         counts: int32, receives the rows' counts.
         row_numels: int64, shard by shard the elements of each row; not read unless SUMS is 1.
         sums: int64, two elements to which agreement and what it could be are added.
-        copies: How many programs copy, at least 1.
-        words: Words of the message.
-        size: Words of a plane in a segment.
         row_words: Words of a row plane in a segment.
         stride: Words in a segment.
         segments: How many there are.
         voters: How many ranks vote.
-        PLANES: Bits per parameter.
         DIGITS: Bits per row.
         SUMS: How many sums travelled: if 1, the other one is found here.
     """
     program = tl.program_id(0)
-    if program < copies:
-        _take_planes(received, out, program, words, size, stride, PLANES, BLOCK)
-        if program == 0:
-            for k in tl.static_range(SUMS):
-                total = tl.full((), 0, tl.int64)
-                at = received + stride - SUMS + k
-                for _ in range(segments):
-                    total += tl.load(at)
-                    at += stride
-                tl.atomic_add(sums + k, total)
+    if program == 0:
+        for k in tl.static_range(SUMS):
+            total = tl.full((), 0, tl.int64)
+            at = received + stride - SUMS + k
+            for _ in range(segments):
+                total += tl.load(at)
+                at += stride
+            tl.atomic_add(sums + k, total)
     else:
         _take_counts(
-            jobs, job_of, program - copies, received, counts, row_numels, sums, row_words, voters,
+            jobs, job_of, program - 1, received, counts, row_numels, sums, row_words, voters,
             DIGITS, SUMS, BLOCK,
         )  # fmt: skip
-
-
-@triton.jit
-def _take_planes(
-    received, out, program, words, size, stride, PLANES: tl.constexpr, BLOCK: tl.constexpr
-):
-    at = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    held = at < words
-    here = received + at // size * stride + at % size
-    for plane in tl.static_range(PLANES):
-        values = tl.load(here + plane * size, mask=held, other=0)
-        tl.store(out + plane * words + at, values, mask=held)
 
 
 @triton.jit

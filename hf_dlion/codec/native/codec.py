@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from hf_dlion.codec.codec import AdvanceJob, AloneJob, ApplyJob, EncodeJob, Preview
+from hf_dlion.codec.codec import AdvanceJob, AloneJob, ApplyJob, EncodeJob
 from hf_dlion.codec.cpu import CpuCodec
 from hf_dlion.codec.layout import Run, whole_run
 from hf_dlion.codec.levels import LEVELS
@@ -109,26 +109,18 @@ class NativeCodec(CpuCodec):
         """Takes the compiled library."""
         self._library = library
 
-    def encode_all(self, jobs: Sequence[EncodeJob]) -> None:
-        """See `Codec.encode_all`."""
-        for job in jobs:
-            if not _supported(job.grad, job.exp_avg, run=job.run):
-                super().encode_all([job])
-            elif job.grad.numel():
-                self._vote(job, _VOTE | _ADVANCE)
-                increment_version(job.exp_avg)
-
-    def preview_all(self, jobs: Sequence[EncodeJob], scale: float) -> Preview:
-        """See `Codec.preview_all`."""
-        finite = []
-        for job in jobs:
-            if job.grad.numel() == 0:
-                finite.append(True)
-            elif _supported(job.grad, job.exp_avg, run=job.run):
-                finite.append(self._vote(job, _VOTE, scale))
-            else:
-                finite += super().preview_all([job], scale).finite
-        return self.previewed(jobs, finite)
+    def make_votes(self, job: EncodeJob, scale: float | None) -> bool:
+        """See `EagerCodec.make_votes`."""
+        if not _supported(job.grad, job.exp_avg, run=job.run):
+            return super().make_votes(job, scale)
+        what, factor = (_VOTE | _ADVANCE, 1.0) if scale is None else (_VOTE, scale)
+        if job.rule.step_rule.bits > 1:
+            finite = self._encode_levels(job, what, factor)
+        else:
+            finite = self._encode_bits(*job[:5], what, factor, job.run)
+        if scale is None:
+            increment_version(job.exp_avg)
+        return finite
 
     def advance_all(self, jobs: Sequence[AdvanceJob]) -> None:
         """See `Codec.advance_all`."""
@@ -141,15 +133,19 @@ class NativeCodec(CpuCodec):
                 )
                 increment_version(job.exp_avg)
 
-    def _vote(self, job: EncodeJob, what: int, scale: float = 1.0) -> bool:
-        """Encodes; tells whether the gradient times `scale` is finite."""
-        if job.rule.step_rule.bits > 1:
-            return self._encode_levels(job, what, scale)
-        run = job.run or whole_run(job.grad.shape)
-        job.active.zero_()
-        finite = self._encode_bits(*job[:5], what, scale, run)
-        self._clear_inactive(job.words, job.active, run)
-        return finite
+    def clear_votes(self, job: EncodeJob) -> None:
+        """See `EagerCodec.clear_votes`."""
+        bits = job.rule.step_rule.bits
+        if bits == 1 or not _supported(job.grad, job.exp_avg, run=job.run):
+            super().clear_votes(job)
+        elif not bool(job.active.all()):
+            run, votes = job.run or whole_run(job.grad.shape), job.active.to(torch.int32)
+            codes, counts = _codes_0(job.words, run, bits), _row_0(votes, run)
+
+            def clear(start: int, stop: int) -> None:
+                self._library.dlion_clear(codes, counts, run.row_numel, start, stop, bits)
+
+            _in_parts(run, clear)
 
     def _encode_bits(
         self,
@@ -165,8 +161,7 @@ class NativeCodec(CpuCodec):
         """Encodes; a vote alone tells whether the gradient times `scale` is finite."""
         run, native_rule = run or whole_run(grad.shape), _rule_for(rule, grad, exp_avg)
         grad = grad.contiguous()
-        # Where those of the parameter's first element and row would be.
-        signs = None if words is None else words.data_ptr() - run.start // 8
+        signs = None if words is None else _codes_0(words, run, 1)
         rows = None if active is None else _row_0(active, run)
 
         def work(start: int, stop: int) -> bool:
@@ -185,18 +180,15 @@ class NativeCodec(CpuCodec):
         # C would write past the end of votes made for fewer bits.
         bits = job.rule.step_rule.bits
         assert job.words.numel() == bits * run.words, "as many words as the bits take"
-        job.active.zero_()
         if job.rule.step_rule.level_scale == "word":
             return self._encode_word_levels(job, run, what, scale)
         return self._encode_tensor_levels(job, run, what, scale)
 
     def _encode_word_levels(self, job: EncodeJob, run: Run, what: int, scale: float) -> bool:
-        """Encodes in one pass, and clears the codes of rows that abstain."""
+        """Encodes in one pass."""
         grad, exp_avg, words, active, rule, _ = job
         native_rule, bits = _rule_for(rule, grad, exp_avg), rule.step_rule.bits
-        # Where those of the parameter's first element and row would be.
-        codes = words.data_ptr() - run.start // 64 * bits * words.element_size()
-        rows = _row_0(active, run)
+        codes, rows = _codes_0(words, run, bits), _row_0(active, run)
 
         def encode(start: int, stop: int) -> bool:
             finite: int = self._library.dlion_word_levels(
@@ -205,15 +197,7 @@ class NativeCodec(CpuCodec):
             )  # fmt: skip
             return bool(finite)
 
-        def clear(start: int, stop: int) -> None:
-            self._library.dlion_clear(codes, counts, run.row_numel, start, stop, bits)
-
-        finite = all(_in_parts(run, encode))
-        if not bool(active.all()):
-            votes = active.to(torch.int32)
-            counts = _row_0(votes, run)
-            _in_parts(run, clear)
-        return finite
+        return all(_in_parts(run, encode))
 
     def _encode_tensor_levels(self, job: EncodeJob, run: Run, what: int, scale: float) -> bool:
         """Encodes in two passes, the first of which measures."""
@@ -235,13 +219,11 @@ class NativeCodec(CpuCodec):
         total = self._library.dlion_fold(sums, groups)
         rows = int(np.count_nonzero(active.numpy()))
         factor = factor_of(total, rows * run.row_numel, bits)
-        votes = None if rows == run.rows else active.to(torch.int32)
-        counts = None if votes is None else votes.data_ptr()
 
         def encode(start: int, stop: int) -> None:
             self._library.dlion_levels(
-                grad.data_ptr(), exp_avg.data_ptr(), words.data_ptr(), counts, run.row_numel,
-                start, stop, scale, factor, bits, what, *narrow, native_rule,
+                grad.data_ptr(), exp_avg.data_ptr(), words.data_ptr(), start, stop, scale, factor,
+                bits, what, *narrow, native_rule,
             )  # fmt: skip
 
         _in_parts(run, encode)
@@ -249,18 +231,19 @@ class NativeCodec(CpuCodec):
 
     def apply_flat(self, flat: Tensor, job: ApplyJob) -> None:
         """See `EagerCodec.apply_flat`."""
-        param, verdict, rule = job
+        param, verdict, rule, stretch = job
         if rule.step_rule.aggregation != "majority" or not _supported(param):
             super().apply_flat(flat, job)
             return
-        run, native_rule, planes = whole_run(param.shape), _rule_for(rule, param), verdict.planes
+        run, native_rule = stretch or whole_run(param.shape), _rule_for(rule, param)
         everywhere = bool(verdict.counts.all())
-        counts = None if everywhere else verdict.counts.data_ptr()
-        nonzero = planes[1].data_ptr() if len(planes) == 2 else None
+        counts = None if everywhere else _row_0(verdict.counts, run)
+        negative, *more = (_codes_0(plane, run, 1) for plane in verdict.planes)
+        nonzero = more[0] if more else None
 
         def work(start: int, stop: int) -> None:
             self._library.dlion_apply(
-                flat.data_ptr(), planes[0].data_ptr(), nonzero, counts, run.row_numel, start, stop,
+                flat.data_ptr(), negative, nonzero, counts, run.row_numel, start, stop,
                 _NARROW[flat.dtype], native_rule,
             )  # fmt: skip
 
@@ -326,6 +309,11 @@ def factor_of(total: float, count: int, bits: int) -> float:
     if not mean > 0:
         return 0.0
     return min(LEVELS[bits].largest / 2 / mean, torch.finfo(torch.float32).max)
+
+
+def _codes_0(words: Tensor, run: Run, bits: int) -> int:
+    """Returns where the codes of the parameter's word 0 would lie, if `words` are a stretch's."""
+    return words.data_ptr() - run.start // 64 * bits * words.element_size()
 
 
 def _row_0(rows: Tensor, run: Run) -> int:

@@ -204,7 +204,7 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
     found.dlion_fold.restype = ctypes.c_double
     found.dlion_measure.argtypes = [*[pointer] * 4, *[size] * 3, scale, flag, flag, rule]
     found.dlion_measure.restype = flag
-    found.dlion_levels.argtypes = [*[pointer] * 4, *[size] * 3, scale, scale, *[flag] * 4, rule]
+    found.dlion_levels.argtypes = [*[pointer] * 3, *[size] * 2, scale, scale, *[flag] * 4, rule]
     found.dlion_levels.restype = None
     found.dlion_word_levels.argtypes = [*[pointer] * 4, *[size] * 3, scale, *[flag] * 4, rule]
     found.dlion_word_levels.restype = flag

@@ -464,18 +464,16 @@ static void code_any(const float *u, uint64_t *words, uint64_t kept, float facto
 }
 
 /* Writes votes of more than one bit with one factor; with ADVANCE it moves the momentum on. Follows
- * dlion_measure: `counts` are 0 for the rows that abstain, or null if none does. */
-void dlion_levels(const void *grad, void *exp_avg, uint64_t *words, const int32_t *counts,
-                  int64_t row_numel, int64_t start, int64_t stop, float scale, float factor,
-                  int bits, int what, int narrow_grad, int narrow_avg, const Rule *rule)
+ * dlion_measure; dlion_clear must follow. */
+void dlion_levels(const void *grad, void *exp_avg, uint64_t *words, int64_t start, int64_t stop,
+                  float scale, float factor, int bits, int what, int narrow_grad, int narrow_avg,
+                  const Rule *rule)
 {
     for (int64_t at = start; at < stop; at += BLOCK) {
         float u[BLOCK];
         int count = least(BLOCK, stop - at);
         uint64_t kept = count == BLOCK ? ~0ull : ~(~0ull << count);
         directions(u, grad, exp_avg, at, count, scale, what, narrow_grad, narrow_avg, rule);
-        if (counts)
-            kept &= voted(counts, row_numel, at, count);
         code_any(u, words + at / BLOCK * bits, kept, factor, bits, rule);
     }
 }

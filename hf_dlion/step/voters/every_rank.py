@@ -43,19 +43,24 @@ class EveryRank(OneRank):
     ) -> Built:
         """Returns messages of whole parameters."""
         up, down = wires or (self.between, self.between)
-        messages, bits = [], options.bits
-        sizes: dict[torch.device, list[MessageLayout]] = {}
-        for group, layout in groups:
-            sizes.setdefault(group[0][1].device, []).append(layout)
-        rooms = {
-            device: Room(bits * max(k.words for k in own), max(k.rows for k in own), device)
-            for device, own in sizes.items()
-        }
-        for group, layout in groups:
-            device = group[0][1].device
-            exchange = make_exchange(name, layout, up, device, options, down)
-            buffers, codec = rooms[device].buffers(layout, bits), codec_for(device)
-            messages.append(Message(group, layout, exchange, codec, buffers, bits))
+        bits, devices = options.bits, [group[0][1].device for group, _ in groups]
+        exchanges = [
+            make_exchange(name, layout, up, device, options, down)
+            for device, (_, layout) in zip(devices, groups, strict=True)
+        ]
+        sizes: dict[torch.device, tuple[int, int]] = {}
+        for device, (_, layout), exchange in zip(devices, groups, exchanges, strict=True):
+            words, rows = sizes.get(device, (0, 0))
+            copied = bits * layout.words if exchange.votes is None else 0
+            sizes[device] = max(words, copied), max(rows, layout.rows)
+        rooms = {device: Room(*size, device) for device, size in sizes.items()}
+        messages = []
+        for device, (group, layout), exchange in zip(devices, groups, exchanges, strict=True):
+            room, votes = rooms[device], exchange.votes
+            if votes is None:
+                votes = room.words(bits * layout.words).view(1, -1)
+            active, codec = room.active(layout.rows), codec_for(device)
+            messages.append(Message(group, layout, exchange, codec, votes, active, bits))
         return Built(messages, InStep([Wave([message]) for message in messages]))
 
     def average_momenta(self, momenta: MomentumStore) -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from hf_dlion.codec import AloneJob, Codec, EncodeJob
+from hf_dlion.codec import AloneJob, Codec
 from hf_dlion.codec.layout import MessageLayout, Slot
 from hf_dlion.codec.rule import StepRule, TensorRule
-from hf_dlion.exchange import Exchange, Wire, WireStats
+from hf_dlion.exchange import Wire, WireStats
 from hf_dlion.exchange.node import RowEdges
 from hf_dlion.step.delivery import Moving
-from hf_dlion.step.message import Buffers, Message
+from hf_dlion.step.message import Message
 
 Params = Sequence[tuple[int, Tensor]]
 
@@ -24,33 +24,16 @@ Params = Sequence[tuple[int, Tensor]]
 class NodeMessage(Message):
     """A message of which this rank encodes one shard and applies the whole verdict."""
 
-    def __init__(
-        self,
-        params: Params,
-        layout: MessageLayout,
-        exchange: Exchange,
-        codec: Codec,
-        buffers: Buffers,
-        bits: int = 1,
-        *,
-        own: MessageLayout,
-        edges: RowEdges | None = None,
-    ) -> None:
+    def __init__(self, *parts: Any, edges: RowEdges | None = None) -> None:
         """Takes its parts.
 
         Args:
-            params: As for `Message`.
-            layout: Their places in the whole message.
-            exchange: Carries the votes on the shard.
-            codec: As for `Message`.
-            buffers: Of the votes on the shard; the verdict is on the whole message.
-            bits: As for `Message`.
-            own: The shard.
+            parts: As for `Message`; the gradients are the node's by the time that they are looked
+                at, and a share of a momentum is just the stretch that this rank votes on.
             edges: Complete the votes of the messages that leave with this one, if it is the first
                 of them.
         """
-        super().__init__(params, layout, exchange, codec, buffers, bits)
-        self._own = _with_params(own, params)
+        super().__init__(*parts)
         self._edges = edges
 
     def rehearse(
@@ -60,21 +43,6 @@ class NodeMessage(Message):
         super().rehearse(voting, rules, rule)
         if self._edges is not None:
             self._codec.rehearse(functools.partial(self._edges.rehearse, rule))
-
-    def make_votes(self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule]) -> None:
-        """See `Message.make_votes`; gradients are the node's by now."""
-        grads, jobs = self._gradients(voting), []
-        for slot, _ in self._own:
-            words, active = self._views(slot)
-            if slot.index in voting:
-                grad, momentum = _stretch(grads[slot.index], slot), voting[slot.index]
-                rule = rules[slot.index]
-                jobs.append(EncodeJob(grad, momentum, words, active, rule, slot.run()))
-            else:
-                # Its votes are 0, and its rows abstain.
-                words.zero_()
-                active.zero_()
-        self._codec.encode_all(jobs)
 
 
 class SharedMove:

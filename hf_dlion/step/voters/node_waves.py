@@ -15,7 +15,7 @@ from hf_dlion.exchange.staged import Staged
 from hf_dlion.options import Options
 from hf_dlion.ranks.node import Node
 from hf_dlion.step.delivery import Wave
-from hf_dlion.step.message import Buffers, Room
+from hf_dlion.step.message import Room
 from hf_dlion.step.voters.node_message import NodeMessage
 
 # The parameters and the layout of a message.
@@ -68,9 +68,7 @@ class _Builder:
         parts = [[self._part(layout) for _, layout in wave] for wave in waves]
         words = options.bits * max(sum(part.words for part in wave) for wave in parts)
         rows = max(sum(part.rows for part in wave) for wave in parts)
-        self._votes = Room(words, rows, device)
-        longest = max(layout.words for wave in waves for _, layout in wave)
-        self._verdict = Room(longest, 0, device)
+        self._room = Room(words, rows, device)
 
     def wave(self, groups: Sequence[Group]) -> Wave:
         """Returns some messages that leave together."""
@@ -78,16 +76,15 @@ class _Builder:
         layouts = [layout for _, layout in groups]
         parts = [self._part(layout) for layout in layouts]
         sizes = [bits * part.words for part in parts], [part.rows for part in parts]
-        words, active = self._votes.words(sum(sizes[0])), self._votes.active(sum(sizes[1]))
+        words, active = self._room.words(sum(sizes[0])), self._room.active(sum(sizes[1]))
         edges = RowEdges(layouts, node.local, words, active, bits)
         votes = zip(torch.split(words, sizes[0]), torch.split(active, sizes[1]), strict=True)
         messages: list[NodeMessage] = []
         for (params, layout), part, own in zip(groups, parts, votes, strict=True):
-            buffers = Buffers(*own, self._verdict.words(layout.words))
             exchange, codec = self._exchange(layout, part), codec_for(device)
             message = NodeMessage(
-                params, layout, exchange, codec, buffers, bits,
-                own=part, edges=None if messages else edges,
+                params, layout, exchange, codec, own[0].view(1, -1), own[1], bits, part,
+                edges=None if messages else edges,
             )  # fmt: skip
             messages.append(message)
         return Wave(messages, edges.complete)

@@ -56,11 +56,12 @@ class Votes:
         self._step += 1
         rule = step_rule(self._step, self._wire.rank, self._wire.world_size)
         for exchange, words, active in self._parts:
-            exchange.start(words, active)
+            exchange.start(None if exchange.votes is not None else words, active)
+            exchange.leave()
         for exchange, _, _ in self._parts:
             exchange.count(rule)
-        for exchange, words, _ in self._parts:
-            exchange.verdict(words)
+        for exchange, *_ in self._parts:
+            exchange.verdict()
 
 
 def run(args: argparse.Namespace) -> None:
