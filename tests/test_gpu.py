@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,8 +27,9 @@ from hf_dlion.codec.cuda import tables
 from hf_dlion.codec.cuda.codec import TritonCodec
 from hf_dlion.codec.layout import MessageLayout, words_for
 from hf_dlion.codec.reference import votes as reference
-from hf_dlion.codec.rule import Verdict, verdict_planes
+from hf_dlion.codec.rule import TensorRule, Verdict, verdict_planes
 from hf_dlion.ranks.fingerprint import ROW, fingerprints
+from hf_dlion.step.message import Stretch, stretches_of
 from tests.support.codec_cases import gradients, rule, verdict_of
 from tests.support.oracle import bits_of
 from tests.support.random_training import DTYPES, normal
@@ -134,6 +136,37 @@ def test_large_tensors_and_blocks_of_full_length(dtype: torch.dtype) -> None:
             codec.apply_all([ApplyJob(param, Verdict(words[None], active.int()), rule())])
 
         same_on_both(both, param, grad, exp_avg, words, active)
+
+
+def vote_and_move(
+    codec: Any, *tensors: Tensor, stretches: list[Stretch], votes: TensorRule
+) -> None:
+    param, grad, exp_avg, words, active = tensors
+    bits, encode, apply = votes.step_rule.bits, [], []
+    for one in stretches:
+        made = words[one.segment, bits * one.words.start : bits * one.words.stop]
+        parts = one.of(grad), one.of(exp_avg), made, active[one.rows]
+        encode.append(EncodeJob(*parts, votes, one.run))
+        verdict = Verdict(words[one.segment, one.words][None], active[one.rows].int())
+        apply.append(ApplyJob(param, verdict, rule(), one.run))
+    codec.encode_all(encode)
+    codec.apply_all(apply)
+
+
+@DTYPE
+@pytest.mark.parametrize("bits", [1, 4])
+@pytest.mark.parametrize("count", [2, 5])
+def test_segments_of_a_message(dtype: torch.dtype, bits: int, count: int) -> None:
+    votes = dataclasses.replace(rule(), step_rule=dataclasses.replace(rule().step_rule, bits=bits))
+    for seed, shape in enumerate([(300,), (9, 70), (130, 3), (70, 640)]):
+        grad = gradients(shape, seed, 0.9, dtype)
+        exp_avg = torch.where(grad == 0, 0.0, gradients(shape, 9, 0.0, dtype).double()).to(dtype)
+        layout = MessageLayout.of([(votes.index, grad.shape)])
+        words = torch.full((count, bits * -(-layout.words // count) + 3), -1)
+        active = torch.ones(layout.rows, dtype=torch.bool)
+        stretches = list(stretches_of(layout, count, [(votes.index, grad)]))
+        task = partial(vote_and_move, stretches=stretches, votes=votes)
+        same_on_both(task, gradients(shape, 3, 0.1, dtype), grad, exp_avg, words, active)
 
 
 @pytest.mark.parametrize("absent_share", [0.0, 0.3])
