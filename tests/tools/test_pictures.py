@@ -13,7 +13,7 @@ from hf_dlion.tools import cli, pictures
 from hf_dlion.tools.bench.methods import NONE, name_of
 from hf_dlion.tools.pictures import LOOKS, figure, logarithmic, look
 from hf_dlion.tools.plan import methods as plan_methods
-from hf_dlion.tools.study.methods import METHODS as STUDIED
+from hf_dlion.tools.study.recipes import METHODS as STUDIED
 
 
 def saved(monkeypatch: pytest.MonkeyPatch) -> list[Any]:

@@ -12,8 +12,9 @@ from torch.optim import AdamW
 from hf_dlion.exchange.mean import average_wire_bytes
 from hf_dlion.tools import rivals
 from hf_dlion.tools.cli import main as command
-from hf_dlion.tools.study.methods import METHODS, SIMULATED, set_lr, trainable
+from hf_dlion.tools.study.methods import set_lr, trainable
 from hf_dlion.tools.study.real import RealRank
+from hf_dlion.tools.study.recipes import METHODS, SIMULATED
 from hf_dlion.tools.study.setting import Setting
 from hf_dlion.tools.study.text import Pretraining
 from hf_dlion.tools.study.train import train

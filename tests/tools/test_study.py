@@ -16,8 +16,9 @@ from hf_dlion.tools.cli import main as command
 from hf_dlion.tools.study import table
 from hf_dlion.tools.study.agreement import SignAgreement
 from hf_dlion.tools.study.cli import main
-from hf_dlion.tools.study.methods import METHODS, SIMULATED, Method, recipe, sgd, trainable
+from hf_dlion.tools.study.methods import Method, trainable
 from hf_dlion.tools.study.real import RealRank, run_real
+from hf_dlion.tools.study.recipes import METHODS, SIMULATED, recipe, sgd
 from hf_dlion.tools.study.records import Records
 from hf_dlion.tools.study.result import results
 from hf_dlion.tools.study.scenes import Scene, UnknownNameError, scene_class

@@ -19,8 +19,8 @@ from hf_dlion.tools.report import (
     write_json,
 )
 from hf_dlion.tools.study import table
-from hf_dlion.tools.study.methods import METHODS, SIMULATED, check_simulated, recipe
 from hf_dlion.tools.study.real import check_real
+from hf_dlion.tools.study.recipes import METHODS, SIMULATED, check_simulated, recipe
 from hf_dlion.tools.study.records import Records
 from hf_dlion.tools.study.result import results
 from hf_dlion.tools.study.run import complete, estimate_s

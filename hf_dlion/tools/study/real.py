@@ -18,7 +18,8 @@ from hf_dlion.exchange.mean import average_wire_bytes
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.tools.rivals import check_installed
 from hf_dlion.tools.study.compressors_hook import HookState, compress_hook
-from hf_dlion.tools.study.methods import Method, lion_options, named, recipe, set_lr, trainable
+from hf_dlion.tools.study.methods import Method, lion_options, named, set_lr, trainable
+from hf_dlion.tools.study.recipes import recipe
 from hf_dlion.tools.study.scenes import Scene, UnknownNameError, scene_class
 from hf_dlion.tools.study.setting import Setting
 from hf_dlion.tools.study.train import train

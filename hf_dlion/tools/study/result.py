@@ -168,7 +168,7 @@ def server_bits(method: str, workers: int) -> float | None:
     Without a server, `Result.bits_per_step` is what really left a rank.
 
     Args:
-        method: A name in `methods.METHODS`; the result is None for those that are not the paper's.
+        method: A name in `recipes.METHODS`; the result is None for those that are not the paper's.
         workers: Number of workers.
 
     >>> server_bits("majority", 4), server_bits("lion", 4), server_bits("bits8", 4)

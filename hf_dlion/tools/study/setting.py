@@ -20,7 +20,7 @@ class Setting:
 
     Attributes:
         scene: What is learned, a name in `scenes.SCENES`.
-        method: How, a name in `methods.METHODS`.
+        method: How, a name in `recipes.METHODS`.
         workers: Number of ranks.
         batch: Sequences, or images, per worker and step.
         sequence: Tokens in each.

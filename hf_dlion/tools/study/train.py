@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from hf_dlion.tools.study.agreement import SignAgreement
-from hf_dlion.tools.study.methods import Method, recipe, trainable
+from hf_dlion.tools.study.methods import Method, trainable
+from hf_dlion.tools.study.recipes import recipe
 from hf_dlion.tools.study.scenes import Scene, scene_class
 from hf_dlion.tools.study.setting import Setting
 
