@@ -20,7 +20,7 @@ from hf_dlion.tools.report import (
 )
 from hf_dlion.tools.study import table
 from hf_dlion.tools.study.real import check_real
-from hf_dlion.tools.study.recipes import METHODS, SIMULATED, check_simulated, recipe
+from hf_dlion.tools.study.recipes import METHODS, SIMULATED, TRIALS, check_simulated, recipe
 from hf_dlion.tools.study.records import Records
 from hf_dlion.tools.study.result import results
 from hf_dlion.tools.study.run import complete, estimate_s
@@ -47,8 +47,9 @@ SCALES: dict[str, dict[str, Any]] = {
         "hidden": 32, "layers": 1, "steps": 6, "seeds": 2, "evaluations": 2, "base_steps": 6,
     },
     "small": {
-        "methods": SIMULATED, "workers": [2, 4, 8], "batch": [8], "sequence": 64, "hidden": 64,
-        "layers": 2, "steps": 300, "seeds": 3, "evaluations": 6, "base_steps": 1000,
+        "methods": [name for name in SIMULATED if name not in TRIALS], "workers": [2, 4, 8],
+        "batch": [8], "sequence": 64, "hidden": 64, "layers": 2, "steps": 300, "seeds": 3,
+        "evaluations": 6, "base_steps": 1000,
     },
     "medium": MEDIUM,
     # For the scenes of SmolLM2; about an hour of one core for a run.
@@ -168,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--scale", choices=list(SCALES), default="small", help="defaults of the sizes (small)")
     add("--scenes", nargs="+", default=["pretrain"], help=f"{', '.join(SCENES)} (pretrain)")
-    add("--methods", nargs="+", help=f"{', '.join(METHODS)} (all)")
+    add("--methods", nargs="+", help=f"{', '.join(METHODS)} (small: all from adamw to dgc)")
     add("--workers", nargs="+", type=_several, help="numbers of workers (small: 2 4 8)")
     add("--batch", nargs="+", type=positive, help="sequences per worker (small: 8)")
     add("--sequence", type=positive, help="tokens in each (small: 64)")

@@ -13,6 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.tools import rivals
 from hf_dlion.tools.study.compressors import DGC, Compressor, GradDrop, TernGrad
+from hf_dlion.tools.study.local_steps import EVERY, LOCAL, SignMuon
 from hf_dlion.tools.study.methods import (
     Averaged,
     Make,
@@ -31,7 +32,7 @@ RivalMake = Callable[[nn.Module, Setting], rivals.Rival]
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a method is made: an optimizer on the mean gradient, or votes.
+    """How a method is made: an optimizer on the mean gradient, votes, or a way of its own.
 
     Attributes:
         family: Whose learning rates it chooses from: "adamw", "lion" or "sgd".
@@ -39,6 +40,7 @@ class Recipe:
         compressor: Makes what compresses gradients; None averages them in full precision.
         options: Returns the options of `DistributedLion`, from the setting and the number of
             trained elements; None where gradients are averaged.
+        workers: Makes all workers of what is tried out in this study only.
         rival: Makes one rank of what comes from another library and has no simulation.
         package: Module that it needs besides torch, a key of `rivals.PACKAGES`.
     """
@@ -47,12 +49,15 @@ class Recipe:
     make: Make | None = None
     compressor: Callable[[], Compressor] | None = None
     options: Options | None = None
+    workers: Callable[[Scene, Setting], Method] | None = None
     rival: RivalMake | None = None
     package: str = ""
 
     def simulated(self, scene: Scene, setting: Setting) -> Method:
         """Returns the method with all workers in this process; see `check_simulated`."""
         check_simulated(setting)
+        if self.workers is not None:
+            return self.workers(scene, setting)
         if self.options is not None:
             return Voting(scene, setting, self.options)
         assert self.make is not None, "a method without votes has an optimizer"
@@ -162,8 +167,15 @@ METHODS: dict[str, Recipe] = {
     "diloco16": rival(rivals.DiLoCo, package="torchft", every=16),
     "diloco50": rival(rivals.DiLoCo, package="torchft", every=50),
     "demo": rival(rivals.DeMo, family="lion", package="pytorch_optimizer"),
+    **{
+        f"{name}{every}": Recipe(family="lion", workers=partial(kind, every=every))
+        for name, kind in LOCAL
+        for every in EVERY
+    },
+    "signmuon": Recipe(family="lion", workers=SignMuon),
 }
 SIMULATED = [name for name, made in METHODS.items() if made.rival is None]
+TRIALS = [name for name, made in METHODS.items() if made.workers is not None]
 
 
 def recipe(name: str) -> Recipe:
