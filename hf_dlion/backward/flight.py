@@ -75,7 +75,7 @@ class Flight:
         self.missing: set[int] = set()
         self._sent = 0
         self._broken: BaseException | None = None
-        # All of them: their order is that of the messages, on every rank.
+        # If one message waits, this thread sends all: in their order, which all ranks share.
         self._sender = sender if any(message.waits for message in messages) else None
         self._departures: list[Future[None]] = []
         self._counter = counter
@@ -130,6 +130,8 @@ class Flight:
             message = self.messages[self._sent]
             own = {id(param) for index, param in message.params if present.get(index)}
             self._send(own, 1.0, probe=False)
+        # What cannot leave must be known before this rank says that all is well.
+        self._departed()
 
     def land(self, moving: Moving, stats: WireStats) -> None:
         """Advances the momenta and applies the verdicts; all ranks' votes hold."""
@@ -153,10 +155,14 @@ class Flight:
         for message in self.messages:
             message.verdict()
 
-    def _counted(self, rule: StepRule) -> None:
-        """Waits until all messages are counted."""
+    def _departed(self) -> None:
+        """Waits until all votes have left."""
         for departure in self._departures:
             departure.result()
+
+    def _counted(self, rule: StepRule) -> None:
+        """Waits until all messages are counted."""
+        self._departed()
         self._counter.finish()
         for count in self._counts:
             count.result()
@@ -182,13 +188,14 @@ class Flight:
         with torch.no_grad(), self._streams.sending(message.device):
             try:
                 momenta, grads = self._voting(message, voting)
-                self._take_note(message.preview(momenta, self._rules, scale, grads), probe)
+                preview = message.preview(momenta, self._rules, scale, grads, probe=probe)
+                self._take_note(preview)
             except Exception as error:  # The other ranks wait for this message all the same.
                 self.failure = error
-                message.preview({}, self._rules, scale, {})
+                message.preview({}, self._rules, scale, {}, probe=False)
             stats.encode_s += clock.lap()
             try:
-                message.hand_over()
+                message.start()
                 if self._sender is None:
                     message.leave()
                 else:
@@ -204,12 +211,11 @@ class Flight:
             self._counts.append(self._counter.submit(count))
         stats.exchange_s += clock.lap()
 
-    def _take_note(self, preview: Preview, probe: bool) -> None:
+    def _take_note(self, preview: Preview) -> None:
         for param, known in zip(preview.params, preview.finite, strict=True):
             if known:
                 self.finite[id(param)] = mark(param)
-        if probe:
-            self._gradient_scale.before(preview.params, preview.magnitudes)
+        self._gradient_scale.before(preview.params, preview.magnitudes)
 
     def _voting(
         self, message: Message, voting: Container[int]

@@ -60,15 +60,14 @@ def expand_rows(flags: Tensor, run: Run, out: Tensor) -> None:
         run: The stretch.
         out: int64, shape (run.words,), overwritten.
     """
-    count = run.stop - run.start
+    count = run.numel
     if run.row_numel % WORD_BITS == 0:
         words_per_row = run.row_numel // WORD_BITS
         word = torch.arange(run.words, device=out.device) + run.start // WORD_BITS
         out.copy_(-flags[word // words_per_row - run.first_row].to(torch.int64))
     else:
-        skipped = run.start - run.first_row * run.row_numel
-        elements = flags.repeat_interleave(run.row_numel)[skipped : skipped + count]
-        pack_bits(elements, out)
+        lengths = run.row_numels().to(flags.device)
+        pack_bits(flags.repeat_interleave(lengths, output_size=count), out)
     tail = count % WORD_BITS
     if tail:
         out[-1] &= (1 << tail) - 1

@@ -178,7 +178,7 @@ class CountingCodec(Codec):
         for words, runs, everywhere in _stretches(counts, shard, ranks):
             if everywhere:
                 pieces: Iterator[tuple[slice, Tensor | None]] = iter([(words, None)])
-                numel = sum(run.stop - run.start for run in runs)
+                numel = sum(run.numel for run in runs)
                 padding = WORD_BITS * (words.stop - words.start) - numel
                 agreement = agreement - LEVELS[bits].largest * ranks * padding
             else:
@@ -227,8 +227,8 @@ def _voters(counts: Tensor, run: Run) -> Iterator[tuple[slice, Tensor]]:
         run: A run of the shard.
     """
     size = levels.CHUNK if counts.device.type == "cpu" else levels.DEVICE_CHUNK
-    for first in range(0, run.stop - run.start, size):
-        numel = min(size, run.stop - run.start - first)
+    for first in range(0, run.numel, size):
+        numel = min(size, run.numel - first)
         word, words = run.word + first // WORD_BITS, words_for(numel)
         element = torch.arange(numel, device=counts.device).add_(run.start + first)
         row = element.div_(run.row_numel, rounding_mode="floor").add_(run.row - run.first_row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +36,9 @@ from hf_dlion.codec.rule import StepRule, TensorRule
 # take about 50 bytes per element.
 CHUNK = 1 << 21
 
+J = TypeVar("J", EncodeJob, ApplyJob)
+T = TypeVar("T")
+
 
 class EagerCodec(CountingCodec):
     """Implements `hf_dlion.codec.Codec` without buffers of its own.
@@ -56,7 +60,7 @@ class EagerCodec(CountingCodec):
         filled = [job for job in jobs if job.grad.numel()]
         for job in filled:
             job.active.zero_()
-        finite = iter([self.make_votes(job, scale) for job in filled])
+        finite = iter(self.each(filled, lambda job: self.make_votes(job, scale)))
         # Once all jobs have marked the rows that vote: a row may be another one's, too.
         for job in filled:
             self.clear_votes(job)
@@ -137,11 +141,12 @@ class EagerCodec(CountingCodec):
 
     def apply_all(self, jobs: Sequence[ApplyJob]) -> None:
         """See `Codec.apply_all`."""
-        for job in jobs:
-            if job.param.numel():
-                flat = job.param.contiguous().view(-1)
-                self.apply_flat(flat, job)
-                _hand_back(flat, job.param)
+        filled = [job for job in jobs if job.param.numel()]
+        params = {id(job.param): job.param for job in filled}
+        flats = {key: param.contiguous().view(-1) for key, param in params.items()}
+        self.each(filled, lambda job: self.apply_flat(flats[id(job.param)], job))
+        for key, param in params.items():
+            _hand_back(flats[key], param)
 
     def step_alone_all(self, jobs: Sequence[AloneJob]) -> None:
         """See `Codec.step_alone_all`."""
@@ -161,6 +166,10 @@ class EagerCodec(CountingCodec):
     def chunk_numel(self) -> int:
         """Elements per chunk."""
         return CHUNK
+
+    def each(self, jobs: Sequence[J], work: Callable[[J], T]) -> list[T]:
+        """Returns what `work` does for each job; a codec with threads may do several at once."""
+        return [work(job) for job in jobs]
 
     def pack_signs(
         self,

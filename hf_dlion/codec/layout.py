@@ -41,9 +41,22 @@ class Run:
     rows: int
 
     @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    @property
     def words(self) -> int:
         """Number of words that the stretch covers."""
-        return words_for(self.stop - self.start)
+        return words_for(self.numel)
+
+    def row_numels(self) -> torch.Tensor:
+        """Returns how many elements of each row lie in the stretch, int64 of shape (rows,)."""
+        numels = torch.full((self.rows,), self.row_numel, dtype=torch.int64, device="cpu")
+        # The first and the last row may lie only partly inside.
+        numels[0] -= self.start - self.first_row * self.row_numel
+        numels[-1] -= (self.first_row + self.rows) * self.row_numel - self.stop
+        return numels
 
     def chunks(self, size: int) -> Iterator[slice]:
         """Yields the stretch in pieces of elements of the parameter, cut at multiples of `size`."""
@@ -115,14 +128,8 @@ class Shard:
 
     def row_numels(self, device: torch.device) -> torch.Tensor:
         """Returns how many elements of each row lie in the shard, int64 of shape (rows,)."""
-        numels = torch.empty(self.rows, dtype=torch.int64)
-        for run in self.runs:
-            part = numels[run.row : run.row + run.rows]
-            part.fill_(run.row_numel)
-            # The first and the last row may lie only partly inside.
-            part[0] -= run.start - run.first_row * run.row_numel
-            part[-1] -= (run.first_row + run.rows) * run.row_numel - run.stop
-        return numels.to(device)
+        numels = [torch.empty(0, dtype=torch.int64, device="cpu")]
+        return torch.cat(numels + [run.row_numels() for run in self.runs]).to(device)
 
 
 @dataclass(frozen=True)
@@ -190,7 +197,7 @@ class MessageLayout:
         words = [slot.word for slot in filled]
         for run in shard.runs:
             slot = filled[bisect_right(words, shard.first_word + run.word) - 1]
-            numel = run.stop - run.start
+            numel = run.numel
             slots.append(
                 Slot(
                     slot.index, numel, run.rows, run.row_numel, run.word, run.row,

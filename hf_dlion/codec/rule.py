@@ -132,26 +132,14 @@ class Verdict:
             binary digits, lowest first, of the number of ranks that voted -1.
         counts: int32, shape (rows,). Average: how many ranks voted on the row. Majority: 1 if
             any did, else 0.
-        sums: int64, shape (2,), of a whole shard: `agreement` and `most`.
+        sums: int64, shape (2,), of a whole shard. The sum over the elements of |sum of the votes|,
+            and what that were if all ranks agreed: with one bit the number of ranks for each
+            element of a row on which any voted, with more the sum over ranks, too, of |vote|.
     """
 
     planes: Tensor
     counts: Tensor
     sums: Tensor = NO_SUMS
-
-    @property
-    def agreement(self) -> int:
-        """Sum over the elements of |sum of the votes|; reading it waits for the device."""
-        return int(self.sums[0])
-
-    @property
-    def most(self) -> int:
-        """What `agreement` were if all ranks agreed.
-
-        With one bit the number of ranks for each element of a row on which any voted; with more
-        the sum over ranks and elements of |vote|.
-        """
-        return int(self.sums[1])
 
 
 class MessageVerdict(NamedTuple):

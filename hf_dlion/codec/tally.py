@@ -174,7 +174,10 @@ class TorchTally:
     def pack_verdict(self, found: Verdict | MessageVerdict, out: Tensor) -> None:
         """See `Tally.pack_verdict`."""
         segments, mine = self._segments, self._segments.shard
-        if isinstance(found, MessageVerdict):
+        if isinstance(found, Verdict):
+            place = out.data_ptr()
+            assert not mine.words or found.planes.data_ptr() == place, "counted where it is sent"
+        else:
             here = segments.planes_in(out.view(1, -1))[0, :, : mine.words]
             size = found.planes.shape[2]
             for place in range(-(-mine.words // size) if size else 0):
@@ -210,7 +213,9 @@ class TorchTally:
 
 
 def most_of(counts: Tensor, row_numels: Tensor, voters: int) -> Tensor:
-    """Returns `Verdict.most` of votes of one bit, 0-D int64: each that can be cast counts as 1.
+    """Returns the second of `Verdict.sums` of votes of one bit, int64, shape ().
+
+    Each vote that can be cast counts as 1.
 
     Args:
         counts: int32, shape (rows,): how many ranks, or whether any, voted on each.

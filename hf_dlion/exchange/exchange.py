@@ -5,7 +5,7 @@ the same order:
 
 1. Make the votes in `votes`, from which they are sent; where that is None, anywhere else.
 2. `start`: hand them over. Memory of one's own is free for the next message.
-3. `leave`: send them. It may be called on another thread than `start`, if the exchange `waits`.
+3. `leave`: send them. It may be called on another thread than `start`, one for all messages.
 4. Do other work: encode and start the next messages.
 5. `count`: where each rank counts a part, wait for the others' votes, count those that this rank
    counts, and send the verdict on them. It may be called on another thread than `leave`, if the

@@ -98,7 +98,7 @@ class NodeExchange:
         found = self._nothing
         if self._inner is not None:
             found = self._inner.verdict()
-        self._gather.start(found)
+        self._gather.send(found)
         return self._gather.verdict()
 
     def rehearse(self, words: Tensor | None, active: Tensor, rule: StepRule) -> MessageVerdict:

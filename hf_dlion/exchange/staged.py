@@ -78,7 +78,8 @@ class Staged:
     def _on_device(self, found: MessageVerdict) -> MessageVerdict:
         planes = found.planes
         if planes.shape[0] == 1:
-            # The next votes come to this memory after a wait for the device, so after this copy.
+            # The last votes were copied from here when they left, and the next ones come on the
+            # stream of this copy, so after it.
             parts = torch.split(self._verdict, max(1, planes.shape[2]))
             for part, own in zip(parts, planes[0], strict=False):
                 part.copy_(own[: len(part)])
@@ -99,7 +100,13 @@ def reached(device: torch.device) -> Callable[[], object]:
         # Without spinning: on another thread it would take the processor from the loop's.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
-        return event.synchronize
+
+        def wait() -> None:
+            # A fresh thread would take to the first GPU.
+            with torch.cuda.device(device):
+                event.synchronize()
+
+        return wait
     return functools.partial(_wait_for, device)
 
 

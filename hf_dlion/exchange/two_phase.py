@@ -85,7 +85,7 @@ class TwoPhase:
         self._work.wait()
         # What was sent, whatever the options have become since: `discard` counts it too.
         rule = dataclasses.replace(rule, bits=self._bits)
-        self._gather.start(self._tally.count(self._received, rule, self._gather.planes))
+        self._gather.send(self._tally.count(self._received, rule, self._gather.planes))
         self._work = None
 
     def verdict(self) -> MessageVerdict:

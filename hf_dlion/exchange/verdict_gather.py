@@ -55,14 +55,14 @@ class VerdictGather:
         words = self._segments.shard.words
         return self._segments.planes_in(self._found.view(1, -1))[0, :, :words]
 
-    def start(self, found: Verdict | MessageVerdict) -> None:
+    def send(self, found: Verdict | MessageVerdict) -> None:
         """Sends the verdict on this rank's shard: a `Verdict` that lies in `planes`, or another."""
         self._tally.pack_verdict(found, self._found)
         self._work = self._wire.all_gather(self._verdicts, self._found, "a verdict")
 
     def verdict(self) -> MessageVerdict:
         """Waits for the verdict on the whole message and returns it, where it was received."""
-        assert self._work is not None, "verdict() follows start()"
+        assert self._work is not None, "verdict() follows send()"
         self._work.wait()
         self._work = None
         return self._tally.unpack_verdict(self._verdicts)

@@ -98,7 +98,7 @@ class InStep:
             if wave.complete is not None:
                 wave.complete(moving.rule)
             for message in wave.messages:
-                message.hand_over()
+                message.start()
             due, held = (held, wave.messages) if self._late else (wave.messages, ())
             for message in due:
                 message.leave()

@@ -218,6 +218,8 @@ class Engine:
         if voters.wire is not wire:
             voters = ONE_RANK if wire is None else EveryRank(wire)
         options = self.options
+        # Of the messages that are there, should somebody have changed the options since.
+        made = options if self.plan is None else self.plan
         return StepRule(
             step=self.steps + 1,
             rank=voters.index,
@@ -226,9 +228,8 @@ class Engine:
             ties=options.ties,
             stochastic_rounding=options.stochastic_rounding,
             seed=options.seed,
-            # Of the messages that are there, should somebody have changed the options since.
-            bits=options.bits if self.plan is None else self.plan.bits,
-            level_scale=options.level_scale,
+            bits=made.bits,
+            level_scale=made.level_scale,
         )
 
     def plan_for(self, params: Params, voters: Voters) -> Plan:
@@ -244,12 +245,13 @@ class Engine:
         """
         indices = [index for index, _ in params]
         treatment = self.treatment.of_step(self.groups, self.options, self.steps + 1, indices)
-        if self.plan is None or not self.plan.fits(params, voters, treatment):
+        plan = self.plan
+        if plan is None or not plan.fits(params, voters, treatment, self.options):
             self.plan = None  # Should making another one fail, none holds.
-            self.plan = Plan(
+            self.plan = plan = Plan(
                 params, voters, self.options, treatment, message_numel=self.message_numel
             )
-        return self.plan
+        return plan
 
     def momenta(self) -> MomentumStore:
         """Returns where the momenta live now."""

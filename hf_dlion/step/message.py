@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,8 +18,8 @@ from hf_dlion.exchange import Exchange
 class Room:
     """Memory for votes, which the messages of a device take in turns.
 
-    Rows, and votes that are not made where they are sent from, are copied as they leave, so the
-    next message's may follow.
+    Rows, and votes that are not made where they are sent from, are copied as they are handed over,
+    so the next message's may follow.
     """
 
     def __init__(self, words: int, rows: int, device: torch.device) -> None:
@@ -40,7 +40,7 @@ class Stretch(NamedTuple):
     """A stretch of a parameter, and its place in a message that lies in segments.
 
     Attributes:
-        number: Index of the parameter.
+        at: Index of the parameter.
         param: The parameter.
         run: The stretch.
         segment: Number of the segment.
@@ -48,7 +48,7 @@ class Stretch(NamedTuple):
         rows: Where its rows lie among all of the message's.
     """
 
-    number: int
+    at: int
     param: Tensor
     run: Run
     segment: int
@@ -57,10 +57,9 @@ class Stretch(NamedTuple):
 
     def of(self, tensor: Tensor) -> Tensor:
         """Returns the stretch of a contiguous tensor of the parameter, or one that is just it."""
-        run = self.run
-        if tensor.numel() == run.stop - run.start:
+        if tensor.numel() == self.run.numel:
             return tensor
-        return tensor.view(-1)[run.start : run.stop]
+        return tensor.view(-1)[self.run.start : self.run.stop]
 
 
 def stretches_of(
@@ -83,7 +82,7 @@ class Preview(NamedTuple):
     Attributes:
         params: The parameters, with elements, on which this rank votes.
         finite: For each, whether its scaled gradient is known to be finite.
-        magnitudes: `Codec.magnitudes` of the gradients, in the order of `params`.
+        magnitudes: `Codec.magnitudes` of the gradients, in the order of `params`, if asked for.
     """
 
     params: list[Tensor]
@@ -108,6 +107,7 @@ class Message:
         active: Tensor,
         bits: int = 1,
         own: MessageLayout | None = None,
+        beside: Callable[[StepRule], None] | None = None,
     ) -> None:
         """Takes its parts.
 
@@ -121,12 +121,15 @@ class Message:
             active: bool, shape (rows of the votes,): where it is marked which rows vote.
             bits: Of a vote.
             own: What this rank votes on, if that is but a part of the message.
+            beside: Rehearses what else is done when this message leaves.
         """
         self.device = params[0][1].device
         self.params = list(params)
         self._layout, self._exchange, self._codec = layout, exchange, codec
         self._words, self._active, self._bits = words, active, bits
+        self._beside = beside
         self._voted = list(stretches_of(own or layout, len(words), params))
+        self._cut = any(one.run.numel < one.param.numel() for one in self._voted)
         self._moved: list[Stretch] = []
         self._kinds = {id(param): (param.shape, param.device) for _, param in params}
 
@@ -157,7 +160,8 @@ class Message:
                 this rank votes.
             rules: The step's constants by parameter index.
         """
-        self._codec.encode_all(self._jobs(voting, rules, self._gradients(voting)))
+        grads = self._dense(self._gradients(voting))
+        self._codec.encode_all(self._jobs(voting, rules, grads))
 
     def preview(
         self,
@@ -165,6 +169,8 @@ class Message:
         rules: Mapping[int, TensorRule],
         scale: float,
         grads: Mapping[int, Tensor],
+        *,
+        probe: bool,
     ) -> Preview:
         """Packs this rank's votes for gradients times `scale`, and leaves its momenta alone.
 
@@ -173,12 +179,14 @@ class Message:
             rules: As for `encode`.
             scale: Factor of the gradients.
             grads: The gradient of every parameter, by index, on which this rank votes.
+            probe: Whether the magnitudes are asked for.
         """
+        dense = self._dense(grads)
         finite: dict[int, bool] = {}
-        jobs = self._jobs(voting, rules, grads)
+        jobs = self._jobs(voting, rules, dense)
         for job, known in zip(jobs, self._codec.preview_all(jobs, scale), strict=True):
             finite[job.rule.index] = finite.get(job.rule.index, True) and known
-        seen = [grads[index] for index in finite]
+        seen = [dense[index] for index in finite] if probe else []
         by_index = dict(self.params)
         return Preview(
             [by_index[index] for index in finite],
@@ -198,12 +206,12 @@ class Message:
         grads = self._gradients(voting)
         return [AdvanceJob(grads[index], voting[index], rules[index]) for index in grads]
 
-    def hand_over(self) -> None:
-        """Takes the packed votes as they are; nobody waits."""
+    def start(self) -> None:
+        """Hands the packed votes over as they are; nobody waits."""
         self._exchange.start(self._copied, self._active)
 
     def leave(self) -> None:
-        """Sends the votes; with `waits` it may be called on another thread."""
+        """Sends the votes; it may be called on another thread, one for all messages."""
         self._exchange.leave()
 
     def count(self, rule: StepRule) -> None:
@@ -225,10 +233,10 @@ class Message:
             segments = verdict.planes.shape[1]
             self._moved = list(stretches_of(self._layout, segments, self.params))
         jobs = []
-        for index, param, run, segment, words, rows in self._moved:
-            if index in rules:
-                part = Verdict(verdict.planes[:, segment, words], verdict.counts[rows])
-                jobs.append(ApplyJob(param, part, rules[index], run))
+        for one in self._moved:
+            if one.at in rules:
+                part = Verdict(verdict.planes[:, one.segment, one.words], verdict.counts[one.rows])
+                jobs.append(ApplyJob(one.param, part, rules[one.at], one.run))
         self._codec.apply_all(jobs)
 
     def rehearse(
@@ -245,6 +253,8 @@ class Message:
         def work() -> None:
             self.encode(voting, rules)
             self.apply(self._exchange.rehearse(self._copied, self._active, rule), rules)
+            if self._beside is not None:
+                self._beside(rule)
 
         self._codec.rehearse(work)
 
@@ -262,27 +272,33 @@ class Message:
                 grads[index] = param.grad
         return grads
 
+    def _dense(self, grads: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
+        """Returns gradients of which stretches can be taken."""
+        if not self._cut:
+            return grads
+        return {index: grad.contiguous() for index, grad in grads.items()}
+
     def _jobs(
         self,
         voting: Mapping[int, Tensor],
         rules: Mapping[int, TensorRule],
         grads: Mapping[int, Tensor],
     ) -> list[EncodeJob]:
-        """Returns the jobs of the parameters that vote; the others' votes become 0."""
-        if any(stretch.number not in voting for stretch in self._voted):
+        """Returns the jobs of the parameters that vote; the others' votes become 0.
+
+        Args:
+            voting: As for `encode`.
+            rules: As for `encode`.
+            grads: Of the parameters that vote, contiguous where they are cut.
+        """
+        if any(one.at not in voting for one in self._voted):
             self._words.zero_()
             self._active.zero_()
-        dense = {index: grad.contiguous() for index, grad in grads.items()}
-        return [
-            EncodeJob(
-                stretch.of(dense[index]),
-                stretch.of(voting[index]),
-                self._words[segment, self._bits * words.start : self._bits * words.stop],
-                self._active[rows],
-                rules[index],
-                run,
-            )
-            for stretch in self._voted
-            for index, _, run, segment, words, rows in [stretch]
-            if index in voting
-        ]
+        jobs = []
+        for one in self._voted:
+            if one.at in voting:
+                own = one.of(grads[one.at]), one.of(voting[one.at])
+                words = slice(self._bits * one.words.start, self._bits * one.words.stop)
+                places = self._words[one.segment, words], self._active[one.rows]
+                jobs.append(EncodeJob(*own, *places, rules[one.at], one.run))
+        return jobs

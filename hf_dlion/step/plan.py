@@ -59,6 +59,7 @@ class Plan:
             averaged.
         treatment: What is exchanged of each parameter besides votes.
         bits: Of the votes that its messages have room for.
+        level_scale: What their levels are relative to.
         layout: Hash of everything that decides which collectives of what size a step makes.
         ordered: Whether the messages follow an order in which gradients become ready.
         owners: For each rank that shares this rank's vote, the stretch of every parameter whose
@@ -94,7 +95,8 @@ class Plan:
         for _, param in params:
             check_trainable(param)
         self.voters, self.treatment, self._key = voters, treatment, _key_of(params)
-        self.message_numel, self.ordered, self.bits = message_numel, order is not None, options.bits
+        self.message_numel, self.ordered = message_numel, order is not None
+        self.bits, self.level_scale = options.bits, options.level_scale
         voted = [pair for pair in params if pair[0] not in treatment.full]
         on_gpu = any(param.device.type != "cpu" for _, param in params)
         limit = message_numel or usual_numel(voted, voters.ranks, on_gpu)
@@ -116,10 +118,13 @@ class Plan:
         self.owners: Sequence[Mapping[int, Range]] = built.owners
         self.owned: Mapping[int, Range] = built.owned
 
-    def fits(self, params: Params, voters: Voters, treatment: Treatment) -> bool:
-        """Returns whether these are the parameters, the voters and the treatment of the plan."""
+    def fits(self, params: Params, voters: Voters, treatment: Treatment, options: Options) -> bool:
+        """Returns whether these are what the plan was made for, and its messages' places hold."""
         return (
-            self.voters is voters and self.treatment == treatment and self._key == _key_of(params)
+            self.voters is voters
+            and self.treatment == treatment
+            and self.level_scale == options.level_scale
+            and self._key == _key_of(params)
         )
 
 

@@ -70,6 +70,16 @@ LOOKS = {
     "diloco16": Look("DiLoCo, 16 steps of AdamW", "#F4A300"),
     "diloco50": Look("DiLoCo, 50 steps of AdamW", "#F4A300", "--"),
     "demo": Look("DeMo", "#5C4033"),
+    "deltas4": Look("Lion locally, mean of 4 steps", "#0B7A75"),
+    "deltas8": Look("Lion locally, mean of 8 steps", "#0B7A75", "--"),
+    "deltas16": Look("Lion locally, mean of 16 steps", "#0B7A75", ":"),
+    "delta-vote4": Look("Lion locally, a vote on 4 steps", "#8C2F39"),
+    "delta-vote8": Look("Lion locally, a vote on 8 steps", "#8C2F39", "--"),
+    "delta-vote16": Look("Lion locally, a vote on 16 steps", "#8C2F39", ":"),
+    "outer-vote4": Look("Lion locally, outer vote on 4 steps", "#52489C"),
+    "outer-vote8": Look("Lion locally, outer vote on 8 steps", "#52489C", "--"),
+    "outer-vote16": Look("Lion locally, outer vote on 16 steps", "#52489C", ":"),
+    "signmuon": Look("SignMuon", "#2F4B26"),
 }
 
 

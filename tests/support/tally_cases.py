@@ -41,7 +41,7 @@ def within(planes: Tensor, shard: Shard) -> Tensor:
     """Planes without what lies past a tensor's end, which is nobody's business."""
     held = torch.zeros(shard.words, dtype=torch.int64)
     for part in shard.runs:
-        flags = torch.ones(part.stop - part.start, dtype=torch.bool)
+        flags = torch.ones(part.numel, dtype=torch.bool)
         held[part.word : part.word + part.words] = pack_bits(flags)
     return planes & held.to(planes.device)
 
@@ -77,6 +77,13 @@ def exchanged(
     for rank, (words, active) in enumerate(ballots):
         for _, tally in tallies:
             tally.pack(words.to(device), active.to(device), sent[rank])
+    again = sent.clone()
+    segments.votes_in(again.flatten(0, 1)).bitwise_not_()
+    for rank, (_, active) in enumerate(ballots):
+        tallies[0][1].pack(None, active.to(device), again[rank])
+    # Words that lie in their places are left alone.
+    segments.votes_in(again.flatten(0, 1)).bitwise_not_()
+    assert torch.equal(again, sent)
     found.append(sent)
     told = torch.zeros((count, segments.verdict_words), dtype=torch.int64, device=device)
     for place, (segments, tally) in enumerate(tallies):
@@ -101,6 +108,17 @@ def counted(
     verdict = tally.count(received, step, out)
     verdict.planes.copy_(within(verdict.planes, shard))
     found += of(verdict, shard)
+    if step.bits == planes == 1:
+        # As gather does: the verdict takes the place of one rank's votes.
+        tally.pack(
+            None,
+            torch.ones(segments.layout.rows, dtype=torch.bool).to(told.device),
+            torch.zeros(
+                (len(segments.shards), segments.vote_words), dtype=torch.int64, device=told.device
+            ),
+        )
+        votes = segments.votes_in(received)[1:2, : shard.words]
+        found += of(tally.count(received, step, votes), shard)
     if not elsewhere:
         tally.pack_verdict(verdict, told)
         return

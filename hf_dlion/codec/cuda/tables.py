@@ -123,7 +123,7 @@ def entry_of(
         tensors=tuple(0 if tensor is None else tensor.data_ptr() for tensor in found.values()),
         words=0 if words is None else words.data_ptr(),
         rows=0 if rows is None else rows.data_ptr(),
-        numel=run.stop - run.start,
+        numel=run.numel,
         row_numel=run.row_numel,
         index=rule.index,
         # Kernels take words of 32 bits.

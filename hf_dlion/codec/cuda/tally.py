@@ -26,7 +26,7 @@ class TritonTally:
                 # Kernels take words of 32 bits.
                 words=2 * part.word,
                 rows=part.row,
-                numel=part.stop - part.start,
+                numel=part.numel,
                 row_numel=part.row_numel,
                 skipped=part.start - part.first_row * part.row_numel,
             )
@@ -62,6 +62,7 @@ class TritonTally:
         """See `Tally.pack`."""
         segments, rows = self._segments, self._vote_rows
         count = 0 if words is None else words.numel()
+        # Without words none is copied, and `out` stands for them.
         copies = max(1, self._programs(count))
         with on_device(out.device):
             run(

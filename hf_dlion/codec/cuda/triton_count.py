@@ -120,7 +120,7 @@ def count(
         stride: From rank to rank, of both.
         ranks: N.
         counts: int32 per row of the shard; see `voters_of_block`.
-        out: uint32, receives the planes.
+        out: uint32, receives the planes; a single one may be a row of votes.
         out_stride: From plane to plane.
         tie_word: int64, `TieRule.word`.
         sums: int64, two elements, to which are added the sum over all elements of |n - 2 c|, c of n
@@ -179,6 +179,7 @@ def count(
     tl.atomic_add(sums, (tl.sum(found, axis=0) + cast).to(tl.int64))
     tl.atomic_add(sums + 1, reached.to(tl.int64) * ranks)
 
+    # `out` may be one of the rows of votes: the sums, for which all warps wait, come before.
     if AVERAGE:
         for digit in tl.static_range(DIGITS):
             tl.store(out + digit * out_stride + at, planes[digit], mask=held)

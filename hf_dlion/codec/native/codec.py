@@ -11,7 +11,6 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from torch.autograd.graph import increment_version
 
 from hf_dlion.codec.codec import AdvanceJob, AloneJob, ApplyJob, EncodeJob
 from hf_dlion.codec.cpu import CpuCodec
+from hf_dlion.codec.eager import J, T
 from hf_dlion.codec.layout import Run, whole_run
 from hf_dlion.codec.levels import LEVELS
 from hf_dlion.codec.lion import (
@@ -35,8 +35,6 @@ PART = 1 << 18
 
 # Elements whose magnitudes native.c adds up together.
 GROUP = 1 << 16
-
-T = TypeVar("T")
 
 _NARROW = {torch.float32: 0, torch.bfloat16: 1}
 _VOTE, _ADVANCE = 1, 2
@@ -83,7 +81,7 @@ def _in_parts(run: Run, work: Callable[[int, int], T], unit: int = 64) -> list[T
         work: Is called on parts that begin at multiples of `unit` elements, counted from the first.
         unit: See `work`.
     """
-    numel = run.stop - run.start
+    numel = run.numel
     threads = min(torch.get_num_threads(), -(-numel // PART))
     if threads <= 1:
         return [work(run.start, run.stop)]
@@ -108,6 +106,35 @@ class NativeCodec(CpuCodec):
     def __init__(self, library: ctypes.CDLL) -> None:
         """Takes the compiled library."""
         self._library = library
+
+    def each(self, jobs: Sequence[J], work: Callable[[J], T]) -> list[T]:
+        """Does jobs on threads that are too short to be cut; see `EagerCodec.each`.
+
+        Others take threads by themselves, or write to rows that they share with others.
+        """
+        found: dict[int, T] = {}
+        lots: list[list[int]] = []
+        room = 0
+        for place, job in enumerate(jobs):
+            numel = _numel(job)
+            if numel > PART or not _job_supported(job):
+                found[place] = work(job)
+                continue
+            if numel > room:
+                lots.append([])
+                room = PART
+            lots[-1].append(place)
+            room -= numel
+
+        def do(lot: list[int]) -> list[T]:
+            with torch.no_grad():  # A thread has its own mode.
+                return [work(jobs[place]) for place in lot]
+
+        threads = min(torch.get_num_threads(), len(lots))
+        done = map(do, lots) if threads <= 1 else _pool(torch.get_num_threads()).map(do, lots)
+        for lot, results in zip(lots, done, strict=True):
+            found.update(zip(lot, results, strict=True))
+        return [found[place] for place in range(len(jobs))]
 
     def make_votes(self, job: EncodeJob, scale: float | None) -> bool:
         """See `EagerCodec.make_votes`."""
@@ -314,6 +341,17 @@ def factor_of(total: float, count: int, bits: int) -> float:
 def _codes_0(words: Tensor, run: Run, bits: int) -> int:
     """Returns where the codes of the parameter's word 0 would lie, if `words` are a stretch's."""
     return words.data_ptr() - run.start // 64 * bits * words.element_size()
+
+
+def _numel(job: EncodeJob | ApplyJob) -> int:
+    whole = job.grad if isinstance(job, EncodeJob) else job.param
+    return whole.numel() if job.run is None else job.run.numel
+
+
+def _job_supported(job: EncodeJob | ApplyJob) -> bool:
+    if isinstance(job, ApplyJob):
+        return _supported(job.param)
+    return _supported(job.grad, job.exp_avg, run=job.run)
 
 
 def _row_0(rows: Tensor, run: Run) -> int:

@@ -580,7 +580,7 @@ INLINE void add_votes(uint64_t plane[][TILE], const uint64_t *votes, int64_t str
 /* Counts votes, `stride` words apart, and writes the verdict's planes, `out_stride` words apart.
  * `totals` are bit-sliced, `totals_stride` words apart: how many ranks voted on each element; null
  * where all of them did on all. Returns the sum of |n - 2 c| less the sum of n over all elements, c
- * of n votes being negative. If `average` the planes are the digits of c; else plane 0 says where
+ * of n votes being negative. A single plane may be one of the votes. If `average` the planes are the digits of c; else plane 0 says where
  * the verdict is -1, on a tie where `tie_word` has a 1, and plane 1, if `to_zero`, where it is not
  * a tie. */
 int64_t dlion_count(const uint64_t *votes, int64_t stride, int ranks, int64_t words, int average,

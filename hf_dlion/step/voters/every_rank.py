@@ -43,19 +43,18 @@ class EveryRank(OneRank):
     ) -> Built:
         """Returns messages of whole parameters."""
         up, down = wires or (self.between, self.between)
-        bits, devices = options.bits, [group[0][1].device for group, _ in groups]
-        exchanges = [
-            make_exchange(name, layout, up, device, options, down)
-            for device, (_, layout) in zip(devices, groups, strict=True)
-        ]
+        bits, made = options.bits, []
         sizes: dict[torch.device, tuple[int, int]] = {}
-        for device, (_, layout), exchange in zip(devices, groups, exchanges, strict=True):
+        for group, layout in groups:
+            device = group[0][1].device
+            exchange = make_exchange(name, layout, up, device, options, down)
+            made.append((group, layout, exchange, device))
             words, rows = sizes.get(device, (0, 0))
             copied = bits * layout.words if exchange.votes is None else 0
             sizes[device] = max(words, copied), max(rows, layout.rows)
         rooms = {device: Room(*size, device) for device, size in sizes.items()}
         messages = []
-        for device, (group, layout), exchange in zip(devices, groups, exchanges, strict=True):
+        for group, layout, exchange, device in made:
             room, votes = rooms[device], exchange.votes
             if votes is None:
                 votes = room.words(bits * layout.words).view(1, -1)

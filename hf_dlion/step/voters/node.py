@@ -26,7 +26,7 @@ from hf_dlion.step.delivery import InStep
 from hf_dlion.step.presence import Presence
 from hf_dlion.step.voters.interface import Built, Params, Voters
 from hf_dlion.step.voters.node_gradients import average_gradients
-from hf_dlion.step.voters.node_message import LionInNode, SharedMove
+from hf_dlion.step.voters.node_move import LionInNode, SharedMove
 from hf_dlion.step.voters.node_waves import waves_of
 
 

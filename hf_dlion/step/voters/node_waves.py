@@ -15,8 +15,7 @@ from hf_dlion.exchange.staged import Staged
 from hf_dlion.options import Options
 from hf_dlion.ranks.node import Node
 from hf_dlion.step.delivery import Wave
-from hf_dlion.step.message import Room
-from hf_dlion.step.voters.node_message import NodeMessage
+from hf_dlion.step.message import Message, Room
 
 # The parameters and the layout of a message.
 Group = tuple[Sequence[tuple[int, Tensor]], MessageLayout]
@@ -79,13 +78,14 @@ class _Builder:
         words, active = self._room.words(sum(sizes[0])), self._room.active(sum(sizes[1]))
         edges = RowEdges(layouts, node.local, words, active, bits)
         votes = zip(torch.split(words, sizes[0]), torch.split(active, sizes[1]), strict=True)
-        messages: list[NodeMessage] = []
+        messages: list[Message] = []
         for (params, layout), part, own in zip(groups, parts, votes, strict=True):
             exchange, codec = self._exchange(layout, part), codec_for(device)
-            message = NodeMessage(
-                params, layout, exchange, codec, own[0].view(1, -1), own[1], bits, part,
-                edges=None if messages else edges,
-            )  # fmt: skip
+            # The first of a wave is rehearsed with what completes the rows of all of them.
+            beside = None if messages else edges.rehearse
+            message = Message(
+                params, layout, exchange, codec, own[0].view(1, -1), own[1], bits, part, beside
+            )
             messages.append(message)
         return Wave(messages, edges.complete)
 

@@ -42,13 +42,18 @@ class Votes:
             device: Where the votes lie.
         """
         self._wire, self._step = wire, 0
-        self._parts: list[tuple[Exchange, torch.Tensor, torch.Tensor]] = []
+        self._parts: list[tuple[Exchange, torch.Tensor | None, torch.Tensor]] = []
         found = enumerate(torch.empty(shape, device="meta") for shape in shapes(parameters))
         for group in split_into_messages(list(found), wire.world_size, device.type != "cpu"):
             layout = MessageLayout.of([(index, tensor.shape) for index, tensor in group])
-            words = torch.randint(-(2**62), 2**62, (layout.words,), device=device)
+            words = None
             active = torch.ones(layout.rows, dtype=torch.bool, device=device)
             exchange = make_exchange(strategy, layout, wire, device, Options())
+            if exchange.votes is None:
+                words = torch.empty(layout.words, dtype=torch.int64, device=device)
+            for votes in (words, exchange.votes):
+                if votes is not None:
+                    votes.random_(-(2**62), 2**62)
             self._parts.append((exchange, words, active))
 
     def __call__(self) -> None:
@@ -56,7 +61,7 @@ class Votes:
         self._step += 1
         rule = step_rule(self._step, self._wire.rank, self._wire.world_size)
         for exchange, words, active in self._parts:
-            exchange.start(None if exchange.votes is not None else words, active)
+            exchange.start(words, active)
             exchange.leave()
         for exchange, _, _ in self._parts:
             exchange.count(rule)

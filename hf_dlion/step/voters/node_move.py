@@ -1,48 +1,21 @@
-"""What a node's ranks send: each encodes its own shard of each message."""
+"""Plain Lion inside the only node: nobody votes, each rank moves its share of the parameters."""
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from hf_dlion.codec import AloneJob, Codec
 from hf_dlion.codec.layout import MessageLayout, Slot
-from hf_dlion.codec.rule import StepRule, TensorRule
+from hf_dlion.codec.rule import TensorRule
 from hf_dlion.exchange import Wire, WireStats
-from hf_dlion.exchange.node import RowEdges
 from hf_dlion.step.delivery import Moving
-from hf_dlion.step.message import Message
 
 Params = Sequence[tuple[int, Tensor]]
-
-
-class NodeMessage(Message):
-    """A message of which this rank encodes one shard and applies the whole verdict."""
-
-    def __init__(self, *parts: Any, edges: RowEdges | None = None) -> None:
-        """Takes its parts.
-
-        Args:
-            parts: As for `Message`; the gradients are the node's by the time that they are looked
-                at, and a share of a momentum is just the stretch that this rank votes on.
-            edges: Complete the votes of the messages that leave with this one, if it is the first
-                of them.
-        """
-        super().__init__(*parts)
-        self._edges = edges
-
-    def rehearse(
-        self, voting: Mapping[int, Tensor], rules: Mapping[int, TensorRule], rule: StepRule
-    ) -> None:
-        """See `Message.rehearse`."""
-        super().rehearse(voting, rules, rule)
-        if self._edges is not None:
-            self._codec.rehearse(functools.partial(self._edges.rehearse, rule))
 
 
 class SharedMove:
