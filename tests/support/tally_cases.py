@@ -77,13 +77,12 @@ def exchanged(
     for rank, (words, active) in enumerate(ballots):
         for _, tally in tallies:
             tally.pack(words.to(device), active.to(device), sent[rank])
-    again = sent.clone()
-    segments.votes_in(again.flatten(0, 1)).bitwise_not_()
-    for rank, (_, active) in enumerate(ballots):
-        tallies[0][1].pack(None, active.to(device), again[rank])
+    again = sent[0].clone()
+    segments.votes_in(again).bitwise_not_()
+    tallies[0][1].pack(None, ballots[0][1].to(device), again)
     # Words that lie in their places are left alone.
-    segments.votes_in(again.flatten(0, 1)).bitwise_not_()
-    assert torch.equal(again, sent)
+    segments.votes_in(again).bitwise_not_()
+    assert torch.equal(again, sent[0])
     found.append(sent)
     told = torch.zeros((count, segments.verdict_words), dtype=torch.int64, device=device)
     for place, (segments, tally) in enumerate(tallies):
@@ -108,17 +107,11 @@ def counted(
     verdict = tally.count(received, step, out)
     verdict.planes.copy_(within(verdict.planes, shard))
     found += of(verdict, shard)
-    if step.bits == planes == 1:
-        # As gather does: the verdict takes the place of one rank's votes.
-        tally.pack(
-            None,
-            torch.ones(segments.layout.rows, dtype=torch.bool).to(told.device),
-            torch.zeros(
-                (len(segments.shards), segments.vote_words), dtype=torch.int64, device=told.device
-            ),
-        )
-        votes = segments.votes_in(received)[1:2, : shard.words]
-        found += of(tally.count(received, step, votes), shard)
+    if step.bits == planes == len(segments.shards) == 1:
+        # As gather does: the verdict takes the place of one rank's votes. Sums begin with a pack.
+        active = torch.ones(segments.layout.rows, dtype=torch.bool, device=told.device)
+        tally.pack(None, active, received[:1].clone())
+        found += of(tally.count(received, step, segments.votes_in(received)[1:2]), shard)
     if not elsewhere:
         tally.pack_verdict(verdict, told)
         return
