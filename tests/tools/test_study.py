@@ -76,6 +76,7 @@ def test_the_simulation_is_real_ranks_bit_for_bit(ranks: RankPools, workers: int
     some = ["adamw", "terngrad", "graddrop", "dgc", "majority", "average", "bits4", "sync10"]
     names = [*VOTING, *some[:4]] if workers == 2 else some[1:]
     settings = [TINY.replace(method=name, workers=workers) for name in names]
+    settings += [settings[0].replace(lr_factors=(("*embed*", 3.0), ("*norm*", 0.5)), warmup=0.5)]
     real = ranks(workers).run(of_rank, settings)[0]
     scene = Pretraining(TINY)
     for setting, (of_real, expected) in zip(settings, real, strict=True):
@@ -200,7 +201,45 @@ def test_a_runs_identity_is_all_but_its_folder():
     clipped = TINY.replace(clip=1.0)
     assert clipped.key != TINY.key
     assert Setting.of(json.loads(json.dumps(clipped.identity()))) == clipped
-    assert "clip" not in TINY.identity()
+    assert not {"clip", "warmup", "lr_factors"} & set(TINY.identity())
+    scaled = TINY.replace(warmup=0.1, lr_factors=(("*embed*", 3.0), ("*", 0.5)))
+    assert scaled.key != TINY.replace(warmup=0.1).key != TINY.key
+    assert Setting.of(json.loads(json.dumps(scaled.identity()))) == scaled
+
+
+@pytest.mark.parametrize("method", ["adamw", "lion", "majority"])
+def test_learning_rates_are_multiplied_by_the_factor_of_the_first_pattern(method: str):
+    lr, factors = 2.0**-12, (("*embed*", 4.0), ("*norm*", 0.5), ("*layers*norm*", 9.0))
+    setting = TINY.replace(
+        method=method, lr=lr, steps=1, schedule="constant", weight_decay=0.0, lr_factors=factors
+    )
+    scene = Pretraining(setting)
+    made = recipe(method).simulated(scene, setting)
+    train(setting, scene, made)
+    moved = {
+        name: float((param - old).detach().abs().max()) / lr
+        for (name, param), old in zip(
+            made.places[0][1].named_parameters(),
+            scene.model(setting.seed).parameters(),
+            strict=True,
+        )
+    }
+    made.close()
+    for name, most in moved.items():
+        factor = 4.0 if "embed" in name else 0.5 if "norm" in name else 1.0
+        assert most == pytest.approx(factor, rel=1e-3), name
+
+
+def test_factors_that_would_do_nothing_are_refused(tmp_path: Path, capsys: Any):
+    words = ["--scale", "smoke", "--out", str(tmp_path), "--lr-factors"]
+    assert main([*words, "*head*=3"]) == 2
+    assert "no parameter has a name like *head*" in capsys.readouterr().err
+    assert main([*words, "*embed*=3", "--methods", "signmuon"]) == 2
+    assert "--lr-factors does not go with signmuon" in capsys.readouterr().err
+    for word in ("embed", "=3", "*embed*=0", "*embed*=much"):
+        with pytest.raises(SystemExit):
+            main([*words, word])
+        assert f"{word} is no PATTERN=FACTOR" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("method", ["adamw", "majority"])
@@ -362,6 +401,8 @@ def test_learning_rates_rise_and_fall():
     assert cosine.lr_at(5) == 1.0
     assert 0 < cosine.lr_at(99) < 1e-3
     assert TINY.replace(schedule="constant").lr_at(0) == TINY.lr
+    longer = TINY.replace(steps=100, lr=1.0, warmup=0.1)
+    assert [longer.lr_at(step) for step in (0, 9, 10)] == [1 / 11, 10 / 11, 1.0]
     assert TINY.replace(steps=100, lr=1.0, schedule="linear").lr_at(99) == pytest.approx(1 / 95)
     assert TINY.replace(steps=10, evaluations=3).evaluated_after() == [3, 6, 10]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from hf_dlion.tools.study.result import results
 from hf_dlion.tools.study.run import complete, estimate_s
 from hf_dlion.tools.study.scenes import SCENES, scene_class
 from hf_dlion.tools.study.search import Trial, missing
-from hf_dlion.tools.study.setting import SCHEDULES, Setting
+from hf_dlion.tools.study.setting import SCHEDULES, WARMUP, Setting
 
 # One of each kind, and what the Distributed Lion paper compares with.
 COMPARED = [
@@ -62,6 +63,7 @@ SCALES: dict[str, dict[str, Any]] = {
     "full": {**MEDIUM, "workers": [4, 8, 16, 32], "batch": [32], "sequence": 64},
 }  # fmt: skip
 FINE_TUNING = ("finetune", "lora")
+FACTORS = "multiply the learning rate of parameters with such names; the first that matches counts"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -140,10 +142,13 @@ def _trials(args: argparse.Namespace) -> list[Trial]:
             weight_decay=args.weight_decay, betas=(args.betas[0], args.betas[1]),
             schedule=args.schedule, seed=0, evaluations=args.evaluations,
             base_steps=args.base_steps if scene in FINE_TUNING else 0, real=args.real,
-            folder=args.out, clip=args.clip or 0.0,
+            folder=args.out, clip=args.clip or 0.0, warmup=args.warmup,
+            lr_factors=tuple(args.lr_factors),
         )  # fmt: skip
         if setting.clip and recipe(method).compressor is not None:
             raise ValueError(f"--clip does not go with {method}, which keeps gradients apart")
+        if setting.lr_factors and (recipe(method).rival or recipe(method).workers):
+            raise ValueError(f"--lr-factors does not go with {method}, which takes one rate")
         if args.real:
             check_real(setting)
         else:
@@ -154,9 +159,21 @@ def _trials(args: argparse.Namespace) -> list[Trial]:
     return trials
 
 
+_share = checked(float, lambda value: 0.0 <= value < 1.0, "must be at least 0 and below 1")
 _several = checked(
     int, lambda value: value >= 2, "workers have nobody to vote with: give 2 or more"
 )
+
+
+def _factor(text: str) -> tuple[str, float]:
+    pattern, _, factor = text.rpartition("=")
+    try:
+        found = pattern, float(factor)
+    except ValueError:
+        found = "", 0.0
+    if not found[0] or not 0.0 < found[1] < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no PATTERN=FACTOR, like *embed*=3")
+    return found
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -185,6 +202,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--weight-decay", type=float, default=0.1, help="(0.1)")
     add("--clip", type=float, metavar="NORM", help="gradients, to this norm (llm: 1; 0: not)")
     add("--betas", nargs=2, type=float, default=[0.9, 0.99], help="Lion's (0.9 0.99)")
+    add("--warmup", type=_share, default=WARMUP, help="share of the steps in which it rises (0.05)")
+    add("--lr-factors", nargs="+", type=_factor, default=[], metavar="PATTERN=FACTOR", help=FACTORS)
     add("--schedule", choices=SCHEDULES, default="cosine", help="of the learning rate (cosine)")
     add("--evaluations", type=positive, help="points of a curve (small: 6)")
     add("--real", action="store_true", help="a process for every rank, with gloo")

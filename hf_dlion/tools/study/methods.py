@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -112,13 +113,9 @@ class Voting(Method):
         self.places = [(rank, scene.model(setting.seed)) for rank in range(setting.workers)]
         numel = sum(param.numel() for param in trainable(self.places[0][1]))
         every = lion_options(setting) | options(setting, numel)
-        named = [
-            [pair for pair in model.named_parameters() if pair[1].requires_grad]
-            for _, model in self.places
-        ]
         self._optimizers = [
-            DistributedLion(params, process_group=group, **every)
-            for params, group in zip(named, self._hub.groups, strict=True)
+            DistributedLion(groups_of(model, setting), process_group=group, **every)
+            for (_, model), group in zip(self.places, self._hub.groups, strict=True)
         ]
 
     @property
@@ -146,6 +143,22 @@ def lion_options(setting: Setting) -> dict[str, Any]:
     return {key: getattr(setting, key) for key in ("lr", "betas", "weight_decay", "seed")}
 
 
+def groups_of(model: nn.Module, setting: Setting) -> list[dict[str, Any]]:
+    """Returns what is trained, with names, in a parameter group for each factor of `lr_factors`.
+
+    Raises:
+        ValueError: If a pattern matches no name.
+    """
+    pairs = named(model)
+    for pattern, _ in setting.lr_factors:
+        if not any(fnmatchcase(name, pattern) for name, _ in pairs):
+            raise ValueError(f"--lr-factors: no parameter has a name like {pattern}")
+    found: dict[float, list[tuple[str, Tensor]]] = {}
+    for name, param in pairs:
+        found.setdefault(setting.lr_factor(name), []).append((name, param))
+    return [{"params": group, "lr_factor": factor} for factor, group in found.items()]
+
+
 def named(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Returns names and parameters of what is trained."""
     return [pair for pair in model.named_parameters() if pair[1].requires_grad]
@@ -157,9 +170,9 @@ def trainable(model: nn.Module) -> list[Tensor]:
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Sets the learning rate of all groups."""
+    """Sets the learning rate of all groups, times their factors."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_factor", 1.0)
 
 
 def _gradient(param: Tensor) -> Tensor:

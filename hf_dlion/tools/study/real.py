@@ -18,7 +18,7 @@ from hf_dlion.exchange.mean import average_wire_bytes
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.tools.rivals import check_installed
 from hf_dlion.tools.study.compressors_hook import HookState, compress_hook
-from hf_dlion.tools.study.methods import Method, lion_options, named, set_lr, trainable
+from hf_dlion.tools.study.methods import Method, groups_of, lion_options, set_lr, trainable
 from hf_dlion.tools.study.recipes import recipe
 from hf_dlion.tools.study.scenes import Scene, UnknownNameError, scene_class
 from hf_dlion.tools.study.setting import Setting
@@ -48,7 +48,8 @@ class RealRank(Method):
         self._optimizer: torch.optim.Optimizer
         if how.make is None or how.family == "lion":
             options = real_options(setting, self._numel)
-            self._optimizer = DistributedLion(named(model), **lion_options(setting), **options)
+            groups = groups_of(model, setting)
+            self._optimizer = DistributedLion(groups, **lion_options(setting), **options)
         else:
             self._optimizer = how.make(model, setting)
 

@@ -20,9 +20,8 @@ from hf_dlion.tools.study.methods import (
     Method,
     Options,
     Voting,
+    groups_of,
     lion_options,
-    named,
-    trainable,
 )
 from hf_dlion.tools.study.scenes import Scene, UnknownNameError
 from hf_dlion.tools.study.setting import Setting
@@ -67,7 +66,7 @@ class Recipe:
 
 def adamw(model: nn.Module, setting: Setting) -> Optimizer:
     """Returns AdamW with torch's betas."""
-    return AdamW(trainable(model), lr=setting.lr, weight_decay=setting.weight_decay)
+    return AdamW(groups_of(model, setting), lr=setting.lr, weight_decay=setting.weight_decay)
 
 
 def sgd(model: nn.Module, setting: Setting) -> Optimizer:
@@ -75,12 +74,12 @@ def sgd(model: nn.Module, setting: Setting) -> Optimizer:
 
     Its learning rates are a hundred times the others'; so would be what the decay takes off.
     """
-    return SGD(trainable(model), lr=setting.lr)
+    return SGD(groups_of(model, setting), lr=setting.lr)
 
 
 def lion(model: nn.Module, setting: Setting) -> Optimizer:
     """Returns `DistributedLion` alone, which is plain Lion."""
-    return DistributedLion(named(model), **lion_options(setting))
+    return DistributedLion(groups_of(model, setting), **lion_options(setting))
 
 
 def averaged(make: Make, compressor: Callable[[], Compressor] | None = None) -> Recipe:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from hf_dlion.tools.report import Output
 from hf_dlion.tools.study.result import LINKS, Result, cell, finite, gradient_s, mean_of, spread
+from hf_dlion.tools.study.setting import WARMUP
 
 
 def cells(results: Sequence[Result]) -> list[list[Result]]:
@@ -25,7 +26,10 @@ def title(results: Sequence[Result]) -> str:
     return (
         f"{own.scene}: {size:,} parameters, {own.workers} {ranks} x {own.batch} x {own.sequence}, "
         f"{own.steps} steps, {own.schedule}, betas {own.betas[0]:g} {own.betas[1]:g}, "
-        f"weight decay {own.weight_decay:g}" + (f", clipped to {own.clip:g}" if own.clip else "")
+        f"weight decay {own.weight_decay:g}"
+        + (f", clipped to {own.clip:g}" if own.clip else "")
+        + (f", warm-up {own.warmup:g}" if own.warmup != WARMUP else "")
+        + "".join(f", {pattern} x{factor:g}" for pattern, factor in own.lr_factors)
     )
 
 
