@@ -7,6 +7,8 @@ import itertools
 import json
 import math
 import sys
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from hf_dlion.tools.report import (
     write_json,
 )
 from hf_dlion.tools.study import table
+from hf_dlion.tools.study.clock import check_clock, clock_of
 from hf_dlion.tools.study.real import check_real
 from hf_dlion.tools.study.recipes import METHODS, SIMULATED, TRIALS, check_simulated, recipe
 from hf_dlion.tools.study.records import Records
@@ -76,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, value in SCALES[args.scale].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    told = (MissingPackageError, ImportError, ConnectionError, ValueError)
+    told = (MissingPackageError, ImportError, OSError, ValueError)
     return exit_code("study", lambda: _run(args), *told)
 
 
@@ -84,6 +87,7 @@ def _run(args: argparse.Namespace) -> None:
     if args.plot:
         require_matplotlib()
     out = Output(args.format)
+    check_clock(args.links, args.times)
     trials = _trials(args)
     folder = Path(args.out)
     records = Records(folder / "runs.jsonl")
@@ -110,16 +114,22 @@ def _run(args: argparse.Namespace) -> None:
         out.line("no results yet")
         out.result([])
         return
-    table.print_losses(out, found)
+    clocks = partial(clock_of, args.links, args.times, args.compute_s)
+    table.print_losses(out, found, clocks)
     table.print_grids(out, found)
     table.print_sign_agreement(out, found)
-    summary = [result.as_json() for result in found]
+    summary = []
+    for together in table.cells(found):
+        clock = clocks(together)
+        for result in together:
+            times = {link: asdict(clock.step(result, link)) for link in args.links}
+            summary.append({**result.as_json(), "step_s": times})
     write_json(folder / "summary.json", summary)
     out.line(f"written: {folder / 'summary.json'}")
     if args.plot:
         from hf_dlion.tools.study.plot import draw
 
-        for path in draw(found, folder):
+        for path in draw(found, folder, clocks):
             out.line(f"drawn: {path}")
     out.result(summary)
 
@@ -159,6 +169,7 @@ def _trials(args: argparse.Namespace) -> list[Trial]:
     return trials
 
 
+_above_zero = checked(float, lambda value: 0.0 < value < math.inf, "must be above 0")
 _share = checked(float, lambda value: 0.0 <= value < 1.0, "must be at least 0 and below 1")
 _several = checked(
     int, lambda value: value >= 2, "workers have nobody to vote with: give 2 or more"
@@ -209,6 +220,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--real", action="store_true", help="a process for every rank, with gloo")
     add("--jobs", type=positive, default=1, help="runs at once, a thread each (1)")
     add("--out", default="outputs/study", help="folder of records, pictures, bases")
+    add("--links", nargs="+", default=["100mbit", "1gbit"], help="of which times are told (both)")
+    add("--times", nargs="+", default=[], metavar="FILE", help="JSON of bench train on such links")
+    add("--compute-s", type=_above_zero, help="of a gradient elsewhere; all times are computed")
     add("--plot", action="store_true", help="draw pictures, too")
     add("--report", action="store_true", help="make no runs, tell of those that are there")
     add("--dry-run", action="store_true", help="say how many runs are missing, and what they take")

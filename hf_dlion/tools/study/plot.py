@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hf_dlion.tools.pictures import band, figure, logarithmic, look, save
-from hf_dlion.tools.study.result import LINKS, Result, gradient_s, server_bits
+from hf_dlion.tools.study.clock import Clock, ClockOf
+from hf_dlion.tools.study.result import Result, server_bits
 from hf_dlion.tools.study.table import cells, name, title
 
 # Losses further apart than by this factor are drawn on a logarithmic axis.
 FLAT = 4.0
 
 
-def draw(results: Sequence[Result], folder: Path) -> list[Path]:
+def draw(results: Sequence[Result], folder: Path, clock_of: ClockOf) -> list[Path]:
     """Writes all pictures into a folder; returns their paths."""
     written = []
     for together in cells(results):
-        written.append(_curves(together, folder / f"curves-{name(together)}.png"))
+        clock = clock_of(together)
+        written.append(_curves(together, clock, folder / f"curves-{name(together)}.png"))
         written.append(_bits(together, folder / f"bits-{name(together)}.png"))
     for apart in _apart_from_workers(results):
         own = apart[0].setting
@@ -28,19 +30,18 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
     return written
 
 
-def _curves(together: Sequence[Result], path: Path) -> Path:
-    """Loss against steps, bytes sent, and modelled time over each link."""
-    compute_s = gradient_s(together)
+def _curves(together: Sequence[Result], clock: Clock, path: Path) -> Path:
+    """Loss against steps, bytes sent, and time over each link."""
     axes: dict[str, Callable[[Result], float]] = {
         "steps": lambda result: 1.0,
         "MB sent by a rank": lambda result: 1e-6 * result.average("bytes_per_step"),
     }
-    for rate, link in LINKS.items():
-        axes[f"modelled s at {rate}"] = functools.partial(
-            Result.step_s, gradient_s=compute_s, link=link
-        )
+    for link in clock.links:
+        known = {clock.step(result, link).measured for result in together}
+        how = "computed" if known == {False} else "measured" if known == {True} else "some computed"
+        axes[f"s at {link} ({how})"] = partial(_seconds, clock, link)
     drawn, panels = figure(len(axes))
-    # One panel per axis: the same losses over steps, bytes and modelled seconds.
+    # One panel per axis: the same losses over steps, bytes and seconds.
     for panel, (label, per_step) in zip(panels, axes.items(), strict=True):
         # Nothing is sent before the first step, which has no place on a logarithmic axis.
         first = 0 if label == "steps" else 1
@@ -52,6 +53,10 @@ def _curves(together: Sequence[Result], path: Path) -> Path:
         if label != "steps":
             logarithmic(panel, "x")
     return _finished(drawn, panels, title(together), path)
+
+
+def _seconds(clock: Clock, link: str, result: Result) -> float:
+    return clock.step(result, link).seconds
 
 
 def _bits(together: Sequence[Result], path: Path) -> Path:

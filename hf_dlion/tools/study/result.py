@@ -9,17 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_dlion.momentum.divergence import by_kind
-from hf_dlion.tools.plan.cost import Link
-from hf_dlion.tools.plan.link import DEFAULT_LATENCY_MS, given
 from hf_dlion.tools.study.compressors import DENSITY
 from hf_dlion.tools.study.records import Record, Records
 from hf_dlion.tools.study.search import Choice, Trial, chosen, loss_of
 from hf_dlion.tools.study.setting import Setting
 
 REFERENCE = "lion"
-# Networks for which times are modelled, with the latency of two hosts in a rack.
-LINKS = {name: given(name, DEFAULT_LATENCY_MS, nccl=False) for name in ("100mbit", "1gbit")}
-
 FULL = 32.0
 # What the Distributed Lion paper's methods would exchange with a parameter server (Liu et al. 2024,
 # arXiv 2404.00438, algorithm 1): bits per parameter on the way up and down, from the number of
@@ -67,19 +62,6 @@ class Result:
     def bits_per_step(self) -> float:
         """Bits that a rank sends per parameter and step."""
         return 8 * self.average("bytes_per_step") / int(self.records[0]["parameters"])
-
-    def step_s(self, gradient_s: float, link: Link) -> float:
-        """Returns the modelled time of a step: all workers' gradients at once, then the network.
-
-        Nothing overlaps, and the optimizers' own work is left out: at these sizes it says nothing
-        of that of real models.
-
-        Args:
-            gradient_s: Seconds for a worker's gradient.
-            link: The network.
-        """
-        rounds = round(self.average("rounds_per_step"))
-        return gradient_s + link.seconds(self.average("bytes_per_step"), rounds)
 
     def curve(self) -> tuple[list[int], list[float], list[float]]:
         """Returns steps, the mean loss after each, and its standard deviation, 0 of one seed."""
@@ -154,12 +136,6 @@ def _result(trial: Trial, records: Records) -> Result | None:
 def cell(setting: Setting) -> Setting:
     """Returns what settings have in common that are compared with one another."""
     return setting.replace(method="", lr=0.0, seed=0)
-
-
-def gradient_s(results: Sequence[Result]) -> float:
-    """Returns the time of a worker's gradient, the same for all methods: the median of the runs."""
-    times = [float(record["gradient_ms"]) for result in results for record in result.records]
-    return 1e-3 * statistics.median(times)
 
 
 def server_bits(method: str, workers: int) -> float | None:

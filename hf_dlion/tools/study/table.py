@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 
 from hf_dlion.tools.report import Output
-from hf_dlion.tools.study.result import LINKS, Result, cell, finite, gradient_s, mean_of, spread
+from hf_dlion.tools.study.clock import Clock, ClockOf
+from hf_dlion.tools.study.result import Result, cell, finite, mean_of, spread
 from hf_dlion.tools.study.setting import WARMUP
 
 
@@ -39,14 +40,14 @@ def name(results: Sequence[Result]) -> str:
     return f"{own.scene}-{own.workers}x{own.batch}"
 
 
-def print_losses(out: Output, results: Sequence[Result]) -> None:
-    """Prints a table for each cell: losses, gaps to global Lion, bytes, modelled times."""
+def print_losses(out: Output, results: Sequence[Result], clock_of: ClockOf) -> None:
+    """Prints a table for each cell: losses, gaps to global Lion, bytes, times of a step."""
     columns = {"method": "method", "lr": "best lr", "seeds": "seeds", "loss": "loss"}
     columns |= {"gap": "gap to lion", "bits": "bits/param/step", "bytes": "bytes/step"}
-    columns |= {name: f"ms at {name}" for name in LINKS}
     for together in cells(results):
         out.line(f"\n{title(together)}")
-        compute_s = gradient_s(together)
+        clock = clock_of(together)
+        times = {name: f"ms at {name}" for name in clock.links}
         rows = [
             {
                 "method": result.setting.method,
@@ -58,11 +59,13 @@ def print_losses(out: Output, results: Sequence[Result]) -> None:
                 ),
                 "bits": result.bits_per_step,
                 "bytes": round(result.average("bytes_per_step")),
-                **{name: 1e3 * result.step_s(compute_s, link) for name, link in LINKS.items()},
+                **{name: _ms(clock, result, name) for name in clock.links},
             }
             for result in together
         ]
-        out.table("validation loss", columns, rows)
+        out.table("validation loss", columns | times, rows)
+        if clock.measured:
+            out.line("~ computed from what was measured on another link, or of another method")
 
 
 def print_grids(out: Output, results: Sequence[Result]) -> None:
@@ -96,6 +99,12 @@ def print_sign_agreement(out: Output, results: Sequence[Result]) -> None:
             for kind in kinds
         ]
         out.table(f"signs: {name(together)}", columns, rows)
+
+
+def _ms(clock: Clock, result: Result, name: str) -> str:
+    time = clock.step(result, name)
+    mark = "~" if clock.measured and not time.measured else ""
+    return f"{mark}{1e3 * time.seconds:,.0f}"
 
 
 def with_spread(mean: float, deviation: float, *, sign: bool = False) -> str:

@@ -1,0 +1,170 @@
+"""How long a step of each method takes over a network: measured by `bench train`, or computed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_dlion.tools.bench.methods import (
+    BF16,
+    DEMO,
+    DILOCO,
+    DLION,
+    FP32,
+    LOCAL,
+    NONE,
+    POWER,
+    name_of,
+)
+from hf_dlion.tools.plan.cost import Link
+from hf_dlion.tools.plan.link import DEFAULT_LATENCY_MS, given
+from hf_dlion.tools.report import read_bench
+from hf_dlion.tools.study.result import Result
+
+# The rows of `bench train` that time a method of the study.
+ROWS = {
+    "adamw": FP32,
+    "lion": "DDP fp32, Lion",
+    "majority": DLION,
+    **{f"bits{bits}": name_of(bits) for bits in (2, 4, 8)},
+    "bf16": BF16,
+    "powersgd": POWER,
+    **{f"localsgd{every}": LOCAL.format(every) for every in (8, 32)},
+    **{f"diloco{every}": DILOCO.format(every) for every in (16, 50)},
+    "demo": DEMO,
+}
+
+
+@dataclass(frozen=True)
+class Time:
+    """Of a step.
+
+    Attributes:
+        seconds: How long.
+        measured: Whether it was measured; otherwise it was computed.
+    """
+
+    seconds: float
+    measured: bool = False
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Step times of what the study compares.
+
+    Attributes:
+        links: The networks, by what users write, for example "1gbit".
+        compute_s: Of a worker's gradient, where nothing was measured.
+        measured: Seconds by link and row of `bench train`.
+    """
+
+    links: Mapping[str, Link]
+    compute_s: float
+    measured: Mapping[str, Mapping[str, float]]
+
+    def step(self, result: Result, name: str) -> Time:
+        """Returns the time of a method's step.
+
+        What was measured on another link is taken from the fastest, and what the network takes
+        there is put in its place. Otherwise it is the gradient's time and then the network's:
+        nothing overlaps, and the optimizers' own work is left out.
+
+        Args:
+            result: Of the method.
+            name: Of the link.
+        """
+        row = ROWS.get(result.setting.method, "")
+        if row in self.measured.get(name, ()):
+            return Time(self.measured[name][row], measured=True)
+        wire_s = _wire_s(result, self.links[name])
+        elsewhere = [known for known, times in self.measured.items() if row in times]
+        if not elsewhere:
+            return Time(self.compute_s + wire_s)
+        fastest = max(elsewhere, key=lambda known: _link(known).bits_per_s)
+        own_s = self.measured[fastest][row] - _wire_s(result, _link(fastest))
+        return Time(max(own_s, 0.0) + wire_s)
+
+
+def clock_of(
+    links: Sequence[str],
+    files: Sequence[str],
+    compute_s: float | None,
+    results: Sequence[Result],
+) -> Clock:
+    """Returns the step times of the results of a cell.
+
+    Args:
+        links: As users write them.
+        files: JSON of `bench train --emulate` with the model that was trained.
+        compute_s: Of a worker's gradient; by default that of a measured step without
+            communication, or else that of the runs.
+        results: All those of the cell.
+
+    Raises:
+        ValueError: If a link is none, or a file is of another model or number of ranks.
+    """
+    measured: dict[str, dict[str, float]] = {}
+    free = []
+    for file in files:
+        found = read_bench(file, "train")
+        times = measured.setdefault(_check(file, found["config"], results[0]), {})
+        for row in found["rows"]:
+            times[row["name"]] = 1e-3 * row["median_ms"]
+            free += [times[NONE]] if row["name"] == NONE else []
+    if compute_s is not None:
+        measured = {}
+    elif free:
+        compute_s = min(free)
+    else:
+        compute_s = gradient_s(results)
+    return Clock({name: _link(name) for name in links}, compute_s, measured)
+
+
+# Of the results of a cell.
+ClockOf = Callable[[Sequence[Result]], Clock]
+
+
+def check_clock(links: Sequence[str], files: Sequence[str]) -> None:
+    """Checks before any work starts that links are links and files are benchmarks.
+
+    Raises:
+        ValueError: If they are not.
+        OSError: If a file cannot be read.
+    """
+    for name in links:
+        _link(name)
+    for file in files:
+        read_bench(file, "train")
+
+
+def gradient_s(results: Sequence[Result]) -> float:
+    """Returns the time of a worker's gradient, the same for all methods: the median of the runs."""
+    times = [float(record["gradient_ms"]) for result in results for record in result.records]
+    return 1e-3 * statistics.median(times)
+
+
+def _check(file: str, config: Mapping[str, Any], result: Result) -> str:
+    """Returns the link of a benchmark, after a look at what else it was."""
+    size = result.records[0]["parameters"]
+    workers = result.setting.workers
+    if config["parameters"] != size or config["ranks"] != workers:
+        raise ValueError(
+            f"{Path(file).name} times {config['parameters']:,} parameters on {config['ranks']} "
+            f"ranks, and the study trained {size:,} on {workers}"
+        )
+    if config["emulate"] is None:
+        raise ValueError(f"{Path(file).name} is of no emulated network")
+    return str(config["emulate"]).partition("x")[2]
+
+
+def _link(name: str) -> Link:
+    return given(name, DEFAULT_LATENCY_MS, nccl=False)
+
+
+def _wire_s(result: Result, link: Link) -> float:
+    # What meets in every k-th step has a k-th of its messages in each.
+    rounds = result.average("rounds_per_step")
+    return link.seconds(result.average("bytes_per_step"), round(rounds))
