@@ -124,3 +124,9 @@ def test_the_command_tells_what_was_measured(tmp_path: Path, capsys: Any) -> Non
     assert votes["step_s"]["1gbit"] == {"seconds": 0.01, "measured": True}
     assert not lion["step_s"]["1gbit"]["measured"]
     assert not votes["step_s"]["10mbit"]["measured"]
+    # Of a grid, and of methods, what is there.
+    words += ["--lr-adamw", "1e-3", "7e-3", "--methods", "adamw", "bits2", "--report"]
+    assert main(words) == 0
+    assert [own["grid"].keys() for own in json.loads((tmp_path / "summary.json").read_text())] == [
+        {"0.001"}
+    ]

@@ -101,7 +101,9 @@ def _run(args: argparse.Namespace) -> None:
         out.result({"missing": len(todo), "made": len(records), "gradients_s": seconds})
         return
     # Every run is written as soon as it is made, so an interrupted study goes on from there.
-    if not args.report:
+    if args.report:
+        trials = [trial.made(records) for trial in trials]
+    else:
         before = environment()
         made = complete(trials, records, args.jobs)
         out.line(f"{made} runs made; all {len(records)} are in {records.path}")

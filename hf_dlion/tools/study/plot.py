@@ -43,16 +43,16 @@ def _curves(together: Sequence[Result], clock: Clock, path: Path) -> Path:
     drawn, panels = figure(len(axes))
     # One panel per axis: the same losses over steps, bytes and seconds.
     for panel, (label, per_step) in zip(panels, axes.items(), strict=True):
-        # Nothing is sent before the first step, which has no place on a logarithmic axis.
-        first = 0 if label == "steps" else 1
         for result in together:
-            steps, losses, deviations = (column[first:] for column in result.curve())
+            # The loss before training is much higher, and has no place on a logarithmic axis.
+            steps, losses, deviations = (column[1:] for column in result.curve())
             places = [per_step(result) * step for step in steps]
             band(panel, places, losses, deviations, result.setting.method)
         panel.set_xlabel(label)
         if label != "steps":
             logarithmic(panel, "x")
-    return _finished(drawn, panels, title(together), path)
+    before = together[0].as_json()["before"]
+    return _finished(drawn, panels, f"{title(together)}; loss before {before:.2f}", path)
 
 
 def _seconds(clock: Clock, link: str, result: Result) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_dlion.tools.study.records import Record, Records
@@ -35,6 +35,11 @@ class Trial:
             for lr in self.lrs
             for seed in self.seeds[: self.tuning]
         ]
+
+    def made(self, records: Records) -> Trial:
+        """Returns the trial with the learning rates whose runs are there."""
+        todo = {setting.lr for setting in self.first_runs() if records.of(setting) is None}
+        return replace(self, lrs=tuple(lr for lr in self.lrs if lr not in todo))
 
     def other_runs(self, choice: Choice) -> list[Setting]:
         """Returns the runs with the chosen learning rate."""
@@ -76,7 +81,7 @@ def chosen(trial: Trial, records: Records) -> Choice | None:
         if record is None:
             return None
         losses.setdefault(setting.lr, []).append(loss_of(record))
-    return choose(losses)
+    return choose(losses) if losses else None
 
 
 def missing(trials: Iterable[Trial], records: Records, *, ahead: bool = False) -> Iterator[Setting]:
