@@ -33,12 +33,14 @@ class Method(ABC):
         bytes_sent: Bytes that a rank has sent so far.
         rounds: Messages that waited for one another so far.
         judges: Whether this process takes validation losses and metrics.
+        judging_threads: torch's threads while it does; None leaves them as they are.
     """
 
     places: Sequence[tuple[int, nn.Module]]
     bytes_sent: float = 0.0
     rounds: int = 0
     judges: bool = True
+    judging_threads: int | None = None
 
     def collect(self, model: nn.Module) -> None:  # noqa: B027 (most have nothing to do)
         """Takes over the gradients that a worker's backward has just left in `model`."""

@@ -32,6 +32,9 @@ class RealRank(Method):
         """Makes the model, its wrapper and the optimizer."""
         model = scene.model(setting.seed)
         self.judges = dist.get_rank() == 0
+        if scene.judged_long:
+            # The other ranks wait, and leave their cores.
+            self.judging_threads = min(setting.workers, len(os.sched_getaffinity(0)))
         how = recipe(setting.method)
         self._rival = None if how.rival is None else how.rival(model, setting)
         if self._rival is not None:

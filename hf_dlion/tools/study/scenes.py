@@ -26,6 +26,8 @@ class Scene(ABC):
     Attributes:
         setting: Sizes and folder; scenes read neither its method nor its learning rate.
         grids: Learning rates to choose from, by `Recipe.family`.
+        judged_long: Whether validation takes so long that it may have all cores; sums of matrix
+            products, and so the last bits of a loss, depend on their number.
     """
 
     grids: ClassVar[dict[str, tuple[float, ...]]] = {
@@ -33,6 +35,8 @@ class Scene(ABC):
         "lion": (3e-4, 1e-3, 3e-3),
         "sgd": (3e-2, 1e-1, 3e-1),
     }
+
+    judged_long: ClassVar[bool] = False
 
     def __init__(self, setting: Setting) -> None:
         """Reads the data."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -75,7 +77,6 @@ def train(setting: Setting, scene: Scene, method: Method) -> dict[str, Any]:
             signs.after()
         if step + 1 in evaluated_after:
             curve.append((step + 1, _judged(scene, method)))
-    model = _plain(method.places[0][1])
     _check_replicas(method)
     return {
         "key": setting.key,
@@ -83,8 +84,8 @@ def train(setting: Setting, scene: Scene, method: Method) -> dict[str, Any]:
         "loss": curve[-1][1] if failure is None and math.isfinite(curve[-1][1]) else None,
         "failure": failure,
         "curve": [[step, loss if math.isfinite(loss) else None] for step, loss in curve],
-        "metrics": scene.metrics(model) if failure is None and method.judges else {},
-        "parameters": sum(param.numel() for param in trainable(model)),
+        "metrics": _metrics(scene, method) if failure is None else {},
+        "parameters": sum(param.numel() for param in trainable(method.places[0][1])),
         "bytes_per_step": method.bytes_sent / setting.steps,
         "rounds_per_step": method.rounds / setting.steps,
         "gradient_ms": 1e3 * statistics.median(gradient_s),
@@ -103,7 +104,26 @@ def _clip(norm: float, method: Method) -> None:
 
 def _judged(scene: Scene, method: Method) -> float:
     """Returns the validation loss, NaN on ranks whose record nobody reads."""
-    return scene.validation(_plain(method.places[0][1])) if method.judges else math.nan
+    if not method.judges:
+        return math.nan
+    with _threads(method.judging_threads):
+        return scene.validation(_plain(method.places[0][1]))
+
+
+def _metrics(scene: Scene, method: Method) -> dict[str, float]:
+    """Returns the scene's metrics, none on ranks whose record nobody reads."""
+    if not method.judges:
+        return {}
+    with _threads(method.judging_threads):
+        return scene.metrics(_plain(method.places[0][1]))
+
+
+@contextlib.contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    yield
+    torch.set_num_threads(before)
 
 
 def _check_replicas(method: Method) -> None:
