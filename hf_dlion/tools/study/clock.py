@@ -96,31 +96,36 @@ def clock_of(
 ) -> Clock:
     """Returns the step times of the results of a cell.
 
+    The times of each file are moved by what its step without communication differs from the median
+    of all files'.
+
     Args:
         links: As users write them.
         files: JSON of `bench train --emulate` with the model that was trained.
-        compute_s: Of a worker's gradient; by default that of a measured step without
-            communication, or else that of the runs.
+        compute_s: Of a worker's gradient; by default a step without communication, the median of
+            the files, or else that of the runs.
         results: All those of the cell.
 
     Raises:
         ValueError: If a link is none, or a file is of another model or number of ranks.
     """
-    measured: dict[str, dict[str, float]] = {}
-    free = []
+    runs = []
     for file in files:
         found = read_bench(file, "train")
-        times = measured.setdefault(_check(file, found["config"], results[0]), {})
-        for row in found["rows"]:
-            times[row["name"]] = 1e-3 * row["median_ms"]
-            free += [times[NONE]] if row["name"] == NONE else []
+        times = {row["name"]: 1e-3 * row["median_ms"] for row in found["rows"]}
+        runs.append((_check(file, found["config"], results[0]), times))
+    places = {name: _link(name) for name in links}
     if compute_s is not None:
-        measured = {}
-    elif free:
-        compute_s = min(free)
-    else:
-        compute_s = gradient_s(results)
-    return Clock({name: _link(name) for name in links}, compute_s, measured)
+        return Clock(places, compute_s, {})
+    free = [times[NONE] for _, times in runs if NONE in times]
+    compute_s = statistics.median(free) if free else gradient_s(results)
+    measured: dict[str, dict[str, float]] = {}
+    for link, times in runs:
+        # The machine is not equally fast in all runs.
+        slower = times.get(NONE, compute_s) - compute_s
+        own = measured.setdefault(link, {})
+        own.update((name, seconds - slower) for name, seconds in times.items())
+    return Clock(places, compute_s, measured)
 
 
 # Of the results of a cell.
