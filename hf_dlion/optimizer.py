@@ -77,8 +77,8 @@ class DistributedLion(Optimizer, JoinableOptimizer):
     Replicas are bitwise equal after every step. On one rank it is plain Lion. docs/rule.md says
     exactly what is computed and sent.
 
-    Coming from AdamW: every element moves by lr in every step, so start at a third to a tenth of
-    AdamW's learning rate, and raise weight_decay by the same factor, to keep lr * weight_decay.
+    Coming from AdamW: every element moves by lr in every step, so start at a third of AdamW's
+    learning rate, and raise weight_decay by the same factor, to keep lr * weight_decay.
 
     The optimizer finds the DDP wrapper of its parameters by itself at the wrapper's first forward
     and keeps it from reducing gradients. Gradients may be accumulated under `no_sync()` and
