@@ -27,23 +27,8 @@ from hf_dlion.tools.study.setting import Setting
 from hf_dlion.tools.study.text import LowRank, Pretraining
 from hf_dlion.tools.study.train import simulate, train
 from tests.support.spawn import RankPools
+from tests.support.tiny_study import TINY
 
-TINY = Setting(
-    scene="pretrain",
-    method="majority",
-    workers=2,
-    batch=2,
-    sequence=16,
-    hidden=32,
-    layers=1,
-    steps=12,
-    lr=3e-3,
-    weight_decay=0.1,
-    betas=(0.9, 0.99),
-    schedule="cosine",
-    seed=3,
-    evaluations=1,
-)
 VOTING = [name for name, made in METHODS.items() if made.options is not None]
 
 

@@ -17,7 +17,7 @@ from hf_dlion.tools.study.clock import ROWS, Time, clock_of
 from hf_dlion.tools.study.recipes import METHODS as STUDIED
 from hf_dlion.tools.study.result import Result
 from hf_dlion.tools.study.search import Choice
-from tests.tools.test_study import TINY
+from tests.support.tiny_study import TINY
 
 NUMEL = 1_000_000
 LINKS = ["10mbit", "100mbit", "1gbit"]
