@@ -404,3 +404,20 @@ def test_every_method_trains_an_adapter(method: str, tmp_path: Path) -> None:
 def test_learning_rates_as_large_as_sgd_s_do_not_make_a_large_decay() -> None:
     optimizer = sgd(nn.Linear(2, 2), TINY.replace(weight_decay=0.1, lr=1.0))
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0]
+
+
+def test_judging_may_have_more_threads_and_gives_them_back() -> None:
+    seen: list[int] = []
+
+    class Counted(Pretraining):
+        def validation(self, model: nn.Module) -> float:
+            seen.append(torch.get_num_threads())
+            raise ArithmeticError
+
+    scene = Counted(TINY)
+    method = recipe("lion").simulated(scene, TINY)
+    method.judging_threads = 2
+    with pytest.raises(ArithmeticError):
+        train(TINY, scene, method)
+    assert seen == [2]
+    assert torch.get_num_threads() == 1

@@ -122,8 +122,10 @@ def _metrics(scene: Scene, method: Method) -> dict[str, float]:
 def _threads(count: int | None) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
-    yield
-    torch.set_num_threads(before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _check_replicas(method: Method) -> None:
