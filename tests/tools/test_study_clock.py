@@ -30,10 +30,16 @@ def of(method: str, bytes_per_step: float, rounds: float = 2.0) -> Result:
     return Result(TINY.replace(method=method), Choice(1e-3, {}), {0: 1.0}, records, {})
 
 
+SENT = {FP32: 4e6, DLION: 0.125e6}
+
+
 def bench(path: Path, link: str | None, ms: dict[str, float], **config: Any) -> str:
     """The JSON of a benchmark of the same model."""
     config = {"parameters": NUMEL, "ranks": 2, "emulate": link, **config}
-    rows = [{"name": name, "median_ms": value} for name, value in ms.items()]
+    rows = [
+        {"name": name, "median_ms": value, "bytes_per_step": SENT.get(name, 0)}
+        for name, value in ms.items()
+    ]
     path.write_text(json.dumps({"bench": "train", "config": config, "rows": rows}))
     return str(path)
 
@@ -67,6 +73,12 @@ def test_what_was_measured_is_taken_and_of_other_links_only_the_network_is_compu
     assert clock.step(ADAMW, "10mbit") == Time(pytest.approx(own + wire_s(4e6, 1e7)))
     own = 0.31 - wire_s(0.125e6, 1e9, 1)
     assert clock.step(VOTES, "100mbit") == Time(pytest.approx(own + wire_s(0.125e6, 1e8, 1)))
+    # PowerSGD's first steps send more than those that were timed.
+    more = of("adamw", 5e6)
+    assert clock.step(more, "1gbit") == Time(pytest.approx(0.4 + wire_s(1e6, 1e9, 0)), True)
+    assert clock.step(more, "10mbit") == Time(
+        pytest.approx(0.4 - wire_s(4e6, 1e9) + wire_s(5e6, 1e7))
+    )
     # A method without a row: the step without communication, and the network.
     expected = 0.3 + wire_s(4e6 / 8, 1e9, 0)
     assert clock.step(local, "1gbit") == Time(pytest.approx(expected))

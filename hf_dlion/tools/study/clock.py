@@ -52,40 +52,60 @@ class Time:
 
 
 @dataclass(frozen=True)
+class Row:
+    """Of `bench train`.
+
+    Attributes:
+        seconds: Of a step.
+        sent: Bytes out of a rank in it.
+    """
+
+    seconds: float
+    sent: float
+
+
+@dataclass(frozen=True)
 class Clock:
     """Step times of what the study compares.
 
     Attributes:
         links: The networks, by what users write, for example "1gbit".
         compute_s: Of a worker's gradient, where nothing was measured.
-        measured: Seconds by link and row of `bench train`.
+        measured: By link and name of the row.
     """
 
     links: Mapping[str, Link]
     compute_s: float
-    measured: Mapping[str, Mapping[str, float]]
+    measured: Mapping[str, Mapping[str, Row]]
 
     def step(self, result: Result, name: str) -> Time:
         """Returns the time of a method's step.
 
-        What was measured on another link is taken from the fastest, and what the network takes
-        there is put in its place. Otherwise it is the gradient's time and then the network's:
-        nothing overlaps, and the optimizers' own work is left out.
+        To what was measured comes the network's time for what the run sent beyond it, for example
+        in PowerSGD's first steps. What was measured on another link is taken from the fastest, and
+        the network's time for the bytes put in place of what it took there. Otherwise it is the
+        gradient's time and then the network's: nothing overlaps, and the optimizers' own work is
+        left out.
 
         Args:
             result: Of the method.
             name: Of the link.
         """
+        link = self.links[name]
+        sent = result.average("bytes_per_step")
+        # What meets in every k-th step has a k-th of its messages in each.
+        rounds = round(result.average("rounds_per_step"))
         row = ROWS.get(result.setting.method, "")
         if row in self.measured.get(name, ()):
-            return Time(self.measured[name][row], measured=True)
-        wire_s = _wire_s(result, self.links[name])
+            here = self.measured[name][row]
+            return Time(here.seconds + link.seconds(max(sent - here.sent, 0.0), 0), measured=True)
         elsewhere = [known for known, times in self.measured.items() if row in times]
         if not elsewhere:
-            return Time(self.compute_s + wire_s)
+            return Time(self.compute_s + link.seconds(sent, rounds))
         fastest = max(elsewhere, key=lambda known: _link(known).bits_per_s)
-        own_s = self.measured[fastest][row] - _wire_s(result, _link(fastest))
-        return Time(max(own_s, 0.0) + wire_s)
+        there = self.measured[fastest][row]
+        own_s = there.seconds - _link(fastest).seconds(there.sent, rounds)
+        return Time(max(own_s, 0.0) + link.seconds(sent, rounds))
 
 
 def clock_of(
@@ -112,19 +132,22 @@ def clock_of(
     runs = []
     for file in files:
         found = read_bench(file, "train")
-        times = {row["name"]: 1e-3 * row["median_ms"] for row in found["rows"]}
-        runs.append((_check(file, found["config"], results[0]), times))
+        rows = {
+            row["name"]: Row(1e-3 * row["median_ms"], row["bytes_per_step"])
+            for row in found["rows"]
+        }
+        runs.append((_check(file, found["config"], results[0]), rows))
     places = {name: _link(name) for name in links}
     if compute_s is not None:
         return Clock(places, compute_s, {})
-    free = [times[NONE] for _, times in runs if NONE in times]
+    free = [rows[NONE].seconds for _, rows in runs if NONE in rows]
     compute_s = statistics.median(free) if free else gradient_s(results)
-    measured: dict[str, dict[str, float]] = {}
-    for link, times in runs:
+    measured: dict[str, dict[str, Row]] = {}
+    for link, rows in runs:
         # The machine is not equally fast in all runs.
-        slower = times.get(NONE, compute_s) - compute_s
+        slower = rows[NONE].seconds - compute_s if NONE in rows else 0.0
         own = measured.setdefault(link, {})
-        own.update((name, seconds - slower) for name, seconds in times.items())
+        own.update((name, Row(row.seconds - slower, row.sent)) for name, row in rows.items())
     return Clock(places, compute_s, measured)
 
 
@@ -167,9 +190,3 @@ def _check(file: str, config: Mapping[str, Any], result: Result) -> str:
 
 def _link(name: str) -> Link:
     return given(name, DEFAULT_LATENCY_MS, nccl=False)
-
-
-def _wire_s(result: Result, link: Link) -> float:
-    # What meets in every k-th step has a k-th of its messages in each.
-    rounds = result.average("rounds_per_step")
-    return link.seconds(result.average("bytes_per_step"), round(rounds))
