@@ -6,6 +6,7 @@ in a collective, where they would hang (rule S12).
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -117,29 +118,32 @@ class Agreement:
             all ranks do. The ranks of a replica hold other parts, cut into other messages.
     """
 
+    _count = itertools.count(1)
+
     def __init__(self) -> None:
         """Starts without an agreed layout; the first step agrees on one."""
         self.parameters = 0
         self.alike: Sequence[Sequence[int]] | None = None
         self._layouts: list[int] = []
+        # Tells optimizers of one layout apart: each rank's count, and what all have made of theirs.
+        self._number, self._met = next(self._count), 0
 
     def agree(self, mine: Header, wire: Wire, details: Details) -> list[Header]:
         """Returns every rank's header, in rank order, after checking that they fit together.
 
         Every rank must call this at the same point of its program. Bytes per rank:
-        `header_wire_bytes`; once per layout also 16 * (N - 1), twice that where parameters are
-        sharded, and a header with room for the parameters of the layout before (none at the first
-        step).
+        `header_wire_bytes`; once per layout also 32 * (N - 1), 48 where parameters are sharded, and
+        a header with room for the parameters of the layout before (none at the first step).
 
         Raises:
             Disagreement: On every rank, if something failed on one, or they differ in wire
-                version, layout, parameters (when a layout is new), options, groups or step, or in
-                the batches that they went through since the last step.
+                version, layout, parameters (when a layout is new), options, groups or step, in
+                the batches that they went through since the last step, or in the optimizer.
         """
         headers = self.agree_on_options(mine, wire, details)
         # First, since a rank that skips a step often skips its scheduler, too.
         _check_batches(headers)
-        if [header.layout for header in headers] != self._layouts:
+        if [header.layout for header in headers] != list(map(self._marked, self._layouts)):
             self._agree_on_layout(mine, wire, details)
             headers = self._gather(mine, wire)
         if any(header.groups != mine.groups for header in headers):
@@ -176,7 +180,8 @@ class Agreement:
 
     def _gather(self, mine: Header, wire: Wire) -> list[Header]:
         try:
-            table = wire.gather_words(mine.packed(self.parameters), "a header")
+            sent = dataclasses.replace(mine, layout=self._marked(mine.layout))
+            table = wire.gather_words(sent.packed(self.parameters), "a header")
         except RuntimeError as error:
             # It is here that ranks with different numbers of batches miss one another.
             error.add_note(FEWER_BATCHES)
@@ -192,7 +197,14 @@ class Agreement:
     def _agree_on_layout(self, mine: Header, wire: Wire, details: Details) -> None:
         """Compares layouts, and parameters' names and values, which must start equal."""
         values = details.parameters()
-        layouts, hashes = wire.gather_words([mine.layout, digest(values)], "a layout").t().tolist()
+        words = [mine.layout, digest(values), self._number, self._met]
+        layouts, hashes, numbers, met = wire.gather_words(words, "a layout").t().tolist()
+        if len(set(met)) > 1:
+            raise Disagreement(
+                "ranks call step() of different optimizers, which would take one another's votes: "
+                "with several DistributedLions, step them in the same order on every rank (the "
+                "order of a set is each process's own), and make new ones on all ranks together"
+            )
         kinds, common = [0] * len(layouts), [0] * len(layouts)
         if self.alike is not None:
             # What all ranks have in common whichever parts they hold.
@@ -209,8 +221,11 @@ class Agreement:
             )
         if self._differ(hashes) or len(set(common)) > 1:
             self._raise_values(wire.gather_objects((values, details.unsharded(values))))
-        self._layouts = layouts
+        self._layouts, self._met = layouts, digest(numbers)
         self.parameters = mine.present.numel()
+
+    def _marked(self, layout: int) -> int:
+        return digest((layout, self._met))
 
     def _differ(self, values: Sequence[int]) -> bool:
         """Returns whether ranks that hold the same have different values."""

@@ -13,7 +13,7 @@ from hf_dlion.codec.bits import pack_bits, unpack_bits
 from hf_dlion.codec.layout import WORD_BYTES, words_for
 
 # Of what is sent, hashed and rounded. The first header has one size in every version.
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 _FINITE, _FAILED, _STALE, _ORDERED, _UNAVERAGED, _DISPLACED = 1, 2, 4, 8, 16, 32
 _UNSHARED = 64
@@ -30,7 +30,8 @@ class Header:
         finite: Whether all its gradients are finite.
         failed: Whether something failed on it; then all ranks raise.
         step: Number of the last step that it took.
-        layout: Hash of all that decides which collectives of what size a step makes.
+        layout: Hash of all that decides which collectives of what size a step makes; on its way to
+            other ranks, of that and of whose step it is.
         options: Hash of the options.
         groups: Hash of every group's lr, betas, weight decay and number of parameters.
         present: bool, shape (P,): the parameters for which autograd saw a gradient.

@@ -506,3 +506,35 @@ def test_a_difference_that_is_mended_leaves_no_trace(
     clean = ranks(WORLD_SIZE).run(_go_on, "nothing", overlap, timeout=20)
     for own, expected in zip(mended, clean, strict=True):
         assert all(map(torch.equal, itertools.chain(*own), itertools.chain(*expected)))
+
+
+def _with_two_optimizers(
+    rank: int, world_size: int, swapped_at: int, overlap: bool
+) -> list[tuple[str, bool]]:
+    if rank == 1:
+        DistributedLion(_parameters(), lr=0.1)  # no rank's count of optimizers is another's
+    models = [_parameters(), _parameters()]
+    optimizers = [DistributedLion(own, lr=0.1, overlap=overlap) for own in models]
+    attempts = []
+    for t in range(4):
+        for own in models:
+            _backward(own, 10 * t + rank)
+        here = [1, 0] if rank == 1 and t == swapped_at else [0, 1]
+        attempts += [_attempt(optimizers[k].step, [*models[0], *models[1]]) for k in here]
+        if any(message for message, _ in attempts):
+            break
+    return attempts
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["step", "overlap"])
+def test_optimizers_of_one_layout_in_another_order_on_one_rank(
+    ranks: RankPools, overlap: bool
+) -> None:
+    """Nothing else tells them apart: neither size nor step, and equal replicas had equal hashes."""
+    for attempts in ranks(WORLD_SIZE).run(_with_two_optimizers, 2, overlap, timeout=20):
+        assert [bool(message) for message, _ in attempts] == [False] * 4 + [True, True]
+        for message, untouched in attempts[4:]:
+            assert "step() of different optimizers" in message
+            assert untouched
+    for attempts in ranks(WORLD_SIZE).run(_with_two_optimizers, 9, overlap, timeout=20):
+        assert not any(message for message, _ in attempts)
