@@ -34,6 +34,8 @@ class Presence:
         # The parameters' hooks hold this, so it must not hold them.
         self._seen: dict[int, tuple[weakref.ref[Tensor], Mark]] = {}
         self._averaged: set[int] = set()
+        # Averaged, and dropped by the optimizer's `zero_grad`.
+        self._given_up: set[int] = set()
         self._zeros: dict[int, Mark] = {}
         self._pass = -1
 
@@ -64,6 +66,7 @@ class Presence:
 
     def note_reset(self, params: Iterable[Tensor]) -> None:
         """Takes note that the optimizer's `zero_grad` has reset the parameters' gradients."""
+        self._given_up |= self._averaged
         self._note_dropped()
         # Those that are left hold nothing but the zeros just written.
         self._zeros = {id(p): mark(p) for p in params if p.grad is not None}
@@ -71,6 +74,7 @@ class Presence:
     def note_step(self) -> None:
         """Forgets what was seen: a step was taken with it."""
         self.batches.note_step()
+        self._given_up.clear()
         self._forget()
 
     def _note_dropped(self) -> None:
@@ -113,9 +117,15 @@ class Presence:
         the wrapper's: the other ranks still have theirs.
         """
         return [
-            (has and not self.averaged(p)) or (p.grad is None and id(p) in self._averaged)
+            not self.averaged(p) if has else self._lost(p)
             for p, has in zip(params, present, strict=True)
         ]
+
+    def _lost(self, param: Tensor) -> bool:
+        """Returns whether a wrapper's gradient was dropped, of a parameter that has none now."""
+        if id(param) in self._given_up:
+            return True
+        return param.grad is None and id(param) in self._averaged
 
 
 def mark(param: Tensor) -> Mark:

@@ -451,6 +451,10 @@ def differ_inside_a_node(rank: int, world_size: int, what: str) -> list[Any]:
             if step == 1 and rank == 1:
                 if what == "dropped":
                     model.first.weight.grad = None
+                elif what == "model":
+                    model.zero_grad()
+                elif what.startswith("optimizer"):
+                    optimizer.zero_grad(set_to_none=what == "optimizer")
                 elif what == "more_backward":
                     model(tokens).backward()
                 elif what == "replaced":
@@ -461,12 +465,24 @@ def differ_inside_a_node(rank: int, world_size: int, what: str) -> list[Any]:
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("what", ["dropped", "more_backward", "replaced"])
+@pytest.mark.parametrize("what", ["dropped", "model", "optimizer", "more_backward", "replaced"])
 def test_a_difference_inside_a_node_neither_hangs_nor_diverges(ranks: RankPools, what: str) -> None:
     results = ranks(4).run(differ_inside_a_node, what)
     for bits, exchanges in results:
         assert exchanges == ddp_training.STEPS
         assert all(map(torch.equal, bits, results[0][0]))
+
+
+@pytest.mark.multiproc
+def test_a_rank_drops_its_nodes_gradients_alike_however_it_does(ranks: RankPools) -> None:
+    """None or zeros: its share of the momentum must not see a gradient that its node's does not."""
+    pools = ranks(4)
+    found = [
+        pools.run(differ_inside_a_node, what)[0][0]
+        for what in ("model", "optimizer", "optimizer to zeros")
+    ]
+    assert all(map(torch.equal, found[0], found[1]))
+    assert all(map(torch.equal, found[0], found[2]))
 
 
 def overflow(rank: int, world_size: int, wrapped: bool) -> dict[str, Any]:

@@ -569,7 +569,7 @@ class Replay:
         others, options = self.case.world_size - 1, self.case.options
         sent = 8 * others * (6 + -(-len(trained) // 64))
         if trained != self.layout:
-            sent += others * (16 + 8 * (6 + -(-len(self.layout or []) // 64)))
+            sent += others * (32 + 8 * (6 + -(-len(self.layout or []) // 64)))
         every = options.get("check_replicas_every", 0)
         if not moved or not others:
             return sent if others else 0
