@@ -26,19 +26,25 @@ class Attachment:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         """Belongs to no optimizer yet."""
-        self.params = {id(param) for param in ddp.module.parameters()}
         self.used_for: set[Claim] = set()
         self._skips_buckets = _can_skip_buckets(ddp)
         self._copied = self._sync_is_off = False
         self._group = ddp.process_group
         self._claims: list[Claim] = []
         self._changes = -1
+        self._params = list(ddp.module.parameters())
+        self.params = {id(param) for param in self._params}
+        self._trainable = self._found_trainable()
         self._voters: Voters = ONE_RANK
 
     def belongs_to(self, found: list[Claim]) -> None:
         """Sets the claims on the wrapper, just found."""
-        self._changes = claims.changes()
+        self._changes, self._trainable = claims.changes(), self._found_trainable()
         self._claims = found
+
+    def _found_trainable(self) -> list[bool]:
+        """Returns which parameters are trainable; some loops freeze parts in turns."""
+        return [param.requires_grad for param in self._params]
 
     def __reduce__(self) -> tuple[Callable[[], "Attachment"], tuple[()]]:
         """Gives a copied or saved wrapper an attachment of nobody: its parameters are others."""
@@ -53,10 +59,10 @@ class Attachment:
         """
         if self._copied or not torch.is_grad_enabled():
             return
-        # Backward does what forward prepared, so claims that change between them wait.
-        if self._changes != claims.changes():
+        # Backward does what forward prepared, so what changes between them waits.
+        if self._changes != claims.changes() or self._trainable != self._found_trainable():
             self.belongs_to(claims_on(module))
-        self.used_for = set(self._claims)
+        self.used_for |= set(self._claims)
         if not self._claims:
             return
         self._check_join(module)
@@ -180,9 +186,14 @@ def _can_skip_buckets(ddp: DistributedDataParallel) -> bool:
 
     Nothing is reduced, so the copies into the buckets and back are lost time (a tenth of a
     step on a CPU). But where gradients are views of the buckets, these are their only memory, and
-    a static graph and DDP's own mixed precision are prepared in the reducer.
+    a static graph and DDP's own mixed precision are prepared in the reducer. And after a forward
+    that it does not reduce, the reducer takes a parameter for used in the next one that it does:
+    where another optimizer trains what is frozen now, that is one without gradients for ours.
     """
-    return not (ddp.gradient_as_bucket_view or ddp.static_graph or ddp.mixed_precision)
+    trainable = sum(param.requires_grad for param in ddp.module.parameters())
+    reduced = ddp._get_ddp_logging_data()["num_parameter_tensors"]  # type: ignore[no-untyped-call]
+    in_turns = ddp.find_unused_parameters and reduced > trainable
+    return not (ddp.gradient_as_bucket_view or ddp.static_graph or ddp.mixed_precision or in_turns)
 
 
 def local_gradients(

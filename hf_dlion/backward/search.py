@@ -2,17 +2,19 @@
 
 A forward pre-hook for all modules (public torch API, nothing is patched) looks for DDP wrappers.
 It costs about 3 us per module call and makes torch.compile warn, so it is there only while an
-optimizer has parameters whose wrapper it does not know: it goes once all are covered, and comes
-back when a wrapper is gone, or when a gradient came from elsewhere than the wrappers in use.
+optimizer has parameters whose wrapper it does not know: it goes once a wrapper of each has run
+forward, and comes back when one is gone, or for another one when a gradient came from elsewhere
+than the wrappers in use.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
@@ -34,38 +36,56 @@ class _Search:
     """The forward pre-hook that looks for new wrappers, there while an optimizer needs it."""
 
     def __init__(self) -> None:
-        self._for: weakref.WeakSet[Claim] = weakref.WeakSet()
+        # For each optimizer the ids of parameters whose wrapper is looked for, and whether a step
+        # went past it: then none will do that was known before.
+        self._for: weakref.WeakKeyDictionary[Claim, dict[int, bool]] = weakref.WeakKeyDictionary()
         self._handle: RemovableHandle | None = None
-        # A wrapper found after a step that went past it has averaged gradients in that step.
-        self.missed_a_step = False
 
     @property
     def active(self) -> bool:
         return self._handle is not None
 
-    def start(self, optimizers: Iterable[Claim]) -> None:
-        self._for.update(optimizers)
-        if self._for and self._handle is None:
+    def start(self, claim: Claim, wanted: Iterable[int], *, missed: bool = False) -> None:
+        """Looks for the wrappers of an optimizer's parameters, whose ids are `wanted`."""
+        sought = self._for.setdefault(claim, {})
+        for key in wanted:
+            sought[key] = missed or sought.get(key, False)
+        if self._handle is None:
             # torch.compile warns that global hooks fire on its wrapper too: ours means to.
             warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there")
             register = nn.modules.module.register_module_forward_pre_hook
             self._handle = register(_before_forward)
 
+    def found(self, attachment: Attachment | None, *, new: bool) -> None:
+        """Takes note of a wrapper that runs forward, and stops once all have."""
+        covered = attachment.params if attachment is not None else set()
+        for claim, sought in list(self._for.items()):
+            mine = _ids_of(claim)
+            gone = {key for key, missed in sought.items() if key in covered and (new or not missed)}
+            if any(sought[key] for key in gone & mine):
+                _warn_of_missed_step()
+            self._for[claim] = {key: sought[key] for key in sought.keys() & mine - gone}
+            if not self._for[claim]:
+                self.stop(claim)
+
     def stop(self, claim: Claim) -> None:
-        self._for.discard(claim)
+        self._for.pop(claim, None)
         if not self._for and self._handle is not None:
             self._handle.remove()
             self._handle = None
-            self.missed_a_step = False
 
-    def warn_if_missed(self) -> None:
-        if self.missed_a_step:
-            warn_once(
-                "missed",
-                "a DDP wrapper was made around a model that has another, live one, and averaged "
-                "the gradients of its first step in full; from now on it does not. Delete the old "
-                "wrapper, or call optimizer.attach(new_wrapper), to save that step",
-            )
+
+def _warn_of_missed_step() -> None:
+    warn_once(
+        "missed",
+        "a DDP wrapper was made around a model that has another, live one, and averaged "
+        "the gradients of its first step in full; from now on it does not. Delete the old "
+        "wrapper, or call optimizer.attach(new_wrapper), to save that step",
+    )
+
+
+def _ids_of(claim: Claim) -> set[int]:
+    return {id(param) for param in flat_params(claim.owner.groups)}
 
 
 _search = _Search()
@@ -78,7 +98,7 @@ def watch(claim: Claim) -> None:
         claim: The optimizer's, held weakly.
     """
     _optimizers[claim.number] = claim
-    _search.start([claim])
+    _search.start(claim, _ids_of(claim))
 
 
 def unwrapped_ddp(module: nn.Module) -> DistributedDataParallel | None:
@@ -101,13 +121,9 @@ def _before_forward(module: nn.Module, args: Any) -> None:
     attachment = attach(ddp)
     if attachment is not None and new:
         attachment.note_forward(ddp, args)  # this forward's own pre-hooks are listed already
-        _search.warn_if_missed()
-    for claim in list(_optimizers.values()):
-        # Only wrappers in use count: an old one may have a successor that is yet to come.
-        used, _ = _params_of_wrappers(claim)
-        # Frozen ones must be covered, too: they may be thawed after this forward.
-        if all(id(p) in used for p in flat_params(claim.owner.groups)):
-            _search.stop(claim)
+    # Only wrappers in use count: an old one may have a successor that is yet to come.
+    if torch.is_grad_enabled():
+        _search.found(attachment, new=new)
 
 
 def attach(ddp: DistributedDataParallel) -> Attachment | None:
@@ -156,7 +172,8 @@ def _registered(ddp: DistributedDataParallel) -> Attachment:
 
 
 def _wrapper_is_gone() -> None:
-    _search.start(list(_optimizers.values()))
+    for claim in list(_optimizers.values()):
+        _search.start(claim, _ids_of(claim))
 
 
 def after_step(claim: Claim, params: Iterable[Tensor]) -> None:
@@ -166,33 +183,13 @@ def after_step(claim: Claim, params: Iterable[Tensor]) -> None:
         claim: Of the optimizer that made the step.
         params: Its parameters for which autograd saw a gradient.
     """
-    used, unused = _params_of_wrappers(claim)
-    for attachment in _attachments_of(claim):
-        attachment.used_for.discard(claim)
-    had = [id(param) for param in params]
-    if not had:
-        return
-    elsewhere = set(had) - used
-    if claim.owner.world_size == 1 or not elsewhere:
+    if claim.owner.world_size == 1:
         _search.stop(claim)
         return
-    if not _search.active and not unused.isdisjoint(elsewhere):
-        _search.missed_a_step = True
-    _search.start([claim])
-
-
-def _attachments_of(claim: Claim) -> Iterator[Attachment]:
-    """Yields the attachments of the live DDP wrappers around the optimizer's parameters."""
-    mine = {id(param) for param in flat_params(claim.owner.groups)}
+    elsewhere = {id(param) for param in params}
     for attachment in list(_attachments.values()):
-        if not mine.isdisjoint(attachment.params):
-            yield attachment
-
-
-def _params_of_wrappers(claim: Claim) -> tuple[set[int], set[int]]:
-    """Returns ids of the parameters in wrappers that ran since the last step, and in the others."""
-    used: set[int] = set()
-    unused: set[int] = set()
-    for attachment in _attachments_of(claim):
-        (used if claim in attachment.used_for else unused).update(attachment.params)
-    return used, unused
+        if claim in attachment.used_for:
+            attachment.used_for.discard(claim)
+            elsewhere -= attachment.params
+    if elsewhere:
+        _search.start(claim, elsewhere, missed=True)

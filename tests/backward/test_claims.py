@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion import DistributedLion
-from tests.support.ddp_training import batches, bits_of, new_model, optimizer_of, released
+from tests.support.ddp_training import alike, batches, bits_of, new_model, optimizer_of, released
 from tests.support.spawn import RankPools
 
 pytestmark = pytest.mark.multiproc
@@ -38,15 +37,6 @@ def train_with(
     return None
 
 
-def equal_everywhere(model: nn.Module, world_size: int) -> bool:
-    for bits in bits_of(model):
-        everyone = [torch.empty_like(bits) for _ in range(world_size)]
-        dist.all_gather(everyone, bits)
-        if not all(torch.equal(bits, other) for other in everyone):
-            return False
-    return True
-
-
 def change_to_adamw(rank: int, world_size: int, lion: str) -> dict[str, Any]:
     """Trains with AdamW where a DistributedLion was made, and perhaps trained, before."""
     model = new_model()
@@ -64,7 +54,7 @@ def change_to_adamw(rank: int, world_size: int, lion: str) -> dict[str, Any]:
         moved = not all(map(torch.equal, bits_of(model), before))
         # The error has given the gradients back.
         again = train_with(holder[0], adamw, rank)
-        equal = equal_everywhere(model, world_size)
+        equal = alike(*bits_of(model))
     return {"error": error, "moved": moved, "again": again, "equal": equal}
 
 
@@ -116,13 +106,10 @@ def detach_between(rank: int, world_size: int) -> tuple[list[bool], bool]:
             if number == 1:
                 optimizer.detach()
             holder[0](tokens).backward()
-            grad = model.first.weight.grad
-            everyone = [torch.empty_like(grad) for _ in range(world_size)]
-            dist.all_gather(everyone, grad)
-            local.append(not torch.equal(everyone[0], everyone[1]))
+            local.append(not alike(model.first.weight.grad))
             optimizer.step()
             optimizer.zero_grad()
-        return local, equal_everywhere(model, world_size)
+        return local, alike(*bits_of(model))
 
 
 def test_a_step_takes_the_gradients_back(ranks: RankPools) -> None:
@@ -144,7 +131,7 @@ def train_in_two_phases(rank: int, world_size: int, options: dict[str, Any]) -> 
             before = optimizer.wire.overlapped
             train_with(holder[0], optimizer, rank, steps=4)
             overlapped.append(optimizer.wire.overlapped - before)
-        equal = equal_everywhere(model, world_size)
+        equal = alike(*bits_of(model))
     return {"overlapped": overlapped, "equal": equal}
 
 
@@ -176,7 +163,7 @@ def step_through_another(rank: int, world_size: int) -> tuple[str | None, bool]:
     optimizer = Around(optimizer_of(model))
     holder = [DistributedDataParallel(model)]
     with released(holder):
-        return train_with(holder[0], optimizer, rank), equal_everywhere(model, world_size)
+        return train_with(holder[0], optimizer, rank), alike(*bits_of(model))
 
 
 def test_an_optimizer_that_steps_a_distributed_lion_is_none_of_the_others(
@@ -196,3 +183,35 @@ def test_a_constructor_that_fails_and_a_copy_claim_nothing_of_another() -> None:
     model(torch.zeros(1, 1, dtype=torch.int64)).backward()
     twin.step()
     assert not claims.whole
+
+
+def train_parts_in_turns(rank: int, world_size: int, thaw: bool, lion: bool) -> list[bool]:
+    """Half of a wrapper's parameters are DistributedLion's, the others AdamW's; one half is frozen.
+
+    Either is, in turns, or with `thaw` the second half first and then the other one.
+    """
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 6), nn.Linear(6, 1)
+    model = nn.Sequential(first, second)
+    holder = [DistributedDataParallel(model, find_unused_parameters=True)]
+    optimizers = [
+        DistributedLion(first.parameters()) if lion else adamw_of(first),
+        adamw_of(second),
+    ]
+    with released(holder):
+        for step in range(8):
+            turn = step // 4 if thaw else step % 2
+            first.requires_grad_(turn == 0)
+            second.requires_grad_(turn == 1)
+            holder[0](torch.full((4, 4), rank + 1.0)).square().sum().backward()
+            optimizers[turn].step()
+            optimizers[turn].zero_grad()
+        return [alike(*half.parameters()) for half in (first, second)]
+
+
+@pytest.mark.parametrize("lion", [True, False])
+@pytest.mark.parametrize("thaw", [False, True])
+def test_what_another_optimizer_trains_while_ours_is_frozen_is_averaged(
+    ranks: RankPools, thaw: bool, lion: bool
+) -> None:
+    assert ranks(2).run(train_parts_in_turns, thaw, lion) == [[True, True]] * 2

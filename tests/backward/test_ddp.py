@@ -24,6 +24,7 @@ from hf_dlion.ranks.agreement import Disagreement
 from tests.support.ddp_training import (
     CASES,
     STEPS,
+    alike,
     batches,
     bits_of,
     new_model,
@@ -88,9 +89,7 @@ def wrap_again(rank: int, world_size: int, keep_old: bool, announce: bool) -> di
                 if announce:
                     optimizer._engine.hooks.search()
             holder[0](tokens[step]).backward()
-            everyone = [torch.empty_like(model.first.weight) for _ in range(world_size)]
-            dist.all_gather(everyone, model.first.weight.grad)
-            local.append(not torch.equal(everyone[0], everyone[1]))
+            local.append(not alike(model.first.weight.grad))
             optimizer.step()
             optimizer.zero_grad()
         old.clear()
@@ -161,16 +160,11 @@ def train_two_models(rank: int, world_size: int, one_wrapper: bool) -> list[bool
                 optimizer.step()
                 optimizer.zero_grad()
     mine = bits_of(models)
-    equal = []
-    for bits in mine:
-        everyone = [torch.empty_like(bits) for _ in range(world_size)]
-        dist.all_gather(everyone, bits)
-        equal.append(all(torch.equal(bits, other) for other in everyone))
     moved = [
         not torch.equal(bits, first)
         for bits, first in zip(mine, bits_of(new_model()) * 2, strict=True)
     ]
-    return [all(equal), all(moved), all(o.wire.exchanges == STEPS for o in optimizers)]
+    return [alike(*mine), all(moved), all(o.wire.exchanges == STEPS for o in optimizers)]
 
 
 @pytest.mark.parametrize("one_wrapper", [True, False])
@@ -439,10 +433,7 @@ def train_parts(rank: int, world_size: int, rewrap: bool) -> dict[str, Any]:
                 old.append(holder[1])
                 holder[1] = DistributedDataParallel(models["b"])
             (holder[0](tokens) + holder[1](tokens)).backward()
-            grad = models["b"].first.weight.grad
-            everyone = [torch.empty_like(grad) for _ in range(world_size)]
-            dist.all_gather(everyone, grad)
-            local.append(not torch.equal(everyone[0], everyone[1]))
+            local.append(not alike(models["b"].first.weight.grad))
             optimizer.step()
             optimizer.zero_grad()
     return {"local": local, "searching": comm_hook._search.active, "bits": bits_of(models)}
@@ -457,6 +448,33 @@ def test_every_wrapper_of_an_optimizer_is_found(ranks: RankPools, rewrap: bool) 
         assert all(map(torch.equal, result["bits"], results[0]["bits"]))
 
 
+def train_wrappers_in_turns(rank: int, world_size: int, tasks: str) -> tuple[list[bool], bool]:
+    """One optimizer, two wrappers that take turns; returns in which steps gradients are local."""
+    torch.manual_seed(0)
+    trunk, heads = nn.Linear(4, 6), [nn.Linear(6, 2), nn.Linear(6, 3)]
+    trunks = [trunk, nn.Linear(4, 6) if tasks == "apart" else trunk]
+    chosen = [heads[0], heads[0] if tasks == "same" else heads[1]]
+    models = [nn.Sequential(*parts) for parts in zip(trunks, chosen, strict=True)]
+    optimizer = optimizer_of(nn.ModuleList([*trunks, *chosen]))
+    holder = [DistributedDataParallel(model) for model in models]
+    local = []
+    with released(holder), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(8):
+            holder[step % 2](torch.full((4, 4), rank + 1.0)).square().sum().backward()
+            local.append(not alike(models[step % 2][0].weight.grad))
+            optimizer.step()
+            optimizer.zero_grad()
+        return local, alike(*bits_of(nn.ModuleList(models)))
+
+
+@pytest.mark.parametrize("tasks", ["apart", "trunk", "same"])
+def test_wrappers_that_take_turns_are_all_found(ranks: RankPools, tasks: str) -> None:
+    # A second wrapper of parameters that all have one is found after the step that it averaged.
+    local = [step != 1 or tasks != "same" for step in range(8)]
+    assert ranks(2).run(train_wrappers_in_turns, tasks) == [(local, True)] * 2
+
+
 def train_with_a_second_lion(rank: int, world_size: int) -> tuple[bool, list[Tensor]]:
     """A new optimizer around the same wrapper takes over from the first."""
     model = new_model()
@@ -465,10 +483,7 @@ def train_with_a_second_lion(rank: int, world_size: int) -> tuple[bool, list[Ten
     with released(holder):
         for step, (tokens,) in enumerate(batches(rank, 1)):
             holder[0](tokens).backward()
-            grad = model.first.weight.grad
-            everyone = [torch.empty_like(grad) for _ in range(world_size)]
-            dist.all_gather(everyone, grad)
-            local = not torch.equal(everyone[0], everyone[1])
+            local = not alike(model.first.weight.grad)
             optimizer.step()
             optimizer.zero_grad()
             if step == 1:

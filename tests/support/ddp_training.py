@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -66,6 +67,16 @@ def released(*holders: list[Any]) -> Iterator[None]:
     for holder in holders:
         holder.clear()
     gc.collect()
+
+
+def alike(*tensors: Tensor) -> bool:
+    """Returns whether all ranks hold the same bits; all ranks call it together."""
+    for tensor in tensors:
+        everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, tensor)
+        if not all(torch.equal(tensor, other) for other in everyone):
+            return False
+    return True
 
 
 def train(
