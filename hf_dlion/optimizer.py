@@ -373,7 +373,13 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         _refuse_capture()
         Join.notify_join_context(self)
         scaling = Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-        return Step(self._engine, scaling).take(closure)
+        try:
+            return Step(self._engine, scaling).take(closure)
+        except BaseException:
+            # GradScaler takes them away after a step, but not after one that raised.
+            vars(self).pop("grad_scale", None)
+            vars(self).pop("found_inf", None)
+            raise
 
     def synchronize_momentum(self) -> None:
         """Replaces every momentum by its mean over the ranks; every rank must call this.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -183,12 +183,22 @@ def _refuse_foreign_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _steps_a_lion(optimizer: Optimizer) -> bool:
     """Returns whether an optimizer holds a DistributedLion, which it steps itself."""
-    return any(inner in lions for inner in _held(vars(optimizer).values()))
+    pending, met = _held(vars(optimizer).values()), {id(optimizer)}
+    while pending:
+        inner = pending.pop()
+        if inner in lions:
+            return True
+        if id(inner) not in met:
+            met.add(id(inner))
+            pending += _held(vars(inner).values())
+    return False
 
 
-def _held(values: Iterable[Any]) -> Iterator[Optimizer]:
+def _held(values: Iterable[Any]) -> list[Optimizer]:
+    """Returns the optimizers among values, and in lists and dicts that are among them."""
+    found = []
     for value in values:
-        if isinstance(value, Optimizer):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (inner for inner in value if isinstance(inner, Optimizer))
+        inner = value.values() if isinstance(value, dict) else value
+        many = isinstance(value, (dict, list, tuple))
+        found += [one for one in (inner if many else [value]) if isinstance(one, Optimizer)]
+    return found

@@ -99,9 +99,9 @@ class Attachment:
             )
         if not self._skips_buckets:
             raise RuntimeError(
-                "inside Join([optimizer]) make the DDP wrapper without gradient_as_bucket_view, "
-                "static_graph and mixed_precision, whose buckets take part of every rank, or give "
-                "every rank as many batches"
+                "inside Join([optimizer]) make the DDP wrapper without gradient_as_bucket_view "
+                "and static_graph, whose buckets take part of every rank, and freeze nothing after "
+                "that, or give every rank as many batches"
             )
 
     def after_forward(self, module: Any, args: Any, output: Any) -> None:
@@ -186,14 +186,14 @@ def _can_skip_buckets(ddp: DistributedDataParallel) -> bool:
 
     Nothing is reduced, so the copies into the buckets and back are lost time (a tenth of a
     step on a CPU). But where gradients are views of the buckets, these are their only memory, and
-    a static graph and DDP's own mixed precision are prepared in the reducer. And after a forward
+    a static graph is prepared in the reducer. And after a forward
     that it does not reduce, the reducer takes a parameter for used in the next one that it does:
     where another optimizer trains what is frozen now, that is one without gradients for ours.
     """
     trainable = sum(param.requires_grad for param in ddp.module.parameters())
     reduced = ddp._get_ddp_logging_data()["num_parameter_tensors"]  # type: ignore[no-untyped-call]
     in_turns = ddp.find_unused_parameters and reduced > trainable
-    return not (ddp.gradient_as_bucket_view or ddp.static_graph or ddp.mixed_precision or in_turns)
+    return not (ddp.gradient_as_bucket_view or ddp.static_graph or in_turns)
 
 
 def local_gradients(

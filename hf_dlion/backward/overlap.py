@@ -52,9 +52,11 @@ PATIENCE = 3
 
 CHANGED = (
     f"overlap=True does not pay here: in {PATIENCE} steps in a row gradients changed after their "
-    f"votes had left. Run all but the last backward of an accumulation under the DDP wrapper's "
-    f"no_sync(), or FSDP's set_requires_gradient_sync(False), and do not step() after several "
-    f"backward passes without it"
+    f"votes had left, or other parameters had one than in the step before. Run all but the last "
+    f"backward of an accumulation under the DDP wrapper's no_sync(), or FSDP's "
+    f"set_requires_gradient_sync(False), do not step() after several backward passes without it, "
+    f"clip gradients by their norm (not their values) if at all, and freeze the same parameters in "
+    f"each step"
 )
 
 

@@ -34,13 +34,11 @@ class Abstentions:
         self.steps = [0] * world_size
         self.in_a_row = [0] * world_size
 
-    def note(self, finite: Sequence[bool], rank: int, *, tells: bool) -> int:
+    def note(self, finite: Sequence[bool]) -> int:
         """Counts one step and returns how many ranks abstained.
 
         Args:
             finite: For each rank, whether its gradients were finite.
-            rank: This rank, which warns of its own abstention, once per process.
-            tells: Whether it also warns of ranks that have abstained for half of the limit.
 
         Raises:
             RuntimeError: If a rank reached the limit.
@@ -48,17 +46,27 @@ class Abstentions:
         for other, good in enumerate(finite):
             self.steps[other] += not good
             self.in_a_row[other] = 0 if good else self.in_a_row[other] + 1
-        if not finite[rank]:
+        self._raise_at_limit()
+        return sum(not good for good in finite)
+
+    def warn(self, rank: int, *, others: bool) -> None:
+        """Warns of the step just counted, once per process; to be called at its end.
+
+        Where warnings are errors, the step has been taken on this rank as on the others then.
+
+        Args:
+            rank: This rank, which warns of its own abstention.
+            others: Whether it also warns of ranks that have abstained for half of the limit.
+        """
+        if self.in_a_row[rank]:
             warn_once(
                 "abstention",
                 f"gradients of {self._voter} {rank} hold a NaN or an Inf: it abstains from this "
                 f"step and keeps its momentum; said once, `optimizer.wire.abstentions` goes on "
                 f"counting",
             )
-        self._raise_at_limit()
-        if tells:
+        if others:
             self._warn_at_half()
-        return sum(not good for good in finite)
 
     def _raise_at_limit(self) -> None:
         stuck = [other for other, count in enumerate(self.in_a_row) if count >= self._limit]
@@ -87,14 +95,15 @@ def _told(ranks: Sequence[int]) -> str:
 
 
 def all_finite(
-    grads: Sequence[Tensor], scale: Tensor | None = None, found_inf: Tensor | None = None
+    grads: Sequence[Tensor], scale: Tensor | None = None, found_inf: Tensor | int | None = None
 ) -> bool:
     """Returns whether no gradient holds a NaN or an Inf; waits for each device once.
 
     Args:
         grads: Dense gradients of any floating dtype, on any devices.
         scale: GradScaler's, by which they are divided first, in place; None if they have been.
-        found_inf: Not 0 if GradScaler saw a NaN or an Inf; None if it did not look.
+        found_inf: Not 0 if GradScaler saw a NaN or an Inf, the number 0 where it saw no gradient;
+            None if it did not look.
     """
     by_device: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
@@ -102,7 +111,7 @@ def all_finite(
     # All devices are at work before the first is waited for.
     flags = [codec_for(device).all_finite(own, scale) for device, own in by_device.items()]
     if found_inf is not None:
-        flags.append(found_inf.view(()) == 0)
+        flags.append(torch.as_tensor(found_inf).view(()) == 0)
     together: dict[torch.device, list[Tensor]] = {}
     for flag in flags:
         together.setdefault(flag.device, []).append(flag)

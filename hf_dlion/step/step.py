@@ -30,6 +30,7 @@ from hf_dlion.step.delivery import Delivery, Moving
 from hf_dlion.step.engine import Engine
 from hf_dlion.step.full_precision import momenta_differ, step_in_full
 from hf_dlion.step.plan import Plan
+from hf_dlion.step.unanimity import warn_if_unanimous
 from hf_dlion.step.voters import Voters
 
 
@@ -40,11 +41,12 @@ class Scaling:
     Attributes:
         scale: The factor of the loss, by which gradients are still to be divided; None if they
             have been.
-        found_inf: Nonzero if GradScaler saw a NaN or an Inf; None if it did not look.
+        found_inf: Nonzero if GradScaler saw a NaN or an Inf, the number 0 where it saw no gradient;
+            None if it did not look.
     """
 
     scale: Tensor | None
-    found_inf: Tensor | None
+    found_inf: Tensor | int | None
 
 
 class Step:
@@ -127,9 +129,8 @@ class Step:
             delivery = plan.delivery
         heard = self._voters.heard(headers)
         mine = heard[self._voters.index]
-        self._stats.abstentions += engine.ranks.abstentions.note(
-            [other.finite for other in heard], self._voters.index, tells=engine.rank == 0
-        )
+        abstentions = engine.ranks.abstentions
+        self._stats.abstentions += abstentions.note([other.finite for other in heard])
         # No entries if every voter abstains; then nothing moves.
         counts = voters_on(heard)
         moves = bool(counts.any())
@@ -141,6 +142,9 @@ class Step:
             delivery.discard()
         self._end(plan, heard, moves)
         self._count_bytes(sent.bytes_before)
+        abstentions.warn(self._voters.index, others=engine.rank == 0)
+        if moves and engine.rank == 0 and int(counts.min()) == len(heard):
+            warn_if_unanimous(self._stats, sum(param.numel() for _, param in self._pairs))
         return loss
 
     def _look(self) -> Header:

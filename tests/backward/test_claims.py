@@ -152,15 +152,15 @@ class Around(torch.optim.Optimizer):
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
         super().__init__(base.param_groups, {})
-        self.base = base
+        self.bases = {"base": base}
 
     def step(self, closure: Any = None) -> None:
-        self.base.step()
+        self.bases["base"].step()
 
 
 def step_through_another(rank: int, world_size: int) -> tuple[str | None, bool]:
     model = new_model()
-    optimizer = Around(optimizer_of(model))
+    optimizer = Around(Around(optimizer_of(model)))
     holder = [DistributedDataParallel(model)]
     with released(holder):
         return train_with(holder[0], optimizer, rank), alike(*bits_of(model))

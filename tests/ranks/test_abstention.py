@@ -88,7 +88,8 @@ def steps_of(count: int, limit: int) -> tuple[list[str], Abstentions]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(count):
-            abstentions.note([True, False, True, True, False], 0, tells=True)
+            abstentions.note([True, False, True, True, False])
+            abstentions.warn(0, others=True)
     return [str(w.message) for w in caught], abstentions
 
 
@@ -109,6 +110,21 @@ def test_the_warning_comes_at_half_of_the_limit(limit: int, half: int) -> None:
         assert all(f"gradients of rank 1, 4 held a NaN or an Inf in {half}" in t for t in told)
     with pytest.raises(RuntimeError, match=rf"rank 1, 4 held .* in {limit} steps in a row"):
         steps_of(limit, limit)
+
+
+@pytest.mark.usefixtures("unwarned")
+def test_where_warnings_are_errors_the_step_has_been_taken() -> None:
+    """As the other ranks have taken it."""
+    first, second = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer = DistributedLion([first, second])
+    first.sum().backward()
+    second.grad = torch.full((3,), math.nan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="said once"):
+            optimizer.step()
+    assert optimizer.wire.abstentions == 1
+    assert not optimizer._engine.presence.seen([first]), "a batch that was stepped"
 
 
 @pytest.mark.usefixtures("unwarned")

@@ -61,3 +61,27 @@ def test_the_other_ranks_go_on_and_no_schedule_pauses(
     assert [scale for _, scale, _ in results] == [8.0] * (world_size - 1) + [4.0]
     # One rank alone says that it skipped would pause one rank's learning rate schedule.
     assert not any(skipped for _, _, skipped in results)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_scaler_that_saw_no_gradient_lets_the_step_be() -> None:
+    p = random_param(9, 8)
+    optimizer = DistributedLion([p], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(p.sum())
+    scaler.step(optimizer)
+    assert optimizer.wire.abstentions == 0
+
+
+def test_a_step_that_raised_leaves_no_scale_to_the_next_one() -> None:
+    p = random_param(9, 8)
+    optimizer = DistributedLion([p], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(p.sum()).backward()
+    optimizer.param_groups[0]["lr"] = "large"
+    with pytest.raises(TypeError):
+        scaler.step(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.1
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert torch.equal(p.grad, torch.ones_like(p)), "nothing is divided by the scale"
