@@ -370,10 +370,10 @@ class DistributedLion(Optimizer, JoinableOptimizer):
             RuntimeError: On every rank, if one abstained `max_abstained_steps` times in a row; or
                 if a CUDA graph is being captured.
         """
-        _refuse_capture()
-        Join.notify_join_context(self)
         scaling = Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         try:
+            _refuse_capture()
+            Join.notify_join_context(self)
             return Step(self._engine, scaling).take(closure)
         except BaseException:
             # GradScaler takes them away after a step, but not after one that raised.

@@ -142,7 +142,7 @@ def test_a_script_with_a_bad_option_ends(tmp_path: Path) -> None:
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_the_first_step_sends_64_bytes_more(ranks: RankPools, world_size: int) -> None:
+def test_the_first_step_sends_80_bytes_more(ranks: RankPools, world_size: int) -> None:
     assert "The first step sends 80·(N−1) bytes more" in WIRE
     for records in ranks(world_size).run(zoo.train, 2, {}):
         assert records[0].bytes_sent - records[1].bytes_sent == 80 * (world_size - 1)

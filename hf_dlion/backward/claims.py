@@ -167,18 +167,17 @@ def _refuse_foreign_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """
     if optimizer in lions:
         return
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            claim = claim_of(param)
-            if claim is None or not claim.kept_local or _steps_a_lion(optimizer):
-                continue
-            claim.release()
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.step(): DDP has not averaged these gradients, because "
-                f"a DistributedLion was made for the same parameters. Nothing has moved, and DDP "
-                f"averages from the next forward on. Call hf_dlion.unwrap(optimizer).detach() on "
-                f"the DistributedLion when you are done with it, before another one's first forward"
-            )
+    found = map(claim_of, flat_params(optimizer.param_groups))
+    claim = next((claim for claim in found if claim is not None and claim.kept_local), None)
+    if claim is None or _steps_a_lion(optimizer):
+        return
+    claim.release()
+    raise RuntimeError(
+        f"{type(optimizer).__name__}.step(): DDP has not averaged these gradients, because "
+        f"a DistributedLion was made for the same parameters. Nothing has moved, and DDP "
+        f"averages from the next forward on. Call hf_dlion.unwrap(optimizer).detach() on "
+        f"the DistributedLion when you are done with it, before another one's first forward"
+    )
 
 
 def _steps_a_lion(optimizer: Optimizer) -> bool:

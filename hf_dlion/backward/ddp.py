@@ -2,6 +2,8 @@
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with classes.
 
+import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,18 +17,22 @@ from hf_dlion.backward import claims
 from hf_dlion.backward.claims import Claim
 from hf_dlion.step.voters import ONE_RANK, Voters
 
+_numbers = itertools.count(1)
+
 
 class Attachment:
     """The state of our comm hook on one DDP wrapper.
 
     Attributes:
         params: ids of the wrapper's parameters.
+        number: Counts attachments in the order of their wrappers' first forward passes.
         used_for: Claims whose optimizer made no step since the wrapper ran forward.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         """Belongs to no optimizer yet."""
-        self.used_for: set[Claim] = set()
+        self.number = next(_numbers)
+        self.used_for: weakref.WeakSet[Claim] = weakref.WeakSet()
         self._skips_buckets = _can_skip_buckets(ddp)
         self._copied = self._sync_is_off = False
         self._group = ddp.process_group
@@ -62,7 +68,7 @@ class Attachment:
         # Backward does what forward prepared, so what changes between them waits.
         if self._changes != claims.changes() or self._trainable != self._found_trainable():
             self.belongs_to(claims_on(module))
-        self.used_for |= set(self._claims)
+        self.used_for.update(self._claims)
         if not self._claims:
             return
         self._check_join(module)
@@ -155,9 +161,10 @@ def claims_on(ddp: DistributedDataParallel) -> list[Claim]:
     strangers = [name for name, claim in found.items() if claim is None and name in trainable]
     if concerned and strangers:
         raise RuntimeError(
-            f"DDP would no longer average the gradients of {len(strangers)} trainable parameters "
-            f"that no DistributedLion owns, first {strangers[0]!r}: give them to the optimizer "
-            f"or set requires_grad=False before wrapping the model in DDP"
+            f"DDP would leave the gradients of {len(strangers)} trainable parameters local that "
+            f"no DistributedLion owns, first {strangers[0]!r}: give them to the optimizer, freeze "
+            f"them in the forward passes that train its parameters, or set requires_grad=False "
+            f"before wrapping the model in DDP"
         )
     for claim in concerned:
         group = claim.owner.group()
@@ -186,9 +193,9 @@ def _can_skip_buckets(ddp: DistributedDataParallel) -> bool:
 
     Nothing is reduced, so the copies into the buckets and back are lost time (a tenth of a
     step on a CPU). But where gradients are views of the buckets, these are their only memory, and
-    a static graph is prepared in the reducer. And after a forward
-    that it does not reduce, the reducer takes a parameter for used in the next one that it does:
-    where another optimizer trains what is frozen now, that is one without gradients for ours.
+    a static graph is prepared in the reducer. Nor may they where something was frozen since, to be
+    trained by another optimizer in turns: in the next turn, which it reduces, the reducer would
+    take what it did not reduce in this one for used, and fail as it finds no gradient there.
     """
     trainable = sum(param.requires_grad for param in ddp.module.parameters())
     reduced = ddp._get_ddp_logging_data()["num_parameter_tensors"]  # type: ignore[no-untyped-call]

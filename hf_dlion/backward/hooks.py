@@ -41,6 +41,7 @@ class OptimizerHooks:
         """Watches parameters of a new group, and takes them if it has the others."""
         if self._claim.active:
             self._claim.take()
+            self.search()
         self.watch_gradients(params)
 
     def release(self) -> None:

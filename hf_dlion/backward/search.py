@@ -3,8 +3,8 @@
 A forward pre-hook for all modules (public torch API, nothing is patched) looks for DDP wrappers.
 It costs about 3 us per module call and makes torch.compile warn, so it is there only while an
 optimizer has parameters whose wrapper it does not know: it goes once a wrapper of each has run
-forward, and comes back when one is gone, or for another one when a gradient came from elsewhere
-than the wrappers in use.
+forward, and comes back when one is gone, or for a newer one when a gradient came from elsewhere
+than the wrappers in use: from the bare model, too, and then it stays.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,56 +32,92 @@ _attachments: weakref.WeakKeyDictionary[DistributedDataParallel, Attachment] = (
 )
 
 
+class _Sought(NamedTuple):
+    """A parameter whose wrapper is looked for.
+
+    Attributes:
+        after: Number of the last attachment that was known when a gradient came from elsewhere:
+            it takes a newer one. 0 where any will do.
+        missed: Whether a wrapper beside a known one has averaged that gradient, it seems.
+    """
+
+    after: int
+    missed: bool
+
+
 class _Search:
     """The forward pre-hook that looks for new wrappers, there while an optimizer needs it."""
 
     def __init__(self) -> None:
-        # For each optimizer the ids of parameters whose wrapper is looked for, and whether a step
-        # went past it: then none will do that was known before.
-        self._for: weakref.WeakKeyDictionary[Claim, dict[int, bool]] = weakref.WeakKeyDictionary()
+        # For each optimizer the ids of parameters whose wrapper is looked for.
+        self._for: weakref.WeakKeyDictionary[Claim, dict[int, _Sought]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._handle: RemovableHandle | None = None
 
     @property
     def active(self) -> bool:
         return self._handle is not None
 
-    def start(self, claim: Claim, wanted: Iterable[int], *, missed: bool = False) -> None:
-        """Looks for the wrappers of an optimizer's parameters, whose ids are `wanted`."""
-        sought = self._for.setdefault(claim, {})
-        for key in wanted:
-            sought[key] = missed or sought.get(key, False)
+    def start(self, claim: Claim) -> None:
+        """Looks for the wrappers of all of an optimizer's parameters."""
+        if everyone := _ids_of(claim):
+            self._for[claim] = dict.fromkeys(everyone, _Sought(0, missed=False))
+            self._hook()
+
+    def after_step(self, claim: Claim, elsewhere: set[int], held: set[int]) -> None:
+        """Looks for wrappers that a step went past, and no longer where nobody will find one.
+
+        Args:
+            claim: The optimizer's.
+            elsewhere: ids of its parameters whose gradients came from no wrapper that is known.
+            held: ids of the parameters in wrappers that are.
+        """
+        newest = max((attachment.number for attachment in _attachments.values()), default=0)
+        # What was looked for in this step in vain has no wrapper that averages.
+        before = self._for.get(claim, {})
+        sought = {key: _Sought(wanted.after, missed=False) for key, wanted in before.items()}
+        for key in elsewhere - sought.keys():
+            sought[key] = _Sought(newest, missed=key in held)
+        self._for[claim] = sought
+        frozen = (id(p) for p in flat_params(claim.owner.groups) if not p.requires_grad)
+        for key in set(frozen) - held:
+            sought.pop(key, None)
+        if sought:
+            self._hook()
+        else:
+            self.stop(claim)
+
+    def _hook(self) -> None:
         if self._handle is None:
             # torch.compile warns that global hooks fire on its wrapper too: ours means to.
             warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there")
             register = nn.modules.module.register_module_forward_pre_hook
             self._handle = register(_before_forward)
 
-    def found(self, attachment: Attachment | None, *, new: bool) -> None:
+    def found(self, attachment: Attachment | None) -> None:
         """Takes note of a wrapper that runs forward, and stops once all have."""
-        covered = attachment.params if attachment is not None else set()
+        params, number = (attachment.params, attachment.number) if attachment else (set(), 0)
+        missed = False
         for claim, sought in list(self._for.items()):
-            mine = _ids_of(claim)
-            gone = {key for key, missed in sought.items() if key in covered and (new or not missed)}
-            if any(sought[key] for key in gone & mine):
-                _warn_of_missed_step()
-            self._for[claim] = {key: sought[key] for key in sought.keys() & mine - gone}
+            found = {k for k, wanted in sought.items() if k in params and number > wanted.after}
+            missed = missed or any(sought[key].missed for key in found)
+            self._for[claim] = {key: sought[key] for key in sought.keys() & _ids_of(claim) - found}
             if not self._for[claim]:
                 self.stop(claim)
+        if missed:
+            warn_once(
+                "missed",
+                "a DDP wrapper was made around a model that has another, live one, and averaged "
+                "the gradients of its first step in full; from now on it does not. Delete the old "
+                "wrapper, or call optimizer.attach(new_wrapper), to save that step",
+            )
 
     def stop(self, claim: Claim) -> None:
         self._for.pop(claim, None)
         if not self._for and self._handle is not None:
             self._handle.remove()
             self._handle = None
-
-
-def _warn_of_missed_step() -> None:
-    warn_once(
-        "missed",
-        "a DDP wrapper was made around a model that has another, live one, and averaged "
-        "the gradients of its first step in full; from now on it does not. Delete the old "
-        "wrapper, or call optimizer.attach(new_wrapper), to save that step",
-    )
 
 
 def _ids_of(claim: Claim) -> set[int]:
@@ -98,7 +134,7 @@ def watch(claim: Claim) -> None:
         claim: The optimizer's, held weakly.
     """
     _optimizers[claim.number] = claim
-    _search.start(claim, _ids_of(claim))
+    _search.start(claim)
 
 
 def unwrapped_ddp(module: nn.Module) -> DistributedDataParallel | None:
@@ -114,6 +150,9 @@ def _before_forward(module: nn.Module, args: Any) -> None:
     refuse_replicated(module)
     if not isinstance(module, DistributedDataParallel) and "_orig_mod" not in module._modules:
         return
+    # One rank alone may evaluate: all find a wrapper in the same forward.
+    if not torch.is_grad_enabled():
+        return
     ddp = unwrapped_ddp(module)
     if ddp is None:
         return
@@ -122,8 +161,7 @@ def _before_forward(module: nn.Module, args: Any) -> None:
     if attachment is not None and new:
         attachment.note_forward(ddp, args)  # this forward's own pre-hooks are listed already
     # Only wrappers in use count: an old one may have a successor that is yet to come.
-    if torch.is_grad_enabled():
-        _search.found(attachment, new=new)
+    _search.found(attachment)
 
 
 def attach(ddp: DistributedDataParallel) -> Attachment | None:
@@ -173,7 +211,7 @@ def _registered(ddp: DistributedDataParallel) -> Attachment:
 
 def _wrapper_is_gone() -> None:
     for claim in list(_optimizers.values()):
-        _search.start(claim, _ids_of(claim))
+        _search.start(claim)
 
 
 def after_step(claim: Claim, params: Iterable[Tensor]) -> None:
@@ -181,15 +219,15 @@ def after_step(claim: Claim, params: Iterable[Tensor]) -> None:
 
     Args:
         claim: Of the optimizer that made the step.
-        params: Its parameters for which autograd saw a gradient.
+        params: Its parameters for which a rank had a gradient, the same on all ranks.
     """
     if claim.owner.world_size == 1:
         _search.stop(claim)
         return
-    elsewhere = {id(param) for param in params}
+    elsewhere, held = {id(param) for param in params}, set[int]()
     for attachment in list(_attachments.values()):
+        held |= attachment.params
         if claim in attachment.used_for:
             attachment.used_for.discard(claim)
             elsewhere -= attachment.params
-    if elsewhere:
-        _search.start(claim, elsewhere, missed=True)
+    _search.after_step(claim, elsewhere, held)

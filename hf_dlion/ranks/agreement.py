@@ -19,6 +19,7 @@ from hf_dlion.options.parts import held_in_parts, told_shape
 from hf_dlion.options.treatment import Treatment
 from hf_dlion.ranks.fingerprint import digest, fingerprints
 from hf_dlion.ranks.header import WIRE_VERSION, Header
+from hf_dlion.ranks.which import Which
 
 FEWER_BATCHES = (
     "if a rank left the training loop earlier, because it has fewer batches, train inside `with "
@@ -33,8 +34,19 @@ MOST_TOLD = 4000
 Values = list[tuple[str, int]]
 
 
+CROSSED = (
+    "ranks call step() of different optimizers, which would take one another's votes: with several "
+    "DistributedLions, make and step them in the same order on every rank (the order of a set is "
+    "each process's own), and make new ones on all ranks together"
+)
+
+
 class Disagreement(RuntimeError):
     """Raised on every rank when the ranks would otherwise drift apart or wait for one another."""
+
+
+class Crossed(Disagreement):
+    """Ranks step different optimizers: what has left of one's votes no other rank waits for."""
 
 
 @dataclass(frozen=True)
@@ -118,15 +130,16 @@ class Agreement:
             all ranks do. The ranks of a replica hold other parts, cut into other messages.
     """
 
-    _count = itertools.count(1)
+    def __init__(self, number: int) -> None:
+        """Starts without an agreed layout; the first step agrees on one.
 
-    def __init__(self) -> None:
-        """Starts without an agreed layout; the first step agrees on one."""
+        Args:
+            number: Of the optimizer, from `which.new_number`.
+        """
         self.parameters = 0
         self.alike: Sequence[Sequence[int]] | None = None
         self._layouts: list[int] = []
-        # Tells optimizers of one layout apart: each rank's count, and what all have made of theirs.
-        self._number, self._met = next(self._count), 0
+        self._which = Which(number)
 
     def agree(self, mine: Header, wire: Wire, details: Details) -> list[Header]:
         """Returns every rank's header, in rank order, after checking that they fit together.
@@ -143,7 +156,7 @@ class Agreement:
         headers = self.agree_on_options(mine, wire, details)
         # First, since a rank that skips a step often skips its scheduler, too.
         _check_batches(headers)
-        if [header.layout for header in headers] != list(map(self._marked, self._layouts)):
+        if [header.layout for header in headers] != list(map(self._which.marked, self._layouts)):
             self._agree_on_layout(mine, wire, details)
             headers = self._gather(mine, wire)
         if any(header.groups != mine.groups for header in headers):
@@ -180,7 +193,7 @@ class Agreement:
 
     def _gather(self, mine: Header, wire: Wire) -> list[Header]:
         try:
-            sent = dataclasses.replace(mine, layout=self._marked(mine.layout))
+            sent = dataclasses.replace(mine, layout=self._which.marked(mine.layout))
             table = wire.gather_words(sent.packed(self.parameters), "a header")
         except RuntimeError as error:
             # It is here that ranks with different numbers of batches miss one another.
@@ -197,14 +210,10 @@ class Agreement:
     def _agree_on_layout(self, mine: Header, wire: Wire, details: Details) -> None:
         """Compares layouts, and parameters' names and values, which must start equal."""
         values = details.parameters()
-        words = [mine.layout, digest(values), self._number, self._met]
+        words = [mine.layout, digest(values), self._which.number, self._which.met]
         layouts, hashes, numbers, met = wire.gather_words(words, "a layout").t().tolist()
         if len(set(met)) > 1:
-            raise Disagreement(
-                "ranks call step() of different optimizers, which would take one another's votes: "
-                "with several DistributedLions, step them in the same order on every rank (the "
-                "order of a set is each process's own), and make new ones on all ranks together"
-            )
+            raise Crossed(CROSSED)
         kinds, common = [0] * len(layouts), [0] * len(layouts)
         if self.alike is not None:
             # What all ranks have in common whichever parts they hold.
@@ -221,11 +230,10 @@ class Agreement:
             )
         if self._differ(hashes) or len(set(common)) > 1:
             self._raise_values(wire.gather_objects((values, details.unsharded(values))))
-        self._layouts, self._met = layouts, digest(numbers)
+        if not self._which.meet(numbers, (*layouts, *hashes), wire.group):
+            raise Crossed(CROSSED)
+        self._layouts = layouts
         self.parameters = mine.present.numel()
-
-    def _marked(self, layout: int) -> int:
-        return digest((layout, self._met))
 
     def _differ(self, values: Sequence[int]) -> bool:
         """Returns whether ranks that hold the same have different values."""

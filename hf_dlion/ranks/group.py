@@ -21,6 +21,7 @@ from hf_dlion.ranks.header import Header
 from hf_dlion.ranks.launched import warn_of_strangers
 from hf_dlion.ranks.node import LocalGroup, Node, find_node
 from hf_dlion.ranks.shards import claim_of, find_replica, voting_group
+from hf_dlion.ranks.which import new_number
 
 
 class Ranks:
@@ -67,7 +68,8 @@ class Ranks:
         self._must_be_sharded = replicate is not None
         self.node: Node | None = None
         self._joined = False
-        self.agreement = Agreement()
+        self._number = new_number()
+        self.agreement = Agreement(self._number)
         self.abstentions = Abstentions(1, limit)
 
     def carried(self) -> Ranks:
@@ -140,7 +142,7 @@ class Ranks:
             warn_of_strangers()
         self.node, self._joined = None, False
         self._looked_up_sharded = self.sharded
-        self.agreement = Agreement()
+        self.agreement = Agreement(self._number)
         self.abstentions = Abstentions(self._wire.world_size, self._limit)
         return self._wire, True
 

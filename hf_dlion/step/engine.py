@@ -54,7 +54,7 @@ class Hooks(Protocol):
         """Claims what another optimizer has taken, and looks after the wrappers.
 
         Args:
-            params: Those for which autograd saw a gradient.
+            params: Those for which a rank had a gradient.
         """
 
 

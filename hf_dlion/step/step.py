@@ -6,6 +6,7 @@ Where a gradient becomes a vote and a verdict moves a weight: `Moving` (what tak
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -22,7 +23,7 @@ from hf_dlion.options import check_group
 from hf_dlion.options.groups import agreed_values, flat_params, option_values, trainable
 from hf_dlion.options.params import check_gradient
 from hf_dlion.ranks.abstention import all_finite
-from hf_dlion.ranks.agreement import Disagreement, details_of
+from hf_dlion.ranks.agreement import Crossed, Disagreement, details_of
 from hf_dlion.ranks.fingerprint import digest
 from hf_dlion.ranks.header import Header, voters_on
 from hf_dlion.ranks.replicas import check_replicas
@@ -30,7 +31,7 @@ from hf_dlion.step.delivery import Delivery, Moving
 from hf_dlion.step.engine import Engine
 from hf_dlion.step.full_precision import momenta_differ, step_in_full
 from hf_dlion.step.plan import Plan
-from hf_dlion.step.unanimity import warn_if_unanimous
+from hf_dlion.step.unanimity import LOOKED_AT, warn_if_unanimous
 from hf_dlion.step.voters import Voters
 
 
@@ -143,8 +144,8 @@ class Step:
         self._end(plan, heard, moves)
         self._count_bytes(sent.bytes_before)
         abstentions.warn(self._voters.index, others=engine.rank == 0)
-        if moves and engine.rank == 0 and int(counts.min()) == len(heard):
-            warn_if_unanimous(self._stats, sum(param.numel() for _, param in self._pairs))
+        if moves and engine.rank == 0:
+            self._warn_if_unanimous(counts, len(heard))
         return loss
 
     def _look(self) -> Header:
@@ -231,7 +232,7 @@ class Step:
         except Exception as error:
             # This rank alone may have made a new plan; all go on from the last one they shared.
             engine.plan = self._plan_before
-            if isinstance(error, Disagreement):
+            if isinstance(error, Disagreement) and not isinstance(error, Crossed):
                 delivery.discard()
             if isinstance(error, Disagreement) and failure is not None:
                 raise failure from None
@@ -301,7 +302,9 @@ class Step:
     def _end(self, plan: Plan, heard: Sequence[Header], moved: bool) -> None:
         """Clears what belongs to this step, and prepares the next one."""
         engine, wire = self._engine, self._wire
-        engine.hooks.after_step(engine.presence.seen(flat_params(engine.local_groups)))
+        # Of any rank, so that all go on alike.
+        present = torch.stack([other.present for other in heard]).any(dim=0).tolist()
+        engine.hooks.after_step(list(itertools.compress((p for _, p in self._pairs), present)))
         engine.presence.note_step()
         if wire is None:
             return
@@ -343,6 +346,12 @@ class Step:
         ]
         rules = tensor_rules(engine.groups, {piece.index for piece in held}, self._rule)
         engine.sync.after_step(held, rules, engine.steps, engine.options, between)
+
+    def _warn_if_unanimous(self, counts: Tensor, voters: int) -> None:
+        full = self._plan.treatment.full
+        voted = sum(param.numel() for index, param in self._pairs if index not in full)
+        if self._stats.exchanges == LOOKED_AT and int(counts.min()) == voters:
+            warn_if_unanimous(self._stats, voted)
 
     def _count_bytes(self, bytes_before: int) -> None:
         """Notes the bytes of this step; inside a node those of its backward pass, too."""

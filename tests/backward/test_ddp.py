@@ -258,7 +258,7 @@ def refuse(rank: int, world_size: int, what: str) -> str:
     [
         ("foreign_hook", "RuntimeError: DDP already has the comm hook 'allreduce_hook'"),
         ("foreign_group", "RuntimeError: DistributedDataParallel and DistributedLion use differ"),
-        ("strangers", "RuntimeError: DDP would no longer average the gradients of 5 trainable"),
+        ("strangers", "RuntimeError: DDP would leave the gradients of 5 trainable"),
         ("no_wrapper", "TypeError: attach() takes a DistributedDataParallel, got Model"),
         ("other_model", "ValueError: the DDP wrapper holds none of this optimizer's parameters"),
     ],
@@ -473,6 +473,39 @@ def test_wrappers_that_take_turns_are_all_found(ranks: RankPools, tasks: str) ->
     # A second wrapper of parameters that all have one is found after the step that it averaged.
     local = [step != 1 or tasks != "same" for step in range(8)]
     assert ranks(2).run(train_wrappers_in_turns, tasks) == [(local, True)] * 2
+
+
+def wrap_late(rank: int, world_size: int, what: str) -> dict[str, Any]:
+    """Two steps without a wrapper, then two with one; or a second, wrapped model joins then."""
+    models = nn.ModuleList([new_model(), new_model()])
+    optimizer = optimizer_of(models[0])
+    holder: list[Any] = [DistributedDataParallel(models[0])] if what == "group" else [models[0]]
+    local = []
+    with released(holder), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step, (tokens,) in enumerate(batches(rank, 1)[:4]):
+            if step == 2:
+                late = models[1] if what == "group" else models[0]
+                holder.append(DistributedDataParallel(late))
+                if what == "group":
+                    named = [(f"late.{name}", p) for name, p in late.named_parameters()]
+                    optimizer.add_param_group({"params": named})
+                else:
+                    del holder[0]
+            sum(wrapper(tokens) for wrapper in holder).backward()
+            local += [not alike(model.first.weight.grad) for model in models[: len(holder)]]
+            optimizer.step()
+            optimizer.zero_grad()
+        told = [str(w.message) for w in caught if "DDP wrapper was made around" in str(w.message)]
+        return {"local": all(local), "told": told, "searching": comm_hook._search.active}
+
+
+@pytest.mark.parametrize("what", ["wrapper", "group"])
+def test_a_wrapper_that_comes_late_is_found_at_its_first_forward(
+    ranks: RankPools, what: str
+) -> None:
+    expected = {"local": True, "told": [], "searching": False}
+    assert ranks(2).run(wrap_late, what) == [expected] * 2
 
 
 def train_with_a_second_lion(rank: int, world_size: int) -> tuple[bool, list[Tensor]]:

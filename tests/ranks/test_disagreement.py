@@ -7,7 +7,7 @@ import datetime
 import gc
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -509,7 +509,7 @@ def test_a_difference_that_is_mended_leaves_no_trace(
 
 
 def _with_two_optimizers(
-    rank: int, world_size: int, swapped_at: int, overlap: bool
+    rank: int, world_size: int, swapped: Sequence[int], overlap: bool, by_turns: bool
 ) -> list[tuple[str, bool]]:
     if rank == 1:
         DistributedLion(_parameters(), lr=0.1)  # no rank's count of optimizers is another's
@@ -517,24 +517,31 @@ def _with_two_optimizers(
     optimizers = [DistributedLion(own, lr=0.1, overlap=overlap) for own in models]
     attempts = []
     for t in range(4):
-        for own in models:
-            _backward(own, 10 * t + rank)
-        here = [1, 0] if rank == 1 and t == swapped_at else [0, 1]
-        attempts += [_attempt(optimizers[k].step, [*models[0], *models[1]]) for k in here]
+        here = [1, 0] if rank == 1 and t in swapped else [0, 1]
+        if not by_turns:
+            for own in models:
+                _backward(own, 10 * t + rank)
+        for k in here:
+            if by_turns:
+                _backward(models[k], 10 * t + rank)
+            attempts.append(_attempt(optimizers[k].step, [*models[0], *models[1]]))
         if any(message for message, _ in attempts):
             break
     return attempts
 
 
+@pytest.mark.parametrize("by_turns", [False, True], ids=["", "by_turns"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["step", "overlap"])
 def test_optimizers_of_one_layout_in_another_order_on_one_rank(
-    ranks: RankPools, overlap: bool
+    ranks: RankPools, overlap: bool, by_turns: bool
 ) -> None:
     """Nothing else tells them apart: neither size nor step, and equal replicas had equal hashes."""
-    for attempts in ranks(WORLD_SIZE).run(_with_two_optimizers, 2, overlap, timeout=20):
-        assert [bool(message) for message, _ in attempts] == [False] * 4 + [True, True]
-        for message, untouched in attempts[4:]:
-            assert "step() of different optimizers" in message
-            assert untouched
-    for attempts in ranks(WORLD_SIZE).run(_with_two_optimizers, 9, overlap, timeout=20):
-        assert not any(message for message, _ in attempts)
+    # From a step on; in every one, as where the order is that of a set; never.
+    for swapped, wrong in [([2], [4, 5]), (range(9), [1]), ([], [])]:
+        for attempts in ranks(WORLD_SIZE).run(
+            _with_two_optimizers, swapped, overlap, by_turns, timeout=20
+        ):
+            assert [k for k, (message, _) in enumerate(attempts) if message] == wrong
+            for message, untouched in (attempts[k] for k in wrong):
+                assert "step() of different optimizers" in message
+                assert untouched
