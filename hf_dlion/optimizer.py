@@ -78,7 +78,8 @@ class DistributedLion(Optimizer, JoinableOptimizer):
     exactly what is computed and sent.
 
     Coming from AdamW: every element moves by lr in every step, so start at a third of AdamW's
-    learning rate, and raise weight_decay by the same factor, to keep lr * weight_decay.
+    learning rate (at the whole of it in a run of a few dozen steps), and raise weight_decay by the
+    same factor, to keep lr * weight_decay.
 
     The optimizer finds the DDP wrapper of its parameters by itself at the wrapper's first forward
     and keeps it from reducing gradients. Gradients may be accumulated under `no_sync()` and
