@@ -15,7 +15,6 @@ _meetings: weakref.WeakKeyDictionary[Any, dict[Hashable, dict[tuple[int, ...], N
     weakref.WeakKeyDictionary()
 )
 
-
 _count = itertools.count(1)
 
 
@@ -44,18 +43,20 @@ class Which:
         return digest((layout, self.met))
 
     def meet(self, numbers: Sequence[int], kind: Hashable, group: Any) -> bool:
-        """Returns whether ranks that meet hold one another's; remembers it then.
+        """Returns whether ranks that meet hold one another's; remembers their first meeting.
 
         Args:
             numbers: Every rank's.
             kind: Equal where optimizers could be taken for one another: layout and values.
             group: The process group; held weakly.
         """
+        if self.met:  # Then `met` itself tells them apart.
+            return True
         kinds = _meetings.setdefault(group, {})
         earlier = kinds.setdefault(kind, {})
         for other in earlier:
             later = [mine > theirs for mine, theirs in zip(numbers, other, strict=True)]
-            if tuple(numbers) != other and any(later) != all(later):
+            if any(later) != all(later):
                 return False
         earlier[tuple(numbers)] = None
         self.met = digest(numbers)

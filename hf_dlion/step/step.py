@@ -348,10 +348,11 @@ class Step:
         engine.sync.after_step(held, rules, engine.steps, engine.options, between)
 
     def _warn_if_unanimous(self, counts: Tensor, voters: int) -> None:
+        if self._stats.exchanges != LOOKED_AT or int(counts.min()) < voters:
+            return
         full = self._plan.treatment.full
         voted = sum(param.numel() for index, param in self._pairs if index not in full)
-        if self._stats.exchanges == LOOKED_AT and int(counts.min()) == voters:
-            warn_if_unanimous(self._stats, voted)
+        warn_if_unanimous(self._stats, voted)
 
     def _count_bytes(self, bytes_before: int) -> None:
         """Notes the bytes of this step; inside a node those of its backward pass, too."""
