@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -27,6 +27,7 @@ class Flight:
     """The messages of one step, some of which left during backward.
 
     Attributes:
+        began: Whether messages may have left.
         messages: All of them, in the order in which they leave.
         stale: Whether the votes that left do not hold any more.
         failure: What failed during backward, to be raised on all ranks together.
@@ -35,6 +36,8 @@ class Flight:
         missing: ids of the parameters whose gradients backward did not deliver.
         bytes_before: `WireStats.bytes_sent` before the first of them left.
     """
+
+    began = True
 
     def __init__(
         self,
@@ -95,9 +98,23 @@ class Flight:
         while self._sent < len(self.messages) and not self._missing[self._sent]:
             self._send(self._place.keys(), self._gradient_scale.scale, probe=True)
 
-    def known_finite(self, param: Tensor) -> bool:
-        """Returns whether a gradient was finite when its vote left, and is still the same."""
-        return self.finite.get(id(param)) == mark(param)
+    def begun(self, begin: Callable[[], Flight]) -> Flight:
+        """Returns this one."""
+        return self
+
+    def disturb(self) -> None:
+        """Takes note that votes that left do not hold any more."""
+        self.stale = True
+
+    def unknown(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Returns those of the parameters whose gradients are not known to be finite.
+
+        A gradient that was finite when its vote left need not be read once more, unless the loop
+        has touched any since: an in-place change through `.data` leaves no other trace.
+        """
+        if self._gradient_scale.after() != 1.0:
+            return list(params)
+        return [param for param in params if self.finite.get(id(param)) != mark(param)]
 
     def complete(
         self,

@@ -32,9 +32,9 @@ from torch import Tensor
 from hf_dlion.backward.background import Background, InLine
 from hf_dlion.backward.flight import Flight
 from hf_dlion.backward.gradient_scale import GradientScale
+from hf_dlion.backward.grounded import GROUNDED, Grounded
 from hf_dlion.backward.streams import Streams
-from hf_dlion.codec.rule import StepRule
-from hf_dlion.exchange import Wire, WireStats
+from hf_dlion.exchange import Wire
 from hf_dlion.momentum.store import MomentumStore
 from hf_dlion.options.groups import trainable
 from hf_dlion.options.warn_once import warn_once
@@ -91,7 +91,7 @@ class Overlap:
         self._late: set[int] = set()
         self._new_late: set[int] = set()
         self._messages: Sequence[Message] = ()
-        self._flight: Flight | None = None
+        self._flight: Flight | Grounded = GROUNDED
         self._ready: dict[int, None] = {}
 
     @property
@@ -109,36 +109,27 @@ class Overlap:
         if engine is None or not engine.alive or self._gave_up or engine.world_size == 1:
             return
         with self._lock:
-            if self._flight is None and not self._sync:
+            if not self._sync and not self._flight.began:
                 return
             if not self._messages:
                 self._gradient_scale.before_one(param)
                 self._ready[id(param)] = None
                 return
-            if self._flight is None:
-                self._flight = self._begin(engine.momenta(), engine.rule(), engine.stats)
-            self._flight.note(param)
+            flight = self._flight = self._flight.begun(lambda: self._begin(engine))
+            flight.note(param)
 
-    def _begin(self, momenta: MomentumStore, rule: StepRule, stats: WireStats) -> Flight:
-        carried = momenta, rule, stats, self._gradient_scale
+    def _begin(self, engine: Engine) -> Flight:
+        carried = engine.momenta(), engine.rule(), engine.stats, self._gradient_scale
         counter = InLine() if self._in_line else self._counter
         return Flight(self._messages, *carried, self._sender, counter, self._streams)
 
     def disturb(self) -> None:
         """Takes note that momenta changed: votes that left do not hold any more."""
-        if self._flight is not None:
-            self._flight.stale = True
+        self._flight.disturb()
 
     def unknown(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Returns those of the parameters whose gradients are not known to be finite.
-
-        A gradient that was finite when its vote left need not be read once more, unless the loop
-        has touched any since: an in-place change through `.data` leaves no other trace.
-        """
-        flight = self._flight
-        if flight is None or self._gradient_scale.after() != 1.0:
-            return list(params)
-        return [param for param in params if not flight.known_finite(param)]
+        """Returns those of the parameters whose gradients are not known to be finite."""
+        return self._flight.unknown(params)
 
     def complete(
         self,
@@ -157,9 +148,8 @@ class Overlap:
             header = dataclasses.replace(header, ordered=ordered and not self.wants_order)
             return Sent(header, failure, delivery_of(plan), bytes_before)
         rule = engine.rule()
-        began = self._flight is not None
-        flight = self._flight or self._begin(momenta, rule, engine.stats)
-        self._flight = None
+        began, flight = self._flight.began, self._flight.begun(lambda: self._begin(engine))
+        self._flight = GROUNDED
         self._gradient_scale.after()
         # By index, whether this rank votes now; on a rank that failed, or is not finite, it does
         # not.

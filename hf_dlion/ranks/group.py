@@ -19,7 +19,7 @@ from hf_dlion.ranks.agreement import Agreement, details_of
 from hf_dlion.ranks.fingerprint import digest
 from hf_dlion.ranks.header import Header
 from hf_dlion.ranks.launched import warn_of_strangers
-from hf_dlion.ranks.node import LocalGroup, Node, find_node
+from hf_dlion.ranks.node import LocalGroup, Node, Undivided, find_node
 from hf_dlion.ranks.shards import claim_of, find_replica, voting_group
 from hf_dlion.ranks.which import new_number
 
@@ -66,7 +66,7 @@ class Ranks:
         self._wire: Wire | None = None
         self.sharded = self._looked_up_sharded = False
         self._must_be_sharded = replicate is not None
-        self.node: Node | None = None
+        self.node: Node | Undivided = Undivided(1)
         self._joined = False
         self._number = new_number()
         self.agreement = Agreement(self._number)
@@ -85,7 +85,7 @@ class Ranks:
     @property
     def members(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each node or replica, as far as `join` has found out; else empty."""
-        return self.node.members if self.node else ()
+        return self.node.members
 
     def bind(self, groups: Groups) -> None:
         """Looks whether parameters are sharded: loops may do that after they were passed."""
@@ -140,21 +140,21 @@ class Ranks:
         self._wire = connect(group, stats, _device_of(groups))
         if isinstance(group, dist.ProcessGroup):
             warn_of_strangers()
-        self.node, self._joined = None, False
+        self.node, self._joined = Undivided(self._wire.world_size), False
         self._looked_up_sharded = self.sharded
         self.agreement = Agreement(self._number)
         self.abstentions = Abstentions(self._wire.world_size, self._limit)
         return self._wire, True
 
     def join(
-        self, wire: Wire | None, groups: Groups, options: Options, steps: int, stats: WireStats
-    ) -> Node | None:
-        """Returns this rank's node, or None where every rank votes; found at the first call.
+        self, wire: Wire, groups: Groups, options: Options, steps: int, stats: WireStats
+    ) -> Node | Undivided:
+        """Returns this rank's node, or that there are none; found out at the first call.
 
         Every rank must call this at the same point of its program.
 
         Args:
-            wire: From `look_up`.
+            wire: From `look_up`, of several ranks.
             groups: The parameter groups.
             options: Compared first: a rank without `local_group` would not come here.
             steps: Number of the last step.
@@ -163,12 +163,11 @@ class Ranks:
         Raises:
             Disagreement: On every rank, if the ranks cannot be divided into equal nodes.
         """
-        if wire is None or wire.world_size == 1:
-            return None
         if options.local_group in (None, 1) and not self.sharded:
-            return None
+            return Undivided(wire.world_size)
         if not self._joined:
             self.node, self._joined = self._found(wire, groups, options, steps, stats), True
+            self.abstentions = Abstentions(self.node.voters, self._limit, self.node.voter)
         return self.node
 
     def meet_to_save(
@@ -206,7 +205,7 @@ class Ranks:
 
     def _found(
         self, wire: Wire, groups: Groups, options: Options, steps: int, stats: WireStats
-    ) -> Node | None:
+    ) -> Node | Undivided:
         def agree(failure: Exception | None) -> None:
             header = dataclasses.replace(
                 Header.of_failure(steps),
@@ -220,12 +219,8 @@ class Ranks:
         if self.sharded:
             replica = find_replica(self._process_group, groups, options, wire, agree, stats, device)
             self.agreement.alike = replica.places
-            self.abstentions = Abstentions(len(replica.members), self._limit, "replica")
             return replica
-        node = find_node(self._local_group, wire, agree, stats, device)
-        if node is not None:
-            self.abstentions = Abstentions(len(node.members), self._limit, "node")
-        return node
+        return find_node(self._local_group, wire, agree, stats, device)
 
 
 def plain(local_group: LocalGroup) -> NodeName | int | None:

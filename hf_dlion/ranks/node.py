@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -29,20 +29,43 @@ LocalGroup = str | int | dist.ProcessGroup | None
 
 
 @dataclass(frozen=True)
+class Undivided:
+    """Ranks of which each votes for itself: there are no nodes.
+
+    Attributes:
+        voters: How many they are.
+        voter: What one of them is called.
+        members: Empty.
+    """
+
+    voters: int
+    voter: ClassVar[str] = "rank"
+    members: ClassVar[tuple[tuple[int, ...], ...]] = ()
+
+
+@dataclass(frozen=True)
 class Node:
     """This rank's node among all nodes.
 
     Attributes:
+        voter: What each of them is called.
         members: The ranks of each node, as ranks of the optimizer's process group, ascending.
         index: This rank's node, the r of the rule.
         local: The ranks of this node.
         peers: The ranks with this one's place on all nodes.
     """
 
+    voter: ClassVar[str] = "node"
+
     members: tuple[tuple[int, ...], ...]
     index: int
     local: Wire
     peers: Wire
+
+    @property
+    def voters(self) -> int:
+        """The number of nodes."""
+        return len(self.members)
 
     @property
     def places(self) -> tuple[tuple[int, ...], ...]:
@@ -155,8 +178,8 @@ def find_node(
     agree: Callable[[Exception | None], None],
     stats: WireStats,
     device: torch.device,
-) -> Node | None:
-    """Returns this rank's node, or None where every rank is one; all ranks must call this.
+) -> Node | Undivided:
+    """Returns this rank's node, unless every rank is one; all ranks must call this.
 
     Args:
         choice: The option `local_group`, not None; a process group is taken as it is.
@@ -179,7 +202,7 @@ def find_node(
     members = members_of([theirs for theirs, _ in told], wire.ranks)
     size = len(members[0])
     if size == 1:
-        return None
+        return Undivided(wire.world_size)
     index = next(number for number, own in enumerate(members) if wire.rank in own)
     places = tuple(zip(*members, strict=True))
     place = members[index].index(wire.rank)

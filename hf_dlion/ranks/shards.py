@@ -28,6 +28,8 @@ from hf_dlion.ranks.node import Node
 class Replica(Node):
     """This rank's replica among all replicas: a node whose ranks hold parts of the parameters."""
 
+    voter = "replica"
+
 
 def voting_group(process_group: RankGroup | None, replicate: DeviceMesh | None) -> RankGroup | None:
     """Returns the process group of the ranks that vote, which may be given as a mesh.

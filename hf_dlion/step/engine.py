@@ -209,7 +209,7 @@ class Engine:
             self._voters = ONE_RANK
         elif self._voters.wire is not wire:
             node = self.ranks.join(wire, self.local_groups, self.options, self.steps, self.stats)
-            self._voters = voters_of(wire, node)
+            self._voters = voters_of(node, wire)
         return self._voters
 
     def rule(self) -> StepRule:

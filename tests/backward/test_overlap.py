@@ -427,7 +427,7 @@ def accumulate(rank: int, world_size: int) -> list[int]:
                 with quiet:
                     holder[0](tokens).backward()
                 flight = optimizer._engine.early._flight
-                left.append(flight._sent if flight else 0)
+                left.append(flight._sent if flight.began else 0)
             optimizer.step()
             optimizer.zero_grad()
         total = len(optimizer._engine.messages)

@@ -234,7 +234,7 @@ def train(
 def foreseen_of(optimizer: Any, params: Sequence[Tensor]) -> dict[int, Any]:
     """Returns fl(scale * gradient) of the parameters whose votes have left, by index."""
     flight = getattr(optimizer._engine.early, "_flight", None)
-    if not flight:
+    if flight is None or not flight.began:
         return {}
     left = [index for m in flight.messages[: flight._sent] for index, _ in m.params]
     seen = {index: widen(params[index].grad) for index in left}
