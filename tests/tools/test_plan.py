@@ -375,6 +375,15 @@ def test_a_folder_gives_the_shapes_without_weights(folder):
     assert found.note == ""
 
 
+@pytest.mark.parametrize("count", [1, 40, 1000, 135_000_000, 7 * 10**9])
+def test_shapes_of_a_count_are_matrices_but_for_less_than_a_row(count):
+    *matrices, last = usual_shapes(count)
+    width = usual_shapes(count)[0][-1]
+    assert sum(math.prod(shape) for shape in usual_shapes(count)) == count
+    assert all(len(shape) == 2 and shape[1] == width for shape in matrices)
+    assert last[-1] == width or (len(last) == 1 and last[0] < width)
+
+
 def test_lora_sends_its_own_parameters_only(folder):
     found = workload("7b", trainable=40_000_000)
     assert (found.parameters, found.trainable) == (7 * 10**9, 40_000_000)

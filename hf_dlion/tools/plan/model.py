@@ -95,16 +95,20 @@ def parse_count(text: str) -> int | None:
 
 
 def usual_shapes(count: int) -> tuple[tuple[int, ...], ...]:
-    """Returns square matrices as wide as a transformer of `count` elements, and a vector.
+    """Returns matrices as wide as a transformer of `count` elements, and a vector of fewer.
+
+    All matrices but the last are square. PowerSGD sends vectors whole, so none may be long.
 
     Args:
         count: Elements of all tensors.
     """
     width = max(1, round(math.cbrt(_WIDTH_PER_LAYER * count / _LAYER)))
     matrices, rest = divmod(count, width * width)
-    return ((width, width),) * matrices + (((rest,),) if rest else ())
+    rows, rest = divmod(rest, width)
+    last = ((rows, width),) if rows else ()
+    return ((width, width),) * matrices + last + (((rest,),) if rest else ())
 
 
 def _assumption(shapes: tuple[tuple[int, ...], ...]) -> str:
-    width = shapes[0][0]
+    width = shapes[0][-1]
     return f"shapes are assumed: {len(shapes)} tensors, matrices of {width} x {width}"
