@@ -2,8 +2,6 @@
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with classes.
 
-import itertools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,22 +15,16 @@ from hf_dlion.backward import claims
 from hf_dlion.backward.claims import Claim
 from hf_dlion.step.voters import ONE_RANK, Voters
 
-_numbers = itertools.count(1)
-
 
 class Attachment:
     """The state of our comm hook on one DDP wrapper.
 
     Attributes:
         params: ids of the wrapper's parameters.
-        number: Counts attachments in the order of their wrappers' first forward passes.
-        used_for: Claims whose optimizer made no step since the wrapper ran forward.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         """Belongs to no optimizer yet."""
-        self.number = next(_numbers)
-        self.used_for: weakref.WeakSet[Claim] = weakref.WeakSet()
         self._skips_buckets = _can_skip_buckets(ddp)
         self._copied = self._sync_is_off = False
         self._group = ddp.process_group
@@ -68,7 +60,6 @@ class Attachment:
         # Backward does what forward prepared, so what changes between them waits.
         if self._changes != claims.changes() or self._trainable != self._found_trainable():
             self.belongs_to(claims_on(module))
-        self.used_for.update(self._claims)
         if not self._claims:
             return
         self._check_join(module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from torch import Tensor
 from torch._compile import _disable_dynamo
@@ -50,23 +50,27 @@ class OptimizerHooks:
 
     def watch_gradients(self, params: Iterable[Tensor]) -> None:
         """Watches those parameters that require a gradient and are not watched yet."""
-        for param in params:
-            if param.requires_grad and not self._watched(param):
-                hook = _AccumulatedHook(self._claim)
-                handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                self._handles[id(param)] = handle
+        fresh = [param for param in params if param.requires_grad and not self._watched(param)]
+        for param in fresh:
+            hook = _AccumulatedHook(self._claim)
+            handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            self._handles[id(param)] = handle
+        if fresh and self._claim.whole:
+            # Their wrapper may have run forward before they were this optimizer's.
+            self.search()
 
     def _watched(self, param: Tensor) -> bool:
         handle = self._handles.get(id(param))
         # A parameter that is gone, with its hooks, may have had the same number.
         return handle is not None and handle.hooks_dict_ref() is not None
 
-    def after_step(self, params: Sequence[Tensor]) -> None:
+    def after_step(self) -> None:
         """Claims what another optimizer has taken, and looks after the wrappers."""
         if not self._claim.whole:
             self._claim.take()
+            self.search()
         self._claim.kept_local = False
-        search.after_step(self._claim, params)
+        search.after_step(self._claim)
 
 
 class _AccumulatedHook:

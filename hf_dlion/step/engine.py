@@ -50,12 +50,8 @@ class Hooks(Protocol):
     def watch_gradients(self, params: Iterable[Tensor]) -> None:
         """Watches those parameters that require a gradient and are not watched yet."""
 
-    def after_step(self, params: Sequence[Tensor]) -> None:
-        """Claims what another optimizer has taken, and looks after the wrappers.
-
-        Args:
-            params: Those for which a rank had a gradient.
-        """
+    def after_step(self) -> None:
+        """Claims what another optimizer has taken, and looks after the wrappers."""
 
 
 class Engine:

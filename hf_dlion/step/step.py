@@ -6,7 +6,6 @@ Where a gradient becomes a vote and a verdict moves a weight: `Moving` (what tak
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -302,9 +301,7 @@ class Step:
     def _end(self, plan: Plan, heard: Sequence[Header], moved: bool) -> None:
         """Clears what belongs to this step, and prepares the next one."""
         engine, wire = self._engine, self._wire
-        # Of any rank, so that all go on alike.
-        present = torch.stack([other.present for other in heard]).any(dim=0).tolist()
-        engine.hooks.after_step(list(itertools.compress((p for _, p in self._pairs), present)))
+        engine.hooks.after_step()
         engine.presence.note_step()
         if wire is None:
             return
