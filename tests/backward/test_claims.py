@@ -112,6 +112,26 @@ def detach_between(rank: int, world_size: int) -> tuple[list[bool], bool]:
         return local, alike(*bits_of(model))
 
 
+def detach_the_second(rank: int, world_size: int) -> tuple[str | None, bool]:
+    """Two optimizers, one after another; the second one is detached, the first one is kept."""
+    model = new_model()
+    kept = [optimizer_of(model)]
+    holder = [DistributedDataParallel(model)]
+    with released(holder):
+        train_with(holder[0], kept[0], rank)
+        kept.append(optimizer_of(model))
+        train_with(holder[0], kept[1], rank)
+        kept[1].detach()
+        holder[0] = DistributedDataParallel(model)
+        return train_with(holder[0], adamw_of(model), rank), alike(*bits_of(model))
+
+
+def test_an_optimizer_that_lost_its_parameters_takes_none_that_are_given_up(
+    ranks: RankPools,
+) -> None:
+    assert ranks(2).run(detach_the_second) == [(None, True)] * 2
+
+
 def test_a_step_takes_the_gradients_back(ranks: RankPools) -> None:
     assert ranks(2).run(detach_between) == [([True, False, True], True)] * 2
 
