@@ -206,10 +206,6 @@ class DistributedLion(Optimizer, JoinableOptimizer):
         """The options."""
         return self._engine.options
 
-    @options.setter
-    def options(self, options: Options) -> None:
-        self._engine.options = options
-
     @property
     def steps(self) -> int:
         """Number of the last step that moved anything."""

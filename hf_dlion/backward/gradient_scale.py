@@ -30,12 +30,14 @@ class GradientScale:
         """Starts with a factor of 1."""
         self.scale = 1.0
         self.rescaled_oddly: set[int] = set()
-        self._before: list[tuple[list[Tensor], Tensor]] = []
+        # By the ids of the parameters: of several backward passes the last counts.
+        self._before: dict[tuple[int, ...], tuple[list[Tensor], Tensor]] = {}
 
     def before(self, params: Sequence[Tensor], magnitudes: Magnitudes) -> None:
         """Takes what was seen of some parameters' gradients as backward leaves them."""
         for places, sums in magnitudes:
-            self._before.append(([params[place] for place in places], sums))
+            seen = [params[place] for place in places]
+            self._before[tuple(map(id, seen))] = seen, sums
 
     def before_one(self, param: Tensor) -> None:
         """Looks at a parameter's gradient as backward leaves it."""
@@ -74,7 +76,7 @@ class GradientScale:
     def _both(self) -> list[tuple[Tensor, float, float]]:
         """Returns parameters that still have a gradient, and what was seen of it then and now."""
         by_device: dict[torch.device, list[tuple[list[Tensor], Tensor]]] = {}
-        for params, sums in self._before:
+        for params, sums in self._before.values():
             by_device.setdefault(sums.device, []).append((params, sums))
         both: list[tuple[Tensor, float, float]] = []
         for device, seen in by_device.items():

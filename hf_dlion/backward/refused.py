@@ -36,6 +36,20 @@ def refuse_replicated(module: nn.Module) -> None:
         )
 
 
+def refuse_delayed(ddp: DistributedDataParallel) -> None:
+    """Refuses a DDP wrapper that averages parameters of ours beside its comm hook.
+
+    Raises:
+        NotImplementedError: If it does.
+    """
+    delayed = getattr(ddp, "_delay_all_reduce_params", [])
+    if any(claim_of(param) is not None for param in delayed):
+        raise NotImplementedError(
+            f"this DDP wrapper averages the gradients of {len(delayed)} parameters in full, beside "
+            f"its comm hook: make it without delay_all_reduce_named_params"
+        )
+
+
 def refuse_python_reducer(ddp: DistributedDataParallel) -> None:
     """Refuses a DDP wrapper that reduces gradients in Python: comm hooks get no buckets of it.
 

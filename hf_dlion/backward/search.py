@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_dlion.backward import claims
 from hf_dlion.backward.claims import Claim
 from hf_dlion.backward.ddp import Attachment, claims_on, local_gradients
-from hf_dlion.backward.refused import refuse_python_reducer, refuse_replicated
+from hf_dlion.backward.refused import refuse_delayed, refuse_python_reducer, refuse_replicated
 from hf_dlion.options.groups import flat_params
 
 _optimizers: weakref.WeakValueDictionary[int, Claim] = weakref.WeakValueDictionary()
@@ -151,11 +151,12 @@ def attach(ddp: DistributedDataParallel) -> Attachment | None:
     Raises:
         RuntimeError: If `ddp` has another comm hook, another process group than the optimizer, or
             trainable parameters that no DistributedLion owns.
-        NotImplementedError: If it takes no comm hook.
+        NotImplementedError: If it takes no comm hook, or reduces beside it.
     """
     for claim in list(_optimizers.values()):
         if claim.active and claim.whole:  # Somebody may have put parameters into its groups.
             claim.take_free()
+    refuse_delayed(ddp)
     attachment = _attachments.get(ddp)
     owners = claims_on(ddp)
     if attachment is None and not owners:

@@ -128,6 +128,8 @@ class Agreement:
             have one size.
         alike: Groups of ranks that hold the same parameters, or the same part of each; None where
             all ranks do. The ranks of a replica hold other parts, cut into other messages.
+        anew: Whether on this rank other parameters have come into the places of some, so that all
+            ranks compare them once more.
     """
 
     def __init__(self, number: int) -> None:
@@ -138,6 +140,7 @@ class Agreement:
         """
         self.parameters = 0
         self.alike: Sequence[Sequence[int]] | None = None
+        self.anew = False
         self._layouts: list[int] = []
         self._which = Which(number)
 
@@ -193,7 +196,7 @@ class Agreement:
 
     def _gather(self, mine: Header, wire: Wire) -> list[Header]:
         try:
-            sent = dataclasses.replace(mine, layout=self._which.marked(mine.layout))
+            sent = dataclasses.replace(mine, layout=self._which.marked(mine.layout) ^ self.anew)
             table = wire.gather_words(sent.packed(self.parameters), "a header")
         except RuntimeError as error:
             # It is here that ranks with different numbers of batches miss one another.
@@ -232,7 +235,7 @@ class Agreement:
             self._raise_values(wire.gather_objects((values, details.unsharded(values))))
         if not self._which.meet(numbers, (*layouts, *hashes), wire.group):
             raise Crossed(CROSSED)
-        self._layouts = layouts
+        self._layouts, self.anew = layouts, False
         self.parameters = mine.present.numel()
 
     def _differ(self, values: Sequence[int]) -> bool:

@@ -19,8 +19,9 @@ from hf_dlion.momentum.shares import Shares
 from hf_dlion.momentum.store import MomentumStore
 from hf_dlion.momentum.sync import MomentumSync
 from hf_dlion.options import Options
+from hf_dlion.options.groups import flat_params
 from hf_dlion.options.parts import Parts
-from hf_dlion.options.treatment import Treatment
+from hf_dlion.options.treatment import Treatment, treatment_by_name
 from hf_dlion.ranks.group import Ranks
 from hf_dlion.step.early import EarlyVotes, NoEarlyVotes
 from hf_dlion.step.message import Message
@@ -101,6 +102,8 @@ class Engine:
         self.shared_momenta: frozenset[int] = frozenset()
         self.message_numel: int | None = None
         self._voters: Voters = ONE_RANK
+        # ids of all parameters when the last plan was made; that keeps them alive.
+        self._places: list[int] = []
 
     def carried(self) -> dict[str, Any]:
         """Returns what a copy of the optimizer gets: never the process group."""
@@ -239,6 +242,7 @@ class Engine:
             NotImplementedError: If a parameter is sharded.
             TypeError: If one is not dense or not floating.
         """
+        self._note_places()
         indices = [index for index, _ in params]
         treatment = self.treatment.of_step(self.groups, self.options, self.steps + 1, indices)
         plan = self.plan
@@ -248,6 +252,15 @@ class Engine:
                 params, voters, self.options, treatment, message_numel=self.message_numel
             )
         return plan
+
+    def _note_places(self) -> None:
+        """Drops what goes by index where other parameters have come into the places of some."""
+        before, self._places = self._places, list(map(id, flat_params(self.groups)))
+        if self._places[: len(before)] == before:
+            return
+        self.treatment = treatment_by_name(self.options, self.groups, complete=False)
+        self.shared_momenta, self.sync = frozenset(), MomentumSync()
+        self.ranks.agreement.anew = True
 
     def momenta(self) -> MomentumStore:
         """Returns where the momenta live now."""

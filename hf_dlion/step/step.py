@@ -142,6 +142,9 @@ class Step:
             delivery.discard()
         self._end(plan, heard, moves)
         self._count_bytes(sent.bytes_before)
+        # Last: where a warning is an error, the step has been taken as on the other ranks.
+        if self._wire is not None:
+            engine.origin.warn_if_foreign(self._wire.rank)
         abstentions.warn(self._voters.index, others=engine.rank == 0)
         if moves and engine.rank == 0:
             self._warn_if_unanimous(counts, len(heard))
@@ -236,7 +239,6 @@ class Step:
             if isinstance(error, Disagreement) and failure is not None:
                 raise failure from None
             raise
-        engine.origin.warn_if_foreign(self._wire.rank)
         return headers
 
     def _complete(self, heard: Sequence[Header], mine: Header) -> None:

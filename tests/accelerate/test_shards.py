@@ -157,7 +157,7 @@ def load_of_one_rank(rank: int, world_size: int, folder: str, kind: str) -> str:
         accelerator, model, lion = begin(kind, checkpoint="mean")
         train(rank, model, lion, range(2))
         # As Accelerate alone would: what it writes is one rank's momentum of each part.
-        lion.options = dataclasses.replace(lion.options, checkpoint="per_rank")
+        lion._engine.options = dataclasses.replace(lion.options, checkpoint="per_rank")
         accelerator.save_state(folder)
     if rank == 0:
         for path in Path(folder).glob("dlion_momentum*"):

@@ -456,6 +456,20 @@ def test_the_scale_is_that_between_backward_and_step(factor: float) -> None:
         assert probes.scale == factor
 
 
+def test_of_several_backward_passes_the_last_is_what_is_compared() -> None:
+    """Nor are the others kept, as many as there may be before the first step."""
+    param = nn.Parameter(torch.ones(50))
+    probes = GradientScale()
+    for size in (1.0, 2.0, 4.0):
+        param.grad = torch.full((50,), size)
+        probes.before_one(param)
+    assert len(probes._before) == 1
+    param.grad *= 0.5
+    probes.after()
+    assert probes.scale == 0.5
+    assert not probes.rescaled_oddly
+
+
 @pytest.mark.parametrize("after", [0.0, float("nan"), float("inf")])
 def test_a_scale_that_is_no_number_is_not_taken(after: float) -> None:
     param = nn.Parameter(torch.ones(5))

@@ -59,8 +59,7 @@ def test_a_replicated_model_that_does_not_train_here_is_none_of_our_business() -
 def reduce_in_python(rank: int, world_size: int) -> str:
     model = new_model()
     optimizer = DistributedLion(model.parameters())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch._dynamo.config, "optimize_ddp", "python_reducer")
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         wrapped = DistributedDataParallel(model)
     with pytest.raises(NotImplementedError) as caught:
         wrapped(torch.ones(1, 4))
@@ -73,3 +72,26 @@ def test_a_reducer_in_python_is_refused_at_the_first_forward(ranks: RankPools) -
     for said in ranks(2).run(reduce_in_python):
         assert "optimize_ddp='python_reducer'" in said
         assert "set torch._dynamo.config.optimize_ddp = True before" in said
+
+
+def delay_the_average(rank: int, world_size: int, of: str) -> str | None:
+    model = new_model()
+    part = {"all": model, "a part": model[1]}[of]
+    optimizer = DistributedLion(part.parameters())
+    model[0].requires_grad_(of == "all")
+    wrapped = DistributedDataParallel(
+        model,
+        delay_all_reduce_named_params=list(model.named_parameters())[-1:],
+        param_to_hook_all_reduce=model[1].weight,
+    )
+    with pytest.raises(NotImplementedError) as caught:
+        wrapped(torch.ones(1, 4))
+    assert optimizer.steps == 0
+    return str(caught.value)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("of", ["all", "a part"])
+def test_an_average_beside_the_comm_hook_is_refused(ranks: RankPools, of: str) -> None:
+    for said in ranks(2).run(delay_the_average, of):
+        assert "make it without delay_all_reduce_named_params" in said

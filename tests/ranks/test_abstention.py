@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hf_dlion import DistributedLion
@@ -125,6 +126,33 @@ def test_where_warnings_are_errors_the_step_has_been_taken() -> None:
             optimizer.step()
     assert optimizer.wire.abstentions == 1
     assert not optimizer._engine.presence.seen([first]), "a batch that was stepped"
+
+
+def go_on_with_rank_0s_momentum(rank: int, world_size: int) -> tuple[str, int]:
+    param = nn.Parameter(torch.ones(64))
+    optimizer = DistributedLion([param], lr=0.1)
+    said = ""
+    for step in range(3):
+        param.grad = torch.full((64,), float(rank + step))
+        if step == 1:
+            states: list[Any] = [optimizer.state_dict()]
+            dist.broadcast_object_list(states, 0)
+            optimizer.load_state_dict(states[0])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            try:
+                optimizer.step()
+            except UserWarning as warning:
+                said += str(warning)
+    return said, optimizer.steps
+
+
+@pytest.mark.multiproc
+def test_where_warnings_are_errors_a_lost_momentum_holds_up_nobody(ranks: RankPools) -> None:
+    (first, steps), (second, as_many) = ranks(2).run(go_on_with_rank_0s_momentum, timeout=30)
+    assert first == ""
+    assert "its own is lost" in second
+    assert steps == as_many == 3
 
 
 @pytest.mark.usefixtures("unwarned")

@@ -75,7 +75,7 @@ def _with_options(
             _backward(params, seed)
             optimizer.step()
     if rank == 1 and late:
-        optimizer.options = _options_with(chosen, name)
+        optimizer._engine.options = _options_with(chosen, name)
         optimizer._engine.ranks._local_group = optimizer.options.local_group
     _backward(params, rank)
     return _attempt(optimizer.step, params)
@@ -481,7 +481,7 @@ def _go_on(
             if what == "lr":
                 group["lr"] = 0.1 + rank
             elif what == "option":
-                optimizer.options = Options(overlap=overlap, seed=rank)
+                optimizer._engine.options = Options(overlap=overlap, seed=rank)
             elif rank == 1:
                 params[0].requires_grad_(False)
             momenta = [optimizer.state[p]["exp_avg"].clone() for p in params]
@@ -491,7 +491,7 @@ def _go_on(
             assert optimizer.steps == 2
             assert all(torch.equal(optimizer.state[p]["exp_avg"], m)
                        for p, m in zip(params, momenta, strict=True))  # fmt: skip
-            group["lr"], optimizer.options = 0.1, options
+            group["lr"], optimizer._engine.options = 0.1, options
             params[0].requires_grad_(True)
         optimizer.step()
     return [p.detach() for p in params], [optimizer.state[p]["exp_avg"] for p in params]

@@ -138,7 +138,7 @@ def disagree(rank: int, world_size: int, what: str) -> str:
     optimizer = DistributedLion(zip(names, params, strict=True), **options)
     if what == "options" and rank == 1:
         chosen = {"momentum_sync_every": 2, "momentum_sync": [Text("*bias")]}
-        optimizer.options = dataclasses.replace(optimizer.options, **chosen)
+        optimizer._engine.options = dataclasses.replace(optimizer.options, **chosen)
     if what == "too few names":
         optimizer.param_groups[0]["param_names"] = names[: 1 + rank]
         params[1].data = torch.ones(2 + rank)

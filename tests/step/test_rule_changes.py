@@ -210,7 +210,7 @@ def rescaled(rank: int, world_size: int, exchange: str, change: bool = True) -> 
     for step in range(4):
         if change and step == 2:
             options = dataclasses.replace(optimizer.options, level_scale="tensor")
-            optimizer.options = options
+            optimizer._engine.options = options
         for k, param in enumerate(params):
             generator = torch.Generator().manual_seed(9 * rank + 3 * step + k)
             param.grad = torch.randn(param.shape, generator=generator)
