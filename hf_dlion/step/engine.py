@@ -255,12 +255,13 @@ class Engine:
 
     def _note_places(self) -> None:
         """Drops what goes by index where other parameters have come into the places of some."""
-        before, self._places = self._places, list(map(id, flat_params(self.groups)))
-        if self._places[: len(before)] == before:
-            return
-        self.treatment = treatment_by_name(self.options, self.groups, complete=False)
-        self.shared_momenta, self.sync = frozenset(), MomentumSync()
-        self.ranks.agreement.anew = True
+        places = list(map(id, flat_params(self.groups)))
+        if places[: len(self._places)] != self._places:
+            self.treatment = treatment_by_name(self.options, self.groups, complete=False)
+            self.shared_momenta, self.sync = frozenset(), MomentumSync()
+            self.ranks.agreement.anew = True
+        # Last: a step that could not read the names must not go on by those before.
+        self._places = places
 
     def momenta(self) -> MomentumStore:
         """Returns where the momenta live now."""

@@ -15,6 +15,9 @@ FEW = 1024
 def warn_if_unanimous(stats: WireStats, elements: int) -> None:
     """Warns, once per process, if all ranks voted alike on every element.
 
+    Says nothing where a row has exact zeros beside other numbers: ranks vote differently on those
+    (rule S3).
+
     Args:
         stats: Of the step just taken, in which every rank voted.
         elements: On how many elements they voted at most.

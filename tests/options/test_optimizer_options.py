@@ -182,3 +182,10 @@ def test_a_gradient_on_the_meta_device_is_refused(beside: bool) -> None:
 def test_overlap_with_local_group_is_refused_and_the_way_out_named(local_group):
     with pytest.raises(NotImplementedError, match="local_group alone, or overlap=True alone"):
         DistributedLion([torch.nn.Parameter(torch.ones(2))], overlap=True, local_group=local_group)
+
+
+def test_options_are_fixed_when_the_optimizer_is_made() -> None:
+    """Some were obeyed when they were changed later, others not."""
+    optimizer = DistributedLion([random_param(2)])
+    with pytest.raises(AttributeError, match="options"):
+        optimizer.options = Options(bits=4)  # type: ignore[misc]

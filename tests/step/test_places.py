@@ -35,16 +35,21 @@ def move_groups(rank: int, world_size: int, how: str, options: dict[str, Any]) -
         gradients([group["params"][0] for group in optimizer.param_groups], rank, step)
         optimizer.step()
         optimizer.zero_grad()
+        present = {f"{name}.weight" for name in PARTS[how == "removed" and step >= 3 :]}
+        assert set(optimizer.momentum_divergence) <= present
         equal.append(alike(*(param.detach() for param in parts.values())))
     return equal
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("how", ["removed", "in another order"])
 @pytest.mark.parametrize(
-    "options",
-    [{"full_precision": "norm.*"}, {"momentum_sync_every": 2, "momentum_sync": "auto"}],
-    ids=["full_precision", "auto"],
+    ("how", "options"),
+    [
+        ("removed", {"full_precision": "norm.*"}),
+        ("in another order", {"full_precision": "norm.*"}),
+        ("removed", {"momentum_sync_every": 2, "momentum_sync": "auto"}),
+    ],
+    ids=str,
 )
 def test_groups_that_change_places_keep_what_their_names_select(
     ranks: RankPools, how: str, options: dict[str, Any]
@@ -77,3 +82,18 @@ def test_new_parameters_in_old_places_must_start_equal(ranks: RankPools) -> None
         assert said.startswith("2: Disagreement: ")
         assert "start" in said
     assert ranks(2).run(replace_parameters, None) == [None] * 2
+
+
+def test_names_that_are_gone_are_missed_in_every_step() -> None:
+    """Not in the first one only, after which the names of other parameters would go on."""
+    parts = [(name, nn.Parameter(torch.zeros(8))) for name in PARTS]
+    optimizer = DistributedLion(parts, lr=0.1, full_precision="norm")
+    gradients([param for _, param in parts], 0, 0)
+    optimizer.step()
+    others = [nn.Parameter(torch.zeros(8)) for _ in PARTS]
+    optimizer.param_groups[0].pop("param_names")
+    optimizer.param_groups[0]["params"] = others
+    gradients(list(others), 0, 1)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="by name, and they have none"):
+            optimizer.step()
