@@ -205,14 +205,14 @@ def majority(wanted: Tensor, turn: int) -> Tensor:
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Returns a matrix's nearest semi-orthogonal one, roughly, by Muon's iteration."""
+    """Returns a matrix's nearest semi-orthogonal one, roughly, by Muon's iteration in bfloat16."""
     a, b, c = QUINTIC
     tall = matrix.shape[0] > matrix.shape[1]
-    x: Tensor = (matrix.T if tall else matrix) / (matrix.norm() + 1e-7)
+    x: Tensor = ((matrix.T if tall else matrix) / (matrix.norm() + 1e-7)).bfloat16()
     for _ in range(ITERATIONS):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.T if tall else x
+    return (x.T if tall else x).to(matrix.dtype)
 
 
 LOCAL: Sequence[tuple[str, type[LocalSteps]]] = (
