@@ -114,15 +114,20 @@ def verdict(case: Case, predictions: Predictions) -> str:
         text = f"pays: {where} {waits}; {predicted}, {at_most} with overlap=True{instead}"
     else:
         text = f"pays: {where} {waits}; {predicted}; overlap=True gains nothing"
+    others = [("", rival.name, rival.step_s)]
+    if pays(predictions):
+        others = [
+            ("faster still: ", DLION, rival.step_s / best),
+            ("", f"{DLION} without overlap=True", rival.step_s / step),
+        ]
     power = predictions[POWER].step_s if POWER in predictions else math.inf
-    if power * WORTH < rival.step_s / max(best, 1.0):
-        name, still, other_s = rival.name, "", rival.step_s
-        if pays(predictions):
-            name, still, other_s = "DistributedLion", "faster still: ", rival.step_s / best
-        text += (
-            f". PowerSGD is predicted to be {still}{other_s / power:.2f} times as fast as {name}, "
-            f"if its low rank trains your model"
-        )
+    for still, name, other_s in others:
+        if power * WORTH < other_s:
+            text += (
+                f". PowerSGD is predicted to be {still}{other_s / power:.2f} times as fast as "
+                f"{name}, if its low rank trains your model"
+            )
+            break
     return f"{case.bits}-bit exchange {text}."
 
 
