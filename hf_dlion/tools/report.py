@@ -241,8 +241,12 @@ def read_bench(path: str | Path, name: str) -> dict[str, Any]:
     Raises:
         ValueError: If the file is something else.
     """
-    result: dict[str, Any] = json.loads(Path(path).read_text())
-    if result.get("bench") != name:
+    try:
+        result = json.loads(Path(path).read_text())
+    except ValueError:
+        result = None
+    parts = {"bench", "config", "rows"}
+    if not isinstance(result, dict) or not parts <= result.keys() or result["bench"] != name:
         raise ValueError(f"{path} is not the JSON of `hf-dlion bench {name}`")
     return result
 

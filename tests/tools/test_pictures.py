@@ -123,6 +123,9 @@ def test_runs_of_bench_train_are_drawn_side_by_side(monkeypatch, tmp_path, capsy
     ("text", "message"),
     [
         ('{"bench": "codec"}', "is not the JSON of `hf-dlion bench train`"),
+        ('{"bench": "train", "config": {}}', "is not the JSON of `hf-dlion bench train`"),
+        ("[]", "x.json is not the JSON of `hf-dlion bench train`"),
+        ("no JSON", "x.json is not the JSON of `hf-dlion bench train`"),
         (None, "No such file"),
         ('{"bench": "train", "config": {}, "rows": []}', "has no row to compare"),
     ],

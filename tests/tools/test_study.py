@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_dlion.tools.cli import main as command
@@ -24,7 +25,7 @@ from hf_dlion.tools.study.result import results
 from hf_dlion.tools.study.scenes import Scene, UnknownNameError, scene_class
 from hf_dlion.tools.study.search import Trial, choose, missing
 from hf_dlion.tools.study.setting import Setting
-from hf_dlion.tools.study.text import LowRank, Pretraining
+from hf_dlion.tools.study.text import FineTuning, LowRank, Pretraining
 from hf_dlion.tools.study.train import simulate, train
 from tests.support.spawn import RankPools
 from tests.support.tiny_study import TINY
@@ -148,6 +149,19 @@ def test_a_folder_has_a_base_of_its_own(tmp_path: Path):
     assert first["curve"][0][1] != second["curve"][0][1]
 
 
+def test_a_base_is_what_its_file_s_name_says(tmp_path: Path):
+    """And not what the run that happened to make it does besides."""
+    made = []
+    for number, changes in enumerate(({}, {"warmup": 0.9, "schedule": "linear", "lr": 1.0})):
+        setting = TINY.replace(scene="finetune", base_steps=3, **changes)
+        FineTuning(setting).prepare(tmp_path / str(number))
+        (path,) = (tmp_path / str(number)).iterdir()
+        made.append((path.name, torch.load(path)))
+    (name, base), (other_name, other) = made
+    assert name == other_name
+    assert all(torch.equal(value, other[key]) for key, value in base.items())
+
+
 @pytest.mark.long
 @pytest.mark.multiproc
 @pytest.mark.slow
@@ -255,14 +269,30 @@ def test_clipping_is_refused_where_a_compressor_keeps_gradients_apart(capsys: An
     [
         (["--methods", "majority", "magic"], "unknown method 'magic': there are adamw, lion"),
         (["--scenes", "dream"], "unknown scene 'dream': there are pretrain"),
+        (["--scale", "llm", "--scenes", "finetune"], "makes no base for finetune"),
+        (["--hidden", "100"], "hidden=100 must be a multiple of 32"),
     ],
 )
-def test_an_unknown_name_is_refused_before_anything_runs(
+def test_what_cannot_run_is_refused_before_anything_runs(
     words: list[str], what: str, tmp_path: Path, capsys: Any
 ):
     assert main([*words, "--out", str(tmp_path)]) == 2
     assert what in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_holds_something_else_is_named(tmp_path: Path, capsys: Any):
+    path = tmp_path / "runs.jsonl"
+    for text in ("{}", "[1]", "no JSON"):
+        path.write_text(f'{{"key": "a"}}\n{text}\n')
+        assert main(["--out", str(tmp_path)]) == 2
+        assert f"{path}, line 2: this is no record" in capsys.readouterr().err
+
+
+def test_a_single_token_is_refused(capsys: Any):
+    with pytest.raises(SystemExit):
+        main(["--sequence", "1"])
+    assert "leaves no token to predict" in capsys.readouterr().err
 
 
 def test_a_single_worker_is_refused(capsys: Any):
@@ -368,6 +398,33 @@ def test_a_run_that_diverges_is_recorded_as_such():
     assert record["loss"] is None
     assert "training loss" in record["failure"]
     json.dumps(record, allow_nan=False)
+    # What it sent is a mean over the steps that it took.
+    whole = simulate(TINY.replace(method="adamw"))
+    for key in ("bytes_per_step", "rounds_per_step"):
+        assert record[key] == whole[key] > 0
+
+
+def test_weights_that_are_no_numbers_at_the_end_are_a_run_that_diverged():
+    record = simulate(TINY.replace(method="deltas4", lr=0.0))
+    assert record["loss"] is None
+
+
+class OneIsLost(Pretraining):
+    """The second worker's loss is no number."""
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        lost = dist.is_initialized() and dist.get_rank() == 1
+        return super().loss(model, batch) * (math.nan if lost else 1.0)
+
+
+def lost_on_one(rank: int, world_size: int) -> Any:
+    scene = OneIsLost(TINY)
+    return train(TINY, scene, RealRank(scene, TINY))["failure"]
+
+
+@pytest.mark.multiproc
+def test_all_real_ranks_leave_what_one_finds_has_diverged(ranks: RankPools):
+    assert ranks(2).run(lost_on_one) == ["the training loss of step 0 is nan"] * 2
 
 
 @pytest.mark.full

@@ -30,12 +30,13 @@ def of(method: str, bytes_per_step: float, rounds: float = 2.0) -> Result:
     return Result(TINY.replace(method=method), Choice(1e-3, {}), {0: 1.0}, records, {})
 
 
+STEP = {"batch": TINY.batch, "sequence": TINY.sequence}
 SENT = {FP32: 4e6, DLION: 0.125e6}
 
 
 def bench(path: Path, link: str | None, ms: dict[str, float], **config: Any) -> str:
     """The JSON of a benchmark of the same model."""
-    config = {"parameters": NUMEL, "ranks": 2, "emulate": link, **config}
+    config = {"parameters": NUMEL, "ranks": 2, "emulate": link, **STEP, **config}
     rows = [
         {"name": name, "median_ms": value, "bytes_per_step": SENT.get(name, 0)}
         for name, value in ms.items()
@@ -93,8 +94,10 @@ def test_a_gradient_elsewhere_makes_all_times_computed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("link", "config", "told"),
     [
-        ("2x1gbit", {"parameters": 7}, "times 7 parameters on 2 ranks"),
-        ("2x1gbit", {"ranks": 4}, "on 4 ranks, and the study trained 1,000,000 on 2"),
+        ("2x1gbit", {"parameters": 7}, "times 7 parameters, and the study trained 1,000,000"),
+        ("2x1gbit", {"ranks": 4}, "times steps of 4 ranks x 2 x 16 tokens, .* has 2 x 2 x 16"),
+        ("2x1gbit", {"batch": 64}, "times steps of 2 ranks x 64 x 16"),
+        ("2x1gbit", {"sequence": 4096}, "times steps of 2 ranks x 2 x 4096"),
         (None, {}, "is of no emulated network"),
     ],
 )
@@ -117,7 +120,8 @@ def test_the_command_tells_what_was_measured(tmp_path: Path, capsys: Any) -> Non
     words = ["--scale", "smoke", "--steps", "2", "--seeds", "1", "--out", str(tmp_path)]
     words += ["--lr-adamw", "1e-3", "--lr-lion", "1e-3"]
     for wrong, told in {
-        "--links=fast": "'fast' is no link",
+        "--links=fast": "--links fast: write a rate",
+        f"--times={bench(tmp_path / 'other', '2x1gbit', {}, batch=64)}": "ranks x 64 x 16 tokens",
         f"--times={tmp_path / 'none.json'}": "No such file",
         "--compute-s=0": "must be above 0",
     }.items():

@@ -79,11 +79,6 @@ def test_cifars_images_are_moved_and_mirrored_alike_on_every_run():
     assert set(steps) <= {-1.0, 1.0}
 
 
-def test_the_papers_run_has_as_many_steps_as_its_epochs():
-    assert vision.steps_of_epochs(200, 50_000, batch=32, workers=4) == 78_125
-    assert vision.steps_of_epochs(1, 1438, batch=32, workers=2) == 23
-
-
 def test_the_papers_transformer_is_six_layers_of_eight_heads():
     images = some_images(count=2, side=32)
     images = vision.Images(train=images.train, held_out=images.held_out, patch=4)

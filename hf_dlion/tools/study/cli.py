@@ -66,6 +66,7 @@ SCALES: dict[str, dict[str, Any]] = {
     "full": {**MEDIUM, "workers": [4, 8, 16, 32], "batch": [32], "sequence": 64},
 }  # fmt: skip
 FINE_TUNING = ("finetune", "lora")
+CLIP = "gradients, to this norm: with --real a rank's own but in DDP's mean (llm: 1; 0: not)"
 FACTORS = "multiply the learning rate of parameters with such names; the first that matches counts"
 
 
@@ -87,8 +88,8 @@ def _run(args: argparse.Namespace) -> None:
     if args.plot:
         require_matplotlib()
     out = Output(args.format)
-    check_clock(args.links, args.times)
     trials = _trials(args)
+    check_clock(args.links, args.times, [trial.setting for trial in trials])
     folder = Path(args.out)
     records = Records(folder / "runs.jsonl")
     if args.dry_run:
@@ -157,6 +158,8 @@ def _trials(args: argparse.Namespace) -> list[Trial]:
             folder=args.out, clip=args.clip or 0.0, warmup=args.warmup,
             lr_factors=tuple(args.lr_factors),
         )  # fmt: skip
+        if scene in FINE_TUNING and not setting.base_steps:
+            raise ValueError(f"--scale {args.scale} makes no base for {scene}: give --base-steps")
         if setting.clip and recipe(method).compressor is not None:
             raise ValueError(f"--clip does not go with {method}, which keeps gradients apart")
         if setting.lr_factors and (recipe(method).rival or recipe(method).workers):
@@ -173,6 +176,7 @@ def _trials(args: argparse.Namespace) -> list[Trial]:
 
 _above_zero = checked(float, lambda value: 0.0 < value < math.inf, "must be above 0")
 _share = checked(float, lambda value: 0.0 <= value < 1.0, "must be at least 0 and below 1")
+_pairs = checked(int, lambda value: value >= 2, "leaves no token to predict: give 2 or more")
 _several = checked(
     int, lambda value: value >= 2, "workers have nobody to vote with: give 2 or more"
 )
@@ -202,7 +206,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--methods", nargs="+", help=f"{', '.join(METHODS)} (small: all from adamw to dgc)")
     add("--workers", nargs="+", type=_several, help="numbers of workers (small: 2 4 8)")
     add("--batch", nargs="+", type=positive, help="sequences per worker (small: 8)")
-    add("--sequence", type=positive, help="tokens in each (small: 64)")
+    add("--sequence", type=_pairs, help="tokens in each (small: 64)")
     add("--hidden", type=positive, help="width of the model (small: 64)")
     add("--layers", type=positive, help="depth of the model (small: 2)")
     add("--steps", type=positive, help="of a run (small: 300)")
@@ -213,7 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--lr-lion", nargs="+", type=float, help="the same for Lion and Distributed Lion")
     add("--lr-sgd", nargs="+", type=float, help="the same for SGD")
     add("--weight-decay", type=float, default=0.1, help="(0.1)")
-    add("--clip", type=float, metavar="NORM", help="gradients, to this norm (llm: 1; 0: not)")
+    add("--clip", type=float, metavar="NORM", help=CLIP)
     add("--betas", nargs=2, type=float, default=[0.9, 0.99], help="Lion's (0.9 0.99)")
     add("--warmup", type=_share, default=WARMUP, help="share of the steps in which it rises (0.05)")
     add("--lr-factors", nargs="+", type=_factor, default=[], metavar="PATTERN=FACTOR", help=FACTORS)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from hf_dlion.tools.plan.cost import Link
 from hf_dlion.tools.plan.link import DEFAULT_LATENCY_MS, given
 from hf_dlion.tools.report import read_bench
 from hf_dlion.tools.study.result import Result
+from hf_dlion.tools.study.setting import Setting
 
 # The rows of `bench train` that time a method of the study.
 ROWS = {
@@ -127,16 +129,22 @@ def clock_of(
         results: All those of the cell.
 
     Raises:
-        ValueError: If a link is none, or a file is of another model or number of ranks.
+        ValueError: If a link is none, or a file is of another model, batch or number of ranks.
     """
-    runs = []
+    runs, size = [], results[0].records[0]["parameters"]
     for file in files:
         found = read_bench(file, "train")
+        config = _checked(file, found["config"], results[0].setting)
+        if config["parameters"] != size:
+            raise ValueError(
+                f"{Path(file).name} times {config['parameters']:,} parameters, and the study "
+                f"trained {size:,}"
+            )
         rows = {
             row["name"]: Row(1e-3 * row["median_ms"], row["bytes_per_step"])
             for row in found["rows"]
         }
-        runs.append((_check(file, found["config"], results[0]), rows))
+        runs.append((str(config["emulate"]).partition("x")[2], rows))
     places = {name: _link(name) for name in links}
     if compute_s is not None:
         return Clock(places, compute_s, {})
@@ -155,8 +163,8 @@ def clock_of(
 ClockOf = Callable[[Sequence[Result]], Clock]
 
 
-def check_clock(links: Sequence[str], files: Sequence[str]) -> None:
-    """Checks before any work starts that links are links and files are benchmarks.
+def check_clock(links: Sequence[str], files: Sequence[str], settings: Iterable[Setting]) -> None:
+    """Checks before any work starts that links are links, and files benchmarks of such steps.
 
     Raises:
         ValueError: If they are not.
@@ -164,8 +172,8 @@ def check_clock(links: Sequence[str], files: Sequence[str]) -> None:
     """
     for name in links:
         _link(name)
-    for file in files:
-        read_bench(file, "train")
+    for file, setting in itertools.product(files, settings):
+        _checked(file, read_bench(file, "train")["config"], setting)
 
 
 def gradient_s(results: Sequence[Result]) -> float:
@@ -174,19 +182,21 @@ def gradient_s(results: Sequence[Result]) -> float:
     return 1e-3 * statistics.median(times)
 
 
-def _check(file: str, config: Mapping[str, Any], result: Result) -> str:
-    """Returns the link of a benchmark, after a look at what else it was."""
-    size = result.records[0]["parameters"]
-    workers = result.setting.workers
-    if config["parameters"] != size or config["ranks"] != workers:
-        raise ValueError(
-            f"{Path(file).name} times {config['parameters']:,} parameters on {config['ranks']} "
-            f"ranks, and the study trained {size:,} on {workers}"
-        )
+def _checked(file: str, config: Mapping[str, Any], setting: Setting) -> Mapping[str, Any]:
+    """Returns the configuration of a benchmark, which is that of the study's steps."""
     if config["emulate"] is None:
         raise ValueError(f"{Path(file).name} is of no emulated network")
-    return str(config["emulate"]).partition("x")[2]
+    timed = [config[name] for name in ("ranks", "batch", "sequence")]
+    if timed != [setting.workers, setting.batch, setting.sequence]:
+        raise ValueError(
+            f"{Path(file).name} times steps of {{}} ranks x {{}} x {{}} tokens, and the study has "
+            f"{setting.workers} x {setting.batch} x {setting.sequence}".format(*timed)
+        )
+    return config
 
 
 def _link(name: str) -> Link:
-    return given(name, DEFAULT_LATENCY_MS, nccl=False)
+    try:
+        return given(name, DEFAULT_LATENCY_MS, nccl=False)
+    except ValueError:
+        raise ValueError(f"--links {name}: write a rate, for example 25gbit") from None

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
 
-# Files that are kept for validation, as in examples/finetune_llm.py.
+# Files that are kept for validation.
 HELD_OUT = ("argparse.py", "json/decoder.py", "statistics.py", "tarfile.py", "textwrap.py")
 
 

@@ -14,14 +14,12 @@ from torch.optim import Optimizer
 from hf_dlion.exchange.mean import average_wire_bytes
 from hf_dlion.exchange.memory import Hub
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.tools import rivals
 from hf_dlion.tools.study.compressors import Compressor
 from hf_dlion.tools.study.scenes import Scene
 from hf_dlion.tools.study.setting import Setting
 
 Make = Callable[[nn.Module, Setting], Optimizer]
 Options = Callable[[Setting, int], dict[str, Any]]
-RivalMake = Callable[[nn.Module, Setting], rivals.Rival]
 
 
 class Method(ABC):
@@ -41,6 +39,10 @@ class Method(ABC):
     rounds: int = 0
     judges: bool = True
     judging_threads: int | None = None
+
+    def total(self, loss: float) -> float:
+        """Returns the sum of all workers' losses, of that of this process's workers."""
+        return loss
 
     def collect(self, model: nn.Module) -> None:  # noqa: B027 (most have nothing to do)
         """Takes over the gradients that a worker's backward has just left in `model`."""

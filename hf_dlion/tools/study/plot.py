@@ -45,14 +45,16 @@ def _curves(together: Sequence[Result], clock: Clock, path: Path) -> Path:
     for panel, (label, per_step) in zip(panels, axes.items(), strict=True):
         for result in together:
             # The loss before training is much higher, and has no place on a logarithmic axis.
-            steps, losses, deviations = (column[1:] for column in result.curve())
+            columns = result.curve()
+            first = columns[0][:1] == [0]
+            steps, losses, deviations = (column[first:] for column in columns)
             places = [per_step(result) * step for step in steps]
             band(panel, places, losses, deviations, result.setting.method)
         panel.set_xlabel(label)
         if label != "steps":
             logarithmic(panel, "x")
-    before = together[0].as_json()["before"]
-    return _finished(drawn, panels, f"{title(together)}; loss before {before:.2f}", path)
+    before = f"loss before {together[0].before:.2f}"
+    return _finished(drawn, panels, f"{title(together)}; {before}", path)
 
 
 def _seconds(clock: Clock, link: str, result: Result) -> float:

@@ -56,6 +56,12 @@ class RealRank(Method):
         else:
             self._optimizer = how.make(model, setting)
 
+    def total(self, loss: float) -> float:
+        """See `Method.total`: what one rank finds has diverged, all leave."""
+        found = torch.tensor(loss, dtype=torch.float64)
+        dist.all_reduce(found)
+        return float(found)
+
     def step(self, lr: float) -> None:
         """Takes a step together with the other ranks."""
         if self._rival is not None:
@@ -119,8 +125,8 @@ def run_real(setting: Setting) -> dict[str, Any]:
     Raises:
         UnknownNameError: If there is no such scene or method, or it has no real ranks.
     """
-    scene_class(setting.scene)(setting).prepare(Path(setting.folder))
     check_real(setting)
+    scene_class(setting.scene)(setting).prepare(Path(setting.folder))
     with tempfile.TemporaryDirectory(prefix="hf_dlion_study_") as folder:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         spawn(_rank, (setting, folder), nprocs=setting.workers)  # type: ignore[no-untyped-call]

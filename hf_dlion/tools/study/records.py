@@ -25,6 +25,9 @@ class Records:
 
         Args:
             path: The file, or where to make it.
+
+        Raises:
+            ValueError: If another line is no record.
         """
         self.path = path
         self._found: dict[str, Record] = {}
@@ -33,9 +36,12 @@ class Records:
             end = whole.rfind(b"\n") + 1
             if end < len(whole):
                 os.truncate(path, end)
-            for line in whole[:end].splitlines():
-                record = json.loads(line)
-                self._found[record["key"]] = record
+            for number, line in enumerate(whole[:end].splitlines(), 1):
+                try:
+                    record = json.loads(line)
+                    self._found[record["key"]] = record
+                except (ValueError, KeyError, TypeError):
+                    raise ValueError(f"{path}, line {number}: this is no record of a run") from None
 
     def __len__(self) -> int:
         """How many runs are finished."""

@@ -59,6 +59,12 @@ class Result:
         return statistics.fmean(float(record[key]) for record in self.records)
 
     @property
+    def before(self) -> float:
+        """Mean loss before training, NaN where none was finite."""
+        first = (record["curve"][0][1] for record in self.records)
+        return mean_of(loss for loss in first if loss is not None)
+
+    @property
     def bits_per_step(self) -> float:
         """Bits that a rank sends per parameter and step."""
         return 8 * self.average("bytes_per_step") / int(self.records[0]["parameters"])
@@ -66,7 +72,8 @@ class Result:
     def curve(self) -> tuple[list[int], list[float], list[float]]:
         """Returns steps, the mean loss after each, and its standard deviation, 0 of one seed."""
         curves = [record["curve"] for record in self.records if record["failure"] is None]
-        columns = [column for column in zip(*curves, strict=False) if all(p[1] for p in column)]
+        whole = zip(*curves, strict=False)
+        columns = [column for column in whole if all(point[1] is not None for point in column)]
         losses = [[point[1] for point in column] for column in columns]
         return (
             [column[0][0] for column in columns],
@@ -94,7 +101,7 @@ class Result:
             "loss": {str(seed): finite(loss) for seed, loss in self.losses.items()},
             "mean": finite(self.mean),
             "spread": finite(spread(self.losses.values())),
-            "before": statistics.fmean(record["curve"][0][1] for record in self.records),
+            "before": finite(self.before),
             "gap": finite(mean_of(self.gaps.values())),
             "gap_spread": finite(spread(self.gaps.values())),
             "bytes_per_step": self.average("bytes_per_step"),

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from hf_dlion.tools.report import track
 from hf_dlion.tools.study import corpus
 from hf_dlion.tools.study.scenes import Scene, evaluating, generator, seeded
-from hf_dlion.tools.study.setting import Setting
+from hf_dlion.tools.study.setting import WARMUP, Setting
 
 VALIDATION_SEQUENCES = 256
 VALIDATION_BATCH = 32
 BASE_SEED = 1_000_003
 BASE_LR, BASE_BATCH = 3e-3, 16
+# Elements of an attention head.
+HEAD = 32
 
 
 def byte_llama(hidden: int, layers: int, sequence: int, seed: int) -> nn.Module:
@@ -30,12 +32,19 @@ def byte_llama(hidden: int, layers: int, sequence: int, seed: int) -> nn.Module:
         layers: Depth.
         sequence: The most tokens it will see.
         seed: Of the weights.
+
+    Raises:
+        ValueError: If the width cannot be shared among heads of 32 and more elements, an even
+            number each.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    heads = max(hidden // HEAD, 1)
+    if hidden % (2 * heads):
+        raise ValueError(f"hidden={hidden} must be a multiple of {HEAD}, or even and below it")
     config = LlamaConfig(
         vocab_size=256, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
-        num_attention_heads=max(hidden // 32, 1), max_position_embeddings=sequence,
+        num_attention_heads=heads, max_position_embeddings=sequence,
         tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=0,
         use_cache=False,
     )  # fmt: skip
@@ -123,7 +132,10 @@ class FineTuning(Pretraining):
         text = corpus.base_code().train
         model = super().model(BASE_SEED)
         optimizer = torch.optim.AdamW(model.parameters(), lr=BASE_LR, weight_decay=0.1)
-        schedule = setting.replace(lr=BASE_LR, steps=setting.base_steps, schedule="cosine")
+        # Of the setting only what the file's name holds.
+        schedule = setting.replace(
+            lr=BASE_LR, steps=setting.base_steps, schedule="cosine", warmup=WARMUP
+        )
         for step in track(range(setting.base_steps), "training the base"):
             optimizer.param_groups[0]["lr"] = schedule.lr_at(step)
             tokens = _sequences(text, BASE_BATCH, setting.sequence, generator(BASE_SEED, 0, step))

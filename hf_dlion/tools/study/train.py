@@ -61,6 +61,7 @@ def train(setting: Setting, scene: Scene, method: Method) -> dict[str, Any]:
             gradient_s.append(time.process_time() - before)
             total += float(loss.detach())
             method.collect(model)
+        total = method.total(total)
         if not math.isfinite(total):
             failure = f"the training loss of step {step} is {total}"
             break
@@ -77,17 +78,21 @@ def train(setting: Setting, scene: Scene, method: Method) -> dict[str, Any]:
             signs.after()
         if step + 1 in evaluated_after:
             curve.append((step + 1, _judged(scene, method)))
-    _check_replicas(method)
+    last = curve[-1][1]
+    if failure is None and math.isfinite(last):
+        _check_replicas(method)
+    # One that diverged has taken fewer.
+    taken = max(len(method_s), 1)
     return {
         "key": setting.key,
         "setting": setting.identity(),
-        "loss": curve[-1][1] if failure is None and math.isfinite(curve[-1][1]) else None,
+        "loss": last if failure is None and math.isfinite(last) else None,
         "failure": failure,
         "curve": [[step, loss if math.isfinite(loss) else None] for step, loss in curve],
         "metrics": _metrics(scene, method) if failure is None else {},
         "parameters": sum(param.numel() for param in trainable(method.places[0][1])),
-        "bytes_per_step": method.bytes_sent / setting.steps,
-        "rounds_per_step": method.rounds / setting.steps,
+        "bytes_per_step": method.bytes_sent / taken,
+        "rounds_per_step": method.rounds / taken,
         "gradient_ms": 1e3 * statistics.median(gradient_s),
         "method_ms": 1e3 * statistics.median(method_s) if method_s else None,
         "seconds": time.perf_counter() - begin,
