@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from hf_dlion.tools.plan.cost import (
     Link,
     Shipment,
     all_gather_s,
+    all_reduce_rounds,
     all_reduce_s,
     all_to_all_s,
     arrivals,
@@ -67,10 +69,11 @@ MACHINE = Machine(
 # What `bench exchange` measured over these links: 59 MB, 118 MB, and the loss of a short transfer.
 LINKS = {
     "100 Mbit/s": replace(
-        link.fitted(1e-4, (59_000_000, 5.229), (118_000_000, 10.476), nccl=False), restart_s=0.069
+        link.fitted(1e-4, 2, (59_000_000, 5.229), (118_000_000, 10.476), nccl=False),
+        restart_s=0.069,
     ),
     "1 Gbit/s": replace(
-        link.fitted(1e-4, (59_000_000, 0.493), (118_000_000, 0.986), nccl=False), restart_s=0.011
+        link.fitted(1e-4, 2, (59_000_000, 0.493), (118_000_000, 0.986), nccl=False), restart_s=0.011
     ),
 }
 
@@ -140,6 +143,25 @@ def test_a_rank_of_a_node_sends_the_votes_on_its_share(bench_llama, nodes, bits)
 
 def test_one_rank_per_node_has_nobody_to_vote_with(bench_llama):
     assert methods.NODE_VOTES not in predict(a_case(bench_llama))
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())["rows"]
+
+
+@pytest.mark.multiproc
+def test_a_measured_run_of_several_ranks_per_node_sent_the_predicted_bytes(
+    tmp_path, capsys, quick_machine
+):
+    out, held = tmp_path / "train.json", tmp_path / "held.json"
+    words = ["train", "--parameters=5000", "--sequence=16", "--steps=2", f"--json={out}"]
+    words += ["--ranks=4", "--local-ranks=2", "--methods", "none", "dlion", "dlion-node"]
+    run_command([sys.executable, "-m", "hf_dlion.tools.bench", *words])
+    assert cli.main(["plan", f"--validate={out}", "--link=10gbit", f"--json={held}"]) == 0
+    rows = rows_of(held)
+    assert [row["name"] for row in rows] == [methods.NONE, DLION, methods.NODE_VOTES]
+    for row in rows:
+        assert row["bytes_per_step"] == row["predicted_bytes"], row["name"]
 
 
 @pytest.mark.multiproc
@@ -435,12 +457,15 @@ def test_constants_are_taken_from_the_codec_benchmark(tmp_path):
     out = tmp_path / "codec.json"
     assert cli.main(["bench", "codec", "--parameters=5000", "--repeats=2", f"--json={out}"]) == 0
     found = replace(MACHINE, **machine.of_codec_bench(out))
-    rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
     assert found.adamw_ns != MACHINE.adamw_ns
     assert found.power_ns == MACHINE.power_ns
-    assert rows
-    with pytest.raises(ValueError, match="lacks votes with bits=4: run bench codec --bits 4"):
+    with pytest.raises(ValueError, match="lacks votes of a CPU with bits=4 on float32: run"):
         machine.of_codec_bench(out, bits=4)
+    # Of the dtype that was asked for.
+    (row,) = [row for row in rows_of(out) if (row["name"], row["dtype"]) == ("copy", "bfloat16")]
+    assert machine.of_codec_bench(out, "bfloat16")["copy_ns"] * 5e-3 == pytest.approx(
+        row["median_ms"], rel=0.01
+    )
     words = ["--parameters=5000", "--repeats=2", "--bits", "1", "4", f"--json={out}"]
     assert cli.main(["bench", "codec", *words]) == 0
     assert machine.of_codec_bench(out, bits=4)["encode_ns"] > 0
@@ -481,11 +506,18 @@ def test_a_link_is_a_rate_with_a_unit():
             link.given(bad, 0.2, nccl=False)
 
 
-def test_two_long_transfers_tell_the_rate_and_what_a_start_loses():
-    found = link.fitted(0.001, (10_000, 0.101), (20_000, 0.151), nccl=True)
+@pytest.mark.parametrize(("ranks", "nccl"), [(2, True), (16, False), (16, True)])
+def test_two_long_transfers_tell_the_rate_and_what_a_start_loses(ranks, nccl):
+    waited = 0.001 * all_reduce_rounds(ranks, nccl)
+    seen = (10_000, 0.1 + waited), (20_000, 0.15 + waited)
+    found = link.fitted(0.001, ranks, *seen, nccl=nccl)
     assert found.bits_per_s == pytest.approx(8 * 200_000)
     assert found.restart_s == pytest.approx(0.05)
-    assert found.nccl
+    assert found.nccl == nccl
+    # What was measured is predicted again.
+    cluster = Cluster(ranks=ranks)
+    for size, seconds in seen:
+        assert found.restart_s + all_reduce_s(size, cluster, found) == pytest.approx(seconds)
 
 
 def test_one_process_says_that_it_cannot_measure(capsys, monkeypatch):
@@ -610,6 +642,10 @@ def test_bfloat16_gradients_are_reduced_as_they_are(capsys):
         (["1m", "--link=1gbit", "--trainable=2m"], "more than"),
         (["1m", "--link=1gbit", "--step-ms=measure"], "only a count"),
         (["--validate=/nowhere.json"], "No such file"),
+        (["1m", "--validate=/nowhere.json"], "model says nothing beside --validate"),
+        (["--validate=/nowhere.json", "--step-ms=4"], "--step-ms says nothing beside --validate"),
+        (["1m", "--table", "--ranks=4"], "--ranks says nothing beside --table"),
+        (["1m", "--link=x.json", "--latency-ms=4"], "--latency-ms says nothing beside the JSON"),
     ],
 )
 @pytest.mark.usefixtures("quick_machine")
@@ -633,7 +669,7 @@ def test_validation_refuses_what_it_cannot_compare(tmp_path):
     with pytest.raises(ValueError, match="bench train"):
         read_bench(path, "train")
     with pytest.raises(ValueError, match="emulated no network"):
-        validate.emulated_link({"config": {"emulate": None}})
+        validate.emulated_rate({"config": {"emulate": None}})
     config = {"parameters": 20_000, "ranks": 2}
     with pytest.raises(ValueError, match="no row without communication"):
         validate.case_of({"config": config, "rows": []}, MACHINE, LINKS["1 Gbit/s"])

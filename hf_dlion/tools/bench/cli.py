@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from types import ModuleType
 
 from hf_dlion.options import BITS
@@ -29,11 +30,13 @@ def main(argv: list[str] | None = None) -> int:
         drawn = (MissingPackageError, OSError, ValueError)
         return exit_code("bench plot", lambda: plot.run(args), *drawn)
     args.json = args.json or f"outputs/bench_{args.bench}.json"
-    told = (EmulationRefusedError, ImportError, ValueError)
+    told = (EmulationRefusedError, ImportError, OSError, ValueError)
     return exit_code("bench", lambda: _run(args, words), *told)
 
 
 def _run(args: argparse.Namespace, words: list[str]) -> int:
+    # Where the result will lie: better refused now than after minutes.
+    Path(args.json).parent.mkdir(parents=True, exist_ok=True)
     if args.bench == "codec":
         codec.run(args)
         return 0

@@ -15,14 +15,12 @@ import torch
 from hf_dlion.options import BITS
 from hf_dlion.tools import pictures, report
 from hf_dlion.tools.arguments import Parser, add_format, checked, exit_code, positive
-from hf_dlion.tools.bench import ranks
 from hf_dlion.tools.bench.methods import NONE
-from hf_dlion.tools.plan import gpu, link, machine, table, validate
-from hf_dlion.tools.plan.cost import TCP_EFFICIENCY, Cluster, Link
+from hf_dlion.tools.plan import asked, gpu, link, table, validate
+from hf_dlion.tools.plan.cost import TCP_EFFICIENCY
 from hf_dlion.tools.plan.gpu import GPUS
-from hf_dlion.tools.plan.machine import Machine
 from hf_dlion.tools.plan.methods import NODE_VOTES, PARTS, Case, predict
-from hf_dlion.tools.plan.model import Workload, parse_count, workload
+from hf_dlion.tools.plan.model import parse_count, workload
 from hf_dlion.tools.plan.report import EXPLAINED, names_of_ours, rate, rows_of, verdict
 from hf_dlion.tools.report import (
     MissingPackageError,
@@ -39,9 +37,6 @@ COLUMNS = {
     "ratio": "x no comm.",
     **{f"{part}_ms": part for part in PARTS},
 }
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-MEASURE = "measure"
-_GPUS = f"{', '.join(list(GPUS)[:-1])} or {list(GPUS)[-1]}"
 SHARDED = (
     "--shard: FSDP2 shares the model out inside each node; the rows of DDP are then HSDP, whose "
     "all-reduce goes between nodes, and what FSDP sends inside a node is not counted; no GPU ran it"
@@ -61,40 +56,39 @@ def main(argv: list[str] | None = None) -> int:
     Args:
         argv: The words after `hf-dlion plan`; by default those of this process.
     """
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+
+    def run() -> None:
+        asked.check(args, parser)
+        if args.plot is not None:
+            require_matplotlib()
+            pictures.check_path(Path(args.plot))
+        torch.set_num_threads(args.threads)
+        if args.validate is not None:
+            _validate(args)
+        else:
+            _plan(args)
+
     told = (MissingPackageError, link.UnmeasurableError, OSError, ValueError)
-    return exit_code("plan", lambda: _run(args), *told)
+    return exit_code("plan", run, *told)
 
 
-def _run(args: argparse.Namespace) -> None:
-    if args.plot is not None:
-        require_matplotlib()
-        pictures.check_path(Path(args.plot))
-    out = Output(args.format)
-    torch.set_num_threads(args.threads)
-    if args.validate is not None:
-        _validate(args)
-        return
-    if args.model is None:
-        raise ValueError("say what to train: a count such as 7b, a folder, or a name on the hub")
-    if args.link is None and not args.table:
-        raise ValueError("give --link (for example 1gbit, or measure), or --table for several")
-    _check_gpu(args)
+def _plan(args: argparse.Namespace) -> None:
     # What is trained, who takes part, and what one rank's own work costs ...
     work = workload(args.model, args.trainable)
-    found = _link(args)
+    found = asked.link_of(args)
     if found is None:
         return  # another rank than the first: it has measured its part
-    args.ranks_per_node = _ranks_per_node(args)
-    count = args.ranks or int(os.environ.get("WORLD_SIZE", "0")) or 2 * args.ranks_per_node
-    cluster = Cluster(ranks=count, ranks_per_node=args.ranks_per_node)
-    own = _machine(args)
-    compute_s, source = _compute(args, work)
+    cluster, own = asked.cluster_of(args), asked.machine_of(args)
+    compute_s, source = asked.compute_of(args, work)
     case = Case(
         work=work, cluster=cluster, link=found, machine=own, compute_s=compute_s,
-        dtype=DTYPES[args.dtype], bits=args.bits, sharded=args.shard > 1, on_gpu=_on_gpu(args),
+        dtype=asked.DTYPES[args.dtype], bits=args.bits, sharded=args.shard > 1,
+        on_gpu=asked.on_gpu(args),
     )  # fmt: skip
     # ... give the predictions, which are printed, drawn and written.
+    out = Output(args.format)
     result: dict[str, Any] = {
         "plan": "table" if args.table else "step",
         "model": {"name": work.name, "parameters": work.parameters, "trainable": work.trainable},
@@ -114,10 +108,10 @@ def _run(args: argparse.Namespace) -> None:
     result["assumed"] = [
         f"forward and backward: {1e3 * case.compute_s:,.0f} ms ({source})",
         *_of_link_and_machine(case, several=args.table),
-        *filter(None, (work.note, _memory_note(args, work), SHARDED * case.sharded)),
+        *filter(None, (work.note, SHARDED * case.sharded)),
         *([TOGETHER.format(row=NODE_VOTES)] if NODE_VOTES in predictions else []),
         "rows and columns: hf-dlion plan --help",
-        *filter(None, (_caution(args),)),
+        *asked.notes_of(args, work),
     ]
     for sentence in result["assumed"]:
         out.line(sentence)
@@ -127,7 +121,8 @@ def _run(args: argparse.Namespace) -> None:
     if args.plot is not None:
         rates = table.RATES if args.table else (found.bits_per_s,)
         title = f"{work.name}: predicted time of a step{_of_votes(case)}"
-        title += f", {args.ranks_per_node} ranks per node" if args.ranks_per_node > 1 else ""
+        per_node = cluster.ranks_per_node
+        title += f", {per_node} ranks per node" if per_node > 1 else ""
         table.draw(table.points(case, rates=rates), title, Path(args.plot))
         out.line(f"written: {args.plot}")
     _write(out, args, result)
@@ -160,10 +155,9 @@ def _print_tables(out: Output, case: Case) -> list[dict[str, Any]]:
 def _validate(args: argparse.Namespace) -> None:
     out = Output(args.format)
     result = read_bench(args.validate, "train")
-    threads = result["config"]["threads"]
-    torch.set_num_threads(threads)
-    seen = validate.emulated_link(result) if args.link is None else _given(args, args.link)
-    own = _machine(args)
+    torch.set_num_threads(result["config"]["threads"])
+    seen = asked.given_link(args, args.link or validate.emulated_rate(result))
+    own = asked.machine_of(args)
     case = replace(validate.case_of(result, own, seen), bits=args.bits)
     lines = validate.rows(result, case)
     network = result["config"].get("emulate") or "the network of the run"
@@ -174,126 +168,6 @@ def _validate(args: argparse.Namespace) -> None:
         out.line(sentence)
     parts = {"bits": args.bits, "link": asdict(seen), "machine": asdict(own)}
     _write(out, args, {"plan": "validate", **parts, "rows": lines})
-
-
-def _link(args: argparse.Namespace) -> Link | None:
-    """Returns the link, or None on a rank that has only helped to measure it."""
-    if args.link is None:
-        return _given(args, "1gbit")  # the table puts its own rates in
-    if args.link != MEASURE:
-        return _given(args, args.link)
-    if args.backend == "nccl" and not torch.cuda.is_available():
-        raise ValueError(
-            "--backend nccl with --link measure needs a GPU that torch can use, and torch sees "
-            "none here: leave out --backend, or give the rate: --link 1gbit"
-        )
-    link.check_measurable()
-    found: list[Link] = []
-    ranks.take_part(lambda _: found.append(link.measured()), args)
-    return found[0] if os.environ["RANK"] == "0" else None
-
-
-def _given(args: argparse.Namespace, text: str) -> Link:
-    nccl = (args.backend or _backend(args)) == "nccl"
-    if text == MEASURE:
-        raise ValueError("--validate compares with a run that is over: give its link as a rate")
-    if text.endswith(".json"):
-        return link.from_exchange_bench(Path(text), nccl)
-    return replace(link.given(text, args.latency_ms, nccl), efficiency=args.efficiency)
-
-
-def _backend(args: argparse.Namespace) -> str:
-    return "nccl" if _on_gpu(args) else "gloo"
-
-
-def _on_gpu(args: argparse.Namespace) -> bool:
-    return args.gpu is not None or torch.cuda.is_available()
-
-
-def _check_gpu(args: argparse.Namespace) -> None:
-    """Checks that nothing else is asked for what `--gpu` computes.
-
-    Raises:
-        ValueError: If it is.
-    """
-    if args.gpu is None and args.mfu is not None:
-        raise ValueError(f"--mfu is a share of a GPU's peak: give --gpu {_GPUS}, too")
-    if args.gpu is not None and args.codec is not None:
-        raise ValueError("--gpu computes the constants that --codec reads: give one of them")
-    if args.gpu is not None and args.step_ms == MEASURE:
-        raise ValueError(
-            "--gpu computes the time that --step-ms measure would measure here: give one of them, "
-            "or --step-ms with the milliseconds that the GPU takes"
-        )
-
-
-def _memory_note(args: argparse.Namespace, work: Workload) -> str:
-    if args.gpu is None:
-        return ""
-    return gpu.memory_note(GPUS[args.gpu], work, DTYPES[args.dtype], args.shard)
-
-
-def _ranks_per_node(args: argparse.Namespace) -> int:
-    """Returns the ranks of a node, which are those of a replica where the model is sharded.
-
-    Raises:
-        ValueError: If they are not.
-    """
-    per_node: int = args.shard if args.ranks_per_node == 1 else args.ranks_per_node
-    if args.shard not in (1, per_node):
-        raise ValueError(
-            f"--shard={args.shard} with --ranks-per-node={per_node}: a plan has one replica in "
-            f"each node, so leave out --ranks-per-node, or give the same number"
-        )
-    return per_node
-
-
-def _caution(args: argparse.Namespace) -> str:
-    """Returns what is to be said loudly where a CPU here stands for the ranks of a cluster."""
-    if _on_gpu(args):
-        return ""
-    both = args.step_ms in (None, MEASURE)
-    return (
-        f"CAUTION: the work per element{' and the compute time were' if both else ' was'} measured "
-        f"on the CPU of this machine. A rank with a GPU is another thing: give --gpu {_GPUS}, or "
-        f"run this where you will train."
-    )
-
-
-def _machine(args: argparse.Namespace) -> Machine:
-    if args.gpu is not None:
-        return gpu.machine_of(GPUS[args.gpu], DTYPES[args.dtype], args.bits)
-    # Before the seconds that measuring takes.
-    known = None if args.codec is None else machine.of_codec_bench(Path(args.codec), args.bits)
-    own = machine.measure(DTYPES[args.dtype], ranks.device_of_rank(), args.bits)
-    if known is None:
-        return own
-    return replace(own, **known, source=f"{Path(args.codec).name}; the rest {own.source}")
-
-
-def _compute(args: argparse.Namespace, work: Workload) -> tuple[float, str]:
-    """Returns the seconds of forward and backward, and where they come from."""
-    sequence = args.sequence or (gpu.SEQUENCE if args.gpu is not None else 128)
-    device, tokens = ranks.device_of_rank(), (args.batch, sequence)
-    size = f"{args.batch} x {sequence} tokens"
-    if args.step_ms == MEASURE:
-        seconds = machine.model_s(args.model, DTYPES[args.dtype], *tokens, device)
-        return seconds, f"measured on this machine ({size})"
-    if args.step_ms is not None:
-        return 1e-3 * args.step_ms, "given"
-    if args.gpu is None:
-        seconds = machine.stand_in_s(work.parameters, *tokens, device)
-        return seconds, f"two Llamas on this machine ({size}), and the line through their times"
-    own, mfu = GPUS[args.gpu], args.mfu or gpu.MFU
-    flops = (
-        "6 FLOPs per parameter"
-        if work.trainable == work.parameters
-        else "4 FLOPs per parameter, 2 more per trained one,"
-    )
-    return gpu.compute_s(own, work, args.batch * sequence, mfu), (
-        f"assumed: {flops} and token, {size} per rank, {100 * mfu:.0f} % of the "
-        f"{own.flops / 1e12:.0f} TFLOPS of an {own.name} in bfloat16: {own.source}"
-    )
 
 
 def _title(case: Case) -> str:
@@ -328,7 +202,10 @@ _count = checked(parse_count, lambda value: value is not None, 'is no count such
 
 
 def _step_ms(text: str) -> float | str:
-    return text if text == MEASURE else _above_zero(text)
+    try:
+        return text if text == asked.MEASURE else _above_zero(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is no number of ms, nor measure") from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -345,7 +222,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("model", nargs="?", help='a count ("7b"), a folder with a config.json, or a hub name')
-    add("--ranks", type=positive, help="number of ranks (those of the launcher)")
+    add("--ranks", type=positive, help="number of ranks (the launcher's, or those of two nodes)")
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     share = f"ranks that share a machine ({local_ranks})"
     add("--ranks-per-node", type=positive, default=local_ranks, metavar="L", help=share)
@@ -357,7 +234,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--efficiency", type=_share, default=TCP_EFFICIENCY, help=payload)
     add("--backend", choices=("gloo", "nccl"), help="nccl, that of GPUs, has trees beside rings")
     add("--trainable", type=_count, help='trained parameters ("40m"), as for LoRA')
-    add("--dtype", choices=list(DTYPES), default="float32", help="of gradients (float32)")
+    add("--dtype", choices=list(asked.DTYPES), default="float32", help="of gradients (float32)")
     add("--bits", type=int, choices=BITS, default=1, help="of a vote (1)")
     add("--step-ms", type=_step_ms, metavar="MS", help="forward and backward, or measure")
     add("--gpu", choices=list(GPUS), help="compute the work of such a GPU, and measure nothing")

@@ -57,27 +57,30 @@ def from_exchange_bench(path: Path, nccl: bool) -> Link:
     """
     result = read_bench(path, "exchange")
     seen = {row["name"]: (row["bytes_per_step"], 1e-3 * row["median_ms"]) for row in result["rows"]}
-    link = fitted(1e-3 * DEFAULT_LATENCY_MS, seen["all-reduce bf16"], seen["all-reduce fp32"], nccl)
+    ranks, latency_s = result["config"]["ranks"], 1e-3 * DEFAULT_LATENCY_MS
+    link = fitted(latency_s, ranks, seen["all-reduce bf16"], seen["all-reduce fp32"], nccl)
     losses = [
-        seconds - link.seconds(size, result["config"]["ranks"] - 1)
+        seconds - link.seconds(size, ranks - 1)
         for size, seconds in (seen["gather"], seen["two_phase"])
     ]
     return replace(link, restart_s=max(statistics.mean(losses), 0.0))
 
 
 def fitted(
-    latency_s: float, long: tuple[int, float], longer: tuple[int, float], nccl: bool
+    latency_s: float, ranks: int, long: tuple[int, float], longer: tuple[int, float], nccl: bool
 ) -> Link:
-    """Returns the link that explains two long transfers, each begun on an idle link.
+    """Returns the link that explains two long all-reduces, each begun on an idle link.
 
     Args:
         latency_s: Of a message without size.
+        ranks: How many took part.
         long: Bytes on the busiest card, and seconds.
         longer: The same of a longer one.
         nccl: As in `Link`.
     """
     rate = (longer[0] - long[0]) / max(longer[1] - long[1], 1e-9)
-    lost = max(long[1] - latency_s - long[0] / rate, 0.0)
+    waited = all_reduce_rounds(ranks, nccl) * latency_s
+    lost = max(long[1] - waited - long[0] / rate, 0.0)
     return Link(bits_per_s=8 * rate, latency_s=latency_s, efficiency=1.0, restart_s=lost, nccl=nccl)
 
 
@@ -125,7 +128,7 @@ def measured_all_reduces() -> Link:
         size *= 2
         long, longer = longer, _all_reduce_s(2 * size)
     sent = [average_wire_bytes(count, ranks, torch.uint8) for count in (size, 2 * size)]
-    return fitted(latency_s, (sent[0], long), (sent[1], longer), nccl)
+    return fitted(latency_s, ranks, (sent[0], long), (sent[1], longer), nccl)
 
 
 def _all_reduce_s(size: int) -> float:

@@ -100,18 +100,26 @@ def measure(dtype: torch.dtype, device: torch.device, bits: int = 1) -> Machine:
     return Machine(**times, source=f"measured on this machine ({where}{threads})")
 
 
-def of_codec_bench(path: Path, bits: int = 1) -> dict[str, float]:
-    """Returns those of a `Machine`'s constants that `bench codec` measured.
+def of_codec_bench(path: Path, dtype: str = "float32", bits: int = 1) -> dict[str, float]:
+    """Returns those of a `Machine`'s constants that `bench codec` measured on a CPU.
+
+    Args:
+        path: The JSON.
+        dtype: Of the gradients, a key of `bench.codec.DTYPES`.
+        bits: Of a vote.
 
     Raises:
-        ValueError: If the file is something else, or tells nothing of votes of so many bits.
+        ValueError: If the file is something else, or tells nothing of such votes.
     """
     result = read_bench(path, "codec")
-    rows = {row["name"]: row for row in result["rows"] if row["dtype"] == "float32"}
+    rows = {row["name"]: row for row in result["rows"] if row["dtype"] == dtype}
     told = "" if bits == 1 else f", {bits} bits"
     kinds = [kind for kind in ("native", "eager") if f"{kind}, 2 ranks{told}" in rows]
     if not kinds:
-        raise ValueError(f"{path} lacks votes with bits={bits}: run bench codec --bits {bits}")
+        raise ValueError(
+            f"{path} lacks votes of a CPU with bits={bits} on {dtype}: run bench codec --bits "
+            f"{bits} --device cpu"
+        )
     kind = kinds[0]
     two, four = rows[f"{kind}, 2 ranks{told}"], rows[f"{kind}, 4 ranks{told}"]
     fixed, each = _line(2, two["count_ms"], 4, four["count_ms"])

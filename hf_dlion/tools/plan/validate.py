@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 
-from hf_dlion.tools.bench.emulate import Network
 from hf_dlion.tools.bench.methods import DLION, NONE, name_of
 from hf_dlion.tools.bench.model import made
 from hf_dlion.tools.plan.cost import Cluster, Link
-from hf_dlion.tools.plan.link import DEFAULT_LATENCY_MS
 from hf_dlion.tools.plan.machine import Machine
-from hf_dlion.tools.plan.methods import OVERLAPPED, Case, no_communication, predict
+from hf_dlion.tools.plan.methods import NODE_VOTES, OVERLAPPED, Case, no_communication, predict
 from hf_dlion.tools.plan.model import Workload
 
 COLUMNS = {
@@ -27,8 +25,8 @@ COLUMNS = {
 }
 
 
-def emulated_link(result: Mapping[str, Any]) -> Link:
-    """Returns the link of a run's emulated network.
+def emulated_rate(result: Mapping[str, Any]) -> str:
+    """Returns the rate of a run's emulated network, as users write it.
 
     Raises:
         ValueError: If the run had none.
@@ -39,8 +37,7 @@ def emulated_link(result: Mapping[str, Any]) -> Link:
             "this run of `bench train` emulated no network, so its link is unknown: give "
             "--link RATE, or the JSON of `bench exchange` on the same ranks"
         )
-    bits = Network.parse(text).bits_per_s
-    return Link(bits_per_s=bits, latency_s=1e-3 * DEFAULT_LATENCY_MS)
+    return str(text).partition("x")[2]
 
 
 def case_of(result: Mapping[str, Any], machine: Machine, link: Link) -> Case:
@@ -62,7 +59,7 @@ def case_of(result: Mapping[str, Any], machine: Machine, link: Link) -> Case:
         model = made(config["parameters"], config.get("model"))
     shapes = tuple(tuple(param.shape) for param in model.parameters())
     work = Workload(name="model of bench train", parameters=config["parameters"], shapes=shapes)
-    cluster = Cluster(ranks=config["ranks"])
+    cluster = Cluster(ranks=config["ranks"], ranks_per_node=config.get("local_ranks", 1))
     empty = Case(work=work, cluster=cluster, link=link, machine=machine, compute_s=0.0)
     return replace(empty, compute_s=1e-3 * free[0] - no_communication(empty).step_s)
 
@@ -84,7 +81,11 @@ def rows(result: Mapping[str, Any], case: Case) -> list[dict[str, Any]]:
         raise ValueError(f"the run's votes have bits={sorted(seen)}, not {case.bits}: give --bits")
     predictions = predict(case)
     # The tables name DistributedLion with its bits and options, the cost model does not.
-    ours = {name_of(case.bits): DLION, name_of(case.bits, overlap=True): OVERLAPPED}
+    ours = {
+        name_of(case.bits): DLION,
+        name_of(case.bits, overlap=True): OVERLAPPED,
+        name_of(case.bits, local_group="node"): NODE_VOTES,
+    }
     found = []
     for row in result["rows"]:
         name = row["name"]
