@@ -80,7 +80,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     args.output_dir.mkdir(parents=True, exist_ok=True)
     if rank == 0:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save({**state, "step": args.steps}, checkpoint)
+        torch.save({**state, "step": max(begin, args.steps)}, checkpoint)
     save_momentum(optimizer, args.output_dir)  # <- each rank its own
     if rank == 0:
         size = sum(p.numel() for p in model.parameters())

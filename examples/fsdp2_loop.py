@@ -87,7 +87,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         if (step + 1) % 100 == 0:
             evaluate(step + 1, model, *held_out)
 
-    state = {"model": get_model_state_dict(model), "step": args.steps}
+    state = {"model": get_model_state_dict(model), "step": max(begin, args.steps)}
     dcp.save(state, checkpoint_id=args.output_dir / "model")
     save_momentum(optimizer, args.output_dir)  # <- each rank its own
     if rank == 0:

@@ -235,6 +235,7 @@ def test_finetune_llm_of_an_adapter_on_a_local_file_sends_only_its_votes(tmp_pat
             out,
         ),
         *("--use_peft", "--lora_r", "2", "--max_steps", "5"),
+        *("--dataset_train_split", "learned", "--dataset_test_split", "judged"),
     )
     parameters, _, _, sent, _ = sizes_of(said)
     adapter = load_file(out / "adapter_model.safetensors")

@@ -62,10 +62,10 @@ class Rival(ABC):
     def close(self) -> None:  # noqa: B027 (most have nothing to do)
         """Ends what the rival started."""
 
-    def _count(self, numel: int, dtype: torch.dtype) -> None:
+    def _count(self, numel: int, dtype: torch.dtype, all_reduces: int = 1) -> None:
         ranks = dist.get_world_size()
         self.bytes_sent += average_wire_bytes(numel, ranks, dtype)
-        self.rounds += 2 * (ranks - 1)
+        self.rounds += all_reduces * 2 * (ranks - 1)
 
 
 def check_installed(module: str) -> None:
@@ -94,26 +94,29 @@ class Hooked(Rival):
         """
         params = _trainable(model)
         whole = sum(param.numel() for param in params)
-        # Elements in the first steps, and how many these are; then elements and dtype.
+        # Elements in the first steps, and how many these are; then elements, dtype and all-reduces.
         self._first, self._left = whole, POWER_START if compressed else 0
         if compressed:
             # In one bucket, because several deadlock on gloo.
             ddp = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET_MB, init_sync=False)
             state = powerSGD_hook.PowerSGDState(None, POWER_RANK, start_powerSGD_iter=POWER_START)
             ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-            self._sent = sum(power_numel(param.shape) for param in params), torch.float32
+            # What is not compressed, and the two factors.
+            self._sent = sum(power_numel(param.shape) for param in params), torch.float32, 3
         else:
             ddp = DistributedDataParallel(model, init_sync=False)
             ddp.register_comm_hook(None, reduce_in_bf16)
-            self._sent = whole, torch.bfloat16
+            self._sent = whole, torch.bfloat16, 1
         self.model, self.optimizer = ddp, _adamw(params, lr, weight_decay)
 
     def step(self) -> None:
         """Moves the parameters."""
         self.optimizer.step()
-        numel, dtype = self._sent
-        self._count(self._first if self._left else numel, dtype)
-        self._left = max(0, self._left - 1)
+        numel, dtype, all_reduces = self._sent
+        if self._left:
+            numel, all_reduces = self._first, 1
+            self._left -= 1
+        self._count(numel, dtype, all_reduces)
 
 
 class LocalSGD(Rival):
@@ -250,7 +253,7 @@ class DeMo(Rival):
         self.optimizer.step()
         # It counts one copy of what it sends.
         self.bytes_sent += (dist.get_world_size() - 1) * self._demo.data_transmit
-        self.rounds += 1
+        self.rounds += dist.get_world_size() - 1
 
 
 def reduce_in_bf16(

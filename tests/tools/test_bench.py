@@ -291,8 +291,12 @@ def test_bits_are_refused_where_nothing_votes(monkeypatch, capsys):
     assert "of --methods fp32 lion none votes" in capsys.readouterr().err
 
 
-def test_ranks_that_nodes_do_not_divide_are_refused(monkeypatch, capsys):
+def test_what_cannot_be_measured_is_refused_before_it_is(monkeypatch, capsys):
     monkeypatch.delenv("RANK", raising=False)
+    assert main(["train", "--ranks=4", "--emulate=2x1gbit"]) == 2
+    assert "give --local-ranks, not --ranks" in capsys.readouterr().err
+    assert main(["codec", "--json=/dev/null/x.json"]) == 2
+    assert "/dev/null" in capsys.readouterr().err
     assert main(["train", "--ranks=3", "--local-ranks=2"]) == 2
     assert "--ranks=3 cannot be divided" in capsys.readouterr().err
 

@@ -51,8 +51,9 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
         ranks.refuse_under_launcher(network)
         ranks.take_part(RUNS[args.bench], args)
         return 0
-    # On an emulated network its hosts say how many ranks there are.
-    count = args.ranks if network is None else network.hosts * args.local_ranks
+    if network is not None and args.ranks is not None:
+        raise ValueError("--emulate says how many hosts there are: give --local-ranks, not --ranks")
+    count = args.ranks or 2 if network is None else network.hosts * args.local_ranks
     if count % args.local_ranks:
         raise ValueError(
             f"--ranks={count} cannot be divided into nodes of --local-ranks={args.local_ranks}"
@@ -78,7 +79,10 @@ def _parser() -> argparse.ArgumentParser:
     several = Parser(add_help=False, parents=[common])
     add = several.add_argument
     add("--parameters", type=positive, default=29_500_000)
-    add("--ranks", type=positive, default=2, help="processes to start (2)")
+    add("--ranks", type=positive, help="processes to start (2)")
+    several.set_defaults(emulate=None, local_ranks=1)
+    timed = Parser(add_help=False, parents=[several])
+    add = timed.add_argument
     add(
         "--emulate",
         type=_network,
@@ -92,12 +96,12 @@ def _parser() -> argparse.ArgumentParser:
         help="ranks on each emulated host; without --emulate, of --ranks, on each pretended node",
     )
     add("--seconds", type=float, default=25.0, help="a method stops after 3 repeats beyond this")
-    add = benches.add_parser("exchange", parents=[several], help=_summary(exchange)).add_argument
+    add = benches.add_parser("exchange", parents=[timed], help=_summary(exchange)).add_argument
     add("--repeats", type=positive, default=7)
 
     benches.add_parser("memory", parents=[several], help=_summary(memory))
 
-    add = benches.add_parser("train", parents=[several], help=_summary(train)).add_argument
+    add = benches.add_parser("train", parents=[timed], help=_summary(train)).add_argument
     add("--model", help="a folder, or a name on the hub, whose config takes --parameters' place")
     add("--batch", type=positive, default=1, help="sequences per rank (1)")
     add("--sequence", type=positive, default=128, help="tokens in each (128)")

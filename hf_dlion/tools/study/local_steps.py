@@ -102,7 +102,10 @@ class LocalSteps(Replicas):
 
 
 class Mean(LocalSteps):
-    """The mean of the deltas, whole numbers as in FedLion (arXiv 2402.09941): log2(2k + 1) bits."""
+    """The mean of the deltas, whole numbers of log2(2k + 1) bits as in FedLion (arXiv 2402.09941).
+
+    FedLion's server also averages the workers' momenta; here each keeps its own.
+    """
 
     def __init__(self, scene: Scene, setting: Setting, every: int) -> None:
         """Makes the workers; `every` is k."""
@@ -157,7 +160,7 @@ class OuterVote(LocalSteps):
 class SignMuon(Replicas):
     """A vote in every step on the sign of Lion's direction, orthogonalised (arXiv 2605.16311).
 
-    Only of matrices, and whole ones; of other parameters as it is.
+    Only of matrices, and whole ones, an embedding among them; of other parameters as it is.
     """
 
     def __init__(self, scene: Scene, setting: Setting) -> None:

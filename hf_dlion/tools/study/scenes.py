@@ -84,6 +84,8 @@ SCENES = {
     "vision": "hf_dlion.tools.study.vision:Digits",
     "cifar10": "hf_dlion.tools.study.vision:Cifar10",
 }
+# Those whose batches are images, of no sequence.
+OF_IMAGES = ("vision", "cifar10")
 
 
 def scene_class(name: str) -> type[Scene]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from hf_dlion.tools.report import Output
 from hf_dlion.tools.study.clock import Clock, ClockOf
 from hf_dlion.tools.study.result import Result, cell, finite, mean_of, spread
+from hf_dlion.tools.study.scenes import OF_IMAGES
 from hf_dlion.tools.study.setting import WARMUP
 
 
@@ -24,8 +25,9 @@ def title(results: Sequence[Result]) -> str:
     own = results[0].setting
     size = results[0].records[0]["parameters"]
     ranks = "real ranks" if own.real else "workers"
+    batch = f"{own.batch} images" if own.scene in OF_IMAGES else f"{own.batch} x {own.sequence}"
     return (
-        f"{own.scene}: {size:,} parameters, {own.workers} {ranks} x {own.batch} x {own.sequence}, "
+        f"{own.scene}: {size:,} parameters, {own.workers} {ranks} x {batch}, "
         f"{own.steps} steps, {own.schedule}, betas {own.betas[0]:g} {own.betas[1]:g}, "
         f"weight decay {own.weight_decay:g}"
         + (f", clipped to {own.clip:g}" if own.clip else "")
