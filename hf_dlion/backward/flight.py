@@ -76,6 +76,8 @@ class Flight:
         self._place = {key: place for place, keys in enumerate(self._missing) for key in keys}
         self.finite: dict[int, tuple[int, int]] = {}
         self.missing: set[int] = set()
+        # ids of the parameters on which this rank has voted.
+        self._voted: set[int] = set()
         self._sent = 0
         self._broken: BaseException | None = None
         # If one message waits, this thread sends all: in their order, which all ranks share.
@@ -139,7 +141,9 @@ class Flight:
         self.missing = set().union(*self._missing)
         for message in self.messages[: self._sent]:
             for index, param in message.params:
-                if id(param) in rescaled_oddly or not present.get(index, False):
+                # It may have been dropped since, or brought back.
+                changed = present.get(index, False) != (id(param) in self._voted)
+                if changed or id(param) in rescaled_oddly:
                     self.stale = True
         if _betas(momenta.groups) != self._betas or rule != self._rule:
             self.stale = True
@@ -253,6 +257,7 @@ class Flight:
                     self.stale = True
                     continue
                 momenta[index], grads[index] = momentum, param.grad
+                self._voted.add(id(param))
         return momenta, grads
 
     def _count(self, message: Message, departed: Sequence[Future[None]]) -> None:

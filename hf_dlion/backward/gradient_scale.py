@@ -23,7 +23,8 @@ class GradientScale:
     Attributes:
         scale: The factor, a float32 number; 1 until it is known.
         rescaled_oddly: ids of the parameters whose gradients were changed otherwise since (a mask,
-            noise, clipping by layer), as far as the elements looked at can tell.
+            noise, clipping by layer, a sign, a NaN replaced), as far as the elements looked at can
+            tell.
     """
 
     def __init__(self) -> None:
@@ -56,7 +57,8 @@ class GradientScale:
         self._before.clear()
         if not both:
             return math.nan
-        # Nor does one that is not finite: its rank abstains anyway.
+        # Nor does one that is not finite: unless it was mended, its rank abstains anyway.
+        mended = {id(param) for param, old, new in both if math.isfinite(new) > math.isfinite(old)}
         seen = [
             (param, old, new)
             for param, old, new in both
@@ -64,7 +66,7 @@ class GradientScale:
         ]
         total = math.fsum(old for _, old, _ in seen)
         ratio = math.fsum(new for *_, new in seen) / total if total else math.nan
-        self.rescaled_oddly = {
+        self.rescaled_oddly = mended | {
             id(param)
             for param, old, new in seen
             if not abs(new - ratio * old) <= TOLERANCE.get(param.dtype, NARROW_TOLERANCE) * new

@@ -112,7 +112,8 @@ class Codec(Protocol):
     def magnitudes(self, grads: Sequence[Tensor]) -> Magnitudes:
         """Returns the sums of the magnitudes of some elements of each gradient, none of them empty.
 
-        The elements are every k-th in row-major order, at most `PROBED` of them.
+        The elements x are every k-th in row-major order, at most `PROBED` of them, and count as
+        |x| + x / 2: a sum grows as its gradient is scaled, and changes if a sign does.
         """
 
     def advance_all(self, jobs: Sequence[AdvanceJob]) -> None:

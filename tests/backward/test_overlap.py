@@ -88,9 +88,21 @@ def test_training_equals_that_in_step_mode(ranks: RankPools, case: str) -> None:
 def misbehave(rank: int, world_size: int, overlap: bool, what: str) -> dict[str, Any]:
     """Trains while something happens between backward and step, from the third step on."""
     model = new_model()
+    state, aside = None, {}
+
+    def in_backward(param: Tensor) -> None:
+        if t == 3 and what == "put_back":
+            aside[param], param.grad = param.grad, None
+
+    def poisoned(grad: Tensor) -> Tensor:
+        lost = t == 3 and what == "mended" and rank == 0
+        return torch.full_like(grad, float("nan")) if lost else grad
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(in_backward)
+    model.second.weight.register_hook(poisoned)
     optimizer = optimizer_of(model, overlap=overlap, exchange="two_phase")
     tokens = [torch.randint(0, 11, (3, 5), generator=_generator(rank, t)) for t in range(8)]
-    state = None
     with short_messages(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for t in range(8):
@@ -111,6 +123,16 @@ def misbehave(rank: int, world_size: int, overlap: bool, what: str) -> dict[str,
                 model.second.weight.grad[-1, -1] = float("nan")
             if t == 3 and what == "nan_in_data" and rank == 0:
                 model.second.weight.grad.data.fill_(float("nan"))
+            for param, grad in aside.items():
+                param.grad = grad
+            aside.clear()
+            if t == 3 and what == "mended" and rank == 0:
+                torch.nan_to_num_(model.second.weight.grad)
+            if t == 3 and what == "negated":
+                model.second.weight.grad.neg_()
+            if t == 3 and what == "all_negated":
+                for param in model.parameters():
+                    param.grad.neg_()
             if t == 3 and what == "masked":
                 model.embedding.weight.grad[:4] = 0.0
             if t == 3 and what == "replaced":
@@ -168,6 +190,10 @@ def _generator(rank: int, t: int) -> torch.Generator:
         ("one_dropped", 6),
         ("nan", 6),
         ("nan_in_data", 6),
+        ("put_back", 6),
+        ("mended", 6),
+        ("negated", 6),
+        ("all_negated", 6),
         ("masked", 6),
         ("replaced", 6),
         ("overflows", 4),
