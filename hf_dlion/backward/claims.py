@@ -72,13 +72,15 @@ class Claim:
         whole: Whether no parameter has been lost since it was last taken.
         kept_local: Whether DDP may have left gradients unaveraged that no DistributedLion has
             stepped yet.
+        stepped_local: Whether it may have left unaveraged what was stepped and perhaps not yet
+            dropped.
     """
 
     def __init__(self, owner: Owner) -> None:
         """Claims nothing yet."""
         self.owner = owner
         self.number = next(_numbers)
-        self.active = self.whole = self.kept_local = False
+        self.active = self.whole = self.kept_local = self.stepped_local = False
 
     def take(self) -> None:
         """Takes the optimizer's parameters, from another claim where one has them."""
@@ -89,6 +91,7 @@ class Claim:
             if before is not None:
                 before._lose()
                 self.kept_local |= before.kept_local
+                self.stepped_local |= before.stepped_local
             self._set(param)
         self.active = self.whole = True
 
@@ -105,8 +108,13 @@ class Claim:
             if claim is self:
                 del _claims[key]
         self._lose()
-        self.active = self.kept_local = False
+        self.active = self.kept_local = self.stepped_local = False
         _note_change()
+
+    def stepped(self) -> None:
+        """Takes note that its optimizer has taken a step."""
+        self.stepped_local |= self.kept_local
+        self.kept_local = False
 
     def _set(self, param: Tensor) -> None:
         _claims[id(param)] = weakref.ref(param, functools.partial(_forget, id(param))), self
@@ -167,17 +175,26 @@ def _refuse_foreign_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """
     if optimizer in lions:
         return
-    found = map(claim_of, flat_params(optimizer.param_groups))
-    claim = next((claim for claim in found if claim is not None and claim.kept_local), None)
+    params = flat_params(optimizer.param_groups)
+    claim = next(filter(None, map(_keeping_local, params)), None)
     if claim is None or _steps_a_lion(optimizer):
         return
     claim.release()
     raise RuntimeError(
         f"{type(optimizer).__name__}.step(): DDP has not averaged these gradients, because "
-        f"a DistributedLion was made for the same parameters. Nothing has moved, and DDP "
+        f"a DistributedLion was made for the same parameters. This step moves nothing, and DDP "
         f"averages from the next forward on. Call hf_dlion.unwrap(optimizer).detach() on "
         f"the DistributedLion when you are done with it, before another one's first forward"
     )
+
+
+def _keeping_local(param: Tensor) -> Claim | None:
+    """Returns the claim by which DDP has left a parameter's gradient unaveraged, if one has."""
+    claim = claim_of(param)
+    if claim is None or claim.kept_local:
+        return claim
+    left = claim.stepped_local and param.grad is not None and bool(param.grad.any())
+    return claim if left else None
 
 
 def _steps_a_lion(optimizer: Optimizer) -> bool:

@@ -69,7 +69,7 @@ class OptimizerHooks:
         if not self._claim.whole:
             self._claim.take()
             self.search()
-        self._claim.kept_local = False
+        self._claim.stepped()
         search.after_step(self._claim)
 
 

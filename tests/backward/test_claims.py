@@ -72,6 +72,49 @@ def test_another_optimizer_does_not_step_gradients_that_were_kept_local(
         assert result["equal"]
 
 
+def step_after(rank: int, world_size: int, how: str) -> tuple[str | None, bool]:
+    """AdamW steps some of what a DistributedLion has just stepped; its error, whether all agree."""
+    model = new_model()
+    optimizer = optimizer_of(model)
+    if how == "handed_over":
+        groups = [
+            {"params": list(model.first.named_parameters(prefix="first"))},
+            {"params": list(model.second.named_parameters(prefix="second"))},
+        ]
+        optimizer = DistributedLion(groups, lr=1e-2)
+        model.embedding.requires_grad_(False)
+    holder = [DistributedDataParallel(model)]
+    error = None
+    with released(holder):
+        train_with(holder[0], optimizer, rank)
+        if how == "handed_over":
+            del optimizer.param_groups[1]
+        adamw = torch.optim.AdamW(model.second.parameters(), lr=1e-2)
+        for number, (tokens,) in enumerate(batches(rank, 1)[2:4]):
+            holder[0](tokens).backward()
+            optimizer.step()
+            if how == "dropped_between":
+                optimizer.zero_grad(set_to_none=number == 0)
+            try:
+                adamw.step()
+            except RuntimeError as raised:
+                error = str(raised)
+                break
+            model.zero_grad()
+        return error, alike(*bits_of(model))
+
+
+@pytest.mark.parametrize("how", ["same", "handed_over", "dropped_between"])
+def test_nor_those_that_a_distributed_lion_has_stepped_before(ranks: RankPools, how: str) -> None:
+    for error, equal in ranks(2).run(step_after, how):
+        assert equal
+        if how == "dropped_between":
+            assert error is None
+        else:
+            assert error is not None
+            assert "DDP has not averaged these gradients" in error
+
+
 def detach_and_go_on(rank: int, world_size: int, detach: bool) -> list[Tensor]:
     """AdamW after a detached DistributedLion, or from the same weights in a wrapper of its own."""
     model = new_model()
