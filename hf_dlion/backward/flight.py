@@ -17,7 +17,7 @@ from hf_dlion.codec.rule import StepRule, tensor_rules
 from hf_dlion.exchange import WireStats
 from hf_dlion.momentum.store import MomentumStore
 from hf_dlion.options.groups import Groups, group_values
-from hf_dlion.options.params import check_gradient
+from hf_dlion.options.params import settle_gradient
 from hf_dlion.step.delivery import Clock, Moving, apply_verdicts
 from hf_dlion.step.message import Message, Preview
 from hf_dlion.step.presence import mark
@@ -247,7 +247,7 @@ class Flight:
         for index, param in message.params:
             if self.failure is not None or id(param) not in voting:
                 continue
-            check_gradient(param)
+            settle_gradient(param)
             if param.grad is not None:
                 self._momenta.fit([(index, param)])
                 momentum = self._momenta.of(param, index, {})

@@ -7,8 +7,10 @@ from typing import TypeGuard
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hf_dlion.options.parts import TWO_LINES, check_placed_alike, check_placement
+from hf_dlion.options.parts import TWO_LINES, check_placed_alike, check_placement, is_sharded
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -43,6 +45,11 @@ def check_trainable(param: Tensor) -> None:
             )
     if param.layout != torch.strided:
         raise TypeError(f"DistributedLion takes dense parameters, got layout {param.layout}")
+    if param.requires_grad and not is_sharded(param) and _is_of_others(param):
+        raise TypeError(
+            f"DistributedLion trains parameters that hold their own values, got one of "
+            f"{type(param).__name__}: leave it out of the groups"
+        )
     if param.dtype not in FLOATING:
         allowed = ", ".join(map(str, FLOATING))
         raise TypeError(
@@ -67,19 +74,33 @@ def check_distinct(params: Sequence[Tensor]) -> None:
             )
 
 
-def check_gradient(param: Tensor) -> None:
-    """Checks that a parameter's gradient, if it has one, is dense, has values and fits it.
+def settle_gradient(param: Tensor) -> None:
+    """Makes a parameter's gradient, if it has one, what codecs can read: values in its memory.
 
-    Its strides may be any; its dtype may be another one that is computed alike (`grad_dtype`).
+    Its strides may be any; its dtype may be another one that is computed alike (`grad_dtype`). Of
+    a collective that is under way its result is awaited, and a negation that torch has put off is
+    made up for.
 
     Raises:
-        TypeError: If it is sparse, or of a dtype that is not computed as the parameter's is.
+        TypeError: If it is sparse, of a dtype that is not computed as the parameter's is, or made
+            of other tensors.
         RuntimeError: If it is on the meta device, or of another shape, device or placement.
     """
     check_placed_alike(param)
     grad = param.grad
     if grad is None:
         return
+    if isinstance(grad, AsyncCollectiveTensor):
+        param.grad = grad = grad.wait()
+    if grad.is_neg():
+        param.grad = grad = grad.resolve_neg()
+    if grad._is_zerotensor():
+        param.grad = grad = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
+    if _is_of_others(grad):
+        raise TypeError(
+            f"DistributedLion takes gradients that hold their own values, got one of "
+            f"{type(grad).__name__}: set the parameter's `grad` to a plain tensor"
+        )
     if grad.is_meta:
         raise RuntimeError(
             "DistributedLion got a gradient on the meta device, which holds no values: load the "
@@ -105,3 +126,8 @@ def check_gradient(param: Tensor) -> None:
             f"with float64 alone, narrower floating dtypes with one another; after a change of "
             f"param.data call zero_grad() and run backward again"
         )
+
+
+def _is_of_others(tensor: Tensor) -> bool:
+    """Returns whether a tensor's values are those of other tensors, and its own memory is none."""
+    return is_traceable_wrapper_subclass(tensor)

@@ -68,7 +68,7 @@ class Part(Tensor):
     def grad(self) -> Tensor | None:
         """What this rank holds of the parameter's gradient: its part, once that is checked.
 
-        It never raises, since it is read where other ranks wait (`params.check_gradient` does).
+        It never raises, since it is read where other ranks wait (`params.settle_gradient` does).
         """
         grad = self.whole.grad
         if grad is None:

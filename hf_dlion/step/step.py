@@ -20,7 +20,7 @@ from hf_dlion.momentum.slices import Held
 from hf_dlion.momentum.store import MomentumStore
 from hf_dlion.options import check_group
 from hf_dlion.options.groups import agreed_values, flat_params, option_values, trainable
-from hf_dlion.options.params import check_gradient
+from hf_dlion.options.params import settle_gradient
 from hf_dlion.ranks.abstention import all_finite
 from hf_dlion.ranks.agreement import Crossed, Disagreement, details_of
 from hf_dlion.ranks.fingerprint import digest
@@ -173,7 +173,7 @@ class Step:
         displaced = self._voters.settle(momenta, plan.owned)
         momenta.shares.warn_of_gap()
         for param in params:
-            check_gradient(param)
+            settle_gradient(param)
         present = engine.presence.of(params)
         # Parameters that were thawed after their wrapper was attached.
         engine.hooks.watch_gradients(flat_params(engine.groups))

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -113,6 +115,29 @@ def test_nor_those_that_a_distributed_lion_has_stepped_before(ranks: RankPools, 
         else:
             assert error is not None
             assert "DDP has not averaged these gradients" in error
+
+
+def reduce_by_hand(rank: int, world_size: int, waited: bool) -> list[Tensor]:
+    """Gradients of the sum over ranks, by a collective that may still be under way in `step()`."""
+    model = new_model()
+    optimizer = optimizer_of(model)
+    holder = [DistributedDataParallel(model)]
+    with released(holder):
+        for (tokens,) in batches(rank, 1)[:2]:
+            holder[0](tokens).backward()
+            for param in model.parameters():
+                assert param.grad is not None
+                total: Any = funcol.all_reduce(param.grad, "sum", dist.group.WORLD)
+                param.grad = total.wait() if waited else total
+            optimizer.step()
+            optimizer.zero_grad()
+        return bits_of(model)
+
+
+def test_a_gradient_that_a_collective_still_makes_is_waited_for(ranks: RankPools) -> None:
+    expected, found = (ranks(2).run(reduce_by_hand, waited) for waited in (True, False))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert all(map(torch.equal, mine, theirs))
 
 
 def detach_and_go_on(rank: int, world_size: int, detach: bool) -> list[Tensor]:

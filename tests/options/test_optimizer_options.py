@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from hf_dlion import DistributedLion
 from hf_dlion.options import Options
@@ -95,6 +96,39 @@ def test_a_sparse_gradient_is_refused() -> None:
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises((TypeError, RuntimeError), match="sparse"):
         optimizer.step()
+
+
+def test_tensors_that_hold_no_values_of_their_own_are_refused() -> None:
+    def two() -> TwoTensor:
+        return TwoTensor(torch.ones(4), torch.ones(4))
+
+    with pytest.raises(TypeError, match="own values, got one of TwoTensor: leave it out"):
+        DistributedLion([nn.Parameter(two())])
+    frozen, other = nn.Parameter(two(), requires_grad=False), random_param(4)
+    optimizer = DistributedLion([frozen, other])
+    other.grad = two()
+    with pytest.raises(TypeError, match="gradients that hold their own values, got one of TwoT"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("lazy", ["negated", "zeros"])
+def test_a_gradient_that_torch_has_not_written_yet_counts_as_it_will_be(lazy: str) -> None:
+    # One element is contiguous, whatever its stride: its memory is read as it is.
+    size = 1 if lazy == "negated" else 70
+    param = nn.Parameter(torch.zeros(size))
+    optimizer = DistributedLion([param], lr=0.5)
+    param.grad = torch.ones(size)
+    if lazy == "negated":
+        param.grad = torch.complex(torch.zeros(1), -torch.ones(1)).conj().imag
+        assert param.grad.is_neg()
+    optimizer.step()
+    moved = param.detach().clone()
+    assert torch.equal(moved, torch.full((size,), -0.5))
+    if lazy == "zeros":
+        # The momentum goes on.
+        param.grad = torch._efficientzerotensor(70)
+        optimizer.step()
+        assert torch.equal(param, 2 * moved)
 
 
 @pytest.mark.parametrize(

@@ -305,7 +305,7 @@ class FakeGpu:
 
         self._patch_everywhere(others, codec_for)
         # Both refuse tensors without values.
-        self._patch_everywhere(params.check_gradient, lambda param: None)
+        self._patch_everywhere(params.settle_gradient, lambda param: None)
         self._patch_everywhere(params.holds_numbers, lambda value: True)
         # A copy from pinned memory, which the host does not wait for.
         self._patched.setattr(
