@@ -128,6 +128,18 @@ def settle_gradient(param: Tensor) -> None:
         )
 
 
+def gradient_dtype(param: Tensor) -> torch.dtype:
+    """Returns the dtype that autograd gives a parameter's gradient, the same on all ranks."""
+    # Of newer torch; where it is None, the loop may set gradients of any.
+    dtype: torch.dtype | None = getattr(getattr(param, "whole", param), "grad_dtype", None)
+    return dtype or param.dtype
+
+
+def no_gradient(param: Tensor) -> Tensor:
+    """Returns the gradient of a parameter that others have and this rank has not: zeros."""
+    return torch.zeros_like(param, dtype=gradient_dtype(param))
+
+
 def _is_of_others(tensor: Tensor) -> bool:
     """Returns whether a tensor's values are those of other tensors, and its own memory is none."""
     return is_traceable_wrapper_subclass(tensor)

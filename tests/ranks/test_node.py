@@ -573,6 +573,26 @@ def test_the_loop_sees_the_nodes_gradient(ranks: RankPools, micro_steps: int) ->
     assert not torch.equal(results[0][0], results[2][0])
 
 
+def train_with_gradients_of_other_dtypes(rank: int, world_size: int, on_rank_1: str) -> list[float]:
+    """Of a node of two ranks, float32 on the first; its node's signs decide, so the mean's."""
+    param = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    param.grad_dtype = None if on_rank_1 == "bfloat16" else torch.float32
+    optimizer = DistributedLion([param], lr=0.5, local_group=2)
+    if rank == 0:
+        param.grad = torch.tensor([3.0, -3.0, 1.0, -1.0])
+    elif on_rank_1 == "bfloat16":
+        param.grad = torch.tensor([-1.0, 1.0, -2.0, 2.0]).bfloat16()
+    optimizer.step()
+    return param.tolist()
+
+
+@pytest.mark.parametrize("on_rank_1", ["nothing", "bfloat16"])
+def test_gradients_of_other_dtypes_are_averaged_in_one(ranks: RankPools, on_rank_1: str) -> None:
+    last = 0.5 if on_rank_1 == "bfloat16" else -0.5
+    for found in ranks(2).run(train_with_gradients_of_other_dtypes, on_rank_1):
+        assert found == [-0.5, 0.5, last, -last]
+
+
 def share_a_wrapper(rank: int, world_size: int, second: int | None) -> str:
     models = nn.ModuleList([ddp_training.new_model(), ddp_training.new_model()])
 

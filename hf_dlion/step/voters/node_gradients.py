@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from hf_dlion.codec.bits import pack_bits, unpack_bits
 from hf_dlion.exchange import Wire
 from hf_dlion.exchange.batches import in_batches
+from hf_dlion.options.params import gradient_dtype, no_gradient
 from hf_dlion.ranks.node import Node
 
 # Elements per all-reduce.
@@ -29,20 +30,24 @@ def average_gradients(params: Sequence[Tensor], unaveraged: Tensor, node: Node) 
         unaveraged: bool, shape (P,), those whose gradient on this rank is yet to be averaged.
         node: The ranks.
     """
-    grads: list[Tensor] = []
+    averaged: list[Tensor] = []
     for position in _on_any_rank(unaveraged, node.local):
         param = params[position]
         if param.numel() == 0:
             continue
         if param.grad is None:
-            param.grad = torch.zeros_like(param)
+            param.grad = no_gradient(param)
         if 0 in param.grad.stride():
             # Expanded: its elements share memory, so no mean can be written there.
             param.grad = param.grad.clone()
-        grads.append(param.grad)
-    kind_of = operator.attrgetter("device", "dtype")
-    for batch in in_batches(grads, BATCH_NUMEL, lambda grad: grad, kind_of):
+        averaged.append(param)
+    for batch in in_batches(averaged, BATCH_NUMEL, lambda param: param, _kind_of):
         _average(batch, node)
+
+
+def _kind_of(param: Tensor) -> tuple[torch.device, torch.dtype]:
+    # What a rank's own gradient has for a dtype need not be that of another rank's.
+    return param.device, gradient_dtype(param)
 
 
 def _on_any_rank(flags: Tensor, wire: Wire) -> list[int]:
@@ -53,12 +58,13 @@ def _on_any_rank(flags: Tensor, wire: Wire) -> list[int]:
 
 
 def _average(batch: list[Tensor], node: Node) -> None:
-    place = node.local.device_for(batch[0].device)
-    flat = torch.cat([grad.reshape(-1).to(place) for grad in batch])
+    device, dtype = _kind_of(batch[0])
+    place, grads = node.local.device_for(device), [cast(Tensor, param.grad) for param in batch]
+    flat = torch.cat([grad.reshape(-1).to(place, dtype) for grad in grads])
     limit = torch.finfo(flat.dtype).max
     # Dividing first may round up, so the largest numbers add up to more than the largest.
     mean = node.start_average(flat).wait().clamp_(-limit, limit)
     start = 0
-    for grad in batch:
+    for grad in grads:
         grad.copy_(mean[start : start + grad.numel()].view(grad.shape))
         start += grad.numel()

@@ -18,6 +18,7 @@ from hf_dlion.exchange import Wire
 from hf_dlion.momentum.shares import Range
 from hf_dlion.momentum.store import MomentumStore
 from hf_dlion.options import Options
+from hf_dlion.options.params import no_gradient
 from hf_dlion.options.parts import held_in_parts
 from hf_dlion.ranks.header import Header, one_per_voter
 from hf_dlion.ranks.shards import Replica
@@ -87,7 +88,7 @@ class ReplicaVoters(EveryRank):
         for param, has in zip(params, mine.present.tolist(), strict=True):
             # Somebody dropped it on this rank; the replica votes as it would on zeros.
             if has and param.grad is None:
-                param.grad = torch.zeros_like(param)
+                param.grad = no_gradient(param)
 
 
 def _check_overlap(params: Sequence[Tensor]) -> None:
