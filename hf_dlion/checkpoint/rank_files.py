@@ -308,8 +308,12 @@ def _apply(lion: DistributedLion, content: MomentumFile) -> None:
         index: lion.options.momentum_dtype or parameters[index].dtype for index in content.exp_avg
     }
     state = lion.state_dict()
+    # A subclass's entries beside the momentum stay.
     state["state"] = {
-        index: {"exp_avg": _held_of(parameters[index], momentum.to(dtypes[index]))}
+        index: {
+            **state["state"].get(index, {}),
+            "exp_avg": _held_of(parameters[index], momentum.to(dtypes[index])),
+        }
         for index, momentum in content.exp_avg.items()
     }
     state["dlion"] = {**state["dlion"], "steps": content.steps, "rank": lion.rank, "shard": None}

@@ -29,7 +29,9 @@ class MomentumOrigin:
     def entry(self, steps: int, rank: int, world_size: int) -> dict[str, int | None]:
         """Returns what a state dict says of it: "rank" is None if the momentum is that of all."""
         common = self._averaged_at == steps
-        return {"rank": None if common else rank, "world_size": world_size}
+        # Another rank's, loaded and not stepped yet, remains that rank's.
+        made_by = rank if self._saved_by is None else self._saved_by
+        return {"rank": None if common else made_by, "world_size": world_size}
 
     def warn_if_foreign(self, rank: int) -> None:
         """Warns, once per process, if this rank goes on with the momentum of another one."""

@@ -108,7 +108,8 @@ class Engine:
     def carried(self) -> dict[str, Any]:
         """Returns what a copy of the optimizer gets: never the process group."""
         kept = {name: getattr(self, name) for name in ("options", "steps", *_COPIED)}
-        return {**kept, "ranks": self.ranks.carried()}
+        made = self.origin.entry(self.steps, self.rank, self.world_size)
+        return {**kept, "ranks": self.ranks.carried(), "momenta_of": made}
 
     @staticmethod
     def restored(owner: Optimizer, carried: dict[str, Any]) -> Engine:
@@ -116,6 +117,7 @@ class Engine:
         engine = Engine(owner, carried["options"], carried["ranks"])
         for name in ("steps", *_COPIED):
             setattr(engine, name, carried[name])
+        engine.origin.loaded(carried["momenta_of"])
         return engine
 
     def shed(self) -> None:

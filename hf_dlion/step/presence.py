@@ -131,7 +131,10 @@ class Presence:
 def mark(param: Tensor) -> Mark:
     """Returns what changes when a parameter's gradient is replaced or written to."""
     grad = param.grad
-    return (0, 0) if grad is None else (id(grad), grad._version)
+    if grad is None:
+        return 0, 0
+    # Of a tensor that was made in inference mode torch counts no changes.
+    return id(grad), 0 if grad.is_inference() else grad._version
 
 
 def _dropped(ref: weakref.ref[Tensor], before: Mark) -> bool:

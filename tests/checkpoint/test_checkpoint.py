@@ -293,6 +293,20 @@ def test_the_scaler_goes_along_with_its_rank(tmp_path):
     assert load_momentum(optimizer, tmp_path) == scaler.state_dict()
 
 
+def test_what_a_subclass_keeps_beside_the_momentum_stays(tmp_path):
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = DistributedLion([param])
+    param.grad = torch.ones(3)
+    optimizer.step()
+    hf_dlion.save_momentum(optimizer, tmp_path)
+    saved = optimizer.state[param]["exp_avg"].clone()
+    optimizer.state[param]["ema"] = torch.full((3,), 7.0)
+    optimizer.state[param]["exp_avg"].zero_()
+    hf_dlion.load_momentum(optimizer, tmp_path)
+    assert torch.equal(optimizer.state[param]["exp_avg"], saved)
+    assert optimizer.state[param]["ema"].tolist() == [7.0, 7.0, 7.0]
+
+
 def test_wrappers_around_names_do_not_matter(tmp_path):
     model, optimizer = make()
     train(model, optimizer, 0, 1)

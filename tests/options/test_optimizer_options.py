@@ -111,6 +111,16 @@ def test_tensors_that_hold_no_values_of_their_own_are_refused() -> None:
         optimizer.step()
 
 
+def test_a_gradient_made_in_inference_mode_counts() -> None:
+    """As evolution strategies make theirs."""
+    param = nn.Parameter(torch.zeros(3))
+    optimizer = DistributedLion([param], lr=0.5)
+    with torch.inference_mode():
+        param.grad = torch.ones(3)
+    optimizer.step()
+    assert param.tolist() == [-0.5, -0.5, -0.5]
+
+
 @pytest.mark.parametrize("lazy", ["negated", "zeros"])
 def test_a_gradient_that_torch_has_not_written_yet_counts_as_it_will_be(lazy: str) -> None:
     # One element is contiguous, whatever its stride: its memory is read as it is.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import warnings
 from typing import Any
 
@@ -128,7 +129,8 @@ def test_where_warnings_are_errors_the_step_has_been_taken() -> None:
     assert not optimizer._engine.presence.seen([first]), "a batch that was stepped"
 
 
-def go_on_with_rank_0s_momentum(rank: int, world_size: int) -> tuple[str, int]:
+def go_on_with_rank_0s_momentum(rank: int, world_size: int, how: str) -> tuple[str, int]:
+    warn_once._given.discard("momentum")
     param = nn.Parameter(torch.ones(64))
     optimizer = DistributedLion([param], lr=0.1)
     said = ""
@@ -137,7 +139,16 @@ def go_on_with_rank_0s_momentum(rank: int, world_size: int) -> tuple[str, int]:
         if step == 1:
             states: list[Any] = [optimizer.state_dict()]
             dist.broadcast_object_list(states, 0)
-            optimizer.load_state_dict(states[0])
+            if how == "pickled":
+                pickled: list[Any] = [pickle.dumps((optimizer, param))]
+                dist.broadcast_object_list(pickled, 0)
+                optimizer, param = pickle.loads(pickled[0])
+                param.grad = torch.full((64,), float(rank + step))
+            else:
+                optimizer.load_state_dict(states[0])
+            if how == "saved_again":
+                # As Accelerate's `prepare` does.
+                optimizer.load_state_dict(optimizer.state_dict())
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             try:
@@ -148,8 +159,12 @@ def go_on_with_rank_0s_momentum(rank: int, world_size: int) -> tuple[str, int]:
 
 
 @pytest.mark.multiproc
-def test_where_warnings_are_errors_a_lost_momentum_holds_up_nobody(ranks: RankPools) -> None:
-    (first, steps), (second, as_many) = ranks(2).run(go_on_with_rank_0s_momentum, timeout=30)
+@pytest.mark.parametrize("how", ["loaded", "saved_again", "pickled"])
+def test_where_warnings_are_errors_a_lost_momentum_holds_up_nobody(
+    ranks: RankPools, how: str
+) -> None:
+    found = ranks(2).run(go_on_with_rank_0s_momentum, how, timeout=30)
+    (first, steps), (second, as_many) = found
     assert first == ""
     assert "its own is lost" in second
     assert steps == as_many == 3
