@@ -165,9 +165,8 @@ def _around_save_state(
                 if automatic and accelerator.is_local_main_process:
                     _make_room(save.folder)
             means = [lion for _, lion in lions if lion.options.checkpoint == "mean"]
-            if (
-                means
-            ):  # Now: under FSDP Accelerate writes optimizers' states before it calls the hook.
+            # Now: under FSDP Accelerate writes optimizers' states before it calls the hook.
+            if means:
                 with save.part():
                     for lion in means:
                         lion.synchronize_momentum()

@@ -30,6 +30,8 @@ class Background:
         self._name = name
         self._tasks: _Tasks = SimpleQueue()
         self._started = False
+        # Its tasks' own futures tell of theirs.
+        self.failure: BaseException | None = None
 
     def submit(self, task: Callable[[], None]) -> Future[None]:
         """Has the thread call `task`; returns a future that knows when that is done, or failed."""
@@ -44,8 +46,6 @@ class Background:
         future: Future[None] = Future()
         self._tasks.put((task, future))
         return future
-
-    failure: BaseException | None = None
 
     def finish(self) -> None:
         """Does nothing: the thread goes on by itself."""

@@ -114,7 +114,7 @@ class Flight:
         A gradient that was finite when its vote left need not be read once more, unless the loop
         has touched any since: an in-place change through `.data` leaves no other trace.
         """
-        if self._gradient_scale.after() != 1.0:
+        if self._gradient_scale.compare() != 1.0:
             return list(params)
         return [param for param in params if self.finite.get(id(param)) != mark(param)]
 

@@ -45,8 +45,10 @@ class GradientScale:
         if _can_be_seen(param, param.device):
             self.before([param], codec_for(param.device).magnitudes([cast(Tensor, param.grad)]))
 
-    def after(self) -> float:
-        """Looks at the same gradients as the loop leaves them; waits for each device once.
+    def compare(self) -> float:
+        """Compares the same gradients as the loop leaves them, and forgets what was seen before.
+
+        Waits for each device once; where nothing was seen since the last time, for none.
 
         Returns:
             The ratio of their magnitudes to those before, NaN where none was seen. It becomes the

@@ -150,7 +150,7 @@ class Overlap:
         rule = engine.rule()
         began, flight = self._flight.began, self._flight.begun(lambda: self._begin(engine))
         self._flight = GROUNDED
-        self._gradient_scale.after()
+        self._gradient_scale.compare()
         # By index, whether this rank votes now; on a rank that failed, or is not finite, it does
         # not.
         votes = header.present.tolist() if header.finite else []
@@ -205,7 +205,7 @@ class Overlap:
         engine = self._engine()
         assert engine is not None, "it is the engine that calls"
         self._streams.note_training({param.device for _, param in params})
-        self._gradient_scale.after()
+        self._gradient_scale.compare()
         ready, self._ready = self._ready, {}
         self._gradient_scale.rescaled_oddly = set()
         # A rank that is not finite has nothing to say of its votes.

@@ -55,7 +55,7 @@ class Step:
     Every rank goes through all phases in this order, and makes the collectives of each phase in
     the same order as the others, even if something failed on it:
 
-    1. *Look.* Run the closure; find this rank's gradients and momenta, and plan the messages. With
+    1. *Prepare.* Run the closure; find this rank's gradients and momenta; plan the messages. With
        `local_group` the first step also makes the nodes' process groups. A failure of this rank
        alone is kept for phase 3.
     2. *Send early votes.* With overlap, send the messages that backward did not, so no rank waits
@@ -102,13 +102,13 @@ class Step:
         loss: float | None = None
         failure: Exception | None = None
         bytes_before = self._stats.bytes_sent
-        # 1. Look.
+        # 1. Prepare.
         try:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
             self._voters = engine.voters()
-            header = self._look()
+            header = self._prepare()
         except (Disagreement, LostRank):
             raise  # By the closure or `voters()`, on every rank that is still there.
         except Exception as error:
@@ -150,7 +150,7 @@ class Step:
             self._warn_if_unanimous(counts, len(heard))
         return loss
 
-    def _look(self) -> Header:
+    def _prepare(self) -> Header:
         """Returns this rank's header, after everything that may fail on this rank alone.
 
         Unscales gradients in place, and makes the momentum of each parameter that has a gradient.

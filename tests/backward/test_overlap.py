@@ -476,7 +476,7 @@ def test_the_scale_is_that_between_backward_and_step(factor: float) -> None:
         probes.before_one(param)
     for param in params:
         param.grad *= factor
-    probes.after()
+    probes.compare()
     assert probes.scale == pytest.approx(factor, rel=1e-6)
     if factor in (1.0, 0.25, 2.0**-16):
         assert probes.scale == factor
@@ -491,7 +491,7 @@ def test_of_several_backward_passes_the_last_is_what_is_compared() -> None:
         probes.before_one(param)
     assert len(probes._before) == 1
     param.grad *= 0.5
-    probes.after()
+    probes.compare()
     assert probes.scale == 0.5
     assert not probes.rescaled_oddly
 
@@ -504,7 +504,7 @@ def test_a_scale_that_is_no_number_is_not_taken(after: float) -> None:
     probes.scale = 0.5
     probes.before_one(param)
     param.grad.fill_(after)
-    probes.after()
+    probes.compare()
     assert probes.scale == 0.5
 
 
@@ -517,10 +517,10 @@ def test_a_gradient_that_was_not_scaled_like_the_others_is_odd() -> None:
         param.grad *= 0.3
     params[1].grad[:400] = 0.0
     params[2].grad *= 0.5
-    probes.after()
+    probes.compare()
     assert {id(params[1]), id(params[2])} <= probes.rescaled_oddly
     for param in params:
         probes.before_one(param)
         param.grad *= 0.1
-    probes.after()
+    probes.compare()
     assert probes.rescaled_oddly == set()
