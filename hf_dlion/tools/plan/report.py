@@ -114,21 +114,32 @@ def verdict(case: Case, predictions: Predictions) -> str:
         text = f"pays: {where} {waits}; {predicted}, {at_most} with overlap=True{instead}"
     else:
         text = f"pays: {where} {waits}; {predicted}; overlap=True gains nothing"
+    return f"{case.bits}-bit exchange {text}{_of_power_sgd(predictions, own, best)}."
+
+
+def _of_power_sgd(predictions: Predictions, own: str, best: float) -> str:
+    """Returns what is to be said of PowerSGD, nothing where it is not clearly faster.
+
+    Args:
+        predictions: The predictions.
+        own: Our fastest row, but for the bound of overlapping.
+        best: The gain over the best all-reduce, with that bound.
+    """
+    rival = best_all_reduce(predictions)
     others = [("", rival.name, rival.step_s)]
     if pays(predictions):
         others = [
             ("faster still: ", DLION, rival.step_s / best),
-            ("", f"{DLION} without overlap=True", rival.step_s / step),
+            ("", f"{own} without overlap=True", predictions[own].step_s),
         ]
     power = predictions[POWER].step_s if POWER in predictions else math.inf
     for still, name, other_s in others:
         if power * WORTH < other_s:
-            text += (
+            return (
                 f". PowerSGD is predicted to be {still}{other_s / power:.2f} times as fast as "
                 f"{name}, if its low rank trains your model"
             )
-            break
-    return f"{case.bits}-bit exchange {text}."
+    return ""
 
 
 def _compared(gain: float) -> str:
