@@ -167,34 +167,40 @@ def watch_other_optimizers() -> None:
 def _refuse_foreign_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Pre-hook of every optimizer's step: no other one may use gradients that were kept local.
 
-    Every rank comes here in the same step of the same program, so all raise.
+    Every rank comes here in the same step of the same program, so all raise; of gradients that a
+    DistributedLion has stepped before, those ranks that still have one.
 
     Raises:
         RuntimeError: If DDP did not average gradients of the optimizer's parameters, because they
-            belong to a DistributedLion. That one has lost them then.
+            belong to a DistributedLion. Unless it has stepped them, it has lost them then.
     """
     if optimizer in lions:
         return
     params = flat_params(optimizer.param_groups)
-    claim = next(filter(None, map(_keeping_local, params)), None)
-    if claim is None or _steps_a_lion(optimizer):
+    kept = next((claim for p in params if (claim := claim_of(p)) and claim.kept_local), None)
+    if (kept is None and not any(map(_left_local, params))) or _steps_a_lion(optimizer):
         return
-    claim.release()
+    if kept is None:
+        # A rank that has no such gradient does not raise, so nothing may change that others share.
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step(): DDP has not averaged these gradients, and a "
+            f"DistributedLion has stepped them already. This step moves nothing. Call zero_grad() "
+            f"before it, and hf_dlion.unwrap(optimizer).detach() on the DistributedLion before a "
+            f"forward whose gradients another optimizer is to step"
+        )
+    kept.release()
     raise RuntimeError(
         f"{type(optimizer).__name__}.step(): DDP has not averaged these gradients, because "
-        f"a DistributedLion was made for the same parameters. This step moves nothing, and DDP "
+        f"a DistributedLion was made for the same parameters. Nothing has moved, and DDP "
         f"averages from the next forward on. Call hf_dlion.unwrap(optimizer).detach() on "
         f"the DistributedLion when you are done with it, before another one's first forward"
     )
 
 
-def _keeping_local(param: Tensor) -> Claim | None:
-    """Returns the claim by which DDP has left a parameter's gradient unaveraged, if one has."""
-    claim = claim_of(param)
-    if claim is None or claim.kept_local:
-        return claim
-    left = claim.stepped_local and param.grad is not None and bool(param.grad.any())
-    return claim if left else None
+def _left_local(param: Tensor) -> bool:
+    """Returns whether a parameter has a gradient, not zero, that was stepped unaveraged."""
+    claim, grad = claim_of(param), param.grad
+    return claim is not None and claim.stepped_local and grad is not None and bool(grad.any())
 
 
 def _steps_a_lion(optimizer: Optimizer) -> bool:
