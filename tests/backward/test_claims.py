@@ -117,6 +117,31 @@ def test_nor_those_that_a_distributed_lion_has_stepped_before(ranks: RankPools, 
             assert "DDP has not averaged these gradients" in error
 
 
+def go_on_after(rank: int, world_size: int) -> tuple[bool, bool]:
+    """One rank alone has gradients left, is refused and goes on; whether it was, and replicas."""
+    model = new_model()
+    optimizer = optimizer_of(model)
+    holder, refused = [DistributedDataParallel(model)], False
+    with released(holder):
+        train_with(holder[0], optimizer, rank, steps=1)
+        (tokens,) = batches(rank, 1)[1]
+        holder[0](tokens).backward()
+        optimizer.step()
+        if rank == 1:
+            model.zero_grad()
+        try:
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        except RuntimeError:
+            refused = True
+        optimizer.zero_grad()
+        train_with(holder[0], optimizer, rank)
+        return refused, alike(*bits_of(model))
+
+
+def test_a_rank_that_is_refused_alone_can_go_on_with_the_others(ranks: RankPools) -> None:
+    assert ranks(2).run(go_on_after, timeout=30) == [(True, True), (False, True)]
+
+
 def reduce_by_hand(rank: int, world_size: int, waited: bool) -> list[Tensor]:
     """Gradients of the sum over ranks, by a collective that may still be under way in `step()`."""
     model = new_model()
