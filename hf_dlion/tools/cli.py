@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.metadata
 import sys
 
 # By word, the module whose `main` takes the words after it.
@@ -41,7 +40,9 @@ def main(argv: list[str] | None = None) -> int:
         code: int = importlib.import_module(COMMANDS[word]).main(rest)
         return code
     if word == "--version":
-        print("hf-dlion", importlib.metadata.version("hf-dlion"))
+        from hf_dlion import __version__
+
+        print("hf-dlion", __version__)
         return 0
     if word in ("-h", "--help"):
         print(USAGE)

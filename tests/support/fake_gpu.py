@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import hf_dlion
 import hf_dlion.codec
 from hf_dlion import DistributedLion
 from hf_dlion.backward.background import Background
@@ -35,6 +38,8 @@ from hf_dlion.exchange.wire import Wire, WireStats
 from hf_dlion.options import params
 
 GPU = torch.device("meta")
+# A clone is called hf_dlion, too, so its name alone does not tell the package from the tests.
+PACKAGE = str(Path(hf_dlion.__file__).parent) + os.sep
 # Allocations ask nothing of the device; torch says of views that they are such.
 FREE = ("empty", "new_empty", "_reshape_alias", "_unsafe_view", "alias", "lift_fresh")
 # Their result has as many elements as the data says, so the host must look.
@@ -84,9 +89,9 @@ def _place() -> str | None:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if "/hf_dlion/" in name:
+        if name.startswith(PACKAGE):
             line = linecache.getline(name, frame.f_lineno).strip()
-            return f"{name.rsplit('/hf_dlion/', 1)[1]}:{frame.f_lineno} {line}"
+            return f"{name.removeprefix(PACKAGE)}:{frame.f_lineno} {line}"
         frame = frame.f_back
     return None
 
