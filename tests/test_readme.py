@@ -98,23 +98,27 @@ def test_the_menu_leads_to_every_page():
     )
 
 
-def test_continuous_integration_installs_and_tests_as_the_readme_does():
+def test_continuous_integration_runs_the_test_command_of_the_readme():
     script = (ROOT / ".ci" / "run").read_text()
-    install = re.search(r'pip install (-c requirements\.txt -e "\.\[)test\]" && \S+pytest', README)
-    assert install is not None
-    assert install[1] in script
-    assert re.search(r"^\"\$venv/bin/pytest\"$", script, re.MULTILINE)
+    pattern = re.search(r"test_command=\$\(grep -E '(.+)' README\.md\)", script)
+    assert pattern is not None
+    commands = [line for line in README.splitlines() if re.search(pattern[1], line)]
+    assert len(commands) == 1
+    assert commands[0].startswith("python3 -m venv .venv && ")
+    assert 'bash -euo pipefail -c "$test_command"' in script
 
 
-def test_continuous_integration_builds_the_pages_before_it_tests():
+def test_continuous_integration_clones_into_the_default_folder_name():
     script = (ROOT / ".ci" / "run").read_text()
-    order = [
-        re.search(rf'"\$venv/bin/{command}', script, re.MULTILINE)
-        for command in ("ruff", "mypy", r"mkdocs\" build --strict ", "pytest")
-    ]
-    starts = [found.start() for found in order if found]
-    assert len(starts) == 4
-    assert starts == sorted(starts)
+    assert re.search(r'^clone="\$work/[^"]* [^"]*/hf_dlion"$', script, re.MULTILINE)
+
+
+def test_continuous_integration_counts_the_warnings_of_the_pages():
+    script = (ROOT / ".ci" / "run").read_text()
+    build = re.search(r"mkdocs build (.*)$", script, re.MULTILINE)
+    assert build is not None
+    assert "--strict" in build[1]
+    assert "--quiet" not in build[1]
 
 
 def called(node: ast.Call) -> str:
