@@ -1,0 +1,234 @@
+"""Votes as bit planes: encode a direction, count votes, decode a verdict.
+
+All functions take flat tensors whose length is a multiple of 64. Bit k of word w stands for
+element 64 * w + k. The arithmetic is docs/rule.md's; tests hold every function to its definition
+in NumPy, bit for bit.
+
+A vote is a code c in 0..top that stands for the level 2c - top:
+
+    bits  1   2   4    8
+    top   1   3   14   254
+
+Plane j of a message holds bit j of every code. Counting adds codes in bit-sliced counters: plane
+j of a counter holds bit j of every element's sum, so one operation on a word adds 64 votes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+WORD = 64
+TOP = {1: 1, 2: 3, 4: 14, 8: 254}
+# An exact zero is above this number and not above 0, so it votes both ways in turns.
+BELOW_ZERO = -(2.0**-126)
+# Elements that are compared at once: a long enough row for vector instructions.
+_ROW = 4096
+
+
+def alternating_word(first: int) -> int:
+    """Returns the word whose even bits are `first`, and whose odd bits are not, as int64."""
+    return 0x5555555555555555 if first else -0x5555555555555556
+
+
+def sign_codes(u: Tensor, phase: int, out: Tensor) -> Tensor:
+    """Returns u > z, where z is 0 for elements k with k + phase even, else -2^-126.
+
+    Args:
+        u: The direction, float32 or float64, shape (64 * W,).
+        phase: Step plus rank: an exact zero votes 1 and 0 in turns over elements, steps, ranks.
+        out: Receives the codes, bool, shape of `u`.
+    """
+    z = _thresholds(phase % 2, u.dtype, u.device)
+    whole = u.numel() - u.numel() % _ROW
+    torch.gt(u[:whole].view(-1, _ROW), z, out=out[:whole].view(-1, _ROW))
+    torch.gt(u[whole:], z[: u.numel() - whole], out=out[whole:])
+    return out
+
+
+def level_codes(u: Tensor, magnitude: Tensor, bits: int, phase: int) -> Tensor:
+    """Returns the codes of votes of 2, 4 or 8 bits, uint8, shape of `u`.
+
+    Args:
+        u: The direction, float32 or float64, shape (64 * W,).
+        magnitude: Mean magnitude of each word, dtype of `u`, shape (W,) (Lion Cub's scale).
+        bits: 2, 4 or 8.
+        phase: As for `sign_codes`; decides the sign of an exact zero with 2 bits.
+    """
+    words, scale = u.view(-1, WORD), magnitude.view(-1, 1)
+    if bits == 2:
+        sign = sign_codes(u, phase, torch.empty_like(u, dtype=torch.bool)).view_as(words)
+        far = words.abs() > scale * 1.5
+        # Codes 0, 1, 2, 3 stand for the levels -3, -1, 1, 3.
+        codes = torch.where(sign, 2 + far.to(torch.uint8), 1 - far.to(torch.uint8))
+        return codes.view(-1)
+    half = TOP[bits] // 2
+    # A scalar divided by a tensor would be its reciprocal times the scalar, rounded twice.
+    factor = (scale.new_full((), half / 2) / scale).clamp_(max=torch.finfo(u.dtype).max)
+    factor.masked_fill_(scale <= 0, 0.0)
+    levels = words.mul(factor).clamp_(-half, half).round_()
+    return (levels + half).to(torch.uint8).view(-1)
+
+
+def word_magnitudes(u: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns each word's sum of |u| and its number of elements that are not zero, float64.
+
+    Sums go in halves: elements k and k + 32 of a word first, then k and k + 16, and so on.
+    """
+    sums = u.view(-1, WORD).abs().double()
+    counts = sums.ne(0).sum(dim=1).double()
+    while sums.shape[1] > 1:
+        half = sums.shape[1] // 2
+        sums = sums[:, :half] + sums[:, half:]
+    return sums[:, 0], counts
+
+
+def active_words(u: Tensor) -> Tensor:
+    """Returns which words of u hold an element that is not zero, bool, shape (W,)."""
+    words = u.view(-1, WORD)
+    if u.device.type != "cpu":
+        return words.ne(0).any(dim=1)
+    # Nearly every word's first element is not zero, and looking at it alone is fast.
+    active = words[:, 0] != 0
+    if not active.all():
+        silent = (~active).nonzero().view(-1)
+        active[silent] = words[silent].ne(0).any(dim=1)
+    return active
+
+
+def pack(codes: Tensor, bit: int, out: Tensor) -> None:
+    """Packs one bit of every code, 64 to a word.
+
+    Args:
+        codes: bool or uint8, shape (64 * W,).
+        bit: Which bit.
+        out: Receives the plane, int64, shape (W,), contiguous.
+    """
+    if codes.device.type == "cpu":
+        values = codes.numpy() if codes.dtype == torch.bool else codes.numpy() & (1 << bit)
+        packed = np.packbits(values, bitorder="little")
+        out.view(torch.uint8).numpy()[:] = packed
+        return
+    ones = codes.view(torch.uint8) if codes.dtype == torch.bool else (codes >> bit) & 1
+    weighted = ones.view(-1, 8) << _shifts(codes.device)
+    torch.sum(weighted, dim=1, dtype=torch.uint8, out=out.view(torch.uint8))
+
+
+def unpack(plane: Tensor, low: float, high: float, out: Tensor) -> Tensor:
+    """Returns `high` where a bit is set, else `low`.
+
+    Args:
+        plane: int64, shape (W,), contiguous.
+        low: Stands for a bit of 0.
+        high: Stands for a bit of 1.
+        out: Receives the values, float32 or float64, shape (64 * W,), contiguous.
+    """
+    octets = plane.view(torch.uint8)
+    if plane.device.type == "cpu":
+        table = _values_of_octets(low, high, out.dtype)
+        np.take(table, octets.numpy(), axis=0, out=out.view(-1, 8).numpy(), mode="clip")
+        return out
+    bits = (octets.view(-1, 1) >> _shifts(plane.device)) & 1
+    # Exact for both values, unlike low + bit * (high - low).
+    torch.where(bits.view(-1).bool(), *_scalars(high, low, out), out=out)
+    return out
+
+
+def add(a: Sequence[Tensor], b: Sequence[Tensor], limit: int) -> list[Tensor]:
+    """Returns the planes of a + b, at most `limit` of them; int64, shape (W,) each."""
+    planes: list[Tensor] = []
+    carry: Tensor | None = None
+    for j in range(min(max(len(a), len(b)) + 1, limit)):
+        digits = [number[j] for number in (a, b) if j < len(number)]
+        if carry is not None:
+            digits.append(carry)
+        if len(digits) == 1:
+            planes.append(digits[0])
+            carry = None
+        elif len(digits) == 2:
+            planes.append(digits[0] ^ digits[1])
+            carry = digits[0] & digits[1]
+        elif len(digits) == 3:
+            either = digits[0] ^ digits[1]
+            planes.append(either ^ digits[2])
+            carry = (digits[0] & digits[1]) | (either & digits[2])
+    return planes
+
+
+def tally(votes: Sequence[Sequence[Tensor]], bits: int) -> list[Tensor]:
+    """Returns the planes of the sum of all ranks' codes.
+
+    Args:
+        votes: By rank, its planes, int64, shape (W,) each; 0 where the rank abstains.
+        bits: Of a vote.
+
+    Returns:
+        As many planes as N * top takes. Ranks are added in pairs, so counters stay short.
+    """
+    limit = (len(votes) * TOP[bits]).bit_length()
+    numbers = [list(planes) for planes in votes]
+    while len(numbers) > 1:
+        pairs = [add(a, b, limit) for a, b in zip(numbers[::2], numbers[1::2], strict=False)]
+        numbers = pairs + numbers[len(pairs) * 2 :]
+    return numbers[0]
+
+
+def compare(planes: Sequence[Tensor], total: int | Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns bit masks of the elements where 2 * sum > total and where 2 * sum == total.
+
+    Args:
+        planes: Of the sum, int64, shape (W,) each.
+        total: A number, or by bit a word of ones or zeros for each word.
+    """
+    greater, equal = torch.zeros_like(planes[0]), torch.full_like(planes[0], -1)
+    high = total.bit_length() if isinstance(total, int) else len(total)
+    for j in reversed(range(max(len(planes) + 1, high))):
+        digit = planes[j - 1] if 0 < j <= len(planes) else None
+        if isinstance(total, int):
+            above = -1 if total >> j & 1 else 0
+        else:
+            above = total[j] if j < len(total) else 0
+        if isinstance(above, Tensor):
+            own = torch.zeros_like(greater) if digit is None else digit
+            greater |= equal & own & ~above
+            equal &= ~(own ^ above)
+        elif above:
+            equal = torch.zeros_like(equal) if digit is None else equal & digit
+        elif digit is not None:
+            greater |= equal & digit
+            equal &= ~digit
+    return greater, equal
+
+
+def spread(number: Tensor, bits: int) -> list[Tensor]:
+    """Returns the planes of a number per word, each a word of ones or zeros, int64."""
+    return [-(number >> j & 1) for j in range(bits)]
+
+
+@functools.lru_cache(maxsize=8)
+def _thresholds(phase: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    z = torch.zeros(_ROW, dtype=dtype, device=device)
+    z[1 - phase :: 2] = BELOW_ZERO
+    return z
+
+
+@functools.lru_cache(maxsize=8)
+def _shifts(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)
+
+
+@functools.lru_cache(maxsize=32)
+def _values_of_octets(low: float, high: float, dtype: torch.dtype) -> np.ndarray:
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    kind = np.float64 if dtype == torch.float64 else np.float32
+    return np.where(bits == 1, kind(high), kind(low))
+
+
+def _scalars(high: float, low: float, like: Tensor) -> tuple[Tensor, Tensor]:
+    return tuple(
+        torch.full((), value, dtype=like.dtype, device=like.device) for value in (high, low)
+    )  # type: ignore[return-value]

@@ -1,0 +1,84 @@
+"""Stochastic rounding with random bits that depend on an element's number alone.
+
+Every rank rounds a parameter with the same bits, so replicas stay equal. Nearest rounding would
+lose every move that is smaller than half a unit in the last place: most steps of a fine-tuning.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+PARAMETERS = 0  # The stream of all parameters; rank r's momenta use 1 + r.
+
+
+def random_bits(count: int, first: int, step: int, seed: int, stream: int, out: Tensor) -> Tensor:
+    """Returns 32 random bits for each of `count` elements, a counter-based hash.
+
+        key = 0;  for w in seed, seed >> 32, step, step >> 32, stream, first >> 32:
+            key = mix((key XOR w) + 0x9e3779b9)
+        random(i) = mix(i XOR key)           all modulo 2^32; mix is "lowbias32"
+
+    Args:
+        count: Number of elements; they don't cross a multiple of 2^32.
+        first: Number of the first one.
+        step: Number of the step.
+        seed: Seed of the run.
+        stream: Separates what is rounded in one step.
+        out: Receives the bits, int32, shape (count,).
+    """
+    key = 0
+    for word in (seed, seed >> 32, step, step >> 32, stream, first >> 32):
+        key = _mix_number(((key ^ word) & _MASK) + 0x9E3779B9)
+    low = first & _MASK
+    torch.arange(_signed(low), _signed(low) + count, out=out) if low + count <= 1 << 31 else (
+        out.copy_(torch.arange(low, low + count, device=out.device))
+    )
+    return _mix(out.bitwise_xor_(_signed(key)))
+
+
+def round_to(x: Tensor, dtype: torch.dtype, random: Tensor) -> Tensor:
+    """Returns float32 numbers rounded stochastically to bfloat16 or float16.
+
+    A number goes up as often as it is near its upper neighbor. An Inf stays an Inf, a NaN of
+    either dtype stays a NaN, and numbers past the largest finite one may become Inf.
+
+    Args:
+        x: float32, flat, contiguous; overwritten.
+        dtype: torch.bfloat16 or torch.float16.
+        random: int32, shape of `x`; overwritten.
+    """
+    bits = x.view(torch.int32)
+    if dtype == torch.bfloat16:
+        finite = (bits & 0x7FFFFFFF) < 0x7F800000
+        bits.add_(random.bitwise_and_(0xFFFF).mul_(finite)).bitwise_and_(-0x10000)
+        return x.to(torch.bfloat16)
+    # float16 keeps 10 bits of the mantissa; below 2^-14 its steps are 2^-24 wide.
+    small = (x.abs() * 2.0**40).to(torch.int64, copy=True)
+    small = ((small + (random & 0xFFFF)) >> 16).to(torch.float32) * 2.0**-24
+    small = small.copysign(x)
+    is_small, finite = x.abs() < 2.0**-14, (bits & 0x7FFFFFFF) < 0x7F800000
+    bits.add_(random.bitwise_and_(0x1FFF).mul_(finite)).bitwise_and_(-0x2000)
+    return torch.where(is_small, small, x).to(torch.float16)
+
+
+_MASK = 0xFFFFFFFF
+
+
+def _signed(word: int) -> int:
+    """Returns a 32-bit word as int32 has it."""
+    return word - (1 << 32) if word >> 31 else word
+
+
+def _mix_number(x: int) -> int:
+    x &= _MASK
+    x = (x ^ x >> 16) * 0x7FEB352D & _MASK
+    x = (x ^ x >> 15) * 0x846CA68B & _MASK
+    return x ^ x >> 16
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Mixes int32 words in place; shifts are made logical by a mask."""
+    x.bitwise_xor_((x >> 16) & 0xFFFF).mul_(0x7FEB352D)
+    x.bitwise_xor_((x >> 15) & 0x1FFFF).mul_(_signed(0x846CA68B))
+    return x.bitwise_xor_((x >> 16) & 0xFFFF)

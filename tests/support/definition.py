@@ -1,0 +1,263 @@
+"""The rule of docs/rule.md in NumPy, one element after another's meaning: what the codec must equal.
+
+Nothing here is fast, and nothing imports the package. Only the direction and the momentum come
+from torch.lerp, since a rank's own direction is its own affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Array = npt.NDArray[Any]
+TOP = {1: 1, 2: 3, 4: 14, 8: 254}
+
+
+@dataclass
+class Layout:
+    """Where the elements of tensors lie when all of them are laid end to end, in whole words."""
+
+    shapes: Sequence[tuple[int, ...]]
+
+    def __post_init__(self) -> None:
+        self.sizes = [int(np.prod(shape)) for shape in self.shapes]
+        self.starts = np.cumsum([0] + [-(-size // 64) * 64 for size in self.sizes])
+        rows: list[int] = []  # of every element, padding included
+        self.row_sizes: list[int] = []  # without padding
+        self.tensor_of_row: list[int] = []
+        for number, (shape, size) in enumerate(zip(self.shapes, self.sizes, strict=True)):
+            length = size // shape[0] if shape and shape[0] else size
+            count = shape[0] if length and length % 64 == 0 else min(size, 1)
+            for _ in range(count):
+                padded = length if count > 1 or length % 64 == 0 else -(-size // 64) * 64
+                padded = padded if count > 1 else -(-size // 64) * 64
+                rows += padded * [len(self.row_sizes)]
+                self.row_sizes.append(length if count > 1 else size)
+                self.tensor_of_row.append(number)
+        self.row_of_element = np.array(rows, dtype=np.int64)
+
+    def flat(self, tensors: Sequence[Array | None], dtype: Any) -> Array:
+        """Lays tensors end to end; None is zeros."""
+        out = np.zeros(int(self.starts[-1]), dtype=dtype)
+        for start, size, tensor in zip(self.starts, self.sizes, tensors, strict=False):
+            if tensor is not None:
+                out[start : start + size] = tensor.reshape(-1)
+        return out
+
+    def split(self, flat: Array) -> list[Array]:
+        return [
+            flat[start : start + size].reshape(shape)
+            for start, size, shape in zip(self.starts, self.sizes, self.shapes, strict=False)
+        ]
+
+
+def codes_of(
+    u: Array, layout: Layout, *, phase: int, bits: int = 1, scale: str = "word"
+) -> tuple[Array, Array]:
+    """Returns a rank's codes (0 where it abstains) and which rows it votes on."""
+    active = np.zeros(len(layout.row_sizes), dtype=bool)
+    np.logical_or.at(active, layout.row_of_element, u != 0)
+    k = np.arange(u.size)
+    z = np.where((k + phase) % 2 == 0, 0.0, -(2.0**-126)).astype(u.dtype)
+    sign = u > z
+    a = mean_magnitudes(u, layout, active, scale)
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        if bits == 1:
+            codes = sign.astype(np.int64)
+        elif bits == 2:
+            far = np.abs(u) > a * u.dtype.type(1.5)
+            codes = np.where(sign, 2 + far, 1 - far.astype(np.int64))
+        else:
+            half = TOP[bits] // 2
+            factor = np.minimum(u.dtype.type(half / 2) / a, np.finfo(u.dtype).max)
+            factor = np.where(a > 0, factor, 0).astype(u.dtype)
+            codes = np.round(np.clip(u * factor, -half, half)).astype(np.int64) + half
+    return np.where(active[layout.row_of_element], codes, 0), active
+
+
+def mean_magnitudes(u: Array, layout: Layout, active: Array, scale: str) -> Array:
+    """Returns the mean magnitude that each element is measured by, dtype of u."""
+    sums = np.abs(u.reshape(-1, 64)).astype(np.float64)
+    counts = (sums != 0).sum(axis=1)
+    while sums.shape[1] > 1:
+        half = sums.shape[1] // 2
+        sums = sums[:, :half] + sums[:, half:]
+    words = sums[:, 0]
+    means = words / np.maximum(counts, 1)
+    if scale == "tensor":
+        means = np.zeros_like(words)
+        for number in range(len(layout.sizes)):
+            first, last = layout.starts[number] // 64, layout.starts[number + 1] // 64
+            rows = [r for r, tensor in enumerate(layout.tensor_of_row) if tensor == number]
+            voted = sum(layout.row_sizes[row] for row in rows if active[row])
+            means[first:last] = tree(words[first:last]) / max(voted, 1)
+    return np.repeat(means.astype(u.dtype), 64)
+
+
+def tree(values: Array) -> float:
+    """Returns the sum of neighbors, of neighboring sums, and so on."""
+    while len(values) > 1:
+        values = np.append(values, np.zeros(len(values) % 2))
+        values = values[::2] + values[1::2]
+    return float(values[0]) if len(values) else 0.0
+
+
+def verdict(
+    codes: Sequence[Array],
+    active: Sequence[Array],
+    layout: Layout,
+    *,
+    step: int,
+    bits: int = 1,
+    aggregation: str = "majority",
+    ties: str = "alternate",
+) -> Array:
+    """Returns what all ranks apply: -1, 0, 1, or the mean of the votes."""
+    voters = np.sum(active, axis=0)[layout.row_of_element]
+    total = 2 * np.sum(codes, axis=0) - TOP[bits] * voters
+    if aggregation == "average":
+        return total.astype(np.float64) / len(codes)
+    k = np.arange(total.size)
+    tied = np.where((k + step) % 2 == 0, 1, -1) if ties == "alternate" else 0
+    return np.where(voters == 0, 0, np.where(total == 0, tied, np.sign(total)))
+
+
+def apply_verdict(p: Array, v: Array, lr: float, weight_decay: float) -> Array:
+    """Returns the moved parameter, float32 or float64: two roundings, nothing fused."""
+    kind = p.dtype.type
+    keep = kind(1 - lr * weight_decay)
+    return (p * keep) - (kind(lr) * v.astype(p.dtype))
+
+
+def random_bits(count: int, first: int, step: int, seed: int, stream: int) -> Array:
+    """Returns uint32 random numbers of elements first, first + 1, ..."""
+    numbers = np.arange(first, first + count, dtype=np.uint64)
+    out = np.empty(count, dtype=np.uint32)
+    for high in np.unique(numbers >> np.uint64(32)):
+        key = np.zeros(1, dtype=np.uint32)
+        for word in (seed, seed >> 32, step, step >> 32, stream, int(high)):
+            key = _mix((key ^ np.uint32(word & 0xFFFFFFFF)) + np.uint32(0x9E3779B9))
+        chosen = numbers >> np.uint64(32) == high
+        out[chosen] = _mix(numbers[chosen].astype(np.uint32) ^ key)
+    return out
+
+
+def _mix(x: Array) -> Array:
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+    return x ^ (x >> np.uint32(16))
+
+
+def rounded(x: Array, dtype: torch.dtype, random: Array) -> Array:
+    """Returns float32 numbers rounded stochastically to bfloat16 or float16, as float32."""
+    bits = x.view(np.uint32)
+    finite = np.isfinite(x)
+    if dtype == torch.bfloat16:
+        added = np.where(finite, random & np.uint32(0xFFFF), 0).astype(np.uint32)
+        return ((bits + added) & np.uint32(0xFFFF0000)).view(np.float32)
+    added = np.where(finite, random & np.uint32(0x1FFF), 0).astype(np.uint32)
+    normal = ((bits + added) & np.uint32(0xFFFFE000)).view(np.float32)
+    is_small = np.abs(x) < 2.0**-14
+    steps = np.trunc(np.where(is_small, np.abs(x), 0) * np.float32(2.0**40)).astype(np.int64)
+    steps = (steps + (random & np.uint32(0xFFFF))) >> 16
+    small = np.copysign(steps.astype(np.float32) * np.float32(2.0**-24), x)
+    with np.errstate(over="ignore"):
+        return np.where(is_small, small, normal).astype(np.float16).astype(np.float32)
+
+
+def direction(m: torch.Tensor, g: torch.Tensor, beta: float) -> torch.Tensor:
+    """Returns beta * m + (1 - beta) * g as torch.lerp rounds it."""
+    return torch.lerp(m, g, 1 - beta)
+
+
+@dataclass
+class Lions:
+    """All ranks of Distributed Lion in one process.
+
+    Args:
+        params: Of every rank, equal; float32, float64, bfloat16 or float16.
+        ranks: Number of ranks.
+        lrs, decays, betas: Of each parameter.
+    """
+
+    params: list[torch.Tensor]
+    ranks: int
+    lrs: Sequence[float]
+    decays: Sequence[float]
+    betas: tuple[float, float] = (0.9, 0.99)
+    bits: int = 1
+    aggregation: str = "majority"
+    ties: str = "alternate"
+    level_scale: str = "word"
+    seed: int = 0
+    momentum_dtype: torch.dtype | None = None
+    t: int = 0
+
+    def __post_init__(self) -> None:
+        dtype = self.momentum_dtype
+        self.momenta = [
+            [torch.zeros(p.shape, dtype=dtype or p.dtype) for p in self.params]
+            for _ in range(self.ranks)
+        ]
+
+    def step(self, grads: Sequence[Sequence[torch.Tensor | None]]) -> None:
+        """Takes a step on the gradients of each rank, by rank and parameter."""
+        finite = [all(g is None or bool(g.isfinite().all()) for g in own) for own in grads]
+        if not any(finite):
+            return
+        self.t += 1
+        layout = Layout([tuple(p.shape) for p in self.params])
+        used = [
+            any(finite[rank] and grads[rank][i] is not None for rank in range(self.ranks))
+            for i in range(len(self.params))
+        ]
+        ballots = [
+            self._vote(layout, rank, grads[rank] if finite[rank] else [None] * len(self.params))
+            for rank in range(self.ranks)
+        ]
+        v = verdict(
+            [codes for codes, _ in ballots],
+            [active for _, active in ballots],
+            layout,
+            step=self.t,
+            bits=self.bits,
+            aggregation=self.aggregation,
+            ties=self.ties,
+        )
+        for i, (p, own) in enumerate(zip(self.params, layout.split(v), strict=True)):
+            if not used[i]:
+                continue
+            wide = p.double() if p.dtype == torch.float64 else p.float()
+            moved = apply_verdict(wide.numpy(), own, self.lrs[i], self.decays[i])
+            p.copy_(self._round(moved, p.dtype, int(layout.starts[i]), 0))
+
+    def _round(self, x: Array, dtype: torch.dtype, first: int, stream: int) -> torch.Tensor:
+        if dtype in (torch.bfloat16, torch.float16):
+            random = random_bits(x.size, first, self.t, self.seed, stream)
+            x = rounded(np.ascontiguousarray(x.reshape(-1)), dtype, random).reshape(x.shape)
+        return torch.from_numpy(x)
+
+    def _vote(
+        self, layout: Layout, rank: int, grads: Sequence[torch.Tensor | None]
+    ) -> tuple[Array, Array]:
+        parts: list[Array | None] = []
+        for i, (p, g) in enumerate(zip(self.params, grads, strict=True)):
+            if g is None:
+                parts.append(None)
+                continue
+            m, kind = self.momenta[rank][i], torch.float64 if p.dtype == torch.float64 else None
+            wide, g = m.to(kind or torch.float32), g.to(kind or torch.float32)
+            parts.append(direction(wide, g, self.betas[0]).numpy())
+            new = torch.lerp(wide, g, 1 - self.betas[1])
+            if m.dtype in (torch.bfloat16, torch.float16):
+                largest = torch.finfo(m.dtype).max
+                new = new.clamp(-largest, largest)
+            m.copy_(self._round(new.numpy(), m.dtype, int(layout.starts[i]), 1 + rank))
+        dtype = np.float64 if any(p.dtype == torch.float64 for p in self.params) else np.float32
+        u = layout.flat(parts, dtype)
+        return codes_of(u, layout, phase=self.t + rank, bits=self.bits, scale=self.level_scale)
