@@ -20,20 +20,24 @@ def random_bits(count: int, first: int, step: int, seed: int, stream: int, out: 
         random(i) = mix(i XOR key)           all modulo 2^32; mix is "lowbias32"
 
     Args:
-        count: Number of elements; they don't cross a multiple of 2^32.
+        count: Number of elements, at most 2^32.
         first: Number of the first one.
         step: Number of the step.
         seed: Seed of the run.
         stream: Separates what is rounded in one step.
         out: Receives the bits, int32, shape (count,).
     """
+    low = first & _MASK
+    if low + count > 1 << 32:
+        cut = (1 << 32) - low
+        random_bits(cut, first, step, seed, stream, out[:cut])
+        random_bits(count - cut, first + cut, step, seed, stream, out[cut:])
+        return out
     key = 0
     for word in (seed, seed >> 32, step, step >> 32, stream, first >> 32):
         key = _mix_number(((key ^ word) & _MASK) + 0x9E3779B9)
-    low = first & _MASK
-    torch.arange(_signed(low), _signed(low) + count, out=out) if low + count <= 1 << 31 else (
-        out.copy_(torch.arange(low, low + count, device=out.device))
-    )
+    # int64, which wraps to the int32 with the same bits when it is copied.
+    out.copy_(torch.arange(low, low + count, device=out.device))
     return _mix(out.bitwise_xor_(_signed(key)))
 
 

@@ -1,0 +1,229 @@
+"""How the votes of one message travel: gather, or two_phase.
+
+    gather       all ranks gather all votes, and each counts them all
+                 rank 0: a  ->  a b  ->  verdict
+                 rank 1: b      a b  ->  verdict
+
+    two_phase    each rank counts one N-th of the words for all
+                 rank 0: a0 a1  ->  a0 b0  ->  v0  ->  v0 v1
+                 rank 1: b0 b1      a1 b1  ->  v1      v0 v1
+
+Bytes per rank and message, sent and received, with N ranks, W words, R rows, p bits, and v planes
+of the verdict (majority 1, with ties="zero" 2, average ceil(log2(N * top + 1))):
+
+    gather       8 (N - 1) (ceil(R / 64) + p W)
+    two_phase    8 (N - 1) (ceil(R / 64) + (p + v) ceil(W / N))
+
+Which rows a rank votes on travels with both, one bit per row.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from hf_dlion.core.exchange.rule import Rule
+from hf_dlion.core.exchange.wire import Pending, Wire
+from hf_dlion.core.vote import codec
+from hf_dlion.core.vote.codec import TOP, WORD
+
+ExchangeName = Literal["auto", "gather", "two_phase"]
+
+
+class Rows:
+    """The rows of a message, each of whole words.
+
+    Args:
+        lengths: Of stretches of rows: the number of rows, and the words of each.
+        device: Where `of_word` lies.
+
+    Attributes:
+        count: Number of rows R.
+    """
+
+    def __init__(self, lengths: Sequence[tuple[int, int]], device: torch.device) -> None:
+        """Computes nothing yet: most messages never need `of_word`."""
+        self._lengths, self._device = lengths, device
+        self.count = sum(count for count, _ in lengths)
+
+    @functools.cached_property
+    def of_word(self) -> Tensor:
+        """Index of each word's row, int32, shape (W,)."""
+        words = torch.cat([torch.full((count,), words) for count, words in self._lengths])
+        rows = torch.arange(self.count, dtype=torch.int32)
+        return torch.repeat_interleave(rows, words).to(self._device)
+
+
+@dataclass(frozen=True)
+class Votes:
+    """A rank's votes of one message.
+
+    Attributes:
+        planes: int64, shape (bits, W); 0 in rows on which this rank abstains.
+        active: On which rows it votes, bool, shape (R,).
+        rows: The message's rows.
+    """
+
+    planes: Tensor
+    active: Tensor
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all ranks apply to one message.
+
+    Attributes:
+        planes: int64, shape (W,) each, contiguous.
+        voters: Number of active ranks by row, int64, shape (R,); None if all are.
+    """
+
+    planes: list[Tensor]
+    voters: Tensor | None
+
+
+class Exchange(Protocol):
+    """Votes on their way: all ranks call `count` of every message, then `finish` of every one."""
+
+    def count(self) -> None:
+        """Counts what this rank counts, and starts the second round if there is one."""
+
+    def finish(self) -> Verdict:
+        """Waits for the verdict."""
+
+
+def wire_bytes(name: str, *, ranks: int, words: int, rows: int, bits: int, planes: int) -> int:
+    """Returns the bytes that a rank sends for one message; see the module."""
+    if name == "gather":
+        return 8 * (ranks - 1) * (-(-rows // WORD) + bits * words)
+    return 8 * (ranks - 1) * (-(-rows // WORD) + (bits + planes) * -(-words // ranks))
+
+
+def start(votes: Votes, name: ExchangeName, wire: Wire, rule: Rule, step: int) -> Exchange:
+    """Sends this rank's votes of a message; every rank must call this for the same message.
+
+    Args:
+        votes: Of this rank.
+        name: "auto" takes the exchange that sends fewer bytes, gather if they are equal.
+        wire: The voters.
+        rule: What becomes of the votes.
+        step: Number of the step.
+    """
+    if name == "auto":
+        bits, words = votes.planes.shape
+        sizes = {
+            choice: wire_bytes(
+                choice,
+                ranks=wire.world_size,
+                words=words,
+                rows=votes.rows.count,
+                bits=bits,
+                planes=rule.planes,
+            )
+            for choice in ("gather", "two_phase")
+        }
+        name = "two_phase" if sizes["two_phase"] < sizes["gather"] else "gather"
+    return (_TwoPhase if name == "two_phase" else _Gather)(votes, wire, rule, step)
+
+
+class _Gather:
+    """See the module."""
+
+    def __init__(self, votes: Votes, wire: Wire, rule: Rule, step: int) -> None:
+        self._votes, self._rule, self._step = votes, rule, step
+        device = votes.planes.device
+        self._sent = torch.cat([_packed_rows(votes.active), votes.planes.view(-1)])
+        self._sent = self._sent.to(wire.device_for(device))
+        self._all = self._sent.new_empty(wire.world_size, self._sent.numel())
+        self._pending = wire.all_gather(self._all, self._sent, "votes")
+
+    def count(self) -> None:
+        self._pending.wait()
+
+    def finish(self) -> Verdict:
+        bits, words = self._votes.planes.shape
+        everyone = self._all.to(self._votes.planes.device)
+        rows = everyone.shape[1] - bits * words
+        voters = _voters(everyone[:, :rows], self._votes)
+        votes = [list(own[rows:].view(bits, words)) for own in everyone]
+        total = _total(voters, self._votes, len(votes), slice(0, words))
+        sums = codec.tally(votes, bits)
+        return Verdict(self._rule.decide(sums, total, self._step), voters)
+
+
+class _TwoPhase:
+    """See the module."""
+
+    def __init__(self, votes: Votes, wire: Wire, rule: Rule, step: int) -> None:
+        self._votes, self._wire, self._rule, self._step = votes, wire, rule, step
+        bits, words = votes.planes.shape
+        ranks = wire.world_size
+        self._share = -(-words // ranks)
+        padded = torch.nn.functional.pad(votes.planes, (0, ranks * self._share - words))
+        place = wire.device_for(padded.device)
+        # Segment j goes to rank j.
+        self._sent = padded.view(bits, ranks, self._share).transpose(0, 1).contiguous().to(place)
+        self._received = torch.empty_like(self._sent)
+        self._active = _packed_rows(votes.active).to(place)
+        self._all_active = self._active.new_empty(ranks, self._active.numel())
+        self._pending: list[Pending] = [
+            wire.all_gather(self._all_active, self._active, "votes"),
+            wire.all_to_all(self._received, self._sent, "votes"),
+        ]
+
+    def count(self) -> None:
+        for pending in self._pending:
+            pending.wait()
+        device, words = self._votes.planes.device, self._votes.planes.shape[1]
+        self._voters = _voters(self._all_active.to(device), self._votes)
+        first = min(self._wire.rank * self._share, words)
+        mine = slice(first, min(first + self._share, words))
+        received = self._received.to(device)[:, :, : mine.stop - mine.start]
+        total = _total(self._voters, self._votes, len(received), mine)
+        sums = codec.tally([list(own) for own in received], received.shape[1])
+        planes = torch.zeros(self._rule.planes, self._share, dtype=torch.int64, device=device)
+        for plane, own in zip(planes, self._rule.decide(sums, total, self._step), strict=True):
+            plane[: own.numel()] = own
+        self._sent = planes.to(self._wire.device_for(device))
+        self._received = self._sent.new_empty(self._wire.world_size, *planes.shape)
+        self._pending = [self._wire.all_gather(self._received, self._sent, "a verdict")]
+
+    def finish(self) -> Verdict:
+        self._pending[0].wait()
+        parts = self._received.to(self._votes.planes.device).transpose(0, 1).contiguous()
+        planes = parts.view(parts.shape[0], -1)[:, : self._votes.planes.shape[1]]
+        return Verdict([plane.contiguous() for plane in planes], self._voters)
+
+
+def _packed_rows(active: Tensor) -> Tensor:
+    """Returns one bit per row, int64, shape (ceil(R / 64),)."""
+    padded = torch.nn.functional.pad(active, (0, -active.numel() % WORD))
+    out = torch.empty(padded.numel() // WORD, dtype=torch.int64, device=active.device)
+    codec.pack(padded, 0, out)
+    return out
+
+
+def _voters(packed: Tensor, votes: Votes) -> Tensor | None:
+    """Returns the number of ranks that vote on each row; None if all do, where a look is free."""
+    rows = votes.rows.count
+    bits = torch.empty(packed.shape[1] * WORD, device=packed.device)
+    counts = torch.zeros(rows, dtype=torch.int64, device=packed.device)
+    for own in packed:
+        counts += codec.unpack(own.contiguous(), 0.0, 1.0, bits)[:rows].to(torch.int64)
+    if packed.device.type == "cpu" and bool((counts == len(packed)).all()):
+        return None
+    return counts
+
+
+def _total(voters: Tensor | None, votes: Votes, ranks: int, words: slice) -> int | list[Tensor]:
+    """Returns active ranks times `top`: a number, or its planes by word."""
+    top = TOP[votes.planes.shape[0]]
+    if voters is None:
+        return ranks * top
+    by_word = voters[votes.rows.of_word[words]] * top
+    return codec.spread(by_word, (ranks * top).bit_length())

@@ -1,0 +1,254 @@
+"""What a user may choose, checked when it is chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+Aggregation = Literal["majority", "average"]
+Ties = Literal["alternate", "zero"]
+LevelScale = Literal["word", "tensor"]
+ExchangeName = Literal["auto", "gather", "two_phase"]
+Selector = Callable[[str, Tensor], bool]
+Selection = str | Sequence[str] | Selector
+
+MOMENTUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# What momentum_sync may be besides a selection of parameters.
+SYNC_WORDS = ("all", "auto")
+# What groups written for another optimizer may hold, and would be ignored.
+FOREIGN = (
+    *("maximize", "differentiable", "capturable", "foreach", "fused"),
+    *("amsgrad", "eps", "momentum", "dampening", "nesterov", "decoupled_weight_decay"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `DistributedLion` that hold for every parameter group.
+
+    N is the number of ranks and u the direction whose sign is a rank's vote (docs/rule.md).
+
+    Attributes:
+        bits: Bits of a vote (default: 1). 1 sends the sign of u; 2, 4 and 8 also send how large u
+            is, relative to a mean of |u| (see `level_scale`). Not with aggregation="average".
+        aggregation: What all ranks apply: "majority", the sign of the sum of the votes (default),
+            or "average", their mean.
+        ties: What a tied majority does: "alternate" +1 and -1 over elements and steps (default),
+            or "zero", which doesn't move and sends a second bit back.
+        level_scale: What a vote of 2, 4 or 8 bits is relative to: the mean of |u| in each "word"
+            of 64 elements (default), or in the whole "tensor" (Lion Cub).
+        exchange: How votes travel: "gather", "two_phase", or "auto", which uses the one that sends
+            fewer bytes (default).
+        local_group: Ranks that cast one vote together: "node" (as many as LOCAL_WORLD_SIZE says)
+            or their number. None: every rank votes (default).
+        full_precision: Parameters whose gradients are averaged over the ranks instead of a vote:
+            patterns of names (`"*norm*;*bias"`) or a function of name and parameter. None selects
+            none (default).
+        momentum_sync_every: Number of steps in which the ranks average the selected momenta once,
+            an equal part of them in each step; 0 never does (default).
+        momentum_sync: Which momenta: "all" (default), "auto" (those that differ most), patterns of
+            names, or a function of name and parameter.
+        momentum_sync_budget: For "auto", the most bytes that a rank sends for them in a step; None
+            stands for one bit per parameter (default).
+        momentum_dtype: dtype of the momentum: torch.float32, torch.bfloat16 or torch.float16; None
+            uses each parameter's own (default).
+        seed: Seed of the stochastic rounding, the same on every rank (default: 0).
+        max_abstained_steps: Steps in a row in which a rank may abstain because its gradients hold a
+            NaN or an Inf, before all ranks raise (default: 20).
+        check_replicas_every: Number of steps after which the ranks compare a hash of all
+            parameters; 0 never does (default).
+
+    Raises:
+        ValueError: If a value is not one of those allowed, or has no effect with the others.
+        TypeError: If a value has the wrong type.
+        NotImplementedError: If options don't work together yet.
+    """
+
+    bits: int = 1
+    aggregation: Aggregation = "majority"
+    ties: Ties = "alternate"
+    level_scale: LevelScale = "word"
+    exchange: ExchangeName = "auto"
+    local_group: Literal["node"] | int | None = None
+    full_precision: Selection | None = None
+    momentum_sync_every: int = 0
+    momentum_sync: Selection = "all"
+    momentum_sync_budget: int | None = None
+    momentum_dtype: torch.dtype | None = None
+    seed: int = 0
+    max_abstained_steps: int = 20
+    check_replicas_every: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks every value, so a bad one is refused where it was written."""
+        _check_choice("aggregation", self.aggregation, get_args(Aggregation))
+        _check_choice("ties", self.ties, get_args(Ties))
+        _check_choice("level_scale", self.level_scale, get_args(LevelScale))
+        _check_choice("exchange", self.exchange, get_args(ExchangeName))
+        if self.bits not in (1, 2, 4, 8) or isinstance(self.bits, bool):
+            raise ValueError(f"bits must be 1, 2, 4 or 8 (got {self.bits!r})")
+        _check_integer("seed", self.seed, 0, 2**64 - 1)
+        _check_integer("max_abstained_steps", self.max_abstained_steps, 1, 2**31 - 1)
+        _check_integer("check_replicas_every", self.check_replicas_every, 0, 2**31 - 1)
+        _check_integer("momentum_sync_every", self.momentum_sync_every, 0, 2**63 - 1)
+        if self.momentum_sync_budget is not None:
+            _check_integer("momentum_sync_budget", self.momentum_sync_budget, 0, 2**63 - 1)
+        if self.local_group is not None and self.local_group != "node":
+            if isinstance(self.local_group, str):
+                raise ValueError(f'local_group must be "node" or an int (got {self.local_group!r})')
+            _check_integer("local_group", self.local_group, 1, 2**31 - 1)
+        # By identity: an array compares element by element.
+        if not any(self.momentum_dtype is dtype for dtype in (None, *MOMENTUM_DTYPES)):
+            kind = ValueError if isinstance(self.momentum_dtype, torch.dtype) else TypeError
+            names = ", ".join(map(str, MOMENTUM_DTYPES))
+            raise kind(
+                f"momentum_dtype must be None or one of {names} (got {self.momentum_dtype!r})"
+            )
+        _check_selection("momentum_sync", self.momentum_sync)
+        if self.full_precision is not None:
+            _check_selection("full_precision", self.full_precision)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Refuses values that don't work together, or that another option makes idle."""
+        if self.bits > 1 and self.aggregation == "average":
+            raise ValueError(
+                f"aggregation='average' is the mean of votes of one bit (got bits={self.bits}); use "
+                f"bits=1, or aggregation='majority'"
+            )
+        if self.local_group not in (None, 1) and self.full_precision is not None:
+            raise NotImplementedError(
+                f"local_group={self.local_group!r} doesn't work with full_precision: gradients are "
+                f"averaged inside a node only"
+            )
+        auto = isinstance(self.momentum_sync, str) and self.momentum_sync == "auto"
+        syncs = self.momentum_sync_every > 0
+        needs = {
+            "ties": (self.aggregation == "majority", "aggregation='majority'"),
+            "level_scale": (self.bits > 1, "bits=2, 4 or 8"),
+            "momentum_sync": (syncs, "momentum_sync_every=k"),
+            "momentum_sync_budget": (syncs and auto, "momentum_sync='auto'"),
+        }
+        for name, (effective, need) in needs.items():
+            value = getattr(self, name)
+            if not effective and value != getattr(type(self), name):
+                raise ValueError(f"{name}={value!r} would have no effect: it needs {need}")
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Checks the hyperparameters of one parameter group.
+
+    Raises:
+        TypeError: If lr, weight_decay or a beta is not a number, or betas is not a pair.
+        ValueError: If one of them is out of its range, or the group holds what would be ignored.
+    """
+    for name in (*(field.name for field in dataclasses.fields(Options)), "process_group"):
+        if name in group:
+            raise ValueError(
+                f"{name}={group[name]!r} in a parameter group would have no effect: it holds for "
+                f"all groups, so pass it to DistributedLion itself"
+            )
+    for name in FOREIGN:
+        # Off is what DistributedLion does; torch itself puts differentiable=False into groups.
+        if group.get(name):
+            raise ValueError(
+                f"{name}={group[name]!r} in a parameter group would have no effect: DistributedLion "
+                f"has no such option; a group may have its own lr, betas and weight_decay"
+            )
+    check_number("lr", group["lr"])
+    check_number("weight_decay", group["weight_decay"])
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise TypeError(f"betas must be a pair of numbers such as (0.9, 0.99) (got {betas!r})")
+    for position, beta in enumerate(betas):
+        check_number(f"betas[{position}]", beta)
+        if float(beta) >= 1.0:
+            raise ValueError(f"betas[{position}] must be at least 0 and below 1 (got {beta})")
+
+
+def check_number(name: str, value: object) -> None:
+    """Checks a number that is at least 0 and finite; a tensor of one number will do.
+
+    Raises:
+        TypeError: If it is no number.
+        ValueError: If it is negative, infinite or NaN.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_meta:
+            raise TypeError(f"{name} must be one number (got a tensor of {tuple(value.shape)})")
+        value = value.item()
+    # Real, because schedules written with NumPy make its floats.
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number (got {value!r}, a {type(value).__name__})")
+    if not math.isfinite(float(value)) or float(value) < 0:
+        raise ValueError(f"{name} must be finite and at least 0 (got {value})")
+
+
+def selected(option: str, selection: Selection, named: Sequence[tuple[str, Tensor]]) -> list[bool]:
+    """Returns which parameters a selection matches.
+
+    Args:
+        option: Name of the option, for error messages.
+        selection: Patterns as `fnmatch` has them (case counts), or a function.
+        named: Names and parameters.
+
+    Raises:
+        ValueError: If a pattern matches none; the message names what is close to it.
+    """
+    if callable(selection):
+        return [selection(name, param) for name, param in named]
+    patterns = _patterns(selection)
+    names = [name for name, _ in named]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            bare = pattern.strip("*")
+            near = [name for name in names if bare and bare.lower() in name.lower()][:3]
+            near += difflib.get_close_matches(bare, names, n=3, cutoff=0.0)
+            close = ", ".join(map(repr, list(dict.fromkeys(near))[:4]))
+            raise ValueError(
+                f"{option}={selection!r}: no parameter's name matches {pattern!r} (* stands for "
+                f"any text); close to it: {close}"
+            )
+    return [any(fnmatchcase(name, pattern) for pattern in patterns) for name in names]
+
+
+def _patterns(selection: str | Sequence[str]) -> tuple[str, ...]:
+    return tuple(selection.split(";") if isinstance(selection, str) else selection)
+
+
+def _check_selection(option: str, selection: object) -> None:
+    if callable(selection) and not isinstance(selection, type):
+        return
+    if not isinstance(selection, (str, list, tuple)) or not all(
+        isinstance(pattern, str) for pattern in selection
+    ):
+        raise TypeError(
+            f"{option} must be a pattern of parameter names such as '*norm*', a sequence of them, "
+            f"or a function of name and parameter (got {selection!r})"
+        )
+    if not selection or not all(_patterns(selection)):
+        raise ValueError(f"{option} must not hold an empty pattern (got {selection!r})")
+
+
+def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    choices = ", ".join(map(repr, allowed))
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be one of {choices} (got {value!r})")
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {choices} (got {value!r})")
+
+
+def _check_integer(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer (got {value!r})")
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be between {low} and {high} (got {value})")
