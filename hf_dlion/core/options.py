@@ -122,8 +122,8 @@ class Options:
         """Refuses values that don't work together, or that another option makes idle."""
         if self.bits > 1 and self.aggregation == "average":
             raise ValueError(
-                f"aggregation='average' is the mean of votes of one bit (got bits={self.bits}); use "
-                f"bits=1, or aggregation='majority'"
+                f"aggregation='average' is the mean of votes of one bit (got bits={self.bits}); "
+                f"use bits=1, or aggregation='majority'"
             )
         if self.local_group not in (None, 1) and self.full_precision is not None:
             raise NotImplementedError(
@@ -161,7 +161,7 @@ def check_group(group: Mapping[str, Any]) -> None:
         # Off is what DistributedLion does; torch itself puts differentiable=False into groups.
         if group.get(name):
             raise ValueError(
-                f"{name}={group[name]!r} in a parameter group would have no effect: DistributedLion "
+                f"{name}={group[name]!r} in a parameter group has no effect: DistributedLion "
                 f"has no such option; a group may have its own lr, betas and weight_decay"
             )
     check_number("lr", group["lr"])

@@ -1,4 +1,4 @@
-"""The rule of docs/rule.md in NumPy, one element after another's meaning: what the codec must equal.
+"""The rule of docs/rule.md in NumPy, written to be read: what the codec must equal.
 
 Nothing here is fast, and nothing imports the package. Only the direction and the momentum come
 from torch.lerp, since a rank's own direction is its own affair.
@@ -240,7 +240,7 @@ class Lions:
         if dtype in (torch.bfloat16, torch.float16):
             random = random_bits(x.size, first, self.t, self.seed, stream)
             x = rounded(np.ascontiguousarray(x.reshape(-1)), dtype, random).reshape(x.shape)
-        return torch.from_numpy(x)
+        return torch.from_numpy(np.asarray(x))
 
     def _vote(
         self, layout: Layout, rank: int, grads: Sequence[torch.Tensor | None]

@@ -1,0 +1,1 @@
+"""What ranks tell one another before anything moves, and which ranks meet where."""
