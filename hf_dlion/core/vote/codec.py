@@ -45,8 +45,14 @@ def sign_codes(u: Tensor, phase: int, out: Tensor) -> Tensor:
     """
     z = _thresholds(phase % 2, u.dtype, u.device)
     whole = u.numel() - u.numel() % _ROW
-    torch.gt(u[:whole].view(-1, _ROW), z, out=out[:whole].view(-1, _ROW))
-    torch.gt(u[whole:], z[: u.numel() - whole], out=out[whole:])
+    for own, limit, into in (
+        (u[:whole].view(-1, _ROW), z, out[:whole].view(-1, _ROW)),
+        (u[whole:], z[: u.numel() - whole], out[whole:]),
+    ):
+        if u.device.type == "cpu":  # three times as fast as torch.gt there
+            np.greater(own.numpy(), limit.numpy(), out=into.numpy())
+        else:
+            torch.gt(own, limit, out=into)
     return out
 
 
@@ -87,15 +93,21 @@ def word_magnitudes(u: Tensor) -> tuple[Tensor, Tensor]:
     return sums[:, 0], counts
 
 
-def active_words(u: Tensor) -> Tensor:
-    """Returns which words of u hold an element that is not zero, bool, shape (W,)."""
+def active_words(u: Tensor, suspects: Tensor | None = None) -> Tensor:
+    """Returns which words of u hold an element that is not zero, bool, shape (W,).
+
+    Args:
+        u: The direction, shape (64 * W,).
+        suspects: The words that alone may be zero, bool, shape (W,); None: all may be.
+    """
     words = u.view(-1, WORD)
     if u.device.type != "cpu":
         return words.ne(0).any(dim=1)
-    # Nearly every word's first element is not zero, and looking at it alone is fast.
-    active = words[:, 0] != 0
+    # Looking at each word's first element settles nearly all of them.
+    suspects = words[:, 0] == 0 if suspects is None else suspects
+    active = ~suspects
     if not active.all():
-        silent = (~active).nonzero().view(-1)
+        silent = suspects.nonzero().view(-1)
         active[silent] = words[silent].ne(0).any(dim=1)
     return active
 

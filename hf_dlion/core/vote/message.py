@@ -25,13 +25,13 @@ from hf_dlion.core.exchange.exchange import Rows
 from hf_dlion.core.vote.codec import WORD
 
 # Elements of a piece: scratch of a core's cache on a CPU, whole messages on a GPU.
-PIECE = {"cpu": 1 << 17}
+PIECE = {"cpu": 1 << 18}
 PIECE_ELSEWHERE = 1 << 26
 # Elements of a message: enough that latency doesn't count, few enough that encoding one hides
 # behind sending another.
 MESSAGE = {"cpu": 1 << 20}
 MESSAGE_ELSEWHERE = 1 << 26
-MESSAGES = 8
+MESSAGES = 16
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,12 @@ class Piece:
     first: int
     words: slice
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Number of elements, padding included."""
         return (self.words.stop - self.words.start) * WORD
 
-    @property
+    @functools.cached_property
     def is_whole(self) -> bool:
         """Whether it is one stretch without padding, so no copy is needed."""
         return len(self.parts) == 1 and self.parts[0].stop - self.parts[0].start == self.size

@@ -78,14 +78,17 @@ def encode(message: Message, grads: Flat, momenta: Flat, turn: Turn, means: Flat
         turn: The step.
         means: `tensor_means` with level_scale="tensor", else empty.
     """
+    zero_word = codec.alternating_word((turn.step + turn.rank) % 2)
     planes = torch.empty(turn.bits, message.words, dtype=torch.int64, device=message.device)
     words = torch.empty(message.words, dtype=torch.bool, device=message.device)
     for piece in message.pieces:
         u = direction(piece, grads, momenta, turn, advance=True)
-        words[piece.words] = codec.active_words(u)
         codes = _codes(piece, u, turn, means)
         for bit in range(turn.bits):
             codec.pack(codes, bit, planes[bit, piece.words])
+        # With one bit, a word of zeros votes both ways in turns: nearly no other word does.
+        zeros = planes[0, piece.words] == zero_word if turn.bits == 1 else None
+        words[piece.words] = codec.active_words(u, zeros)
     if message.device.type == "cpu" and words.all():
         return Votes(planes, torch.ones(message.rows.count, dtype=torch.bool), message.rows)
     active = rows_of(words, message)
@@ -198,10 +201,13 @@ def gather(piece: Piece, tensors: Flat, name: str, scratch: Scratch) -> Tensor:
 
 def put(piece: Piece, flat: Tensor, tensors: Flat, turn: Turn, stream: int) -> None:
     """Writes a piece's elements back, rounded where the tensors have less precision."""
+    first = tensors[piece.parts[0].tensor]
+    if piece.is_whole and first is not None and first.dtype == piece.dtype:
+        return  # `gather` gave a view.
     here = [part for part in piece.parts if tensors[part.tensor] is not None]
-    targets = [_part(tensors, part) for part in here]
-    if not here or targets[0].data_ptr() == flat.data_ptr():
+    if not here:
         return
+    targets = [_part(tensors, part) for part in here]
     sources = [flat[part.at : part.at + part.stop - part.start] for part in here]
     if any(target.dtype in LOW_PRECISION for target in targets):
         random = turn.scratch("random", piece.size, torch.int32, flat.device)
