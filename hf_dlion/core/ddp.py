@@ -1,0 +1,280 @@
+"""Keeps gradients under DistributedDataParallel local to their rank, or averages them in a node.
+
+`attach` registers one communication hook with a wrapper, for good because DDP accepts one hook. The
+hook's state lists the optimizers that own the wrapper's parameters. While the list is empty, the
+wrapper averages gradients as DDP does.
+"""
+
+# No "from __future__ import annotations": DDP compares the annotations of a hook with the types.
+import functools
+import weakref
+from collections.abc import Iterable
+from typing import Any, Protocol, cast
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.futures import Future
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+
+class Owner(Protocol):
+    """An optimizer that needs gradients as `attach` leaves them: a `DistributedLion`."""
+
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that train one model; None is the default group."""
+
+    @property
+    def node_group(self) -> dist.ProcessGroup | None:
+        """The ranks that average gradients; None if every rank votes for itself."""
+
+
+class WrapperState:
+    """The hook's state: who owns the wrapper's parameters. The latest owner of a parameter counts.
+
+    Copies and pickles are empty, so a copied wrapper averages its gradients.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel | None = None) -> None:
+        self.ddp = (lambda: None) if ddp is None else weakref.ref(ddp)
+        self._owners: list[weakref.ref[Owner]] = []
+        self.buckets_checked = False
+
+    def __reduce__(self) -> tuple[type["WrapperState"], tuple[()]]:
+        return WrapperState, ()
+
+    @property
+    def owners(self) -> list[Owner]:
+        """The attached optimizers, the latest last."""
+        return [owner for ref in self._owners if (owner := ref()) is not None]
+
+    def set_owners(self, owners: list[Owner]) -> None:
+        """Replaces the owners, and turns DDP's own synchronization off or on to suit them."""
+        ddp = self.ddp()
+        if ddp is None:
+            return
+        # An owner that is garbage must not leave the wrapper without synchronization.
+        dropped = functools.partial(_drop_garbage, weakref.ref(self))
+        self._owners = [weakref.ref(owner, dropped) for owner in owners]
+        self.buckets_checked = False
+        local = bool(owners) and owners[-1].node_group is None and not _broadcasts_statistics(ddp)
+        # As under no_sync(): no copies into buckets, no map of used parameters, no buffers.
+        sync = cast(bool, _Local(False)) if local else True
+        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = sync
+        if ddp.static_graph:
+            # The first iteration of a static graph would start reductions under no_sync(), too.
+            started = ddp._static_graph_delay_allreduce_enqueued
+            if local and not started:
+                ddp._static_graph_delay_allreduce_enqueued = cast(bool, _Local(True))
+            elif not local and isinstance(started, _Local):
+                ddp._static_graph_delay_allreduce_enqueued = False
+
+
+class _Local(int):
+    """A flag of a wrapper that stays local. It is inverted in copies and pickles, which average."""
+
+    def __reduce__(self) -> tuple[type[bool], tuple[bool]]:
+        return bool, (not self,)
+
+
+_states: weakref.WeakKeyDictionary[DistributedDataParallel, WrapperState]
+_states = weakref.WeakKeyDictionary()
+_introduced: weakref.WeakSet[Owner] = weakref.WeakSet()
+
+
+def lion_hook(
+    state: WrapperState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> Future[Tensor]:
+    """Returns the bucket as it is, its average in the node or, without owners, DDP's average.
+
+    An average is one all-reduce of the bucket, which all ranks of the group call.
+
+    Raises:
+        RuntimeError: In `ddp.join()`, or if a parameter of the bucket has no owner.
+    """
+    ddp, owners = state.ddp(), state.owners
+    assert ddp is not None  # The wrapper's reducer calls this.
+    if not owners:
+        return allreduce_hook(ddp.process_group, bucket)
+    _refuse_join(ddp)
+    if not state.buckets_checked:
+        _refuse_unowned((p for p in bucket.parameters() if p.requires_grad), owners)
+        state.buckets_checked = bucket.is_last()
+    group = owners[-1].node_group
+    return noop_hook(None, bucket) if group is None else allreduce_hook(group, bucket)
+
+
+def introduce(owner: Owner) -> None:
+    """Lets `attach` accept parameters that `owner` holds before `owner` is attached itself."""
+    _introduced.add(owner)
+
+
+def attach(model: nn.Module, owner: Owner) -> None:
+    """Makes a wrapper leave to `owner` the gradients of the parameters that it holds.
+
+    An optimizer that was attached before loses the parameters that both hold. All ranks call this
+    at the same point, outside of `no_sync()`.
+
+    Args:
+        model: A `DistributedDataParallel`, or what `torch.compile` returns for one.
+        owner: The optimizer.
+
+    Raises:
+        TypeError: If `model` is no wrapper.
+        ValueError: If `owner` holds none of its parameters, or uses other groups of ranks.
+        RuntimeError: If trainable parameters have no owner, or the wrapper reduces gradients in a
+            way that a hook cannot replace.
+    """
+    ddp = getattr(model, "_orig_mod", model)  # torch.compile's name for what it wraps
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(
+            "attach() needs a DistributedDataParallel, or torch.compile of one, got "
+            f"{type(ddp).__name__}; wrap the model first"
+        )
+    _refuse_other_reductions(ddp)
+    trainable = _trainable(ddp)
+    if _owner_of([owner]).keys().isdisjoint(trainable):
+        raise ValueError(
+            f"the optimizer holds none of the {len(trainable)} trainable parameters of the DDP "
+            f"wrapper of {type(ddp.module).__name__}; attach the wrapper of the model that the "
+            "optimizer was made for"
+        )
+    theirs = dist.get_process_group_ranks(ddp.process_group)
+    ours = dist.get_process_group_ranks(owner.process_group)
+    if theirs != ours:
+        raise ValueError(
+            f"the DDP wrapper averages over ranks {theirs}, but the optimizer votes among ranks "
+            f"{ours}; pass the same process_group to both"
+        )
+    state = _states.get(ddp)
+    others = [other for other in (state.owners if state else []) if other is not owner]
+    owner_of = _owner_of([*others, owner])
+    keeping = {id(owner_of[param]) for param in trainable if param in owner_of}
+    others = [other for other in others if id(other) in keeping]
+    if any(other.node_group is not owner.node_group for other in others):
+        raise ValueError(
+            "the optimizers of one DDP wrapper average gradients among different ranks; use one "
+            "local_group for all of them"
+        )
+    _refuse_unowned(trainable, [*_introduced, *others, owner])
+
+    if state is None:
+        state = _states[ddp] = _register(ddp)
+    # After its first backward DDP broadcasts an order of buckets, otherwise in the next forward.
+    ddp.reducer._rebuild_buckets()
+    state.set_owners([*others, owner])
+    _watch_steps()
+
+
+def detach(owner: Owner) -> None:
+    """Takes `owner` off its wrappers, on all ranks. Without owners, a wrapper averages again."""
+    for state in _states.values():
+        if any(other is owner for other in state.owners):
+            state.set_owners([other for other in state.owners if other is not owner])
+
+
+def attached_wrapper(owner: Owner) -> DistributedDataParallel | None:
+    """Returns the wrapper that `owner` is attached to, the newest of several."""
+    attached = [ddp for ddp, state in _states.items() if any(o is owner for o in state.owners)]
+    return attached[-1] if attached else None
+
+
+def _register(ddp: DistributedDataParallel) -> WrapperState:
+    # A copied wrapper lists our hook, but its reducer is new and has none.
+    ddp._comm_hooks.clear()
+    state = WrapperState(ddp)
+    try:
+        ddp.register_comm_hook(state, lion_hook)
+    except RuntimeError as error:  # one of DDP's own hooks in C++, which it does not list
+        ddp._comm_hooks.clear()
+        raise RuntimeError(f"the DDP wrapper already has a communication hook: {error}") from error
+    return state
+
+
+def _trainable(ddp: DistributedDataParallel) -> list[nn.Parameter]:
+    named, ignored = ddp.module.named_parameters(), ddp.parameters_to_ignore
+    return [param for name, param in named if param.requires_grad and name not in ignored]
+
+
+def _owner_of(owners: Iterable[Owner]) -> dict[Tensor, Owner]:
+    return {param: o for o in owners for group in o.param_groups for param in group["params"]}
+
+
+def _broadcasts_statistics(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP broadcasts the running statistics of batch norm before a forward."""
+    norms = (module for module in ddp.module.modules() if isinstance(module, _NormBase))
+    buffers = bool(ddp.broadcast_buffers and ddp.modules_buffers)
+    return buffers and any(norm.running_mean is not None for norm in norms)
+
+
+def _drop_garbage(state_ref: weakref.ref[WrapperState], _: weakref.ref[Owner]) -> None:
+    if (state := state_ref()) is not None:
+        state.set_owners(state.owners)
+
+
+def _refuse_other_reductions(ddp: DistributedDataParallel) -> None:
+    if ddp._use_python_reducer:
+        raise RuntimeError(
+            'torch._dynamo.config.optimize_ddp = "python_reducer" calls no communication hook; set '
+            "it to True before you wrap the model"
+        )
+    if delayed := len(ddp._delay_all_reduce_params):
+        raise RuntimeError(
+            f"the DDP wrapper averages {delayed} parameters without a communication hook; wrap the "
+            "model without delay_all_reduce_named_params"
+        )
+    if others := [hook for hook, _ in ddp._comm_hooks if hook is not lion_hook]:
+        raise RuntimeError(
+            f"the DDP wrapper already has the communication hook {others[0].__qualname__!r} and "
+            "accepts one; wrap the model without registering it"
+        )
+    _refuse_join(ddp)
+
+
+def _refuse_unowned(params: Iterable[Tensor], owners: Iterable[Owner]) -> None:
+    held = _owner_of(owners)
+    if count := sum(param not in held for param in params):
+        raise RuntimeError(
+            f"{count} trainable parameters of the DDP wrapper belong to no attached optimizer, so "
+            "ranks would no longer average their gradients; add them to the optimizer, attach the "
+            "DistributedLion that holds them, or freeze them before you wrap the model"
+        )
+
+
+def _refuse_join(ddp: DistributedDataParallel) -> None:
+    if ddp._join_config.enable:  # DDP leaves it set.
+        raise RuntimeError(
+            "DistributedLion does not work in ddp.join(), because a rank without data cannot vote; "
+            "use the same number of batches on every rank, and a wrapper that never joined"
+        )
+
+
+@functools.cache
+def _watch_steps() -> None:
+    """Runs once in a process, at the first `attach`."""
+    register_optimizer_step_pre_hook(_check_step)
+
+
+def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Refuses a step on gradients that are attached to another optimizer."""
+    for ddp, state in _states.items():
+        owners = state.owners
+        if optimizer in owners:
+            _refuse_join(ddp)  # Without synchronization, no bucket reaches the hook.
+        if not owners or owners == [optimizer]:
+            continue
+        owner_of, attached = _owner_of(owners), set(_trainable(ddp))
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            if param in attached and owner_of.get(param) is not optimizer:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} would step gradients that DDP did not average, "
+                    "because another optimizer is attached to the wrapper of its parameters; call "
+                    "detach() on that optimizer first"
+                )
