@@ -55,32 +55,35 @@ class WrapperState:
         return [owner for ref in self._owners if (owner := ref()) is not None]
 
     def set_owners(self, owners: list[Owner]) -> None:
-        """Replaces the owners, and turns DDP's own synchronization off or on to suit them."""
-        ddp = self.ddp()
-        if ddp is None:
-            return
+        """Replaces the owners."""
         # An owner that is garbage must not leave the wrapper without synchronization.
         dropped = functools.partial(_drop_garbage, weakref.ref(self))
         self._owners = [weakref.ref(owner, dropped) for owner in owners]
         self.buckets_checked = False
-        local = bool(owners) and owners[-1].node_group is None and not _broadcasts_statistics(ddp)
-        # As under no_sync(): no copies into buckets, no map of used parameters, no buffers.
-        sync = cast(bool, _Local(False)) if local else True
+        self.set_synchronization()
+
+    def set_synchronization(self) -> None:
+        """Leaves the wrapper as `no_sync()` would, or synchronizes it if anything needs that.
+
+        Without synchronization DDP copies no buckets and sends no map of used parameters and no
+        buffers. Batch norm needs its buffers, a node its average, and a static graph needs its
+        first iteration: local gradients would be counted as that iteration's.
+        """
+        ddp, owners = self.ddp(), self.owners
+        if ddp is None:
+            return
+        new_graph = ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
+        votes_alone = bool(owners) and owners[-1].node_group is None
+        local = votes_alone and not new_graph and not _broadcasts_statistics(ddp)
+        sync = cast(bool, _Off()) if local else True
         ddp.require_backward_grad_sync = ddp.require_forward_param_sync = sync
-        if ddp.static_graph:
-            # The first iteration of a static graph would start reductions under no_sync(), too.
-            started = ddp._static_graph_delay_allreduce_enqueued
-            if local and not started:
-                ddp._static_graph_delay_allreduce_enqueued = cast(bool, _Local(True))
-            elif not local and isinstance(started, _Local):
-                ddp._static_graph_delay_allreduce_enqueued = False
 
 
-class _Local(int):
-    """A flag of a wrapper that stays local. It is inverted in copies and pickles, which average."""
+class _Off(int):
+    """A False that is True in a copied or pickled wrapper, which averages."""
 
     def __reduce__(self) -> tuple[type[bool], tuple[bool]]:
-        return bool, (not self,)
+        return bool, (True,)
 
 
 _states: weakref.WeakKeyDictionary[DistributedDataParallel, WrapperState]
@@ -106,7 +109,9 @@ def lion_hook(
     _refuse_join(ddp)
     if not state.buckets_checked:
         _refuse_unowned((p for p in bucket.parameters() if p.requires_grad), owners)
-        state.buckets_checked = bucket.is_last()
+        if bucket.is_last():
+            state.buckets_checked = True
+            state.set_synchronization()
     group = owners[-1].node_group
     return noop_hook(None, bucket) if group is None else allreduce_hook(group, bucket)
 
