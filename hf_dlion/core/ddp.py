@@ -9,6 +9,7 @@ import functools
 import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol, cast
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -62,10 +63,10 @@ class WrapperState:
         self.set_synchronization()
 
     def set_synchronization(self) -> None:
-        """Leaves the wrapper as `no_sync()` would: without buckets, map of used parameters, buffers.
+        """Leaves the wrapper as `no_sync()` would, with no copy into buckets and no collective.
 
         Synchronization stays on for the average of a node, for the buffers of batch norm, and for
-        the first iteration of a static graph, in which DDP counts local backwards, too.
+        the first iteration of a static graph, as part of which DDP would count local backwards.
         """
         ddp, owners = self.ddp(), self.owners
         if ddp is None:
@@ -84,9 +85,8 @@ class _Off(int):
         return bool, (True,)
 
 
-_states: weakref.WeakKeyDictionary[DistributedDataParallel, WrapperState]
-_states = weakref.WeakKeyDictionary()
-_introduced: weakref.WeakSet[Owner] = weakref.WeakSet()
+_states: WeakKeyDictionary[DistributedDataParallel, WrapperState] = WeakKeyDictionary()
+_introduced: WeakSet[Owner] = WeakSet()
 
 
 def lion_hook(
