@@ -28,6 +28,7 @@ ROWS = (
     {"accelerate", "trainer"},
     {"tools"},
     {"launch"},
+    {"core"},
 )
 ROW_OF = {name: number for number, names in enumerate(ROWS) for name in names}
 # Who may import what is not needed for training with torch alone.

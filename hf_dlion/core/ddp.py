@@ -1,8 +1,7 @@
 """Keeps gradients under DistributedDataParallel local to their rank, or averages them in a node.
 
-`attach` registers one communication hook with a wrapper, for good because DDP accepts one hook. The
-hook's state lists the optimizers that own the wrapper's parameters. While the list is empty, the
-wrapper averages gradients as DDP does.
+DDP accepts one communication hook, for good. `attach` registers it, and its state lists the
+optimizers that own the wrapper's parameters. While the list is empty, the wrapper averages.
 """
 
 # No "from __future__ import annotations": DDP compares the annotations of a hook with the types.
@@ -10,6 +9,7 @@ import functools
 import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol, cast
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -56,18 +56,17 @@ class WrapperState:
 
     def set_owners(self, owners: list[Owner]) -> None:
         """Replaces the owners."""
-        # An owner that is garbage must not leave the wrapper without synchronization.
-        dropped = functools.partial(_drop_garbage, weakref.ref(self))
-        self._owners = [weakref.ref(owner, dropped) for owner in owners]
+        # The wrapper averages again if the last owner is garbage, not only after detach().
+        drop = functools.partial(_drop_garbage, weakref.ref(self))
+        self._owners = [weakref.ref(owner, drop) for owner in owners]
         self.buckets_checked = False
         self.set_synchronization()
 
     def set_synchronization(self) -> None:
-        """Leaves the wrapper as `no_sync()` would, or synchronizes it if anything needs that.
+        """Leaves the wrapper as `no_sync()` would, with no copy into buckets and no collective.
 
-        Without synchronization DDP copies no buckets and sends no map of used parameters and no
-        buffers. Batch norm needs its buffers, a node its average, and a static graph needs its
-        first iteration: local gradients would be counted as that iteration's.
+        Synchronization stays on for the average of a node, for the buffers of batch norm, and for
+        the first iteration of a static graph, as part of which DDP would count local backwards.
         """
         ddp, owners = self.ddp(), self.owners
         if ddp is None:
@@ -86,9 +85,8 @@ class _Off(int):
         return bool, (True,)
 
 
-_states: weakref.WeakKeyDictionary[DistributedDataParallel, WrapperState]
-_states = weakref.WeakKeyDictionary()
-_introduced: weakref.WeakSet[Owner] = weakref.WeakSet()
+_states: WeakKeyDictionary[DistributedDataParallel, WrapperState] = WeakKeyDictionary()
+_introduced: WeakSet[Owner] = WeakSet()
 
 
 def lion_hook(
