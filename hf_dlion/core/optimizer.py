@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from hf_dlion.core import ddp
+from hf_dlion.core import ddp, fsdp
 from hf_dlion.core.exchange import exchange
 from hf_dlion.core.exchange.rule import Average, Majority, Rule
-from hf_dlion.core.exchange.wire import Wire, WireStats
+from hf_dlion.core.exchange.wire import WireStats
 from hf_dlion.core.options import (
+    SYNC_WORDS,
     Aggregation,
     ExchangeName,
     LevelScale,
@@ -23,12 +25,16 @@ from hf_dlion.core.options import (
     Selection,
     Ties,
     check_group,
+    selected,
 )
 from hf_dlion.core.ranks.agreement import Agreed, Kind, Meetings, Report
-from hf_dlion.core.ranks.fingerprint import fingerprints
+from hf_dlion.core.ranks.fingerprint import digest, fingerprints
 from hf_dlion.core.ranks.replicas import compare_replicas
+from hf_dlion.core.ranks.topology import Topology, topology
 from hf_dlion.core.vote import local
+from hf_dlion.core.vote.full_precision import step_in_full
 from hf_dlion.core.vote.local import Plan
+from hf_dlion.core.vote.momentum_sync import average_momenta, slice_of
 from hf_dlion.core.vote.update import (
     Flat,
     Scratch,
@@ -61,6 +67,8 @@ class DistributedLion(torch.optim.Optimizer):
         betas: Shares of the momentum in the vote and in the next momentum (default: 0.9, 0.99).
         weight_decay: Decoupled weight decay (default: 0).
         process_group: The ranks; None stands for all of them (default).
+        replicate: With FSDP2, the ranks that hold the same shards: `mesh["replicate"]`, or its
+            process group (default: None).
         bits: See `Options`, as all arguments that follow.
 
     Example:
@@ -83,6 +91,7 @@ class DistributedLion(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         *,
         process_group: dist.ProcessGroup | None = None,
+        replicate: DeviceMesh | dist.ProcessGroup | None = None,
         bits: int = 1,
         aggregation: Aggregation = "majority",
         ties: Ties = "alternate",
@@ -100,21 +109,34 @@ class DistributedLion(torch.optim.Optimizer):
     ) -> None:
         """See the class."""
         given = locals()
-        self.options = Options(**{name: given[name] for name in Options.__dataclass_fields__})
-        if local_group not in (None, 1) or full_precision is not None or momentum_sync_every:
-            raise NotImplementedError(
-                "local_group, full_precision and momentum_sync_every are still in the old core"
-            )
-        self.process_group = process_group
-        self.wire = WireStats()
-        self._everyone: Wire | None = None
-        self._meetings: Meetings | None = None
-        self._plan: Plan | None = None
-        self._scratch = Scratch()
-        self._abstained: list[int] = []
+        options = Options(**{name: given[name] for name in Options.__dataclass_fields__})
+        if momentum_sync == "auto":
+            raise NotImplementedError("momentum_sync='auto' is still in the old core")
+        self._begin(options, process_group, fsdp.replicate_group(replicate))
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "step": 0}
         check_group(defaults)
         super().__init__(params, defaults)
+        self._selected("full_precision")
+        self._selected("momentum_sync")
+
+    def _begin(
+        self,
+        options: Options,
+        process_group: dist.ProcessGroup | None,
+        replicate: dist.ProcessGroup | None,
+    ) -> None:
+        """Sets what belongs to this process, and isn't copied with an optimizer."""
+        self.options = options
+        self.process_group = process_group
+        self.wire = WireStats()
+        self._replicate = replicate
+        self._ranks: Topology | None = None
+        self._meetings: Meetings | None = None
+        self._plan: Plan | None = None
+        self._equal_plan: Plan | None = None  # whose averaged tensors have equal momenta
+        self._fsdp_model: nn.Module | None = None
+        self._scratch = Scratch()
+        self._abstained: list[int] = []
 
     @property
     def steps(self) -> int:
@@ -124,10 +146,20 @@ class DistributedLion(torch.optim.Optimizer):
     @property
     def node_group(self) -> dist.ProcessGroup | None:
         """The ranks whose gradients DDP's hook averages; None: every rank votes for itself."""
-        return None
+        if self.options.local_group in (None, 1) or self._world_size() == 1:
+            return None
+        node = self._topology().node
+        return None if node is None else node.group
 
     def attach(self, model: nn.Module) -> None:
-        """Keeps a DDP wrapper from averaging gradients; see `hf_dlion.core.ddp.attach`."""
+        """Keeps a DDP wrapper from averaging gradients; every rank must call this.
+
+        With FSDP2, pass the model that `fully_shard` was called on: `step()` then frees gathered
+        parameters before it writes. See `hf_dlion.core.ddp.attach` for what is refused.
+        """
+        if fsdp.is_fsdp(model):
+            self._fsdp_model = model
+            return
         ddp.attach(model, self)
 
     def detach(self) -> None:
@@ -200,73 +232,175 @@ class DistributedLion(torch.optim.Optimizer):
 
     def _update(self, tensors: _Tensors, agreed: Agreed) -> None:
         """Votes, hears the verdict and moves: steps 3 and 4 of a step."""
-        plan, wire = self._plan, self._everyone
+        plan, ranks = self._plan, self._ranks
         assert plan is not None
         turn = self._turn()
         params = tensors.moved(agreed)
-        if wire is None:
-            for message in plan.messages:
+        fsdp.reshard(self._fsdp_model)
+        if ranks is None:
+            for message in [*plan.messages, *plan.full]:
                 plain_lion(message, params, tensors.grads, tensors.momenta, turn)
         else:
-            self._vote(plan, wire, tensors, params, turn)
+            tensors.abstain(agreed.finite[turn.rank], agreed.present[turn.rank])
+            self._vote(plan, ranks, tensors, params, turn)
+            self._average(plan, ranks, tensors, params, agreed, turn)
         for group in self.param_groups:
             group["step"] = turn.step
-        every = self.options.check_replicas_every
-        if wire is not None and every and turn.step % every == 0:
-            compare_replicas(self._named(), wire, turn.step)
+        if ranks is not None:
+            self._synchronize(ranks, turn.step)
         self.wire.end_step()
 
-    def _vote(self, plan: Plan, wire: Wire, tensors: _Tensors, params: Flat, turn: Turn) -> None:
+    def _vote(
+        self, plan: Plan, ranks: Topology, tensors: _Tensors, params: Flat, turn: Turn
+    ) -> None:
         """Encodes and sends every message, then counts, then moves."""
-        rule, name = self._rule(wire.world_size), self.options.exchange
+        rule, name = self._rule(ranks.voters.world_size), self.options.exchange
         started = time.perf_counter()
         means: Flat = ()
         if self.options.bits > 1 and self.options.level_scale == "tensor":
             means = tensor_means(plan.messages, tensors.grads, tensors.momenta, turn)
-        under_way = []
+        under_way: list[exchange.Exchange] = []
         for message in plan.messages:
             votes = encode(message, tensors.grads, tensors.momenta, turn, means)
-            under_way.append(exchange.start(votes, name, wire, rule, turn.step))
-        encoded = time.perf_counter()
-        for own in under_way:
-            own.count()
-        self.wire.encode_s += encoded - started
-        for message, own in zip(plan.messages, under_way, strict=True):
-            verdict = own.finish()
+            if ranks.node is None:
+                under_way.append(exchange.start(votes, name, ranks.voters, rule, turn.step))
+            else:
+                under_way.append(
+                    exchange.InNode(votes, name, ranks.voters, ranks.node, rule, turn.step)
+                )
+        before = time.perf_counter()
+        self.wire.encode_s += before - started
+        for message, verdict in zip(plan.messages, exchange.complete(under_way), strict=True):
             counted = time.perf_counter()
-            self.wire.exchange_s += counted - encoded
+            self.wire.exchange_s += counted - before
             move(message, params, verdict.planes, verdict.voters, rule, turn)
-            encoded = time.perf_counter()
-            self.wire.apply_s += encoded - counted
+            before = time.perf_counter()
+            self.wire.apply_s += before - counted
         self.wire.exchanges += 1
+
+    def _average(
+        self,
+        plan: Plan,
+        ranks: Topology,
+        tensors: _Tensors,
+        params: Flat,
+        agreed: Agreed,
+        turn: Turn,
+    ) -> None:
+        """Takes plain Lion's step on mean gradients of the parameters of `full_precision`."""
+        if not plan.full:
+            return
+        trainable = self._trainable()
+        momenta: list[Tensor | None] = [
+            self._flat_momentum(p) if k in plan.full_set and params[k] is not None else None
+            for k, p in enumerate(trainable)
+        ]
+        if self._equal_plan is not plan:
+            self._equalize([self._flat_momentum(trainable[k]) for k in sorted(plan.full_set)])
+            self._equal_plan = plan
+        # One random stream on all voters, whose momenta stay equal.
+        alike = replace(turn, rank=0)
+        step_in_full(plan.full, params, tensors.grads, momenta, agreed, ranks.voters, alike)
+
+    def _equalize(self, momenta: list[Tensor]) -> None:
+        """Averages momenta over the voters if they differ: after a load, for example."""
+        assert self._ranks is not None
+        voters = self._ranks.voters
+        hashes = voters.gather_words([digest(fingerprints(momenta))], "hashes of momenta")
+        if len(set(hashes.view(-1).tolist())) > 1:
+            self._mean_of_voters(momenta)
+
+    def _mean_of_voters(self, momenta: list[Tensor]) -> None:
+        assert self._ranks is not None
+        voters = self._ranks.voters
+        for momentum in momenta:
+            total = momentum.to(voters.device_for(momentum.device), torch.float32, copy=True)
+            voters.all_reduce(total, "momenta").wait()
+            momentum.copy_(total.div_(voters.world_size))
+
+    def synchronize_momentum(self) -> None:
+        """Replaces every momentum by its mean over the voters; every rank must call this.
+
+        The state dict of any rank is then that of all. Bytes per rank: 8 (N - 1) / N an element.
+        """
+        if self._world_size() == 1:
+            return
+        self._topology()
+        self._mean_of_voters([self._flat_momentum(p) for p in self._trainable()])
+
+    def _synchronize(self, ranks: Topology, step: int) -> None:
+        """Averages this step's slice of the selected momenta, and compares replicas if asked."""
+        every = self.options.momentum_sync_every
+        if every:
+            chosen = self._selected("momentum_sync")
+            full = self._selected("full_precision")
+            momenta = [
+                self._flat_momentum(p)
+                for k, (_, p) in enumerate(self._all_named())
+                if p.requires_grad and chosen[k] and not full[k]
+            ]
+            total = sum(momentum.numel() for momentum in momenta)
+            average_momenta(momenta, ranks.voters, *slice_of(total, every, step))
+        every = self.options.check_replicas_every
+        if every and step % every == 0:
+            compare_replicas(self._named(), ranks.everyone, step, ranks.place_of_rank)
 
     def _collect(self) -> _Tensors:
         """Returns this rank's flat tensors; unscales gradients if GradScaler left that to us."""
-        params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        whole = self._trainable()
+        params = [fsdp.local_part(p.detach()) for p in whole]
         shapes = local.shapes_of(params, self.param_groups)
         if self._plan is None or self._plan.shapes != shapes:
-            self._plan = Plan.of(params, self.param_groups, [False] * len(params))
+            fsdp.check_sharding(
+                [(n, p) for n, p in self._all_named() if p.requires_grad], self._replicate
+            )
+            full = self._selected("full_precision")
+            trainable = [p.requires_grad for _, p in self._all_named()]
+            self._plan = Plan.of(
+                params, self.param_groups, [f for f, t in zip(full, trainable, strict=True) if t]
+            )
+        self._check_attached(whole)
         names = [str(line[0]) for line in self._plan.lines]
-        for name, param in zip(names, params, strict=True):
-            if param.grad is not None:
-                local.check_gradient(name, param.grad, param)
-        present = [param.grad is not None for param in params]
-        grads = [None if p.grad is None else local.flat_like(p.grad.detach(), p) for p in params]
+        grads: list[Tensor | None] = [None] * len(params)
+        for k, (name, p) in enumerate(zip(names, whole, strict=True)):
+            if p.grad is not None:
+                local.check_gradient(name, p.grad, p)
+                grads[k] = local.flat_like(fsdp.local_part(p.grad.detach()), params[k])
+        present = [grad is not None for grad in grads]
         here = [grad for grad in grads if grad is not None and grad.numel()]
         finite = self._unscale(here)
         if not self.state and all(float(group["lr"]) == 0 for group in self.param_groups):
             # torch.distributed.checkpoint takes such a step to have the state made.
             if not any(bool(grad.any()) for grad in here):
-                for param in params:
-                    self._momentum(param)
+                for p in whole:
+                    self._momentum(p)
                 return _Tensors([], [], [], present, finite, only_makes_state=True)
         momenta = [
-            local.flat_view(self._momentum(p)) if own and finite else None
-            for p, own in zip(params, present, strict=True)
+            self._flat_momentum(p) if own else None for p, own in zip(whole, present, strict=True)
         ]
+        tensors = _Tensors([local.flat_view(p) for p in params], grads, momenta, present, finite)
         if not finite:
-            grads = [None] * len(params)
-        return _Tensors([local.flat_view(p) for p in params], grads, momenta, present, finite)
+            tensors.abstain(False, [])
+        return tensors
+
+    def _check_attached(self, params: list[Tensor]) -> None:
+        """Refuses a step that would be wrong without `attach`.
+
+        Raises:
+            RuntimeError: If nodes vote as one, or parameters are sharded, and nothing is attached.
+        """
+        if self.steps:
+            return
+        if self._fsdp_model is None and any(fsdp.is_sharded(p) for p in params):
+            raise RuntimeError(
+                "call optimizer.attach(model) with the model that fully_shard was called on: "
+                "step() must free its gathered parameters before it writes"
+            )
+        if self.node_group is not None and ddp.attached_wrapper(self) is None:
+            raise RuntimeError(
+                f"local_group={self.options.local_group!r} needs optimizer.attach(ddp_model): its "
+                f"hook averages gradients inside each node"
+            )
 
     def _unscale(self, grads: list[Tensor]) -> bool:
         """Unscales gradients if GradScaler left that to us; returns whether all are finite."""
@@ -284,6 +418,7 @@ class DistributedLion(torch.optim.Optimizer):
             RuntimeError: If its shape is not the parameter's.
         """
         state = self.state[param]
+        param = param.detach()
         if "exp_avg" not in state:
             dtype = self.options.momentum_dtype or param.dtype
             state["exp_avg"] = torch.zeros_like(param, dtype=dtype)
@@ -298,13 +433,25 @@ class DistributedLion(torch.optim.Optimizer):
             state["exp_avg"] = momentum
         return momentum
 
+    def _flat_momentum(self, param: Tensor) -> Tensor:
+        """Returns this rank's part of a parameter's momentum, flat."""
+        return local.flat_view(fsdp.local_part(self._momentum(param)))
+
+    def _topology(self) -> Topology:
+        """Returns who meets whom; the first call is a meeting of all ranks."""
+        if self._ranks is None:
+            group = self.process_group or dist.group.WORLD
+            assert group is not None
+            self._ranks = topology(group, self.options.local_group, self._replicate, self.wire)
+        return self._ranks
+
     def _agree(self, tensors: _Tensors, failure: BaseException | None) -> Agreed:
         """Exchanges headers with all ranks; raises on all of them if they don't agree."""
         if self._world_size() == 1:
             return Agreed([tensors.finite], [tensors.present])
+        ranks = self._topology()
         if self._meetings is None:
-            self._everyone = Wire(self.process_group or dist.group.WORLD, self.wire)
-            self._meetings = Meetings(self._everyone)
+            self._meetings = Meetings(ranks.everyone, ranks.voter_of_rank, ranks.place_of_rank)
         kept = ("lr", "betas", "weight_decay")
         report = Report(
             kind=Kind.STEP,
@@ -318,12 +465,7 @@ class DistributedLion(torch.optim.Optimizer):
             ],
             layout=self._plan.lines if self._plan is not None else [],
             present=tensors.present,
-            values=lambda: [
-                (name, value)
-                for (name, _), value in zip(
-                    self._named(), fingerprints([p for _, p in self._named()]), strict=True
-                )
-            ],
+            values=self._hashes,
         )
         return self._meetings.meet(report)
 
@@ -344,7 +486,7 @@ class DistributedLion(torch.optim.Optimizer):
     def _turn(self) -> Turn:
         return Turn(
             step=self.steps + 1,
-            rank=0 if self._everyone is None else self._everyone.rank,
+            rank=self._voter,
             seed=self.options.seed,
             bits=self.options.bits,
             level_scale=self.options.level_scale,
@@ -357,13 +499,44 @@ class DistributedLion(torch.optim.Optimizer):
             return Average(voters, self.options.bits)
         return Majority(self.options.ties)
 
-    def _named(self) -> list[tuple[str, Tensor]]:
+    @property
+    def _voter(self) -> int:
+        ranks = self._ranks
+        return 0 if ranks is None else ranks.voter_of_rank[ranks.everyone.rank]
+
+    def _trainable(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+
+    def _all_named(self) -> list[tuple[str, Tensor]]:
         """Returns all parameters of the groups with their names, frozen ones too."""
         return [
             (group["param_names"][k] if "param_names" in group else f"group {g} parameter {k}", p)
             for g, group in enumerate(self.param_groups)
             for k, p in enumerate(group["params"])
         ]
+
+    def _named(self) -> list[tuple[str, Tensor]]:
+        """Returns this rank's parts of all parameters, with their names."""
+        return [(name, fsdp.local_part(p.detach())) for name, p in self._all_named()]
+
+    def _hashes(self) -> list[tuple[str, int]]:
+        """Returns name and hash of this rank's part of every parameter."""
+        named = self._named()
+        hashes = fingerprints([p for _, p in named])
+        return [(name, value) for (name, _), value in zip(named, hashes, strict=True)]
+
+    def _selected(self, option: str) -> list[bool]:
+        """Returns which of all parameters an option selects by name."""
+        selection = getattr(self.options, option)
+        named = self._all_named()
+        if selection is None or (isinstance(selection, str) and selection in SYNC_WORDS):
+            return [selection is not None] * len(named)
+        if any("param_names" not in group for group in self.param_groups):
+            raise ValueError(
+                f"{option}={selection!r} selects parameters by name, and they have none: use "
+                f"DistributedLion(model.named_parameters())"
+            )
+        return selected(option, selection, named)
 
     def _world_size(self) -> int:
         if not (dist.is_available() and dist.is_initialized()):
@@ -382,6 +555,18 @@ class DistributedLion(torch.optim.Optimizer):
             self.state[order[number]]["exp_avg"] = momentum
         self._plan = None
         self._abstained = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what pickle and deepcopy carry: never the process group."""
+        return {**super().__getstate__(), "options": self.options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores a pickled or copied optimizer, or torch's part of a loaded state."""
+        own = dict(state)
+        options = own.pop("options", None)
+        super().__setstate__(own)
+        if options is not None:
+            self._begin(options, None, None)
 
 
 class _Tensors:
@@ -405,12 +590,15 @@ class _Tensors:
         """Returns what a rank has that failed before it could look."""
         return cls([], [], [], [], True)
 
+    def abstain(self, finite: bool, present: list[bool]) -> None:
+        """Drops what this rank's voter doesn't vote on; momenta of it stay."""
+        for k in range(len(self.grads)):
+            if not (finite and present[k]):
+                self.grads[k] = self.momenta[k] = None
+
     def moved(self, agreed: Agreed) -> Flat:
         """Returns the parameters that some rank with finite gradients has a gradient for."""
-        voters = [own for own, ok in zip(agreed.present, agreed.finite, strict=True) if ok]
-        return [
-            param if any(own[k] for own in voters) else None for k, param in enumerate(self.params)
-        ]
+        return [param if any(agreed.votes(k)) else None for k, param in enumerate(self.params)]
 
 
 def _plain(value: Any) -> object:

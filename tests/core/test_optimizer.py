@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pytorch_optimizer import Lion
+
 from hf_dlion.core.exchange.exchange import wire_bytes
 from hf_dlion.core.optimizer import DistributedLion
 from hf_dlion.core.ranks.agreement import Disagreement
@@ -149,9 +151,7 @@ def test_ranks_equal_the_definition_in_other_dtypes(
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_bytes_are_those_of_the_formula(
-    pools: RankPools, case: dict[str, Any], ranks: int
-) -> None:
+def test_bytes_are_those_of_the_formula(pools: RankPools, case: dict[str, Any], ranks: int) -> None:
     for steps, sent, expected in pools(ranks).run(
         equals_the_definition, case, [torch.float32], 1, False
     ):
@@ -160,8 +160,6 @@ def test_bytes_are_those_of_the_formula(
 
 
 def test_one_rank_is_lion() -> None:
-    from pytorch_optimizer import Lion
-
     torch.manual_seed(1)
     models = [torch.nn.Linear(70, 9) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
@@ -281,4 +279,4 @@ def drifted(rank: int, world_size: int) -> str:
 def test_drifted_replicas_are_found(pools: RankPools) -> None:
     texts = pools(3).run(drifted)
     assert len(set(texts)) == 1
-    assert "replicas differ after step 2 in 1 of 2 parameters, first in 'bias', on rank 1." in texts[0]
+    assert "after step 2 in 1 of 2 parameters, first in 'bias', on rank 1." in texts[0]

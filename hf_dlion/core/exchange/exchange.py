@@ -20,9 +20,9 @@ Which rows a rank votes on travels with both, one bit per row.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -41,14 +41,20 @@ class Rows:
     Args:
         lengths: Of stretches of rows: the number of rows, and the words of each.
         device: Where `of_word` lies.
+        words: The words that `of_word` covers.
 
     Attributes:
         count: Number of rows R.
     """
 
-    def __init__(self, lengths: Sequence[tuple[int, int]], device: torch.device) -> None:
+    def __init__(
+        self,
+        lengths: Sequence[tuple[int, int]],
+        device: torch.device,
+        words: slice = slice(None),
+    ) -> None:
         """Computes nothing yet: most messages never need `of_word`."""
-        self._lengths, self._device = lengths, device
+        self._lengths, self._device, self._words = lengths, device, words
         self.count = sum(count for count, _ in lengths)
 
     @functools.cached_property
@@ -56,7 +62,11 @@ class Rows:
         """Index of each word's row, int32, shape (W,)."""
         words = torch.cat([torch.full((count,), words) for count, words in self._lengths])
         rows = torch.arange(self.count, dtype=torch.int32)
-        return torch.repeat_interleave(rows, words).to(self._device)
+        return torch.repeat_interleave(rows, words)[self._words].to(self._device)
+
+    def part(self, words: slice) -> Rows:
+        """Returns the rows of some words: all rows, and `of_word` of those words."""
+        return Rows(self._lengths, self._device, words)
 
 
 @dataclass(frozen=True)
@@ -87,14 +97,34 @@ class Verdict:
     voters: Tensor | None
 
 
-class Exchange(Protocol):
-    """Votes on their way: all ranks call `count` of every message, then `finish` of every one."""
+class Exchange:
+    """Votes on their way; `complete` makes the calls."""
 
     def count(self) -> None:
         """Counts what this rank counts, and starts the second round if there is one."""
 
+    def settle(self) -> None:
+        """Waits for the voters."""
+
+    def share(self) -> None:
+        """Starts to share the verdict inside the node."""
+
     def finish(self) -> Verdict:
         """Waits for the verdict."""
+        raise NotImplementedError
+
+
+def complete(under_way: Sequence[Exchange]) -> Iterator[Verdict]:
+    """Yields the verdict of every message, in order; every rank must exhaust it.
+
+    All collectives among voters end before those inside a node begin: NCCL needs one order of two
+    groups' collectives on every rank.
+    """
+    for phase in ("count", "settle", "share"):
+        for own in under_way:
+            getattr(own, phase)()
+    for own in under_way:
+        yield own.finish()
 
 
 def wire_bytes(name: str, *, ranks: int, words: int, rows: int, bits: int, planes: int) -> int:
@@ -131,7 +161,60 @@ def start(votes: Votes, name: ExchangeName, wire: Wire, rule: Rule, step: int) -
     return (_TwoPhase if name == "two_phase" else _Gather)(votes, wire, rule, step)
 
 
-class _Gather:
+class InNode(Exchange):
+    """A node's votes: each of its L ranks exchanges one L-th of the words, and all share verdicts.
+
+        rank a: v0 v1  ->  v0 w0 (with c)  ->  verdict x0  ->  x0 x1 (with b)     node 0: a b
+        rank b: v0 v1  ->  v1 w1 (with d)  ->  verdict x1  ->  x0 x1 (with a)     node 1: c d
+
+    Bytes per rank to other nodes: those of the module for ceil(W / L) words and all R rows; inside
+    the node 8 (L - 1) v ceil(W / L).
+
+    Args:
+        votes: Of the node, equal on its ranks.
+        name: As for `start`.
+        voters: The ranks with this rank's place in all nodes.
+        node: The ranks of the node.
+        rule: What becomes of the votes.
+        step: Number of the step.
+    """
+
+    def __init__(
+        self, votes: Votes, name: ExchangeName, voters: Wire, node: Wire, rule: Rule, step: int
+    ) -> None:
+        """Sends this rank's part."""
+        self._node, self._words = node, votes.planes.shape[1]
+        self._share = -(-self._words // node.world_size)
+        first = min(node.rank * self._share, self._words)
+        mine = slice(first, min(first + self._share, self._words))
+        part = Votes(votes.planes[:, mine].contiguous(), votes.active, votes.rows.part(mine))
+        self._inner = start(part, name, voters, rule, step)
+        self._planes, self._device = rule.planes, votes.planes.device
+
+    def count(self) -> None:
+        """See `Exchange`."""
+        self._inner.count()
+
+    def settle(self) -> None:
+        """See `Exchange`."""
+        self._own = self._inner.finish()
+
+    def share(self) -> None:
+        """See `Exchange`."""
+        sent = torch.zeros(self._planes, self._share, dtype=torch.int64, device=self._device)
+        for plane, own in zip(sent, self._own.planes, strict=True):
+            plane[: own.numel()] = own
+        self._sent = sent.to(self._node.device_for(self._device))
+        self._all = self._sent.new_empty(self._node.world_size, *sent.shape)
+        self._pending = self._node.all_gather(self._all, self._sent, "a verdict")
+
+    def finish(self) -> Verdict:
+        """See `Exchange`."""
+        self._pending.wait()
+        return Verdict(_joined(self._all.to(self._device), self._words), self._own.voters)
+
+
+class _Gather(Exchange):
     """See the module."""
 
     def __init__(self, votes: Votes, wire: Wire, rule: Rule, step: int) -> None:
@@ -156,7 +239,7 @@ class _Gather:
         return Verdict(self._rule.decide(sums, total, self._step), voters)
 
 
-class _TwoPhase:
+class _TwoPhase(Exchange):
     """See the module."""
 
     def __init__(self, votes: Votes, wire: Wire, rule: Rule, step: int) -> None:
@@ -195,9 +278,14 @@ class _TwoPhase:
 
     def finish(self) -> Verdict:
         self._pending[0].wait()
-        parts = self._received.to(self._votes.planes.device).transpose(0, 1).contiguous()
-        planes = parts.view(parts.shape[0], -1)[:, : self._votes.planes.shape[1]]
-        return Verdict([plane.contiguous() for plane in planes], self._voters)
+        received = self._received.to(self._votes.planes.device)
+        return Verdict(_joined(received, self._votes.planes.shape[1]), self._voters)
+
+
+def _joined(shares: Tensor, words: int) -> list[Tensor]:
+    """Returns planes of `words` words from every rank's share, shape (ranks, planes, share)."""
+    planes = shares.transpose(0, 1).reshape(shares.shape[1], -1)[:, :words]
+    return [plane.contiguous() for plane in planes]
 
 
 def _packed_rows(active: Tensor) -> Tensor:

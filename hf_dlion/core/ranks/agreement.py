@@ -55,13 +55,20 @@ class Report:
 class Agreed:
     """What all ranks know after a meeting.
 
+    A voter (a rank, a node, a replica of shards) has what all of its ranks have.
+
     Attributes:
-        finite: By rank, whether its gradients are finite.
-        present: By rank and trainable parameter, whether it has a gradient.
+        finite: By voter, whether its gradients are finite.
+        present: By voter and trainable parameter, whether it has a gradient.
     """
 
     finite: list[bool]
     present: list[list[bool]]
+
+    def votes(self, index: int) -> list[bool]:
+        """Returns which voters have a finite gradient of a parameter."""
+        pairs = zip(self.finite, self.present, strict=True)
+        return [finite and present[index] for finite, present in pairs]
 
 
 class Meetings:
@@ -69,11 +76,17 @@ class Meetings:
 
     Args:
         wire: All ranks.
+        voters: By rank, the number of its voter; None if every rank votes.
+        places: By rank, a number that ranks holding the same values share; None if all do.
     """
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(
+        self, wire: Wire, voters: Sequence[int] | None = None, places: Sequence[int] | None = None
+    ) -> None:
         """Meets nobody yet."""
         self._wire = wire
+        self._voters = list(range(wire.world_size)) if voters is None else list(voters)
+        self._places = [0] * wire.world_size if places is None else list(places)
         self._optimizer = -1
         self._layout: object = None
         self._layout_hash = 0
@@ -104,9 +117,19 @@ class Meetings:
                 f"on every rank"
             )
         finite = [bool(own.flags & FINITE) for own in headers]
-        if len({own.presence for own in headers}) == 1:
-            return Agreed(finite, [list(report.present)] * len(headers))
-        return Agreed(finite, self._gather_presence(report.present))
+        present = [list(report.present)] * len(headers)
+        if len({own.presence for own in headers}) > 1:
+            present = self._gather_presence(report.present)
+        groups: list[list[int]] = [[] for _ in range(max(self._voters) + 1)]
+        for rank, voter in enumerate(self._voters):
+            groups[voter].append(rank)
+        return Agreed(
+            [all(finite[rank] for rank in ranks) for ranks in groups],
+            [
+                [all(present[rank][k] for rank in ranks) for k in range(len(report.present))]
+                for ranks in groups
+            ],
+        )
 
     def _header(self, report: Report) -> Header:
         if report.layout is not self._layout:
@@ -189,13 +212,20 @@ class Meetings:
             )
         values = report.values()
         hashes = self._wire.gather_words([digest(values)], "hashes of parameters").view(-1)
-        if len(set(hashes.tolist())) > 1:
+        pairs = set(zip(self._places, hashes.tolist(), strict=True))
+        if len(pairs) > len(set(self._places)):
             everyone = self._wire.gather_objects(values)
+            # Of the first ranks that should hold the same and don't.
+            place = next(p for p in self._places if len({h for q, h in pairs if q == p}) > 1)
+            ranks = [rank for rank, own in enumerate(self._places) if own == place]
+            everyone = [everyone[rank] for rank in ranks]
             names = [dict(enumerate(name for name, _ in own)) for own in everyone]
-            difference = first_difference("parameter names", names)
+            difference = first_difference("parameter names", names, ranks)
             if difference is not None:
                 raise Disagreement(f"{difference}; pass parameters in the same order on every rank")
-            difference = first_difference("parameter values", [dict(own) for own in everyone])
+            difference = first_difference(
+                "parameter values", [dict(own) for own in everyone], ranks
+            )
             raise Disagreement(
                 f"{difference} (hashes): replicas must start equal. Wrap the model in "
                 f"DistributedDataParallel, or load the same weights or set the same seed on every "
@@ -228,11 +258,14 @@ def describe(failure: BaseException) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def first_difference(what: str, tables: Sequence[dict[Any, Any]]) -> str | None:
+def first_difference(
+    what: str, tables: Sequence[dict[Any, Any]], ranks: Sequence[int] | None = None
+) -> str | None:
     """Returns a sentence that names the first key on which the ranks' tables differ, or None."""
     for key in dict.fromkeys(key for table in tables for key in table):
         values = [table.get(key, "missing") for table in tables]
         if any(value != values[0] for value in values):
-            told = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
+            pairs = zip(ranks or range(len(tables)), values, strict=True)
+            told = ", ".join(f"rank {rank}: {value!r}" for rank, value in pairs)
             return f"ranks differ in {what}, first in {key!r}: {told}"
     return None

@@ -12,7 +12,9 @@ from hf_dlion.core.ranks.agreement import Disagreement
 from hf_dlion.core.ranks.fingerprint import digest, fingerprints
 
 
-def compare_replicas(named: Sequence[tuple[str, Tensor]], wire: Wire, step: int) -> None:
+def compare_replicas(
+    named: Sequence[tuple[str, Tensor]], wire: Wire, step: int, places: Sequence[int]
+) -> None:
     """Raises on every rank if the parameters of the ranks are not bitwise equal.
 
     Every rank must call this. Bytes per rank: 8 (N - 1), and if they differ those of a
@@ -20,8 +22,9 @@ def compare_replicas(named: Sequence[tuple[str, Tensor]], wire: Wire, step: int)
 
     Args:
         named: Names and parameters, frozen ones too; not changed.
-        wire: The ranks that hold the same parameters.
+        wire: All ranks.
         step: Number of the step that was taken.
+        places: By rank, a number that ranks holding the same values share.
 
     Raises:
         Disagreement: The same on every rank; names the first parameter and the ranks that differ
@@ -29,12 +32,19 @@ def compare_replicas(named: Sequence[tuple[str, Tensor]], wire: Wire, step: int)
     """
     own = fingerprints([param for _, param in named])
     digests = wire.gather_words([digest(own)], "hashes of parameters").view(-1).tolist()
-    if len(set(digests)) == 1:
+    broken = [
+        ranks
+        for place in dict.fromkeys(places)
+        for ranks in [[rank for rank, own_place in enumerate(places) if own_place == place]]
+        if len({digests[rank] for rank in ranks}) > 1
+    ]
+    if not broken:
         return
     everyone: list[list[int]] = wire.gather_objects(own)
-    most = Counter(digests).most_common(1)[0][0]
-    others = [str(rank) for rank, value in enumerate(digests) if value != most]
-    different = [k for k in range(len(own)) if len({ranks[k] for ranks in everyone}) > 1]
+    ranks = broken[0]
+    most = Counter(digests[rank] for rank in ranks).most_common(1)[0][0]
+    others = [str(rank) for rank in ranks if digests[rank] != most]
+    different = [k for k in range(len(own)) if len({everyone[rank][k] for rank in ranks}) > 1]
     raise Disagreement(
         f"replicas differ after step {step} in {len(different)} of {len(own)} parameters, first in "
         f"{named[different[0]][0]!r}, on rank{'s' * (len(others) > 1)} {', '.join(others)}. "

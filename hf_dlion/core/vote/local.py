@@ -46,6 +46,8 @@ class Plan:
         """
         shapes = shapes_of(params, groups)
         names = trainable_names(groups)
+        # What ranks compare are whole parameters: shards may differ in size.
+        whole = [p for group in groups for p in group["params"] if p.requires_grad]
         lines = [
             (
                 name,
@@ -55,7 +57,7 @@ class Plan:
                 p.device.type,
                 "full" if own else "vote",
             )
-            for name, p, own in zip(names, params, full, strict=True)
+            for name, p, own in zip(names, whole, full, strict=True)
         ]
         averaged = frozenset(i for i, own in enumerate(full) if own)
         return cls(
@@ -96,8 +98,8 @@ def flat_view(tensor: Tensor) -> Tensor:
         return tensor.detach().view(-1)
     if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
         raise NotImplementedError(
-            f"a parameter of shape {tuple(tensor.shape)} with strides {tensor.stride()} has gaps in "
-            f"memory; pass parameters without gaps, such as torch.nn.Parameter(x.contiguous())"
+            f"a parameter of shape {tuple(tensor.shape)} with strides {tensor.stride()} has gaps "
+            f"in memory; pass parameters without gaps, such as torch.nn.Parameter(x.contiguous())"
         )
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
@@ -118,7 +120,7 @@ def check_gradient(name: str, grad: Tensor, param: Tensor) -> None:
     """
     if grad.layout != torch.strided:
         raise NotImplementedError(
-            f"the gradient of {name!r} is {grad.layout}; DistributedLion needs dense gradients: use "
+            f"the gradient of {name!r} is {grad.layout}; DistributedLion needs dense ones: use "
             f"nn.Embedding(sparse=False)"
         )
     if grad.shape != param.shape:

@@ -1,0 +1,89 @@
+"""FSDP2: the local shards of DTensors, and what `step()` must do around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns this rank's shard of a DTensor; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Returns whether a tensor is a DTensor."""
+    return isinstance(tensor, DTensor)
+
+
+def replicate_group(replicate: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Returns the process group of a mesh with one dimension.
+
+    Raises:
+        ValueError: If the mesh has another number of dimensions.
+    """
+    if isinstance(replicate, DeviceMesh):
+        if replicate.ndim != 1:
+            raise ValueError(
+                f"replicate must be one dimension of the mesh, such as mesh['replicate'] (got "
+                f"{replicate.ndim} dimensions)"
+            )
+        return replicate.get_group()
+    return replicate
+
+
+def check_sharding(
+    named: Sequence[tuple[str, Tensor]], replicate: dist.ProcessGroup | None
+) -> None:
+    """Refuses what the optimizer can't keep equal.
+
+    Raises:
+        NotImplementedError: If a trainable parameter is replicated or tensor-parallel by its
+            mesh, or plain ones are beside DTensors.
+        ValueError: If parameters are sharded and no `replicate` says who holds the same shards.
+    """
+    sharded = [(name, p) for name, p in named if isinstance(p, DTensor)]
+    if not sharded:
+        if replicate is not None:
+            raise ValueError(
+                "replicate= needs a model sharded with FSDP2: call "
+                "fully_shard(model, mesh=mesh['shard']) before you make the optimizer"
+            )
+        return
+    plain = [name for name, p in named if not isinstance(p, DTensor)]
+    if plain:
+        raise NotImplementedError(
+            f"{plain[0]!r} is a plain tensor beside sharded ones; shard the root module too, or "
+            f"freeze it"
+        )
+    for name, param in sharded:
+        if param.device_mesh.ndim != 1 or not all(own.is_shard() for own in param.placements):
+            raise NotImplementedError(
+                f"{name!r} is placed as {param.placements} on a mesh of {param.device_mesh.ndim} "
+                f"dimensions; DistributedLion works with fully_shard(model, mesh=mesh['shard']), "
+                f"without a replicate dimension and without tensor parallelism"
+            )
+    if replicate is None:
+        raise ValueError(
+            "the parameters are sharded: pass replicate=mesh['replicate'], the ranks that hold the "
+            "same shards, to DistributedLion"
+        )
+
+
+def reshard(model: nn.Module | None) -> None:
+    """Frees gathered parameters, so the next forward gathers what `step()` wrote."""
+    if isinstance(model, FSDPModule):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def is_fsdp(model: Any) -> bool:
+    """Returns whether a model was sharded with `fully_shard`."""
+    return isinstance(model, FSDPModule)
