@@ -181,7 +181,7 @@ class DistributedLion(torch.optim.Optimizer):
             for param in group["params"]:
                 if not param.is_floating_point():
                     raise TypeError(f"parameters must be real floats (got {param.dtype})")
-                local.flat_view(param)
+                local.flat_view(fsdp.local_part(param.detach()))
         except Exception:
             self.param_groups.pop()
             raise
@@ -213,6 +213,9 @@ class DistributedLion(torch.optim.Optimizer):
             RuntimeError: On every rank, if one abstained `max_abstained_steps` times in a row.
         """
         loss, failure, tensors = None, None, _Tensors.none()
+        if self._world_size() > 1:
+            # Before anything can fail on one rank alone: this is a meeting, too.
+            self._topology()
         try:
             if closure is not None:
                 with torch.enable_grad():

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-
 from pytorch_optimizer import Lion
 
 from hf_dlion.core.exchange.exchange import wire_bytes

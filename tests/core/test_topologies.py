@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.core.optimizer import DistributedLion
 from hf_dlion.core.ranks.agreement import Disagreement
+from hf_dlion.core.vote.momentum_sync import slice_of
 from tests.support.definition import Lions
 from tests.support.spawn import RankPools
 
@@ -155,7 +156,7 @@ def sharded(rank: int, world_size: int, attach: bool) -> str:
     )
     if not attach:
         model(batch(0, rank)).square().sum().backward()
-        with pytest.raises(RuntimeError, match="call optimizer.attach"):
+        with pytest.raises(RuntimeError, match=r"call optimizer\.attach"):
             optimizer.step()
         return "refused"
     optimizer.attach(model)
@@ -238,7 +239,7 @@ def test_full_precision_is_lion_on_the_mean_gradient(pools: RankPools) -> None:
 def synced(rank: int, world_size: int) -> list[float]:
     model = model_of()
     optimizer = DistributedLion(
-        model.named_parameters(), lr=0.01, momentum_sync_every=2, momentum_sync="0.*;*bias"
+        model.named_parameters(), lr=0.01, momentum_sync_every=1, momentum_sync="0.*;*bias"
     )
     spreads = []
     for step in range(4):
@@ -255,7 +256,16 @@ def synced(rank: int, world_size: int) -> list[float]:
 
 def test_selected_momenta_are_averaged(pools: RankPools) -> None:
     first_weight, first_bias, second_weight, second_bias, *_ = pools(3).run(synced)[0]
-    assert max(first_weight, first_bias, second_bias) < 0.5 * second_weight
+    # What a rank's own rounding to bfloat16 left off stays different.
+    assert 0 < max(first_weight, first_bias, second_bias) < 2**-8
+    assert second_weight > 0.1
+
+
+def test_slices_cover_all_momenta_once() -> None:
+    for total, every in [(0, 1), (1, 3), (10, 3), (64, 1), (7, 7)]:
+        slices = [slice_of(total, every, step) for step in range(1, every + 1)]
+        covered = sorted(k for start, stop in slices for k in range(start, stop))
+        assert covered == list(range(total))
 
 
 def averaged(rank: int, world_size: int) -> None:
