@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -78,10 +78,9 @@ def check_sharding(
 
 def reshard(model: nn.Module | None) -> None:
     """Frees gathered parameters, so the next forward gathers what `step()` wrote."""
-    if isinstance(model, FSDPModule):
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+    for module in () if model is None else model.modules():
+        if is_fsdp(module):
+            cast(FSDPModule, module).reshard()
 
 
 def is_fsdp(model: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, Literal, overload
@@ -135,6 +136,7 @@ class DistributedLion(torch.optim.Optimizer):
         self._plan: Plan | None = None
         self._equal_plan: Plan | None = None  # whose averaged tensors have equal momenta
         self._fsdp_model: nn.Module | None = None
+        self._compared_gradients = False
         self._scratch = Scratch()
         self._abstained: list[int] = []
 
@@ -244,6 +246,7 @@ class DistributedLion(torch.optim.Optimizer):
             for message in [*plan.messages, *plan.full]:
                 plain_lion(message, params, tensors.grads, tensors.momenta, turn)
         else:
+            self._warn_if_averaged(tensors)
             tensors.abstain(agreed.finite[turn.rank], agreed.present[turn.rank])
             self._vote(plan, ranks, tensors, params, turn)
             self._average(plan, ranks, tensors, params, agreed, turn)
@@ -435,6 +438,28 @@ class DistributedLion(torch.optim.Optimizer):
             momentum = torch.empty_like(param, dtype=momentum.dtype).copy_(momentum)
             state["exp_avg"] = momentum
         return momentum
+
+    def _warn_if_averaged(self, tensors: _Tensors) -> None:
+        """Warns at the first step if all ranks have equal gradients: DDP may have averaged them.
+
+        Every rank calls this. Bytes per rank: 16 (N - 1).
+        """
+        ranks = self._ranks
+        if ranks is None or self._compared_gradients:
+            return
+        self._compared_gradients = True
+        grads = [grad for grad in tensors.grads if grad is not None]
+        words = [digest(fingerprints(grads)), int(any(bool(grad.any()) for grad in grads))]
+        table = ranks.voters.gather_words(words, "hashes of gradients").tolist()
+        equal = all(row == table[0] for row in table) and table[0][1] == 1
+        if equal and len(table) > 1 and ranks.everyone.rank == 0:
+            warnings.warn(
+                "all ranks have equal gradients. If the model is wrapped in "
+                "DistributedDataParallel, add optimizer.attach(ddp_model): DDP still averages "
+                "gradients, so training is right, but at full traffic. If it isn't, all ranks "
+                "train on the same data: check the sampler",
+                stacklevel=4,
+            )
 
     def _flat_momentum(self, param: Tensor) -> Tensor:
         """Returns this rank's part of a parameter's momentum, flat."""

@@ -102,9 +102,10 @@ class Options:
         _check_integer("momentum_sync_every", self.momentum_sync_every, 0, 2**63 - 1)
         if self.momentum_sync_budget is not None:
             _check_integer("momentum_sync_budget", self.momentum_sync_budget, 0, 2**63 - 1)
-        if self.local_group is not None and self.local_group != "node":
-            if isinstance(self.local_group, str):
+        if isinstance(self.local_group, str):
+            if self.local_group != "node":
                 raise ValueError(f'local_group must be "node" or an int (got {self.local_group!r})')
+        elif self.local_group is not None:
             _check_integer("local_group", self.local_group, 1, 2**31 - 1)
         # By identity: an array compares element by element.
         if not any(self.momentum_dtype is dtype for dtype in (None, *MOMENTUM_DTYPES)):

@@ -197,22 +197,21 @@ def compare(planes: Sequence[Tensor], total: int | Sequence[Tensor]) -> tuple[Te
         total: A number, or by bit a word of ones or zeros for each word.
     """
     greater, equal = torch.zeros_like(planes[0]), torch.full_like(planes[0], -1)
-    high = total.bit_length() if isinstance(total, int) else len(total)
-    for j in reversed(range(max(len(planes) + 1, high))):
-        digit = planes[j - 1] if 0 < j <= len(planes) else None
-        if isinstance(total, int):
-            above = -1 if total >> j & 1 else 0
-        else:
-            above = total[j] if j < len(total) else 0
-        if isinstance(above, Tensor):
-            own = torch.zeros_like(greater) if digit is None else digit
-            greater |= equal & own & ~above
-            equal &= ~(own ^ above)
-        elif above:
-            equal = torch.zeros_like(equal) if digit is None else equal & digit
-        elif digit is not None:
-            greater |= equal & digit
-            equal &= ~digit
+    if isinstance(total, int):
+        for j in reversed(range(max(len(planes) + 1, total.bit_length()))):
+            digit = planes[j - 1] if 0 < j <= len(planes) else None
+            if total >> j & 1:
+                equal = torch.zeros_like(equal) if digit is None else equal & digit
+            elif digit is not None:
+                greater |= equal & digit
+                equal &= ~digit
+        return greater, equal
+    none = torch.zeros_like(greater)
+    for j in reversed(range(max(len(planes) + 1, len(total)))):
+        own = planes[j - 1] if 0 < j <= len(planes) else none
+        above = total[j] if j < len(total) else none
+        greater |= equal & own & ~above
+        equal &= ~(own ^ above)
     return greater, equal
 
 

@@ -46,7 +46,7 @@ def step_in_full(
             ]
             sizes = [_size(params[index]) for index in indices]
             flat = torch.zeros(sum(sizes), dtype=dtype, device=message.device)
-            parts = list(flat.split(sizes))
+            parts = torch.split(flat, sizes)
             for index, part in zip(indices, parts, strict=True):
                 grad = grads[index]
                 if grad is not None:

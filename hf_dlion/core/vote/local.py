@@ -48,7 +48,7 @@ class Plan:
         names = trainable_names(groups)
         # What ranks compare are whole parameters: shards may differ in size.
         whole = [p for group in groups for p in group["params"] if p.requires_grad]
-        lines = [
+        lines: list[Line] = [
             (
                 name,
                 tuple(p.shape),

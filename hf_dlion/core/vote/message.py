@@ -72,7 +72,7 @@ class Piece:
     @functools.cached_property
     def size(self) -> int:
         """Number of elements, padding included."""
-        return (self.words.stop - self.words.start) * WORD
+        return int(self.words.stop - self.words.start) * WORD
 
     @functools.cached_property
     def is_whole(self) -> bool:

@@ -33,22 +33,19 @@ def average_momenta(momenta: Sequence[Tensor], wire: Wire, start: int, stop: int
         return
     count, ranks = sum(part.numel() for part in parts), wire.world_size
     share, device = -(-count // ranks), parts[0].device
+    sizes = [part.numel() for part in parts]
     rounded = torch.zeros(ranks, share, dtype=torch.bfloat16, device=device)
-    torch._foreach_copy_(list(rounded.view(-1)[:count].split([p.numel() for p in parts])), parts)
+    old = torch.split(rounded.view(-1)[:count], sizes)
+    torch._foreach_copy_(list(old), parts)
     sent = rounded.to(wire.device_for(device))
     received = torch.empty_like(sent)
     wire.all_to_all(received, sent, "momenta").wait()
     mean = received.float().mean(dim=0).to(torch.bfloat16)
     means = torch.empty_like(sent)
     wire.all_gather(means, mean, "momenta").wait()
-    means = means.to(device)
-    for part, new, old in zip(
-        parts,
-        means.view(-1)[:count].split([p.numel() for p in parts]),
-        rounded.view(-1)[:count].split([p.numel() for p in parts]),
-        strict=True,
-    ):
-        part.copy_(new.float() + (part.float() - old.float()))
+    new = torch.split(means.to(device).view(-1)[:count], sizes)
+    for part, mean_part, rounded_part in zip(parts, new, old, strict=True):
+        part.copy_(mean_part.float() + (part.float() - rounded_part.float()))
 
 
 def slice_of(total: int, every: int, step: int) -> tuple[int, int]:

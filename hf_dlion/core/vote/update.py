@@ -21,7 +21,7 @@ from hf_dlion.core.exchange.exchange import Votes
 from hf_dlion.core.exchange.rule import Rule
 from hf_dlion.core.vote import codec
 from hf_dlion.core.vote.codec import WORD
-from hf_dlion.core.vote.message import Message, Piece
+from hf_dlion.core.vote.message import Message, Part, Piece
 from hf_dlion.core.vote.rounding import PARAMETERS, random_bits, round_to
 
 Groups = Sequence[Mapping[str, Any]]
@@ -247,7 +247,7 @@ def _codes(piece: Piece, u: Tensor, turn: Turn, means: Flat) -> Tensor:
     return codec.level_codes(u, magnitude, turn.bits, phase)
 
 
-def _part(tensors: Flat, part: Any) -> Tensor:
+def _part(tensors: Flat, part: Part) -> Tensor:
     tensor = tensors[part.tensor]
     assert tensor is not None
     return tensor[part.start : part.stop]

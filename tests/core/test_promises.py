@@ -1,0 +1,170 @@
+"""What the optimizer promises around the arithmetic: cost, lost ranks, forgotten lines."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hf_dlion.core
+from hf_dlion.core.exchange.wire import LostRank
+from hf_dlion.core.optimizer import DistributedLion
+from tests.support.spawn import RankPools, run_ranks, run_script
+
+pytestmark = pytest.mark.multiproc
+PACKAGE = str(Path(hf_dlion.core.__file__).parent) + os.sep
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[RankPools]:
+    pools = RankPools()
+    yield pools
+    pools.close()
+
+
+def calls_of_a_step(rank: int, world_size: int) -> tuple[int, int]:
+    """Counts calls into the package, and its files, in the fourth step, backward included."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(64, 4))
+    optimizer = DistributedLion(ddp.named_parameters(), lr=0.1)
+    optimizer.attach(ddp)
+    calls: list[str] = []
+
+    def watch(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            calls.append(frame.f_code.co_filename)
+
+    for step in range(4):
+        optimizer.zero_grad()
+        if step == 3:
+            sys.setprofile(watch)
+        ddp(torch.randn(2, 64)).sum().backward()
+        optimizer.step()
+        sys.setprofile(None)
+    optimizer.detach()
+    del ddp
+    gc.collect()
+    return len(calls), len(set(calls))
+
+
+@pytest.mark.smoke
+def test_a_plain_step_makes_few_calls(pools: RankPools) -> None:
+    for calls, files in pools(2).run(calls_of_a_step):
+        assert calls <= 110, calls
+        assert files <= 14, files
+
+
+def dies(rank: int, world_size: int) -> str:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 4)
+    optimizer = DistributedLion(model.named_parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(2, 64)).sum().backward()
+        if rank == 1 and step == 2:
+            os._exit(0) if world_size == 0 else None
+            dist.distributed_c10d._abort_process_group()
+            return "left"
+        try:
+            optimizer.step()
+        except LostRank as error:
+            return str(error)
+    return "no error"
+
+
+def test_a_rank_that_is_gone_is_named(pools: RankPools) -> None:
+    first, second = run_ranks(2, dies)
+    assert second == "left"
+    assert first.startswith("rank 0 lost rank 1 while waiting for a header")
+    assert "skipped a step that the others took" in first
+
+
+def forgets(rank: int, world_size: int, kind: str) -> list[str]:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Linear(64, 4)
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+    optimizer = DistributedLion(model.named_parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(2):
+            optimizer.zero_grad()
+            x = torch.randn(2, 64, generator=torch.Generator().manual_seed(2 * step + rank))
+            model(x).square().sum().backward()
+            optimizer.step()
+    everyone = [torch.empty(4, 64) for _ in range(world_size)]
+    dist.all_gather(everyone, next(model.parameters()).detach())
+    assert all(torch.equal(own, everyone[0]) for own in everyone)
+    del model
+    gc.collect()
+    return [str(own.message) for own in caught if "attach" in str(own.message)]
+
+
+def test_a_forgotten_attach_trains_and_is_said_once(pools: RankPools) -> None:
+    first, second = pools(2).run(forgets, "ddp")
+    assert len(first) == 1
+    assert "add optimizer.attach(ddp_model)" in first[0]
+    assert second == []
+
+
+def test_local_gradients_bring_no_warning(pools: RankPools) -> None:
+    assert pools(2).run(forgets, "local") == [[], []]
+
+
+def main() -> None:
+    """Trains on this rank and prints a hash of its parameters; run under torchrun."""
+    if os.environ["RANK"] == "1":
+        # Read when torch first computes: other instructions than on rank 0.
+        os.environ["ATEN_CPU_CAPABILITY"] = "default"
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    hashes = []
+    options: list[dict[str, Any]] = [
+        {},
+        {"aggregation": "average"},
+        {"bits": 4},
+        {"full_precision": "1"},
+    ]
+    for own in options:
+        for dtype in (torch.float32, torch.bfloat16):
+            params = [
+                (str(k), nn.Parameter(torch.randn(n, 70).to(dtype))) for k, n in [(0, 333), (1, 7)]
+            ]
+            optimizer = DistributedLion(params, lr=0.013, weight_decay=0.11, **own)
+            random = torch.Generator().manual_seed(rank)
+            for _ in range(5):
+                for _, param in params:
+                    param.grad = torch.randn(param.shape, generator=random).to(dtype)
+                optimizer.step()
+            for _, param in params:
+                data = param.detach().view(torch.uint8).numpy().tobytes()
+                hashes.append(hashlib.sha256(data).hexdigest()[:16])
+    capability = torch.backends.cpu.get_cpu_capability()
+    sys.stdout.write(f"rank {rank} {capability} {' '.join(hashes)}\n")
+    dist.destroy_process_group()
+
+
+def test_replicas_are_equal_on_other_instructions() -> None:
+    done = run_script(2, ["-m", "tests.core.test_promises"])
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
+    (_, _, first, *mine), (_, _, second, *theirs) = (line.split() for line in lines)
+    assert second == "DEFAULT"
+    assert first != second
+    assert mine == theirs
+    assert len(set(mine)) == 16
+
+
+if __name__ == "__main__":
+    main()
