@@ -86,6 +86,7 @@ class Meetings:
         """Meets nobody yet."""
         self._wire = wire
         self._voters = list(range(wire.world_size)) if voters is None else list(voters)
+        self._count = max(self._voters) + 1
         self._places = [0] * wire.world_size if places is None else list(places)
         self._optimizer = -1
         self._layout: object = None
@@ -103,7 +104,9 @@ class Meetings:
                 failure raises that instead.
         """
         mine = self._header(report)
-        headers = self._gather(mine)
+        headers, alike = self._gather(mine)
+        if alike and mine.flags == FINITE:
+            return Agreed([True] * self._count, [list(report.present)] * self._count)
         self._check_failures(headers, report)
         self._check_point(headers)
         if len({own.settings for own in headers}) > 1:
@@ -120,7 +123,7 @@ class Meetings:
         present = [list(report.present)] * len(headers)
         if len({own.presence for own in headers}) > 1:
             present = self._gather_presence(report.present)
-        groups: list[list[int]] = [[] for _ in range(max(self._voters) + 1)]
+        groups: list[list[int]] = [[] for _ in range(self._count)]
         for rank, voter in enumerate(self._voters):
             groups[voter].append(rank)
         return Agreed(
@@ -147,8 +150,11 @@ class Meetings:
             digest(list(report.present)),
         )
 
-    def _gather(self, mine: Header) -> list[Header]:
+    def _gather(self, mine: Header) -> tuple[list[Header], bool]:
+        """Returns every rank's header, and whether all are equal."""
         table = self._wire.gather_words(list(mine.words()), "a header").tolist()
+        if table.count(table[0]) == len(table):
+            return [mine] * len(table), True
         versions = [row[0] for row in table]
         if any(version != WIRE_VERSION for version in versions):
             raise Disagreement(
@@ -156,7 +162,7 @@ class Meetings:
                 f"install the same hf_dlion everywhere. If these aren't versions, a rank is at "
                 f"another point of its program: all ranks need the same number of steps"
             )
-        return [Header(*row) for row in table]
+        return [Header(*row) for row in table], False
 
     def _check_failures(self, headers: Sequence[Header], report: Report) -> None:
         if not any(own.flags & FAILED for own in headers):
