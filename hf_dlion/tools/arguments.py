@@ -79,13 +79,13 @@ def exit_code(command: str, run: Callable[[], object], *told: type[Exception]) -
     """Returns the exit code of a command: 0, or 2 after an error that a user can put right.
 
     Args:
-        command: The word after `hf-dlion`.
+        command: What the user called.
         run: The command; an int that it returns is the exit code.
         told: Errors that are printed in one line; others go on as they are.
     """
     try:
         code = run()
     except told as error:
-        print(f"hf-dlion {command}: {error}", file=sys.stderr)
+        print(f"{command}: {error}", file=sys.stderr)
         return 2
     return code if isinstance(code, int) else 0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_dlion.tools.bench.methods import ALONE, BF16, DLION, FP32, NONE, POWER
+from hf_dlion.tools.names import ALONE, BF16, DLION, FP32, NONE, POWER
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def look(name: str) -> Look:
     """Returns how a method is drawn; DistributedLion's options are in its name.
 
     Args:
-        name: A row of `bench train` or `plan`, or a key of the study.
+        name: A row of `benchmarks/step_time.py` or `hf-dlion plan`, or a key of `LOOKS`.
     """
     for key, own in LOOKS.items():
         if name in (key, own.label):
