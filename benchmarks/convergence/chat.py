@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from benchmarks.convergence.scenes import Scene, evaluating, generator, seeded
+from benchmarks.convergence.scenes import Scene, evaluating, generator, seeded, with_lora
 from benchmarks.convergence.setting import Setting
 from examples import smollm2
 
@@ -166,12 +166,7 @@ class ChatLoRA(Chat):
 
     def model(self, seed: int) -> nn.Module:
         """Returns the base with new factors."""
-        from peft import LoraConfig, get_peft_model
-
-        config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-        base: Any = super().model(seed)
-        with seeded(seed):
-            return get_peft_model(base, config)
+        return with_lora(super().model(seed), seed)
 
 
 def f1(said: str, right: str) -> float:

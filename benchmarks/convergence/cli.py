@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -12,16 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.convergence import table
+from benchmarks.convergence import report
 from benchmarks.convergence.clock import check_clock, clock_of
-from benchmarks.convergence.real import check_real
-from benchmarks.convergence.recipes import METHODS, SIMULATED, TRIALS, check_simulated, recipe
-from benchmarks.convergence.records import Records
-from benchmarks.convergence.result import results
-from benchmarks.convergence.run import complete, estimate_s
-from benchmarks.convergence.scenes import SCENES, scene_class
-from benchmarks.convergence.search import Trial, missing
+from benchmarks.convergence.methods import METHODS, check_method, recipe
+from benchmarks.convergence.results import Record, Records, Trial, cells, missing, results
+from benchmarks.convergence.scenes import SCENES, Scene, scene_class
 from benchmarks.convergence.setting import SCHEDULES, WARMUP, Setting
+from benchmarks.convergence.train import run_real, simulate
 from hf_dlion.tools.arguments import Parser, add_format, checked, exit_code, positive
 from hf_dlion.tools.report import (
     MissingPackageError,
@@ -29,6 +27,7 @@ from hf_dlion.tools.report import (
     duration,
     environment,
     require_matplotlib,
+    track,
     write_json,
 )
 
@@ -37,13 +36,6 @@ COMPARED = [
     *("adamw", "lion", "majority", "average", "bits4", "sync16"),
     *("terngrad", "graddrop", "dgc"),
 ]
-
-# About 14 hours of one core for a scene.
-MEDIUM: dict[str, Any] = {
-    "methods": COMPARED, "workers": [2, 4, 8], "batch": [8], "sequence": 128, "hidden": 128,
-    "layers": 4, "steps": 1000, "seeds": 3, "evaluations": 10, "base_steps": 3000,
-}  # fmt: skip
-
 # What a scale stands for; a flag of the same name comes first.
 SCALES: dict[str, dict[str, Any]] = {
     "smoke": {
@@ -51,19 +43,15 @@ SCALES: dict[str, dict[str, Any]] = {
         "hidden": 32, "layers": 1, "steps": 6, "seeds": 2, "evaluations": 2, "base_steps": 6,
     },
     "small": {
-        "methods": [name for name in SIMULATED if name not in TRIALS], "workers": [2, 4, 8],
-        "batch": [8], "sequence": 64, "hidden": 64, "layers": 2, "steps": 300, "seeds": 3,
-        "evaluations": 6, "base_steps": 1000,
+        "methods": COMPARED, "workers": [2, 4, 8], "batch": [8], "sequence": 64, "hidden": 64,
+        "layers": 2, "steps": 300, "seeds": 3, "evaluations": 6, "base_steps": 1000,
     },
-    "medium": MEDIUM,
     # For the scenes of SmolLM2; about an hour of one core for a run.
     "llm": {
         "methods": ["adamw", "lion", "majority", "bits2", "bits4"], "workers": [2], "batch": [2],
         "sequence": 128, "hidden": 576, "layers": 30, "steps": 160, "seeds": 3, "evaluations": 4,
         "base_steps": 0, "clip": 1.0,
     },
-    # The workers and the batch of the Distributed Lion paper; about five days of one core.
-    "full": {**MEDIUM, "workers": [4, 8, 16, 32], "batch": [32], "sequence": 64},
 }  # fmt: skip
 FINE_TUNING = ("finetune", "lora")
 CLIP = "gradients, to this norm: with --real a rank's own but in DDP's mean (llm: 1; 0: not)"
@@ -71,11 +59,7 @@ FACTORS = "multiply the learning rate of parameters with such names; the first t
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the study; returns the exit code.
-
-    Args:
-        argv: The words of the command line; by default those of this process.
-    """
+    """Runs the study; returns the exit code."""
     args = _parser().parse_args(argv)
     for name, value in SCALES[args.scale].items():
         if getattr(args, name) is None:
@@ -92,21 +76,12 @@ def _run(args: argparse.Namespace) -> None:
     check_clock(args.links, args.times, [trial.setting for trial in trials])
     folder = Path(args.out)
     records = Records(folder / "runs.jsonl")
-    if args.dry_run:
-        todo = list(missing(trials, records, ahead=True))
-        seconds = estimate_s(todo)
-        out.line(
-            f"{len(todo)} runs to make, {len(records)} are there; about "
-            f"{duration(seconds)} of one core for their gradients"
-        )
-        out.result({"missing": len(todo), "made": len(records), "gradients_s": seconds})
-        return
     # Every run is written as soon as it is made, so an interrupted study goes on from there.
     if args.report:
         trials = [trial.made(records) for trial in trials]
     else:
         before = environment()
-        made = complete(trials, records, args.jobs)
+        made = _complete(trials, records)
         out.line(f"{made} runs made; all {len(records)} are in {records.path}")
         if made:
             entry = {**before, "runs": made, "words": sys.argv[1:]}
@@ -118,11 +93,9 @@ def _run(args: argparse.Namespace) -> None:
         out.result([])
         return
     clocks = partial(clock_of, args.links, args.times, args.compute_s)
-    table.print_losses(out, found, clocks)
-    table.print_grids(out, found)
-    table.print_sign_agreement(out, found)
+    report.print_tables(out, found, clocks)
     summary = []
-    for together in table.cells(found):
+    for together in cells(found):
         clock = clocks(together)
         for result in together:
             times = {link: asdict(clock.step(result, link)) for link in args.links}
@@ -130,11 +103,44 @@ def _run(args: argparse.Namespace) -> None:
     write_json(folder / "summary.json", summary)
     out.line(f"written: {folder / 'summary.json'}")
     if args.plot:
-        from benchmarks.convergence.plot import draw
-
-        for path in draw(found, folder, clocks):
+        for path in report.draw(found, folder, clocks):
             out.line(f"drawn: {path}")
     out.result(summary)
+
+
+def _complete(trials: list[Trial], records: Records) -> int:
+    """Makes all missing runs; returns how many."""
+    for trial in trials:
+        _scene(trial.setting).prepare(Path(trial.setting.folder))
+    made = 0
+    # First those that choose learning rates, then those that take the choices.
+    while todo := list(dict.fromkeys(missing(trials, records))):
+        for number, setting in enumerate(track(todo, "runs"), 1):
+            record = run_real(setting) if setting.real else simulate(setting, _scene(setting))
+            records.add(record)
+            made += 1
+            _say(number, len(todo), setting, record)
+    return made
+
+
+def _say(number: int, count: int, own: Setting, record: Record) -> None:
+    loss = "diverged" if record["loss"] is None else f"{record['loss']:.4f}"
+    print(
+        f"{number}/{count}  {own.scene} {own.method} {own.workers}x{own.batch} lr {own.lr:g} "
+        f"seed {own.seed}: {loss}, {duration(record['seconds'])}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _scene(setting: Setting) -> Scene:
+    # The part of a setting that scenes read. Those that differ in their folder alone are equal.
+    return _made_scene(setting.replace(method="", lr=0.0, seed=0, workers=0), setting.folder)
+
+
+@functools.lru_cache(maxsize=4)
+def _made_scene(setting: Setting, folder: str) -> Scene:
+    return scene_class(setting.scene)(setting)
 
 
 def _trials(args: argparse.Namespace) -> list[Trial]:
@@ -160,17 +166,9 @@ def _trials(args: argparse.Namespace) -> list[Trial]:
         )  # fmt: skip
         if scene in FINE_TUNING and not setting.base_steps:
             raise ValueError(f"--scale {args.scale} makes no base for {scene}: give --base-steps")
-        if setting.clip and recipe(method).compressor is not None:
-            raise ValueError(f"--clip does not go with {method}, which keeps gradients apart")
-        if setting.lr_factors and (recipe(method).rival or recipe(method).workers):
-            raise ValueError(f"--lr-factors does not go with {method}, which takes one rate")
-        if args.real:
-            check_real(setting)
-        else:
-            check_simulated(setting)
+        check_method(setting)
         lrs = tuple(sorted(set(grids[family] or kind.grids[family])))
-        seeds = tuple(range(args.seeds))
-        trials.append(Trial(setting, lrs, seeds, min(args.tuning_seeds, args.seeds)))
+        trials.append(Trial(setting, lrs, tuple(range(args.seeds))))
     return trials
 
 
@@ -203,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--scale", choices=list(SCALES), default="small", help="defaults of the sizes (small)")
     add("--scenes", nargs="+", default=["pretrain"], help=f"{', '.join(SCENES)} (pretrain)")
-    add("--methods", nargs="+", help=f"{', '.join(METHODS)} (small: all from adamw to dgc)")
+    add("--methods", nargs="+", help=f"{', '.join(METHODS)} (small: {' '.join(COMPARED)})")
     add("--workers", nargs="+", type=_several, help="numbers of workers (small: 2 4 8)")
     add("--batch", nargs="+", type=positive, help="sequences per worker (small: 8)")
     add("--sequence", type=_pairs, help="tokens in each (small: 64)")
@@ -211,8 +209,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--layers", type=positive, help="depth of the model (small: 2)")
     add("--steps", type=positive, help="of a run (small: 300)")
     add("--base-steps", type=positive, help="that made a base to fine-tune (small: 1000)")
-    add("--seeds", type=positive, help="how many (small: 3)")
-    add("--tuning-seeds", type=positive, default=1, help="that choose learning rates (1)")
+    add("--seeds", type=positive, help="how many (small: 3); the first chooses learning rates")
     add("--lr-adamw", nargs="+", type=float, help="learning rates to choose from (by scene)")
     add("--lr-lion", nargs="+", type=float, help="the same for Lion and Distributed Lion")
     add("--lr-sgd", nargs="+", type=float, help="the same for SGD")
@@ -224,13 +221,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--schedule", choices=SCHEDULES, default="cosine", help="of the learning rate (cosine)")
     add("--evaluations", type=positive, help="points of a curve (small: 6)")
     add("--real", action="store_true", help="a process for every rank, with gloo")
-    add("--jobs", type=positive, default=1, help="runs at once, a thread each (1)")
     add("--out", default="outputs/study", help="folder of records, pictures, bases")
     add("--links", nargs="+", default=["100mbit", "1gbit"], help="of which times are told (both)")
     add("--times", nargs="+", default=[], metavar="FILE", help="JSON of step_time.py on such links")
     add("--compute-s", type=_above_zero, help="of a gradient elsewhere; all times are computed")
     add("--plot", action="store_true", help="draw pictures, too")
     add("--report", action="store_true", help="make no runs, tell of those that are there")
-    add("--dry-run", action="store_true", help="say how many runs are missing, and what they take")
     add_format(made)
     return made

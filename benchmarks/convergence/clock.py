@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.convergence.result import Result
+from benchmarks.convergence.results import Result
 from benchmarks.convergence.setting import Setting
 from benchmarks.methods import DEMO, DILOCO, LOCAL
 from hf_dlion.tools.names import BF16, DLION, FP32, NONE, POWER, name_of
@@ -22,7 +21,7 @@ ROWS = {
     "adamw": FP32,
     "lion": "DDP fp32, Lion",
     "majority": DLION,
-    **{f"bits{bits}": name_of(bits) for bits in (2, 4, 8)},
+    **{f"bits{bits}": name_of(bits) for bits in (2, 4)},
     "bf16": BF16,
     "powersgd": POWER,
     **{f"localsgd{every}": LOCAL.format(every) for every in (8, 32)},
@@ -33,28 +32,10 @@ ROWS = {
 
 @dataclass(frozen=True)
 class Time:
-    """Of a step.
-
-    Attributes:
-        seconds: How long.
-        measured: Whether it was measured; otherwise it was computed.
-    """
+    """Of a step, measured or computed."""
 
     seconds: float
     measured: bool = False
-
-
-@dataclass(frozen=True)
-class Row:
-    """Of `step_time.py`.
-
-    Attributes:
-        seconds: Of a step.
-        sent: Bytes out of a rank in it.
-    """
-
-    seconds: float
-    sent: float
 
 
 @dataclass(frozen=True)
@@ -64,25 +45,21 @@ class Clock:
     Attributes:
         links: The networks, by what users write, for example "1gbit".
         compute_s: Of a worker's gradient, where nothing was measured.
-        measured: By link and name of the row.
+        measured: By link and name of the row, seconds of a step and bytes out of a rank.
     """
 
     links: Mapping[str, Link]
     compute_s: float
-    measured: Mapping[str, Mapping[str, Row]]
+    measured: Mapping[str, Mapping[str, tuple[float, float]]]
 
     def step(self, result: Result, name: str) -> Time:
-        """Returns the time of a method's step.
+        """Returns the time of a method's step on a link.
 
         To what was measured comes the network's time for what the run sent beyond it, for example
         in PowerSGD's first steps. What was measured on another link is taken from the fastest, and
         the network's time for the bytes put in place of what it took there. Otherwise it is the
         gradient's time and then the network's: nothing overlaps, and the optimizers' own work is
         left out.
-
-        Args:
-            result: Of the method.
-            name: Of the link.
         """
         link = self.links[name]
         sent = result.average("bytes_per_step")
@@ -90,14 +67,14 @@ class Clock:
         rounds = round(result.average("rounds_per_step"))
         row = ROWS.get(result.setting.method, "")
         if row in self.measured.get(name, ()):
-            here = self.measured[name][row]
-            return Time(here.seconds + link.seconds(max(sent - here.sent, 0.0), 0), measured=True)
+            seconds, timed = self.measured[name][row]
+            return Time(seconds + link.seconds(max(sent - timed, 0.0), 0), measured=True)
         elsewhere = [known for known, times in self.measured.items() if row in times]
         if not elsewhere:
             return Time(self.compute_s + link.seconds(sent, rounds))
-        fastest = max(elsewhere, key=lambda known: _link(known).bits_per_s)
-        there = self.measured[fastest][row]
-        own_s = there.seconds - _link(fastest).seconds(there.sent, rounds)
+        fastest = max(elsewhere, key=lambda known: link_of(known).bits_per_s)
+        seconds, timed = self.measured[fastest][row]
+        own_s = seconds - link_of(fastest).seconds(timed, rounds)
         return Time(max(own_s, 0.0) + link.seconds(sent, rounds))
 
 
@@ -107,7 +84,7 @@ def clock_of(
     compute_s: float | None,
     results: Sequence[Result],
 ) -> Clock:
-    """Returns the step times of the results of a cell.
+    """Returns the step times of results that are compared with one another.
 
     The times of each file are moved by what its step without communication differs from the median
     of all files'.
@@ -117,7 +94,7 @@ def clock_of(
         files: JSON of `step_time.py --emulate` with the model that was trained.
         compute_s: Of a worker's gradient; by default a step without communication, the median of
             the files, or else that of the runs.
-        results: All those of the cell.
+        results: Of one cell.
 
     Raises:
         ValueError: If a link is none, or a file is of another model, batch or number of ranks.
@@ -131,27 +108,21 @@ def clock_of(
                 f"{Path(file).name} times {config['parameters']:,} parameters, and the study "
                 f"trained {size:,}"
             )
-        rows = {
-            row["name"]: Row(1e-3 * row["median_ms"], row["bytes_per_step"])
-            for row in found["rows"]
-        }
+        rows = {r["name"]: (1e-3 * r["median_ms"], r["bytes_per_step"]) for r in found["rows"]}
         runs.append((str(config["emulate"]).partition("x")[2], rows))
-    places = {name: _link(name) for name in links}
+    places = {name: link_of(name) for name in links}
     if compute_s is not None:
         return Clock(places, compute_s, {})
-    free = [rows[NONE].seconds for _, rows in runs if NONE in rows]
-    compute_s = statistics.median(free) if free else gradient_s(results)
-    measured: dict[str, dict[str, Row]] = {}
+    free = [rows[NONE][0] for _, rows in runs if NONE in rows]
+    gradients = [1e-3 * record["gradient_ms"] for own in results for record in own.records]
+    compute_s = statistics.median(free or gradients)
+    measured: dict[str, dict[str, tuple[float, float]]] = {}
     for link, rows in runs:
         # The machine is not equally fast in all runs.
-        slower = rows[NONE].seconds - compute_s if NONE in rows else 0.0
+        slower = rows[NONE][0] - compute_s if NONE in rows else 0.0
         own = measured.setdefault(link, {})
-        own.update((name, Row(row.seconds - slower, row.sent)) for name, row in rows.items())
+        own.update((name, (seconds - slower, sent)) for name, (seconds, sent) in rows.items())
     return Clock(places, compute_s, measured)
-
-
-# Of the results of a cell.
-ClockOf = Callable[[Sequence[Result]], Clock]
 
 
 def check_clock(links: Sequence[str], files: Sequence[str], settings: Iterable[Setting]) -> None:
@@ -162,15 +133,10 @@ def check_clock(links: Sequence[str], files: Sequence[str], settings: Iterable[S
         OSError: If a file cannot be read.
     """
     for name in links:
-        _link(name)
-    for file, setting in itertools.product(files, settings):
-        _checked(file, read_bench(file, "train")["config"], setting)
-
-
-def gradient_s(results: Sequence[Result]) -> float:
-    """Returns the time of a worker's gradient, the same for all methods: the median of the runs."""
-    times = [float(record["gradient_ms"]) for result in results for record in result.records]
-    return 1e-3 * statistics.median(times)
+        link_of(name)
+    for setting in settings:
+        for file in files:
+            _checked(file, read_bench(file, "train")["config"], setting)
 
 
 def _checked(file: str, config: Mapping[str, Any], setting: Setting) -> Mapping[str, Any]:
@@ -186,7 +152,8 @@ def _checked(file: str, config: Mapping[str, Any], setting: Setting) -> Mapping[
     return config
 
 
-def _link(name: str) -> Link:
+def link_of(name: str) -> Link:
+    """Returns a network by what users write."""
     try:
         return given(name, DEFAULT_LATENCY_MS, nccl=False)
     except ValueError:

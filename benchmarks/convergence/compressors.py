@@ -1,18 +1,15 @@
 """Gradient compressors that the Distributed Lion paper compares with, as their papers define them.
 
-A compressor has a worker per rank, which turns a gradient into the bytes that it sends, and the
-messages of all into the mean. `Compressor.compress` runs all workers in one process; the comm hook
-of `benchmarks.convergence.compressors_hook` runs one under DDP, with the same result bit for bit.
+All workers are in this process. A message is kept as the dense gradient that it stands for, and its
+bytes are counted: every worker sends its own to each of the others.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -27,15 +24,7 @@ WARMUP_EPOCHS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a worker knows of the run.
-
-    Attributes:
-        rank: Its number.
-        world_size: The number of workers.
-        sizes: Elements of each parameter.
-        seed: Of random numbers, which also depend on rank and step.
-        steps: Length of the run.
-    """
+    """What a worker knows of the run; sizes are the elements of each parameter."""
 
     rank: int
     world_size: int
@@ -45,121 +34,66 @@ class Run:
 
 
 class Compressor(ABC):
-    """What turns gradients into messages, made with its options alone.
-
-    `worker` returns one rank's side of it for a run, which has the state. `start` and `compress`
-    are all ranks' sides in one process.
+    """One worker, with what it keeps between steps.
 
     Attributes:
-        run: What a worker knows of its run.
-        bits_per_iteration: Bits that a rank sent in the last step: its message to each of the
-            others, in a ring or not, and the scale's all-reduce.
-        rounds_per_iteration: Messages that waited for one another for that.
+        message_bytes: Of its last message.
     """
 
-    run: Run
-    bits_per_iteration = 0.0
-    rounds_per_iteration = 0
+    message_bytes = 0
 
-    def worker(self, run: Run) -> Self:
-        """Returns one rank's side, before its first step."""
-        worker = copy.copy(self)
-        worker.begin(run)
-        return worker
-
-    def begin(self, run: Run) -> None:
-        """Makes this a worker: sets its state before the first step."""
+    def __init__(self, run: Run) -> None:
+        """Starts before the first step."""
         self.run = run
 
     def scale(self, gradient: Tensor) -> Tensor:
-        """Returns numbers whose maximum over all workers `encode` and `decode` get.
-
-        Args:
-            gradient: All parameters' gradients in a row, float32; unchanged.
-        """
+        """Returns numbers whose maximum over all workers `send` gets."""
         return gradient.new_empty(0)
 
     @abstractmethod
-    def encode(self, gradient: Tensor, scale: Tensor) -> Tensor:
-        """Returns the bytes to send, uint8, as many as every other worker; called once per step.
+    def send(self, gradient: Tensor, scale: Tensor) -> Tensor:
+        """Returns what the message adds to the sum, float32; called once per step.
 
         Args:
-            gradient: As for `scale`.
+            gradient: All parameters' gradients in a row, float32; unchanged.
             scale: The maximum of what `scale` returned over all workers.
         """
 
-    @abstractmethod
-    def decode(self, message: Tensor, scale: Tensor) -> Tensor:
-        """Returns a worker's contribution to the mean, float32, of the gradient's size.
 
-        Args:
-            message: What a worker's `encode` returned in this step.
-            scale: As for `encode`.
-        """
+class Workers:
+    """All workers of a run.
 
-    def combine(self, messages: Sequence[Tensor], scale: Tensor) -> Tensor:
-        """Returns the mean over the messages of all workers, in order of ranks."""
-        total = self.decode(messages[0], scale)
-        for message in messages[1:]:
-            total += self.decode(message, scale)
-        return total.div_(len(messages))
-
-    def start(self, world_size: int, params: Sequence[Tensor], seed: int, steps: int) -> None:
-        """Makes the workers anew.
-
-        Args:
-            world_size: How many.
-            params: What is trained.
-            seed: Of random numbers.
-            steps: Length of the run.
-        """
-        sizes = tuple(param.numel() for param in params)
-        self._workers = [
-            self.worker(Run(rank=rank, world_size=world_size, sizes=sizes, seed=seed, steps=steps))
-            for rank in range(world_size)
-        ]
-
-    def compress(self, gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Returns the mean gradient after the exchange, new tensors of the gradients' shapes.
-
-        Args:
-            gradients: By worker and parameter; unchanged.
-        """
-        flat = [torch.cat([g.detach().float().cpu().flatten() for g in own]) for own in gradients]
-        pairs = list(zip(self._workers, flat, strict=True))
-        scale = torch.stack([worker.scale(own) for worker, own in pairs]).amax(0)
-        messages = [worker.encode(own, scale) for worker, own in pairs]
-        self.bits_per_iteration = 8 * sent_bytes(messages[0], scale, len(messages))
-        self.rounds_per_iteration = sent_rounds(scale, len(messages))
-        mean = self._workers[0].combine(messages, scale)
-        parts = mean.split_with_sizes([one.numel() for one in gradients[0]])
-        return [part.view_as(one).to(one) for part, one in zip(parts, gradients[0], strict=True)]
-
-
-def sent_bytes(message: Tensor, scale: Tensor, world_size: int) -> int:
-    """Returns the bytes that a rank sends to gather all messages and to agree on the scale."""
-    return (world_size - 1) * message.numel() + average_wire_bytes(
-        scale.numel(), world_size, torch.float32
-    )
-
-
-def sent_rounds(scale: Tensor, world_size: int) -> int:
-    """Returns how many messages wait for one another then."""
-    return (world_size - 1) * (3 if scale.numel() else 1)
-
-
-def clipped(layer: Tensor, deviations: float) -> Tensor:
-    """Returns a layer whose elements are within so many standard deviations.
-
-    A layer of a single element has no deviation, and stays.
+    Attributes:
+        bytes_sent: Bytes that a rank has sent so far.
+        rounds: Messages that waited for one another so far.
     """
-    if layer.numel() < 2:
-        return layer
-    bound = float(deviations * layer.std(correction=0))
-    return layer.clamp(-bound, bound)
+
+    def __init__(
+        self,
+        make: Callable[[Run], Compressor],
+        world_size: int,
+        sizes: Sequence[int],
+        seed: int,
+        steps: int,
+    ) -> None:
+        """Makes them."""
+        shared = {"world_size": world_size, "sizes": tuple(sizes), "seed": seed, "steps": steps}
+        self._all = [make(Run(rank=rank, **shared)) for rank in range(world_size)]
+        self.bytes_sent = self.rounds = 0
+
+    def mean(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Returns the mean of the messages, of gradients in a row by worker."""
+        pairs = list(zip(self._all, gradients, strict=True))
+        scale = torch.stack([worker.scale(own) for worker, own in pairs]).amax(0)
+        total = sum(worker.send(own, scale) for worker, own in pairs)
+        others = len(pairs) - 1
+        self.bytes_sent += others * self._all[0].message_bytes
+        self.bytes_sent += average_wire_bytes(scale.numel(), len(pairs), torch.float32)
+        # A gathering, and a ring in which the scale becomes common.
+        self.rounds += others * (3 if scale.numel() else 1)
+        return total / len(pairs)
 
 
-@dataclass
 class TernGrad(Compressor):
     """Each element one of -s, 0, s, right in expectation (Wen et al. 2017, arXiv 1705.07878).
 
@@ -169,68 +103,55 @@ class TernGrad(Compressor):
     to agree on s.
     """
 
-    deviations: float = 2.5
+    deviations = 2.5
 
-    def begin(self, run: Run) -> None:
+    def __init__(self, run: Run) -> None:
         """Seeds the random numbers."""
-        super().begin(run)
+        super().__init__(run)
         # Any two ranks draw independently, or their errors would add up instead of averaging out.
         self._random = torch.Generator().manual_seed(run.seed * 65537 + run.rank)
+        self.message_bytes = -(-sum(run.sizes) // 4)
 
     def scale(self, gradient: Tensor) -> Tensor:
         """Returns the largest magnitude of each clipped layer."""
-        layers = self._clipped(gradient)
-        return torch.stack([a.abs().amax() if a.numel() else a.sum() for a in layers])
+        return torch.stack([layer.abs().amax() for layer in self._clipped(gradient)])
 
-    def encode(self, gradient: Tensor, scale: Tensor) -> Tensor:
-        """Returns codes 0, 1 and 2 for -s, 0 and s, four to a byte."""
-        clipped = torch.cat(self._clipped(gradient))
-        draw = torch.rand(clipped.numel(), generator=self._random).to(clipped.device)
-        kept = draw * self._spread(scale) < clipped.abs()
-        codes = (clipped.sign() * kept + 1).to(torch.uint8)
-        codes = torch.nn.functional.pad(codes, (0, -codes.numel() % 4)).view(-1, 4)
-        return codes[:, 0] | codes[:, 1] << 2 | codes[:, 2] << 4 | codes[:, 3] << 6
-
-    def decode(self, message: Tensor, scale: Tensor) -> Tensor:
+    def send(self, gradient: Tensor, scale: Tensor) -> Tensor:
         """Returns -s, 0 or s."""
-        shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=message.device)
-        codes = (message[:, None] >> shifts & 3).flatten()[: sum(self.run.sizes)]
-        return (codes.float() - 1) * self._spread(scale)
+        clipped = torch.cat(self._clipped(gradient))
+        spread = scale.repeat_interleave(torch.tensor(self.run.sizes))
+        kept = torch.rand(clipped.numel(), generator=self._random) * spread < clipped.abs()
+        return clipped.sign() * kept * spread
 
     def _clipped(self, gradient: Tensor) -> list[Tensor]:
-        layers = gradient.split_with_sizes(list(self.run.sizes))
-        return [clipped(layer, self.deviations) for layer in layers]
-
-    def _spread(self, scale: Tensor) -> Tensor:
-        sizes = torch.tensor(self.run.sizes, device=scale.device)
-        return scale.repeat_interleave(sizes)
+        found = []
+        for layer in gradient.split_with_sizes(list(self.run.sizes)):
+            # A single element has no deviation to be clipped to.
+            bound = float(self.deviations * layer.std(correction=0)) if len(layer) > 1 else math.inf
+            found.append(layer.clamp(-bound, bound))
+        return found
 
 
 class Sparse(Compressor):
     """Sends elements as float32 values and int32 positions, and keeps the others back.
 
     Attributes:
-        residual: What a worker has not sent yet, float32.
+        residual: What has not been sent yet, float32.
     """
 
-    residual: Tensor
-
-    def begin(self, run: Run) -> None:
-        """Starts with a residual of 0."""
-        super().begin(run)
-        self.residual = torch.zeros(sum(run.sizes))
+    def __init__(self, run: Run, density: float = DENSITY) -> None:
+        """Starts with a residual of 0; `density` is the share of the elements that are sent."""
+        super().__init__(run)
+        if not 0.0 < density <= 1.0:
+            raise ValueError(f"density={density} must be a share: more than 0, at most 1")
+        self.density, self.residual = density, torch.zeros(sum(run.sizes))
 
     def take(self, positions: Tensor) -> Tensor:
-        """Returns the message of some elements of the residual, which are 0 then."""
-        values = self.residual[positions]
-        self.residual[positions] = 0.0
-        return torch.cat([values.view(torch.uint8), positions.to(torch.int32).view(torch.uint8)])
-
-    def decode(self, message: Tensor, scale: Tensor) -> Tensor:
-        """Returns the elements that were sent, and zeros."""
-        values, positions = message.chunk(2)
+        """Returns these elements of the residual, which are 0 then, and zeros."""
         dense = torch.zeros_like(self.residual)
-        dense[positions.view(torch.int32).long()] = values.view(torch.float32)
+        dense[positions] = self.residual[positions]
+        self.residual[positions] = 0.0
+        self.message_bytes = 8 * positions.numel()
         return dense
 
 
@@ -240,30 +161,19 @@ def largest(values: Tensor, density: float) -> Tensor:
     return values.abs().topk(count, sorted=False).indices
 
 
-@dataclass
 class GradDrop(Sparse):
     """The largest elements of gradient and residual (Aji and Heafield 2017, arXiv 1704.05021).
 
     One threshold over all parameters, which the paper prefers for models with layer normalisation;
     it is exact here, estimated from a sample there. What is below it is added to the next gradient.
-
-    Args:
-        density: Share of the elements that are sent; the paper drops 0.99, Distributed Lion 0.96.
     """
 
-    density: float = DENSITY
-
-    def __post_init__(self) -> None:
-        """Checks the density."""
-        check_share("density", self.density)
-
-    def encode(self, gradient: Tensor, scale: Tensor) -> Tensor:
+    def send(self, gradient: Tensor, scale: Tensor) -> Tensor:
         """Returns the largest elements of the residual."""
         self.residual += gradient
         return self.take(largest(self.residual, self.density))
 
 
-@dataclass
 class DGC(Sparse):
     """Deep gradient compression (Lin et al. 2018, arXiv 1712.01887, algorithm 4).
 
@@ -275,52 +185,41 @@ class DGC(Sparse):
 
     The momentum is in here: the optimizer is to be SGD without one. The paper clips g/N, of which
     it takes the sum, to clip/√N; here it is g, of which the mean is taken. Warm-up: 1/4 of the
-    elements, 1/16, ... in the four epochs of the warm-up, down to the density.
+    elements, 1/16, ... in the four epochs of the warm-up, down to the density. The warm-up is a
+    share of the run; the paper's four epochs are about this of ImageNet's ninety.
 
     A worker's `residual` is the paper's v, its `velocity` the paper's u.
-
-    Args:
-        density: Share of each layer's elements that are sent after the warm-up.
-        momentum: The paper's m.
-        clip: Norm to which the sum of all workers' gradients would be clipped; None: not at all.
-        warmup: Share of the run; the paper's four epochs are about this of ImageNet's ninety.
     """
 
-    density: float = DENSITY
-    momentum: float = 0.9
-    clip: float | None = 1.0
-    warmup: float = 0.04
+    def __init__(
+        self,
+        run: Run,
+        density: float = DENSITY,
+        momentum: float = 0.9,
+        clip: float | None = 1.0,
+        warmup: float = 0.04,
+    ) -> None:
+        """Starts with momentum and residual of 0."""
+        super().__init__(run, density)
+        self.momentum, self.clip, self.warmup = momentum, clip, warmup
+        self.velocity, self._step = torch.zeros_like(self.residual), 0
 
-    def __post_init__(self) -> None:
-        """Checks the arguments."""
-        check_share("density", self.density)
-        if not 0.0 <= self.momentum < 1.0:
-            raise ValueError(f"momentum={self.momentum} must be at least 0 and less than 1")
-        if self.clip is not None and not self.clip > 0.0:
-            raise ValueError(f"clip={self.clip} must be positive, or None")
-        if not 0.0 <= self.warmup <= 1.0:
-            raise ValueError(f"warmup={self.warmup} must be a share of the run, from 0 to 1")
-
-    def density_at(self, step: int, steps: int) -> float:
-        """Returns the share that is sent in a step, which is counted from 0, of so many."""
-        epoch = self.warmup * steps / WARMUP_EPOCHS
+    def density_at(self, step: int) -> float:
+        """Returns the share that is sent in a step, which is counted from 0."""
+        epoch = self.warmup * self.run.steps / WARMUP_EPOCHS
         if step >= WARMUP_EPOCHS * epoch:
             return self.density
         return max(self.density, 0.25 ** (math.floor(step / epoch) + 1))
 
-    def begin(self, run: Run) -> None:
-        """Starts with momentum and residual of 0."""
-        super().begin(run)
-        self.velocity = torch.zeros_like(self.residual)
-        self._step = 0
-
-    def encode(self, gradient: Tensor, scale: Tensor) -> Tensor:
+    def send(self, gradient: Tensor, scale: Tensor) -> Tensor:
         """Returns the largest elements of each layer of the residual."""
-        self.velocity.mul_(self.momentum).add_(self._clipped(gradient))
+        if self.clip is not None:
+            limit = self.clip * math.sqrt(self.run.world_size)
+            gradient = gradient * min(1.0, limit / max(float(gradient.norm()), 1e-30))
+        self.velocity.mul_(self.momentum).add_(gradient)
         self.residual += self.velocity
-        density = self.density_at(self._step, self.run.steps)
+        density, chosen, start = self.density_at(self._step), [], 0
         self._step += 1
-        chosen, start = [], 0
         for layer in self.residual.split_with_sizes(list(self.run.sizes)):
             chosen.append(largest(layer, density) + start)
             start += layer.numel()
@@ -328,19 +227,3 @@ class DGC(Sparse):
         # A stale momentum would go on pushing elements that were held back for long.
         self.velocity[positions] = 0.0
         return self.take(positions)
-
-    def _clipped(self, gradient: Tensor) -> Tensor:
-        if self.clip is None:
-            return gradient
-        limit = self.clip * math.sqrt(self.run.world_size)
-        return gradient * min(1.0, limit / max(float(gradient.norm()), 1e-30))
-
-
-def check_share(name: str, value: float) -> None:
-    """Checks a share of the elements.
-
-    Raises:
-        ValueError: If it is none.
-    """
-    if not 0.0 < value <= 1.0:
-        raise ValueError(f"{name}={value} must be a share of the elements: more than 0, at most 1")

@@ -43,19 +43,11 @@ class Scene(ABC):
         self.setting = setting
 
     def prepare(self, folder: Path) -> None:  # noqa: B027 (most scenes need none)
-        """Makes what all runs share, once, before the first of them.
-
-        Args:
-            folder: Where it is kept.
-        """
+        """Makes in a folder what all runs share, once, before the first of them."""
 
     @abstractmethod
     def model(self, seed: int) -> nn.Module:
         """Returns the model at the start; equal seeds give equal bits."""
-
-    def untrained(self, seed: int) -> nn.Module:
-        """Returns a model of the same sizes that takes nothing that was prepared."""
-        return self.model(seed)
 
     @abstractmethod
     def batch(self, worker: int, step: int, seed: int) -> Any:
@@ -101,12 +93,7 @@ def scene_class(name: str) -> type[Scene]:
 
 
 def generator(seed: int, *words: int) -> np.random.Generator:
-    """Returns random numbers that follow from the arguments alone.
-
-    Args:
-        seed: Of the run.
-        words: Which of its draws, for example worker and step.
-    """
+    """Returns random numbers that follow from a run's seed and the words, as worker and step."""
     return np.random.default_rng((seed, *words))
 
 
@@ -126,3 +113,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     with torch.no_grad():
         yield
     model.train(training)
+
+
+def with_lora(model: nn.Module, seed: int) -> nn.Module:
+    """Returns a model of which only LoRA's new factors of all linear layers are trained."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    with seeded(seed):
+        return get_peft_model(model, config)

@@ -99,11 +99,7 @@ class Setting:
         return dataclasses.replace(self, **changes)
 
     def lr_at(self, step: int) -> float:
-        """Returns the learning rate of a step.
-
-        Args:
-            step: Counted from 0.
-        """
+        """Returns the learning rate of a step, which is counted from 0."""
         if self.schedule == "constant":
             return self.lr
         warmup = math.ceil(self.warmup * self.steps)

@@ -1,37 +1,39 @@
-"""Scenes of text: a small byte-level Llama from random weights, and fine-tuned from a base."""
+"""Scenes of text that every Python has: the source of its standard library, and the prose in it.
+
+A small byte-level Llama from random weights, and fine-tuned from a base.
+"""
 
 from __future__ import annotations
 
+import ast
 import copy
+import functools
 import os
+import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from benchmarks.convergence import corpus
-from benchmarks.convergence.scenes import Scene, evaluating, generator, seeded
+from benchmarks.convergence.scenes import Scene, evaluating, generator, seeded, with_lora
 from benchmarks.convergence.setting import WARMUP, Setting
 from hf_dlion.tools.report import track
 
-VALIDATION_SEQUENCES = 256
-VALIDATION_BATCH = 32
-BASE_SEED = 1_000_003
-BASE_LR, BASE_BATCH = 3e-3, 16
+Bytes = NDArray[np.uint8]
+# Files that are kept for validation.
+HELD_OUT = ("argparse.py", "json/decoder.py", "statistics.py", "tarfile.py", "textwrap.py")
+VALIDATION_SEQUENCES, VALIDATION_BATCH = 256, 32
+BASE_SEED, BASE_LR, BASE_BATCH = 1_000_003, 3e-3, 16
 # Elements of an attention head.
 HEAD = 32
 
 
 def byte_llama(hidden: int, layers: int, sequence: int, seed: int) -> nn.Module:
     """Returns a new Llama whose tokens are bytes; the embedding is tied.
-
-    Args:
-        hidden: Width.
-        layers: Depth.
-        sequence: The most tokens it will see.
-        seed: Of the weights.
 
     Raises:
         ValueError: If the width cannot be shared among heads of 32 and more elements, an even
@@ -56,14 +58,17 @@ class Pretraining(Scene):
     """From random weights, on the source of the standard library."""
 
     def __init__(self, setting: Setting) -> None:
-        """Reads the source."""
         super().__init__(setting)
-        self._text = self._corpus()
-        held_out = corpus.blocks(self._text.validation, setting.sequence, VALIDATION_SEQUENCES)
-        self._held_out = torch.split(torch.from_numpy(held_out.astype(np.int64)), VALIDATION_BATCH)
+        self._train, held_out = self._texts()
+        # Pieces that are evenly spread.
+        length = setting.sequence
+        whole = held_out[: len(held_out) // length * length].reshape(-1, length)
+        count = min(VALIDATION_SEQUENCES, len(whole))
+        pieces = whole[np.arange(count) * len(whole) // max(count, 1)].astype(np.int64)
+        self._held_out = torch.split(torch.from_numpy(pieces), VALIDATION_BATCH)
 
-    def _corpus(self) -> corpus.Corpus:
-        return corpus.code()
+    def _texts(self) -> tuple[Bytes, Bytes]:
+        return corpus((0, 1), Path.read_bytes)
 
     def model(self, seed: int) -> nn.Module:
         """Returns a new Llama."""
@@ -73,7 +78,7 @@ class Pretraining(Scene):
     def batch(self, worker: int, step: int, seed: int) -> Tensor:
         """Returns int64 tokens, shape (batch, sequence), from anywhere in the text."""
         rng = generator(seed, worker, step)
-        return _sequences(self._text.train, self.setting.batch, self.setting.sequence, rng)
+        return _sequences(self._train, self.setting.batch, self.setting.sequence, rng)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Returns nats per byte."""
@@ -90,13 +95,11 @@ class Pretraining(Scene):
 class FineTuning(Pretraining):
     """A base that AdamW trained once on library code learns the prose of docstrings."""
 
-    def __init__(self, setting: Setting) -> None:
-        """Reads the docstrings."""
-        super().__init__(setting)
-        self._base: nn.Module | None = None
+    _base: nn.Module | None = None
 
-    def _corpus(self) -> corpus.Corpus:
-        return corpus.prose()
+    def _texts(self) -> tuple[Bytes, Bytes]:
+        # Of the files that the base has not seen.
+        return corpus((1,), docstrings)
 
     def prepare(self, folder: Path) -> None:
         """Trains the base, unless the folder has it."""
@@ -118,18 +121,13 @@ class FineTuning(Pretraining):
             self._base.load_state_dict(torch.load(self._path(Path(self.setting.folder))))
         return copy.deepcopy(self._base)
 
-    def untrained(self, seed: int) -> nn.Module:
-        """Returns a new Llama."""
-        return super().model(seed)
-
     def _path(self, folder: Path) -> Path:
         own = self.setting
-        sizes = f"{own.hidden}x{own.layers}-{own.sequence}-{own.base_steps}"
-        return folder / f"base-{sizes}.pt"
+        return folder / f"base-{own.hidden}x{own.layers}-{own.sequence}-{own.base_steps}.pt"
 
     def _trained_base(self) -> nn.Module:
         setting = self.setting
-        text = corpus.base_code().train
+        text = corpus((0,), Path.read_bytes)[0]
         model = super().model(BASE_SEED)
         optimizer = torch.optim.AdamW(model.parameters(), lr=BASE_LR, weight_decay=0.1)
         # Of the setting only what the file's name holds.
@@ -139,7 +137,7 @@ class FineTuning(Pretraining):
         for step in track(range(setting.base_steps), "training the base"):
             optimizer.param_groups[0]["lr"] = schedule.lr_at(step)
             tokens = _sequences(text, BASE_BATCH, setting.sequence, generator(BASE_SEED, 0, step))
-            self.loss(model, tokens).backward()  # type: ignore[no-untyped-call]
+            self.loss(model, tokens).backward()
             optimizer.step()
             optimizer.zero_grad()
         return model
@@ -156,22 +154,32 @@ class LowRank(FineTuning):
 
     def model(self, seed: int) -> nn.Module:
         """Returns the base with new factors."""
-        return _with_factors(super().model(seed), seed)
-
-    def untrained(self, seed: int) -> nn.Module:
-        """Returns a new Llama with new factors."""
-        return _with_factors(super().untrained(seed), seed)
+        return with_lora(super().model(seed), seed)
 
 
-def _with_factors(base: nn.Module, seed: int) -> nn.Module:
-    from peft import LoraConfig, get_peft_model
+@functools.cache
+def corpus(halves: tuple[int, ...], text_of: Callable[[Path], bytes]) -> tuple[Bytes, Bytes]:
+    """Returns a text to learn from, of every other file or of all, and one to be tested on."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found = [*root.glob("*.py"), *(root / "json").glob("*.py"), *(root / "email").glob("*.py")]
+    train, held_out = [], []
+    for number, path in enumerate(sorted(found)):
+        if path.relative_to(root).as_posix() in HELD_OUT:
+            held_out.append(text_of(path))
+        elif number % 2 in halves:
+            train.append(text_of(path))
+    return tuple(np.frombuffer(b"".join(part), np.uint8) for part in (train, held_out))
 
-    config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    with seeded(seed):
-        return get_peft_model(base, config)
+
+def docstrings(path: Path) -> bytes:
+    """Returns the docstrings of a file."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = (n for n in ast.walk(ast.parse(path.read_bytes())) if isinstance(n, documented))
+    texts = [text for node in nodes if (text := ast.get_docstring(node))]
+    return "".join(f"{text}\n\n" for text in texts).encode()
 
 
-def _sequences(text: corpus.Bytes, count: int, length: int, rng: np.random.Generator) -> Tensor:
+def _sequences(text: Bytes, count: int, length: int, rng: np.random.Generator) -> Tensor:
     """Returns `count` pieces of a text, int64, shape (count, length)."""
     starts = rng.integers(0, len(text) - length + 1, count)
     return torch.from_numpy(text[starts[:, None] + np.arange(length)].astype(np.int64))

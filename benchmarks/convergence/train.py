@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import json
 import math
+import os
 import statistics
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.spawn import spawn
 
-from benchmarks.convergence.agreement import SignAgreement
-from benchmarks.convergence.methods import Method, trainable
-from benchmarks.convergence.recipes import recipe
+from benchmarks.convergence.methods import Method, RealRank, check_method, recipe, trainable
 from benchmarks.convergence.scenes import Scene, scene_class
 from benchmarks.convergence.setting import Setting
-
-SIGN_SAMPLES = 5
 
 
 def simulate(setting: Setting, scene: Scene | None = None) -> dict[str, Any]:
@@ -27,13 +30,47 @@ def simulate(setting: Setting, scene: Scene | None = None) -> dict[str, Any]:
     Raises:
         UnknownNameError: If there is no such scene or method.
     """
-    how = recipe(setting.method)
+    check_method(setting)
     scene = scene or scene_class(setting.scene)(setting)
-    method = how.simulated(scene, setting)
+    workers = recipe(setting.method).workers
+    assert workers is not None, "checked"
+    method = workers(scene, setting)
     try:
         return train(setting, scene, method)
     finally:
         method.close()
+
+
+def run_real(setting: Setting) -> dict[str, Any]:
+    """Trains on `setting.workers` processes of this machine, with gloo; returns rank 0's record.
+
+    Raises:
+        UnknownNameError: If there is no such scene or method, or it has no real ranks.
+    """
+    check_method(setting)
+    scene_class(setting.scene)(setting).prepare(Path(setting.folder))
+    with tempfile.TemporaryDirectory(prefix="hf_dlion_study_") as folder:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        spawn(_rank, (setting, folder), nprocs=setting.workers)
+        found: dict[str, Any] = json.loads(Path(folder, "record.json").read_text())
+        return found
+
+
+def _rank(rank: int, setting: Setting, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=setting.workers
+    )
+    scene = scene_class(setting.scene)(setting)
+    method = RealRank(scene, setting)
+    record = train(setting, scene, method)
+    method.close()
+    if rank == 0:
+        Path(folder, "record.json").write_text(json.dumps(record))
+    # gloo may abort the process if a DDP model outlives its process group.
+    del method
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def train(setting: Setting, scene: Scene, method: Method) -> dict[str, Any]:
@@ -42,11 +79,7 @@ def train(setting: Setting, scene: Scene, method: Method) -> dict[str, Any]:
     `loss` is None where it diverged.
     """
     evaluated_after = set(setting.evaluated_after())
-    # Signs are compared in the middle of each of so many parts of the run.
-    parts = min(SIGN_SAMPLES, setting.steps)
-    measured = {setting.steps * (2 * part + 1) // (2 * parts) for part in range(parts)}
-    signs = SignAgreement(method.voters)
-    curve = [(0, _judged(scene, method))]
+    curve = [(0, _judged(method, scene.validation, math.nan))]
     # Processor time: other work on the machine does not count.
     gradient_s, method_s = [], []
     begin, failure = time.perf_counter(), None
@@ -57,7 +90,7 @@ def train(setting: Setting, scene: Scene, method: Method) -> dict[str, Any]:
             batch = scene.batch(worker, step, setting.seed)
             before = time.process_time()
             loss = scene.loss(model, batch)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             gradient_s.append(time.process_time() - before)
             total += float(loss.detach())
             method.collect(model)
@@ -68,16 +101,11 @@ def train(setting: Setting, scene: Scene, method: Method) -> dict[str, Any]:
         # ... then what the method makes of them.
         if setting.clip:
             _clip(setting.clip, method)
-        lr = setting.lr_at(step)
-        if step in measured:
-            signs.before(lr)
         before = time.process_time()
-        method.step(lr)
+        method.step(setting.lr_at(step))
         method_s.append(time.process_time() - before)
-        if step in measured:
-            signs.after()
         if step + 1 in evaluated_after:
-            curve.append((step + 1, _judged(scene, method)))
+            curve.append((step + 1, _judged(method, scene.validation, math.nan)))
     last = curve[-1][1]
     if failure is None and math.isfinite(last):
         _check_replicas(method)
@@ -89,14 +117,13 @@ def train(setting: Setting, scene: Scene, method: Method) -> dict[str, Any]:
         "loss": last if failure is None and math.isfinite(last) else None,
         "failure": failure,
         "curve": [[step, loss if math.isfinite(loss) else None] for step, loss in curve],
-        "metrics": _metrics(scene, method) if failure is None else {},
+        "metrics": {} if failure else _judged(method, scene.metrics, {}),
         "parameters": sum(param.numel() for param in trainable(method.places[0][1])),
         "bytes_per_step": method.bytes_sent / taken,
         "rounds_per_step": method.rounds / taken,
         "gradient_ms": 1e3 * statistics.median(gradient_s),
         "method_ms": 1e3 * statistics.median(method_s) if method_s else None,
         "seconds": time.perf_counter() - begin,
-        "sign_agreement": signs.by_parameter(),
     }
 
 
@@ -107,30 +134,16 @@ def _clip(norm: float, method: Method) -> None:
         nn.utils.clip_grad_norm_(trainable(model), norm * models.count(model))
 
 
-def _judged(scene: Scene, method: Method) -> float:
-    """Returns the validation loss, NaN on ranks whose record nobody reads."""
+def _judged(method: Method, judge: Callable[[nn.Module], Any], otherwise: Any) -> Any:
+    """Returns what a scene says of the model; `otherwise` on ranks whose record nobody reads."""
     if not method.judges:
-        return math.nan
-    with _threads(method.judging_threads):
-        return scene.validation(_plain(method.places[0][1]))
-
-
-def _metrics(scene: Scene, method: Method) -> dict[str, float]:
-    """Returns the scene's metrics, none on ranks whose record nobody reads."""
-    if not method.judges:
-        return {}
-    with _threads(method.judging_threads):
-        return scene.metrics(_plain(method.places[0][1]))
-
-
-@contextlib.contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+        return otherwise
+    model, threads = method.places[0][1], torch.get_num_threads()
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_num_threads, threads)
+        torch.set_num_threads(method.judging_threads or threads)
+        # A DDP wrapper holds it.
+        return judge(getattr(model, "module", model))
 
 
 def _check_replicas(method: Method) -> None:
@@ -140,10 +153,3 @@ def _check_replicas(method: Method) -> None:
         for mine, theirs in zip(trainable(first), trainable(other), strict=True):
             if not torch.equal(mine, theirs):
                 raise RuntimeError("replicas are not equal after the run")
-
-
-def _plain(model: nn.Module) -> nn.Module:
-    """Returns the model that a DDP wrapper holds, or the model itself."""
-    inner = getattr(model, "module", model)
-    assert isinstance(inner, nn.Module), "a module holds modules"
-    return inner

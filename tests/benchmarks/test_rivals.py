@@ -11,9 +11,7 @@ from torch.optim import AdamW
 
 from benchmarks import rivals
 from benchmarks.convergence.cli import main
-from benchmarks.convergence.methods import set_lr, trainable
-from benchmarks.convergence.real import RealRank
-from benchmarks.convergence.recipes import METHODS, SIMULATED
+from benchmarks.convergence.methods import METHODS, SIMULATED, RealRank, set_lr, trainable
 from benchmarks.convergence.setting import Setting
 from benchmarks.convergence.text import Pretraining
 from benchmarks.convergence.train import train

@@ -11,9 +11,8 @@ import pytest
 
 from benchmarks.convergence.cli import main
 from benchmarks.convergence.clock import ROWS, Time, clock_of
-from benchmarks.convergence.recipes import METHODS as STUDIED
-from benchmarks.convergence.result import Result
-from benchmarks.convergence.search import Choice
+from benchmarks.convergence.methods import METHODS as STUDIED
+from benchmarks.convergence.results import Result
 from benchmarks.methods import LOCAL
 from benchmarks.methods import METHODS as TIMED
 from hf_dlion.tools.names import DLION, FP32, NONE
@@ -28,7 +27,7 @@ def of(method: str, bytes_per_step: float, rounds: float = 2.0) -> Result:
     """A result that has trained a million parameters, with a gradient of 0.25 s."""
     record = {"parameters": NUMEL, "bytes_per_step": bytes_per_step, "rounds_per_step": rounds}
     records = [{**record, "gradient_ms": 250.0}]
-    return Result(TINY.replace(method=method), Choice(1e-3, {}), {0: 1.0}, records, {})
+    return Result(TINY.replace(method=method), {}, {0: 1.0}, records)
 
 
 STEP = {"batch": TINY.batch, "sequence": TINY.sequence}

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import copy
-import gc
+import functools
 import math
 
 import pytest
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.convergence.compressors import DGC, GradDrop, Run, TernGrad
-from benchmarks.convergence.compressors_hook import HookState, compress_hook
-from tests.support.spawn import RankPools
+from benchmarks.convergence.compressors import DGC, GradDrop, Run, TernGrad, Workers
 
 COMPRESSORS = {"terngrad": TernGrad, "graddrop": GradDrop, "dgc": DGC}
 
 
 def worker_of(compressor, *sizes, rank=0, world_size=1, steps=100, seed=0):
     run = Run(rank=rank, world_size=world_size, sizes=sizes, seed=seed, steps=steps)
-    return compressor.worker(run)
+    return compressor(run)
 
 
 def exchanged(worker, gradient):
     """What a single worker sends in a step, as a dense gradient."""
     scale = worker.scale(gradient)
-    return worker.decode(worker.encode(gradient, scale), scale)
+    return worker.send(gradient, scale)
 
 
 def whole_numbers(step, size=300):
@@ -45,27 +40,25 @@ def whole_numbers(step, size=300):
     ],
 )
 def test_a_rank_sends_the_bits_and_messages_of_its_method(name, bits):
-    params = [torch.zeros(80, 100), torch.zeros(2000)]
-    compressor = COMPRESSORS[name]()
-    compressor.start(4, params, seed=0, steps=100)
+    workers = Workers(COMPRESSORS[name], 4, [8000, 2000], seed=0, steps=100)
     for _ in range(5):  # DGC's warm-up is over after four
-        gradients = [[torch.randn(80, 100), torch.randn(2000)] for _ in range(4)]
-        mean = compressor.compress(gradients)
-    assert compressor.bits_per_iteration / 10_000 == pytest.approx(bits, rel=1e-9)
+        sent, rounds = workers.bytes_sent, workers.rounds
+        mean = workers.mean([torch.randn(10_000) for _ in range(4)])
+    assert 8 * (workers.bytes_sent - sent) / 10_000 == pytest.approx(bits, rel=1e-9)
     # A gathering among four, and a ring of scales.
-    assert compressor.rounds_per_iteration == (3 + 6 if name == "terngrad" else 3)
-    assert [part.shape for part in mean] == [param.shape for param in params]
+    assert workers.rounds - rounds == (3 + 6 if name == "terngrad" else 3)
+    assert mean.shape == (10_000,)
 
 
 def test_nothing_is_sent_to_oneself():
-    for compressor in (TernGrad(), GradDrop(), DGC()):
-        compressor.start(1, [torch.zeros(50)], seed=0, steps=10)
-        compressor.compress([[torch.ones(50)]])
-        assert compressor.bits_per_iteration == 0
+    for compressor in COMPRESSORS.values():
+        workers = Workers(compressor, 1, [50], seed=0, steps=10)
+        workers.mean([torch.ones(50)])
+        assert workers.bytes_sent == 0
 
 
 def test_dropped_gradients_are_kept_to_the_last_bit():
-    worker = worker_of(GradDrop(), 200, 100)
+    worker = worker_of(GradDrop, 200, 100)
     sent, accumulated = torch.zeros(300), torch.zeros(300)
     for step in range(20):
         gradient = whole_numbers(step)
@@ -77,7 +70,7 @@ def test_dropped_gradients_are_kept_to_the_last_bit():
 
 
 def test_the_largest_are_sent_from_wherever_they_are():
-    worker = worker_of(GradDrop(0.1), 10, 10)
+    worker = worker_of(functools.partial(GradDrop, density=0.1), 10, 10)
     gradient = torch.cat([torch.arange(1.0, 11.0), torch.arange(-110.0, -100.0)])
     part = exchanged(worker, gradient)
     assert part.nonzero().flatten().tolist() == [10, 11]
@@ -85,14 +78,16 @@ def test_the_largest_are_sent_from_wherever_they_are():
 
 
 def test_every_layer_sends_its_own_largest_with_dgc():
-    worker = worker_of(DGC(0.1, clip=None, warmup=0.0), 10, 10)
+    worker = worker_of(functools.partial(DGC, density=0.1, clip=None, warmup=0.0), 10, 10)
     gradient = torch.cat([torch.arange(1.0, 11.0), torch.arange(-110.0, -100.0)])
     assert exchanged(worker, gradient).nonzero().flatten().tolist() == [9, 10]
 
 
 def test_dgcs_momentum_is_kept_to_the_last_bit():
     # Halves stay exact for the few steps that an element waits.
-    worker = worker_of(DGC(0.25, momentum=0.5, clip=None, warmup=0.0), 200, 100)
+    worker = worker_of(
+        functools.partial(DGC, density=0.25, momentum=0.5, clip=None, warmup=0.0), 200, 100
+    )
     for step in range(12):
         gradient = whole_numbers(step)
         velocity = 0.5 * worker.velocity + gradient
@@ -105,7 +100,7 @@ def test_dgcs_momentum_is_kept_to_the_last_bit():
 
 
 def test_dgc_corrects_the_momentum_as_computed_by_hand():
-    worker = worker_of(DGC(0.5, momentum=0.5, clip=None, warmup=0.0), 2)
+    worker = worker_of(functools.partial(DGC, density=0.5, momentum=0.5, clip=None, warmup=0.0), 2)
     for gradient, sent, velocity, residual in (
         ((4.0, 1.0), (4.0, 0.0), (0.0, 1.0), (0.0, 1.0)),
         # The second element's 2.5 is 1 + (0.5 + 1): with its momentum, not 1 + 1.
@@ -124,22 +119,20 @@ def test_dgc_clips_locally_so_that_the_sum_is_clipped_as_in_the_paper():
     for gradient in gradients:
         own = gradient / 4
         paper += own * min(1.0, 1.0 / math.sqrt(4) / float(own.norm()))
-    compressor = DGC(1.0, clip=1.0, warmup=0.0)
-    compressor.start(4, [torch.zeros(3)], seed=0, steps=10)
-    (mean,) = compressor.compress([[gradient] for gradient in gradients])
+    all_at_once = functools.partial(DGC, density=1.0, clip=1.0, warmup=0.0)
+    mean = Workers(all_at_once, 4, [3], seed=0, steps=10).mean(gradients)
     torch.testing.assert_close(mean, paper)
     assert paper.norm() < 1.0
 
 
 def test_dgc_warms_up_over_four_epochs_by_factors_of_four():
-    thousandth = DGC(0.001, warmup=0.04)
-    densities = [thousandth.density_at(step, 400) for step in range(20)]
+    thousandth = worker_of(functools.partial(DGC, density=0.001), 1000, steps=400)
+    densities = [thousandth.density_at(step) for step in range(20)]
     expected = [0.25, 0.0625, 0.015625, 0.00390625, 0.001]
     assert densities == [density for density in expected for _ in range(4)]
-    assert [DGC().density_at(step, 100) for step in range(5)] == [0.25, 0.0625, 0.04, 0.04, 0.04]
-    assert DGC(warmup=0.0).density_at(0, 100) == 0.04
-
-    worker = worker_of(DGC(), 1000)
+    worker = worker_of(DGC, 1000)
+    assert [worker.density_at(step) for step in range(5)] == [0.25, 0.0625, 0.04, 0.04, 0.04]
+    assert worker_of(functools.partial(DGC, warmup=0.0), 1000).density_at(0) == 0.04
     sent = [exchanged(worker, torch.randn(1000)).count_nonzero().item() for _ in range(4)]
     assert sent == [250, 62, 40, 40]
 
@@ -147,27 +140,26 @@ def test_dgc_warms_up_over_four_epochs_by_factors_of_four():
 @pytest.mark.full
 def test_terngrad_is_right_in_expectation():
     gradient = torch.cat([torch.linspace(-0.7, 0.9, 37), torch.linspace(-8.0, 8.0, 10)])
-    worker = worker_of(TernGrad(), 37, 10, seed=3)
+    worker = worker_of(TernGrad, 37, 10, seed=3)
     scale = worker.scale(gradient)
     torch.testing.assert_close(scale, torch.tensor([0.9, 8.0]))  # nothing is clipped here
     draws = 4000
     total = torch.zeros(47)
     for _ in range(draws):
-        total += worker.decode(worker.encode(gradient, scale), scale)
+        total += worker.send(gradient, scale)
     spread = scale.repeat_interleave(torch.tensor([37, 10]))
     deviation = (spread * gradient.abs() - gradient**2).clamp(min=0.0).sqrt() / math.sqrt(draws)
     assert ((total / draws - gradient).abs() <= 5 * deviation + 1e-4).all()
 
 
 def test_terngrad_sends_three_levels_of_the_largest_scale_of_all():
-    workers = [worker_of(TernGrad(), 101, 6, rank=rank, world_size=2) for rank in (0, 1)]
+    workers = [worker_of(TernGrad, 101, 6, rank=rank, world_size=2) for rank in (0, 1)]
     gradients = [torch.randn(107), 3.0 * torch.randn(107)]
     scales = [w.scale(own) for w, own in zip(workers, gradients, strict=True)]
     scale = torch.maximum(*scales)
     for worker, gradient in zip(workers, gradients, strict=True):
-        message = worker.encode(gradient, scale)
-        assert message.numel() == 27  # 107 elements, four to a byte
-        part = worker.decode(message, scale)
+        part = worker.send(gradient, scale)
+        assert worker.message_bytes == 27  # 107 elements, four to a byte
         for layer, level in zip(part.split([101, 6]), scale, strict=True):
             assert all(value.abs() in (0.0, level) for value in layer)
         assert (part * gradient >= 0.0).all()
@@ -176,9 +168,7 @@ def test_terngrad_sends_three_levels_of_the_largest_scale_of_all():
 def test_terngrads_mean_is_made_of_the_scale_that_all_share():
     small = torch.linspace(-1.0, 1.0, 101)
     for gradients in ([small, 2 * small], [2 * small, small]):
-        compressor = TernGrad()
-        compressor.start(2, [torch.zeros(101)], seed=0, steps=1)
-        (mean,) = compressor.compress([[own] for own in gradients])
+        mean = Workers(TernGrad, 2, [101], seed=0, steps=1).mean(gradients)
         assert set(mean.tolist()) == {-2.0, -1.0, 0.0, 1.0, 2.0}
 
 
@@ -187,106 +177,27 @@ def test_terngrad_clips_at_two_and_a_half_deviations():
     bound = 2.5 * float(layer.std(correction=0))
     assert bound < 30.0
     # The largest that remains is sent for certain, with its own value.
-    worker = worker_of(TernGrad(), 102)
+    worker = worker_of(TernGrad, 102)
     part = exchanged(worker, layer)
     assert part[100:].tolist() == pytest.approx([bound, -bound])
     # A single element has no deviation to be clipped to.
-    assert exchanged(worker_of(TernGrad(), 1), torch.tensor([0.5])).tolist() == [0.5]
+    assert exchanged(worker_of(TernGrad, 1), torch.tensor([0.5])).tolist() == [0.5]
 
 
 def test_terngrads_workers_draw_independently():
     gradient = torch.linspace(-1.0, 1.0, 200)
-    parts = [exchanged(worker_of(TernGrad(), 200, rank=rank), gradient) for rank in (0, 1)]
+    parts = [exchanged(worker_of(TernGrad, 200, rank=rank), gradient) for rank in (0, 1)]
     assert not torch.equal(*parts)
-    again = exchanged(worker_of(TernGrad(), 200, rank=1), gradient)
+    again = exchanged(worker_of(TernGrad, 200, rank=1), gradient)
     assert torch.equal(parts[1], again)
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_gradients_of_zero_stay_zero(name):
-    compressor = COMPRESSORS[name]()
-    compressor.start(2, [torch.zeros(7), torch.zeros(1)], seed=0, steps=10)
-    mean = compressor.compress([[torch.zeros(7), torch.zeros(1)] for _ in "12"])
-    assert all((part == 0.0).all() for part in mean)
+    mean = Workers(COMPRESSORS[name], 2, [7, 1], seed=0, steps=10).mean([torch.zeros(8)] * 2)
+    assert (mean == 0.0).all()
 
 
-@pytest.mark.parametrize(
-    ("make", "named"),
-    [
-        (lambda: GradDrop(0.0), "density=0.0"),
-        (lambda: DGC(1.5), "density=1.5"),
-        (lambda: DGC(momentum=1.0), "momentum=1.0"),
-        (lambda: DGC(clip=0.0), "clip=0.0"),
-        (lambda: DGC(warmup=-0.1), "warmup=-0.1"),
-    ],
-)
-def test_impossible_arguments_are_refused(make, named):
-    with pytest.raises(ValueError, match=named):
-        make()
-
-
-def small_model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 10), nn.Linear(10, 1))
-
-
-def loss_of(model, rank, step):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return model(torch.randn(8, 20, generator=generator)).square().mean()
-
-
-STEPS = 6
-
-
-class CountingState(HookState):
-    buckets = 0
-
-    def add(self, bucket):
-        self.buckets += 1
-        return super().add(bucket)
-
-
-def hooked_and_alone(rank, world_size, name):
-    """Whether DDP's gradients with the hook are the compressor's, by step; and both counts."""
-    model, alone = small_model(), small_model()
-    options = {"seed": 7, "steps": STEPS}
-    state = CountingState(COMPRESSORS[name](), model.parameters(), **options)
-    # Several buckets, which DDP also sorts anew after the first step.
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005)
-    ddp.register_comm_hook(state, compress_hook)
-    compressor = COMPRESSORS[name]()
-    compressor.start(world_size, list(alone.parameters()), **options)
-    equal, bits = [], 0.0
-    for step in range(STEPS):
-        loss_of(ddp, rank, step).backward()
-        gradients = []
-        for worker in range(world_size):
-            own = copy.deepcopy(alone)
-            loss_of(own, worker, step).backward()
-            gradients.append([param.grad for param in own.parameters()])
-        means = compressor.compress(gradients)
-        bits += compressor.bits_per_iteration
-        equal.append(
-            all(
-                torch.equal(p.grad, mean) for p, mean in zip(model.parameters(), means, strict=True)
-            )
-        )
-        with torch.no_grad():
-            for param, other, mean in zip(
-                model.parameters(), alone.parameters(), means, strict=True
-            ):
-                param -= 0.1 * param.grad
-                other -= 0.1 * mean
-        model.zero_grad()
-    del ddp
-    gc.collect()
-    return equal, bits / 8, state.bytes_sent, state.buckets
-
-
-@pytest.mark.multiproc
-@pytest.mark.parametrize("name", COMPRESSORS)
-def test_the_hook_under_ddp_is_the_compressor_bit_for_bit(ranks: RankPools, name):
-    for equal, counted, sent, buckets in ranks(2).run(hooked_and_alone, name):
-        assert equal == [True] * STEPS
-        assert sent == counted > 0
-        assert buckets > STEPS
+def test_an_impossible_density_is_refused():
+    with pytest.raises(ValueError, match=r"density=0\.0"):
+        worker_of(functools.partial(GradDrop, density=0.0), 5)

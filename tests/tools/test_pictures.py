@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import plot
 from benchmarks.convergence import cli as convergence
-from benchmarks.convergence.recipes import METHODS as STUDIED
+from benchmarks.convergence.methods import METHODS as STUDIED
 from hf_dlion.tools import cli, pictures
 from hf_dlion.tools.names import NONE, name_of
 from hf_dlion.tools.pictures import LOOKS, figure, logarithmic, look
@@ -27,7 +27,7 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append((figure, panels))
         return real(figure, panels, *rest, **options)
 
-    for module in ("hf_dlion.tools.plan.table", "benchmarks.plot", "benchmarks.convergence.plot"):
+    for module in ("hf_dlion.tools.plan.table", "benchmarks.plot", "benchmarks.convergence.report"):
         monkeypatch.setattr(f"{module}.save", save)
     return found
 
