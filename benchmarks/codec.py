@@ -184,7 +184,7 @@ def _busy_s(call: Callable[[], object], device: torch.device) -> float:
     event: Any = torch.cuda.Event  # without types
     begin, end = (event(enable_timing=True) for _ in range(2))
     # While the device sleeps the host gets ahead, so no launch is waited for.
-    torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(SLEEP_CYCLES)
     begin.record()
     call()
     end.record()
@@ -203,7 +203,6 @@ def _params(parameters: int, dtype: str, device: torch.device) -> list[torch.Ten
 
 
 def _parser() -> Parser:
-    """Returns the options."""
     made = parser_of(__file__, __doc__)
     add = made.add_argument
     add("--parameters", type=positive, default=50_000_000)
@@ -214,7 +213,6 @@ def _parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the benchmark; returns the exit code."""
     args = _parser().parse_args(argv)
     return told(_parser(), lambda: run(args))
 

@@ -97,11 +97,7 @@ def _start(
 
 
 def summary(seconds: Sequence[float]) -> dict[str, Any]:
-    """Returns the median and the spread of repeated times, in milliseconds.
-
-    Args:
-        seconds: One time per repeat.
-    """
+    """Returns the median and the spread of repeated times, in milliseconds."""
     times = [1e3 * value for value in seconds]
     return {
         "repeats": len(times),
@@ -120,16 +116,7 @@ def publish(
     rows: Sequence[Mapping[str, Any]],
     columns: Mapping[str, str],
 ) -> None:
-    """Prints the rows as a table and writes them as JSON.
-
-    Args:
-        name: The benchmark.
-        args: With `json`, the file, whose folder is made, and `format`.
-        config: The options of the run.
-        before: `environment()` from before the run; the load average then tells who else ran.
-        rows: One dict per measured thing.
-        columns: Titles of the printed columns by the rows' keys.
-    """
+    """Prints the rows as a table and writes them as JSON."""
     out = Output(args.format)
     result = {
         "bench": name,

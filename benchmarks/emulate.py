@@ -92,7 +92,6 @@ class Emulation:
     """
 
     def __init__(self, network: Network) -> None:
-        """Names the namespaces; `with` builds them."""
         self._network = network
         self._stem = f"{PREFIX}-{os.getpid()}-{_start_of(os.getpid())}"
         self._switch = f"{self._stem}-sw"
@@ -119,11 +118,9 @@ class Emulation:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Removes everything."""
         self.close()
 
     def close(self) -> None:
-        """Ends the processes in the namespaces and removes these; may be called twice."""
         for name in namespaces(self._stem + "-"):
             _remove(name)
 

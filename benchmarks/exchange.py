@@ -39,14 +39,7 @@ class Votes:
     """All messages of a step, full of random votes, and the strategy that carries them."""
 
     def __init__(self, strategy: str, parameters: int, wire: Wire, device: torch.device) -> None:
-        """Makes votes and buffers.
-
-        Args:
-            strategy: A name in `STRATEGIES`.
-            parameters: How many elements are voted on.
-            wire: Carries them and counts the bytes.
-            device: Where the votes lie.
-        """
+        """Makes votes and buffers."""
         self._wire, self._step = wire, 0
         self._parts: list[tuple[Exchange, torch.Tensor | None, torch.Tensor]] = []
         found = enumerate(torch.empty(shape, device="meta") for shape in shapes(parameters))
@@ -116,7 +109,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _parser() -> Parser:
-    """Returns the options."""
     made = parser_of(__file__, __doc__)
     add_ranks(made, timed=True)
     made.add_argument("--repeats", type=positive, default=7)
@@ -124,7 +116,6 @@ def _parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the benchmark; returns the exit code."""
     return start(__file__, run, _parser(), argv)
 
 

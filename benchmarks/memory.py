@@ -91,14 +91,12 @@ def _status(field: str) -> int:
 
 
 def _parser() -> Parser:
-    """Returns the options."""
     made = parser_of(__file__, __doc__)
     add_ranks(made, timed=False)
     return made
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the benchmark; returns the exit code."""
     return start(__file__, run, _parser(), argv)
 
 

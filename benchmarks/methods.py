@@ -42,14 +42,12 @@ class LocalLion:
     """Lion on the gradients as they are, with the codec that DistributedLion uses alone."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:
-        """Starts with momenta of 0."""
         self._params = list(params)
         self._momenta = [torch.zeros_like(param) for param in self._params]
         self._step = 0
 
     @torch.no_grad()
     def step(self) -> None:
-        """Moves the parameters."""
         self._step += 1
         rule = step_rule(self._step)
         for index, (param, momentum) in enumerate(zip(self._params, self._momenta, strict=True)):
@@ -58,7 +56,6 @@ class LocalLion:
                 codec_for(param.device).step_alone(param, param.grad, momentum, own)
 
     def zero_grad(self) -> None:
-        """Drops the gradients."""
         for param in self._params:
             param.grad = None
 
@@ -77,7 +74,6 @@ class Method:
     def __init__(
         self, name: str, model: nn.Module, optimizer: Any, bytes_sent: int = 0, period: int = 1
     ) -> None:
-        """Keeps the attributes."""
         self.name, self.model, self.optimizer = name, model, optimizer
         self.bytes_sent, self.period = bytes_sent, period
 
@@ -87,8 +83,7 @@ class Method:
         return loss
 
     def step(self, tokens: Tensor) -> None:
-        """Takes one training step."""
-        self.loss(tokens).backward()  # type: ignore[no-untyped-call]
+        self.loss(tokens).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         if isinstance(self.optimizer, DistributedLion):
@@ -103,7 +98,6 @@ class Method:
             self.bytes_sent = round((self._sent() - before) / self.period)
 
     def close(self) -> None:
-        """Ends what the method started; every rank calls this."""
         if isinstance(self.optimizer, Rival):
             self.optimizer.close()
 
@@ -113,7 +107,7 @@ class Method:
 
 def keep_local(
     state: object,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
+    bucket: dist.GradBucket,
 ) -> torch.futures.Future[Tensor]:
     """Comm hook that sends nothing."""
     buffer = bucket.buffer()
@@ -136,15 +130,7 @@ def reduced(
     hook: Callable[..., Any] | None = None,
     optimizer: Callable[[Iterable[Tensor]], Any] = ADAMW,
 ) -> Method:
-    """Returns an optimizer on the gradients that DDP has made of all ranks'.
-
-    Args:
-        make: Makes the model.
-        name: Of the method.
-        dtype: Of the gradients on the wire; None where nothing is sent.
-        hook: DDP's comm hook, or None.
-        optimizer: Makes it of the parameters.
-    """
+    """Returns an optimizer on the gradients that DDP has made of all ranks'."""
     ddp = _wrapped(make())
     if hook is not None:
         ddp.register_comm_hook(None, hook)
@@ -156,15 +142,7 @@ def reduced(
 def other(
     make: Make, name: str, rival: Callable[..., Rival], period: int = 1, **options: Any
 ) -> Method:
-    """Returns what one would otherwise take.
-
-    Args:
-        make: Makes the model.
-        name: Of the method.
-        rival: Makes one rank of it.
-        period: Steps after which all begins anew.
-        options: Of `rival`.
-    """
+    """Returns what one would otherwise take."""
     made = rival(make(), lr=LR, weight_decay=WEIGHT_DECAY, **options)
     return Method(name, made.model, made, period=period)
 
@@ -227,9 +205,6 @@ METHODS: dict[str, Callable[[Make], Method]] = {
 
 def check_methods(names: Iterable[str]) -> None:
     """Checks before any work starts that the packages of some methods are installed.
-
-    Args:
-        names: Keys of `METHODS`.
 
     Raises:
         ImportError: If one is not.

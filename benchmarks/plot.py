@@ -67,7 +67,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _parser() -> Parser:
-    """Returns the options."""
     made = Parser(prog="benchmarks/plot.py", description=__doc__)
     made.add_argument("files", nargs="+", metavar="FILE", help="JSON of step_time.py")
     out = "outputs/step-time.png"
@@ -76,7 +75,6 @@ def _parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Draws; returns the exit code."""
     args = _parser().parse_args(argv)
     return told(_parser(), lambda: run(args))
 

@@ -46,14 +46,6 @@ def launch(
 ) -> int:
     """Runs a script on every rank, and ends all of them whatever happens.
 
-    Args:
-        script: Its file.
-        words: Its command line.
-        count: Number of ranks.
-        local_ranks: Ranks on each host, or node.
-        threads: torch's threads per rank.
-        network: Of hosts with one core, or None.
-
     Returns:
         The first exit code that is not 0, or 0.
 

@@ -54,7 +54,6 @@ class Rival(ABC):
         """Moves the parameters."""
 
     def zero_grad(self) -> None:
-        """Drops the gradients."""
         self.optimizer.zero_grad()
 
     def close(self) -> None:  # noqa: B027 (most have nothing to do)
@@ -82,14 +81,7 @@ class Hooked(Rival):
     def __init__(
         self, model: nn.Module, lr: float, weight_decay: float, *, compressed: bool
     ) -> None:
-        """Wraps the model in DDP.
-
-        Args:
-            model: The model.
-            lr: AdamW's.
-            weight_decay: AdamW's.
-            compressed: Whether the hook is PowerSGD; otherwise it is that of bf16.
-        """
+        """Wraps the model in DDP."""
         params = _trainable(model)
         whole = sum(param.numel() for param in params)
         # Elements in the first steps, and how many these are; then elements, dtype and all-reduces.
@@ -108,7 +100,6 @@ class Hooked(Rival):
         self.model, self.optimizer = ddp, _adamw(params, lr, weight_decay)
 
     def step(self) -> None:
-        """Moves the parameters."""
         self.optimizer.step()
         numel, dtype, all_reduces = self._sent
         if self._left:
@@ -132,15 +123,7 @@ class LocalSGD(Rival):
         every: int,
         steps: int | None = None,
     ) -> None:
-        """Leaves the model without a wrapper.
-
-        Args:
-            model: The model.
-            lr: AdamW's.
-            weight_decay: AdamW's.
-            every: k.
-            steps: Of the run; None if nobody knows.
-        """
+        """Leaves the model without a wrapper."""
         self.model, self._params = model, _trainable(model)
         self._every, self._steps, self._taken = every, steps, 0
         self.optimizer = _adamw(self._params, lr, weight_decay)
@@ -150,7 +133,6 @@ class LocalSGD(Rival):
         self._numel = sum(param.numel() for param in self._params)
 
     def step(self) -> None:
-        """Moves the parameters; after the last step of the run all ranks have the mean."""
         self.optimizer.step()
         self._averager.average_parameters(self._params)
         self._taken += 1
@@ -171,14 +153,7 @@ class DiLoCo(Rival):
     """
 
     def __init__(self, model: nn.Module, lr: float, weight_decay: float, *, every: int) -> None:
-        """Starts a lighthouse on rank 0, and a manager on every rank.
-
-        Args:
-            model: The model.
-            lr: Of the inner AdamW.
-            weight_decay: Of the inner AdamW.
-            every: H.
-        """
+        """Starts a lighthouse on rank 0, and a manager on every rank."""
         from torchft.coordination import LighthouseServer
         from torchft.local_sgd import DiLoCo
         from torchft.manager import Manager
@@ -195,7 +170,7 @@ class DiLoCo(Rival):
             address = [f"http://{host}:{self._lighthouse.address().rpartition(':')[2]}"]
         dist.broadcast_object_list(address)
         # A replica's ranks meet at a store of its own; here it has one rank.
-        self._store = dist.TCPStore(host, 0, 1, is_master=True)  # type: ignore[attr-defined]
+        self._store = dist.TCPStore(host, 0, 1, is_master=True)
         self.model, params = model, _trainable(model)
         self.optimizer = _adamw(params, lr, weight_decay)
         self._manager = Manager(
@@ -213,14 +188,12 @@ class DiLoCo(Rival):
         self._numel = sum(param.numel() for param in model.parameters())
 
     def step(self) -> None:
-        """Moves the parameters."""
         self.optimizer.step()
         self._taken += 1
         if self._taken % self._every == 0:
             self._count(self._numel, torch.float32)
 
     def close(self) -> None:
-        """Ends the manager, and the lighthouse after all of them."""
         self._diloco.__exit__(None, None, None)
         self._manager.shutdown()
         dist.barrier()
@@ -232,13 +205,7 @@ class DeMo(Rival):
     """pytorch-optimizer's DeMo (Peng et al. 2024, arXiv 2411.19870), with its own defaults."""
 
     def __init__(self, model: nn.Module, lr: float, weight_decay: float) -> None:
-        """Leaves the model without a wrapper: DeMo wants each rank's own gradient.
-
-        Args:
-            model: The model.
-            lr: DeMo's.
-            weight_decay: DeMo's.
-        """
+        """Leaves the model without a wrapper: DeMo wants each rank's own gradient."""
         from pytorch_optimizer import DeMo
 
         params = _trainable(model)
@@ -247,7 +214,6 @@ class DeMo(Rival):
         self.optimizer = self._demo
 
     def step(self) -> None:
-        """Moves the parameters."""
         self.optimizer.step()
         # It counts one copy of what it sends.
         self.bytes_sent += (dist.get_world_size() - 1) * self._demo.data_transmit
@@ -256,10 +222,10 @@ class DeMo(Rival):
 
 def reduce_in_bf16(
     state: dist.ProcessGroup | None,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
+    bucket: dist.GradBucket,
 ) -> torch.futures.Future[Tensor]:
     """The bf16 hook of torch under a name that DDP does not refuse on gloo."""
-    return default_hooks.bf16_compress_hook(state, bucket)  # type: ignore[arg-type]
+    return default_hooks.bf16_compress_hook(state, bucket)
 
 
 def _trainable(model: nn.Module) -> list[nn.Parameter]:

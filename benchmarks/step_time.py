@@ -1,18 +1,11 @@
-"""Times a training step under every method, in turns within one process group.
-
-On an emulated link it also tells the least that a step with an overlapped exchange could take.
-"""
+"""Times a training step under every method, in turns within one process group."""
 
 from __future__ import annotations
 
 import argparse
 import functools
 import gc
-import statistics
 import sys
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +22,10 @@ from hf_dlion.options import BITS
 from hf_dlion.tools.arguments import Parser, positive
 from hf_dlion.tools.clock import is_over, slowest
 from hf_dlion.tools.models import made, sizes_of
-from hf_dlion.tools.names import ALONE, NONE, name_of
+from hf_dlion.tools.names import NONE
 from hf_dlion.tools.ranks import device_of_rank
 from hf_dlion.tools.report import environment, track
 
-BOUND_REPEATS = 3
 # Of the seconds in `DistributedLion.wire`.
 PARTS = ("encode", "exchange", "apply")
 COLUMNS = {
@@ -41,7 +33,6 @@ COLUMNS = {
     **TIMES,
     "repeats": "steps",
     "ratio": "x no comm.",
-    "bound_ms": "bound",
     "bytes_per_step": "bytes sent",
     "interface_bytes": "on the link",
     **{f"{part}_ms": part for part in PARTS},
@@ -58,10 +49,7 @@ def run(args: argparse.Namespace) -> None:
     batch = torch.randint(tokens, shape, generator=generator).to(device)
     names = args.methods or sensible_methods()
     methods = methods_of(names, args.bits, lambda: made(args.parameters, args.model).to(device))
-    limit_messages(methods, args.message_numel)
     rows = _measured(methods, args, batch)
-    if args.emulate:
-        _add_bound(rows, methods, batch, args.emulate.bits_per_s)
     for method in methods:
         method.close()
     # gloo may abort the process if a DDP model outlives its process group.
@@ -73,17 +61,8 @@ def run(args: argparse.Namespace) -> None:
         for key in ("batch", "sequence", "warmup", "threads", "local_ranks"):
             config[key] = getattr(args, key)
         config["emulate"] = args.emulate and str(args.emulate)
-        config["message_numel"] = args.message_numel
         config["backend"] = dist.get_backend()
         publish("train", args, config, before, rows, COLUMNS)
-
-
-def limit_messages(methods: list[Method], message_numel: int | None) -> None:
-    """Has every DistributedLion send messages of at most so many elements; None: as it chooses."""
-    for method in methods:
-        if isinstance(method.optimizer, DistributedLion):
-            # Read when the first step makes its plan.
-            method.optimizer._engine.message_numel = message_numel
 
 
 def _measured(
@@ -144,104 +123,7 @@ def _interface_bytes() -> int:
     return int(sent[0]) if sent else 0
 
 
-def _add_bound(
-    rows: list[dict[str, Any]], methods: list[Method], batch: torch.Tensor, bits_per_s: float
-) -> None:
-    """Adds to overlapped rows what they could take at least; every rank calls this."""
-    by_name = {method.name: method for method in methods}
-    alone = next((row["median_ms"] for row in rows if row["name"] == ALONE), None)
-    if alone is None:
-        return
-    overlapped = {name_of(bits, overlap=True) for bits in BITS}
-    for row in rows:
-        if row["name"] not in overlapped:
-            continue
-        found = departures_of(by_name[row["name"]], by_name[ALONE], batch)
-        if found is not None:
-            departures, backward_s = found
-            row["exposed_wire_ms"] = 1e3 * exposed_wire_s(departures, backward_s, bits_per_s)
-            row["bound_ms"] = alone + row["exposed_wire_ms"]
-            row["x_bound"] = row["median_ms"] / row["bound_ms"]
-
-
-@dataclass(frozen=True)
-class Departure:
-    """One message of an overlapped exchange.
-
-    Attributes:
-        ready_s: Seconds from the start of backward until its last gradient is ready.
-        wire_bytes: Bytes that a rank sends for it.
-    """
-
-    ready_s: float
-    wire_bytes: int
-
-
-def exposed_wire_s(departures: Sequence[Departure], backward_s: float, bits_per_s: float) -> float:
-    """Returns how long the wire is still busy when backward ends.
-
-    The messages travel one after another, each as soon as it is ready and the wire is free: what
-    becomes ready last, like a tied embedding, cannot overlap.
-
-    Args:
-        departures: In the order in which they leave.
-        backward_s: Seconds that backward takes.
-        bits_per_s: Of the link, one way.
-    """
-    free_s = 0.0
-    for departure in departures:
-        free_s = max(free_s, departure.ready_s) + departure.wire_bytes * 8 / bits_per_s
-    return max(0.0, free_s - backward_s)
-
-
-def departures_of(
-    overlapped: Method, alone: Method, batch: torch.Tensor
-) -> tuple[list[Departure], float] | None:
-    """Returns when each message could leave, and the seconds of backward, on this rank alone.
-
-    Both are medians; None where nothing is exchanged during backward.
-
-    Args:
-        overlapped: Has made steps with `overlap=True`.
-        alone: The same model without a wrapper; its gradients are dropped.
-        batch: Tokens.
-    """
-    optimizer = overlapped.optimizer
-    assert isinstance(optimizer, DistributedLion), "the overlapped method"
-    messages = optimizer._engine.messages
-    if not messages:
-        return None
-    ready: dict[int, float] = {}
-
-    def note(index: int, _param: torch.Tensor) -> None:
-        ready[index] = time.perf_counter()
-
-    handles = [
-        param.register_post_accumulate_grad_hook(functools.partial(note, index))  # type: ignore[no-untyped-call]
-        for index, param in enumerate(alone.model.parameters())
-    ]
-    # Of each backward: when the last gradient of each message was there, and how long it took.
-    laps: list[tuple[list[float], float]] = []
-    for _ in range(BOUND_REPEATS):
-        loss = alone.loss(batch)
-        begin = time.perf_counter()
-        loss.backward()  # type: ignore[no-untyped-call]
-        end = time.perf_counter()
-        alone.optimizer.zero_grad()
-        last = [max(ready[index] for index, _ in message.params) - begin for message in messages]
-        laps.append((last, end - begin))
-    for handle in handles:
-        handle.remove()
-    median = [statistics.median(lap[k] for lap, _ in laps) for k in range(len(messages))]
-    departures = [
-        Departure(seconds, message.wire_bytes)
-        for seconds, message in zip(median, messages, strict=True)
-    ]
-    return departures, statistics.median(seconds for _, seconds in laps)
-
-
 def _parser() -> Parser:
-    """Returns the options."""
     options = parser_of(__file__, __doc__)
     options.set_defaults(check=check)
     add_ranks(options, timed=True)
@@ -251,8 +133,6 @@ def _parser() -> Parser:
     add("--sequence", type=positive, default=128, help="tokens in each (128)")
     add("--warmup", type=positive, default=2)
     add("--steps", type=positive, default=5, help="measured steps (5)")
-    numel = "elements per message, in place of the package's own numbers"
-    add("--message-numel", type=positive, metavar="N", help=numel)
     add("--methods", nargs="+", choices=list(METHODS), help="(those that torch alone can run)")
     add("--bits", type=int, nargs="+", choices=BITS, default=[1], help="of DistributedLion's votes")
     return options
@@ -273,7 +153,6 @@ def check(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the benchmark; returns the exit code."""
     return start(__file__, run, _parser(), argv)
 
 

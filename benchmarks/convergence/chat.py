@@ -32,7 +32,6 @@ class Chat(Scene):
     judged_long: ClassVar[bool] = True
 
     def __init__(self, setting: Setting) -> None:
-        """Reads the conversations, and tokenizes none yet."""
         super().__init__(setting)
         self._splits = smollm2.standard_library()
         self._tokenizer: Any = None

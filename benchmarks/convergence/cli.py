@@ -8,13 +8,10 @@ import itertools
 import json
 import math
 import sys
-from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.convergence import report
-from benchmarks.convergence.clock import check_clock, clock_of
 from benchmarks.convergence.methods import METHODS, check_method, recipe
 from benchmarks.convergence.results import Record, Records, Trial, cells, missing, results
 from benchmarks.convergence.scenes import SCENES, Scene, scene_class
@@ -59,7 +56,6 @@ FACTORS = "multiply the learning rate of parameters with such names; the first t
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the study; returns the exit code."""
     args = _parser().parse_args(argv)
     for name, value in SCALES[args.scale].items():
         if getattr(args, name) is None:
@@ -73,7 +69,7 @@ def _run(args: argparse.Namespace) -> None:
         require_matplotlib()
     out = Output(args.format)
     trials = _trials(args)
-    check_clock(args.links, args.times, [trial.setting for trial in trials])
+    clock = report.Clock.of(args.links, args.compute_s)
     folder = Path(args.out)
     records = Records(folder / "runs.jsonl")
     # Every run is written as soon as it is made, so an interrupted study goes on from there.
@@ -92,18 +88,16 @@ def _run(args: argparse.Namespace) -> None:
         out.line("no results yet")
         out.result([])
         return
-    clocks = partial(clock_of, args.links, args.times, args.compute_s)
-    report.print_tables(out, found, clocks)
+    report.print_tables(out, found, clock)
     summary = []
     for together in cells(found):
-        clock = clocks(together)
         for result in together:
-            times = {link: asdict(clock.step(result, link)) for link in args.links}
+            times = {link: clock.step_s(together, result, link) for link in args.links}
             summary.append({**result.as_json(), "step_s": times})
     write_json(folder / "summary.json", summary)
     out.line(f"written: {folder / 'summary.json'}")
     if args.plot:
-        for path in report.draw(found, folder, clocks):
+        for path in report.draw(found, folder, clock):
             out.line(f"drawn: {path}")
     out.result(summary)
 
@@ -223,8 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--real", action="store_true", help="a process for every rank, with gloo")
     add("--out", default="outputs/study", help="folder of records, pictures, bases")
     add("--links", nargs="+", default=["100mbit", "1gbit"], help="of which times are told (both)")
-    add("--times", nargs="+", default=[], metavar="FILE", help="JSON of step_time.py on such links")
-    add("--compute-s", type=_above_zero, help="of a gradient elsewhere; all times are computed")
+    add("--compute-s", type=_above_zero, help="of a gradient elsewhere (that of the runs)")
     add("--plot", action="store_true", help="draw pictures, too")
     add("--report", action="store_true", help="make no runs, tell of those that are there")
     add_format(made)

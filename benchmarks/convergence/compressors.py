@@ -43,7 +43,6 @@ class Compressor(ABC):
     message_bytes = 0
 
     def __init__(self, run: Run) -> None:
-        """Starts before the first step."""
         self.run = run
 
     def scale(self, gradient: Tensor) -> Tensor:
@@ -52,12 +51,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def send(self, gradient: Tensor, scale: Tensor) -> Tensor:
-        """Returns what the message adds to the sum, float32; called once per step.
-
-        Args:
-            gradient: All parameters' gradients in a row, float32; unchanged.
-            scale: The maximum of what `scale` returned over all workers.
-        """
+        """Returns what the message adds to the sum, float32; called once per step."""
 
 
 class Workers:
@@ -76,7 +70,6 @@ class Workers:
         seed: int,
         steps: int,
     ) -> None:
-        """Makes them."""
         shared = {"world_size": world_size, "sizes": tuple(sizes), "seed": seed, "steps": steps}
         self._all = [make(Run(rank=rank, **shared)) for rank in range(world_size)]
         self.bytes_sent = self.rounds = 0
@@ -106,7 +99,6 @@ class TernGrad(Compressor):
     deviations = 2.5
 
     def __init__(self, run: Run) -> None:
-        """Seeds the random numbers."""
         super().__init__(run)
         # Any two ranks draw independently, or their errors would add up instead of averaging out.
         self._random = torch.Generator().manual_seed(run.seed * 65537 + run.rank)
@@ -140,7 +132,6 @@ class Sparse(Compressor):
     """
 
     def __init__(self, run: Run, density: float = DENSITY) -> None:
-        """Starts with a residual of 0; `density` is the share of the elements that are sent."""
         super().__init__(run)
         if not 0.0 < density <= 1.0:
             raise ValueError(f"density={density} must be a share: more than 0, at most 1")
@@ -199,7 +190,6 @@ class DGC(Sparse):
         clip: float | None = 1.0,
         warmup: float = 0.04,
     ) -> None:
-        """Starts with momentum and residual of 0."""
         super().__init__(run, density)
         self.momentum, self.clip, self.warmup = momentum, clip, warmup
         self.velocity, self._step = torch.zeros_like(self.residual), 0

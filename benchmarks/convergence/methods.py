@@ -95,7 +95,6 @@ class Averaged(Method):
             self._optimizer.zero_grad()
 
     def step(self, lr: float) -> None:
-        """Takes a step on the mean."""
         workers = len(self.places)
         if self._workers is None:
             for param in self._params:
@@ -128,7 +127,6 @@ class Voting(Method):
         ]
 
     def step(self, lr: float) -> None:
-        """Exchanges votes."""
         for optimizer in self._optimizers:
             set_lr(optimizer, lr)
         self._hub.run([optimizer.step for optimizer in self._optimizers])
@@ -138,7 +136,6 @@ class Voting(Method):
         self.rounds = self._optimizers[0].wire.rounds
 
     def close(self) -> None:
-        """Ends the threads."""
         self._hub.close()
 
 
@@ -156,7 +153,6 @@ class SignMuon(Method):
         self._setting = setting
 
     def step(self, lr: float) -> None:
-        """Votes."""
         beta1, beta2 = self._setting.betas
         others = len(self.places) - 1
         self.rounds += others
@@ -234,7 +230,6 @@ class RealRank(Method):
         return float(found)
 
     def step(self, lr: float) -> None:
-        """Takes a step together with the other ranks."""
         set_lr(self._optimizer, lr)
         if self._rival is not None:
             self._rival.step()
@@ -252,7 +247,6 @@ class RealRank(Method):
             self.rounds += 2 * (ranks - 1)
 
     def close(self) -> None:
-        """Ends what a rival started."""
         if self._rival is not None:
             self._rival.close()
 

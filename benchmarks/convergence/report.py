@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.convergence.clock import Clock
 from benchmarks.convergence.results import Result, cells, finite, mean_of, server_bits, spread
 from benchmarks.convergence.setting import WARMUP
 from hf_dlion.tools.pictures import LOOKS, Look, figure, logarithmic, look, save
+from hf_dlion.tools.plan.cost import Link
+from hf_dlion.tools.plan.link import DEFAULT_LATENCY_MS, given
 from hf_dlion.tools.report import Output
 
 LOOKS |= {
@@ -32,8 +35,6 @@ LOOKS |= {
     "diloco50": Look("DiLoCo, 50 steps of AdamW", "#F4A300", "--"),
     "demo": Look("DeMo", "#5C4033"),
 }
-# Of the results of a cell.
-ClockOf = Callable[[Sequence[Result]], Clock]
 # Losses further apart than by this factor are drawn on a logarithmic axis.
 FLAT = 4.0
 
@@ -59,13 +60,44 @@ def name(together: Sequence[Result]) -> str:
     return f"{own.scene}-{own.workers}x{own.batch}"
 
 
-def print_tables(out: Output, found: Sequence[Result], clock_of: ClockOf) -> None:
+@dataclass(frozen=True)
+class Clock:
+    """Computes step times: a worker's gradient, then the network; nothing overlaps.
+
+    The optimizers' own work is left out.
+
+    Attributes:
+        links: The networks, by what users write, for example "1gbit".
+        compute_s: Of a gradient; None: the median of the runs that are compared.
+    """
+
+    links: Mapping[str, Link]
+    compute_s: float | None
+
+    @classmethod
+    def of(cls, names: Sequence[str], compute_s: float | None) -> Clock:
+        """Returns the clock of links as users write them; raises a ValueError if one is none."""
+        try:
+            links = {name: given(name, DEFAULT_LATENCY_MS, nccl=False) for name in names}
+        except ValueError as error:
+            raise ValueError(f"--links: {error}") from None
+        return cls(links, compute_s)
+
+    def step_s(self, together: Sequence[Result], result: Result, name: str) -> float:
+        """Returns the seconds of a step of one of the results of a cell."""
+        own = [1e-3 * record["gradient_ms"] for one in together for record in one.records]
+        # What meets in every k-th step has a k-th of its messages in each.
+        rounds = round(result.average("rounds_per_step"))
+        wire_s = self.links[name].seconds(result.average("bytes_per_step"), rounds)
+        return (self.compute_s or statistics.median(own)) + wire_s
+
+
+def print_tables(out: Output, found: Sequence[Result], clock: Clock) -> None:
     """Prints of each cell losses, gaps to global Lion, bytes, times, and the learning rates."""
     columns = {"method": "method", "lr": "best lr", "seeds": "seeds", "loss": "loss"}
     columns |= {"gap": "gap to lion", "bits": "bits/param/step", "bytes": "bytes/step"}
     for together in cells(found):
         out.line(f"\n{title(together)}")
-        clock = clock_of(together)
         rows = [
             {
                 "method": result.setting.method,
@@ -75,14 +107,15 @@ def print_tables(out: Output, found: Sequence[Result], clock_of: ClockOf) -> Non
                 "gap": with_spread(result.gaps.values(), sign=True),
                 "bits": result.bits_per_step,
                 "bytes": round(result.average("bytes_per_step")),
-                **{link: _ms(clock, result, link) for link in clock.links},
+                **{
+                    link: f"{1e3 * clock.step_s(together, result, link):,.0f}"
+                    for link in clock.links
+                },
             }
             for result in together
         ]
-        times = {link: f"ms at {link}" for link in clock.links}
+        times = {link: f"ms at {link}, computed" for link in clock.links}
         out.table("validation loss", columns | times, rows)
-        if clock.measured:
-            out.line("~ computed from what was measured on another link, or of another method")
         lrs = sorted({lr for result in together for lr in result.grid})
         grids = [
             {"method": result.setting.method}
@@ -94,12 +127,6 @@ def print_tables(out: Output, found: Sequence[Result], clock_of: ClockOf) -> Non
         ]
         headings = {"method": "loss at lr"} | {str(lr): f"{lr:g}" for lr in lrs}
         out.table(f"learning rates: {name(together)}", headings, grids)
-
-
-def _ms(clock: Clock, result: Result, link: str) -> str:
-    time = clock.step(result, link)
-    mark = "~" if clock.measured and not time.measured else ""
-    return f"{mark}{1e3 * time.seconds:,.0f}"
 
 
 def with_spread(values: Iterable[float], *, sign: bool = False) -> str:
@@ -116,13 +143,11 @@ def with_spread(values: Iterable[float], *, sign: bool = False) -> str:
     return text if finite(deviation) is None else f"{text} ± {deviation:.3f}"
 
 
-def draw(found: Sequence[Result], folder: Path, clock_of: ClockOf) -> list[Path]:
+def draw(found: Sequence[Result], folder: Path, clock: Clock) -> list[Path]:
     """Writes all pictures into a folder; returns their paths."""
     written, apart = [], {}
     for together in cells(found):
-        written.append(
-            _curves(together, clock_of(together), folder / f"curves-{name(together)}.png")
-        )
+        written.append(_curves(together, clock, folder / f"curves-{name(together)}.png"))
         written.append(_bits(together, folder / f"bits-{name(together)}.png"))
     for result in found:
         place = result.setting.replace(method="", lr=0.0, seed=0, workers=0)
@@ -140,9 +165,7 @@ def _curves(together: Sequence[Result], clock: Clock, path: Path) -> Path:
         "MB sent by a rank": lambda result: 1e-6 * result.average("bytes_per_step"),
     }
     for link in clock.links:
-        known = {clock.step(result, link).measured for result in together}
-        how = "computed" if known == {False} else "measured" if known == {True} else "some computed"
-        axes[f"s at {link} ({how})"] = partial(_seconds, clock, link)
+        axes[f"s at {link} (computed)"] = partial(clock.step_s, together, name=link)
     drawn, panels = figure(len(axes))
     for panel, (label, per_step) in zip(panels, axes.items(), strict=True):
         for result in together:
@@ -156,10 +179,6 @@ def _curves(together: Sequence[Result], clock: Clock, path: Path) -> Path:
         if label != "steps":
             logarithmic(panel, "x")
     return _finished(drawn, panels, title(together), path)
-
-
-def _seconds(clock: Clock, link: str, result: Result) -> float:
-    return clock.step(result, link).seconds
 
 
 def _bits(together: Sequence[Result], path: Path) -> Path:

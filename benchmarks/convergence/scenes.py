@@ -39,7 +39,6 @@ class Scene(ABC):
     judged_long: ClassVar[bool] = False
 
     def __init__(self, setting: Setting) -> None:
-        """Reads the data."""
         self.setting = setting
 
     def prepare(self, folder: Path) -> None:  # noqa: B027 (most scenes need none)

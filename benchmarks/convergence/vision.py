@@ -68,7 +68,7 @@ def digits() -> Images:
         ImportError: If scikit-learn is missing.
     """
     try:
-        from sklearn.datasets import load_digits  # type: ignore[import, unused-ignore]
+        from sklearn.datasets import load_digits
     except ImportError as error:
         raise ImportError(
             'the scene "vision" takes its images from scikit-learn: pip install scikit-learn'
@@ -113,12 +113,6 @@ def cifar10() -> Images:
 def vision_transformer(images: Images, hidden: int, layers: int, seed: int) -> nn.Module:
     """Returns a new vision transformer with 8 heads, without dropout.
 
-    Args:
-        images: Their size decides on its input.
-        hidden: Width, of the MLP too.
-        layers: Depth.
-        seed: Of the weights.
-
     Raises:
         ValueError: If the width cannot be shared among the heads.
     """
@@ -143,7 +137,6 @@ class Digits(Scene):
     grids: ClassVar[dict[str, tuple[float, ...]]] = {**Scene.grids, "sgd": (1e-2, 3e-2, 1e-1, 3e-1)}
 
     def __init__(self, setting: Setting) -> None:
-        """Reads the images."""
         super().__init__(setting)
         self._images = type(self).source()
 

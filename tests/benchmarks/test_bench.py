@@ -27,7 +27,6 @@ from benchmarks.emulate import (
     remove_stale,
 )
 from benchmarks.methods import FSDP2, METHODS, NODE, ON_DEMAND, methods_of, sensible_methods
-from benchmarks.step_time import Departure, exposed_wire_s, limit_messages
 from hf_dlion import DistributedLion
 from tests.support.spawn import RankPools, run_command, run_script
 from tests.support.tiny import tiny_llama
@@ -202,21 +201,6 @@ def test_the_messages_keep_less_than_four_tenths_of_a_byte_per_parameter(
         assert 0.25 < found < 0.4
 
 
-def messages_of_a_limited_step(rank: int, world_size: int, numel: int | None) -> int:
-    params = [nn.Parameter(torch.zeros(64)) for _ in range(4)]
-    method = SimpleNamespace(optimizer=DistributedLion(params))
-    limit_messages([method], numel)
-    for param in params:
-        param.grad = torch.ones_like(param)
-    method.optimizer.step()
-    return len(method.optimizer._engine.messages)
-
-
-def test_a_limit_of_elements_makes_more_messages(ranks: RankPools) -> None:
-    assert ranks(2).run(messages_of_a_limited_step, None) == [1, 1]
-    assert ranks(2).run(messages_of_a_limited_step, 64) == [4, 4]
-
-
 @pytest.mark.long
 @pytest.mark.multiproc
 def test_train_measures_what_the_ranks_of_a_node_do_together(tmp_path):
@@ -290,27 +274,6 @@ def test_what_cannot_be_measured_is_refused_before_it_is(monkeypatch, capsys):
     assert "/dev/null" in capsys.readouterr().err
     assert step_time.main(["--ranks=3", "--local-ranks=2"]) == 2
     assert "--ranks=3 cannot be divided" in capsys.readouterr().err
-
-
-def test_the_bound_is_the_wire_that_cannot_overlap():
-    # 1 MB takes 0.1 s. Three messages leave at 0.05, 0.2 and 0.3 s; the first two travel in time.
-    leave = [Departure(0.05, 1_000_000), Departure(0.2, 1_000_000), Departure(0.3, 500_000)]
-    assert exposed_wire_s(leave, 0.3, 80e6) == pytest.approx(0.05)
-    assert exposed_wire_s(leave, 0.5, 80e6) == 0.0
-    # On a link of a tenth of the rate the wire never rests.
-    assert exposed_wire_s(leave, 0.3, 8e6) == pytest.approx(0.05 + 2.5 - 0.3)
-
-
-@pytest.mark.multiproc
-@pytest.mark.usefixtures("network")
-@pytest.mark.long
-def test_train_prints_the_bound_of_the_overlapped_exchange(tmp_path):
-    out = tmp_path / "train.json"
-    words = ["--parameters=5000", "--sequence=16", "--steps=3", f"--json={out}"]
-    run_command([*STEP_TIME, *words, "--emulate=2x1gbit", "--methods", "alone", "overlap"])
-    row = checked(out, "train")[1]
-    assert row["bound_ms"] >= checked(out, "train")[0]["median_ms"]
-    assert row["x_bound"] == pytest.approx(row["median_ms"] / row["bound_ms"])
 
 
 def test_a_network_is_written_as_hosts_and_rate():

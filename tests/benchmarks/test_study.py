@@ -23,11 +23,13 @@ from benchmarks.convergence.methods import (
     sgd,
     trainable,
 )
+from benchmarks.convergence.report import Clock
 from benchmarks.convergence.results import Records, Result, Trial, best, cells, missing, results
 from benchmarks.convergence.scenes import Scene, UnknownNameError, scene_class
 from benchmarks.convergence.setting import Setting
 from benchmarks.convergence.text import FineTuning, LowRank, Pretraining
 from benchmarks.convergence.train import run_real, simulate, train
+from hf_dlion.tools.plan.cost import TCP_EFFICIENCY
 from tests.support.spawn import RankPools
 from tests.support.tiny_study import TINY
 
@@ -440,3 +442,15 @@ def test_a_study_prints_its_summary_as_json(tmp_path, capsys):
     summary = json.loads(capsys.readouterr().out)
     assert summary == json.loads((tmp_path / "summary.json").read_text())
     assert summary[0]["lr"] == 1e-3
+
+
+def test_a_step_takes_the_gradient_and_then_the_network():
+    record = {"parameters": 10, "bytes_per_step": 4e6, "rounds_per_step": 2, "gradient_ms": 250.0}
+    result = Result(TINY, {}, {0: 1.0}, [record])
+    wire_s = 2 * 1e-4 + 8 * 4e6 / (1e9 * TCP_EFFICIENCY)
+    clock = Clock.of(["1gbit"], None)
+    assert clock.step_s([result], result, "1gbit") == pytest.approx(0.25 + wire_s)
+    elsewhere = Clock.of(["1gbit"], 0.01)
+    assert elsewhere.step_s([result], result, "1gbit") == pytest.approx(0.01 + wire_s)
+    with pytest.raises(ValueError, match="--links: 'fast' is no link: write a rate"):
+        Clock.of(["fast"], None)
