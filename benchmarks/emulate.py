@@ -51,11 +51,7 @@ class Network:
 
     @staticmethod
     def parse(text: str) -> Network:
-        """Returns the network that "2x100mbit" stands for.
-
-        Raises:
-            ValueError: If the text has another form.
-        """
+        """Returns the network that "2x100mbit" stands for."""
         hosts, _, rate = text.lower().partition("x")
         bits = bits_per_s(rate)
         if bits is None or not hosts.isdecimal() or not 2 <= int(hosts) <= 64:
@@ -67,11 +63,7 @@ class Network:
 
 
 def check_possible() -> None:
-    """Checks that this process may build a network.
-
-    Raises:
-        EmulationRefusedError: If it is not root on Linux with iproute2.
-    """
+    """Checks that this process may build a network."""
     advice = "; leave --emulate out, or run under torchrun on real hosts"
     if sys.platform != "linux":
         raise EmulationRefusedError(f"--emulate needs Linux's network namespaces{advice}")
@@ -98,11 +90,7 @@ class Emulation:
         self.namespaces = [f"{self._stem}-h{host}" for host in range(network.hosts)]
 
     def __enter__(self) -> Emulation:
-        """Removes what dead processes left, and builds.
-
-        Raises:
-            EmulationRefusedError: If the machine does not allow it; nothing is left then.
-        """
+        """Removes what dead processes left, and builds."""
         check_possible()
         remove_stale()
         try:

@@ -204,11 +204,7 @@ METHODS: dict[str, Callable[[Make], Method]] = {
 
 
 def check_methods(names: Iterable[str]) -> None:
-    """Checks before any work starts that the packages of some methods are installed.
-
-    Raises:
-        ImportError: If one is not.
-    """
+    """Checks before any work starts that the packages of some methods are installed."""
     for name in names:
         if name in PACKAGE_OF:
             check_installed(PACKAGE_OF[name])

@@ -17,11 +17,7 @@ from hf_dlion.tools.report import read_bench, require_matplotlib
 
 
 def run(args: argparse.Namespace) -> None:
-    """Reads, draws and writes.
-
-    Raises:
-        ValueError: If a file is something else, or has none but the row without communication.
-    """
+    """Reads, draws and writes."""
     require_matplotlib()
     path = Path(args.out)
     check_path(path)

@@ -27,11 +27,7 @@ def is_rank() -> bool:
 
 
 def refuse_under_launcher(network: Network | None) -> None:
-    """Checks that no emulated network is asked for on a real one.
-
-    Raises:
-        EmulationRefusedError: If torchrun started this process and `network` is not None.
-    """
+    """Checks that no emulated network is asked for on a real one."""
     if network is not None and RENDEZVOUS not in os.environ:
         raise EmulationRefusedError("--emulate starts its own ranks: run it without torchrun")
 
@@ -48,9 +44,6 @@ def launch(
 
     Returns:
         The first exit code that is not 0, or 0.
-
-    Raises:
-        EmulationRefusedError: If the network cannot be built.
     """
     command = [sys.executable, script, *words]
     with _termination_raises(), contextlib.ExitStack() as stack:

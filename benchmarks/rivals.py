@@ -66,11 +66,7 @@ class Rival(ABC):
 
 
 def check_installed(module: str) -> None:
-    """Checks before any work starts that a rival's library is there.
-
-    Raises:
-        ImportError: If it is not.
-    """
+    """Checks before any work starts that a rival's library is there."""
     if importlib.util.find_spec(module) is None:
         raise ImportError(f"{module} is not installed: pip install {PACKAGES[module]}")
 

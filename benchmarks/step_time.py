@@ -139,12 +139,7 @@ def _parser() -> Parser:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Checks what is asked for before any rank starts.
-
-    Raises:
-        ValueError: If there is no such model, or nothing that `--bits` is of.
-        ImportError: If a package is missing.
-    """
+    """Checks what is asked for before any rank starts."""
     check_methods(args.methods or ())
     sizes_of(lambda: made(args.parameters, args.model))
     methods = args.methods or list(VOTING)

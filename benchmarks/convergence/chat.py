@@ -37,11 +37,7 @@ class Chat(Scene):
         self._tokenizer: Any = None
 
     def prepare(self, folder: Path) -> None:
-        """Writes the base, unless the folder has it.
-
-        Raises:
-            ImportError: If the package with the weights is not installed.
-        """
+        """Writes the base, unless the folder has it."""
         place = self._base(folder)
         if place.exists():
             return

@@ -138,11 +138,7 @@ def _made_scene(setting: Setting, folder: str) -> Scene:
 
 
 def _trials(args: argparse.Namespace) -> list[Trial]:
-    """Returns the study: every scene, number of workers, batch and method.
-
-    Raises:
-        ValueError: If there is no such scene or method.
-    """
+    """Returns the study: every scene, number of workers, batch and method."""
     grids = {"adamw": args.lr_adamw, "lion": args.lr_lion, "sgd": args.lr_sgd}
     trials = []
     for scene, workers, batch, method in itertools.product(

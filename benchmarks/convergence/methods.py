@@ -257,11 +257,7 @@ def lion_options(setting: Setting) -> dict[str, Any]:
 
 
 def groups_of(model: nn.Module, setting: Setting) -> list[dict[str, Any]]:
-    """Returns what is trained, with names, in a parameter group for each factor of `lr_factors`.
-
-    Raises:
-        ValueError: If a pattern matches no name.
-    """
+    """Returns what is trained, with names, in a parameter group for each factor of `lr_factors`."""
     pairs = [pair for pair in model.named_parameters() if pair[1].requires_grad]
     for pattern, _ in setting.lr_factors:
         if not any(fnmatchcase(name, pattern) for name, _ in pairs):
@@ -373,24 +369,14 @@ SIMULATED = [name for name, made in METHODS.items() if made.workers is not None]
 
 
 def recipe(name: str) -> Recipe:
-    """Returns the recipe of a method.
-
-    Raises:
-        UnknownNameError: If there is none of this name.
-    """
+    """Returns the recipe of a method."""
     if name not in METHODS:
         raise UnknownNameError(f"unknown method {name!r}: there are {', '.join(METHODS)}")
     return METHODS[name]
 
 
 def check_method(setting: Setting) -> None:
-    """Checks before any work starts that a method can run as it is asked for.
-
-    Raises:
-        UnknownNameError: If it does not, or there is no such method.
-        ImportError: If its library is not installed.
-        ValueError: If other options do not go with it.
-    """
+    """Checks before any work starts that a method can run as it is asked for."""
     name, how = setting.method, recipe(setting.method)
     if setting.real and not how.real:
         raise UnknownNameError(f"{name!r} runs in one process only: leave out --real")

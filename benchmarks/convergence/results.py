@@ -38,11 +38,7 @@ class Records:
     """A file of finished runs, one JSON line each: what is there need not be run again."""
 
     def __init__(self, path: Path) -> None:
-        """Reads what is there; a last line that a crash cut short is left out, and cut off.
-
-        Raises:
-            ValueError: If another line is no record.
-        """
+        """Reads what is there; a last line that a crash cut short is left out, and cut off."""
         self.path = path
         self._found: dict[str, Record] = {}
         if path.exists():

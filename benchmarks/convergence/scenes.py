@@ -80,11 +80,7 @@ OF_IMAGES = ("vision", "cifar10")
 
 
 def scene_class(name: str) -> type[Scene]:
-    """Returns the class of a scene.
-
-    Raises:
-        UnknownNameError: If there is none of this name.
-    """
+    """Returns the class of a scene."""
     if name not in SCENES:
         raise UnknownNameError(f"unknown scene {name!r}: there are {', '.join(SCENES)}")
     module, _, member = SCENES[name].partition(":")

@@ -33,12 +33,7 @@ HEAD = 32
 
 
 def byte_llama(hidden: int, layers: int, sequence: int, seed: int) -> nn.Module:
-    """Returns a new Llama whose tokens are bytes; the embedding is tied.
-
-    Raises:
-        ValueError: If the width cannot be shared among heads of 32 and more elements, an even
-            number each.
-    """
+    """Returns a new Llama whose tokens are bytes; the embedding is tied."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     heads = max(hidden // HEAD, 1)

@@ -25,11 +25,7 @@ from benchmarks.convergence.setting import Setting
 
 
 def simulate(setting: Setting, scene: Scene | None = None) -> dict[str, Any]:
-    """Trains with all workers in this process; returns the record of the run.
-
-    Raises:
-        UnknownNameError: If there is no such scene or method.
-    """
+    """Trains with all workers in this process; returns the record of the run."""
     check_method(setting)
     scene = scene or scene_class(setting.scene)(setting)
     workers = recipe(setting.method).workers
@@ -42,11 +38,7 @@ def simulate(setting: Setting, scene: Scene | None = None) -> dict[str, Any]:
 
 
 def run_real(setting: Setting) -> dict[str, Any]:
-    """Trains on `setting.workers` processes of this machine, with gloo; returns rank 0's record.
-
-    Raises:
-        UnknownNameError: If there is no such scene or method, or it has no real ranks.
-    """
+    """Trains on `setting.workers` processes of this machine, with gloo; returns rank 0's record."""
     check_method(setting)
     scene_class(setting.scene)(setting).prepare(Path(setting.folder))
     with tempfile.TemporaryDirectory(prefix="hf_dlion_study_") as folder:

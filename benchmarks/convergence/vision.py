@@ -62,11 +62,7 @@ class Images:
 
 @functools.lru_cache(maxsize=1)
 def digits() -> Images:
-    """Returns scikit-learn's handwritten digits; every fifth is held out.
-
-    Raises:
-        ImportError: If scikit-learn is missing.
-    """
+    """Returns scikit-learn's handwritten digits; every fifth is held out."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -86,11 +82,7 @@ def digits() -> Images:
 
 @functools.lru_cache(maxsize=1)
 def cifar10() -> Images:
-    """Returns CIFAR-10 from the hub or its cache; its test images are held out.
-
-    Raises:
-        ConnectionError: If it is in neither.
-    """
+    """Returns CIFAR-10 from the hub or its cache; its test images are held out."""
     from datasets import load_dataset
 
     try:
@@ -111,11 +103,7 @@ def cifar10() -> Images:
 
 
 def vision_transformer(images: Images, hidden: int, layers: int, seed: int) -> nn.Module:
-    """Returns a new vision transformer with 8 heads, without dropout.
-
-    Raises:
-        ValueError: If the width cannot be shared among the heads.
-    """
+    """Returns a new vision transformer with 8 heads, without dropout."""
     from transformers import ViTConfig, ViTForImageClassification
 
     if hidden % HEADS:
