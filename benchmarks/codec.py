@@ -12,25 +12,25 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # of a script its own folder is there
 
-from benchmarks.command import TIMES, parser_of, publish, summary, told
+from benchmarks.command import TIMES, parser_of, publish, shapes, summary, told
 from hf_dlion.codec import codec_for
 from hf_dlion.codec.eager import EagerCodec
 from hf_dlion.codec.native import library as native_library
 from hf_dlion.options import BITS
 from hf_dlion.ranks.fingerprint import fingerprints
-from hf_dlion.tools.arguments import Parser, device_of, positive
-from hf_dlion.tools.clock import in_turns, seconds_of
+from hf_dlion.tools.arguments import Parser, positive
+from hf_dlion.tools.clock import seconds_of
 from hf_dlion.tools.report import environment, track
-from hf_dlion.tools.work import Work, shapes
+from hf_dlion.tools.work import Work
 
 COLUMNS = {
     **{"name": "work", "dtype": "dtype", **TIMES},
@@ -41,6 +41,7 @@ DEVICE_COLUMNS = {
     **{"name": "work", "dtype": "dtype", **TIMES},
     **{"megabytes": "MB moved", "gigabytes_per_second": "GB/s", "ratio": "x copy of as much"},
 }
+T = TypeVar("T")
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WORLD_SIZES = (2, 4)
@@ -200,6 +201,38 @@ def _params(parameters: int, dtype: str, device: torch.device) -> list[torch.Ten
     for param in params:
         param.grad = torch.randn_like(param)
     return params
+
+
+def in_turns(
+    tasks: Mapping[str, Callable[[], T]], repeats: int, warmup: int = 1, text: str = ""
+) -> dict[str, list[T]]:
+    """Returns what each task measured in every round but the first ones.
+
+    In turns, so whatever else the machine does hits all tasks alike.
+    """
+    found: dict[str, list[T]] = {name: [] for name in tasks}
+    for turn in track(range(warmup + repeats), text):
+        for name, task in tasks.items():
+            lap = task()
+            if turn >= warmup:
+                found[name].append(lap)
+    return found
+
+
+def device_of(name: str) -> torch.device:
+    """Returns the CPU, or a GPU that torch can use."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {name} is no device: give cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"--device {name} needs a GPU that torch can use, and torch sees "
+            f"{torch.cuda.device_count() or 'none'} here: give --device cpu"
+        )
+    return device
 
 
 def _parser() -> Parser:

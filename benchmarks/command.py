@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import ranks
 from benchmarks.emulate import EmulationRefusedError, Network
 from hf_dlion.tools.arguments import Parser, add_format, exit_code, positive
@@ -18,6 +20,11 @@ from hf_dlion.tools.report import MissingPackageError, Output, write_json
 
 # Titles of the columns of a `summary`.
 TIMES = {"median_ms": "median ms", "min_ms": "min", "max_ms": "max"}
+# A slow task may stop after so many repeats: the fewest that have a median and a spread.
+FEWEST = 3
+# A matrix of this many rows and columns is a usual tensor of a model of this kind.
+ROW = 1024
+LARGEST = 4096 * ROW
 
 
 def parser_of(script: str, about: str | None) -> Parser:
@@ -94,6 +101,22 @@ def _start(
         )
     local_ranks = count if network is None and args.local_ranks == 1 else args.local_ranks
     return ranks.launch(script, words, count, local_ranks, args.threads, network)
+
+
+def shapes(parameters: int) -> list[torch.Size]:
+    """Returns matrices of rows of 1024, and a vector for the rest."""
+    found = [torch.Size((LARGEST // ROW, ROW))] * (parameters // LARGEST)
+    rest = parameters % LARGEST
+    if rest >= ROW:
+        found.append(torch.Size((rest // ROW, ROW)))
+    if rest % ROW:
+        found.append(torch.Size((rest % ROW,)))
+    return found
+
+
+def is_over(times: Sequence[float], seconds: float) -> bool:
+    """Returns whether a task has had its share of time: after as many repeats as have a spread."""
+    return len(times) >= FEWEST and sum(times) > seconds
 
 
 def summary(seconds: Sequence[float]) -> dict[str, Any]:

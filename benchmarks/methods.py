@@ -24,6 +24,7 @@ from benchmarks.rivals import (
 from hf_dlion.codec import codec_for
 from hf_dlion.exchange.mean import average_wire_bytes
 from hf_dlion.optimizer import DistributedLion
+from hf_dlion.tools.models import vocabulary
 from hf_dlion.tools.names import ALONE, BF16, FP32, NONE, POWER, name_of
 from hf_dlion.tools.work import step_rule, tensor_rule
 
@@ -201,6 +202,13 @@ METHODS: dict[str, Callable[[Make], Method]] = {
     **VOTING,
     **ON_DEMAND,
 }
+
+
+def sizes_of(make: Callable[[], nn.Module]) -> tuple[int, int]:
+    """Returns how many parameters a model has, and how many tokens it knows."""
+    with torch.device("meta"):
+        model = make()
+    return sum(param.numel() for param in model.parameters()), vocabulary(model)
 
 
 def check_methods(names: Iterable[str]) -> None:

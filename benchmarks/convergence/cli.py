@@ -21,7 +21,6 @@ from hf_dlion.tools.arguments import Parser, add_format, checked, exit_code, pos
 from hf_dlion.tools.report import (
     MissingPackageError,
     Output,
-    duration,
     environment,
     require_matplotlib,
     track,
@@ -121,7 +120,7 @@ def _say(number: int, count: int, own: Setting, record: Record) -> None:
     loss = "diverged" if record["loss"] is None else f"{record['loss']:.4f}"
     print(
         f"{number}/{count}  {own.scene} {own.method} {own.workers}x{own.batch} lr {own.lr:g} "
-        f"seed {own.seed}: {loss}, {duration(record['seconds'])}",
+        f"seed {own.seed}: {loss}, {record['seconds']:.0f} s",
         file=sys.stderr,
         flush=True,
     )

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
-import torch
-
 from hf_dlion.tools.report import FORMATS
 
 T = TypeVar("T")
@@ -40,26 +38,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Prints the message; exits with code 2."""
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-
-def device_of(name: str) -> torch.device:
-    """Returns the device of a name.
-
-    Raises:
-        ValueError: If it is neither the CPU nor a GPU that torch can use.
-    """
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device {name} is no device: give cpu or cuda")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"--device {name} needs a GPU that torch can use, and torch sees "
-            f"{torch.cuda.device_count() or 'none'} here: give --device cpu"
-        )
-    return device
 
 
 def add_format(parser: argparse.ArgumentParser) -> None:

@@ -1,10 +1,10 @@
-"""How all benchmarks take times: after warming up, in turns, and of the slowest rank."""
+"""How times are taken: after warming up, and of the slowest rank."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -13,9 +13,6 @@ import torch.distributed as dist
 from hf_dlion.tools.report import track
 
 T = TypeVar("T")
-
-# A slow task may stop after so many repeats: the fewest that have a median and a spread.
-FEWEST = 3
 
 
 def now(device: torch.device) -> float:
@@ -47,28 +44,6 @@ def median_s(
     return statistics.median(times[1:])
 
 
-def in_turns(
-    tasks: Mapping[str, Callable[[], T]], repeats: int, warmup: int = 1, text: str = "rounds"
-) -> dict[str, list[T]]:
-    """Returns what each task measured in every round but the first ones.
-
-    In turns, so whatever else the machine does hits all tasks alike.
-
-    Args:
-        tasks: Each returns what it measured.
-        repeats: Rounds that count.
-        warmup: Rounds before them.
-        text: What is going on, for people.
-    """
-    found: dict[str, list[T]] = {name: [] for name in tasks}
-    for turn in track(range(warmup + repeats), text):
-        for name, task in tasks.items():
-            lap = task()
-            if turn >= warmup:
-                found[name].append(lap)
-    return found
-
-
 def slowest(call: Callable[[], object], device: torch.device) -> float:
     """Returns the seconds that the slowest rank took for `call`, the same on every rank.
 
@@ -78,13 +53,3 @@ def slowest(call: Callable[[], object], device: torch.device) -> float:
     taken = torch.tensor([seconds_of(call, device)], dtype=torch.float64)
     dist.all_reduce(taken, op=dist.ReduceOp.MAX)
     return float(taken)
-
-
-def is_over(times: Sequence[float], seconds: float) -> bool:
-    """Returns whether a task has had its share of time.
-
-    Args:
-        times: From `slowest`, so all ranks stop together.
-        seconds: The share.
-    """
-    return len(times) >= FEWEST and sum(times) > seconds

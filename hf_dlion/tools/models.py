@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +65,6 @@ def language_model(name: str) -> nn.Module:
 def made(parameters: int, name: str | None) -> nn.Module:
     """Returns `language_model(name)`, or `llama(parameters)` if there is no name."""
     return llama(parameters) if name is None else language_model(name)
-
-
-def sizes_of(make: Callable[[], nn.Module]) -> tuple[int, int]:
-    """Returns how many parameters a model has, and how many tokens it knows."""
-    with torch.device("meta"):
-        model = make()
-    return sum(param.numel() for param in model.parameters()), vocabulary(model)
 
 
 def vocabulary(model: nn.Module) -> int:

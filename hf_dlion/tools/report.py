@@ -6,7 +6,6 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import json
-import math
 import os
 import platform
 import re
@@ -136,18 +135,6 @@ def track(items: Iterable[T], text: str, total: float | None = None) -> Iterable
         return items
     console = Console(stderr=True)
     return tracked(items, text, total, console=console, transient=True, auto_refresh=False)
-
-
-def duration(seconds: float) -> str:
-    """Returns a time for people, rounded up.
-
-    >>> duration(42.5), duration(600), duration(9000)
-    ('43 s', '10 min', '2 h 30 min')
-    """
-    if seconds <= 59:
-        return f"{math.ceil(seconds)} s"
-    hours, minutes = divmod(math.ceil(seconds / 60), 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min"
 
 
 def environment() -> dict[str, Any]:

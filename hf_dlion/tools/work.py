@@ -12,21 +12,6 @@ from hf_dlion.codec.layout import MessageLayout
 from hf_dlion.codec.rule import StepRule, TensorRule, Verdict, verdict_planes
 from hf_dlion.codec.tally import Segments, Tally
 
-# A matrix of this many rows and columns is a usual tensor of a model of this kind.
-ROW = 1024
-LARGEST = 4096 * ROW
-
-
-def shapes(parameters: int) -> list[torch.Size]:
-    """Returns matrices of rows of 1024, and a vector for the rest."""
-    found = [torch.Size((LARGEST // ROW, ROW))] * (parameters // LARGEST)
-    rest = parameters % LARGEST
-    if rest >= ROW:
-        found.append(torch.Size((rest // ROW, ROW)))
-    if rest % ROW:
-        found.append(torch.Size((rest % ROW,)))
-    return found
-
 
 def step_rule(step: int = 1, rank: int = 0, world_size: int = 1, bits: int = 1) -> StepRule:
     """Returns a step's constants under the default options."""

@@ -13,7 +13,7 @@ import torch
 from hf_dlion.tools import cli, clock, ranks
 from hf_dlion.tools.plan import machine
 from hf_dlion.tools.plan.cli import COLUMNS
-from hf_dlion.tools.report import Output, duration, track
+from hf_dlion.tools.report import Output, track
 
 # As wide as those of `plan`.
 ROWS: list[dict[str, Any]] = [
@@ -166,14 +166,6 @@ def test_what_takes_long_shows_progress(words, text, terminal, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     assert cli.main(words) == 0
     assert re.search(rf"{text}.*100%.*\d:\d\d:\d\d", plain(capsys.readouterr().err))
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.4, "1 s"), (59, "59 s"), (59.2, "1 min"), (3599, "1 h 00 min"), (50_040, "13 h 54 min")],
-)
-def test_a_duration_is_told_in_hours_and_minutes(seconds, text):
-    assert duration(seconds) == text
 
 
 # Errors
