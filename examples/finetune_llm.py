@@ -33,7 +33,7 @@ from transformers.utils import logging
 from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config
 
 import hf_dlion
-from hf_dlion.tools.smollm2 import standard_library, write_base
+from smollm2 import standard_library, write_base
 
 QUESTIONS = ("What does shutil.copytree do?", "What does statistics.median do?")
 

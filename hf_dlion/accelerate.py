@@ -27,8 +27,9 @@ from hf_dlion.options.parallelism import refuse_sharded, replicas_of, unsupporte
 from hf_dlion.ranks.launched import ACCELERATE_ON_CPUS, refuse_strangers
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
     from accelerate.parallelism_config import ParallelismConfig
+
+    from accelerate import Accelerator
 
 _ATTACHED = "_hf_dlion_attached"
 # What is used of an Accelerator that Accelerate does not document.

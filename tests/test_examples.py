@@ -31,6 +31,7 @@ def numbers_after(label: str, text: str) -> list[float]:
 
 def test_every_example_is_tested():
     tested = {"accelerate_loop.py", "ddp_loop.py", "finetune_llm.py", "fsdp2_loop.py"}
+    tested |= {"smollm2.py"}  # of finetune_llm.py and the benchmarks
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
 
 
@@ -95,7 +96,7 @@ def sizes_of(said: str) -> list[int]:
 def test_finetune_llm_takes_smollm2_where_it_is_installed(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from hf_dlion.tools.smollm2 import write_base
+    from examples.smollm2 import write_base
 
     write_base(tmp_path, small=False)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -116,7 +117,7 @@ def test_finetune_llm_without_smollm2_says_so_and_trains_a_small_model(
 ):
     from transformers import AutoModelForCausalLM
 
-    from hf_dlion.tools import smollm2
+    from examples import smollm2
 
     monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
     smollm2.write_base(tmp_path, small=False)

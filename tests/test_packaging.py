@@ -63,7 +63,7 @@ def test_the_sdist_has_the_sources_tests_pages_and_examples(built):
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "README.md", "LICENSE", "CITATION.cff", "requirements.txt"} <= names
-    for folder in ("hf_dlion", "tests", "docs", "examples"):
+    for folder in ("hf_dlion", "benchmarks", "tests", "docs", "examples"):
         files = {
             path.relative_to(ROOT).as_posix()
             for path in (ROOT / folder).rglob("*")
@@ -91,7 +91,7 @@ def test_the_wheel_installs_and_its_command_runs(built, tmp_path):
 
     where = said(sys.executable, "-c", "import hf_dlion; print(hf_dlion.__file__)")
     assert where.strip() == str(site / "hf_dlion" / "__init__.py")
-    assert said(site / "bin" / "hf-dlion", "--help").startswith("usage: hf-dlion bench")
+    assert said(site / "bin" / "hf-dlion", "--help").startswith("usage: hf-dlion doctor")
     shipped = {path.relative_to(site).as_posix() for path in (site / "hf_dlion").rglob("*.*")}
     sources = {
         path.relative_to(ROOT).as_posix()
@@ -99,4 +99,4 @@ def test_the_wheel_installs_and_its_command_runs(built, tmp_path):
         if path.suffix in (".py", ".c", ".typed")
     }
     assert sources <= shipped
-    assert not any(name.startswith(("tests", "docs")) for name in os.listdir(site))
+    assert not any(name.startswith(("benchmarks", "tests", "docs")) for name in os.listdir(site))

@@ -136,13 +136,24 @@ def test_python_on_a_page_compiles_and_names_options_that_exist(page: Path) -> N
             parse_optim_args(text)
 
 
+# The first words of a command, and the module that has its options.
+COMMANDS = {
+    "hf-dlion plan": "hf_dlion.tools.plan.cli",
+    "python -m benchmarks.convergence": "benchmarks.convergence.cli",
+    **{
+        f"python benchmarks/{name}.py": f"benchmarks.{name}"
+        for name in ("codec", "exchange", "memory", "plot", "step_time")
+    },
+}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=identity)
 def test_the_commands_of_a_page_are_those_that_the_tools_take(page: Path) -> None:
     for line in "\n".join(blocks(page, "bash")).splitlines():
-        found = re.match(r"(?:\.venv/bin/)?hf-dlion (bench|plan|study) ([^$]*)", line)
-        if found is not None:
-            tool = importlib.import_module(f"hf_dlion.tools.{found[1]}.cli")
-            tool._parser().parse_args(shlex.split(found[2], comments=True))
+        for start, module in COMMANDS.items():
+            if line.startswith(f"{start} "):
+                words = shlex.split(line.removeprefix(start).partition("$")[0], comments=True)
+                importlib.import_module(module)._parser().parse_args(words)
 
 
 def save_and_load(rank: int, world_size: int, output_dir: str) -> tuple[Any, ...]:

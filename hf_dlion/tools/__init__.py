@@ -1,4 +1,4 @@
-"""The command `hf-dlion`: benchmarks, predictions and the study of convergence.
+"""The command `hf-dlion`: predictions and a doctor.
 
 `cli` is the command, `arguments` and `report` are what its three parts share.
 """

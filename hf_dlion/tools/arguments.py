@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
-import torch
-
 from hf_dlion.tools.report import FORMATS
 
 T = TypeVar("T")
@@ -42,26 +40,6 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
-def device_of(name: str) -> torch.device:
-    """Returns the device of a name.
-
-    Raises:
-        ValueError: If it is neither the CPU nor a GPU that torch can use.
-    """
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device {name} is no device: give cpu or cuda")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"--device {name} needs a GPU that torch can use, and torch sees "
-            f"{torch.cuda.device_count() or 'none'} here: give --device cpu"
-        )
-    return device
-
-
 def add_format(parser: argparse.ArgumentParser) -> None:
     """Adds `--format`."""
     parser.add_argument(
@@ -79,13 +57,13 @@ def exit_code(command: str, run: Callable[[], object], *told: type[Exception]) -
     """Returns the exit code of a command: 0, or 2 after an error that a user can put right.
 
     Args:
-        command: The word after `hf-dlion`.
+        command: What the user called.
         run: The command; an int that it returns is the exit code.
         told: Errors that are printed in one line; others go on as they are.
     """
     try:
         code = run()
     except told as error:
-        print(f"hf-dlion {command}: {error}", file=sys.stderr)
+        print(f"{command}: {error}", file=sys.stderr)
         return 2
     return code if isinstance(code, int) else 0

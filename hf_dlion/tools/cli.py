@@ -8,22 +8,16 @@ import sys
 
 # By word, the module whose `main` takes the words after it.
 COMMANDS = {
-    "bench": "hf_dlion.tools.bench.cli",
     "doctor": "hf_dlion.tools.doctor",
     "plan": "hf_dlion.tools.plan.cli",
-    "study": "hf_dlion.tools.study.cli",
 }
 USAGE = """\
-usage: hf-dlion bench {codec,exchange,memory,train,plot} [OPTIONS...]
-       hf-dlion doctor
+usage: hf-dlion doctor
        hf-dlion plan MODEL --ranks N --link RATE [OPTIONS...]
-       hf-dlion study [--scale {smoke,small,medium,llm,full}] [OPTIONS...]
        hf-dlion --version
 
-  bench    measure on this machine or cluster (hf-dlion bench --help)
   doctor   say whether this machine, or under torchrun all ranks, can train
   plan     predict what a step costs, and whether the exchange pays (hf-dlion plan --help)
-  study    train with each method at its best learning rate, compare (hf-dlion study --help)
 
 Under torchrun: torchrun ... -m hf_dlion doctor"""
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_dlion.tools.bench.methods import ALONE, BF16, DLION, FP32, NONE, POWER
+from hf_dlion.tools.names import ALONE, BF16, DLION, FP32, NONE, POWER
 
 
 @dataclass(frozen=True)
@@ -43,43 +42,9 @@ LOOKS = {
     "DDP fp32, Lion": Look("Lion, DDP fp32", "#E07A1F"),
     POWER: Look("AdamW, PowerSGD rank 4", "#D4A017"),
     DLION: Look("DistributedLion", "#1D5F8A"),
-    # The study's keys.
-    "adamw": Look("AdamW", "#6C757D"),
-    "lion": Look("Lion on the mean gradient", "#E07A1F"),
-    "majority": Look("DistributedLion", "#1D5F8A"),
-    "zero": Look('ties="zero"', "#1D5F8A", "--"),
-    "average": Look('aggregation="average"', "#20A39E"),
     "bits2": Look("bits=2", "#4FA3D1"),
-    "bits2-tensor": Look('bits=2, level_scale="tensor"', "#4FA3D1", "--"),
     "bits4": Look("bits=4", "#7B5EA7"),
-    "bits4-tensor": Look('bits=4, level_scale="tensor"', "#7B5EA7", "--"),
     "bits8": Look("bits=8", "#3D2C6B"),
-    "sync10": Look("momentum_sync_every=10", "#2E8B57", "--"),
-    "sync16": Look("momentum_sync_every=16", "#2E8B57"),
-    "sync50": Look("momentum_sync_every=50", "#2E8B57", ":"),
-    "auto": Look('momentum_sync="auto"', "#8FBC3F"),
-    "warmup": Look("warmup_full_steps", "#8FBC3F", "--"),
-    "small-full": Look("full_precision of small tensors", "#8FBC3F", ":"),
-    "terngrad": Look("TernGrad", "#B5651D"),
-    "graddrop": Look("GradDrop", "#C2185B"),
-    "dgc": Look("DGC", "#E48BB0"),
-    "bf16": Look("AdamW, DDP bf16 hook", "#ADB5BD"),
-    "powersgd": Look("AdamW, PowerSGD rank 4", "#D4A017"),
-    "localsgd8": Look("LocalSGD, 8 steps of AdamW", "#B22222"),
-    "localsgd32": Look("LocalSGD, 32 steps of AdamW", "#B22222", "--"),
-    "diloco16": Look("DiLoCo, 16 steps of AdamW", "#F4A300"),
-    "diloco50": Look("DiLoCo, 50 steps of AdamW", "#F4A300", "--"),
-    "demo": Look("DeMo", "#5C4033"),
-    "deltas4": Look("Lion locally, mean of 4 steps", "#0B7A75"),
-    "deltas8": Look("Lion locally, mean of 8 steps", "#0B7A75", "--"),
-    "deltas16": Look("Lion locally, mean of 16 steps", "#0B7A75", ":"),
-    "delta-vote4": Look("Lion locally, a vote on 4 steps", "#8C2F39"),
-    "delta-vote8": Look("Lion locally, a vote on 8 steps", "#8C2F39", "--"),
-    "delta-vote16": Look("Lion locally, a vote on 16 steps", "#8C2F39", ":"),
-    "outer-vote4": Look("Lion locally, outer vote on 4 steps", "#52489C"),
-    "outer-vote8": Look("Lion locally, outer vote on 8 steps", "#52489C", "--"),
-    "outer-vote16": Look("Lion locally, outer vote on 16 steps", "#52489C", ":"),
-    "signmuon": Look("SignMuon", "#2F4B26"),
 }
 
 
@@ -87,7 +52,7 @@ def look(name: str) -> Look:
     """Returns how a method is drawn; DistributedLion's options are in its name.
 
     Args:
-        name: A row of `bench train` or `plan`, or a key of the study.
+        name: A row of `benchmarks/step_time.py` or `hf-dlion plan`, or a key of `LOOKS`.
     """
     for key, own in LOOKS.items():
         if name in (key, own.label):
@@ -121,31 +86,6 @@ def figure(count: int, height: float = 4.6, width: float = 3.4) -> tuple[Any, An
 
     made = Figure(figsize=(max(width * count, 6.4), height), layout="constrained")
     return made, made.subplots(1, count, sharey=True, squeeze=False)[0]
-
-
-def band(
-    panel: Any,
-    places: Sequence[float],
-    means: Sequence[float],
-    deviations: Sequence[float],
-    name: str,
-    mark: str = "",
-) -> None:
-    """Draws a line, and a band as wide as its seeds differ.
-
-    Args:
-        panel: Where.
-        places: On the horizontal axis.
-        means: On the vertical one.
-        deviations: Standard deviations of these; 0 draws none.
-        name: The method.
-        mark: matplotlib's marker at each place.
-    """
-    own = look(name)
-    panel.plot(places, means, own.dash, marker=mark, color=own.color, label=own.label)
-    low = [mean - deviation for mean, deviation in zip(means, deviations, strict=True)]
-    high = [mean + deviation for mean, deviation in zip(means, deviations, strict=True)]
-    panel.fill_between(places, low, high, color=own.color, alpha=0.15, linewidth=0)
 
 
 def logarithmic(panel: Any, which: str) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.metadata
 import importlib.util
 import json
-import math
 import os
 import platform
 import re
-import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,8 +22,6 @@ from rich.table import Table
 
 T = TypeVar("T")
 
-# Titles of the columns of a `summary`.
-TIMES = {"median_ms": "median ms", "min_ms": "min", "max_ms": "max"}
 FORMATS = ("table", "markdown", "json")
 
 
@@ -142,34 +137,6 @@ def track(items: Iterable[T], text: str, total: float | None = None) -> Iterable
     return tracked(items, text, total, console=console, transient=True, auto_refresh=False)
 
 
-def duration(seconds: float) -> str:
-    """Returns a time for people, rounded up.
-
-    >>> duration(42.5), duration(600), duration(9000)
-    ('43 s', '10 min', '2 h 30 min')
-    """
-    if seconds <= 59:
-        return f"{math.ceil(seconds)} s"
-    hours, minutes = divmod(math.ceil(seconds / 60), 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min"
-
-
-def summary(seconds: Sequence[float]) -> dict[str, Any]:
-    """Returns the median and the spread of repeated times, in milliseconds.
-
-    Args:
-        seconds: One time per repeat.
-    """
-    times = [1e3 * value for value in seconds]
-    return {
-        "repeats": len(times),
-        "median_ms": statistics.median(times),
-        "min_ms": min(times),
-        "max_ms": max(times),
-        "times_ms": times,
-    }
-
-
 def environment() -> dict[str, Any]:
     """Returns the hardware and the versions of this process."""
     try:
@@ -191,44 +158,6 @@ def environment() -> dict[str, Any]:
     }
 
 
-def publish(
-    name: str,
-    args: argparse.Namespace,
-    config: Mapping[str, Any],
-    before: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
-    columns: Mapping[str, str],
-) -> None:
-    """Prints the rows as a table and writes them as JSON.
-
-    Args:
-        name: The benchmark.
-        args: With `json`, the file, whose folder is made, and `format`.
-        config: The options of the run.
-        before: `environment()` from before the run; the load average then tells who else ran.
-        rows: One dict per measured thing.
-        columns: Titles of the printed columns by the rows' keys.
-    """
-    out = Output(args.format)
-    result = {
-        "bench": name,
-        "config": dict(config),
-        "environment": dict(before),
-        "load_average_after": list(os.getloadavg()),
-        "rows": [dict(row) for row in rows],
-    }
-    # Written first: a terminal that is gone must not cost the measurement.
-    write_json(args.json, result)
-    out.table(f"hf_dlion bench {name}", columns, rows)
-    where = f"{before['processor']}, {before['usable_cores']} of {before['cores']} cores"
-    versions = f"torch {before['torch']}, {before['threads']} threads"
-    load = f"load {before['load_average'][0]:.1f} before, {os.getloadavg()[0]:.1f} after"
-    out.line(f"{where}, {versions}, {load}")
-    out.line(" ".join(f"{key}={value}" for key, value in config.items()))
-    out.line(f"written: {args.json}")
-    out.result(result)
-
-
 def write_json(path: str | Path, result: Any) -> None:
     """Writes plain data as JSON; the file's folder is made."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -247,7 +176,8 @@ def read_bench(path: str | Path, name: str) -> dict[str, Any]:
         result = None
     parts = {"bench", "config", "rows"}
     if not isinstance(result, dict) or not parts <= result.keys() or result["bench"] != name:
-        raise ValueError(f"{path} is not the JSON of `hf-dlion bench {name}`")
+        script = {"train": "step_time"}.get(name, name)
+        raise ValueError(f"{path} is not the JSON of benchmarks/{script}.py")
     return result
 
 

@@ -6,14 +6,14 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
-import accelerate
 import pytest
 import torch
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType, ProjectConfiguration
 
+import accelerate
 import hf_dlion
+from accelerate import Accelerator
 from hf_dlion import DistributedLion
 from hf_dlion.checkpoint.momentum_file import CheckpointError
 from tests.support.accelerate_training import Loop

@@ -15,12 +15,12 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from accelerate import Accelerator, DistributedType
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 
 import hf_dlion
+from accelerate import Accelerator, DistributedType
 from hf_dlion import DistributedLion, last_whole_checkpoint
 from hf_dlion.accelerate import parallelism_config
 from hf_dlion.checkpoint import save

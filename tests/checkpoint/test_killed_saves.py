@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 from torch import nn
 
 import hf_dlion
+from accelerate import Accelerator
 from hf_dlion.checkpoint.whole import begin
 from tests.support.spawn import run_command
 

@@ -271,7 +271,7 @@ def test_no_script_after_python_m_is_a_usage_error():
 @pytest.mark.multiproc
 @pytest.mark.parametrize("how", ["flags", pytest.param("config", marks=pytest.mark.long)])
 def test_trls_own_script_trains_with_votes(tmp_path, how):
-    from hf_dlion.tools.smollm2 import write_base
+    from examples.smollm2 import write_base
 
     write_base(tmp_path / "base", small=True)
     (tmp_path / "data").mkdir()

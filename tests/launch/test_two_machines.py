@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_dlion.tools.bench.emulate import Emulation, EmulationRefusedError, Network
+from benchmarks.emulate import Emulation, EmulationRefusedError, Network
 from tests.support.spawn import run_command
 
 ROOT = Path(__file__).parents[2]

@@ -83,9 +83,10 @@ class Record:
 
 def train(rank: int, world_size: int, name: str, cause: str, everyone: bool) -> list[Record]:
     """Trains through Accelerate with a GradScaler and a schedule."""
-    from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
+
+    from accelerate import Accelerator
 
     Accelerator(cpu=True)
     mode, model = MODES[name], Net()

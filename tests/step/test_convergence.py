@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.convergence.setting import Setting
+from benchmarks.convergence.train import simulate
 from hf_dlion.codec import ties
-from hf_dlion.tools.study.setting import Setting
-from hf_dlion.tools.study.train import simulate
 
 pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -25,8 +25,9 @@ def _gradient(rank: int, world_size: int, t: int) -> Tensor:
 
 
 def _train(rank: int, world_size: int, unscale: bool) -> tuple[list[Tensor], float, bool]:
-    from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
+
+    from accelerate import Accelerator
 
     Accelerator(cpu=True)
     p = random_param(9, 8)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import DataLoader, TensorDataset
 
 import hf_dlion
+from accelerate import Accelerator
 from hf_dlion import DistributedLion
 from tests.support.tiny import weights_digest
 

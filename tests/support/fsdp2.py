@@ -19,13 +19,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
 import hf_dlion
+from accelerate import Accelerator, DistributedType, PartialState
 from hf_dlion.accelerate import parallelism_config
 from tests.support.oracle import bits_of
 from tests.support.sharded_training import DECAY, LR, full_params

@@ -1,6 +1,6 @@
 """A run of the study that takes less than a second."""
 
-from hf_dlion.tools.study.setting import Setting
+from benchmarks.convergence.setting import Setting
 
 TINY = Setting(
     scene="pretrain",

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import pty
 import re
-import subprocess
 import sys
 from typing import Any
 
 import pytest
 import torch
 
-from hf_dlion.tools import cli
-from hf_dlion.tools.bench import clock, ranks
+from hf_dlion.tools import cli, clock, ranks
 from hf_dlion.tools.plan import machine
 from hf_dlion.tools.plan.cli import COLUMNS
-from hf_dlion.tools.report import Output, duration, track
+from hf_dlion.tools.report import Output, track
 
 # As wide as those of `plan`.
 ROWS: list[dict[str, Any]] = [
@@ -122,28 +117,16 @@ def test_no_number_is_printed_as_minus_zero(capsys):
 @pytest.mark.parametrize(
     "words",
     [
-        ["bench", "codec", "--parameters=5000", "--repeats=2"],
         ["plan", "1m", "--ranks=4", "--link=1gbit", "--step-ms=5"],
         ["plan", "1m", "--table", "--step-ms=5"],
         ["plan", "1b", "--ranks=4", "--link=1gbit", "--gpu=a100"],
     ],
-    ids=["bench", "plan", "table", "gpu"],
+    ids=["plan", "table", "gpu"],
 )
 def test_json_on_stdout_is_that_of_the_file_and_nothing_else(words, tmp_path, capsys):
     out = tmp_path / "result.json"
     assert cli.main([*words, f"--json={out}", "--format=json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
-
-
-def test_a_study_prints_its_summary_as_json(tmp_path, capsys):
-    words = ["study", "--scale", "smoke", "--steps", "1", "--seeds", "1", "--out", str(tmp_path)]
-    words += ["--methods", "lion", "--lr-lion", "1e-3", "--format", "json"]
-    assert cli.main(words) == 0
-    summary = json.loads(capsys.readouterr().out)
-    assert summary == json.loads((tmp_path / "summary.json").read_text())
-    assert summary[0]["lr"] == 1e-3
-    assert cli.main([*words, "--dry-run"]) == 0
-    assert json.loads(capsys.readouterr().out)["missing"] == 0
 
 
 # Progress
@@ -175,11 +158,8 @@ def test_the_first_rank_alone_shows_progress(terminal, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["bench", "codec", "--parameters=5000", "--repeats=2"], "bfloat16"),
         (["plan", "1m", "--ranks=4", "--link=1gbit", "--step-ms=5"], "measuring this machine"),
-        (["study", "--scale=smoke", "--methods=lion", "--steps=1", "--seeds=1"], "runs"),
     ],
-    ids=["bench", "plan", "study"],
 )
 def test_what_takes_long_shows_progress(words, text, terminal, tmp_path, monkeypatch, capsys):
     terminal(100, "stderr")
@@ -188,45 +168,13 @@ def test_what_takes_long_shows_progress(words, text, terminal, tmp_path, monkeyp
     assert re.search(rf"{text}.*100%.*\d:\d\d:\d\d", plain(capsys.readouterr().err))
 
 
-BENCHES = ("train", "exchange", "memory")
-
-
-@pytest.mark.full
-@pytest.mark.multiproc
-@pytest.mark.skipif(sys.platform != "linux", reason="a terminal of its own")
-@pytest.mark.parametrize("bench", [pytest.param(name, marks=pytest.mark.long) for name in BENCHES])
-def test_of_several_ranks_one_shows_progress(bench, tmp_path):
-    words = [bench, "--parameters=5000", "--json", str(tmp_path / "out.json")]
-    words += {"exchange": ["--repeats=2"], "train": ["--steps=2", "--methods", "dlion"]}.get(
-        bench, []
-    )
-    screen, terminal = pty.openpty()
-    env = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    with subprocess.Popen(
-        [sys.executable, "-m", "hf_dlion.tools.bench", *words],
-        stderr=terminal, stdout=subprocess.DEVNULL, env=env,
-    ) as process:  # fmt: skip
-        os.close(terminal)
-        text = b""
-        with contextlib.suppress(OSError):  # at the end
-            while part := os.read(screen, 4096):
-                text += part
-        assert process.wait(120) == 0
-    os.close(screen)
-    # The cursor is hidden where a bar begins; training warms up before it is measured.
-    assert text.count(b"\x1b[?25l") == (2 if bench == "train" else 1), text
-    assert b"100%" in text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.4, "1 s"), (59, "59 s"), (59.2, "1 min"), (3599, "1 h 00 min"), (50_040, "13 h 54 min")],
-)
-def test_a_duration_is_told_in_hours_and_minutes(seconds, text):
-    assert duration(seconds) == text
-
-
 # Errors
+
+
+@pytest.mark.parametrize(("words", "code"), [([], 2), (["plant"], 2), (["--help"], 0)])
+def test_the_console_script_names_its_commands(words, code, capsys):
+    assert cli.main(words) == code
+    assert "hf-dlion plan MODEL" in "".join(capsys.readouterr())
 
 
 def no_work(*args: Any, **options: Any) -> Any:
@@ -237,10 +185,6 @@ def no_work(*args: Any, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["bench", "codec", "--device=cuda"], "--device cuda needs a GPU that torch can use"),
-        (["bench", "codec", "--device=gpu"], "--device gpu is no device: give cpu or cuda"),
-        (["bench", "codec", "--bits=4", "--device=cuda"], "--device cuda needs a GPU"),
-        (["study", "--device=cuda"], "unrecognized arguments: --device=cuda"),
         (["plan", "7b", "--device=cuda"], "unrecognized arguments: --device=cuda"),
         (
             ["plan", "7b", "--backend=nccl", "--link=measure"],

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks import plot
+from benchmarks.convergence import cli as convergence
+from benchmarks.convergence.methods import METHODS as STUDIED
 from hf_dlion.tools import cli, pictures
-from hf_dlion.tools.bench.methods import NONE, name_of
+from hf_dlion.tools.names import NONE, name_of
 from hf_dlion.tools.pictures import LOOKS, figure, logarithmic, look
 from hf_dlion.tools.plan import methods as plan_methods
-from hf_dlion.tools.study.recipes import METHODS as STUDIED
 
 
 def saved(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -25,8 +27,8 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append((figure, panels))
         return real(figure, panels, *rest, **options)
 
-    for module in ("plan.table", "study.plot", "bench.plot"):
-        monkeypatch.setattr(f"hf_dlion.tools.{module}.save", save)
+    for module in ("hf_dlion.tools.plan.table", "benchmarks.plot", "benchmarks.convergence.report"):
+        monkeypatch.setattr(f"{module}.save", save)
     return found
 
 
@@ -107,7 +109,7 @@ def test_runs_of_bench_train_are_drawn_side_by_side(monkeypatch, tmp_path, capsy
     found = saved(monkeypatch)
     files = [a_run(tmp_path / "a.json", "2x100mbit", 10), a_run(tmp_path / "b.json", "2x1gbit", 1)]
     out = tmp_path / "new" / "times.png"
-    assert cli.main(["bench", "plot", *files, f"--out={out}"]) == 0
+    assert plot.main([*files, f"--out={out}"]) == 0
     assert str(out) in capsys.readouterr().out
     assert out.read_bytes().startswith(b"\x89PNG")
     ((_, panels),) = found
@@ -122,10 +124,10 @@ def test_runs_of_bench_train_are_drawn_side_by_side(monkeypatch, tmp_path, capsy
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"bench": "codec"}', "is not the JSON of `hf-dlion bench train`"),
-        ('{"bench": "train", "config": {}}', "is not the JSON of `hf-dlion bench train`"),
-        ("[]", "x.json is not the JSON of `hf-dlion bench train`"),
-        ("no JSON", "x.json is not the JSON of `hf-dlion bench train`"),
+        ('{"bench": "codec"}', "is not the JSON of benchmarks/step_time.py"),
+        ('{"bench": "train", "config": {}}', "is not the JSON of benchmarks/step_time.py"),
+        ("[]", "x.json is not the JSON of benchmarks/step_time.py"),
+        ("no JSON", "x.json is not the JSON of benchmarks/step_time.py"),
         (None, "No such file"),
         ('{"bench": "train", "config": {}, "rows": []}', "has no row to compare"),
     ],
@@ -134,7 +136,7 @@ def test_what_is_no_run_is_not_drawn(text, message, tmp_path, capsys):
     path = tmp_path / "x.json"
     if text is not None:
         path.write_text(text)
-    assert cli.main(["bench", "plot", str(path)]) == 2
+    assert plot.main([str(path)]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -152,9 +154,9 @@ def test_a_path_that_is_no_picture_is_refused_before_anything_is_measured(monkey
 @pytest.mark.full
 def test_seeds_are_a_band_around_their_mean(monkeypatch, tmp_path):
     found = saved(monkeypatch)
-    words = ["study", "--scale=smoke", "--steps=2", "--seeds=2", "--methods", "lion", "majority"]
+    words = ["--scale=smoke", "--steps=2", "--seeds=2", "--methods", "lion", "majority"]
     words += ["--lr-lion", "1e-3", "--workers", "2", "--plot", "--out", str(tmp_path)]
-    assert cli.main(words) == 0
+    assert convergence.main(words) == 0
     curves = found[0][1]
     for panel in curves:
         assert [line.get_label() for line in panel.get_lines()] == [

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from benchmarks import codec, step_time
 from hf_dlion.codec.layout import MessageLayout, shards_of
 from hf_dlion.exchange import choose_exchange, message_wire_bytes
 from hf_dlion.options import Options
@@ -23,7 +24,7 @@ from hf_dlion.ranks.header import header_wire_bytes
 from hf_dlion.step import plan as step_plan
 from hf_dlion.step.plan import split_into_messages
 from hf_dlion.tools import cli
-from hf_dlion.tools.bench.model import llama
+from hf_dlion.tools.models import llama
 from hf_dlion.tools.plan import link, machine, methods, model, validate
 from hf_dlion.tools.plan.cost import (
     Cluster,
@@ -51,6 +52,7 @@ from hf_dlion.tools.report import read_bench
 from tests.support.spawn import RankPools, run_command, run_script
 
 NUMEL = 29_499_904
+STEP_TIME = str(Path(step_time.__file__))
 
 # One core of the machine of the tables, in ns per element: fused AdamW, copies, casts and
 # PowerSGD's products were timed alone, encode and apply are DistributedLion's own clocks.
@@ -66,7 +68,7 @@ MACHINE = Machine(
     public_ns=17.0,
     public_vote_ns=11.0,
 )
-# What `bench exchange` measured over these links: 59 MB, 118 MB, and the loss of a short transfer.
+# What benchmarks/exchange.py measured over them: 59 MB, 118 MB, and the loss of a short transfer.
 LINKS = {
     "100 Mbit/s": replace(
         link.fitted(1e-4, 2, (59_000_000, 5.229), (118_000_000, 10.476), nccl=False),
@@ -154,9 +156,9 @@ def test_a_measured_run_of_several_ranks_per_node_sent_the_predicted_bytes(
     tmp_path, capsys, quick_machine
 ):
     out, held = tmp_path / "train.json", tmp_path / "held.json"
-    words = ["train", "--parameters=5000", "--sequence=16", "--steps=2", f"--json={out}"]
+    words = ["--parameters=5000", "--sequence=16", "--steps=2", f"--json={out}"]
     words += ["--ranks=4", "--local-ranks=2", "--methods", "none", "dlion", "dlion-node"]
-    run_command([sys.executable, "-m", "hf_dlion.tools.bench", *words])
+    run_command([sys.executable, STEP_TIME, *words])
     assert cli.main(["plan", f"--validate={out}", "--link=10gbit", f"--json={held}"]) == 0
     rows = rows_of(held)
     assert [row["name"] for row in rows] == [methods.NONE, DLION, methods.NODE_VOTES]
@@ -167,8 +169,8 @@ def test_a_measured_run_of_several_ranks_per_node_sent_the_predicted_bytes(
 @pytest.mark.multiproc
 def test_a_measured_run_sent_the_predicted_bytes(tmp_path, capsys, quick_machine):
     out = tmp_path / "train.json"
-    words = ["train", "--parameters=5000", "--sequence=16", "--steps=3", f"--json={out}"]
-    run_command([sys.executable, "-m", "hf_dlion.tools.bench", *words, "--bits", "1", "4"])
+    words = ["--parameters=5000", "--sequence=16", "--steps=3", f"--json={out}"]
+    run_command([sys.executable, STEP_TIME, *words, "--bits", "1", "4"])
     held = tmp_path / "held.json"
     options = ["plan", "--validate", str(out), "--link", "10gbit", "--json", str(held)]
     assert cli.main([*options, "--bits=4"]) == 0
@@ -455,7 +457,7 @@ def test_every_constant_of_the_machine_is_measured(dtype, bits):
 @pytest.mark.usefixtures("quick_machine")
 def test_constants_are_taken_from_the_codec_benchmark(tmp_path):
     out = tmp_path / "codec.json"
-    assert cli.main(["bench", "codec", "--parameters=5000", "--repeats=2", f"--json={out}"]) == 0
+    assert codec.main(["--parameters=5000", "--repeats=2", f"--json={out}"]) == 0
     found = replace(MACHINE, **machine.of_codec_bench(out))
     assert found.adamw_ns != MACHINE.adamw_ns
     assert found.power_ns == MACHINE.power_ns
@@ -467,10 +469,10 @@ def test_constants_are_taken_from_the_codec_benchmark(tmp_path):
         row["median_ms"], rel=0.01
     )
     words = ["--parameters=5000", "--repeats=2", "--bits", "1", "4", f"--json={out}"]
-    assert cli.main(["bench", "codec", *words]) == 0
+    assert codec.main(words) == 0
     assert machine.of_codec_bench(out, bits=4)["encode_ns"] > 0
     (tmp_path / "other.json").write_text('{"bench": "train"}')
-    with pytest.raises(ValueError, match="not the JSON of `hf-dlion bench codec`"):
+    with pytest.raises(ValueError, match=r"not the JSON of benchmarks/codec\.py"):
         machine.of_codec_bench(tmp_path / "other.json")
 
 
@@ -584,7 +586,7 @@ def test_a_benchmark_of_exchanges_tells_the_link(tmp_path):
     assert found.bits_per_s == pytest.approx(80e6)
     assert found.restart_s == pytest.approx(5e-3)
     path.write_text('{"bench": "codec"}')
-    with pytest.raises(ValueError, match="not the JSON of `hf-dlion bench exchange`"):
+    with pytest.raises(ValueError, match=r"not the JSON of benchmarks/exchange\.py"):
         link.from_exchange_bench(path, nccl=False)
 
 
@@ -666,7 +668,7 @@ def test_without_matplotlib_a_plot_says_what_to_install(monkeypatch, capsys):
 def test_validation_refuses_what_it_cannot_compare(tmp_path):
     path = tmp_path / "run.json"
     path.write_text('{"bench": "codec"}')
-    with pytest.raises(ValueError, match="bench train"):
+    with pytest.raises(ValueError, match="step_time"):
         read_bench(path, "train")
     with pytest.raises(ValueError, match="emulated no network"):
         validate.emulated_rate({"config": {"emulate": None}})

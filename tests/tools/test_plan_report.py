@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_dlion.tools import cli
-from hf_dlion.tools.bench.methods import FP32, NONE
+from hf_dlion.tools.names import FP32, NONE
 from hf_dlion.tools.plan import gpu, machine
 from hf_dlion.tools.plan.cli import COLUMNS, _parser
 from hf_dlion.tools.plan.cost import Cluster, Link

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from hf_dlion.tools.bench import ranks
+from hf_dlion.tools import ranks
 from hf_dlion.tools.plan import gpu, link, machine
 from hf_dlion.tools.plan.cost import Cluster, Link
 from hf_dlion.tools.plan.gpu import GPUS
@@ -49,7 +49,7 @@ def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if args.table:
         refuse(("ranks",), "--table, which has its own numbers of nodes")
     if args.link is not None and args.link.endswith(".json"):
-        refuse(_OF_A_RATE, "the JSON of bench exchange")
+        refuse(_OF_A_RATE, "the JSON of benchmarks/exchange.py")
     if args.link == MEASURE:
         refuse(_OF_A_RATE, "--link measure")
     if args.gpu is None and args.mfu is not None:
@@ -81,12 +81,12 @@ def link_of(args: argparse.Namespace) -> Link | None:
         )
     link.check_measurable()
     found: list[Link] = []
-    ranks.take_part(lambda _: found.append(link.measured()), args)
+    ranks.take_part(lambda: found.append(link.measured()), args.threads)
     return found[0] if os.environ["RANK"] == "0" else None
 
 
 def given_link(args: argparse.Namespace, text: str) -> Link:
-    """Returns the link of a rate, or of the JSON of `bench exchange`.
+    """Returns the link of a rate, or of the JSON of benchmarks/exchange.py.
 
     Raises:
         ValueError: If the text is neither.

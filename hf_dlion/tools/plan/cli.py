@@ -15,7 +15,7 @@ import torch
 from hf_dlion.options import BITS
 from hf_dlion.tools import pictures, report
 from hf_dlion.tools.arguments import Parser, add_format, checked, exit_code, positive
-from hf_dlion.tools.bench.methods import NONE
+from hf_dlion.tools.names import NONE
 from hf_dlion.tools.plan import asked, gpu, link, table, validate
 from hf_dlion.tools.plan.cost import TCP_EFFICIENCY
 from hf_dlion.tools.plan.gpu import GPUS
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
             _plan(args)
 
     told = (MissingPackageError, link.UnmeasurableError, OSError, ValueError)
-    return exit_code("plan", run, *told)
+    return exit_code("hf-dlion plan", run, *told)
 
 
 def _plan(args: argparse.Namespace) -> None:
@@ -210,7 +210,7 @@ def _step_ms(text: str) -> float | str:
 
 def _parser() -> argparse.ArgumentParser:
     width = max(map(len, EXPLAINED))
-    parser = Parser(
+    made = Parser(
         prog="hf-dlion plan",
         description="Predict what a training step costs, and whether the exchange of votes pays.",
         epilog="rows and columns of the output:\n"
@@ -220,14 +220,14 @@ def _parser() -> argparse.ArgumentParser:
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
+    add = made.add_argument
     add("model", nargs="?", help='a count ("7b"), a folder with a config.json, or a hub name')
     add("--ranks", type=positive, help="number of ranks (the launcher's, or those of two nodes)")
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     share = f"ranks that share a machine ({local_ranks})"
     add("--ranks-per-node", type=positive, default=local_ranks, metavar="L", help=share)
     add("--shard", type=positive, default=1, metavar="L", help="ranks of FSDP2 in each node (1)")
-    add("--link", metavar="1gbit", help="a rate, the JSON of bench exchange, or measure")
+    add("--link", metavar="1gbit", help="a rate, the JSON of benchmarks/exchange.py, or measure")
     late = link.DEFAULT_LATENCY_MS
     add("--latency-ms", type=_above_zero, default=late, metavar="MS", help=f"one way ({late})")
     payload = f"payload's share of the rate ({TCP_EFFICIENCY:.2f})"
@@ -243,10 +243,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--sequence", type=positive, help=f"tokens in each (128; with --gpu {gpu.SEQUENCE})")
     threads = torch.get_num_threads()
     add("--threads", type=positive, default=threads, help="of each rank that is timed (torch's)")
-    add("--codec", metavar="FILE", help="take constants of bench codec's JSON")
+    add("--codec", metavar="FILE", help="take constants of benchmarks/codec.py's JSON")
     add("--table", action="store_true", help="2 to 1024 nodes, 0.1 to 100 Gbit/s")
-    add("--validate", metavar="FILE", help="compare with bench train's JSON")
+    add("--validate", metavar="FILE", help="compare with benchmarks/step_time.py's JSON")
     add("--json", metavar="FILE", help="write the result")
     add("--plot", metavar="FILE", help="draw step times over nodes")
-    add_format(parser)
-    return parser
+    add_format(made)
+    return made

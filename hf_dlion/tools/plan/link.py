@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import statistics
 import time
 from dataclasses import replace
@@ -13,10 +14,9 @@ import torch
 import torch.distributed as dist
 
 from hf_dlion.exchange.mean import average_wire_bytes
-from hf_dlion.tools.bench.clock import slowest
-from hf_dlion.tools.bench.emulate import bits_per_s
-from hf_dlion.tools.bench.ranks import device_of_rank
+from hf_dlion.tools.clock import slowest
 from hf_dlion.tools.plan.cost import Cluster, Link, all_reduce_rounds
+from hf_dlion.tools.ranks import device_of_rank
 from hf_dlion.tools.report import read_bench, track
 
 # Of TCP between two hosts of one rack, with a collective library's software on both ends.
@@ -25,6 +25,7 @@ REPEATS = 3
 # The measurement grows its messages until one takes this long, or is this large.
 LONG_S, LARGEST_BYTES = 0.5, 64 << 20
 SHORT_BYTES, FIRST_LONG_BYTES, PAUSE_S = 64, 1 << 20, 0.3
+_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
 class UnmeasurableError(RuntimeError):
@@ -41,13 +42,19 @@ def given(text: str, latency_ms: float, nccl: bool) -> Link:
     if bits is None:
         raise ValueError(
             f"{text!r} is no link: write a rate in kbit, mbit or gbit, for example 25gbit, the "
-            f"JSON of `hf-dlion bench exchange`, or measure"
+            f"JSON of benchmarks/exchange.py, or measure"
         )
     return Link(bits_per_s=bits, latency_s=1e-3 * latency_ms, nccl=nccl)
 
 
+def bits_per_s(rate: str) -> float | None:
+    """Returns what a rate such as "2.5gbit" stands for, None for other texts and for 0."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate.lower())
+    return float(found[1]) * _UNITS[found[2]] or None if found else None
+
+
 def from_exchange_bench(path: Path, nccl: bool) -> Link:
-    """Returns the link that a run of `hf-dlion bench exchange` saw, one rank per node.
+    """Returns the link that a run of benchmarks/exchange.py saw, one rank per node.
 
     Its two all-reduces tell the rate, and its votes what a short transfer loses besides. For the
     latency it sends nothing short enough: that is `DEFAULT_LATENCY_MS`.

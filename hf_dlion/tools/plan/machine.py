@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_dlion.codec import codec_for
-from hf_dlion.tools.bench.clock import median_s
-from hf_dlion.tools.bench.model import UnknownModelError, language_model, llama, vocabulary
-from hf_dlion.tools.bench.work import Work
+from hf_dlion.tools.clock import median_s
+from hf_dlion.tools.models import UnknownModelError, language_model, llama, vocabulary
+from hf_dlion.tools.names import POWER_RANK
 from hf_dlion.tools.plan.model import parse_count
 from hf_dlion.tools.report import read_bench, track
-from hf_dlion.tools.rivals import POWER_RANK
+from hf_dlion.tools.work import Work
 
 # Large enough to leave the caches, small enough for all of it in seconds; the second is about what
 # a layer's tensor holds, for work that is done tensor by tensor.
@@ -101,11 +101,11 @@ def measure(dtype: torch.dtype, device: torch.device, bits: int = 1) -> Machine:
 
 
 def of_codec_bench(path: Path, dtype: str = "float32", bits: int = 1) -> dict[str, float]:
-    """Returns those of a `Machine`'s constants that `bench codec` measured on a CPU.
+    """Returns those of a `Machine`'s constants that `benchmarks/codec.py` measured on a CPU.
 
     Args:
         path: The JSON.
-        dtype: Of the gradients, a key of `bench.codec.DTYPES`.
+        dtype: Of the gradients, a key of `DTYPES` there.
         bits: Of a vote.
 
     Raises:
@@ -117,8 +117,8 @@ def of_codec_bench(path: Path, dtype: str = "float32", bits: int = 1) -> dict[st
     kinds = [kind for kind in ("native", "eager") if f"{kind}, 2 ranks{told}" in rows]
     if not kinds:
         raise ValueError(
-            f"{path} lacks votes of a CPU with bits={bits} on {dtype}: run bench codec --bits "
-            f"{bits} --device cpu"
+            f"{path} lacks votes of a CPU with bits={bits} on {dtype}: run "
+            f"benchmarks/codec.py --bits {bits} --device cpu"
         )
     kind = kinds[0]
     two, four = rows[f"{kind}, 2 ranks{told}"], rows[f"{kind}, 4 ranks{told}"]

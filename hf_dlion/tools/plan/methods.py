@@ -15,7 +15,7 @@ from hf_dlion.exchange.node import choose_node_exchange
 from hf_dlion.options import Options
 from hf_dlion.ranks.header import header_wire_bytes
 from hf_dlion.step.plan import split_into_messages
-from hf_dlion.tools.bench.methods import BF16, DLION, FP32, NONE, POWER, name_of
+from hf_dlion.tools.names import BF16, DLION, FP32, NONE, POWER, name_of, power_numel
 from hf_dlion.tools.plan.cost import (
     FORWARD_SHARE,
     Cluster,
@@ -30,7 +30,6 @@ from hf_dlion.tools.plan.cost import (
 )
 from hf_dlion.tools.plan.machine import Machine
 from hf_dlion.tools.plan.model import Workload
-from hf_dlion.tools.rivals import power_numel
 
 BF16_NATIVE = "DDP bf16 gradients, AdamW"
 PUBLIC = "public distributed-lion"
@@ -138,7 +137,7 @@ def of_parts(case: Case) -> Case:
 
 
 def no_communication(case: Case) -> Prediction:
-    """Returns the step of a DDP whose hook sends nothing, as `bench train` has it."""
+    """Returns the step of a DDP whose hook sends nothing, as `benchmarks/step_time.py` has it."""
     parts = {"compute": case.compute_s + _copies(case), "optimizer": _adamw(case)}
     return Prediction(name=NONE, wire_bytes=0, parts=parts)
 

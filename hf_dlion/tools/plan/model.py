@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from hf_dlion.tools.bench.model import UnknownModelError, build, load_config
+from hf_dlion.tools.models import UnknownModelError, build, load_config
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 # A transformer of width h has about h / 128 layers of 12 h^2 elements each.

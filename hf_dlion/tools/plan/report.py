@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hf_dlion.tools.bench.methods import BF16, DLION, FP32, NONE, POWER
+from hf_dlion.tools.names import BF16, DLION, FP32, NONE, POWER
 from hf_dlion.tools.plan.cost import Link
 from hf_dlion.tools.plan.methods import (
     ALL_REDUCES,

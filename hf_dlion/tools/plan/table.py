@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hf_dlion.tools.bench.methods import NONE
+from hf_dlion.tools.names import NONE
 from hf_dlion.tools.pictures import figure, logarithmic, look, save
 from hf_dlion.tools.plan.cost import Cluster
 from hf_dlion.tools.plan.methods import PUBLIC, Case, predict

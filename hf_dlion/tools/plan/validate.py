@@ -1,4 +1,4 @@
-"""Holds predictions to a run of `hf-dlion bench train`."""
+"""Holds predictions to a run of `benchmarks/step_time.py`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from hf_dlion.tools.bench.methods import DLION, NONE, name_of
-from hf_dlion.tools.bench.model import made
+from hf_dlion.tools.models import made
+from hf_dlion.tools.names import DLION, NONE, name_of
 from hf_dlion.tools.plan.cost import Cluster, Link
 from hf_dlion.tools.plan.machine import Machine
 from hf_dlion.tools.plan.methods import NODE_VOTES, OVERLAPPED, Case, no_communication, predict
@@ -34,8 +34,8 @@ def emulated_rate(result: Mapping[str, Any]) -> str:
     text = result["config"].get("emulate")
     if text is None:
         raise ValueError(
-            "this run of `bench train` emulated no network, so its link is unknown: give "
-            "--link RATE, or the JSON of `bench exchange` on the same ranks"
+            "this run of benchmarks/step_time.py emulated no network, so its link is unknown: give "
+            "--link RATE, or the JSON of benchmarks/exchange.py on the same ranks"
         )
     return str(text).partition("x")[2]
 
@@ -44,7 +44,7 @@ def case_of(result: Mapping[str, Any], machine: Machine, link: Link) -> Case:
     """Returns the case of a run: its model and ranks, and compute from "no communication".
 
     Args:
-        result: The JSON of `bench train`.
+        result: The JSON of `benchmarks/step_time.py`.
         machine: Its ranks' own work.
         link: Between its ranks.
 
@@ -58,7 +58,7 @@ def case_of(result: Mapping[str, Any], machine: Machine, link: Link) -> Case:
     with torch.device("meta"):
         model = made(config["parameters"], config.get("model"))
     shapes = tuple(tuple(param.shape) for param in model.parameters())
-    work = Workload(name="model of bench train", parameters=config["parameters"], shapes=shapes)
+    work = Workload(name="model of the benchmark", parameters=config["parameters"], shapes=shapes)
     cluster = Cluster(ranks=config["ranks"], ranks_per_node=config.get("local_ranks", 1))
     empty = Case(work=work, cluster=cluster, link=link, machine=machine, compute_s=0.0)
     return replace(empty, compute_s=1e-3 * free[0] - no_communication(empty).step_s)
@@ -70,7 +70,7 @@ def rows(result: Mapping[str, Any], case: Case) -> list[dict[str, Any]]:
     The row without communication is the input, and so has no error.
 
     Args:
-        result: The JSON of `bench train`.
+        result: The JSON of `benchmarks/step_time.py`.
         case: From `case_of`, with the bits of the votes to compare.
 
     Raises:
