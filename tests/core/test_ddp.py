@@ -6,6 +6,8 @@ import contextlib
 import copy
 import gc
 import pickle
+import subprocess
+import sys
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -436,3 +438,22 @@ def attach_and_forget(rank: int, world_size: int) -> list[bool]:
 
 def test_neither_wrapper_nor_optimizer_is_kept_alive(ranks: RankPools) -> None:
     assert ranks(2).run(attach_and_forget) == [[True, True]] * 2
+
+
+def test_python_exits_in_silence_while_a_wrapper_is_attached() -> None:
+    program = (
+        "import torch\n"
+        "import torch.distributed as dist\n"
+        "from torch.nn.parallel import DistributedDataParallel\n"
+        "from hf_dlion.core import ddp as hook\n"
+        "from tests.core.test_ddp import Model, Owner\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "ddp = DistributedDataParallel(Model())\n"
+        "owner = Owner(ddp.parameters())\n"
+        "hook.attach(ddp, owner)\n"
+        "torch.kept = owner, ddp, hook  # Python clears the newest module first.\n"
+        "dist.destroy_process_group()\n"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert "Exception ignored" not in done.stderr, done.stderr
