@@ -442,17 +442,17 @@ def test_neither_wrapper_nor_optimizer_is_kept_alive(ranks: RankPools) -> None:
 
 def test_python_exits_in_silence_while_a_wrapper_is_attached() -> None:
     program = (
-        "import torch\n"
-        "import torch.distributed as dist\n"
-        "from torch.nn.parallel import DistributedDataParallel\n"
-        "from hf_dlion.core import ddp as hook\n"
-        "from tests.core.test_ddp import Model, Owner\n"
+        "import torch, torch.distributed as dist\n"
+        "from hf_dlion.core.ddp import attach\n"
+        "from tests.core.test_ddp import DistributedDataParallel, Model, Owner\n"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
         "ddp = DistributedDataParallel(Model())\n"
         "owner = Owner(ddp.parameters())\n"
-        "hook.attach(ddp, owner)\n"
-        "torch.kept = owner, ddp, hook  # Python clears the newest module first.\n"
-        "dist.destroy_process_group()\n"
+        "attach(ddp, owner)\n"
+        "@torch.compile(backend='eager')\n"  # keeps both until modules are gone
+        "def step(x):\n"
+        "    ddp(x).backward(); owner.step()\n"
+        "step(torch.ones(2, 4))\n"
     )
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
