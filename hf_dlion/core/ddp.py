@@ -56,9 +56,7 @@ class WrapperState:
 
     def set_owners(self, owners: list[Owner]) -> None:
         """Replaces the owners."""
-        # The wrapper averages again if the last owner is garbage, not only after detach().
-        drop = functools.partial(_drop_garbage, weakref.ref(self))
-        self._owners = [weakref.ref(owner, drop) for owner in owners]
+        self._owners = [weakref.ref(owner) for owner in owners]
         self.buckets_checked = False
         self.set_synchronization()
 
@@ -173,6 +171,8 @@ def attach(model: nn.Module, owner: Owner) -> None:
     # After its first backward DDP broadcasts an order of buckets, otherwise in the next forward.
     ddp.reducer._rebuild_buckets()
     state.set_owners([*others, owner])
+    # The wrapper also averages again if its last owner is garbage, but not while Python exits.
+    weakref.finalize(owner, _drop_garbage, weakref.ref(state)).atexit = False
     _watch_steps()
 
 
@@ -217,7 +217,7 @@ def _broadcasts_statistics(ddp: DistributedDataParallel) -> bool:
     return buffers and any(norm.running_mean is not None for norm in norms)
 
 
-def _drop_garbage(state_ref: weakref.ref[WrapperState], _: weakref.ref[Owner]) -> None:
+def _drop_garbage(state_ref: weakref.ref[WrapperState]) -> None:
     if (state := state_ref()) is not None:
         state.set_owners(state.owners)
 

@@ -73,11 +73,13 @@ def same(left: list[Tensor | None], right: list[Tensor | None]) -> bool:
 def wrapped(model: nn.Module | None = None, **options: Any) -> Iterator[list[Any]]:
     """Yields a list with a new wrapper, and lets go of what the list holds in the end."""
     holder = [DistributedDataParallel(Model() if model is None else model, **options)]
-    try:
-        yield holder
-    finally:
-        holder.clear()
-        gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about torch.compile and join()
+        try:
+            yield holder
+        finally:
+            holder.clear()
+            gc.collect()
 
 
 def backward(ddp: nn.Module, rank: int, step: int = 0) -> list[Tensor | None]:
@@ -89,17 +91,14 @@ def backward(ddp: nn.Module, rank: int, step: int = 0) -> list[Tensor | None]:
 def averages(ddp: nn.Module, rank: int, step: int = 0) -> bool:
     """Whether the gradients are the mean of those that ranks compute without DDP."""
     found = backward(ddp, rank, step)
-    bare = copy.deepcopy(getattr(ddp, "module", ddp))
-    expected = backward(bare, rank, step)
-    for grad, mean in zip(found, expected, strict=True):
+    for grad, mean in zip(found, backward(copy.deepcopy(ddp.module), rank, step), strict=True):
         dist.all_reduce(mean.div_(dist.get_world_size()))
         torch.testing.assert_close(grad, mean)
     return True
 
 
 def is_local(ddp: nn.Module, rank: int, step: int = 0) -> bool:
-    bare = copy.deepcopy(getattr(ddp, "module", ddp))
-    return same(backward(ddp, rank, step), backward(bare, rank, step))
+    return same(backward(ddp, rank, step), backward(copy.deepcopy(ddp.module), rank, step))
 
 
 def raised(function: Any, *args: Any) -> str:
@@ -114,16 +113,16 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulation": {"micro_steps": 3},
     "no_sync": {"micro_steps": 3, "no_sync": True},
-    "reentrant checkpoints": {"model": {"recompute": "reentrant"}},
-    "other checkpoints": {"model": {"recompute": "not reentrant"}},
+    "reentrant checkpoints": {"recompute": "reentrant"},
+    "other checkpoints": {"recompute": "not reentrant"},
     "static graph": {"static_graph": True},
-    "static graph with checkpoints": {"static_graph": True, "model": {"recompute": "reentrant"}},
+    "static graph with checkpoints": {"static_graph": True, "recompute": "reentrant"},
     "unused parameters": {"skip": True},
     "find unused": {"find_unused_parameters": True, "skip": True},
     "bucket views": {"gradient_as_bucket_view": True, "micro_steps": 2},
-    "batch norm": {"model": {"norm": True}, "micro_steps": 2},
-    "batch norm and no_sync": {"model": {"norm": True}, "micro_steps": 2, "no_sync": True},
-    "several buckets": {"model": {"norm": True}, "bucket_cap_mb": 0.0001},
+    "batch norm": {"norm": True, "micro_steps": 2},
+    "batch norm and no_sync": {"norm": True, "micro_steps": 2, "no_sync": True},
+    "several buckets": {"norm": True, "bucket_cap_mb": 0.0001},
     "averaged before": {"trained": True},
     "compiled inside": {"compile": "inside"},
     "compiled outside": {"compile": "outside"},
@@ -133,36 +132,33 @@ CASES: dict[str, dict[str, Any]] = {
 def train(rank: int, world_size: int, case: str) -> list[bool]:
     """Returns for each step whether the gradients are those of the model without DDP."""
     options = dict(CASES[case])
-    names = ("model", "micro_steps", "no_sync", "skip", "trained", "compile")
-    loop = {name: options.pop(name, None) for name in names}
-    model = Model(**(loop["model"] or {}))
+    model = Model(options.pop("recompute", ""), options.pop("norm", False))
     bare = copy.deepcopy(model)
-    inner = torch.compile(model, backend="eager") if loop["compile"] == "inside" else model
+    micro_steps, no_sync = options.pop("micro_steps", 1), options.pop("no_sync", False)
+    skip, trained = options.pop("skip", False), options.pop("trained", False)
+    compiled = options.pop("compile", "")
+    inner = torch.compile(model, backend="eager") if compiled == "inside" else model
     found = []
-    with wrapped(inner, **options) as holder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch.compile
-        ddp = holder[0]
-        if loop["trained"]:
-            backward(ddp, rank)
-        if loop["compile"] == "outside":
-            holder[0] = torch.compile(ddp, backend="eager")
+    with wrapped(inner, **options) as holder:
+        if trained:
+            backward(holder[0], rank)
+        if compiled == "outside":
+            holder.append(torch.compile(holder[0], backend="eager"))
         owner = Owner(model.parameters())
-        attach(holder[0], owner)
+        attach(holder[-1], owner)
         for step in range(3):
             model.zero_grad()
             bare.zero_grad()
-            micro_steps = loop["micro_steps"] or 1
             for number in range(micro_steps):
                 x = inputs(rank, 10 * step + number)
-                use_second = not (loop["skip"] and rank == 0 and step != 1)
-                quiet = loop["no_sync"] and number < micro_steps - 1
-                with ddp.no_sync() if quiet else contextlib.nullcontext():
-                    holder[0](x, use_second).backward()
+                use_second = not (skip and rank == 0 and step != 1)
+                quiet = no_sync and number < micro_steps - 1
+                with holder[0].no_sync() if quiet else contextlib.nullcontext():
+                    holder[-1](x, use_second).backward()
                 bare(x, use_second).backward()
             found.append(same(gradients(model), gradients(bare)))
             owner.step()
             bare.load_state_dict(model.state_dict())
-        del ddp
     torch._dynamo.reset()
     return found
 
@@ -210,31 +206,28 @@ def test_batch_norm_starts_each_forward_from_the_statistics_of_rank_0(ranks: Ran
 
 
 def train_then_release(rank: int, world_size: int, how: str) -> list[bool]:
-    static = {"static_graph": True} if how == "static graph" else {}
-    with wrapped(Model(norm=how == "batch norm"), **static) as holder:
-        ddp = holder[0]
-        owner = Owner(ddp.parameters())
-        attach(ddp, owner)
-        local = [same(backward(ddp, rank, s), backward(ddp, rank, s)) for s in range(2)]
+    with wrapped(Model(norm=how == "batch norm"), static_graph=how == "static graph") as holder:
+        owner = Owner(holder[0].parameters())
+        attach(holder[0], owner)
+        found = [is_local(holder[0], rank, step) for step in range(2)]
         if how == "interrupted":
-            ddp.module.interrupted = True
-            with contextlib.suppress(KeyboardInterrupt), ddp.no_sync():
-                ddp(inputs(rank, 0))
-            ddp.module.interrupted = False
+            holder[0].module.interrupted = True
+            with contextlib.suppress(KeyboardInterrupt), holder[0].no_sync():
+                holder[0](inputs(rank, 0))
+            holder[0].module.interrupted = False
         if how == "garbage":
             del owner
             gc.collect()
         else:
             detach(owner)
-            local.append(attached_wrapper(owner) is None)
-        found = [averages(ddp, rank, step) for step in range(3)]
+            found.append(attached_wrapper(owner) is None)
+        found += [averages(holder[0], rank, step) for step in range(3)]
         if how == "attached again":
-            attach(ddp, owner)
-            found.append(is_local(ddp, rank))
+            attach(holder[0], owner)
+            found.append(is_local(holder[0], rank))
             detach(owner)
-            found.append(averages(ddp, rank))
-        del ddp
-        return found + local
+            found.append(averages(holder[0], rank))
+        return found
 
 
 WAYS = ["interrupted", "batch norm", "static graph", "garbage", "attached again"]
@@ -331,28 +324,22 @@ def test_a_copy_of_a_wrapper_averages(ranks: RankPools, how: str, norm: bool) ->
 def share_a_wrapper(rank: int, world_size: int, norm: bool) -> dict[str, Any]:
     """Two optimizers own a half each; then a third takes over the first one's half."""
     with wrapped(Model(norm=norm)) as holder:
-        ddp = holder.pop()
-        owners = [Owner(ddp.module.first.parameters()), Owner(ddp.module.second.parameters())]
+        ddp, first, second = holder[0], holder[0].module.first, holder[0].module.second
+        owners = [Owner(half.parameters()) for half in (first, second, first)]
         found: dict[str, Any] = {"unknown": raised(attach, ddp, owners[0])}
         introduce(owners[1])
         attach(ddp, owners[0])
-        found["unattached"] = raised(backward, ddp, rank), raised(owners[1].step)
-    with wrapped(Model(norm=norm)) as holder:
-        ddp = holder.pop()
-        owners = [Owner(ddp.module.first.parameters()), Owner(ddp.module.second.parameters())]
-        introduce(owners[1])
-        attach(ddp, owners[0])
+        found["early"] = raised(owners[1].step)
         attach(ddp, owners[1])
-        found["local"] = is_local(ddp, rank), is_local(ddp, rank, 1)
-        found["steps"] = [raised(owner.step) for owner in owners]
-        heir = Owner(ddp.module.first.parameters())
-        attach(ddp, heir)
-        found["owners"] = [attached_wrapper(owner) is ddp for owner in (*owners, heir)]
+        found["shared"] = is_local(ddp, rank), is_local(ddp, rank, 1)
+        found["steps"] = [raised(owner.step) for owner in owners[:2]]
+        attach(ddp, owners[2])
+        found["attached"] = [attached_wrapper(owner) is ddp for owner in owners]
         found["inherited"] = is_local(ddp, rank, 2)
-        found["heir"] = [raised(owner.step) for owner in (*owners, heir)]
-        detach(heir)
+        found["heir"] = [raised(owner.step) for owner in owners]
+        detach(owners[2])
         found["orphans"] = raised(backward, ddp, rank)
-        del ddp
+        del ddp, first, second
     return found
 
 
@@ -361,15 +348,14 @@ def test_optimizers_share_a_wrapper_or_take_over(ranks: RankPools, norm: bool) -
     unowned = "trainable parameters of the DDP wrapper belong to no attached optimizer"
     for found in ranks(2).run(share_a_wrapper, norm):
         assert unowned in found["unknown"]
-        assert (unowned in found["unattached"][0]) == norm  # in the hook, which only norms call
-        assert "Owner would step" in found["unattached"][1]
-        assert found["local"] == (True, True)
+        assert "Owner would step" in found["early"]
+        assert found["shared"] == (True, True)
         assert found["steps"] == ["accepted"] * 2
-        assert found["owners"] == [False, True, True]
+        assert found["attached"] == [False, True, True]
         assert found["inherited"]
         assert "Owner would step" in found["heir"][0]
         assert found["heir"][1:] == ["accepted"] * 2
-        assert (unowned in found["orphans"]) == norm
+        assert (unowned in found["orphans"]) == norm  # Only with batch norm the hook sees buckets.
 
 
 def refuse(rank: int, world_size: int, what: str) -> str:
@@ -417,8 +403,7 @@ def test_attach_refuses_a_wrapper_that_it_cannot_serve(ranks: RankPools, what: s
 
 
 def join(rank: int, world_size: int, norm: bool) -> list[str]:
-    with wrapped(Model(norm=norm)) as holder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, about its join()
+    with wrapped(Model(norm=norm)) as holder:
         owner = Owner(holder[0].parameters())
         attach(holder[0], owner)
 
