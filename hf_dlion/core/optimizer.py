@@ -117,6 +117,7 @@ class DistributedLion(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "step": 0}
         check_group(defaults)
         super().__init__(params, defaults)
+        ddp.introduce(self)
         self._selected("full_precision")
         self._selected("momentum_sync")
 

@@ -144,9 +144,7 @@ def main() -> None:
     ]
     for own in options:
         for dtype in (torch.float32, torch.bfloat16):
-            params = [
-                (str(k), nn.Parameter(normal(0, n).to(dtype))) for k, n in [(0, 333), (1, 7)]
-            ]
+            params = [(str(k), nn.Parameter(normal(0, n).to(dtype))) for k, n in [(0, 333), (1, 7)]]
             optimizer = DistributedLion(params, lr=0.013, weight_decay=0.11, **own)
             for step in range(5):
                 for _, param in params:
