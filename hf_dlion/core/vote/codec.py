@@ -206,12 +206,20 @@ def compare(planes: Sequence[Tensor], total: int | Sequence[Tensor]) -> tuple[Te
                 greater |= equal & digit
                 equal &= ~digit
         return greater, equal
-    none = torch.zeros_like(greater)
     for j in reversed(range(max(len(planes) + 1, len(total)))):
-        own = planes[j - 1] if 0 < j <= len(planes) else none
-        above = total[j] if j < len(total) else none
-        greater |= equal & own & ~above
-        equal &= ~(own ^ above)
+        digit = planes[j - 1] if 0 < j <= len(planes) else None
+        above = total[j] if j < len(total) else None
+        if digit is None or above is None:
+            # One of the two has a 0 here.
+            if digit is not None:
+                greater |= equal & digit
+            other = above if digit is None else digit
+            if other is not None:
+                equal &= ~other
+            continue
+        differs = digit ^ above
+        greater |= equal & digit & differs
+        equal &= ~differs
     return greater, equal
 
 
