@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.fake_gpu import GPU, Asked, Counting
+from tests.support.fake_gpu import GPU, PACKAGE, Asked, Counting
 
 
-def counted(source: str, tmp_path: Path) -> Asked:
+def counted(source: str) -> Asked:
     """What some lines ask for, as if they were the package's."""
-    path = tmp_path / "hf_dlion" / "asking.py"
+    path = PACKAGE + "asking.py"
     names: dict[str, Any] = {"torch": torch, "x": torch.empty(6, dtype=torch.int64, device=GPU)}
     with Counting() as mode:
-        exec(compile(source, str(path), "exec"), names)
+        exec(compile(source, path, "exec"), names)
     return mode.asked
 
 
@@ -33,8 +32,6 @@ def counted(source: str, tmp_path: Path) -> Asked:
         ("torch.arange(6).to(x.device, non_blocking=True)", 1, 0),
     ],
 )
-def test_launches_and_waits_are_told_apart(
-    tmp_path: Path, source: str, launches: int, waits: int
-) -> None:
-    asked = counted(source, tmp_path)
+def test_launches_and_waits_are_told_apart(source: str, launches: int, waits: int) -> None:
+    asked = counted(source)
     assert (asked.launched, asked.waited) == (launches, waits), (asked.launches, asked.waits)
