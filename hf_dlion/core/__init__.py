@@ -1,0 +1,1 @@
+"""The new core, beside the old one until it takes its place."""

@@ -1,0 +1,1 @@
+"""Votes out, verdicts back: collectives between ranks."""

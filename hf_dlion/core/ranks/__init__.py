@@ -1,0 +1,1 @@
+"""What ranks agree on before they move, and which of them vote."""
