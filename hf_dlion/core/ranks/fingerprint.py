@@ -1,0 +1,97 @@
+"""64-bit hashes of tensors' bits, computed on their own device."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_dlion.core.exchange.wire import as_json
+
+# Words per row: a row of weights and a row of products stay in a core's cache.
+ROW = 1 << 15
+WORD_BYTES = 4
+# Rows hashed at once: a GPU is kept busy by 16 MiB of products, a core by what its cache holds.
+_ROWS_AT_ONCE = {"cpu": 1}
+_ROWS_ELSEWHERE = 64
+
+_ELEMENTS, _ROWS = 1, 2
+
+
+def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
+    """Returns a 64-bit hash of every tensor's elements, in row-major order, as int64.
+
+    The bytes are read as signed 32-bit words, the last one padded with zeros, in rows of 2**15:
+
+        hash = sum over rows r of b[r] * (sum over k of a[k] * word[r, k])   modulo 2**64
+
+    with pseudo-random odd a and b. Equal bits have equal hashes on every device, however they are
+    laid out in memory. A change inside one word is always found, because the weights are odd;
+    others are missed with a probability of 2**-64 if they begin in the words' lowest bit, of 2**-33
+    if they touch their highest one alone. Shape and dtype do not count.
+
+    Only the hashes are copied to the host. Memory: a few rows, and one tensor at a time that is not
+    contiguous.
+
+    Args:
+        tensors: Tensors of any floating dtype, shape, strides, and device; not changed.
+    """
+    hashes = [_hash(tensor.detach()) for tensor in tensors]
+    found = [0] * len(tensors)
+    for device in dict.fromkeys(value.device for value in hashes):
+        own = [index for index, value in enumerate(hashes) if value.device == device]
+        values = torch.stack([hashes[index] for index in own]).tolist()
+        for index, value in zip(own, values, strict=True):
+            found[index] = value
+    return found
+
+
+def _hash(tensor: Tensor) -> Tensor:
+    """Returns the hash, int64 and 0-D, on the tensor's device."""
+    # Not view(-1): a single element passes for contiguous with any stride, and keeps it.
+    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
+    rows_at_once = _ROWS_AT_ONCE.get(flat.device.type, _ROWS_ELSEWHERE)
+    weights = _weights(ROW, _ELEMENTS, flat.device)
+    per_row = ROW * WORD_BYTES // flat.element_size()
+    whole = flat.numel() - flat.numel() % per_row
+    sums = []
+    for start in range(0, whole, per_row * rows_at_once):
+        words = _words(flat[start : min(start + per_row * rows_at_once, whole)])
+        sums.append((words.view(-1, ROW) * weights).sum(dim=1))
+    words = _words(flat[whole:])
+    sums.append((words * weights[: words.numel()]).sum().view(1))
+    rows = torch.cat(sums)
+    # As many as a power of two, so few tables are made.
+    more = _weights(1 << rows.numel().bit_length(), _ROWS, flat.device)
+    return (rows * more[: rows.numel()]).sum()
+
+
+def _words(part: Tensor) -> Tensor:
+    """Returns contiguous elements as int32, copied where they are not whole words in memory."""
+    per_word = max(1, WORD_BYTES // part.element_size())
+    if part.numel() % per_word or part.storage_offset() % per_word:
+        padded = part.new_zeros(-(-part.numel() // per_word) * per_word)
+        padded[: part.numel()] = part
+        part = padded
+    return part.view(torch.int32)
+
+
+@functools.lru_cache(maxsize=64)
+def _weights(count: int, stream: int, device: torch.device) -> Tensor:
+    """Returns `count` odd pseudo-random numbers, int64, of a stream (splitmix64)."""
+    golden = 0x9E3779B97F4A7C15
+    z = (np.arange(1, count + 1, dtype=np.uint64) + np.uint64(stream << 32)) * np.uint64(golden)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z = (z ^ (z >> np.uint64(31))) | np.uint64(1)
+    return torch.from_numpy(z.view(np.int64)).to(device)
+
+
+def digest(value: object) -> int:
+    """Returns a 64-bit hash of a plain value, as int64, the same on every rank."""
+    data = hashlib.blake2b(as_json(value), digest_size=8).digest()
+    return int.from_bytes(data, "little", signed=True)
