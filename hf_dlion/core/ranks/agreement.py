@@ -295,7 +295,9 @@ def failure_text(failure: BaseException) -> str:
         text = f"{kind}: {failure}"
     except Exception as error:
         text = f"{kind} (its text raised {type(error).__name__})"
-    return text if len(text) <= _MOST_TOLD else f"{text[:_MOST_TOLD]} ... ({len(text)} characters)"
+    if len(text) > _MOST_TOLD:
+        text = f"{text[:_MOST_TOLD]} ... ({len(text)} characters)"
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _check_kinds(kinds: Sequence[int]) -> None:

@@ -193,8 +193,8 @@ def _checked_size(claims: Sequence[Mapping[str, Any]]) -> int:
     if len(set(counts)) > 1:
         raise Disagreement(
             f"ranks are members of different numbers of process groups, {counts} in rank order, "
-            f"and torch cannot make another one: make groups of some ranks with "
-            f"torch.distributed.new_group() on all ranks"
+            f"and torch then cannot make groups of nodes: take the first step before you make "
+            f"other groups, or let every rank be a member of the same number of groups"
         )
     return size
 
