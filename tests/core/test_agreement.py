@@ -70,7 +70,7 @@ def refused(meetings: Meetings, said: Report) -> str:
 # Agreement.
 
 
-def agreed_steps(rank: int, world_size: int) -> Any:
+def agreed_steps(rank: int, world_size: int, tensor: bool) -> Any:
     wire = wire_of()
     meetings = Meetings(wire)
     calls, sent, found = [], [0], []
@@ -80,7 +80,8 @@ def agreed_steps(rank: int, world_size: int) -> Any:
         return VALUES
 
     for step in range(3):
-        said = report(step=step, values=values, finite=(rank, step) != (1, 2))
+        finite = (rank, step) != (1, 2)
+        said = report(step=step, values=values, finite=torch.tensor(finite) if tensor else finite)
         found.append(meetings.meet(said))
         sent.append(wire.stats.bytes_sent)
     return found, [b - a for a, b in itertools.pairwise(sent)], len(calls), meetings.run_id
@@ -88,10 +89,11 @@ def agreed_steps(rank: int, world_size: int) -> Any:
 
 @pytest.mark.smoke
 @WORLD_SIZES
+@pytest.mark.parametrize("tensor", [False, True], ids=["bool", "tensor"])
 def test_a_step_after_the_first_is_one_gather_of_eight_words(
-    pools: RankPools, world_size: int
+    pools: RankPools, world_size: int, tensor: bool
 ) -> None:
-    results = pools(world_size).run(agreed_steps)
+    results = pools(world_size).run(agreed_steps, tensor)
     others = world_size - 1
     present = [[True, True]] * world_size
     all_finite = Agreed([True] * world_size, present)

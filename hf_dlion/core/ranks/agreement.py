@@ -14,12 +14,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hf_dlion.core.exchange.pending import named_ranks
 from hf_dlion.core.exchange.wire import Wire
 from hf_dlion.core.ranks.fingerprint import digest
-from hf_dlion.core.ranks.header import WIRE_VERSION, Header, Kind, pack_bools, unpack_bools
+from hf_dlion.core.ranks.header import (
+    FINITE,
+    FLAGS_AT,
+    WIRE_VERSION,
+    Header,
+    Kind,
+    pack_bools,
+    unpack_bools,
+)
 
 # Characters of an error's text that other ranks show.
 _MOST_TOLD = 4000
@@ -58,7 +68,8 @@ class Report:
         present: Whether each trainable parameter has a gradient.
         values: Returns name and hash of every parameter, frozen ones included; called only if the
             layout is new.
-        finite: Whether all gradients are finite.
+        finite: Whether all gradients are finite; a 0-D tensor on the gradients' device saves a wait
+            for it if headers travel from there.
         failure: What failed on this rank, or None.
     """
 
@@ -69,7 +80,7 @@ class Report:
     layout: Sequence[tuple[object, ...]]
     present: Sequence[bool]
     values: Callable[[], list[tuple[str, int]]]
-    finite: bool = True
+    finite: bool | Tensor = True
     failure: BaseException | None = None
 
 
@@ -147,7 +158,7 @@ class Meetings:
                 header = self._header(report)
             except Exception as error:  # The other ranks wait for a header.
                 failure = error
-        headers = self._gather(header)
+        headers = self._gather(header, report.finite)
         if any(header.failed for header in headers):
             raise_together(failure, self._wire, _DOING[report.kind][1])
         _check_kinds([header.kind for header in headers])
@@ -179,15 +190,18 @@ class Meetings:
             kind=report.kind,
             optimizer=self._number,
             step=report.step,
-            finite=report.finite,
+            finite=not isinstance(report.finite, Tensor) and bool(report.finite),
             failed=False,
             options=digest(_settings(report)),
             layout=self._hashed[1],
             presence=digest(pack_bools(report.present)),
         )
 
-    def _gather(self, header: Header) -> list[Header]:
-        table = self._wire.gather_words(header.packed(), "a header").tolist()
+    def _gather(self, header: Header, finite: bool | Tensor) -> list[Header]:
+        words = torch.tensor(header.packed(), device=self._wire.control_device)
+        if isinstance(finite, Tensor):
+            words[FLAGS_AT] += FINITE * finite.to(words)
+        table = self._wire.gather_words(words, "a header").tolist()
         versions = [words[0] for words in table]
         if any(version != WIRE_VERSION for version in versions):
             raise Disagreement(

@@ -10,9 +10,10 @@ import numpy as np
 
 # Version of all that is sent, hashed, and rounded.
 WIRE_VERSION = 1
-HEADER_WORDS = 8
 
-_FINITE, _FAILED = 1, 2
+# Bits of the word of flags, and its place in the header.
+FINITE, FAILED = 1, 2
+FLAGS_AT = 4
 
 
 class Kind(enum.IntEnum):
@@ -51,7 +52,7 @@ class Header:
 
     def packed(self) -> list[int]:
         """Returns the header's words."""
-        flags = _FINITE * self.finite | _FAILED * self.failed
+        flags = FINITE * self.finite | FAILED * self.failed
         hashes = (self.options, self.layout, self.presence)
         return [WIRE_VERSION, self.kind, self.optimizer, self.step, flags, *hashes]
 
@@ -63,8 +64,8 @@ class Header:
             kind=kind,
             optimizer=optimizer,
             step=step,
-            finite=bool(flags & _FINITE),
-            failed=bool(flags & _FAILED),
+            finite=bool(flags & FINITE),
+            failed=bool(flags & FAILED),
             options=options,
             layout=layout,
             presence=presence,
