@@ -52,6 +52,8 @@ def test_nodes_of_one_rank_are_ranks(pools: RankPools) -> None:
 def nodes(rank: int, world_size: int, size: int) -> Any:
     stats = WireStats()
     topology = Topology(None, size, stats)
+    assert topology.alike is None
+    assert stats.bytes_sent == 0
     found = described(topology)
     before = stats.bytes_sent, stats.node_bytes_sent
     assert topology.node is not None

@@ -30,8 +30,9 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.P
 class Topology:
     """The ranks of an optimizer, as collectives of all, of the voters, and of this rank's node.
 
-    The first use of `voters`, `node`, or `alike` communicates if there are nodes or replicas, so
-    all ranks must make it together.
+    The first use of `voters` or `node` makes the process groups of nodes, so all ranks must make it
+    together, after a meeting of `everyone` has found that their options are equal. With
+    `replicate`, the first use of `voters`, `node`, or `alike` gathers who is in which group.
 
     Attributes:
         everyone: All ranks, which exchange headers.
@@ -90,7 +91,8 @@ class Topology:
     @property
     def alike(self) -> list[list[int]] | None:
         """Groups of ranks that hold the same parts, None if all ranks hold whole parameters."""
-        self._formed()
+        if self._replicate is not None:
+            self._formed()
         return self._alike
 
     def _formed(self) -> Wire:
