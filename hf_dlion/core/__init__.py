@@ -1,1 +1,1 @@
-"""The rewritten core, which moves up to `hf_dlion` once it is complete."""
+"""The new core, beside the old one until it takes its place."""

@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from hf_dlion.core.ranks.topology import _made as _made_by_core
 from hf_dlion.ranks.node import _made
 
 # One thread per rank: the machines that run these tests have fewer cores than ranks. OpenBLAS must
@@ -453,7 +454,8 @@ def _dumps(value: object) -> bytes:
 
 def _end_groups() -> None:
     """Ends the process groups that a case made: each has threads that wake 100 times a second."""
-    made = [group for made in _made.values() for group in made.values()]
+    tables = [*_made.values(), *_made_by_core.values()]
+    made = [group for table in tables for group in table.values()]
     kept = {dist.group.WORLD, *made, *LASTING}
     groups = [group for group in distributed_c10d._world.pg_map if group not in kept]
     if groups:

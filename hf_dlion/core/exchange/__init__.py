@@ -1,1 +1,1 @@
-"""How votes travel, and the one place that hands bytes to a collective."""
+"""Votes out, verdicts back: collectives between ranks."""

@@ -1,1 +1,1 @@
-"""What ranks tell one another before anything moves, and which ranks meet where."""
+"""What ranks agree on before they move, and which of them vote."""

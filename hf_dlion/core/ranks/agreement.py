@@ -1,277 +1,361 @@
-"""All ranks meet, say what must be equal, and go on or raise together."""
+"""What all ranks must agree on before any of them moves, and the error that all raise if not.
+
+A meeting begins with one gather of headers. Ranks whose messages have different sizes are found
+there, before they would hang or mix their bytes in a later collective. Everything that decides how
+a meeting goes on is read from that gather, so all ranks take the same branches.
+"""
 
 from __future__ import annotations
 
+import itertools
+import secrets
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from hf_dlion.core.exchange.pending import named_ranks
 from hf_dlion.core.exchange.wire import Wire
 from hf_dlion.core.ranks.fingerprint import digest
-from hf_dlion.core.ranks.header import ANEW, DOING, FAILED, FINITE, WIRE_VERSION, Header, Kind
+from hf_dlion.core.ranks.header import (
+    FINITE,
+    FLAGS_AT,
+    WIRE_VERSION,
+    Header,
+    Kind,
+    pack_bools,
+    unpack_bools,
+)
 
-__all__ = ["Agreed", "Disagreement", "Kind", "Meetings", "Report"]
+# Characters of an error's text that other ranks show.
+_MOST_TOLD = 4000
 
-MOST_TOLD = 2000
-# How many optimizers have met in each process group so far.
-_met: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_DOING: dict[int, tuple[str, str]] = {
+    Kind.STEP: ("steps", "step"),
+    Kind.EXCHANGE: ("exchanges", "exchange"),
+    Kind.SAVE: ("saves", "save"),
+    Kind.LOAD: ("loads", "load"),
+}
+_ELSEWHERE = (
+    "a rank is at another point of its program: let every rank take the same number of steps, and "
+    "step, save, and load in the same order"
+)
+_OTHER_OPTIMIZER = (
+    "ranks use different optimizers: make and step several DistributedLions in the same order on "
+    "every rank, and make new ones on all ranks together"
+)
 
 
 class Disagreement(RuntimeError):
-    """Raised on every rank, before anything moves, if ranks differ in what must be equal."""
+    """Raised on every rank if the ranks would otherwise drift apart or wait for one another."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What this rank tells the others.
+    """What this rank says about itself at a meeting.
 
     Attributes:
-        kind: Why it is here.
-        step: Number of the step to be taken.
-        finite: Whether its gradients hold no NaN and no Inf.
-        failure: What failed on it, or None.
-        options: The options by name, equal on all ranks.
-        groups: Hyperparameters of the parameter groups, equal on all ranks.
-        layout: A line per trainable parameter, equal on all ranks.
-        present: By trainable parameter, whether it has a gradient here.
-        values: Returns name and hash of every parameter; called if the layout is new.
+        kind: What the rank is about to do.
+        step: Number of the last step that it took; must be equal.
+        options: Options by name; must be equal.
+        groups: lr, betas, weight decay, and number of parameters of each group; must be equal.
+        layout: One line per trainable parameter: name, shape, dtype, strides, sharding, device
+            type; must be equal.
+        present: Whether each trainable parameter has a gradient.
+        values: Returns name and hash of every parameter, frozen ones included; called only if the
+            layout is new.
+        finite: Whether all gradients are finite; a 0-D tensor on the gradients' device saves a wait
+            for it if headers travel from there.
+        failure: What failed on this rank, or None.
     """
 
     kind: Kind
     step: int
-    finite: bool = True
-    failure: BaseException | None = None
     options: Mapping[str, object]
     groups: Sequence[Mapping[str, object]]
     layout: Sequence[tuple[object, ...]]
     present: Sequence[bool]
     values: Callable[[], list[tuple[str, int]]]
+    finite: bool | Tensor = True
+    failure: BaseException | None = None
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know after a meeting.
-
-    A voter (a rank, a node, a replica of shards) has what all of its ranks have.
+    """What a meeting found.
 
     Attributes:
-        finite: By voter, whether its gradients are finite.
-        present: By voter and trainable parameter, whether it has a gradient.
+        finite: Whether each rank's gradients are finite.
+        present: By rank, whether each trainable parameter has a gradient; don't change the lists.
     """
 
     finite: list[bool]
     present: list[list[bool]]
 
-    def votes(self, index: int) -> list[bool]:
-        """Returns which voters have a finite gradient of a parameter."""
-        pairs = zip(self.finite, self.present, strict=True)
-        return [finite and present[index] for finite, present in pairs]
+
+@dataclass
+class _Met:
+    """Optimizers of one process group that have met those of the other ranks.
+
+    Attributes:
+        made: Counts the optimizers that this rank made.
+        count: Optimizers that have met, the same number on every rank.
+        twins: By layout and values, each optimizer's number among those made, by rank.
+    """
+
+    made: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    count: int = 0
+    twins: dict[tuple[int, ...], list[list[int]]] = field(default_factory=dict)
+
+
+_met: weakref.WeakKeyDictionary[dist.ProcessGroup, _Met] = weakref.WeakKeyDictionary()
 
 
 class Meetings:
-    """The meetings of one optimizer.
+    """Meetings of one optimizer with the same optimizer on the other ranks.
 
-    Args:
-        wire: All ranks.
-        voters: By rank, the number of its voter; None if every rank votes.
-        places: By rank, a number that ranks holding the same values share; None if all do.
+    Attributes:
+        run_id: A random number that rank 0 drew at the first meeting, the same on every rank; 0
+            before it.
     """
 
-    def __init__(
-        self, wire: Wire, voters: Sequence[int] | None = None, places: Sequence[int] | None = None
-    ) -> None:
-        """Meets nobody yet."""
-        self._wire = wire
-        self._voters = list(range(wire.world_size)) if voters is None else list(voters)
-        self._count = max(self._voters) + 1
-        self._places = [0] * wire.world_size if places is None else list(places)
-        self._optimizer = -1
-        self._layout: object = None
-        self._layout_hash = 0
+    def __init__(self, wire: Wire, alike: Sequence[Sequence[int]] | None = None) -> None:
+        """Communicates nothing.
+
+        Args:
+            wire: All ranks that meet.
+            alike: Groups of ranks that hold the same parts of sharded parameters (default: all
+                ranks hold whole parameters).
+        """
+        self.run_id = 0
+        self._wire, self._alike = wire, alike or [range(wire.world_size)]
+        self._met = _met.setdefault(wire.group, _Met())
+        self._made = next(self._met.made)
+        self._number = 0
+        self._layout: int | None = None
+        # The last layout's lines and hash, so a step compares lines instead of hashing them.
+        self._hashed: tuple[list[tuple[object, ...]], int] = ([], digest([]))
 
     def meet(self, report: Report) -> Agreed:
-        """Returns what all ranks know, after checking that they agree.
+        """Checks that all ranks agree; every rank must call this.
 
-        Every rank must call this at the same point of its program. Bytes per rank: 64 (N - 1); if
-        presence differs also 8 (N - 1) ceil(P / 64) for P trainable parameters; at a new layout
-        those of `Wire.gather_objects`.
+        Bytes per rank: 64 * (N - 1); where gradients are present on some ranks only,
+        8 * (N - 1) * ceil(P / 64) more for P trainable parameters; at a new layout 32 * (N - 1)
+        more.
 
         Raises:
-            Disagreement: On every rank, the same text, naming the first difference. A rank with a
-                failure raises that instead.
+            Disagreement: On every rank, if ranks disagree or something failed on another rank.
+            BaseException: The report's own failure.
+            LostRank: If a rank does not come.
         """
-        mine = self._header(report)
-        headers, alike = self._gather(mine)
-        if alike and mine.flags == FINITE:
-            return Agreed([True] * self._count, [list(report.present)] * self._count)
-        self._check_failures(headers, report)
-        self._check_point(headers)
-        if len({own.settings for own in headers}) > 1:
-            self._raise_settings(report)
-        if len({own.layout for own in headers}) > 1 or any(own.flags & ANEW for own in headers):
-            self._agree_on_layout(report, headers)
-        if len({own.step for own in headers}) > 1:
-            steps = [own.step for own in headers]
+        failure, header = report.failure, self._failed(report)
+        if failure is None:
+            try:
+                header = self._header(report)
+            except Exception as error:  # The other ranks wait for a header.
+                failure = error
+        headers = self._gather(header, report.finite)
+        if any(header.failed for header in headers):
+            raise_together(failure, self._wire, _DOING[report.kind][1])
+        _check_kinds([header.kind for header in headers])
+        if len({header.optimizer for header in headers}) > 1:
+            raise Disagreement(_OTHER_OPTIMIZER)
+        if len({header.step for header in headers}) > 1:
+            steps = _by_value([header.step for header in headers])
             raise Disagreement(
-                f"ranks are at different steps, {steps} in rank order: load the same checkpoint "
-                f"on every rank"
+                f"ranks are at different steps: {steps}. Load the same checkpoint on every rank"
             )
-        finite = [bool(own.flags & FINITE) for own in headers]
-        present = [list(report.present)] * len(headers)
-        if len({own.presence for own in headers}) > 1:
-            present = self._gather_presence(report.present)
-        groups: list[list[int]] = [[] for _ in range(self._count)]
-        for rank, voter in enumerate(self._voters):
-            groups[voter].append(rank)
-        return Agreed(
-            [all(finite[rank] for rank in ranks) for ranks in groups],
-            [
-                [all(present[rank][k] for rank in ranks) for k in range(len(report.present))]
-                for ranks in groups
-            ],
+        if len({header.options for header in headers}) > 1:
+            self._raise_options(report)
+        if len({header.layout for header in headers}) > 1:
+            self._raise_layouts(report)
+        if header.layout != self._layout:
+            self._begin(header.layout, report)
+        return Agreed([header.finite for header in headers], self._presence(headers, report))
+
+    def _failed(self, report: Report) -> Header:
+        return Header(
+            kind=report.kind, optimizer=self._number, step=report.step, finite=False, failed=True
         )
 
     def _header(self, report: Report) -> Header:
-        if report.layout is not self._layout:
-            self._layout_hash = digest(list(report.layout))
-        anew = report.layout is not self._layout and report.failure is None
-        flags = FINITE * report.finite | FAILED * (report.failure is not None) | ANEW * anew
+        layout = list(report.layout)
+        if layout != self._hashed[0]:
+            self._hashed = layout, digest(_lines(layout))
         return Header(
-            WIRE_VERSION,
-            report.kind,
-            self._optimizer,
-            report.step,
-            flags,
-            digest((dict(report.options), [dict(group) for group in report.groups])),
-            self._layout_hash,
-            digest(list(report.present)),
+            kind=report.kind,
+            optimizer=self._number,
+            step=report.step,
+            finite=not isinstance(report.finite, Tensor) and bool(report.finite),
+            failed=False,
+            options=digest(_settings(report)),
+            layout=self._hashed[1],
+            presence=digest(pack_bools(report.present)),
         )
 
-    def _gather(self, mine: Header) -> tuple[list[Header], bool]:
-        """Returns every rank's header, and whether all are equal."""
-        table = self._wire.gather_words(list(mine.words()), "a header").tolist()
-        if table.count(table[0]) == len(table):
-            return [mine] * len(table), True
-        versions = [row[0] for row in table]
+    def _gather(self, header: Header, finite: bool | Tensor) -> list[Header]:
+        words = torch.tensor(header.packed(), device=self._wire.control_device)
+        if isinstance(finite, Tensor):
+            words[FLAGS_AT] += FINITE * finite.to(words)
+        table = self._wire.gather_words(words, "a header").tolist()
+        versions = [words[0] for words in table]
         if any(version != WIRE_VERSION for version in versions):
             raise Disagreement(
-                f"ranks speak different versions of the wire format, {versions} in rank order: "
-                f"install the same hf_dlion everywhere. If these aren't versions, a rank is at "
-                f"another point of its program: all ranks need the same number of steps"
+                f"ranks have different versions of the wire format, {_by_value(versions)}: install "
+                f"the same hf_dlion everywhere. Or {_ELSEWHERE}"
             )
-        return [Header(*row) for row in table], False
+        return [Header.unpacked(words) for words in table]
 
-    def _check_failures(self, headers: Sequence[Header], report: Report) -> None:
-        if not any(own.flags & FAILED for own in headers):
-            return
-        told = None if report.failure is None else describe(report.failure)
-        failures = self._wire.gather_objects(told)
-        if report.failure is not None:
-            raise report.failure
-        failed = {rank: text for rank, text in enumerate(failures) if text is not None}
+    def _raise_options(self, report: Report) -> None:
+        difference = _first_difference("options", self._wire.gather_objects(_settings(report)))
+        raise Disagreement(
+            f"{difference}. Make the optimizer with the same options on every rank, and step its "
+            f"scheduler on all ranks together"
+        )
+
+    def _raise_layouts(self, report: Report) -> None:
+        tables = self._wire.gather_objects(dict(_numbered(_lines(report.layout))))
+        raise Disagreement(
+            f"{_first_difference('trainable parameters', tables)}. Every rank must hold the same "
+            f"parameters, in the same order and on the same type of device; FSDP1, DeepSpeed, and "
+            f"ZeRO are not supported"
+        )
+
+    def _begin(self, layout: int, report: Report) -> None:
+        """Compares parameters, which must start equal, and numbers a new optimizer."""
+        values, failure = [], None
+        try:
+            values = report.values()
+        except Exception as error:  # The other ranks wait for a hash.
+            failure = error
+        words = [failure is not None, digest(values), self._made, secrets.randbits(63)]
+        failed, hashes, made, drawn = self._wire.gather_words(words, "a layout").t().tolist()
+        if any(failed):
+            raise_together(failure, self._wire, "the comparison of parameters")
+        for ranks in self._alike:
+            if len({hashes[rank] for rank in ranks}) > 1:
+                self._raise_values(values)
+        if not self._number:
+            self._check_order(made, (layout, *hashes))
+            self._met.count += 1
+            self._number, self.run_id = self._met.count, drawn[0]
+        self._layout = layout
+
+    def _check_order(self, made: list[int], twin: tuple[int, ...]) -> None:
+        """Checks that optimizers that nothing else tells apart were made in one order."""
+        earlier = self._met.twins.setdefault(twin, [])
+        for other in earlier:
+            later = [mine > theirs for mine, theirs in zip(made, other, strict=True)]
+            if any(later) != all(later):
+                raise Disagreement(_OTHER_OPTIMIZER)
+        earlier.append(made)
+
+    def _raise_values(self, values: list[tuple[str, int]]) -> None:
+        everyone = self._wire.gather_objects(values)
+        names = [dict(_numbered([name for name, _ in pairs])) for pairs in everyone]
+        if any(own != names[0] for own in names):
+            difference = _first_difference("names of parameters", names)
+            raise Disagreement(f"{difference}. Pass the parameters in the same order on every rank")
+        tables = [dict(pairs) for pairs in everyone]
+        for ranks in self._alike:
+            if any(tables[rank] != tables[ranks[0]] for rank in ranks):
+                own = [tables[rank] for rank in ranks]
+                difference = _first_difference("hashes of parameter values", own, ranks)
+                break
+        raise Disagreement(
+            f"{difference}. Replicas must start equal: wrap the model in DistributedDataParallel, "
+            f"or load the same weights or set the same seed on every rank before you build it"
+        )
+
+    def _presence(self, headers: list[Header], report: Report) -> list[list[bool]]:
+        own = list(report.present)
+        if len({header.presence for header in headers}) == 1:
+            return [own] * len(headers)
+        table = self._wire.gather_words(pack_bools(own), "which parameters have a gradient")
+        return [unpack_bools(words, len(own)) for words in table.tolist()]
+
+
+def raise_together(failure: BaseException | None, wire: Wire, what: str) -> None:
+    """Raises on every rank if something failed on any; every rank must call this.
+
+    Bytes per rank: `Wire.gather_objects`.
+
+    Args:
+        failure: What failed on this rank, or None.
+        wire: The ranks.
+        what: Name of what they did.
+
+    Raises:
+        BaseException: This rank's failure.
+        Disagreement: On ranks where nothing failed, naming the others.
+    """
+    texts = wire.gather_objects(None if failure is None else failure_text(failure))
+    if failure is not None:
+        raise failure
+    failed = {rank: text for rank, text in enumerate(texts) if text is not None}
+    if failed:
         named = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
-        raise Disagreement(
-            f"{DOING[report.kind]} failed on {len(failed)} of {len(headers)} ranks: {named}"
-        )
-
-    def _check_point(self, headers: Sequence[Header]) -> None:
-        """Raises if ranks do different things, or the same with different optimizers."""
-        if len({own.kind for own in headers}) > 1:
-            doing = ", ".join(
-                f"rank {rank}: {DOING[Kind(own.kind)]}" for rank, own in enumerate(headers)
-            )
-            raise Disagreement(f"ranks must do the same at the same time, but {doing}")
-        if len({own.optimizer for own in headers}) > 1:
-            raise Disagreement(
-                "ranks step different optimizers: call step() of several optimizers in the same "
-                "order on every rank"
-            )
-
-    def _raise_settings(self, report: Report) -> None:
-        options = self._wire.gather_objects({name: repr(v) for name, v in report.options.items()})
-        difference = first_difference("options", options)
-        if difference is None:
-            groups = self._wire.gather_objects(
-                {
-                    f"group {number} {name}": value
-                    for number, group in enumerate(report.groups)
-                    for name, value in group.items()
-                }
-            )
-            difference = first_difference("parameter groups", groups)
-        raise Disagreement(
-            f"{difference}; use the same values on every rank, and step schedulers on all of them "
-            f"with a metric that is reduced over the ranks"
-        )
-
-    def _agree_on_layout(self, report: Report, headers: Sequence[Header]) -> None:
-        """Compares the lines of the parameters, then names and values, which must start equal."""
-        if len({own.layout for own in headers}) > 1:
-            lines = self._wire.gather_objects([repr(line) for line in report.layout])
-            tables = [dict(enumerate(own)) for own in lines]
-            raise Disagreement(
-                f"{first_difference('trainable parameters', tables)}; pass the same parameters in "
-                f"the same order on every rank, and freeze them on all ranks together"
-            )
-        values = report.values()
-        hashes = self._wire.gather_words([digest(values)], "hashes of parameters").view(-1)
-        pairs = set(zip(self._places, hashes.tolist(), strict=True))
-        if len(pairs) > len(set(self._places)):
-            everyone = self._wire.gather_objects(values)
-            # Of the first ranks that should hold the same and don't.
-            place = next(p for p in self._places if len({h for q, h in pairs if q == p}) > 1)
-            ranks = [rank for rank, own in enumerate(self._places) if own == place]
-            everyone = [everyone[rank] for rank in ranks]
-            names = [dict(enumerate(name for name, _ in own)) for own in everyone]
-            difference = first_difference("parameter names", names, ranks)
-            if difference is not None:
-                raise Disagreement(f"{difference}; pass parameters in the same order on every rank")
-            difference = first_difference(
-                "parameter values", [dict(own) for own in everyone], ranks
-            )
-            raise Disagreement(
-                f"{difference} (hashes): replicas must start equal. Wrap the model in "
-                f"DistributedDataParallel, or load the same weights or set the same seed on every "
-                f"rank before building it"
-            )
-        self._layout = report.layout
-        if self._optimizer < 0:
-            self._optimizer = _met.get(self._wire.group, 0)
-            _met[self._wire.group] = self._optimizer + 1
-
-    def _gather_presence(self, present: Sequence[bool]) -> list[list[bool]]:
-        """Returns every rank's bits, one per trainable parameter."""
-        bits = sum(1 << k for k, own in enumerate(present) if own)
-        count = -(-len(present) // 64)
-        words = [bits >> 64 * k & (1 << 64) - 1 for k in range(count)]
-        signed = [word - (1 << 64) if word >> 63 else word for word in words]
-        table = self._wire.gather_words(signed, "presence").tolist()
-        return [[bool(row[k // 64] >> k % 64 & 1) for k in range(len(present))] for row in table]
+        raise Disagreement(f"{what} failed on {len(failed)} of {len(texts)} ranks: {named}")
 
 
-def describe(failure: BaseException) -> str:
-    """Returns what other ranks print about a failure: text that can be sent and read."""
+def failure_text(failure: BaseException) -> str:
+    """Returns what other ranks show of a failure; cannot fail, because they wait for it."""
     kind = type(failure).__name__
     try:
         text = f"{kind}: {failure}"
     except Exception as error:
-        text = f"{kind}, which can't be printed ({type(error).__name__})"
-    if len(text) > MOST_TOLD:
-        text = f"{text[:MOST_TOLD]} ... ({len(text)} characters)"
+        text = f"{kind} (its text raised {type(error).__name__})"
+    if len(text) > _MOST_TOLD:
+        text = f"{text[:_MOST_TOLD]} ... ({len(text)} characters)"
     return text.encode(errors="backslashreplace").decode()
 
 
-def first_difference(
-    what: str, tables: Sequence[dict[Any, Any]], ranks: Sequence[int] | None = None
-) -> str | None:
-    """Returns a sentence that names the first key on which the ranks' tables differ, or None."""
+def _check_kinds(kinds: Sequence[int]) -> None:
+    if len(set(kinds)) == 1:
+        return
+    ranks_of = {
+        kind: [r for r, k in enumerate(kinds) if k == kind] for kind in dict.fromkeys(kinds)
+    }
+    clauses = []
+    for kind, ranks in sorted(ranks_of.items(), key=lambda item: (len(item[1]), -item[1][0])):
+        verbs = _DOING[Kind(kind)] if kind in _DOING else ("does something else",) * 2
+        clauses.append(f"{named_ranks(ranks)} {verbs[len(ranks) > 1]}")
+    raise Disagreement(f"{' while '.join(clauses)}: {_ELSEWHERE}")
+
+
+def _settings(report: Report) -> dict[str, Any]:
+    settings = dict(report.options)
+    for number, group in enumerate(report.groups):
+        settings |= {f"group {number} {name}": value for name, value in group.items()}
+    return settings
+
+
+def _lines(layout: Sequence[tuple[object, ...]]) -> list[str]:
+    return [" ".join(map(str, line)) for line in layout]
+
+
+def _numbered(values: Sequence[str]) -> list[tuple[str, str]]:
+    return [(f"parameter {number}", value) for number, value in enumerate(values)]
+
+
+def _by_value(values: Sequence[object], ranks: Sequence[int] | None = None) -> str:
+    """Returns "rank 0: 3, ranks 1 and 2: 4"."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, value in zip(ranks or range(len(values)), values, strict=True):
+        ranks_of.setdefault(repr(value), []).append(rank)
+    return ", ".join(f"{named_ranks(own)}: {value}" for value, own in ranks_of.items())
+
+
+def _first_difference(
+    what: str, tables: Sequence[Mapping[str, object]], ranks: Sequence[int] | None = None
+) -> str:
+    """Returns a clause that names the first key on which the ranks' tables differ."""
     for key in dict.fromkeys(key for table in tables for key in table):
         values = [table.get(key, "missing") for table in tables]
-        if any(value != values[0] for value in values):
-            pairs = zip(ranks or range(len(tables)), values, strict=True)
-            told = ", ".join(f"rank {rank}: {value!r}" for rank, value in pairs)
-            return f"ranks differ in {what}, first in {key!r}: {told}"
-    return None
+        if len({repr(value) for value in values}) > 1:
+            return f"ranks differ in {what}, first in {key!r}: {_by_value(values, ranks)}"
+    return f"ranks differ in {what}"

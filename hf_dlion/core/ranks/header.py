@@ -1,16 +1,23 @@
-"""The eight words that every rank sends first at a meeting."""
+"""The header: eight words in which a rank describes itself before any rank moves."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
+import numpy as np
+
+# Version of all that is sent, hashed, and rounded.
 WIRE_VERSION = 1
+
+# Bits of the word of flags, and its place in the header.
+FINITE, FAILED = 1, 2
+FLAGS_AT = 4
 
 
 class Kind(enum.IntEnum):
-    """Why ranks meet."""
+    """What the ranks do together; the value is sent."""
 
     STEP = 1
     EXCHANGE = 2
@@ -18,41 +25,63 @@ class Kind(enum.IntEnum):
     LOAD = 4
 
 
-DOING = {
-    Kind.STEP: "step()",
-    Kind.EXCHANGE: "exchange_now()",
-    Kind.SAVE: "saving a checkpoint",
-    Kind.LOAD: "loading a checkpoint",
-}
-
-FINITE, FAILED, ANEW = 1, 2, 4
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Header:
-    """One rank's words, int64 each.
+    """One rank's header, one int64 word per attribute, after the version; flags share a word.
 
     Attributes:
-        version: Of the wire format.
-        kind: Why the rank is here.
-        optimizer: Which of the process group's optimizers it is, numbered at its first meeting.
-        step: Number of the step to be taken.
-        flags: FINITE: no NaN in its gradients. FAILED: something failed on it. ANEW: its layout is
-            new, so names and values must be compared.
-        settings: Hash of the options and of the groups' hyperparameters.
-        layout: Hash of the trainable parameters.
-        presence: Hash of which of them have a gradient.
+        kind: The `Kind` of meeting.
+        optimizer: Number of the optimizer among those of the process group; 0 before its first
+            meeting.
+        step: Number of the last step that the rank took.
+        finite: Whether its gradients are finite.
+        failed: Whether something failed on the rank.
+        options: Hash of the options and of every group's lr, betas, weight decay, and length.
+        layout: Hash of the trainable parameters' names, shapes, dtypes, strides, and sharding.
+        presence: Hash of which parameters have a gradient.
     """
 
-    version: int
     kind: int
     optimizer: int
     step: int
-    flags: int
-    settings: int
-    layout: int
-    presence: int
+    finite: bool
+    failed: bool
+    options: int = 0
+    layout: int = 0
+    presence: int = 0
 
-    def words(self) -> Sequence[int]:
-        """Returns the words in the order in which they travel."""
-        return astuple(self)
+    def packed(self) -> list[int]:
+        """Returns the header's words."""
+        flags = FINITE * self.finite | FAILED * self.failed
+        hashes = (self.options, self.layout, self.presence)
+        return [WIRE_VERSION, self.kind, self.optimizer, self.step, flags, *hashes]
+
+    @staticmethod
+    def unpacked(words: Sequence[int]) -> Header:
+        """Returns the header that `packed` wrote."""
+        _, kind, optimizer, step, flags, options, layout, presence = words
+        return Header(
+            kind=kind,
+            optimizer=optimizer,
+            step=step,
+            finite=bool(flags & FINITE),
+            failed=bool(flags & FAILED),
+            options=options,
+            layout=layout,
+            presence=presence,
+        )
+
+
+def pack_bools(values: Sequence[bool]) -> list[int]:
+    """Returns ceil(P/64) int64 words with one bit per value, the first in the lowest bit."""
+    data = np.packbits(np.array(values, dtype=bool), bitorder="little").tobytes()
+    padded = data + bytes(-len(data) % 8)
+    words: list[int] = np.frombuffer(padded, dtype="<i8").tolist()
+    return words
+
+
+def unpack_bools(words: Sequence[int], count: int) -> list[bool]:
+    """Returns the first `count` values that `pack_bools` packed."""
+    data = np.array(words, dtype="<i8").view(np.uint8)
+    values: list[bool] = np.unpackbits(data, count=count, bitorder="little").astype(bool).tolist()
+    return values
