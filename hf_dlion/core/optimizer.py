@@ -31,7 +31,7 @@ from hf_dlion.core.options import (
 from hf_dlion.core.ranks.agreement import Agreed, Kind, Meetings, Report
 from hf_dlion.core.ranks.fingerprint import digest, fingerprints
 from hf_dlion.core.ranks.replicas import compare_replicas
-from hf_dlion.core.ranks.topology import Topology, topology
+from hf_dlion.core.ranks.topology import Topology
 from hf_dlion.core.vote import local
 from hf_dlion.core.vote.full_precision import step_in_full
 from hf_dlion.core.vote.local import Plan
@@ -138,6 +138,7 @@ class DistributedLion(torch.optim.Optimizer):
         self._equal_plan: Plan | None = None  # whose averaged tensors have equal momenta
         self._fsdp_model: nn.Module | None = None
         self._compared_gradients = False
+        self._bytes_before = (0, 0)
         self._scratch = Scratch()
         self._abstained: list[int] = []
 
@@ -217,7 +218,7 @@ class DistributedLion(torch.optim.Optimizer):
         """
         loss, failure, tensors = None, None, _Tensors.none()
         if self._world_size() > 1:
-            # Before anything can fail on one rank alone: this is a meeting, too.
+            # Before anything can fail on one rank alone: with `replicate` it is a meeting, too.
             self._topology()
         try:
             if closure is not None:
@@ -243,7 +244,8 @@ class DistributedLion(torch.optim.Optimizer):
         turn = self._turn()
         params = tensors.moved(agreed)
         fsdp.reshard(self._fsdp_model)
-        if ranks is None:
+        if ranks is None or ranks.voters.world_size == 1:
+            tensors.abstain(agreed.finite[turn.rank], agreed.present[turn.rank])
             for message in [*plan.messages, *plan.full]:
                 plain_lion(message, params, tensors.grads, tensors.momenta, turn)
         else:
@@ -255,7 +257,11 @@ class DistributedLion(torch.optim.Optimizer):
             group["step"] = turn.step
         if ranks is not None:
             self._synchronize(ranks, turn.step)
-        self.wire.end_step()
+        before, now = self._bytes_before, (self.wire.bytes_sent, self.wire.node_bytes_sent)
+        self.wire.last_bytes_sent, self.wire.last_node_bytes_sent = (
+            after - earlier for earlier, after in zip(before, now, strict=True)
+        )
+        self._bytes_before = now
 
     def _vote(
         self, plan: Plan, ranks: Topology, tensors: _Tensors, params: Flat, turn: Turn
@@ -350,7 +356,7 @@ class DistributedLion(torch.optim.Optimizer):
             average_momenta(momenta, ranks.voters, *slice_of(total, every, step))
         every = self.options.check_replicas_every
         if every and step % every == 0:
-            compare_replicas(self._named(), ranks.everyone, step, ranks.place_of_rank)
+            compare_replicas(self._named(), ranks.everyone, step, ranks.alike)
 
     def _collect(self) -> _Tensors:
         """Returns this rank's flat tensors; unscales gradients if GradScaler left that to us."""
@@ -403,7 +409,8 @@ class DistributedLion(torch.optim.Optimizer):
                 "call optimizer.attach(model) with the model that fully_shard was called on: "
                 "step() must free its gathered parameters before it writes"
             )
-        if self.node_group is not None and ddp.attached_wrapper(self) is None:
+        nodes = self.options.local_group not in (None, 1) and self._world_size() > 1
+        if nodes and ddp.attached_wrapper(self) is None:
             raise RuntimeError(
                 f"local_group={self.options.local_group!r} needs optimizer.attach(ddp_model): its "
                 f"hook averages gradients inside each node"
@@ -469,9 +476,10 @@ class DistributedLion(torch.optim.Optimizer):
     def _topology(self) -> Topology:
         """Returns who meets whom; the first call is a meeting of all ranks."""
         if self._ranks is None:
-            group = self.process_group or dist.group.WORLD
-            assert group is not None
-            self._ranks = topology(group, self.options.local_group, self._replicate, self.wire)
+            self._ranks = Topology(
+                self.process_group, self.options.local_group, self.wire, replicate=self._replicate
+            )
+            self._meetings = Meetings(self._ranks.everyone, self._ranks.alike)
         return self._ranks
 
     def _agree(self, tensors: _Tensors, failure: BaseException | None) -> Agreed:
@@ -479,12 +487,11 @@ class DistributedLion(torch.optim.Optimizer):
         if self._world_size() == 1:
             return Agreed([tensors.finite], [tensors.present])
         ranks = self._topology()
-        if self._meetings is None:
-            self._meetings = Meetings(ranks.everyone, ranks.voter_of_rank, ranks.place_of_rank)
+        assert self._meetings is not None
         kept = ("lr", "betas", "weight_decay")
         report = Report(
             kind=Kind.STEP,
-            step=self.steps + 1,
+            step=self.steps,
             finite=tensors.finite,
             failure=failure,
             options={name: str(value) for name, value in asdict(self.options).items()},
@@ -496,7 +503,18 @@ class DistributedLion(torch.optim.Optimizer):
             present=tensors.present,
             values=self._hashes,
         )
-        return self._meetings.meet(report)
+        agreed = self._meetings.meet(report)
+        _ = ranks.voters  # Made on all ranks together: their options are equal.
+        if ranks.local_size == 1 and ranks.alike is None:
+            return agreed
+        return agreed.by_voter(self._voter_of_rank(ranks))
+
+    def _voter_of_rank(self, ranks: Topology) -> list[int]:
+        """Returns the number of each rank's voter: its node, or its replica of shards."""
+        if ranks.alike is None:
+            return [rank // ranks.local_size for rank in range(ranks.everyone.world_size)]
+        number = {rank: own for column in ranks.alike for own, rank in enumerate(column)}
+        return [number[rank] for rank in range(ranks.everyone.world_size)]
 
     def _count_abstentions(self, agreed: Agreed) -> None:
         """Raises on every rank if one has abstained too often in a row."""
@@ -531,7 +549,7 @@ class DistributedLion(torch.optim.Optimizer):
     @property
     def _voter(self) -> int:
         ranks = self._ranks
-        return 0 if ranks is None else ranks.voter_of_rank[ranks.everyone.rank]
+        return 0 if ranks is None else self._voter_of_rank(ranks)[ranks.everyone.rank]
 
     def _trainable(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"] if p.requires_grad]

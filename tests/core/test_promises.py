@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_dlion.core
-from hf_dlion.core.exchange.wire import LostRank
+from hf_dlion.core.exchange.pending import LostRank
 from hf_dlion.core.optimizer import DistributedLion
 from tests.support.spawn import RankPools, run_script
 

@@ -27,8 +27,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hf_dlion.core.exchange.pending import Pending
 from hf_dlion.core.exchange.rule import Rule
-from hf_dlion.core.exchange.wire import Pending, Wire
+from hf_dlion.core.exchange.wire import Wire
 from hf_dlion.core.vote import codec
 from hf_dlion.core.vote.codec import TOP, WORD
 

@@ -96,6 +96,28 @@ class Agreed:
     finite: list[bool]
     present: list[list[bool]]
 
+    def votes(self, index: int) -> list[bool]:
+        """Returns which ranks have a finite gradient of a parameter."""
+        pairs = zip(self.finite, self.present, strict=True)
+        return [finite and present[index] for finite, present in pairs]
+
+    def by_voter(self, voter_of_rank: Sequence[int]) -> Agreed:
+        """Returns the same by voter, which has what all of its ranks have.
+
+        Args:
+            voter_of_rank: Number of each rank's voter.
+        """
+        voters: list[list[int]] = [[] for _ in range(max(voter_of_rank) + 1)]
+        for rank, voter in enumerate(voter_of_rank):
+            voters[voter].append(rank)
+        return Agreed(
+            [all(self.finite[rank] for rank in ranks) for ranks in voters],
+            [
+                [all(own) for own in zip(*(self.present[rank] for rank in ranks), strict=True)]
+                for ranks in voters
+            ],
+        )
+
 
 @dataclass
 class _Met:
