@@ -196,7 +196,7 @@ def test_every_bit_of_every_element_counts(dtype: torch.dtype) -> None:
 
 def test_a_part_that_begins_inside_a_word_hashes_like_its_copy() -> None:
     whole = torch.randn(9).bfloat16()
-    assert fingerprints([whole[1:6]]) == fingerprints([whole[1:6].clone()])
+    assert fingerprints([whole[1:5]]) == fingerprints([whole[1:5].clone()])
 
 
 def test_digests_of_plain_values_differ_and_fit_64_bits() -> None:
