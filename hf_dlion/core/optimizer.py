@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hf_dlion.core import ddp, fsdp
+import hf_dlion.core.ddp as ddp
+import hf_dlion.core.fsdp as fsdp
 from hf_dlion.core.exchange import exchange
 from hf_dlion.core.exchange.rule import Average, Majority, Rule
 from hf_dlion.core.exchange.wire import WireStats
@@ -28,8 +29,9 @@ from hf_dlion.core.options import (
     check_group,
     selected,
 )
-from hf_dlion.core.ranks.agreement import Agreed, Kind, Meetings, Report
+from hf_dlion.core.ranks.agreement import Agreed, Meetings, Report
 from hf_dlion.core.ranks.fingerprint import digest, fingerprints
+from hf_dlion.core.ranks.header import Kind
 from hf_dlion.core.ranks.replicas import compare_replicas
 from hf_dlion.core.ranks.topology import Topology
 from hf_dlion.core.vote import local
@@ -150,9 +152,9 @@ class DistributedLion(torch.optim.Optimizer):
     @property
     def node_group(self) -> dist.ProcessGroup | None:
         """The ranks whose gradients DDP's hook averages; None: every rank votes for itself."""
-        if self.options.local_group in (None, 1) or self._world_size() == 1:
+        if self.options.local_group is None or self._world_size() == 1:
             return None
-        node = self._topology().node
+        node = self._topology().node  # Formed by all ranks at `attach`, also for nodes of one.
         return None if node is None else node.group
 
     def attach(self, model: nn.Module) -> None:

@@ -226,15 +226,15 @@ def differing(rank: int, world_size: int, what: str) -> str:
 
 
 TEXTS = {
-    "options": ["first in 'ties': rank 0: \"'alternate'\", rank 1: \"'zero'\""],
+    "options": ["first in 'ties': rank 0: 'alternate', rank 1: 'zero'"],
     "lr": ["first in 'group 0 lr': rank 0: 0.1, rank 1: 0.2"],
     "values": ["parameter values, first in 'weight'"],
-    "order": ["trainable parameters, first in 0"],
-    "names": ["trainable parameters, first in 0", "other.weight"],
-    "frozen": ["trainable parameters, first in 1"],
+    "order": ["trainable parameters, first in 'parameter 0'"],
+    "names": ["trainable parameters, first in 'parameter 0'", "other.weight"],
+    "frozen": ["trainable parameters, first in 'parameter 1'"],
     "optimizer": ["different optimizers"],
     "state": ["rank 1: RuntimeError: a momentum of shape (64, 3)"],
-    "closure": ["step() failed on 1 of 2 ranks: rank 1: ZeroDivisionError"],
+    "closure": ["step failed on 1 of 2 ranks: rank 1: ZeroDivisionError"],
 }
 
 
@@ -278,4 +278,4 @@ def drifted(rank: int, world_size: int) -> str:
 def test_drifted_replicas_are_found(pools: RankPools) -> None:
     texts = pools(3).run(drifted)
     assert len(set(texts)) == 1
-    assert "after step 2 in 1 of 2 parameters, first in 'bias', on rank 1." in texts[0]
+    assert "after step 2 in 1 of 2 parameters, first in 'bias': rank 1 from ranks 0" in texts[0]

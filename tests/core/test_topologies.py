@@ -123,20 +123,41 @@ def test_nodes_need_attach(pools: RankPools) -> None:
 
 
 def uneven_nodes(rank: int, world_size: int) -> str:
-    model = model_of()
-    optimizer = DistributedLion(model.named_parameters(), lr=0.01, local_group=1 + rank)
-    model(batch(0, rank)).sum().backward()
+    ddp = DistributedDataParallel(model_of())
+    optimizer = DistributedLion(ddp.named_parameters(), lr=0.01, local_group=1 + rank)
     try:
-        optimizer.step()
+        optimizer.attach(ddp)
     except Disagreement as error:
         return str(error)
+    finally:
+        del ddp
+        end()
     return ""
 
 
 def test_nodes_of_different_sizes_are_refused_together(pools: RankPools) -> None:
     texts = pools(3).run(uneven_nodes)
     assert texts[0] == texts[1] == texts[2]
-    assert "nodes of different sizes, [1, 2, 3]" in texts[0]
+    assert "local_group" in texts[0]
+
+
+def nodes_of_one_rank(rank: int, world_size: int) -> str:
+    """Only rank 1 asks for nodes, and nothing is attached."""
+    model = model_of()
+    options: dict[str, Any] = {"local_group": 2} if rank == 1 else {}
+    optimizer = DistributedLion(model.named_parameters(), lr=0.01, **options)
+    model(batch(0, rank)).sum().backward()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_nodes_on_one_rank_alone_hang_nobody(pools: RankPools) -> None:
+    first, second = pools(2).run(nodes_of_one_rank)
+    assert "needs optimizer.attach(ddp_model)" in second
+    assert "rank 1" in first
 
 
 def sharded(rank: int, world_size: int, attach: bool) -> str:

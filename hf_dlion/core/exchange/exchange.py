@@ -30,8 +30,7 @@ from torch import Tensor
 from hf_dlion.core.exchange.pending import Pending
 from hf_dlion.core.exchange.rule import Rule
 from hf_dlion.core.exchange.wire import Wire
-from hf_dlion.core.vote import codec
-from hf_dlion.core.vote.codec import TOP, WORD
+from hf_dlion.core.vote.codec import TOP, WORD, pack, spread, tally, unpack
 
 ExchangeName = Literal["auto", "gather", "two_phase"]
 
@@ -236,7 +235,7 @@ class _Gather(Exchange):
         voters = _voters(everyone[:, :rows], self._votes)
         votes = [list(own[rows:].view(bits, words)) for own in everyone]
         total = _total(voters, self._votes, len(votes), slice(0, words))
-        sums = codec.tally(votes, bits)
+        sums = tally(votes, bits)
         return Verdict(self._rule.decide(sums, total, self._step), voters)
 
 
@@ -269,7 +268,7 @@ class _TwoPhase(Exchange):
         mine = slice(first, min(first + self._share, words))
         received = self._received.to(device)[:, :, : mine.stop - mine.start]
         total = _total(self._voters, self._votes, len(received), mine)
-        sums = codec.tally([list(own) for own in received], received.shape[1])
+        sums = tally([list(own) for own in received], received.shape[1])
         planes = torch.zeros(self._rule.planes, self._share, dtype=torch.int64, device=device)
         for plane, own in zip(planes, self._rule.decide(sums, total, self._step), strict=True):
             plane[: own.numel()] = own
@@ -293,7 +292,7 @@ def _packed_rows(active: Tensor) -> Tensor:
     """Returns one bit per row, int64, shape (ceil(R / 64),)."""
     padded = torch.nn.functional.pad(active, (0, -active.numel() % WORD))
     out = torch.empty(padded.numel() // WORD, dtype=torch.int64, device=active.device)
-    codec.pack(padded, 0, out)
+    pack(padded, 0, out)
     return out
 
 
@@ -303,7 +302,7 @@ def _voters(packed: Tensor, votes: Votes) -> Tensor | None:
     bits = torch.empty(packed.shape[1] * WORD, device=packed.device)
     counts = torch.zeros(rows, dtype=torch.int64, device=packed.device)
     for own in packed:
-        counts += codec.unpack(own.contiguous(), 0.0, 1.0, bits)[:rows].to(torch.int64)
+        counts += unpack(own.contiguous(), 0.0, 1.0, bits)[:rows].to(torch.int64)
     if packed.device.type == "cpu" and bool((counts == len(packed)).all()):
         return None
     return counts
@@ -315,4 +314,4 @@ def _total(voters: Tensor | None, votes: Votes, ranks: int, words: slice) -> int
     if voters is None:
         return ranks * top
     by_word = voters[votes.rows.of_word[words]] * top
-    return codec.spread(by_word, (ranks * top).bit_length())
+    return spread(by_word, (ranks * top).bit_length())
