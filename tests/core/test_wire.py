@@ -76,18 +76,16 @@ def summed(rank: int, world_size: int, in_node: bool) -> Any:
     wire = wire_of(in_node=in_node)
     waited = torch.full((5,), float(rank + 1))
     wire.all_reduce(waited, "gradients").wait()
-    later = torch.full((5,), float(rank + 1))
-    value = wire.all_reduce(later, "gradients").get_future().wait()
-    return waited, later, value, counts(wire.stats)
+    return waited, counts(wire.stats)
 
 
 @WORLD_SIZES
 @pytest.mark.parametrize("in_node", [False, True])
 def test_all_reduce_counts_as_a_ring(pools: RankPools, world_size: int, in_node: bool) -> None:
     total = world_size * (world_size + 1) / 2
-    sent = 2 * (2 * (world_size - 1) * math.ceil(5 / world_size) * 4)
-    for *tensors, counted in pools(world_size).run(summed, in_node):
-        assert all(tensor.tolist() == [total] * 5 for tensor in tensors)
+    sent = 2 * (world_size - 1) * math.ceil(5 / world_size) * 4
+    for tensor, counted in pools(world_size).run(summed, in_node):
+        assert tensor.tolist() == [total] * 5
         assert counted == ((0, 0, sent) if in_node else (sent, sent, 0))
 
 
@@ -161,7 +159,7 @@ def test_gloo_sends_from_the_cpu(pools: RankPools) -> None:
     assert pools(2).run(placed) == [["cpu", "cpu", "cpu"]] * 2
 
 
-def lost(rank: int, world_size: int, kind: str) -> str:
+def lost(rank: int, world_size: int) -> str:
     group = dist.new_group(timeout=datetime.timedelta(seconds=2))
     assert group is not None
     wire = Wire(group, WireStats())
@@ -169,11 +167,6 @@ def lost(rank: int, world_size: int, kind: str) -> str:
     if rank != 0:
         return ""
     # Here the other ranks have left.
-    if kind == "future":  # torch passes on the text of an error in a future.
-        future = wire.all_reduce(torch.zeros(1), "gradients").get_future()
-        with pytest.raises(RuntimeError) as in_future:
-            future.wait()
-        return str(in_future.value)
     with pytest.raises(LostRank) as caught:
         wire.gather_words([0], "votes")
     assert caught.value.__cause__ is not None
@@ -182,16 +175,11 @@ def lost(rank: int, world_size: int, kind: str) -> str:
 
 @pytest.mark.parametrize(("world_size", "others"), [(2, "rank 1"), (3, "ranks 1 and 2")])
 def test_a_lost_rank_is_named(pools: RankPools, world_size: int, others: str) -> None:
-    text = pools(world_size).run(lost, "words")[0]
+    text = pools(world_size).run(lost)[0]
     assert text.startswith(f"rank 0 lost {others} while waiting for votes: ")
     assert "timeout of 0:00:02" in text
     assert "skipped a step" in text
     assert "left the training loop" in text
-
-
-def test_a_future_names_the_lost_rank(pools: RankPools) -> None:
-    text = pools(2).run(lost, "future")[0]
-    assert "rank 0 lost rank 1 while waiting for gradients: " in text
 
 
 def grouped(rank: int, world_size: int) -> Any:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 # Ranks that an error message lists; of more it names the first ones and the number.
 _MOST_NAMED = 8
@@ -41,16 +40,6 @@ class Pending:
         """
         with naming_losses(self._what, self._group, RuntimeError):
             self._work.wait()
-
-    def get_future(self) -> torch.futures.Future[Tensor]:
-        """Returns a future of the tensor that the collective fills; fails as `wait` does."""
-
-        def first(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-            with naming_losses(self._what, self._group, RuntimeError):
-                return done.value()[0]
-
-        future: torch.futures.Future[Tensor] = self._work.get_future().then(first)
-        return future
 
 
 @contextlib.contextmanager
