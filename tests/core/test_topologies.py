@@ -164,9 +164,8 @@ def sharded(rank: int, world_size: int, attach: bool) -> str:
     """Trains 2 x 2 FSDP2 beside plain ranks whose gradients are the replicas' means."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     bare, model = model_of(), model_of()
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh["shard"])
+    # The others are the root's, which stays gathered after a forward.
+    fully_shard(model[0], mesh=mesh["shard"])  # type: ignore[index]
     fully_shard(model, mesh=mesh["shard"])
     optimizer = DistributedLion(
         model.named_parameters(),
@@ -195,15 +194,15 @@ def sharded(rank: int, world_size: int, attach: bool) -> str:
         for p, mean in zip(model.parameters(), grads[replica], strict=True):
             torch.testing.assert_close(p.grad.to_local(), mean)  # type: ignore[union-attr]
             p.grad.to_local().copy_(mean)  # type: ignore[union-attr]
+        with torch.no_grad():
+            model(batch(step, rank))  # leaves the root gathered
         lions.step(grads)
         optimizer.step()
         with torch.no_grad():
-            model(batch(step, rank))  # leaves the root gathered
-            for p, own, whole in zip(
-                model.parameters(), lions.params, bare.parameters(), strict=True
-            ):
-                assert torch.equal(p.to_local(), own)  # type: ignore[attr-defined]
-                whole.copy_(p.full_tensor())  # type: ignore[attr-defined]
+            shards = optimizer.param_groups[0]["params"]
+            for p, own, whole in zip(shards, lions.params, bare.parameters(), strict=True):
+                assert torch.equal(p.to_local(), own)
+                whole.copy_(p.full_tensor())
     state = optimizer.state_dict()["state"]
     assert all(own["exp_avg"].device_mesh is not None for own in state.values())
     return "equal"
