@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import gc
 import importlib.metadata
 import logging
 import os
@@ -218,7 +217,6 @@ def _rank(rank: int, file: str) -> None:
         "gloo", init_method=f"file://{file}", rank=rank, world_size=2, timeout=patience
     )
     _steps(torch.device("cpu"))
-    gc.collect()  # A DDP wrapper that outlives its group ends the process (gloo).
     dist.destroy_process_group()
 
 
@@ -263,7 +261,6 @@ def _among_ranks(mine: Sequence[Finding]) -> list[Finding]:
     found.append(_checked("all ranks", functools.partial(_all_step, device)))
     if found[-1].grade == OK:
         found.append(_checked("slowest link", functools.partial(_slowest_link, device)))
-    gc.collect()
     dist.destroy_process_group()
     return found
 
