@@ -140,6 +140,7 @@ class DistributedLion(torch.optim.Optimizer):
         self._equal_plan: Plan | None = None  # whose averaged tensors have equal momenta
         self._fsdp_model: nn.Module | None = None
         self._compared_gradients = False
+        self._loads = 0
         self._bytes_before = (0, 0)
         self._scratch = Scratch()
         self._abstained: list[int] = []
@@ -231,11 +232,10 @@ class DistributedLion(torch.optim.Optimizer):
             if self._world_size() == 1:
                 raise
             failure = error
-        if tensors.only_makes_state:
-            return loss
         agreed = self._agree(tensors, failure)
         self._count_abstentions(agreed)
-        if any(agreed.finite):
+        voters = zip(agreed.finite, agreed.present, strict=True)
+        if any(finite and any(present) for finite, present in voters):
             self._update(tensors, agreed)
         return loss
 
@@ -385,11 +385,13 @@ class DistributedLion(torch.optim.Optimizer):
         here = [grad for grad in grads if grad is not None and grad.numel()]
         finite = self._unscale(here)
         if not self.state and all(float(group["lr"]) == 0 for group in self.param_groups):
-            # torch.distributed.checkpoint takes such a step to have the state made.
-            if not any(bool(grad.any()) for grad in here):
-                for p in whole:
-                    self._momentum(p)
-                return _Tensors([], [], [], present, finite, only_makes_state=True)
+            # torch.distributed.checkpoint takes such a step, with zeros for gradients, to have the
+            # state made. Nobody votes in it, so it changes and counts nothing.
+            for k, p in enumerate(whole):
+                self._momentum(p)
+                grad = grads[k]
+                if grad is not None and not grad.any():
+                    grads[k], present[k] = None, False
         momenta = [
             self._flat_momentum(p) if own else None for p, own in zip(whole, present, strict=True)
         ]
@@ -496,7 +498,11 @@ class DistributedLion(torch.optim.Optimizer):
             step=self.steps,
             finite=tensors.finite,
             failure=failure,
-            options={name: str(value) for name, value in asdict(self.options).items()},
+            options={
+                **{name: str(value) for name, value in asdict(self.options).items()},
+                # A load is followed by a meeting of its own, which a rank alone would wait in.
+                "calls of load_state_dict": self._loads,
+            },
             groups=[
                 {**{name: _plain(group[name]) for name in kept}, "parameters": len(group["params"])}
                 for group in self.param_groups
@@ -603,6 +609,7 @@ class DistributedLion(torch.optim.Optimizer):
             momentum = state["exp_avg"].to(device=order[number].device, dtype=dtype, copy=True)
             self.state[order[number]]["exp_avg"] = momentum
         self._plan = None
+        self._loads += 1
         self._abstained = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -628,11 +635,9 @@ class _Tensors:
         momenta: list[Tensor | None],
         present: list[bool],
         finite: bool,
-        *,
-        only_makes_state: bool = False,
     ) -> None:
         self.params, self.grads, self.momenta = params, grads, momenta
-        self.present, self.finite, self.only_makes_state = present, finite, only_makes_state
+        self.present, self.finite = present, finite
 
     @classmethod
     def none(cls) -> _Tensors:

@@ -395,3 +395,59 @@ def test_a_scaler_backs_off_on_the_rank_that_overflowed(pools: RankPools) -> Non
     first, second = pools(2).run(scaled)
     assert first == [1024.0, 1024.0, 1024.0]
     assert second == [1024.0, 512.0, 512.0]
+
+
+def warms_up(rank: int, world_size: int) -> tuple[int, int]:
+    """The first learning rate is 0, and rank 1 has no gradients in that step."""
+    model = model_of()
+    optimizer = DistributedLion(model.named_parameters(), lr=0.0)
+    if rank == 0:
+        model(batch(0, rank)).square().sum().backward()
+    optimizer.step()
+    first = optimizer.steps
+    optimizer.param_groups[0]["lr"] = 0.01
+    optimizer.zero_grad()
+    model(batch(1, rank)).square().sum().backward()
+    optimizer.step()
+    return first, optimizer.steps
+
+
+def test_a_rank_without_gradients_hangs_nobody_at_the_start_of_a_warm_up(
+    pools: RankPools,
+) -> None:
+    assert pools(2).run(warms_up) == [(1, 2), (1, 2)]
+
+
+def makes_state(rank: int, world_size: int) -> int:
+    """As torch.distributed.checkpoint has the state made."""
+    model = model_of()
+    optimizer = DistributedLion(model.named_parameters(), lr=0.0)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert all("exp_avg" in optimizer.state[p] for p in model.parameters())
+    return optimizer.steps
+
+
+def test_a_step_that_only_makes_state_is_not_counted(pools: RankPools) -> None:
+    assert pools(2).run(makes_state) == [0, 0]
+
+
+def loads_alone(rank: int, world_size: int) -> str:
+    model = model_of()
+    optimizer = DistributedLion(model.named_parameters(), lr=0.01, full_precision="*bias")
+    for step in range(2):
+        if step == 1 and rank == 1:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        model(batch(step, rank)).square().sum().backward()
+        try:
+            optimizer.step()
+        except Disagreement as error:
+            return str(error)
+    return ""
+
+
+def test_a_rank_that_loads_alone_hangs_nobody(pools: RankPools) -> None:
+    texts = pools(2).run(loads_alone)
+    assert texts[0] == texts[1]
+    assert "first in 'calls of load_state_dict': rank 0: 0, rank 1: 1" in texts[0]
