@@ -21,16 +21,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # of a script its own folder is there
 
-from benchmarks.command import TIMES, parser_of, publish, shapes, summary, told
 from hf_dlion.codec import codec_for
 from hf_dlion.codec.eager import EagerCodec
 from hf_dlion.codec.native import library as native_library
-from hf_dlion.options import BITS
-from hf_dlion.ranks.fingerprint import fingerprints
 from hf_dlion.tools.arguments import Parser, positive
 from hf_dlion.tools.clock import seconds_of
 from hf_dlion.tools.report import environment, track
 from hf_dlion.tools.work import Work
+
+from benchmarks.command import TIMES, parser_of, publish, shapes, summary, told
+from hf_dlion.options import BITS
+from hf_dlion.ranks.fingerprint import fingerprints
 
 COLUMNS = {
     **{"name": "work", "dtype": "dtype", **TIMES},

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from benchmarks import ranks
-from benchmarks.emulate import EmulationRefusedError, Network
 from hf_dlion.tools.arguments import Parser, add_format, exit_code, positive
 from hf_dlion.tools.ranks import take_part
 from hf_dlion.tools.report import MissingPackageError, Output, write_json
+
+from benchmarks import ranks
+from benchmarks.emulate import EmulationRefusedError, Network
 
 # Titles of the columns of a `summary`.
 TIMES = {"median_ms": "median ms", "min_ms": "min", "max_ms": "max"}

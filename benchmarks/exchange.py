@@ -14,16 +14,17 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # of a script its own folder is there
 
-from benchmarks.command import TIMES, add_ranks, is_over, parser_of, publish, shapes, start, summary
 from hf_dlion.codec.layout import MessageLayout
-from hf_dlion.exchange import STRATEGIES, Exchange, Wire, WireStats, make_exchange
-from hf_dlion.options import Options
 from hf_dlion.step.plan import split_into_messages
 from hf_dlion.tools.arguments import Parser, positive
 from hf_dlion.tools.clock import slowest
 from hf_dlion.tools.ranks import device_of_rank
 from hf_dlion.tools.report import environment, track
 from hf_dlion.tools.work import step_rule
+
+from benchmarks.command import TIMES, add_ranks, is_over, parser_of, publish, shapes, start, summary
+from hf_dlion.exchange import STRATEGIES, Exchange, Wire, WireStats, make_exchange
+from hf_dlion.options import Options
 
 COLUMNS = {
     "name": "exchange",

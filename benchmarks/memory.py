@@ -14,12 +14,13 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # of a script its own folder is there
 
-from benchmarks.command import add_ranks, parser_of, publish, start
-from benchmarks.methods import METHODS, Method, sizes_of
 from hf_dlion.tools.arguments import Parser
 from hf_dlion.tools.models import llama
 from hf_dlion.tools.ranks import device_of_rank
 from hf_dlion.tools.report import environment, track
+
+from benchmarks.command import add_ranks, parser_of, publish, start
+from benchmarks.methods import METHODS, Method, sizes_of
 
 COLUMNS = {
     "name": "method",

@@ -9,6 +9,11 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from hf_dlion.codec import codec_for
+from hf_dlion.exchange.mean import average_wire_bytes
+from hf_dlion.tools.models import vocabulary
+from hf_dlion.tools.names import ALONE, BF16, FP32, NONE, POWER, name_of
+from hf_dlion.tools.work import step_rule, tensor_rule
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -21,12 +26,7 @@ from benchmarks.rivals import (
     Rival,
     check_installed,
 )
-from hf_dlion.codec import codec_for
-from hf_dlion.exchange.mean import average_wire_bytes
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.tools.models import vocabulary
-from hf_dlion.tools.names import ALONE, BF16, FP32, NONE, POWER, name_of
-from hf_dlion.tools.work import step_rule, tensor_rule
 
 # Rows of the tables that other code looks for.
 LOCAL, DILOCO, DEMO = "LocalSGD, {} steps of AdamW", "DiLoCo, {} steps of AdamW", "DeMo"

@@ -8,12 +8,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # of a script its own folder is there
 
-from benchmarks.command import told
-from benchmarks.emulate import Network
 from hf_dlion.tools.arguments import Parser
 from hf_dlion.tools.names import NONE
 from hf_dlion.tools.pictures import check_path, figure, logarithmic, look, save
 from hf_dlion.tools.report import read_bench, require_matplotlib
+
+from benchmarks.command import told
+from benchmarks.emulate import Network
 
 
 def run(args: argparse.Namespace) -> None:

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from benchmarks.emulate import INTERFACE, Emulation, EmulationRefusedError, Network
 from hf_dlion.tools.ranks import RENDEZVOUS
+
+from benchmarks.emulate import INTERFACE, Emulation, EmulationRefusedError, Network
 
 # What is left of a failed run ends by itself, with its own error, or is killed after this long.
 GRACE_S = 3.0

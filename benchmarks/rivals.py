@@ -13,16 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from hf_dlion.exchange.mean import average_wire_bytes
+from hf_dlion.ranks.interface import interfaces, route_to
+from hf_dlion.tools.names import POWER_RANK, power_numel
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.model_averaging import utils as averaging
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
-
-from hf_dlion.exchange.mean import average_wire_bytes
-from hf_dlion.ranks.interface import interfaces, route_to
-from hf_dlion.tools.names import POWER_RANK, power_numel
 
 # PowerSGD's warm start needs two plain steps before the first compressed one.
 POWER_START = 2

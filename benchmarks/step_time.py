@@ -14,6 +14,13 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # of a script its own folder is there
 
+from hf_dlion.tools.arguments import Parser, positive
+from hf_dlion.tools.clock import slowest
+from hf_dlion.tools.models import made
+from hf_dlion.tools.names import NONE
+from hf_dlion.tools.ranks import device_of_rank
+from hf_dlion.tools.report import environment, track
+
 from benchmarks.command import TIMES, add_ranks, is_over, parser_of, publish, start, summary
 from benchmarks.emulate import INTERFACE
 from benchmarks.methods import (
@@ -27,12 +34,6 @@ from benchmarks.methods import (
 )
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options import BITS
-from hf_dlion.tools.arguments import Parser, positive
-from hf_dlion.tools.clock import slowest
-from hf_dlion.tools.models import made
-from hf_dlion.tools.names import NONE
-from hf_dlion.tools.ranks import device_of_rank
-from hf_dlion.tools.report import environment, track
 
 # Of the seconds in `DistributedLion.wire`.
 PARTS = ("encode", "exchange", "apply")

@@ -1,14 +1,13 @@
 """Fixtures that every test module may use, and the two tiers of tests.
 
-Plain `pytest` runs ranks as threads of one process, and of the tests that start processes only
-those marked `smoke`. `-m "not long"` runs everything, with ranks on gloo too.
+Of the tests that start processes plain `pytest` runs those marked `smoke`; `-m "not long"` runs
+all of them.
 """
 
 from __future__ import annotations
 
 import collections
 import gc
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -16,14 +15,6 @@ import torch.distributed as dist
 from hypothesis import settings
 
 from tests.support.spawn import RankPools
-from tests.support.threads import ThreadPool
-
-# Needs its environment from the start: tests/codec/test_triton.py runs it in a process of its own.
-collect_ignore = (
-    []
-    if os.environ.get("TRITON_INTERPRET") == "1"
-    else ["codec/interpreted_tally.py", "codec/interpreted_triton.py"]
-)
 
 # A time limit per example fails at random on a machine that is busy with several ranks.
 settings.register_profile("no deadline", deadline=None)
@@ -46,10 +37,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="module", params=["threads", "gloo"])
-def ranks(request: pytest.FixtureRequest) -> Iterator[RankPools]:
-    """Pools of ranks that live as long as the test module: `ranks(2).run(f, *args)`."""
-    pools = RankPools(ThreadPool) if request.param == "threads" else RankPools()
+@pytest.fixture(scope="module")
+def pools() -> Iterator[RankPools]:
+    """Pools of ranks that live as long as the test module: `pools(2).run(f, *args)`."""
+    pools = RankPools()
     yield pools
     pools.close()
 
@@ -69,18 +60,12 @@ def fake_ranks() -> Iterator[int]:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves tests that need processes to gloo, and real ranks to the full tier."""
-    kept = []
+    """Leaves tests that need processes to the full tier, unless they are marked `smoke`."""
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
-        kind = item.callspec.params.get("ranks") if hasattr(item, "callspec") else None
-        # Where gloo is needed, or runs in the same tier, threads would add nothing.
-        if kind == "threads" and marks & {"multiproc", "full", "long"}:
-            continue
-        if (kind == "gloo" or "multiproc" in marks) and "smoke" not in marks:
+        if "multiproc" in marks and "smoke" not in marks:
             item.add_marker("full")
-        kept.append(item)
-    items[:] = _longest_first(kept)
+    items[:] = _longest_first(items)
 
 
 def _longest_first(items: list[pytest.Item]) -> list[pytest.Item]:

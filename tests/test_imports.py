@@ -13,27 +13,9 @@ import hf_dlion
 
 PACKAGE = Path(hf_dlion.__file__).parent
 
-# From what a user chooses to the integrations. A file imports from its own folder and from the rows
-# above it.
+# From what a user chooses to the commands. A module imports from its own row's name and from the
+# rows above it. A file of a folder may have a row of its own.
 ROWS = (
-    {"core"},  # CORE_ROWS is its own order
-    {"options"},
-    {"codec"},
-    {"exchange"},
-    {"ranks"},
-    {"momentum"},
-    {"step"},
-    {"backward"},
-    {"optimizer"},
-    {"checkpoint"},
-    {"accelerate", "trainer"},
-    {"tools"},
-    {"launch"},
-    {"core"},
-)
-ROW_OF = {name: number for number, names in enumerate(ROWS) for name in names}
-# The same for the new core, which imports nothing from outside of `core`.
-CORE_ROWS = (
     {"options"},
     {"vote/codec", "vote/rounding"},
     {"exchange"},
@@ -41,20 +23,17 @@ CORE_ROWS = (
     {"vote"},
     {"ddp", "fsdp"},
     {"optimizer"},
+    {"checkpoint"},
+    {"accelerate"},
+    {"trainer", "launch"},
+    {"cli"},
 )
-CORE_ROW_OF = {name: number for number, names in enumerate(CORE_ROWS) for name in names}
+ROW_OF = {name: number for number, names in enumerate(ROWS) for name in names}
 # Who may import what is not needed for training with torch alone.
 OPTIONAL = {
-    "transformers": {
-        "trainer",
-        "tools/models.py",
-        "tools/plan/model.py",
-    },
+    "transformers": {"trainer", "cli"},
     "accelerate": {"accelerate", "trainer"},
-    "axolotl": {"trainer/axolotl.py"},
-    "triton": {"codec/cuda/triton.py"},
-    "rich": {"tools/report.py"},
-    "matplotlib": {"tools/pictures.py"},
+    "rich": {"cli"},
     **{name: set() for name in ("datasets", "peft", "trl")},
     # These are not installed with the package.
     **{name: set() for name in ("benchmarks", "examples", "tests")},
@@ -65,9 +44,16 @@ AT_THE_DOOR = {PACKAGE / "__init__.py", PACKAGE / "__main__.py"}
 SOURCES = [path for path in sorted(PACKAGE.rglob("*.py")) if path not in AT_THE_DOOR]
 
 
-def part_of(path: Path) -> str:
-    """The module or folder of the package that a file belongs to."""
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def part_of(name: str) -> str:
+    """The name that a module of the package has in ROWS: its own, or its folder's."""
+    whole = name.removeprefix("hf_dlion.").replace(".", "/")
+    return whole if whole in ROW_OF else whole.split("/")[0]
+
+
+def module_of(path: Path) -> str:
+    """The full name of a file's module."""
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
 
 
 def imported(path: Path) -> list[str]:
@@ -89,53 +75,32 @@ def identity(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
-def test_every_folder_has_its_row():
-    assert {part_of(path) for path in SOURCES} == set(ROW_OF)
+def test_every_module_has_its_row():
+    assert {part_of(module_of(path)) for path in SOURCES} <= set(ROW_OF)
 
 
 def test_the_root_shows_at_most_sixteen_names():
-    hidden = {"__pycache__", "core"}  # core moves up when it takes the old one's place.
-    names = [path.name for path in PACKAGE.iterdir() if path.name not in hidden]
+    names = [path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"]
     assert len(names) <= 16, sorted(names)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=identity)
 def test_a_module_imports_only_what_lies_below_it(path):
-    own = part_of(path)
+    own = part_of(module_of(path))
     for name in imported(path):
-        root, *rest = name.split(".")
-        if root == "hf_dlion" and rest != ["__version__"]:
-            other = rest[0]
-            if other == "__version__":
-                continue
+        if name.startswith("hf_dlion.") and name != "hf_dlion.__version__":
+            other = part_of(name)
             assert other == own or ROW_OF[other] < ROW_OF[own], f"{own} imports {name}"
-
-
-def core_part_of(name: str) -> str:
-    """The row's name for a module of the core: its folder, or the module where that has a row."""
-    whole = name.removeprefix("hf_dlion.core.").replace(".", "/")
-    return whole if whole in CORE_ROW_OF else whole.split("/")[0]
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in SOURCES if identity(path).startswith("core/")], ids=identity
-)
-def test_a_module_of_the_core_imports_only_what_lies_below_it(path):
-    if path == PACKAGE / "core" / "__init__.py":
-        return
-    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-    own = core_part_of(".".join(parts).removesuffix(".__init__"))
-    for name in imported(path):
-        if name.startswith("hf_dlion."):
-            other = core_part_of(name)
-            assert other == own or CORE_ROW_OF[other] < CORE_ROW_OF[own], f"{own} imports {name}"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=identity)
 def test_only_the_integrations_import_optional_packages(path):
     for name in imported(path):
         allowed = OPTIONAL.get(name.split(".")[0])
-        assert allowed is None or allowed & {part_of(path), identity(path)}, name
+        assert allowed is None or allowed & {
+            path.relative_to(PACKAGE).parts[0].removesuffix(".py"),
+            identity(path),
+        }, name
 
 
 def test_importing_the_package_loads_no_optional_package():
@@ -155,7 +120,7 @@ def test_importing_the_package_loads_no_optional_package():
 
 def test_no_test_module_imports_another():
     modules = [path for path in sorted(TESTS.rglob("*.py")) if path.parent.name != "support"]
-    assert len(modules) > 50
+    assert len(modules) > 15
     for path in modules:
         for name in imported(path):
             assert not name.startswith("tests.") or name.startswith("tests.support"), (path, name)
@@ -165,16 +130,17 @@ def test_no_test_module_imports_another():
 
 def test_the_folders_of_tests_are_those_of_the_package():
     folders = {path.parent.name for path in TESTS.glob("*/__init__.py")}
-    assert folders - {"benchmarks", "support"} == set(ROW_OF)
+    assert folders - {"benchmarks", "support"} == {
+        path.parent.name for path in PACKAGE.glob("*/__init__.py")
+    }
 
 
 def test_the_optimizer_shows_what_torch_or_a_user_calls_and_nothing_else():
-    from torch.distributed.algorithms.join import Joinable
     from torch.optim import Optimizer
 
-    theirs = {*dir(Optimizer), *dir(Joinable), "grad_scale", "found_inf"}
+    theirs = {*dir(Optimizer), "grad_scale", "found_inf"}
     ours = {name for name in dir(hf_dlion.DistributedLion) if not name.startswith("_")} - theirs
     assert ours == {
-        *("attach", "detach", "synchronize_momentum", "momentum_divergence", "momentum_report"),
-        *("wire", "options", "steps", "rank", "world_size", "abstentions"),
+        *("attach", "detach", "meet", "node_group", "synchronize_momentum"),
+        *("run_id", "steps"),
     }

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from hf_dlion.options.optim_args import parse_optim_args
 
 import hf_dlion
 from hf_dlion import DistributedLion, Options
-from hf_dlion.options.optim_args import parse_optim_args
 from tests.support.spawn import RankPools
 
 ROOT = Path(__file__).parent.parent

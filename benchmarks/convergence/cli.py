@@ -11,12 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.convergence import report
-from benchmarks.convergence.methods import METHODS, check_method, recipe
-from benchmarks.convergence.results import Record, Records, Trial, cells, missing, results
-from benchmarks.convergence.scenes import SCENES, Scene, scene_class
-from benchmarks.convergence.setting import SCHEDULES, WARMUP, Setting
-from benchmarks.convergence.train import run_real, simulate
 from hf_dlion.tools.arguments import Parser, add_format, checked, exit_code, positive
 from hf_dlion.tools.report import (
     MissingPackageError,
@@ -26,6 +20,13 @@ from hf_dlion.tools.report import (
     track,
     write_json,
 )
+
+from benchmarks.convergence import report
+from benchmarks.convergence.methods import METHODS, check_method, recipe
+from benchmarks.convergence.results import Record, Records, Trial, cells, missing, results
+from benchmarks.convergence.scenes import SCENES, Scene, scene_class
+from benchmarks.convergence.setting import SCHEDULES, WARMUP, Setting
+from benchmarks.convergence.train import run_real, simulate
 
 # One of each kind, and what the Distributed Lion paper compares with.
 COMPARED = [

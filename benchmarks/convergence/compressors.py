@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-
 from hf_dlion.exchange.mean import average_wire_bytes
+from torch import Tensor
 
 # The share of elements that the Distributed Lion paper lets GradDrop and DGC send.
 DENSITY = 0.04

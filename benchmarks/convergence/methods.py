@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from hf_dlion.exchange.mean import average_wire_bytes
+from hf_dlion.exchange.memory import Hub
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
@@ -20,8 +22,6 @@ from benchmarks import rivals
 from benchmarks.convergence.compressors import DGC, Compressor, GradDrop, Run, TernGrad, Workers
 from benchmarks.convergence.scenes import Scene, UnknownNameError
 from benchmarks.convergence.setting import Setting
-from hf_dlion.exchange.mean import average_wire_bytes
-from hf_dlion.exchange.memory import Hub
 from hf_dlion.optimizer import DistributedLion
 
 Make = Callable[[nn.Module, Setting], Optimizer]

@@ -10,12 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.convergence.results import Result, cells, finite, mean_of, server_bits, spread
-from benchmarks.convergence.setting import WARMUP
 from hf_dlion.tools.pictures import LOOKS, Look, figure, logarithmic, look, save
 from hf_dlion.tools.plan.cost import Link
 from hf_dlion.tools.plan.link import DEFAULT_LATENCY_MS, given
 from hf_dlion.tools.report import Output
+
+from benchmarks.convergence.results import Result, cells, finite, mean_of, server_bits, spread
+from benchmarks.convergence.setting import WARMUP
 
 LOOKS |= {
     "adamw": Look("AdamW", "#6C757D"),

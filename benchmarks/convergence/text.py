@@ -16,12 +16,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from hf_dlion.tools.report import track
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from benchmarks.convergence.scenes import Scene, evaluating, generator, seeded, with_lora
 from benchmarks.convergence.setting import WARMUP, Setting
-from hf_dlion.tools.report import track
 
 Bytes = NDArray[np.uint8]
 # Files that are kept for validation.

@@ -1,150 +1,317 @@
-"""What an exchange of votes is, which strategies there are, and which one is taken.
+"""How the votes of one message travel: gather, or two_phase.
 
-The protocol of one message in one step, which every rank of the group follows with its messages in
-the same order:
+    gather       all ranks gather all votes, and each counts them all
+                 rank 0: a  ->  a b  ->  verdict
+                 rank 1: b      a b  ->  verdict
 
-1. Make the votes in `votes`, from which they are sent; where that is None, anywhere else.
-2. `start`: hand them over. Memory of one's own is free for the next message.
-3. `leave`: send them. It may be called on another thread than `start`, one for all messages.
-4. Do other work: encode and start the next messages.
-5. `count`: where each rank counts a part, wait for the others' votes, count those that this rank
-   counts, and send the verdict on them. It may be called on another thread than `leave`, if the
-   exchange was given a wire `down`.
-6. `verdict`: wait for what the others counted, or count their votes, and get the verdict on the
-   whole message. It holds until the next step's votes are made.
+    two_phase    each rank counts one N-th of the words for all
+                 rank 0: a0 a1  ->  a0 b0  ->  v0  ->  v0 v1
+                 rank 1: b0 b1      a1 b1  ->  v1      v0 v1
 
-After 6 the exchange is ready for the next step. An exchange is made once per layout and keeps its
-buffers. A new strategy is a file with a class like `Strategy`, a line in `STRATEGIES`, and its name
-among those of `hf_dlion.options.ExchangeName`.
+Bytes per rank and message, sent and received, with N ranks, W words, R rows, p bits, and v planes
+of the verdict (majority 1, with ties="zero" 2, average ceil(log2(N * top + 1))):
+
+    gather       8 (N - 1) (ceil(R / 64) + p W)
+    two_phase    8 (N - 1) (ceil(R / 64) + (p + v) ceil(W / N))
+
+Which rows a rank votes on travels with both, one bit per row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from hf_dlion.codec.layout import MessageLayout
-from hf_dlion.codec.levels import check_world_size
-from hf_dlion.codec.rule import MessageVerdict, StepRule
-from hf_dlion.exchange.gather import Gather
-from hf_dlion.exchange.staged import Staged
-from hf_dlion.exchange.two_phase import TwoPhase
+from hf_dlion.exchange.pending import Pending
+from hf_dlion.exchange.rule import Rule
 from hf_dlion.exchange.wire import Wire
-from hf_dlion.options import Options
+from hf_dlion.vote.codec import TOP, WORD, pack, spread, tally, unpack
+
+ExchangeName = Literal["auto", "gather", "two_phase"]
 
 
-class Exchange(Protocol):
-    """One message's way over the wire, once per step; the methods are called in this order.
+class Rows:
+    """The rows of a message, each of whole words.
+
+    Args:
+        lengths: Of stretches of rows: the number of rows, and the words of each.
+        device: Where `of_word` lies.
+        words: The words that `of_word` covers.
 
     Attributes:
-        rounds: Number of collectives, one after another; with two, `count` starts the second.
-        bytes_per_rank: Bytes that a rank sends for the message, and receives.
-        votes: int64, shape (K, bits * S), a segment's words one after another: the votes on words
-            S * j to S * (j + 1) of the message belong in segment j. None: they are copied.
-        waits: Whether `leave` waits for the device.
+        count: Number of rows R.
     """
-
-    rounds: int
-    bytes_per_rank: int
-    votes: Tensor | None
-    waits: bool
-
-    def start(self, words: Tensor | None, active: Tensor) -> None:
-        """Takes the votes; nobody waits.
-
-        Args:
-            words: int64, shape (bits * W,), contiguous; None if they were made in `votes`.
-            active: bool, shape (R,), the rows that vote.
-        """
-
-    def leave(self) -> None:
-        """Sends the votes."""
-
-    def count(self, rule: StepRule) -> None:
-        """Counts votes where other ranks need the result, and sends it to them."""
-
-    def verdict(self) -> MessageVerdict:
-        """Waits for the verdict on the whole message; returns it on the message's device."""
-
-    def rehearse(self, words: Tensor | None, active: Tensor, rule: StepRule) -> MessageVerdict:
-        """Calls all that a step calls of the codec, and sends nothing: for `Codec.rehearse`."""
-
-
-class Strategy(Exchange, Protocol):
-    """An exchange that can be chosen by name."""
 
     def __init__(
         self,
-        layout: MessageLayout,
-        wire: Wire,
+        lengths: Sequence[tuple[int, int]],
         device: torch.device,
-        options: Options,
-        down: Wire | None = None,
+        words: slice = slice(None),
     ) -> None:
-        """Makes the buffers, on a device that can send, and sends nothing; as `make_exchange`."""
+        """Computes nothing yet: most messages never need `of_word`."""
+        self._lengths, self._device, self._words = lengths, device, words
+        self.count = sum(count for count, _ in lengths)
 
-    @staticmethod
-    def wire_bytes(layout: MessageLayout, world_size: int, options: Options) -> tuple[int, int]:
-        """Returns the bytes that a rank sends for one message: its votes, and its verdicts."""
+    @functools.cached_property
+    def of_word(self) -> Tensor:
+        """Index of each word's row, int32, shape (W,)."""
+        words = torch.cat([torch.full((count,), words) for count, words in self._lengths])
+        rows = torch.arange(self.count, dtype=torch.int32)
+        return torch.repeat_interleave(rows, words)[self._words].to(self._device)
+
+    def part(self, words: slice) -> Rows:
+        """Returns the rows of some words: all rows, and `of_word` of those words."""
+        return Rows(self._lengths, self._device, words)
 
 
-# The order is that of "auto" among those that send equally much.
-STRATEGIES: dict[str, type[Strategy]] = {"gather": Gather, "two_phase": TwoPhase}
+@dataclass(frozen=True)
+class Votes:
+    """A rank's votes of one message.
+
+    Attributes:
+        planes: int64, shape (bits, W); 0 in rows on which this rank abstains.
+        active: On which rows it votes, bool, shape (R,).
+        rows: The message's rows.
+    """
+
+    planes: Tensor
+    active: Tensor
+    rows: Rows
 
 
-def message_wire_bytes(
-    layouts: Sequence[MessageLayout], world_size: int, options: Options, exchange: str
-) -> int:
-    """Returns the bytes that a rank sends for all messages of a step, without the header.
+@dataclass(frozen=True)
+class Verdict:
+    """What all ranks apply to one message.
+
+    Attributes:
+        planes: int64, shape (W,) each, contiguous.
+        voters: Number of active ranks by row, int64, shape (R,); None if all are.
+    """
+
+    planes: list[Tensor]
+    voters: Tensor | None
+
+
+class Exchange:
+    """Votes on their way; `complete` makes the calls."""
+
+    def count(self) -> None:
+        """Counts what this rank counts, and starts the second round if there is one."""
+
+    def settle(self) -> None:
+        """Waits for the voters."""
+
+    def share(self) -> None:
+        """Starts to share the verdict inside the node."""
+
+    def finish(self) -> Verdict:
+        """Waits for the verdict."""
+        raise NotImplementedError
+
+
+def complete(under_way: Sequence[Exchange]) -> Iterator[Verdict]:
+    """Yields the verdict of every message, in order; every rank must exhaust it.
+
+    All collectives among voters end before those inside a node begin: NCCL needs one order of two
+    groups' collectives on every rank.
+    """
+    for phase in ("count", "settle", "share"):
+        for own in under_way:
+            getattr(own, phase)()
+    for own in under_way:
+        yield own.finish()
+
+
+def wire_bytes(name: str, *, ranks: int, words: int, rows: int, bits: int, planes: int) -> int:
+    """Returns the bytes that a rank sends for one message; see the module."""
+    if name == "gather":
+        return 8 * (ranks - 1) * (-(-rows // WORD) + bits * words)
+    return 8 * (ranks - 1) * (-(-rows // WORD) + (bits + planes) * -(-words // ranks))
+
+
+def start(votes: Votes, name: ExchangeName, wire: Wire, rule: Rule, step: int) -> Exchange:
+    """Sends this rank's votes of a message; every rank must call this for the same message.
 
     Args:
-        layouts: The messages.
-        world_size: Number of ranks.
-        options: Gives aggregation, ties and bits.
-        exchange: Name of the strategy.
+        votes: Of this rank.
+        name: "auto" takes the exchange that sends fewer bytes, gather if they are equal.
+        wire: The voters.
+        rule: What becomes of the votes.
+        step: Number of the step.
     """
-    strategy = STRATEGIES[exchange]
-    return sum(sum(strategy.wire_bytes(layout, world_size, options)) for layout in layouts)
+    if name == "auto":
+        bits, words = votes.planes.shape
+        sizes = {
+            choice: wire_bytes(
+                choice,
+                ranks=wire.world_size,
+                words=words,
+                rows=votes.rows.count,
+                bits=bits,
+                planes=rule.planes,
+            )
+            for choice in ("gather", "two_phase")
+        }
+        name = "two_phase" if sizes["two_phase"] < sizes["gather"] else "gather"
+    return (_TwoPhase if name == "two_phase" else _Gather)(votes, wire, rule, step)
 
 
-def choose_exchange(layouts: Sequence[MessageLayout], world_size: int, options: Options) -> str:
-    """Returns the exchange that the options ask for; "auto" takes the cheapest in total.
+class InNode(Exchange):
+    """A node's votes: each of its L ranks exchanges one L-th of the words, and all share verdicts.
 
-    Of equally cheap ones "auto" takes the first in the table: gather, which needs one round.
-    """
-    if options.exchange != "auto":
-        return options.exchange
-    return min(STRATEGIES, key=lambda name: message_wire_bytes(layouts, world_size, options, name))
+        rank a: v0 v1  ->  v0 w0 (with c)  ->  verdict x0  ->  x0 x1 (with b)     node 0: a b
+        rank b: v0 v1  ->  v1 w1 (with d)  ->  verdict x1  ->  x0 x1 (with a)     node 1: c d
 
-
-def make_exchange(
-    name: str,
-    layout: MessageLayout,
-    wire: Wire,
-    device: torch.device,
-    options: Options,
-    down: Wire | None = None,
-) -> Exchange:
-    """Returns a message's exchange.
+    Bytes per rank to other nodes: those of the module for ceil(W / L) words and all R rows; inside
+    the node 8 (L - 1) v ceil(W / L).
 
     Args:
-        name: Of the strategy.
-        layout: The message.
-        wire: The process group.
-        device: Where the votes are made and the verdict is wanted.
-        options: Give what a vote and a verdict hold.
-        down: Another process group of the same ranks for a second round, None for `wire`: `count`
-            may then be called on another thread than `leave`.
-
-    Raises:
-        ValueError: If there are more ranks than can be counted.
+        votes: Of the node, equal on its ranks.
+        name: As for `start`.
+        voters: The ranks with this rank's place in all nodes.
+        node: The ranks of the node.
+        rule: What becomes of the votes.
+        step: Number of the step.
     """
-    check_world_size(wire.world_size, options.bits)
-    place = wire.device_for(device)
-    found = STRATEGIES[name](layout, wire, place, options, down)
-    if place == device:
-        return found
-    return Staged(found, layout, layout.words, options.bits, device)
+
+    def __init__(
+        self, votes: Votes, name: ExchangeName, voters: Wire, node: Wire, rule: Rule, step: int
+    ) -> None:
+        """Sends this rank's part."""
+        self._node, self._words = node, votes.planes.shape[1]
+        self._share = -(-self._words // node.world_size)
+        first = min(node.rank * self._share, self._words)
+        mine = slice(first, min(first + self._share, self._words))
+        part = Votes(votes.planes[:, mine].contiguous(), votes.active, votes.rows.part(mine))
+        self._inner = start(part, name, voters, rule, step)
+        self._planes, self._device = rule.planes, votes.planes.device
+
+    def count(self) -> None:
+        """See `Exchange`."""
+        self._inner.count()
+
+    def settle(self) -> None:
+        """See `Exchange`."""
+        self._own = self._inner.finish()
+
+    def share(self) -> None:
+        """See `Exchange`."""
+        sent = torch.zeros(self._planes, self._share, dtype=torch.int64, device=self._device)
+        for plane, own in zip(sent, self._own.planes, strict=True):
+            plane[: own.numel()] = own
+        self._sent = sent.to(self._node.device_for(self._device))
+        self._all = self._sent.new_empty(self._node.world_size, *sent.shape)
+        self._pending = self._node.all_gather(self._all, self._sent, "a verdict")
+
+    def finish(self) -> Verdict:
+        """See `Exchange`."""
+        self._pending.wait()
+        return Verdict(_joined(self._all.to(self._device), self._words), self._own.voters)
+
+
+class _Gather(Exchange):
+    """See the module."""
+
+    def __init__(self, votes: Votes, wire: Wire, rule: Rule, step: int) -> None:
+        self._votes, self._rule, self._step = votes, rule, step
+        device = votes.planes.device
+        self._sent = torch.cat([_packed_rows(votes.active), votes.planes.view(-1)])
+        self._sent = self._sent.to(wire.device_for(device))
+        self._all = self._sent.new_empty(wire.world_size, self._sent.numel())
+        self._pending = wire.all_gather(self._all, self._sent, "votes")
+
+    def count(self) -> None:
+        self._pending.wait()
+
+    def finish(self) -> Verdict:
+        bits, words = self._votes.planes.shape
+        everyone = self._all.to(self._votes.planes.device)
+        rows = everyone.shape[1] - bits * words
+        voters = _voters(everyone[:, :rows], self._votes)
+        votes = [list(own[rows:].view(bits, words)) for own in everyone]
+        total = _total(voters, self._votes, len(votes), slice(0, words))
+        sums = tally(votes, bits)
+        return Verdict(self._rule.decide(sums, total, self._step), voters)
+
+
+class _TwoPhase(Exchange):
+    """See the module."""
+
+    def __init__(self, votes: Votes, wire: Wire, rule: Rule, step: int) -> None:
+        self._votes, self._wire, self._rule, self._step = votes, wire, rule, step
+        bits, words = votes.planes.shape
+        ranks = wire.world_size
+        self._share = -(-words // ranks)
+        padded = torch.nn.functional.pad(votes.planes, (0, ranks * self._share - words))
+        place = wire.device_for(padded.device)
+        # Segment j goes to rank j.
+        self._sent = padded.view(bits, ranks, self._share).transpose(0, 1).contiguous().to(place)
+        self._received = torch.empty_like(self._sent)
+        self._active = _packed_rows(votes.active).to(place)
+        self._all_active = self._active.new_empty(ranks, self._active.numel())
+        self._pending: list[Pending] = [
+            wire.all_gather(self._all_active, self._active, "votes"),
+            wire.all_to_all(self._received, self._sent, "votes"),
+        ]
+
+    def count(self) -> None:
+        for pending in self._pending:
+            pending.wait()
+        device, words = self._votes.planes.device, self._votes.planes.shape[1]
+        self._voters = _voters(self._all_active.to(device), self._votes)
+        first = min(self._wire.rank * self._share, words)
+        mine = slice(first, min(first + self._share, words))
+        received = self._received.to(device)[:, :, : mine.stop - mine.start]
+        total = _total(self._voters, self._votes, len(received), mine)
+        sums = tally([list(own) for own in received], received.shape[1])
+        planes = torch.zeros(self._rule.planes, self._share, dtype=torch.int64, device=device)
+        for plane, own in zip(planes, self._rule.decide(sums, total, self._step), strict=True):
+            plane[: own.numel()] = own
+        self._sent = planes.to(self._wire.device_for(device))
+        self._received = self._sent.new_empty(self._wire.world_size, *planes.shape)
+        self._pending = [self._wire.all_gather(self._received, self._sent, "a verdict")]
+
+    def finish(self) -> Verdict:
+        self._pending[0].wait()
+        received = self._received.to(self._votes.planes.device)
+        return Verdict(_joined(received, self._votes.planes.shape[1]), self._voters)
+
+
+def _joined(shares: Tensor, words: int) -> list[Tensor]:
+    """Returns planes of `words` words from every rank's share, shape (ranks, planes, share)."""
+    planes = shares.transpose(0, 1).reshape(shares.shape[1], -1)[:, :words]
+    return [plane.contiguous() for plane in planes]
+
+
+def _packed_rows(active: Tensor) -> Tensor:
+    """Returns one bit per row, int64, shape (ceil(R / 64),)."""
+    padded = torch.nn.functional.pad(active, (0, -active.numel() % WORD))
+    out = torch.empty(padded.numel() // WORD, dtype=torch.int64, device=active.device)
+    pack(padded, 0, out)
+    return out
+
+
+def _voters(packed: Tensor, votes: Votes) -> Tensor | None:
+    """Returns the number of ranks that vote on each row; None if all do, where a look is free."""
+    rows = votes.rows.count
+    bits = torch.empty(packed.shape[1] * WORD, device=packed.device)
+    counts = torch.zeros(rows, dtype=torch.int64, device=packed.device)
+    for own in packed:
+        counts += unpack(own.contiguous(), 0.0, 1.0, bits)[:rows].to(torch.int64)
+    if packed.device.type == "cpu" and bool((counts == len(packed)).all()):
+        return None
+    return counts
+
+
+def _total(voters: Tensor | None, votes: Votes, ranks: int, words: slice) -> int | list[Tensor]:
+    """Returns active ranks times `top`: a number, or its planes by word."""
+    top = TOP[votes.planes.shape[0]]
+    if voters is None:
+        return ranks * top
+    by_word = voters[votes.rows.of_word[words]] * top
+    return spread(by_word, (ranks * top).bit_length())

@@ -1,4 +1,4 @@
-"""64-bit hashes of tensors' bits, computed where the tensors lie."""
+"""64-bit hashes of tensors' bits, computed on their own device."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+
+from hf_dlion.exchange.wire import as_json
 
 # Words per row: a row of weights and a row of products stay in a core's cache.
 ROW = 1 << 15
@@ -23,7 +25,7 @@ _ELEMENTS, _ROWS = 1, 2
 def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
     """Returns a 64-bit hash of every tensor's elements, in row-major order, as int64.
 
-    The bytes are taken as signed 32-bit words, the last one filled up with zeros, in rows of 2**15:
+    The bytes are read as signed 32-bit words, the last one padded with zeros, in rows of 2**15:
 
         hash = sum over rows r of b[r] * (sum over k of a[k] * word[r, k])   modulo 2**64
 
@@ -32,11 +34,11 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
     others are missed with a probability of 2**-64 if they begin in the words' lowest bit, of 2**-33
     if they touch their highest one alone. Shape and dtype do not count.
 
-    Nothing but the hashes goes to the host. Memory: a few rows, and one tensor at a time that is
-    not contiguous.
+    Only the hashes are copied to the host. Memory: a few rows, and one tensor at a time that is not
+    contiguous.
 
     Args:
-        tensors: Of any floating dtype, shape, layout in memory and device; not changed.
+        tensors: Tensors of any floating dtype, shape, strides, and device; not changed.
     """
     hashes = [_hash(tensor.detach()) for tensor in tensors]
     found = [0] * len(tensors)
@@ -46,11 +48,6 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
         for index, value in zip(own, values, strict=True):
             found[index] = value
     return found
-
-
-def fingerprint(tensor: Tensor) -> int:
-    """Returns the hash of one tensor; see `fingerprints`."""
-    return fingerprints([tensor])[0]
 
 
 def _hash(tensor: Tensor) -> Tensor:
@@ -95,6 +92,6 @@ def _weights(count: int, stream: int, device: torch.device) -> Tensor:
 
 
 def digest(value: object) -> int:
-    """Returns a 64-bit hash, as int64, of a plain value's `repr`, the same on every rank."""
-    data = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
+    """Returns a 64-bit hash of a plain value, as int64, the same on every rank."""
+    data = hashlib.blake2b(as_json(value), digest_size=8).digest()
     return int.from_bytes(data, "little", signed=True)

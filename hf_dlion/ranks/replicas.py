@@ -1,139 +1,92 @@
-"""Whether the ranks' parameters are still bitwise equal, and how they are made so (rule S8)."""
+"""Whether the parameters of all ranks are still bitwise equal (rule S8)."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
-from itertools import zip_longest
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from hf_dlion.exchange import Wire
-from hf_dlion.options import OnDivergence
-from hf_dlion.options.groups import Groups, flat_params, names_of
-from hf_dlion.options.warn_once import warn_once
-from hf_dlion.ranks.agreement import Disagreement
+from hf_dlion.exchange.pending import named_ranks
+from hf_dlion.exchange.wire import Wire
+from hf_dlion.ranks.agreement import Disagreement, raise_together
 from hf_dlion.ranks.fingerprint import digest, fingerprints
 
 # Name, shape and dtype, and hash of a parameter.
 Entry = tuple[str, str, int]
 
 
-def check_replicas(
-    groups: Groups,
-    wire: Wire,
-    step: int,
-    on_divergence: OnDivergence,
-    near: Collection[int] = (),
-    alike: Sequence[Sequence[int]] | None = None,
-    twins: Wire | None = None,
-) -> None:
-    """Compares the parameters of all ranks, and raises or repairs if they are not bitwise equal.
-
-    Every rank must call this at the same point of its program. All parameters of the groups count,
-    frozen ones too. The majority are the ranks whose parameters are all equal to those of most;
-    of equally many, those with the lowest rank.
-
-    Bytes per rank: 8 * (N - 1). If ranks differ also those of a `gather_objects` of every
-    parameter's name, shape and hash, and of a repair (N - 1) times the bytes of the parameters that
-    differ, sent by the lowest rank of the majority to the others.
+def hashed(named_params: Iterable[tuple[str, Tensor]]) -> list[Entry]:
+    """Returns name, shape and dtype, and a hash of the bits of every parameter.
 
     Args:
-        groups: The parameter groups, with this rank's parts of sharded parameters; a repair changes
-            parameters in place, and nothing else.
-        wire: The process group, of several ranks.
+        named_params: Names and parameters, with this rank's parts of sharded ones; not changed.
+    """
+    pairs = list(named_params)
+    hashes = fingerprints([param for _, param in pairs])
+    return [
+        (name, f"{tuple(param.shape)} {param.dtype}", value)
+        for (name, param), value in zip(pairs, hashes, strict=True)
+    ]
+
+
+def compare_replicas(
+    named_params: Iterable[tuple[str, Tensor]],
+    wire: Wire,
+    step: int,
+    alike: Sequence[Sequence[int]] | None = None,
+) -> None:
+    """Raises on every rank if parameters are not bitwise equal; every rank must call this.
+
+    Bytes per rank: 16 * (N - 1); if ranks differ, a `gather_objects` of every parameter's entry
+    more.
+
+    Args:
+        named_params: Names and parameters, frozen ones included, with this rank's parts of sharded
+            ones; not changed.
+        wire: All ranks.
         step: Number of the step that was taken.
-        on_divergence: "raise" or "repair".
-        near: The ranks of this rank's node.
-        alike: Groups of ranks that hold the same parts; None where all ranks hold whole parameters.
-        twins: The ranks of this rank's group; None where they are all.
+        alike: Groups of ranks that hold the same parts (default: all ranks hold whole parameters).
 
     Raises:
-        Disagreement: The same on every rank, if parameters differ and are not to be repaired, or
-            cannot be, because they differ in shape or dtype.
+        Disagreement: The same on every rank, naming the first parameter that differs and the ranks
+            in the minority.
     """
-    params = flat_params(groups)
-    kinds = [f"{tuple(param.shape)} {param.dtype}" for param in params]
-    own = list(zip(names_of(groups), kinds, fingerprints(params), strict=True))
-    mine = digest([entry[1:] for entry in own])
-    digests: list[int] = wire.gather_words([mine], "a hash of parameters").view(-1).tolist()
+    entries, failure = [], None
+    try:
+        entries = hashed(named_params)
+    except Exception as error:  # The other ranks wait for a hash.
+        failure = error
+    words = [failure is not None, digest(entries)]
+    failed, digests = wire.gather_words(words, "a hash of parameters").t().tolist()
+    if any(failed):
+        raise_together(failure, wire, "the comparison of replicas")
     columns = alike or [range(wire.world_size)]
     broken = [ranks for ranks in columns if len({digests[rank] for rank in ranks}) > 1]
     if not broken:
         return
-    everyone: list[list[Entry]] = wire.gather_objects(own)
-    # Ranks that hold other parts may differ, too: all say the same, of the first ones.
-    what = _told(step, everyone, digests, broken[0])
-    if any(
-        len({tuple(kind for _, kind, _ in everyone[rank]) for rank in ranks}) > 1
-        for ranks in broken
-    ):
-        raise Disagreement(f"{what}, in shape or dtype: give every rank the same parameters")
-    if on_divergence == "raise":
-        raise Disagreement(
-            f"{what}. Something changed parameters on some ranks only: code that runs on one rank "
-            f"alone, weights loaded there, another kind of device or version of torch, or faulty "
-            f"memory. Resume from a checkpoint from before, or set on_divergence='repair' to go "
-            f"on with the values of the majority"
-        )
-    for ranks in broken:
-        source = _majority(digests, ranks)[0]
-        if wire.rank in ranks:
-            for index in _different([everyone[rank] for rank in ranks]):
-                place = list(ranks).index(source)
-                _overwrite(params[index], twins or wire, place, near=source in near)
-    wire.stats.repairs += 1
-    source = _majority(digests, broken[0])[0]
-    warn_once("repaired replicas", f"{what}; all ranks now have the values of rank {source}")
-
-
-def _majority(digests: Sequence[int], ranks: Sequence[int]) -> list[int]:
-    """Returns those of the ranks whose digests are equal to those of most."""
-    return [ranks[place] for place in majority_of([digests[rank] for rank in ranks])]
-
-
-def majority_of(digests: Sequence[int]) -> list[int]:
-    """Returns the ranks with the most frequent digest; of equally many, those of the lowest."""
-    # Entries come in the order of the ranks, and the first of equal ones is taken.
-    (most, _), *_ = Counter(digests).most_common(1)
-    return [rank for rank, value in enumerate(digests) if value == most]
-
-
-def _different(tables: Sequence[Sequence[Entry]]) -> list[int]:
-    """Returns the indices of the parameters that are not the same on all ranks."""
-    rows = enumerate(zip_longest(*tables))
-    return [
-        index
-        for index, entries in rows
-        if len({None if entry is None else entry[1:] for entry in entries}) > 1
-    ]
-
-
-def _told(
-    step: int, everyone: Sequence[Sequence[Entry]], digests: Sequence[int], ranks: Sequence[int]
-) -> str:
-    """Returns what is wrong among `ranks`, in the same words on every rank."""
-    majority = _majority(digests, ranks)
-    table, different = everyone[majority[0]], _different([everyone[rank] for rank in ranks])
-    others = [rank for rank in ranks if rank not in majority]
-    first = different[0]
-    name = repr(table[first][0]) if first < len(table) else f"number {first}"
-    counts = Counter(digests[rank] for rank in ranks)
-    tied = sum(count == len(majority) for count in counts.values()) > 1
-    choice = "no majority: those with the lowest rank count" if tied else "the majority"
-    return (
-        f"replicas differ after step {step} in {len(different)} of {len(table)} parameters, first "
-        f"in {name}: {_ranks(others)} from {_ranks(majority)} ({choice})"
+    # Several columns may differ: every rank describes the first one.
+    ranks, tables = broken[0], wire.gather_objects(entries)
+    raise Disagreement(
+        f"{_difference(step, ranks, [tables[rank] for rank in ranks])}. Something changed "
+        f"parameters on some ranks only: code that runs on one rank, weights loaded there, another "
+        f"type of device or version of torch, or faulty memory. Resume from an earlier checkpoint"
     )
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def _overwrite(param: Tensor, wire: Wire, source: int, *, near: bool) -> None:
-    """Replaces a parameter's values by those of another rank, in place."""
-    sent = param.detach().contiguous().to(wire.device_for(param.device))
-    wire.broadcast(sent, source, near=near)
-    if sent.data_ptr() != param.data_ptr():
-        param.copy_(sent)
+def _difference(step: int, ranks: Sequence[int], tables: Sequence[Sequence[Entry]]) -> str:
+    texts = [repr(table) for table in tables]
+    counts = Counter(texts).most_common()
+    most, count = counts[0]  # Of equally many ranks, those with the lowest rank.
+    majority = [rank for rank, text in zip(ranks, texts, strict=True) if text == most]
+    minority = [rank for rank in ranks if rank not in majority]
+    tied = len(counts) > 1 and counts[1][1] == count
+    length = max(map(len, tables))
+    padded = [[*table, *[None] * (length - len(table))] for table in tables]
+    different = [own for own in zip(*padded, strict=True) if any(e != own[0] for e in own)]
+    first = next(entry for entry in different[0] if entry is not None)
+    return (
+        f"replicas differ after step {step} in {len(different)} of {length} parameters, first in "
+        f"{first[0]!r}: {named_ranks(minority)} from {named_ranks(majority)} "
+        f"({'no majority' if tied else 'the majority'})"
+    )

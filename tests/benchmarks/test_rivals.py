@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hf_dlion.exchange.mean import average_wire_bytes
+from hf_dlion.tools.names import power_numel
 from torch import Tensor
 from torch.optim import AdamW
 
@@ -15,8 +17,6 @@ from benchmarks.convergence.methods import METHODS, SIMULATED, RealRank, set_lr,
 from benchmarks.convergence.setting import Setting
 from benchmarks.convergence.text import Pretraining
 from benchmarks.convergence.train import train
-from hf_dlion.exchange.mean import average_wire_bytes
-from hf_dlion.tools.names import power_numel
 from tests.support.spawn import RankPools
 
 TINY = Setting(

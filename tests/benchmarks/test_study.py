@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hf_dlion.tools.plan.cost import TCP_EFFICIENCY
 from torch import Tensor, nn
 
 from benchmarks.convergence.cli import main
@@ -29,7 +30,6 @@ from benchmarks.convergence.scenes import Scene, UnknownNameError, scene_class
 from benchmarks.convergence.setting import Setting
 from benchmarks.convergence.text import FineTuning, LowRank, Pretraining
 from benchmarks.convergence.train import run_real, simulate, train
-from hf_dlion.tools.plan.cost import TCP_EFFICIENCY
 from tests.support.spawn import RankPools
 from tests.support.tiny_study import TINY
 

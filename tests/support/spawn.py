@@ -39,8 +39,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hf_dlion.core.ranks.topology import _made as _made_by_core
-from hf_dlion.ranks.node import _made
+from hf_dlion.ranks.topology import _made
 
 # One thread per rank: the machines that run these tests have fewer cores than ranks. OpenBLAS must
 # not start its pool in the fork server either, because a fork copies none of its threads.
@@ -454,7 +453,7 @@ def _dumps(value: object) -> bytes:
 
 def _end_groups() -> None:
     """Ends the process groups that a case made: each has threads that wake 100 times a second."""
-    tables = [*_made.values(), *_made_by_core.values()]
+    tables = list(_made.values())
     made = [group for table in tables for group in table.values()]
     kept = {dist.group.WORLD, *made, *LASTING}
     groups = [group for group in distributed_c10d._world.pg_map if group not in kept]

@@ -1,1 +1,0 @@
-"""The CUDA codec: Triton kernels that work on many tensors per launch, and their tables."""

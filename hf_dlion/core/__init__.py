@@ -1,1 +1,0 @@
-"""The new core, beside the old one until it takes its place."""

@@ -1,1 +1,0 @@
-"""Votes out, verdicts back: collectives between ranks."""

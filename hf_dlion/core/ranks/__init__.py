@@ -1,1 +1,0 @@
-"""What ranks agree on before they move, and which of them vote."""

@@ -1,0 +1,100 @@
+"""What all ranks make of the votes: the majority, or the average."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hf_dlion.vote.codec import TOP, WORD, alternating_word, compare, unpack
+
+
+class Rule(Protocol):
+    """Turns sums of codes into planes that travel, and planes into steps.
+
+    Attributes:
+        planes: How many planes a verdict has.
+    """
+
+    planes: int
+
+    def decide(self, sums: list[Tensor], total: int | Sequence[Tensor], step: int) -> list[Tensor]:
+        """Returns the planes of the verdict, int64, shape (W,) each.
+
+        Args:
+            sums: Planes of the sums of all ranks' codes.
+            total: The number of active ranks times `top`: one number, or its planes by word.
+            step: Number of the step.
+        """
+
+    def move(self, planes: list[Tensor], voters: Tensor | None, lr: float, out: Tensor) -> Tensor:
+        """Returns lr * v for every element.
+
+        Args:
+            planes: Of the verdict, contiguous, shape (W,) each.
+            voters: Number of active ranks by word, int64, shape (W,); None if all are.
+            lr: The learning rate.
+            out: Receives the values, float32 or float64, shape (64 * W,).
+        """
+
+
+class Majority:
+    """The sign of the sum of the votes (Liu et al. 2024, Algorithm 1, "MaVo").
+
+    Args:
+        ties: "alternate" applies +1 and -1 in turns where the votes tie; "zero" doesn't move.
+    """
+
+    def __init__(self, ties: str) -> None:
+        """Chooses what a tie does."""
+        self._zero = ties == "zero"
+        self.planes = 2 if self._zero else 1
+
+    def decide(self, sums: list[Tensor], total: int | Sequence[Tensor], step: int) -> list[Tensor]:
+        """See `Rule`: a plane of the elements that are positive; with "zero" one of the ties."""
+        greater, equal = compare(sums, total)
+        if self._zero:
+            return [greater, equal]
+        return [greater | (equal & alternating_word((step + 1) % 2))]
+
+    def move(self, planes: list[Tensor], voters: Tensor | None, lr: float, out: Tensor) -> Tensor:
+        """See `Rule`. Exact: v is -1, 0 or 1."""
+        unpack(planes[0], -lr, lr, out)
+        if self._zero:
+            out.mul_(unpack(planes[1], 1.0, 0.0, torch.empty_like(out)))
+        if voters is not None:
+            out.view(-1, WORD).masked_fill_((voters == 0).view(-1, 1), 0.0)
+        return out
+
+
+class Average:
+    """The mean of the votes; a rank that abstains counts as 0 (Liu et al. 2024, "Avg").
+
+    Args:
+        ranks: Number of ranks N.
+        bits: Of a vote.
+    """
+
+    def __init__(self, ranks: int, bits: int) -> None:
+        """Learns how many planes a sum takes."""
+        self._ranks, self._top = ranks, TOP[bits]
+        self.planes = (ranks * self._top).bit_length()
+
+    def decide(self, sums: list[Tensor], total: int | Sequence[Tensor], step: int) -> list[Tensor]:
+        """See `Rule`: the planes of the sum itself."""
+        missing = self.planes - len(sums)
+        return [*sums, *(torch.zeros_like(sums[0]) for _ in range(missing))]
+
+    def move(self, planes: list[Tensor], voters: Tensor | None, lr: float, out: Tensor) -> Tensor:
+        """See `Rule`. v = (2 * sum - n * top) / N is rounded once, and lr * v once more."""
+        unpack(planes[0], 0.0, 2.0, out)
+        digit = torch.empty_like(out)
+        for j, plane in enumerate(planes[1:], start=2):
+            out.add_(unpack(plane, 0.0, 2.0**j, digit))
+        if voters is None:
+            out.sub_(self._ranks * self._top)
+        else:
+            out.view(-1, WORD).sub_((voters * self._top).view(-1, 1))
+        return out.div_(self._ranks).mul_(lr)

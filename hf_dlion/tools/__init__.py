@@ -1,4 +1,0 @@
-"""The command `hf-dlion`: predictions and a doctor.
-
-`cli` is the command, `arguments` and `report` are what its three parts share.
-"""

@@ -1,0 +1,155 @@
+"""This rank's tensors as a step sees them: flat, in memory order, local."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_dlion.vote.message import Message, Shape, messages
+
+Groups = Sequence[Mapping[str, Any]]
+# What ranks compare of a trainable parameter: name, shape, dtype, strides, device type, treatment.
+Line = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What doesn't change from step to step, until parameters are added, frozen or unfrozen.
+
+    Attributes:
+        shapes: Of all trainable tensors, in the order of the groups.
+        messages: Of the tensors that vote.
+        full: Of the tensors whose gradients are averaged instead.
+        lines: A line per trainable tensor, for the comparison between ranks.
+        full_set: Indices of the tensors in `full`.
+    """
+
+    shapes: tuple[Shape, ...]
+    messages: list[Message]
+    full: list[Message]
+    lines: list[Line]
+    full_set: frozenset[int]
+
+    @classmethod
+    def of(cls, params: Sequence[Tensor], groups: Groups, full: Sequence[bool]) -> Plan:
+        """Makes the plan of this rank's trainable tensors.
+
+        Args:
+            params: Local trainable tensors.
+            groups: The parameter groups, whose parameters these are.
+            full: By tensor, whether its gradient is averaged.
+        """
+        shapes = shapes_of(params, groups)
+        names = trainable_names(groups)
+        # What ranks compare are whole parameters: shards may differ in size.
+        whole = [p for group in groups for p in group["params"] if p.requires_grad]
+        lines: list[Line] = [
+            (
+                name,
+                tuple(p.shape),
+                str(p.dtype),
+                p.stride(),
+                p.device.type,
+                "full" if own else "vote",
+            )
+            for name, p, own in zip(names, whole, full, strict=True)
+        ]
+        averaged = frozenset(i for i, own in enumerate(full) if own)
+        return cls(
+            shapes,
+            messages([_empty_if(i in averaged, shape) for i, shape in enumerate(shapes)]),
+            messages([_empty_if(i not in averaged, shape) for i, shape in enumerate(shapes)]),
+            lines,
+            averaged,
+        )
+
+
+def shapes_of(params: Sequence[Tensor], groups: Groups) -> tuple[Shape, ...]:
+    """Returns the shapes of the trainable tensors, cheap enough for every step."""
+    numbers = [g for g, group in enumerate(groups) for p in group["params"] if p.requires_grad]
+    return tuple(Shape.of(p, number) for p, number in zip(params, numbers, strict=True))
+
+
+def trainable_names(groups: Groups) -> list[str]:
+    """Returns the names of trainable parameters: given ones, else "group 0 parameter 1"."""
+    return [
+        name
+        for g, group in enumerate(groups)
+        for k, p in enumerate(group["params"])
+        if p.requires_grad
+        for name in [
+            group["param_names"][k] if "param_names" in group else f"group {g} parameter {k}"
+        ]
+    ]
+
+
+def flat_view(tensor: Tensor) -> Tensor:
+    """Returns a tensor's elements in memory order, a view.
+
+    Raises:
+        NotImplementedError: If there are gaps between them, or two share memory.
+    """
+    if tensor.is_contiguous():
+        return tensor.detach().view(-1)
+    if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
+        raise NotImplementedError(
+            f"a parameter of shape {tuple(tensor.shape)} with strides {tensor.stride()} has gaps "
+            f"in memory; pass parameters without gaps, such as torch.nn.Parameter(x.contiguous())"
+        )
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def flat_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Returns a tensor's elements in the memory order of another: a view, or else a copy."""
+    if tensor.stride() != like.stride():
+        tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+    return flat_view(tensor)
+
+
+def check_gradient(name: str, grad: Tensor, param: Tensor) -> None:
+    """Refuses a gradient that the rule says nothing about.
+
+    Raises:
+        NotImplementedError: If it is sparse.
+        RuntimeError: If its shape is not the parameter's.
+    """
+    if grad.layout != torch.strided:
+        raise NotImplementedError(
+            f"the gradient of {name!r} is {grad.layout}; DistributedLion needs dense ones: use "
+            f"nn.Embedding(sparse=False)"
+        )
+    if grad.shape != param.shape:
+        raise RuntimeError(
+            f"the gradient of {name!r} has shape {tuple(grad.shape)}, its parameter "
+            f"{tuple(param.shape)}"
+        )
+
+
+def all_finite(grads: Sequence[Tensor]) -> bool:
+    """Returns whether gradients hold no NaN and no Inf.
+
+    On a CPU by their sums, which are read once and written nowhere; a sum may overflow by itself,
+    so a tensor whose sum is not finite is looked at. Elsewhere by their largest magnitudes, so the
+    host waits once per device.
+    """
+    rest: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        if grad.device.type != "cpu":
+            rest.setdefault(grad.device, []).append(grad)
+            continue
+        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        if not math.isfinite(grad.sum(dtype=wide).item()) and not grad.isfinite().all():
+            return False
+    return all(
+        bool(torch.stack(torch._foreach_norm(own, math.inf)).isfinite().all())
+        for own in rest.values()
+    )
+
+
+def _empty_if(left_out: bool, shape: Shape) -> Shape:
+    return Shape(0, 0, shape.group, shape.dtype, shape.device) if left_out else shape

@@ -1,0 +1,449 @@
+"""Ranks that disagree raise one error together; ranks that agree need one gather of eight words."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_dlion.exchange.wire import LostRank, Wire, WireStats
+from hf_dlion.ranks import header as header_module
+from hf_dlion.ranks.agreement import Agreed, Disagreement, Meetings, Report, raise_together
+from hf_dlion.ranks.header import Header, Kind, pack_bools, unpack_bools
+from tests.support.spawn import RankPools
+
+pytestmark = pytest.mark.multiproc
+
+WORLD_SIZES = pytest.mark.parametrize("world_size", [2, 3])
+
+OPTIONS = {"bits": 1, "ties": "alternate", "momentum_sync": ("embed*",)}
+GROUPS = ({"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.0, "parameters": 2},)
+LAYOUT = (
+    ("weight", (4, 3), torch.float32, (3, 1), None, "cpu"),
+    ("bias", (4,), torch.float32, (1,), None, "cpu"),
+)
+VALUES = [("weight", 11), ("bias", 22), ("frozen", 33)]
+
+
+def report(**changes: Any) -> Report:
+    usual: dict[str, Any] = {
+        "kind": Kind.STEP,
+        "step": 0,
+        "options": OPTIONS,
+        "groups": GROUPS,
+        "layout": LAYOUT,
+        "present": (True, True),
+        "values": lambda: VALUES,
+    }
+    return Report(**(usual | changes))
+
+
+def wire_of(timeout: float | None = None) -> Wire:
+    """A wire with a group of its own, so optimizers of other cases are not counted."""
+    limit = None if timeout is None else datetime.timedelta(seconds=timeout)
+    group = dist.new_group(timeout=limit)
+    assert group is not None
+    return Wire(group, WireStats())
+
+
+def refused(meetings: Meetings, said: Report) -> str:
+    with pytest.raises(Disagreement) as caught:
+        meetings.meet(said)
+    return str(caught.value)
+
+
+# Agreement.
+
+
+def agreed_steps(rank: int, world_size: int, tensor: bool) -> Any:
+    wire = wire_of()
+    meetings = Meetings(wire)
+    calls, sent, found = [], [0], []
+
+    def values() -> list[tuple[str, int]]:
+        calls.append(rank)
+        return VALUES
+
+    for step in range(3):
+        finite = (rank, step) != (1, 2)
+        said = report(step=step, values=values, finite=torch.tensor(finite) if tensor else finite)
+        found.append(meetings.meet(said))
+        sent.append(wire.stats.bytes_sent)
+    return found, [b - a for a, b in itertools.pairwise(sent)], len(calls), meetings.run_id
+
+
+@pytest.mark.smoke
+@WORLD_SIZES
+@pytest.mark.parametrize("tensor", [False, True], ids=["bool", "tensor"])
+def test_a_step_after_the_first_is_one_gather_of_eight_words(
+    pools: RankPools, world_size: int, tensor: bool
+) -> None:
+    results = pools(world_size).run(agreed_steps, tensor)
+    others = world_size - 1
+    present = [[True, True]] * world_size
+    all_finite = Agreed([True] * world_size, present)
+    one_is_not = Agreed([rank != 1 for rank in range(world_size)], present)
+    for found, sent, calls, _ in results:
+        assert found == [all_finite, all_finite, one_is_not]
+        assert sent == [96 * others, 64 * others, 64 * others]
+        assert calls == 1
+    assert len({run_id for *_, run_id in results}) == 1
+    assert results[0][-1] > 0
+
+
+def present_apart(rank: int, world_size: int, parameters: int) -> Any:
+    wire = wire_of()
+    layout = [(f"p{number}",) for number in range(parameters)]
+    present = [(number * 7 + rank) % 3 > 0 for number in range(parameters)]
+    meetings = Meetings(wire)
+    meetings.meet(report(layout=layout, present=[True] * parameters))
+    before = wire.stats.bytes_sent
+    found = meetings.meet(report(layout=layout, present=present))
+    return found.present, wire.stats.bytes_sent - before
+
+
+@WORLD_SIZES
+@pytest.mark.parametrize("parameters", [1, 64, 65])
+def test_presence_that_differs_takes_a_bit_per_parameter_more(
+    pools: RankPools, world_size: int, parameters: int
+) -> None:
+    wanted = [
+        [(number * 7 + rank) % 3 > 0 for number in range(parameters)] for rank in range(world_size)
+    ]
+    words = 8 + -(-parameters // 64)
+    for found, sent in pools(world_size).run(present_apart, parameters):
+        assert found == wanted
+        assert sent == 8 * words * (world_size - 1)
+
+
+@given(st.lists(st.booleans(), max_size=200))
+def test_packed_bools_come_back(values: list[bool]) -> None:
+    packed = pack_bools(values)
+    assert len(packed) == -(-len(values) // 64)
+    assert unpack_bools(packed, len(values)) == values
+
+
+WORD = st.integers(-(2**63), 2**63 - 1)
+
+
+@given(WORD, WORD, WORD, st.booleans(), st.booleans())
+def test_a_header_comes_back(a: int, b: int, c: int, finite: bool, failed: bool) -> None:
+    sent = Header(
+        kind=Kind.SAVE,
+        optimizer=3,
+        step=7,
+        finite=finite,
+        failed=failed,
+        options=a,
+        layout=b,
+        presence=c,
+    )
+    words = sent.packed()
+    assert len(words) == 8
+    assert words[0] == 1
+    assert Header.unpacked(words) == sent
+
+
+# Differences.
+
+OTHER_LAYOUT = (LAYOUT[0], ("bias", (5,), torch.float32, (1,), None, "cpu"))
+DIFFERENCES = {
+    "option": (
+        {"options": OPTIONS | {"bits": 2}},
+        "ranks differ in options, first in 'bits': {others}: 1, rank 1: 2. ",
+    ),
+    "missing option": (
+        {"options": {"bits": 1, "ties": "alternate"}},
+        "first in 'momentum_sync': {others}: ['embed*'], rank 1: 'missing'",
+    ),
+    "rate": (
+        {"groups": [GROUPS[0] | {"lr": 0.2}]},
+        "first in 'group 0 lr': {others}: 0.1, rank 1: 0.2",
+    ),
+    "kind of number": (
+        {"groups": [GROUPS[0] | {"weight_decay": 0}]},
+        "first in 'group 0 weight_decay': {others}: 0.0, rank 1: 0",
+    ),
+    "step": ({"step": 1}, "ranks are at different steps: {others}: 0, rank 1: 1. "),
+    "layout": (
+        {"layout": OTHER_LAYOUT},
+        "ranks differ in trainable parameters, first in 'parameter 1': {others}: 'bias (4,) "
+        "torch.float32 (1,) None cpu', rank 1: 'bias (5,) torch.float32 (1,) None cpu'. ",
+    ),
+    "number of parameters": (
+        {"layout": LAYOUT[:1], "present": (True,)},
+        "first in 'parameter 1': {others}: 'bias (4,) torch.float32 (1,) None cpu', rank 1: "
+        "'missing'",
+    ),
+    "save": ({"kind": Kind.SAVE}, "rank 1 saves while {others} step{s}: a rank is at another"),
+    "load": ({"kind": Kind.LOAD}, "rank 1 loads while {others} step{s}: "),
+    "unknown kind": ({"kind": 77}, "rank 1 does something else while {others} step{s}: "),
+}
+NEW_DIFFERENCES = {
+    "value": (
+        {"values": lambda: [*VALUES[:2], ("frozen", 34)]},
+        "ranks differ in hashes of parameter values, first in 'frozen': {others}: 33, rank 1: 34. ",
+    ),
+    "name": (
+        {"values": lambda: [*VALUES[:2], ("cold", 33)]},
+        "ranks differ in names of parameters, first in 'parameter 2': {others}: 'frozen', rank 1: "
+        "'cold'. ",
+    ),
+}
+
+
+def differ(rank: int, world_size: int, case: str, first: bool) -> Any:
+    wire = wire_of()
+    meetings = Meetings(wire)
+    if not first:
+        meetings.meet(report())
+    changes = (DIFFERENCES | NEW_DIFFERENCES)[case][0] if rank == 1 else {}
+    text = refused(meetings, report(**changes))
+    before = wire.stats.bytes_sent
+    meetings.meet(report())  # A rank that no longer differs is welcome.
+    return text, wire.stats.bytes_sent - before
+
+
+@WORLD_SIZES
+@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
+@pytest.mark.parametrize("case", DIFFERENCES)
+def test_a_difference_is_one_error_on_all_ranks(
+    pools: RankPools, world_size: int, case: str, first: bool
+) -> None:
+    results = pools(world_size).run(differ, case, first)
+    others, s = ("rank 0", "s") if world_size == 2 else ("ranks 0 and 2", "")
+    wanted = DIFFERENCES[case][1].format(others=others, s=s)
+    assert wanted in results[0][0]
+    assert results == [(results[0][0], (96 if first else 64) * (world_size - 1))] * world_size
+
+
+@pytest.mark.smoke
+@WORLD_SIZES
+@pytest.mark.parametrize("case", NEW_DIFFERENCES)
+def test_parameters_must_start_equal(pools: RankPools, world_size: int, case: str) -> None:
+    results = pools(world_size).run(differ, case, True)
+    others = "rank 0" if world_size == 2 else "ranks 0 and 2"
+    assert NEW_DIFFERENCES[case][1].format(others=others) in results[0][0]
+    assert results == [(results[0][0], 96 * (world_size - 1))] * world_size
+
+
+def unfrozen(rank: int, world_size: int) -> Any:
+    meetings = Meetings(wire_of())
+    meetings.meet(report(layout=LAYOUT[:1], present=(True,)))
+    run_id = meetings.run_id
+    changed = [("weight", 1), ("bias", 22 + rank)]
+    text = refused(meetings, report(step=1, values=lambda: changed))
+    meetings.meet(report(step=1))
+    assert meetings.run_id == run_id
+    return text
+
+
+def test_a_new_layout_compares_values_again(pools: RankPools) -> None:
+    text, other = pools(2).run(unfrozen)
+    assert text == other
+    assert "values, first in 'bias': rank 0: 22, rank 1: 23" in text
+
+
+def sharded(rank: int, world_size: int, odd: int) -> str:
+    meetings = Meetings(wire_of(), alike=[[0, 2], [1, 3]])
+    values = [("weight", 10 + rank % 2 + 5 * (rank == odd))]
+    if odd < 0:
+        meetings.meet(report(values=lambda: values))
+        return ""
+    return refused(meetings, report(values=lambda: values))
+
+
+@pytest.mark.parametrize(
+    ("odd", "named"), [(-1, ""), (2, "rank 0: 10, rank 2: 15"), (3, "rank 1: 11, rank 3: 16")]
+)
+def test_shards_are_compared_with_the_same_shards(pools: RankPools, odd: int, named: str) -> None:
+    texts = pools(4).run(sharded, odd)
+    assert len(set(texts)) == 1
+    assert named in texts[0]
+
+
+def other_version(rank: int, world_size: int) -> str:
+    meetings = Meetings(wire_of())
+    before = header_module.WIRE_VERSION
+    header_module.WIRE_VERSION = 1 + 4 * (rank == 1)
+    try:
+        return refused(meetings, report())
+    finally:
+        header_module.WIRE_VERSION = before
+
+
+@WORLD_SIZES
+def test_another_version_is_refused_by_all(pools: RankPools, world_size: int) -> None:
+    text, *others = pools(world_size).run(other_version)
+    assert others == [text] * (world_size - 1)
+    zero = "rank 0" if world_size == 2 else "ranks 0 and 2"
+    assert f"versions of the wire format, {zero}: 1, rank 1: 5: install the same" in text
+    assert "another point of its program" in text
+
+
+# Several optimizers.
+
+
+def two_optimizers(rank: int, world_size: int, case: str) -> list[str]:
+    wire = wire_of()
+    extra = Meetings(wire) if (rank, case) == (1, "an unused one") else None
+    a, b = Meetings(wire), Meetings(wire)
+    if case == "crossed at first":
+        a.meet(report()) if rank == 0 else b.meet(report())
+        return [refused(b if rank == 0 else a, report())]
+    a.meet(report())
+    b.meet(report())
+    if case == "crossed later":
+        return [refused(b if rank == 1 else a, report(step=1))]
+    if case == "a new one":
+        return [refused(Meetings(wire) if rank == 1 else a, report(step=1))]
+    del extra
+    for step in (1, 2):
+        a.meet(report(step=step))
+        b.meet(report(step=step))
+    return []
+
+
+@WORLD_SIZES
+@pytest.mark.parametrize("case", ["crossed at first", "crossed later", "a new one"])
+def test_ranks_that_step_different_optimizers_all_raise(
+    pools: RankPools, world_size: int, case: str
+) -> None:
+    text, *others = pools(world_size).run(two_optimizers, case)
+    assert others == [text] * (world_size - 1)
+    assert "ranks use different optimizers: make and step several" in text[0]
+
+
+@WORLD_SIZES
+@pytest.mark.parametrize("case", ["in order", "an unused one"])
+def test_optimizers_stepped_in_one_order_meet_their_own(
+    pools: RankPools, world_size: int, case: str
+) -> None:
+    assert pools(world_size).run(two_optimizers, case) == [[]] * world_size
+
+
+# Failures.
+
+
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise KeyError("text")
+
+
+def of_failure(kind: str) -> BaseException:
+    texts = {"plain": "no space left", "long": "x" * 9000, "strange": "ä\ud800"}
+    return (
+        Silent()
+        if kind == "silent"
+        else KeyboardInterrupt()
+        if kind == "^C"
+        else ValueError(texts[kind])
+    )
+
+
+def failing(rank: int, world_size: int, kind: str) -> str:
+    meetings = Meetings(wire_of())
+    meetings.meet(report())
+    if rank == 1:
+        failure = of_failure(kind)
+        with pytest.raises(type(failure)) as caught:
+            meetings.meet(
+                report(kind=Kind.SAVE, failure=failure, options={}, layout=[], present=[])
+            )
+        assert caught.value is failure
+        text = ""
+    else:
+        text = refused(meetings, report(kind=Kind.SAVE))
+    meetings.meet(report(step=1))
+    return text
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("plain", "ValueError: no space left"),
+        ("long", f"ValueError: {'x' * 3988} ... (9012 characters)"),
+        ("strange", "ValueError: ä\\ud800"),
+        ("silent", "Silent (its text raised KeyError)"),
+        ("^C", "KeyboardInterrupt: "),
+    ],
+)
+def test_a_failure_is_raised_where_it_is_and_named_elsewhere(
+    pools: RankPools, kind: str, told: str
+) -> None:
+    wanted = f"save failed on 1 of 3 ranks: rank 1: {told}"
+    assert pools(3).run(failing, kind) == [wanted, "", wanted]
+
+
+def failing_inside(rank: int, world_size: int, place: str) -> str:
+    meetings = Meetings(wire_of())
+
+    def values() -> list[tuple[str, int]]:
+        raise MemoryError("too large")
+
+    broken = report(values=values) if place == "values" else report(options={"x": {(1,): 2}})
+    if rank == 0:
+        text = refused(meetings, report())
+    else:
+        with pytest.raises(MemoryError if place == "values" else TypeError):
+            meetings.meet(broken)
+        text = ""
+    meetings.meet(report())
+    return text
+
+
+@pytest.mark.parametrize(
+    ("place", "told"),
+    [
+        ("values", "the comparison of parameters failed on 1 of 2 ranks: rank 1: MemoryError: too"),
+        ("options", "step failed on 1 of 2 ranks: rank 1: TypeError: keys must be"),
+    ],
+)
+def test_what_fails_in_the_report_is_told_to_the_others(
+    pools: RankPools, place: str, told: str
+) -> None:
+    assert pools(2).run(failing_inside, place)[0].startswith(told)
+
+
+def together(rank: int, world_size: int, failing: bool) -> str:
+    wire = wire_of()
+    if not failing:
+        raise_together(None, wire, "loading")
+        return ""
+    failure = OSError("gone") if rank > 0 else None
+    with pytest.raises(RuntimeError if rank == 0 else OSError) as caught:
+        raise_together(failure, wire, "loading")
+    return str(caught.value)
+
+
+def test_raise_together_names_every_rank_that_failed(pools: RankPools) -> None:
+    assert pools(3).run(together, False) == [""] * 3
+    wanted = "loading failed on 2 of 3 ranks: rank 1: OSError: gone; rank 2: OSError: gone"
+    assert pools(3).run(together, True) == [wanted, "gone", "gone"]
+
+
+def left(rank: int, world_size: int) -> str:
+    meetings = Meetings(wire_of(timeout=2))
+    meetings.meet(report())
+    if rank == 1:
+        return ""
+    with pytest.raises(LostRank) as caught:
+        meetings.meet(report(step=1))
+    return str(caught.value)
+
+
+def test_a_rank_that_left_the_loop_is_named(pools: RankPools) -> None:
+    text = pools(2).run(left)[0]
+    assert text.startswith("rank 0 lost rank 1 while waiting for a header: ")
+
+
+def test_a_report_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report().step = 3  # type: ignore[misc]

@@ -1,0 +1,214 @@
+"""Ranks vote alone, as nodes of consecutive ranks, or with the same part of FSDP2's parameters."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from hf_dlion.exchange.wire import WireStats
+from hf_dlion.ranks.agreement import Disagreement
+from hf_dlion.ranks.topology import Topology
+from tests.support.spawn import LASTING, RankPools
+
+pytestmark = pytest.mark.multiproc
+
+
+def described(topology: Topology) -> tuple[Any, ...]:
+    node = topology.node
+    return topology.voters.ranks, None if node is None else node.ranks, topology.local_size
+
+
+def every_rank_votes(rank: int, world_size: int, local_group: int | None) -> Any:
+    stats = WireStats()
+    topology = Topology(None, local_group, stats)
+    assert topology.voters is topology.everyone
+    assert topology.alike is None
+    assert topology.everyone.group is dist.group.WORLD
+    return (*described(topology), stats.bytes_sent)
+
+
+def test_every_rank_votes_by_default_and_nothing_is_sent(pools: RankPools) -> None:
+    assert pools(3).run(every_rank_votes, None) == [([0, 1, 2], None, 1, 0)] * 3
+
+
+def test_nodes_of_one_rank_are_ranks(pools: RankPools) -> None:
+    results = pools(3).run(every_rank_votes, 1)
+    assert [result[:3] for result in results] == [([0, 1, 2], None, 1)] * 3
+
+
+def nodes(rank: int, world_size: int, size: int) -> Any:
+    stats = WireStats()
+    topology = Topology(None, size, stats)
+    assert topology.alike is None
+    assert stats.bytes_sent == 0
+    found = described(topology)
+    before = stats.bytes_sent, stats.node_bytes_sent
+    assert topology.node is not None
+    inside = topology.node.gather_words([rank], "a word").view(-1).tolist()
+    between = topology.voters.gather_words([rank], "a word").view(-1).tolist()
+    topology.everyone.gather_words([rank], "a word")
+    again = Topology(None, size)
+    assert again.voters.group is topology.voters.group
+    sent = stats.bytes_sent - before[0], stats.node_bytes_sent - before[1]
+    return found, inside, between, topology.voters.rank, sent
+
+
+@pytest.mark.smoke
+def test_consecutive_ranks_form_nodes(pools: RankPools) -> None:
+    sent = (8 + 2 * 8, 8 + 8)
+    assert pools(4).run(nodes, 2) == [
+        (([0, 2], [0, 1], 2), [0, 1], [0, 2], 0, sent),
+        (([1, 3], [0, 1], 2), [0, 1], [1, 3], 0, sent),
+        (([0, 2], [2, 3], 2), [2, 3], [0, 2], 1, sent),
+        (([1, 3], [2, 3], 2), [2, 3], [1, 3], 1, sent),
+    ]
+
+
+def test_one_node_alone_has_one_voter(pools: RankPools) -> None:
+    for rank, result in enumerate(pools(4).run(nodes, 4)):
+        assert result == (([rank], [0, 1, 2, 3], 4), [0, 1, 2, 3], [rank], 0, (0, 2 * 24))
+
+
+def from_environment(rank: int, world_size: int, variables: list[dict[str, str]]) -> Any:
+    usual = dict(os.environ)
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(name, None)
+    os.environ.update(variables[rank])
+    try:
+        return described(Topology(None, "node"))
+    except (Disagreement, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        os.environ.clear()
+        os.environ.update(usual)
+
+
+def variables(sizes: list[int], places: list[int]) -> list[dict[str, str]]:
+    return [
+        {"LOCAL_WORLD_SIZE": str(size), "LOCAL_RANK": str(place)}
+        for size, place in zip(sizes, places, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    "launcher", [variables([2] * 4, [0, 1, 0, 1]), [{"LOCAL_WORLD_SIZE": "2"}] * 4]
+)
+def test_node_reads_what_a_launcher_sets(pools: RankPools, launcher: list[dict[str, str]]) -> None:
+    results = pools(4).run(from_environment, launcher)
+    assert results[0] == ([0, 2], [0, 1], 2)
+    assert results[3] == ([1, 3], [2, 3], 2)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "told"),
+    [
+        (variables([2, 2, 1, 1], [0, 1, 0, 0]), "nodes must have the same number of ranks"),
+        (variables([3] * 4, [0, 1, 2, 0]), "4 ranks cannot be divided into nodes of 3 ranks"),
+        (variables([0] * 4, [0] * 4), "4 ranks cannot be divided into nodes of 0 ranks"),
+        (variables([2] * 4, [0, 0, 1, 1]), "the ranks of a node must be consecutive, 2 by 2"),
+    ],
+)
+def test_ranks_that_form_no_equal_nodes_raise_one_error(
+    pools: RankPools, launcher: list[dict[str, str]], told: str
+) -> None:
+    text, *others = pools(4).run(from_environment, launcher)
+    assert text.startswith(f"Disagreement: {told}")
+    assert others == [text] * 3
+
+
+def test_sizes_that_differ_are_named(pools: RankPools) -> None:
+    results = pools(3).run(given_sizes)
+    assert len(set(results)) == 1
+    assert "(local_group or LOCAL_WORLD_SIZE), got [1, 3, 1] in rank order" in results[0]
+
+
+def given_sizes(rank: int, world_size: int) -> str:
+    with pytest.raises(Disagreement) as caught:
+        _ = Topology(None, 3 if rank == 1 else 1).voters
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mine", "told"),
+    [
+        ({}, "local_group='node' reads LOCAL_WORLD_SIZE, which is not set: "),
+        ({"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE must be a number (got 'two')"),
+        ({"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "-1"}, "LOCAL_RANK must be a number (got '-1')"),
+    ],
+)
+def test_a_rank_that_cannot_tell_its_node_raises_and_is_named(
+    pools: RankPools, mine: dict[str, str], told: str
+) -> None:
+    zero, one = pools(2).run(from_environment, [{"LOCAL_WORLD_SIZE": "1"}, mine])
+    assert one.startswith(f"ValueError: {told}")
+    assert zero.startswith(
+        f"Disagreement: local_group failed on 1 of 2 ranks: rank 1: ValueError: {told}"
+    )
+
+
+def other_groups(rank: int, world_size: int) -> str:
+    dist.new_group([0, 1])
+    group = dist.new_group()
+    assert group is not None
+    with pytest.raises(Disagreement) as caught:
+        _ = Topology(group, 2).voters
+    return str(caught.value)
+
+
+def test_groups_that_torch_would_name_apart_are_refused(pools: RankPools) -> None:
+    results = pools(4).run(other_groups)
+    assert len(set(results)) == 1
+    assert "ranks are members of different numbers of process groups" in results[0]
+
+
+def mesh(rank: int, world_size: int, as_mesh: bool) -> Any:
+    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    LASTING.update(whole.get_all_groups())
+    part = whole["replicate"]
+    stats = WireStats()
+    topology = Topology(replicate=part if as_mesh else part.get_group(), stats=stats)
+    assert topology.node is None
+    assert topology.everyone.world_size == 4
+    found = topology.voters.gather_words([rank], "a word").view(-1).tolist()
+    return found, topology.alike, topology.local_size, stats.bytes_sent
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("as_mesh", [True, False])
+def test_the_ranks_of_a_replicate_dimension_vote(pools: RankPools, as_mesh: bool) -> None:
+    alike = [[0, 2], [1, 3]]
+    sent = 16 * 3 + 8
+    assert pools(4).run(mesh, as_mesh) == [(alike[rank % 2], alike, 1, sent) for rank in range(4)]
+
+
+def uneven(rank: int, world_size: int) -> str:
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    with pytest.raises(Disagreement) as caught:
+        _ = Topology(replicate=groups[rank == 2]).voters
+    return str(caught.value)
+
+
+def test_replicas_of_different_sizes_are_refused(pools: RankPools) -> None:
+    results = pools(3).run(uneven)
+    assert len(set(results)) == 1
+    assert "sizes are [2, 2, 1] and their first ranks [0, 0, 2] in rank order" in results[0]
+
+
+def both(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match="cannot be combined"):
+        Topology(None, 2, replicate=dist.group.WORLD)
+
+
+def test_nodes_and_replicas_exclude_each_other(pools: RankPools) -> None:
+    pools(2).run(both)
+
+
+def test_without_torch_distributed_there_is_no_topology() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(RuntimeError, match=r"call init_process_group\(\)"):
+        Topology(device=torch.device("cpu"))

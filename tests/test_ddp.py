@@ -1,0 +1,438 @@
+"""DDP leaves gradients to the optimizers that are attached to it, and averages them otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
+
+from hf_dlion.ddp import _check_step, attach, attached_wrapper, detach, introduce
+from tests.support.spawn import RankPools
+
+pytestmark = pytest.mark.multiproc
+
+
+class Owner(torch.optim.SGD):
+    """An optimizer with what `attach` reads of a DistributedLion."""
+
+    def __init__(self, params: Any, process_group: Any = None, node_group: Any = None) -> None:
+        super().__init__(params, lr=0.1)
+        self.process_group, self.node_group = process_group, node_group
+
+
+class Model(nn.Module):
+    """Two parts, of which the second is optional, and a buffer that DDP broadcasts."""
+
+    def __init__(self, recompute: str = "", norm: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8) if norm else nn.Tanh())
+        self.second = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(1))
+        self.recompute, self.interrupted = recompute, False
+
+    def forward(self, x: Tensor, use_second: bool = True) -> Tensor:
+        if self.interrupted:
+            raise KeyboardInterrupt
+        if self.recompute:
+            x = checkpoint(self.first, x, use_reentrant=self.recompute == "reentrant")
+        else:
+            x = self.first(x)
+        return ((self.second(x) if use_second else x) * self.scale).square().mean()
+
+
+def inputs(rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(5, 4, generator=generator).requires_grad_()  # for reentrant checkpoints
+
+
+def gradients(model: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def same(left: list[Tensor | None], right: list[Tensor | None]) -> bool:
+    pairs = list(zip(left, right, strict=True))
+    return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)
+
+
+@contextlib.contextmanager
+def wrapped(model: nn.Module | None = None, **options: Any) -> Iterator[list[Any]]:
+    """Yields a list with a new wrapper, and lets go of what the list holds in the end."""
+    holder = [DistributedDataParallel(Model() if model is None else model, **options)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about torch.compile and join()
+        try:
+            yield holder
+        finally:
+            holder.clear()
+            gc.collect()
+
+
+def backward(ddp: nn.Module, rank: int, step: int = 0) -> list[Tensor | None]:
+    ddp.zero_grad()
+    ddp(inputs(rank, step)).backward()
+    return gradients(ddp)
+
+
+def averages(ddp: nn.Module, rank: int, step: int = 0) -> bool:
+    """Whether the gradients are the mean of those that ranks compute without DDP."""
+    found = backward(ddp, rank, step)
+    for grad, mean in zip(found, backward(copy.deepcopy(ddp.module), rank, step), strict=True):
+        dist.all_reduce(mean.div_(dist.get_world_size()))
+        torch.testing.assert_close(grad, mean)
+    return True
+
+
+def is_local(ddp: nn.Module, rank: int, step: int = 0) -> bool:
+    return same(backward(ddp, rank, step), backward(copy.deepcopy(ddp.module), rank, step))
+
+
+def raised(function: Any, *args: Any) -> str:
+    try:
+        function(*args)
+    except (RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation": {"micro_steps": 3},
+    "no_sync": {"micro_steps": 3, "no_sync": True},
+    "reentrant checkpoints": {"recompute": "reentrant"},
+    "other checkpoints": {"recompute": "not reentrant"},
+    "static graph": {"static_graph": True},
+    "static graph with checkpoints": {"static_graph": True, "recompute": "reentrant"},
+    "unused parameters": {"skip": True},
+    "find unused": {"find_unused_parameters": True, "skip": True},
+    "bucket views": {"gradient_as_bucket_view": True, "micro_steps": 2},
+    "batch norm": {"norm": True, "micro_steps": 2},
+    "batch norm and no_sync": {"norm": True, "micro_steps": 2, "no_sync": True},
+    "several buckets": {"norm": True, "bucket_cap_mb": 0.0001},
+    "averaged before": {"trained": True},
+    "compiled inside": {"compile": "inside"},
+    "compiled outside": {"compile": "outside"},
+}
+
+
+def train(rank: int, world_size: int, case: str) -> list[bool]:
+    """Returns for each step whether the gradients are those of the model without DDP."""
+    options = dict(CASES[case])
+    model = Model(options.pop("recompute", ""), options.pop("norm", False))
+    bare = copy.deepcopy(model)
+    micro_steps, no_sync = options.pop("micro_steps", 1), options.pop("no_sync", False)
+    skip, trained = options.pop("skip", False), options.pop("trained", False)
+    compiled = options.pop("compile", "")
+    inner = torch.compile(model, backend="eager") if compiled == "inside" else model
+    found = []
+    with wrapped(inner, **options) as holder:
+        if trained:
+            backward(holder[0], rank)
+        if compiled == "outside":
+            holder.append(torch.compile(holder[0], backend="eager"))
+        owner = Owner(model.parameters())
+        attach(holder[-1], owner)
+        for step in range(3):
+            model.zero_grad()
+            bare.zero_grad()
+            for number in range(micro_steps):
+                x = inputs(rank, 10 * step + number)
+                use_second = not (skip and rank == 0 and step != 1)
+                quiet = no_sync and number < micro_steps - 1
+                with holder[0].no_sync() if quiet else contextlib.nullcontext():
+                    holder[-1](x, use_second).backward()
+                bare(x, use_second).backward()
+            found.append(same(gradients(model), gradients(bare)))
+            owner.step()
+            bare.load_state_dict(model.state_dict())
+    torch._dynamo.reset()
+    return found
+
+
+@pytest.mark.parametrize("case", [pytest.param("plain", marks=pytest.mark.smoke), *list(CASES)[1:]])
+def test_gradients_equal_those_without_ddp_bit_for_bit(ranks: RankPools, case: str) -> None:
+    assert ranks(2).run(train, case) == [[True] * 3] * 2
+
+
+def train_alone(rank: int, world_size: int, trained: bool) -> list[str]:
+    """Rank 1 never trains; returns the collectives in rank 0's forwards and backwards."""
+    with wrapped(find_unused_parameters=not trained) as holder:
+        if trained:
+            backward(holder[0], rank)
+        owner = Owner(holder[0].parameters())
+        attach(holder[0], owner)
+        with torch.profiler.profile() as profile:
+            for step in range(3 * (rank == 0)):
+                backward(holder[0], rank, step)
+        return [e.key for e in profile.key_averages() if "gloo" in e.key or "c10d" in e.key]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_an_attached_rank_trains_without_the_others(ranks: RankPools, trained: bool) -> None:
+    assert ranks(2).run(train_alone, trained, timeout=20) == [[], []]
+
+
+def train_batch_norm(rank: int, world_size: int) -> list[Tensor]:
+    """Returns the running means with which forwards start."""
+    found: list[Tensor] = []
+    with wrapped(Model(norm=True)) as holder:
+        norm = holder[0].module.first[1]
+        norm.register_forward_pre_hook(lambda norm, _: found.append(norm.running_mean.clone()))
+        owner = Owner(holder[0].parameters())
+        attach(holder[0], owner)
+        for step in range(3):
+            backward(holder[0], rank, step)
+        return found
+
+
+def test_batch_norm_starts_each_forward_from_the_statistics_of_rank_0(ranks: RankPools) -> None:
+    first, second = ranks(2).run(train_batch_norm)
+    assert all(map(torch.equal, first, second))
+    assert not torch.equal(first[0], first[2])
+
+
+def train_then_release(rank: int, world_size: int, how: str) -> list[bool]:
+    with wrapped(Model(norm=how == "batch norm"), static_graph=how == "static graph") as holder:
+        owner = Owner(holder[0].parameters())
+        attach(holder[0], owner)
+        found = [is_local(holder[0], rank, step) for step in range(2)]
+        if how == "interrupted":
+            holder[0].module.interrupted = True
+            with contextlib.suppress(KeyboardInterrupt), holder[0].no_sync():
+                holder[0](inputs(rank, 0))
+            holder[0].module.interrupted = False
+        if how == "garbage":
+            del owner
+            gc.collect()
+        else:
+            detach(owner)
+            found.append(attached_wrapper(owner) is None)
+        found += [averages(holder[0], rank, step) for step in range(3)]
+        if how == "attached again":
+            attach(holder[0], owner)
+            found.append(is_local(holder[0], rank))
+            detach(owner)
+            found.append(averages(holder[0], rank))
+        return found
+
+
+WAYS = ["interrupted", "batch norm", "static graph", "garbage", "attached again"]
+
+
+@pytest.mark.parametrize("how", [pytest.param("plain", marks=pytest.mark.smoke), *WAYS])
+def test_a_wrapper_without_owners_averages(ranks: RankPools, how: str) -> None:
+    for found in ranks(2).run(train_then_release, how):
+        assert all(found)
+
+
+def average_in_a_node(rank: int, world_size: int) -> dict[str, Any]:
+    nodes = [dist.new_group([0, 1]), dist.new_group([2])]
+    with wrapped() as holder:
+        owner = Owner(holder[0].parameters(), node_group=nodes[rank // 2])
+        attach(holder[0], owner)
+        found: dict[str, Any] = {"bare": backward(copy.deepcopy(holder[0].module), rank)}
+        found["node"] = [backward(holder[0], rank)[0] for _ in range(2)]
+        other = Owner(holder[0].module.first.parameters())
+        found["other"] = raised(attach, holder[0], other)
+        detach(owner)
+        found["detached"] = averages(holder[0], rank)
+    for group in nodes:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+    return found
+
+
+def test_a_node_group_averages_inside_the_node_only(ranks: RankPools) -> None:
+    results = ranks(3).run(average_in_a_node)
+    bare = [result["bare"][0] for result in results]
+    for result, expected in zip(results, [(bare[0] + bare[1]) / 2] * 2 + [bare[2]], strict=True):
+        assert all(torch.equal(found, expected) for found in result["node"])
+        assert result["detached"]
+        assert "use one local_group" in result["other"]
+
+
+def step_with_another(rank: int, world_size: int) -> dict[str, str]:
+    with wrapped() as holder:
+        owner = Owner(holder[0].parameters())
+        adamw = torch.optim.AdamW(holder[0].module.second.parameters())
+        elsewhere = torch.optim.AdamW(nn.Linear(2, 2).parameters())
+        found = {}
+        for when in ("before", "attached", "detached"):
+            if when == "attached":
+                attach(holder[0], owner)
+            if when == "detached":
+                detach(owner)
+            backward(holder[0], rank)
+            for name, optimizer in (("adamw", adamw), ("owner", owner), ("elsewhere", elsewhere)):
+                found[f"{name} {when}"] = raised(optimizer.step)
+        hooks = _global_optimizer_pre_hooks.values()
+        return {**found, "hooks": str(list(hooks).count(_check_step))}
+
+
+def test_another_optimizer_may_not_step_attached_gradients(ranks: RankPools) -> None:
+    assert _check_step not in _global_optimizer_pre_hooks.values()
+    for found in ranks(2).run(step_with_another):
+        assert found.pop("adamw attached").startswith("RuntimeError: AdamW would step")
+        assert found.pop("hooks") == "1"
+        assert set(found.values()) == {"accepted"}
+
+
+def copied(ddp: nn.Module, how: str) -> nn.Module:
+    if how == "pickle":
+        return pickle.loads(pickle.dumps(ddp))
+    return AveragedModel(ddp).module if how == "average" else copy.deepcopy(ddp)
+
+
+def train_a_copy(rank: int, world_size: int, how: str, norm: bool) -> dict[str, bool]:
+    with wrapped(Model(norm=norm)) as holder:
+        owner = Owner(holder[0].parameters())
+        attach(holder[0], owner)
+        backward(holder[0], rank)
+        holder.append(copied(holder[0], how))
+        found = {"copy": averages(holder[1], rank, 1), "original": is_local(holder[0], rank, 2)}
+        holder.append(copied(holder[1], how))
+        found["copy of the copy"] = averages(holder[2], rank, 3)
+        second = Owner(holder[1].parameters())
+        attach(holder[1], second)
+        found["attached copy"] = is_local(holder[1], rank, 4)
+        detach(second)
+        found["detached copy"] = averages(holder[1], rank, 5)
+        return found
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "average"])
+def test_a_copy_of_a_wrapper_averages(ranks: RankPools, how: str, norm: bool) -> None:
+    for found in ranks(2).run(train_a_copy, how, norm):
+        assert all(found.values()), found
+
+
+def share_a_wrapper(rank: int, world_size: int, norm: bool) -> dict[str, Any]:
+    """Two optimizers own a half each; then a third takes over the first one's half."""
+    with wrapped(Model(norm=norm)) as holder:
+        ddp, first, second = holder[0], holder[0].module.first, holder[0].module.second
+        owners = [Owner(half.parameters()) for half in (first, second, first)]
+        found: dict[str, Any] = {"unknown": raised(attach, ddp, owners[0])}
+        introduce(owners[1])
+        attach(ddp, owners[0])
+        found["early"] = raised(owners[1].step)
+        attach(ddp, owners[1])
+        found["shared"] = is_local(ddp, rank), is_local(ddp, rank, 1)
+        found["steps"] = [raised(owner.step) for owner in owners[:2]]
+        attach(ddp, owners[2])
+        found["attached"] = [attached_wrapper(owner) is ddp for owner in owners]
+        found["inherited"] = is_local(ddp, rank, 2)
+        found["heir"] = [raised(owner.step) for owner in owners]
+        detach(owners[2])
+        found["orphans"] = raised(backward, ddp, rank)
+        del ddp, first, second
+    return found
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_optimizers_share_a_wrapper_or_take_over(ranks: RankPools, norm: bool) -> None:
+    unowned = "trainable parameters of the DDP wrapper belong to no attached optimizer"
+    for found in ranks(2).run(share_a_wrapper, norm):
+        assert unowned in found["unknown"]
+        assert "Owner would step" in found["early"]
+        assert found["shared"] == (True, True)
+        assert found["steps"] == ["accepted"] * 2
+        assert found["attached"] == [False, True, True]
+        assert found["inherited"]
+        assert "Owner would step" in found["heir"][0]
+        assert found["heir"][1:] == ["accepted"] * 2
+        assert (unowned in found["orphans"]) == norm  # Only with batch norm the hook sees buckets.
+
+
+def refuse(rank: int, world_size: int, what: str) -> str:
+    model = Model()
+    options: dict[str, Any] = {}
+    if what == "delayed":
+        options["delay_all_reduce_named_params"] = list(model.second.named_parameters("second"))
+        options["param_to_hook_all_reduce"] = model.second.weight
+    mode = "python_reducer" if what == "python reducer" else True
+    with torch._dynamo.config.patch(optimize_ddp=mode), wrapped(model, **options) as holder:
+        if what == "hook":
+            holder[0].register_comm_hook(None, allreduce_hook)
+        if what == "builtin hook":
+            holder[0]._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+        held = {"other model": Model(), "unowned": model.first}.get(what, model)
+        alone = [dist.new_group([r]) for r in range(world_size)] if what == "group" else None
+        owner = Owner(held.parameters(), process_group=alone and alone[rank])
+        try:
+            found = raised(attach, model if what == "no wrapper" else holder[0], owner)
+            assert attached_wrapper(owner) is None
+            if what not in ("delayed", "python reducer"):
+                assert holder[0].require_backward_grad_sync is True
+        finally:
+            if alone:
+                dist.destroy_process_group(alone[rank])
+        return found
+
+
+REFUSED = {
+    "no wrapper": "TypeError: attach() needs a DistributedDataParallel, or torch.compile of one, g",
+    "other model": "ValueError: the optimizer holds none of the 4 trainable parameters",
+    "unowned": "RuntimeError: 2 trainable parameters of the DDP wrapper belong to no attached opt",
+    "hook": "RuntimeError: the DDP wrapper already has the communication hook 'allreduce_hook'",
+    "builtin hook": "RuntimeError: the DDP wrapper already has a communication hook: ",
+    "group": "ValueError: the DDP wrapper averages over ranks [0, 1], but the optimizer votes amon",
+    "delayed": "RuntimeError: the DDP wrapper averages 2 parameters without a communication hook",
+    "python reducer": 'RuntimeError: torch._dynamo.config.optimize_ddp = "python_reducer"',
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_attach_refuses_a_wrapper_that_it_cannot_serve(ranks: RankPools, what: str) -> None:
+    for message in ranks(2).run(refuse, what):
+        assert message.startswith(REFUSED[what])
+
+
+def join(rank: int, world_size: int, norm: bool) -> list[str]:
+    with wrapped(Model(norm=norm)) as holder:
+        owner = Owner(holder[0].parameters())
+        attach(holder[0], owner)
+
+        def train_once() -> None:
+            with holder[0].join():
+                backward(holder[0], rank)
+                assert not norm, "the hook lets a bucket pass"
+                owner.step()
+
+        return [raised(train_once), raised(attach, holder[0], owner)]
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_join_is_refused(ranks: RankPools, norm: bool) -> None:
+    for messages in ranks(2).run(join, norm):
+        for message in messages:
+            assert message.startswith("RuntimeError: DistributedLion does not work in ddp.join()")
+
+
+def attach_and_forget(rank: int, world_size: int) -> list[bool]:
+    with wrapped() as holder:
+        owner = Owner(holder[0].parameters())
+        introduce(owner)
+        attach(holder[0], owner)
+        backward(holder[0], rank)
+        gone = [weakref.ref(holder[0]), weakref.ref(owner)]
+        del owner
+    return [ref() is None for ref in gone]
+
+
+def test_neither_wrapper_nor_optimizer_is_kept_alive(ranks: RankPools) -> None:
+    assert ranks(2).run(attach_and_forget) == [[True, True]] * 2

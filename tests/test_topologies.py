@@ -1,0 +1,445 @@
+"""Nodes that vote as one, FSDP2 shards, averaged gradients and momenta, on real ranks."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_dlion.optimizer import DistributedLion
+from hf_dlion.ranks.agreement import Disagreement
+from hf_dlion.vote.momentum_sync import slice_of
+from tests.support.definition import Lions
+from tests.support.spawn import RankPools
+
+pytestmark = pytest.mark.multiproc
+
+
+def model_of(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 10), nn.Linear(10, 3))
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 64, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(model(x).square().sum(), list(model.parameters())))
+
+
+def end(*made: Any) -> None:
+    gc.collect()
+
+
+def attached(rank: int, world_size: int, options: dict[str, Any]) -> int:
+    """Trains under DDP beside the definition, whose ranks have the gradients of a bare model."""
+    bare = model_of()
+    ddp = DistributedDataParallel(model_of())
+    optimizer = DistributedLion(ddp.named_parameters(), lr=0.01, weight_decay=0.1, **options)
+    optimizer.attach(ddp)
+    node = options.get("local_group", 1)
+    voters = world_size // node
+    params = [p.detach().clone() for p in bare.parameters()]
+    lions = Lions(params, voters, [0.01] * len(params), [0.1] * len(params))
+    off = total = 0
+    for step in range(4):
+        with torch.no_grad():
+            for p, own in zip(bare.parameters(), lions.params, strict=True):
+                p.copy_(own)
+        grads = []
+        for voter in range(voters):
+            members = [gradients(bare, batch(step, voter * node + k)) for k in range(node)]
+            grads.append([sum(own) / node for own in zip(*members, strict=True)])
+        lions.step(grads)
+        optimizer.zero_grad()
+        ddp(batch(step, rank)).square().sum().backward()
+        optimizer.step()
+        for p, own in zip(ddp.parameters(), lions.params, strict=True):
+            off += int((p != own).sum())
+            total += p.numel()
+            everyone = [torch.empty_like(p) for _ in range(world_size)]
+            dist.all_gather(everyone, p.detach())
+            assert all(torch.equal(everyone[0], other) for other in everyone)
+            with torch.no_grad():
+                p.copy_(own)
+    assert off <= total / 1000  # A mean in a node may round otherwise than ours.
+    optimizer.detach()
+    del ddp
+    end()
+    return off
+
+
+@pytest.mark.smoke
+def test_attached_wrappers_equal_the_definition(pools: RankPools) -> None:
+    assert pools(2).run(attached, {}) == [0, 0]
+
+
+@pytest.mark.parametrize("exchange", ["gather", "two_phase"])
+def test_two_nodes_of_two_ranks_equal_the_definition(pools: RankPools, exchange: str) -> None:
+    pools(4).run(attached, {"local_group": 2, "exchange": exchange})
+
+
+def one_node(rank: int, world_size: int) -> None:
+    attached(rank, world_size, {"local_group": 2})
+
+
+def test_one_node_alone_is_lion_on_the_mean_gradient(pools: RankPools) -> None:
+    pools(2).run(one_node)
+
+
+def unattached_node(rank: int, world_size: int) -> str:
+    model = model_of()
+    optimizer = DistributedLion(model.named_parameters(), lr=0.01, local_group=2)
+    model(batch(0, rank)).sum().backward()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_nodes_need_attach(pools: RankPools) -> None:
+    assert all(
+        "needs optimizer.attach(ddp_model)" in text for text in pools(2).run(unattached_node)
+    )
+
+
+def uneven_nodes(rank: int, world_size: int) -> str:
+    ddp = DistributedDataParallel(model_of())
+    optimizer = DistributedLion(ddp.named_parameters(), lr=0.01, local_group=1 + rank)
+    try:
+        optimizer.attach(ddp)
+    except Disagreement as error:
+        return str(error)
+    finally:
+        del ddp
+        end()
+    return ""
+
+
+def test_nodes_of_different_sizes_are_refused_together(pools: RankPools) -> None:
+    texts = pools(3).run(uneven_nodes)
+    assert texts[0] == texts[1] == texts[2]
+    assert "local_group" in texts[0]
+
+
+def nodes_of_one_rank(rank: int, world_size: int) -> str:
+    """Only rank 1 asks for nodes, and nothing is attached."""
+    model = model_of()
+    options: dict[str, Any] = {"local_group": 2} if rank == 1 else {}
+    optimizer = DistributedLion(model.named_parameters(), lr=0.01, **options)
+    model(batch(0, rank)).sum().backward()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_nodes_on_one_rank_alone_hang_nobody(pools: RankPools) -> None:
+    first, second = pools(2).run(nodes_of_one_rank)
+    assert "needs optimizer.attach(ddp_model)" in second
+    assert "rank 1" in first
+
+
+def sharded(rank: int, world_size: int, attach: bool) -> str:
+    """Trains 2 x 2 FSDP2 beside plain ranks whose gradients are the replicas' means."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    bare, model = model_of(), model_of()
+    # The others are the root's, which stays gathered after a forward.
+    fully_shard(model[0], mesh=mesh["shard"])  # type: ignore[index]
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = DistributedLion(
+        model.named_parameters(),
+        lr=0.01,
+        weight_decay=0.1,
+        replicate=mesh["replicate"],
+        check_replicas_every=1,
+    )
+    if not attach:
+        model(batch(0, rank)).square().sum().backward()
+        with pytest.raises(RuntimeError, match=r"call optimizer\.attach"):
+            optimizer.step()
+        return "refused"
+    optimizer.attach(model)
+    replica, place = divmod(rank, 2)
+    params = [p.to_local().detach().clone() for p in model.parameters()]  # type: ignore[attr-defined]
+    lions = Lions(params, 2, [0.01] * len(params), [0.1] * len(params))
+    for step in range(3):
+        grads = []
+        for other in range(2):
+            members = [gradients(bare, batch(step, other * 2 + k)) for k in range(2)]
+            means = [sum(own) / 2 for own in zip(*members, strict=True)]
+            grads.append([_shard(mean, place) for mean in means])
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().sum().backward()
+        for p, mean in zip(model.parameters(), grads[replica], strict=True):
+            torch.testing.assert_close(p.grad.to_local(), mean)  # type: ignore[union-attr]
+            p.grad.to_local().copy_(mean)  # type: ignore[union-attr]
+        with torch.no_grad():
+            model(batch(step, rank))  # leaves the root gathered
+        lions.step(grads)
+        optimizer.step()
+        with torch.no_grad():
+            shards = optimizer.param_groups[0]["params"]
+            for p, own, whole in zip(shards, lions.params, bare.parameters(), strict=True):
+                assert torch.equal(p.to_local(), own)
+                whole.copy_(p.full_tensor())
+    state = optimizer.state_dict()["state"]
+    assert all(own["exp_avg"].device_mesh is not None for own in state.values())
+    return "equal"
+
+
+def _shard(tensor: torch.Tensor, place: int) -> torch.Tensor:
+    chunks = list(torch.chunk(tensor, 2))
+    return chunks[place] if place < len(chunks) else tensor[:0]
+
+
+def test_two_replicas_of_two_shards_equal_the_definition(pools: RankPools) -> None:
+    assert pools(4).run(sharded, True) == ["equal"] * 4
+
+
+def test_shards_need_attach(pools: RankPools) -> None:
+    assert pools(4).run(sharded, False) == ["refused"] * 4
+
+
+def in_full(rank: int, world_size: int) -> None:
+    """Biases follow the mean of the ranks that have a gradient, by plain Lion."""
+    model = model_of()
+    optimizer = DistributedLion(
+        model.named_parameters(), lr=0.01, weight_decay=0.1, full_precision="*bias"
+    )
+    names = [name for name, _ in model.named_parameters()]
+    start = [p.detach().clone() for p in model.parameters()]
+    alone = Lions([p.clone() for p in start], 1, [0.01] * len(start), [0.1] * len(start))
+    for step in range(4):
+        every = [
+            [torch.randn(p.shape, generator=_generator(step, r, k)) for k, p in enumerate(start)]
+            for r in range(world_size)
+        ]
+        for k, p in enumerate(model.parameters()):
+            p.grad = None if k == 1 and rank == 1 and step == 2 else every[rank][k].clone()
+        means = [sum(own) / world_size for own in zip(*every, strict=True)]
+        if step == 2:
+            others = [own[1] for r, own in enumerate(every) if r != 1]
+            means[1] = sum(others) / len(others)
+        alone.step([means])
+        optimizer.step()
+        for name, p, own in zip(names, model.parameters(), alone.params, strict=True):
+            if name.endswith("bias"):
+                assert torch.equal(p, own), (step, name)
+
+
+def _generator(*numbers: int) -> torch.Generator:
+    return torch.Generator().manual_seed(sum(1000**k * n for k, n in enumerate(numbers)))
+
+
+def test_full_precision_is_lion_on_the_mean_gradient(pools: RankPools) -> None:
+    pools(2).run(in_full)
+
+
+def synced(rank: int, world_size: int) -> list[float]:
+    model = model_of()
+    optimizer = DistributedLion(
+        model.named_parameters(), lr=0.01, momentum_sync_every=1, momentum_sync="0.*;*bias"
+    )
+    spreads = []
+    for step in range(4):
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().sum().backward()
+        optimizer.step()
+    for p in model.parameters():
+        momentum = optimizer.state[p]["exp_avg"]
+        everyone = [torch.empty_like(momentum) for _ in range(world_size)]
+        dist.all_gather(everyone, momentum)
+        spreads.append(float(torch.stack(everyone).std(dim=0).mean() / momentum.abs().mean()))
+    return spreads
+
+
+def test_selected_momenta_are_averaged(pools: RankPools) -> None:
+    first_weight, first_bias, second_weight, second_bias, *_ = pools(3).run(synced)[0]
+    # What a rank's own rounding to bfloat16 left off stays different.
+    assert 0 < max(first_weight, first_bias, second_bias) < 2**-8
+    assert second_weight > 0.1
+
+
+def test_slices_cover_all_momenta_once() -> None:
+    for total, every in [(0, 1), (1, 3), (10, 3), (64, 1), (7, 7)]:
+        slices = [slice_of(total, every, step) for step in range(1, every + 1)]
+        covered = sorted(k for start, stop in slices for k in range(start, stop))
+        assert covered == list(range(total))
+
+
+def averaged(rank: int, world_size: int) -> None:
+    model = model_of()
+    optimizer = DistributedLion(model.named_parameters(), lr=0.01)
+    model(batch(0, rank)).square().sum().backward()
+    optimizer.step()
+    optimizer.synchronize_momentum()
+    for p in model.parameters():
+        momentum = optimizer.state[p]["exp_avg"]
+        everyone = [torch.empty_like(momentum) for _ in range(world_size)]
+        dist.all_gather(everyone, momentum)
+        assert all(torch.equal(own, everyone[0]) for own in everyone)
+
+
+def test_synchronize_momentum_makes_all_equal(pools: RankPools) -> None:
+    pools(3).run(averaged)
+
+
+def resumed(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    """Six steps equal three, a saved state, and three more in a new optimizer."""
+    ends = []
+    for interrupted in (False, True):
+        model = model_of().to(torch.bfloat16)
+        named = model.named_parameters
+        optimizer = DistributedLion(named(), lr=0.01, momentum_dtype=dtype)
+        for step in range(6):
+            if step == 3 and interrupted:
+                state = copy.deepcopy(optimizer.state_dict())
+                optimizer = DistributedLion(named(), lr=0.5, momentum_dtype=dtype)
+                optimizer.load_state_dict(state)
+            optimizer.zero_grad()
+            model(batch(step, rank).bfloat16()).square().sum().backward()
+            optimizer.step()
+        ends.append([p.detach().clone() for p in model.parameters()])
+        assert optimizer.steps == 6
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loaded_state_goes_on_bit_for_bit(pools: RankPools, dtype: torch.dtype) -> None:
+    pools(2).run(resumed, dtype)
+
+
+def test_a_pickled_optimizer_keeps_options_and_state() -> None:
+    model = model_of()
+    optimizer = DistributedLion(model.named_parameters(), lr=0.01, ties="zero")
+    model(batch(0, 0)).sum().backward()
+    optimizer.step()
+    loaded = pickle.loads(pickle.dumps(optimizer))
+    assert loaded.options == optimizer.options
+    assert loaded.steps == 1
+    loaded.step()
+
+
+def frozen(rank: int, world_size: int) -> None:
+    """Freezing, unfreezing and added groups go on, on all ranks together."""
+    model = model_of()
+    layers = list(model)
+    optimizer = DistributedLion(layers[0].named_parameters(), lr=0.01)
+    for step in range(6):
+        if step == 2:
+            layers[0].bias.requires_grad_(False)
+        if step == 3:
+            optimizer.add_param_group({"params": list(layers[2].named_parameters()), "lr": 0.1})
+        if step == 4:
+            layers[0].bias.requires_grad_(True)
+        before = [p.detach().clone() for p in model.parameters()]
+        model.zero_grad()
+        model(batch(step, rank)).square().sum().backward()
+        optimizer.step()
+        moved = [not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)]
+        assert moved == [True, step not in (2, 3), step >= 3, step >= 3, False, False]
+    assert [group["step"] for group in optimizer.param_groups] == [6, 6]
+
+
+def test_parameters_come_and_go(pools: RankPools) -> None:
+    pools(2).run(frozen)
+
+
+def scaled(rank: int, world_size: int) -> list[float]:
+    """A GradScaler on every rank; rank 1 overflows in step 1."""
+    model = model_of()
+    optimizer = DistributedLion(model.named_parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    plain = copy.deepcopy(model)
+    other = DistributedLion(plain.named_parameters(), lr=0.01)
+    scales = []
+    for step in range(3):
+        optimizer.zero_grad()
+        other.zero_grad()
+        scaler.scale(model(batch(step, rank)).square().sum()).backward()
+        plain(batch(step, rank)).square().sum().backward()
+        if rank == 1 and step == 1:
+            for own in (model, plain):
+                next(own.parameters()).grad[0, 0] = torch.inf  # type: ignore[index]
+        scaler.step(optimizer)
+        scaler.update()
+        other.step()
+        scales.append(scaler.get_scale())
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(p, q)
+    return scales
+
+
+def test_a_scaler_backs_off_on_the_rank_that_overflowed(pools: RankPools) -> None:
+    first, second = pools(2).run(scaled)
+    assert first == [1024.0, 1024.0, 1024.0]
+    assert second == [1024.0, 512.0, 512.0]
+
+
+def warms_up(rank: int, world_size: int) -> tuple[int, int]:
+    """The first learning rate is 0, and rank 1 has no gradients in that step."""
+    model = model_of()
+    optimizer = DistributedLion(model.named_parameters(), lr=0.0)
+    if rank == 0:
+        model(batch(0, rank)).square().sum().backward()
+    optimizer.step()
+    first = optimizer.steps
+    optimizer.param_groups[0]["lr"] = 0.01
+    optimizer.zero_grad()
+    model(batch(1, rank)).square().sum().backward()
+    optimizer.step()
+    return first, optimizer.steps
+
+
+def test_a_rank_without_gradients_hangs_nobody_at_the_start_of_a_warm_up(
+    pools: RankPools,
+) -> None:
+    assert pools(2).run(warms_up) == [(1, 2), (1, 2)]
+
+
+def makes_state(rank: int, world_size: int) -> int:
+    """As torch.distributed.checkpoint has the state made."""
+    model = model_of()
+    optimizer = DistributedLion(model.named_parameters(), lr=0.0)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert all("exp_avg" in optimizer.state[p] for p in model.parameters())
+    return optimizer.steps
+
+
+def test_a_step_that_only_makes_state_is_not_counted(pools: RankPools) -> None:
+    assert pools(2).run(makes_state) == [0, 0]
+
+
+def loads_alone(rank: int, world_size: int) -> str:
+    model = model_of()
+    optimizer = DistributedLion(model.named_parameters(), lr=0.01, full_precision="*bias")
+    for step in range(2):
+        if step == 1 and rank == 1:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        model(batch(step, rank)).square().sum().backward()
+        try:
+            optimizer.step()
+        except Disagreement as error:
+            return str(error)
+    return ""
+
+
+def test_a_rank_that_loads_alone_hangs_nobody(pools: RankPools) -> None:
+    texts = pools(2).run(loads_alone)
+    assert texts[0] == texts[1]
+    assert "first in 'calls of load_state_dict': rank 0: 0, rank 1: 1" in texts[0]

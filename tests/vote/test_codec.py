@@ -1,0 +1,134 @@
+"""The codec equals its definition in NumPy, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_dlion.vote import codec, rounding
+from tests.support import definition
+from tests.support.definition import TOP, Layout
+
+SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 2.0**-126, -(2.0**-126), 3e38, -3e38, 1.0, -1.0]
+
+
+def draw(words: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Numbers of many magnitudes, among them zeros, subnormals and words of zeros."""
+    random = np.random.default_rng(seed)
+    u = random.normal(size=64 * words) * 10.0 ** random.integers(-40, 30, size=64 * words)
+    special = random.random(64 * words) < 0.2
+    u[special] = random.choice(SPECIAL, size=int(special.sum()))
+    u.reshape(-1, 64)[random.random(words) < 0.3] = 0.0
+    with np.errstate(over="ignore"):
+        return torch.from_numpy(u.clip(-3e38, 3e38)).to(dtype)
+
+
+@given(words=st.integers(0, 200), seed=st.integers(0, 2**32), phase=st.integers(0, 9))
+def test_one_bit_is_the_sign_and_zeros_take_turns(words: int, seed: int, phase: int) -> None:
+    u = draw(words, seed)
+    codes = codec.sign_codes(u, phase, torch.empty(u.shape, dtype=torch.bool))
+    layout = Layout([(words, 64)])
+    expected, active = definition.codes_of(u.numpy(), layout, phase=phase)
+    on = active[layout.row_of_element]
+    assert np.array_equal(codes.numpy()[on], expected[on])
+    assert np.array_equal(codec.active_words(u).numpy(), active)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@settings(max_examples=30)
+@given(words=st.integers(1, 40), seed=st.integers(0, 2**32), phase=st.integers(0, 1))
+def test_levels_are_those_of_the_definition(
+    bits: int, dtype: torch.dtype, words: int, seed: int, phase: int
+) -> None:
+    u = draw(words, seed, dtype)
+    sums, counts = codec.word_magnitudes(u)
+    means = (sums / counts.clamp_min(1)).to(dtype)
+    codes = codec.level_codes(u, means, bits, phase)
+    layout = Layout([(words, 64)])
+    expected, active = definition.codes_of(u.numpy(), layout, phase=phase, bits=bits)
+    on = active[layout.row_of_element]
+    assert np.array_equal(codes.numpy()[on], expected[on])
+
+
+@given(words=st.integers(0, 70), seed=st.integers(0, 2**32), bit=st.integers(0, 7))
+def test_unpacking_a_packed_plane_gives_its_bits_back(words: int, seed: int, bit: int) -> None:
+    codes = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, 64 * words, np.uint8))
+    plane = torch.empty(words, dtype=torch.int64)
+    codec.pack(codes, bit, plane)
+    values = codec.unpack(plane, -0.5, 2.5, torch.empty(64 * words))
+    assert torch.equal(values, torch.where(codes >> bit & 1 == 1, 2.5, -0.5))
+    if words:
+        assert int(plane[0]) & 1 == int(codes[0]) >> bit & 1
+        assert (int(plane[0]) >> 63 & 1) == int(codes[63]) >> bit & 1
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@settings(max_examples=25)
+@given(ranks=st.integers(1, 40), seed=st.integers(0, 2**32), whole=st.booleans())
+def test_counting_planes_is_adding_codes(bits: int, ranks: int, seed: int, whole: bool) -> None:
+    random = np.random.default_rng(seed)
+    words = 7
+    codes = random.integers(0, TOP[bits] + 1, (ranks, 64 * words))
+    active = np.ones((ranks, words), bool) if whole else random.random((ranks, words)) < 0.6
+    codes *= np.repeat(active, 64, axis=1)
+    votes = []
+    for own in codes:
+        planes = torch.empty(bits, words, dtype=torch.int64)
+        for j in range(bits):
+            codec.pack(torch.from_numpy(own.astype(np.uint8)), j, planes[j])
+        votes.append(list(planes))
+    planes = codec.tally(votes, bits)
+    assert len(planes) <= (ranks * TOP[bits]).bit_length()
+    assert np.array_equal(_numbers(planes), codes.sum(axis=0))
+    voters = torch.from_numpy(active.sum(axis=0)) * TOP[bits]
+    high = (ranks * TOP[bits]).bit_length()
+    total = int(voters[0]) if whole else codec.spread(voters, high)
+    greater, equal = codec.compare(planes, total)
+    twice, all_votes = 2 * codes.sum(axis=0), np.repeat(voters.numpy(), 64)
+    assert np.array_equal(_numbers([greater]), twice > all_votes)
+    assert np.array_equal(_numbers([equal]), twice == all_votes)
+
+
+def _numbers(planes: list[torch.Tensor]) -> np.ndarray:
+    """The number of every element, from its bits."""
+    bits = [np.unpackbits(plane.numpy().view(np.uint8), bitorder="little") for plane in planes]
+    return sum(own.astype(np.int64) << j for j, own in enumerate(bits))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@given(count=st.integers(0, 300), seed=st.integers(0, 2**32), step=st.integers(0, 2**40))
+def test_rounding_is_that_of_the_definition(
+    dtype: torch.dtype, count: int, seed: int, step: int
+) -> None:
+    random = np.random.default_rng(seed)
+    x = (random.normal(size=count) * 10.0 ** random.integers(-42, 6, size=count)).astype("f4")
+    special = [0.0, -0.0, np.inf, -np.inf, np.nan, 65519.0, 65504.0, 1e-45, 3.3e38, 2.0**-14]
+    chosen = random.random(count) < 0.2
+    x[chosen] = random.choice(np.array(special, "f4"), size=int(chosen.sum()))
+    first = int(random.integers(0, 2**32 - 400))
+    bits = rounding.random_bits(count, first, step, seed, 3, torch.empty(count, dtype=torch.int32))
+    expected = definition.random_bits(count, first, step, seed, 3)
+    assert np.array_equal(bits.numpy().view(np.uint32), expected)
+    wanted = definition.rounded(x.copy(), dtype, expected)
+    found = rounding.round_to(torch.from_numpy(x.copy()), dtype, bits).float().numpy()
+    assert np.array_equal(found.view(np.uint32)[~np.isnan(x)], wanted.view(np.uint32)[~np.isnan(x)])
+    assert np.isnan(found[np.isnan(x)]).all()
+
+
+def test_random_bits_are_pinned_also_beyond_32_bits() -> None:
+    out = torch.empty(3, dtype=torch.int32)
+    for first in (0, 2**31 - 1, 2**32 - 3, 2**32, 5 * 2**32 + 7):
+        found = rounding.random_bits(3, first, 2**33 + 1, 2**63 + 5, 2, out)
+        expected = definition.random_bits(3, first, 2**33 + 1, 2**63 + 5, 2)
+        assert np.array_equal(found.numpy().view(np.uint32), expected), first
+
+
+def test_rounding_goes_up_as_often_as_a_number_is_near() -> None:
+    x = torch.full((100_000,), 1.0 + 0.25 * 2**-7)
+    bits = rounding.random_bits(len(x), 0, 1, 0, 0, torch.empty(len(x), dtype=torch.int32))
+    up = rounding.round_to(x, torch.bfloat16, bits).float().gt(1).float().mean()
+    assert abs(float(up) - 0.25) < 0.01
