@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Literal, overload
 
 import torch
@@ -15,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import hf_dlion.ddp as ddp
 import hf_dlion.fsdp as fsdp
-from hf_dlion.exchange import exchange
 from hf_dlion.exchange.rule import Average, Majority, Rule
 from hf_dlion.exchange.wire import WireStats
 from hf_dlion.options import (
@@ -29,24 +26,18 @@ from hf_dlion.options import (
     check_group,
     selected,
 )
+from hf_dlion.ranks.abstention import Abstentions
 from hf_dlion.ranks.agreement import Agreed, Meetings, Report
-from hf_dlion.ranks.fingerprint import digest, fingerprints
+from hf_dlion.ranks.fingerprint import fingerprints
 from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.replicas import compare_replicas
+from hf_dlion.ranks.suspects import warn_of_averaged_gradients, warn_of_copied_momenta
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote import local
 from hf_dlion.vote.full_precision import step_in_full
-from hf_dlion.vote.local import Plan
-from hf_dlion.vote.momentum_sync import average_momenta, slice_of
-from hf_dlion.vote.update import (
-    Flat,
-    Scratch,
-    Turn,
-    encode,
-    move,
-    plain_lion,
-    tensor_means,
-)
+from hf_dlion.vote.local import Plan, Tensors
+from hf_dlion.vote.momentum_sync import Momentum, average_whole, synchronize
+from hf_dlion.vote.update import Scratch, Turn, plain_lion, step_by_votes
 
 
 class DistributedLion(torch.optim.Optimizer):
@@ -113,8 +104,6 @@ class DistributedLion(torch.optim.Optimizer):
         """See the class."""
         given = locals()
         options = Options(**{name: given[name] for name in Options.__dataclass_fields__})
-        if momentum_sync == "auto":
-            raise NotImplementedError("momentum_sync='auto' is still in the old core")
         self._begin(options, process_group, fsdp.replicate_group(replicate))
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "step": 0}
         check_group(defaults)
@@ -137,18 +126,22 @@ class DistributedLion(torch.optim.Optimizer):
         self._ranks: Topology | None = None
         self._meetings: Meetings | None = None
         self._plan: Plan | None = None
-        self._equal_plan: Plan | None = None  # whose averaged tensors have equal momenta
         self._fsdp_model: nn.Module | None = None
         self._compared_gradients = False
-        self._loads = 0
-        self._bytes_before = (0, 0)
+        self._loads = self._compared_loads = 0
         self._scratch = Scratch()
-        self._abstained: list[int] = []
+        self._abstentions = Abstentions(options.max_abstained_steps)
+        self._compared = {name: str(value) for name, value in asdict(options).items()}
 
     @property
     def steps(self) -> int:
         """Number of the last step that moved anything."""
         return int(self.param_groups[0]["step"])
+
+    @property
+    def run_id(self) -> int:
+        """A random number that all ranks drew together at their first meeting; 0 before it."""
+        return 0 if self._meetings is None else self._meetings.run_id
 
     @property
     def node_group(self) -> dist.ProcessGroup | None:
@@ -164,10 +157,11 @@ class DistributedLion(torch.optim.Optimizer):
         With FSDP2, pass the model that `fully_shard` was called on: `step()` then frees gathered
         parameters before it writes. See `hf_dlion.ddp.attach` for what is refused.
         """
+        _ = self.node_group  # All ranks make it together, whatever is refused on one of them.
         if fsdp.is_fsdp(model):
             self._fsdp_model = model
-            return
-        ddp.attach(model, self)
+        else:
+            ddp.attach(model, self)
 
     def detach(self) -> None:
         """Lets the attached DDP wrappers average gradients again; call it on every rank."""
@@ -219,8 +213,10 @@ class DistributedLion(torch.optim.Optimizer):
             LostRank: If another rank ended or stalled.
             RuntimeError: On every rank, if one abstained `max_abstained_steps` times in a row.
         """
-        loss, failure, tensors = None, None, _Tensors.none()
-        if self._world_size() > 1:
+        loss, failure, tensors = None, None, Tensors()
+        sent, sent_in_node = self.wire.bytes_sent, self.wire.node_bytes_sent
+        several = self._world_size() > 1
+        if several:
             # Before anything can fail on one rank alone: with `replicate` it is a meeting, too.
             self._topology()
         try:
@@ -228,182 +224,134 @@ class DistributedLion(torch.optim.Optimizer):
                 with torch.enable_grad():
                     loss = closure()
             tensors = self._collect()
-        except BaseException as error:
-            if self._world_size() == 1:
+        except BaseException as error:  # Told to all ranks, which wait for this one.
+            if not several:
                 raise
             failure = error
         agreed = self._agree(tensors, failure)
-        self._count_abstentions(agreed)
-        voters = zip(agreed.finite, agreed.present, strict=True)
-        if any(finite and any(present) for finite, present in voters):
+        self.wire.abstentions += self._abstentions.count(agreed.finite)
+        if any(agreed.moves):
             self._update(tensors, agreed)
+        self.wire.last_bytes_sent = self.wire.bytes_sent - sent
+        self.wire.last_node_bytes_sent = self.wire.node_bytes_sent - sent_in_node
         return loss
 
-    def _update(self, tensors: _Tensors, agreed: Agreed) -> None:
-        """Votes, hears the verdict and moves: steps 3 and 4 of a step."""
-        plan, ranks = self._plan, self._ranks
+    def _collect(self) -> Tensors:
+        """Returns this rank's flat tensors; unscales gradients if GradScaler left that to us."""
+        plan, whole, params = self._planned()
+        self._check_attached(whole)
+        grads: list[Tensor | None] = [None] * len(whole)
+        for k, p in enumerate(whole):
+            if p.grad is not None:
+                name, grad = str(plan.lines[k][0]), fsdp.local_part(p.grad.detach())
+                grads[k] = local.flat_gradient(name, grad, params[k])
+        finite = self._unscale([grad for grad in grads if grad is not None])
+        if not self.state and not any([float(group["lr"]) for group in self.param_groups]):
+            # torch.distributed.checkpoint takes such a step, with zeros for gradients, to have the
+            # state made. Nobody votes in it, so it changes and counts nothing.
+            for k, p in enumerate(whole):
+                self._momentum(p)
+                zeros = grads[k]
+                if zeros is not None and not zeros.any():
+                    grads[k] = None
+        momenta: list[Tensor | None] = [None] * len(whole)
+        for k, p in enumerate(whole):
+            if grads[k] is not None:
+                momenta[k] = self._flat_momentum(p)
+        present = [grad is not None for grad in grads]
+        return Tensors([local.flat_view(p) for p in params], grads, momenta, present, finite)
+
+    def _agree(self, tensors: Tensors, failure: BaseException | None) -> Agreed:
+        """Exchanges headers with all ranks; raises on all of them if they don't agree."""
+        if self._world_size() == 1:
+            return Agreed([tensors.finite], [tensors.present])
+        ranks = self._topology()
+        agreed = self._meet(Kind.STEP, failure, {}, tensors)
+        # Makes the groups of nodes: on all ranks together, since their options are equal.
+        voter_of_rank = ranks.voter_of_rank
+        return agreed if voter_of_rank is None else agreed.by_voter(voter_of_rank)
+
+    def _update(self, tensors: Tensors, agreed: Agreed) -> None:
+        """Votes, hears the verdict and moves, then does what is due after this step."""
+        plan, ranks, turn = self._plan, self._ranks, self._turn()
         assert plan is not None
-        turn = self._turn()
-        params = tensors.moved(agreed)
+        if ranks is not None:
+            self._warn_of_equal_ranks(tensors, ranks)
+        tensors.abstain(agreed.finite[turn.rank], agreed.present[turn.rank])
+        params = [p if own else None for p, own in zip(tensors.params, agreed.moves, strict=True)]
         fsdp.reshard(self._fsdp_model)
         if ranks is None or ranks.voters.world_size == 1:
-            tensors.abstain(agreed.finite[turn.rank], agreed.present[turn.rank])
             for message in [*plan.messages, *plan.full]:
                 plain_lion(message, params, tensors.grads, tensors.momenta, turn)
         else:
-            self._warn_if_averaged(tensors)
-            tensors.abstain(agreed.finite[turn.rank], agreed.present[turn.rank])
-            self._vote(plan, ranks, tensors, params, turn)
-            self._average(plan, ranks, tensors, params, agreed, turn)
+            step_by_votes(
+                plan.messages,
+                params,
+                tensors.grads,
+                tensors.momenta,
+                turn,
+                self._rule(ranks),
+                ranks,
+            )
+            if plan.full:
+                whole = self._trainable()
+                momenta = [
+                    self._flat_momentum(p) if k in plan.full_set else None
+                    for k, p in enumerate(whole)
+                ]
+                step_in_full(plan, params, tensors.grads, momenta, agreed, ranks.voters, turn)
         for group in self.param_groups:
             group["step"] = turn.step
         if ranks is not None:
-            self._synchronize(ranks, turn.step)
-        before, now = self._bytes_before, (self.wire.bytes_sent, self.wire.node_bytes_sent)
-        self.wire.last_bytes_sent, self.wire.last_node_bytes_sent = (
-            after - earlier for earlier, after in zip(before, now, strict=True)
-        )
-        self._bytes_before = now
+            self._after(turn.step, ranks)
 
-    def _vote(
-        self, plan: Plan, ranks: Topology, tensors: _Tensors, params: Flat, turn: Turn
-    ) -> None:
-        """Encodes and sends every message, then counts, then moves."""
-        rule, name = self._rule(ranks.voters.world_size), self.options.exchange
-        started = time.perf_counter()
-        means: Flat = ()
-        if self.options.bits > 1 and self.options.level_scale == "tensor":
-            means = tensor_means(plan.messages, tensors.grads, tensors.momenta, turn)
-        under_way: list[exchange.Exchange] = []
-        for message in plan.messages:
-            votes = encode(message, tensors.grads, tensors.momenta, turn, means)
-            if ranks.node is None:
-                under_way.append(exchange.start(votes, name, ranks.voters, rule, turn.step))
-            else:
-                under_way.append(
-                    exchange.InNode(votes, name, ranks.voters, ranks.node, rule, turn.step)
-                )
-        before = time.perf_counter()
-        self.wire.encode_s += before - started
-        for message, verdict in zip(plan.messages, exchange.complete(under_way), strict=True):
-            counted = time.perf_counter()
-            self.wire.exchange_s += counted - before
-            move(message, params, verdict.planes, verdict.voters, rule, turn)
-            before = time.perf_counter()
-            self.wire.apply_s += before - counted
-        self.wire.exchanges += 1
-
-    def _average(
-        self,
-        plan: Plan,
-        ranks: Topology,
-        tensors: _Tensors,
-        params: Flat,
-        agreed: Agreed,
-        turn: Turn,
-    ) -> None:
-        """Takes plain Lion's step on mean gradients of the parameters of `full_precision`."""
-        if not plan.full:
-            return
-        trainable = self._trainable()
-        momenta: list[Tensor | None] = [
-            self._flat_momentum(p) if k in plan.full_set and params[k] is not None else None
-            for k, p in enumerate(trainable)
-        ]
-        if self._equal_plan is not plan:
-            self._equalize([self._flat_momentum(trainable[k]) for k in sorted(plan.full_set)])
-            self._equal_plan = plan
-        # One random stream on all voters, whose momenta stay equal.
-        alike = replace(turn, rank=0)
-        step_in_full(plan.full, params, tensors.grads, momenta, agreed, ranks.voters, alike)
-
-    def _equalize(self, momenta: list[Tensor]) -> None:
-        """Averages momenta over the voters if they differ: after a load, for example."""
-        assert self._ranks is not None
-        voters = self._ranks.voters
-        hashes = voters.gather_words([digest(fingerprints(momenta))], "hashes of momenta")
-        if len(set(hashes.view(-1).tolist())) > 1:
-            self._mean_of_voters(momenta)
-
-    def _mean_of_voters(self, momenta: list[Tensor]) -> None:
-        assert self._ranks is not None
-        voters = self._ranks.voters
-        for momentum in momenta:
-            total = momentum.to(voters.device_for(momentum.device), torch.float32, copy=True)
-            voters.all_reduce(total, "momenta").wait()
-            momentum.copy_(total.div_(voters.world_size))
+    def _after(self, step: int, ranks: Topology) -> None:
+        """Averages the momenta that are due, and compares replicas if it is their turn."""
+        if self.options.momentum_sync_every and ranks.voters.world_size > 1:
+            chosen = self._selected("momentum_sync")
+            full = self._selected("full_precision")
+            momenta = [
+                Momentum(self._flat_momentum(p), self.state[p])
+                for k, (_, p) in enumerate(self._all_named())
+                if p.requires_grad and chosen[k] and not full[k]
+            ]
+            synchronize(momenta, self.options, ranks, step)
+        every = self.options.check_replicas_every
+        if every and step % every == 0:
+            compare_replicas(self._named(), ranks.everyone, step, ranks.alike)
 
     def synchronize_momentum(self) -> None:
         """Replaces every momentum by its mean over the voters; every rank must call this.
 
         The state dict of any rank is then that of all. Bytes per rank: 8 (N - 1) / N an element.
         """
-        if self._world_size() == 1:
-            return
-        self._topology()
-        self._mean_of_voters([self._flat_momentum(p) for p in self._trainable()])
+        if self._world_size() > 1:
+            momenta = [self._flat_momentum(p) for p in self._trainable()]
+            average_whole(momenta, self._topology().voters)
 
-    def _synchronize(self, ranks: Topology, step: int) -> None:
-        """Averages this step's slice of the selected momenta, and compares replicas if asked."""
-        every = self.options.momentum_sync_every
-        if every:
-            chosen = self._selected("momentum_sync")
-            full = self._selected("full_precision")
-            momenta = [
-                self._flat_momentum(p)
-                for k, (_, p) in enumerate(self._all_named())
-                if p.requires_grad and chosen[k] and not full[k]
-            ]
-            total = sum(momentum.numel() for momentum in momenta)
-            average_momenta(momenta, ranks.voters, *slice_of(total, every, step))
-        every = self.options.check_replicas_every
-        if every and step % every == 0:
-            compare_replicas(self._named(), ranks.everyone, step, ranks.alike)
+    def momentum_divergence(self) -> dict[str, float]:
+        """Returns how far the ranks' momenta differ, by name, as momentum_sync="auto" measured it.
 
-    def _collect(self) -> _Tensors:
-        """Returns this rank's flat tensors; unscales gradients if GradScaler left that to us."""
-        whole = self._trainable()
-        plan, params = self._planned()
-        self._check_attached(whole)
-        names = [str(line[0]) for line in plan.lines]
-        grads: list[Tensor | None] = [None] * len(params)
-        for k, (name, p) in enumerate(zip(names, whole, strict=True)):
-            if p.grad is not None:
-                local.check_gradient(name, p.grad, p)
-                grads[k] = local.flat_like(fsdp.local_part(p.grad.detach()), params[k])
-        present = [grad is not None for grad in grads]
-        here = [grad for grad in grads if grad is not None and grad.numel()]
-        finite = self._unscale(here)
-        if not self.state and all(float(group["lr"]) == 0 for group in self.param_groups):
-            # torch.distributed.checkpoint takes such a step, with zeros for gradients, to have the
-            # state made. Nobody votes in it, so it changes and counts nothing.
-            for k, p in enumerate(whole):
-                self._momentum(p)
-                grad = grads[k]
-                if grad is not None and not grad.any():
-                    grads[k], present[k] = None, False
-        momenta = [
-            self._flat_momentum(p) if own else None for p, own in zip(whole, present, strict=True)
-        ]
-        tensors = _Tensors([local.flat_view(p) for p in params], grads, momenta, present, finite)
-        if not finite:
-            tensors.abstain(False, [])
-        return tensors
+        0: all ranks have one momentum. About 1 - 1/N: they have nothing in common.
+        """
+        return {
+            name: float(self.state[p]["divergence"])
+            for name, p in self._all_named()
+            if "divergence" in self.state.get(p, {})
+        }
 
-    def _planned(self) -> tuple[Plan, list[Tensor]]:
-        """Returns the plan, made anew if tensors have changed, and the trainable local tensors."""
-        params = [fsdp.local_part(p.detach()) for p in self._trainable()]
+    def _planned(self) -> tuple[Plan, list[Tensor], list[Tensor]]:
+        """Returns the plan, made anew if tensors have changed, and trainable and local tensors."""
+        trainable = self._trainable()
+        params = [fsdp.local_part(p.detach()) for p in trainable]
         shapes = local.shapes_of(params, self.param_groups)
         if self._plan is None or self._plan.shapes != shapes:
-            fsdp.check_sharding(
-                [(n, p) for n, p in self._all_named() if p.requires_grad], self._replicate
-            )
+            named = [(n, p) for n, p in self._all_named() if p.requires_grad]
+            fsdp.check_sharding(named, self._replicate)
             full = self._selected("full_precision")
-            trainable = [p.requires_grad for _, p in self._all_named()]
-            self._plan = Plan.of(
-                params, self.param_groups, [f for f, t in zip(full, trainable, strict=True) if t]
-            )
-        return self._plan, params
+            own = [f for f, (_, p) in zip(full, self._all_named(), strict=True) if p.requires_grad]
+            self._plan = Plan.of(params, self.param_groups, own)
+        return self._plan, trainable, params
 
     def _check_attached(self, params: list[Tensor]) -> None:
         """Refuses a step that would be wrong without `attach`.
@@ -456,27 +404,17 @@ class DistributedLion(torch.optim.Optimizer):
             state["exp_avg"] = momentum
         return momentum
 
-    def _warn_if_averaged(self, tensors: _Tensors) -> None:
-        """Warns at the first step if all ranks have equal gradients: DDP may have averaged them.
-
-        Every rank calls this. Bytes per rank: 16 (N - 1).
-        """
-        ranks = self._ranks
-        if ranks is None or self._compared_gradients:
-            return
-        self._compared_gradients = True
-        grads = [grad for grad in tensors.grads if grad is not None]
-        words = [digest(fingerprints(grads)), int(any(bool(grad.any()) for grad in grads))]
-        table = ranks.voters.gather_words(words, "hashes of gradients").tolist()
-        equal = all(row == table[0] for row in table) and table[0][1] == 1
-        if equal and len(table) > 1 and ranks.everyone.rank == 0:
-            warnings.warn(
-                "all ranks have equal gradients. If the model is wrapped in "
-                "DistributedDataParallel, add optimizer.attach(ddp_model): DDP still averages "
-                "gradients, so training is right, but at full traffic. If it isn't, all ranks "
-                "train on the same data: check the sampler",
-                stacklevel=4,
-            )
+    def _warn_of_equal_ranks(self, tensors: Tensors, ranks: Topology) -> None:
+        """Warns at the first step of equal gradients, and after a load of equal momenta."""
+        rank, voters = ranks.everyone.rank, ranks.voters
+        if not self._compared_gradients:
+            self._compared_gradients = True
+            grads = [grad for grad in tensors.grads if grad is not None]
+            warn_of_averaged_gradients(grads, voters, rank)
+        if self._loads != self._compared_loads:
+            self._compared_loads = self._loads
+            momenta = [self._flat_momentum(p) for p in self._trainable() if p in self.state]
+            warn_of_copied_momenta(momenta, voters, rank)
 
     def _flat_momentum(self, param: Tensor) -> Tensor:
         """Returns this rank's part of a parameter's momentum, flat."""
@@ -490,17 +428,6 @@ class DistributedLion(torch.optim.Optimizer):
             )
             self._meetings = Meetings(self._ranks.everyone, self._ranks.alike)
         return self._ranks
-
-    def _agree(self, tensors: _Tensors, failure: BaseException | None) -> Agreed:
-        """Exchanges headers with all ranks; raises on all of them if they don't agree."""
-        if self._world_size() == 1:
-            return Agreed([tensors.finite], [tensors.present])
-        ranks = self._topology()
-        agreed = self._meet(Kind.STEP, failure, {}, tensors)
-        _ = ranks.voters  # Made on all ranks together: their options are equal.
-        if ranks.local_size == 1 and ranks.alike is None:
-            return agreed
-        return agreed.by_voter(self._voter_of_rank(ranks))
 
     def meet(
         self, kind: Kind, failure: BaseException | None, also: Mapping[str, object]
@@ -531,7 +458,7 @@ class DistributedLion(torch.optim.Optimizer):
                 self._planned()
             except Exception as error:
                 failure = error
-        self._meet(kind, failure, also, _Tensors.none())
+        self._meet(kind, failure, also, Tensors())
         _ = ranks.voters
         return ranks
 
@@ -540,77 +467,42 @@ class DistributedLion(torch.optim.Optimizer):
         kind: Kind,
         failure: BaseException | None,
         also: Mapping[str, object],
-        tensors: _Tensors,
+        tensors: Tensors,
     ) -> Agreed:
         assert self._meetings is not None
-        kept = ("lr", "betas", "weight_decay")
+        # A load is followed by a meeting of its own, which a rank alone would wait in.
+        options = {**self._compared, "calls of load_state_dict": self._loads, **also}
+        if self.options.momentum_sync == "auto":
+            options["divergences of momenta"] = list(self.momentum_divergence().values())
         report = Report(
             kind=kind,
             step=self.steps,
             finite=tensors.finite,
             failure=failure,
-            options={
-                **{name: str(value) for name, value in asdict(self.options).items()},
-                # A load is followed by a meeting of its own, which a rank alone would wait in.
-                "calls of load_state_dict": self._loads,
-                **also,
-            },
-            groups=[
-                {**{name: _plain(group[name]) for name in kept}, "parameters": len(group["params"])}
-                for group in self.param_groups
-            ],
+            options=options,
+            groups=_hyperparameters(self.param_groups),
             layout=self._plan.lines if self._plan is not None else [],
             present=tensors.present,
             values=self._hashes,
         )
         return self._meetings.meet(report)
 
-    @property
-    def run_id(self) -> int:
-        """A random number that all ranks drew together at their first meeting."""
-        return 0 if self._meetings is None else self._meetings.run_id
-
-    def _voter_of_rank(self, ranks: Topology) -> list[int]:
-        """Returns the number of each rank's voter: its node, or its replica of shards."""
-        if ranks.alike is None:
-            return [rank // ranks.local_size for rank in range(ranks.everyone.world_size)]
-        number = {rank: own for column in ranks.alike for own, rank in enumerate(column)}
-        return [number[rank] for rank in range(ranks.everyone.world_size)]
-
-    def _count_abstentions(self, agreed: Agreed) -> None:
-        """Raises on every rank if one has abstained too often in a row."""
-        counts = self._abstained or [0] * len(agreed.finite)
-        self._abstained = [0 if ok else n + 1 for n, ok in zip(counts, agreed.finite, strict=True)]
-        self.wire.abstentions += agreed.finite.count(False)
-        most = max(self._abstained)
-        if most >= self.options.max_abstained_steps:
-            ranks = [str(r) for r, count in enumerate(self._abstained) if count == most]
-            raise RuntimeError(
-                f"gradients of rank {', '.join(ranks)} held a NaN or an Inf in {most} steps in a "
-                f"row: lower the learning rate, check that rank's data, or raise "
-                f"max_abstained_steps ({self.options.max_abstained_steps})"
-            )
+    def _rule(self, ranks: Topology) -> Rule:
+        if self.options.aggregation == "average":
+            return Average(ranks.voters.world_size, self.options.bits)
+        return Majority(self.options.ties)
 
     def _turn(self) -> Turn:
         return Turn(
             step=self.steps + 1,
-            rank=self._voter,
+            rank=0 if self._ranks is None else self._ranks.voter,
             seed=self.options.seed,
             bits=self.options.bits,
             level_scale=self.options.level_scale,
+            exchange=self.options.exchange,
             groups=self.param_groups,
             scratch=self._scratch,
         )
-
-    def _rule(self, voters: int) -> Rule:
-        if self.options.aggregation == "average":
-            return Average(voters, self.options.bits)
-        return Majority(self.options.ties)
-
-    @property
-    def _voter(self) -> int:
-        ranks = self._ranks
-        return 0 if ranks is None else self._voter_of_rank(ranks)[ranks.everyone.rank]
 
     def _trainable(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
@@ -663,7 +555,7 @@ class DistributedLion(torch.optim.Optimizer):
             self.state[order[number]]["exp_avg"] = momentum
         self._plan = None
         self._loads += 1
-        self._abstained = []
+        self._abstentions = Abstentions(self.options.max_abstained_steps)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what pickle and deepcopy carry: never the process group."""
@@ -678,38 +570,14 @@ class DistributedLion(torch.optim.Optimizer):
             self._begin(options, None, None)
 
 
-class _Tensors:
-    """This rank's flat tensors in one step, by index of the trainable parameter."""
-
-    def __init__(
-        self,
-        params: list[Tensor],
-        grads: list[Tensor | None],
-        momenta: list[Tensor | None],
-        present: list[bool],
-        finite: bool,
-    ) -> None:
-        self.params, self.grads, self.momenta = params, grads, momenta
-        self.present, self.finite = present, finite
-
-    @classmethod
-    def none(cls) -> _Tensors:
-        """Returns what a rank has that failed before it could look."""
-        return cls([], [], [], [], True)
-
-    def abstain(self, finite: bool, present: list[bool]) -> None:
-        """Drops what this rank's voter doesn't vote on; momenta of it stay."""
-        for k in range(len(self.grads)):
-            if not (finite and present[k]):
-                self.grads[k] = self.momenta[k] = None
-
-    def moved(self, agreed: Agreed) -> Flat:
-        """Returns the parameters that some rank with finite gradients has a gradient for."""
-        return [param if any(agreed.votes(k)) else None for k, param in enumerate(self.params)]
-
-
-def _plain(value: Any) -> object:
-    """Returns a hyperparameter as ranks can compare it."""
-    if isinstance(value, (tuple, list)):
-        return tuple(float(own) for own in value)
-    return float(value)
+def _hyperparameters(groups: list[dict[str, Any]]) -> list[dict[str, object]]:
+    """Returns what ranks compare of the parameter groups."""
+    return [
+        {
+            "lr": float(group["lr"]),
+            "betas": [float(group["betas"][0]), float(group["betas"][1])],
+            "weight_decay": float(group["weight_decay"]),
+            "parameters": len(group["params"]),
+        }
+        for group in groups
+    ]

@@ -164,8 +164,8 @@ def train(rank: int, world_size: int, case: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("case", [pytest.param("plain", marks=pytest.mark.smoke), *list(CASES)[1:]])
-def test_gradients_equal_those_without_ddp_bit_for_bit(ranks: RankPools, case: str) -> None:
-    assert ranks(2).run(train, case) == [[True] * 3] * 2
+def test_gradients_equal_those_without_ddp_bit_for_bit(pools: RankPools, case: str) -> None:
+    assert pools(2).run(train, case) == [[True] * 3] * 2
 
 
 def train_alone(rank: int, world_size: int, trained: bool) -> list[str]:
@@ -182,8 +182,8 @@ def train_alone(rank: int, world_size: int, trained: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_an_attached_rank_trains_without_the_others(ranks: RankPools, trained: bool) -> None:
-    assert ranks(2).run(train_alone, trained, timeout=20) == [[], []]
+def test_an_attached_rank_trains_without_the_others(pools: RankPools, trained: bool) -> None:
+    assert pools(2).run(train_alone, trained, timeout=20) == [[], []]
 
 
 def train_batch_norm(rank: int, world_size: int) -> list[Tensor]:
@@ -199,8 +199,8 @@ def train_batch_norm(rank: int, world_size: int) -> list[Tensor]:
         return found
 
 
-def test_batch_norm_starts_each_forward_from_the_statistics_of_rank_0(ranks: RankPools) -> None:
-    first, second = ranks(2).run(train_batch_norm)
+def test_batch_norm_starts_each_forward_from_the_statistics_of_rank_0(pools: RankPools) -> None:
+    first, second = pools(2).run(train_batch_norm)
     assert all(map(torch.equal, first, second))
     assert not torch.equal(first[0], first[2])
 
@@ -234,8 +234,8 @@ WAYS = ["interrupted", "batch norm", "static graph", "garbage", "attached again"
 
 
 @pytest.mark.parametrize("how", [pytest.param("plain", marks=pytest.mark.smoke), *WAYS])
-def test_a_wrapper_without_owners_averages(ranks: RankPools, how: str) -> None:
-    for found in ranks(2).run(train_then_release, how):
+def test_a_wrapper_without_owners_averages(pools: RankPools, how: str) -> None:
+    for found in pools(2).run(train_then_release, how):
         assert all(found)
 
 
@@ -256,8 +256,8 @@ def average_in_a_node(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
-def test_a_node_group_averages_inside_the_node_only(ranks: RankPools) -> None:
-    results = ranks(3).run(average_in_a_node)
+def test_a_node_group_averages_inside_the_node_only(pools: RankPools) -> None:
+    results = pools(3).run(average_in_a_node)
     bare = [result["bare"][0] for result in results]
     for result, expected in zip(results, [(bare[0] + bare[1]) / 2] * 2 + [bare[2]], strict=True):
         assert all(torch.equal(found, expected) for found in result["node"])
@@ -283,9 +283,9 @@ def step_with_another(rank: int, world_size: int) -> dict[str, str]:
         return {**found, "hooks": str(list(hooks).count(_check_step))}
 
 
-def test_another_optimizer_may_not_step_attached_gradients(ranks: RankPools) -> None:
+def test_another_optimizer_may_not_step_attached_gradients(pools: RankPools) -> None:
     assert _check_step not in _global_optimizer_pre_hooks.values()
-    for found in ranks(2).run(step_with_another):
+    for found in pools(2).run(step_with_another):
         assert found.pop("adamw attached").startswith("RuntimeError: AdamW would step")
         assert found.pop("hooks") == "1"
         assert set(found.values()) == {"accepted"}
@@ -316,8 +316,8 @@ def train_a_copy(rank: int, world_size: int, how: str, norm: bool) -> dict[str, 
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "average"])
-def test_a_copy_of_a_wrapper_averages(ranks: RankPools, how: str, norm: bool) -> None:
-    for found in ranks(2).run(train_a_copy, how, norm):
+def test_a_copy_of_a_wrapper_averages(pools: RankPools, how: str, norm: bool) -> None:
+    for found in pools(2).run(train_a_copy, how, norm):
         assert all(found.values()), found
 
 
@@ -344,9 +344,9 @@ def share_a_wrapper(rank: int, world_size: int, norm: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("norm", [False, True])
-def test_optimizers_share_a_wrapper_or_take_over(ranks: RankPools, norm: bool) -> None:
+def test_optimizers_share_a_wrapper_or_take_over(pools: RankPools, norm: bool) -> None:
     unowned = "trainable parameters of the DDP wrapper belong to no attached optimizer"
-    for found in ranks(2).run(share_a_wrapper, norm):
+    for found in pools(2).run(share_a_wrapper, norm):
         assert unowned in found["unknown"]
         assert "Owner would step" in found["early"]
         assert found["shared"] == (True, True)
@@ -397,8 +397,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_attach_refuses_a_wrapper_that_it_cannot_serve(ranks: RankPools, what: str) -> None:
-    for message in ranks(2).run(refuse, what):
+def test_attach_refuses_a_wrapper_that_it_cannot_serve(pools: RankPools, what: str) -> None:
+    for message in pools(2).run(refuse, what):
         assert message.startswith(REFUSED[what])
 
 
@@ -417,8 +417,8 @@ def join(rank: int, world_size: int, norm: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("norm", [False, True])
-def test_join_is_refused(ranks: RankPools, norm: bool) -> None:
-    for messages in ranks(2).run(join, norm):
+def test_join_is_refused(pools: RankPools, norm: bool) -> None:
+    for messages in pools(2).run(join, norm):
         for message in messages:
             assert message.startswith("RuntimeError: DistributedLion does not work in ddp.join()")
 
@@ -434,5 +434,5 @@ def attach_and_forget(rank: int, world_size: int) -> list[bool]:
     return [ref() is None for ref in gone]
 
 
-def test_neither_wrapper_nor_optimizer_is_kept_alive(ranks: RankPools) -> None:
-    assert ranks(2).run(attach_and_forget) == [[True, True]] * 2
+def test_neither_wrapper_nor_optimizer_is_kept_alive(pools: RankPools) -> None:
+    assert pools(2).run(attach_and_forget) == [[True, True]] * 2

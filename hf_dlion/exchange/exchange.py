@@ -146,18 +146,8 @@ def start(votes: Votes, name: ExchangeName, wire: Wire, rule: Rule, step: int) -
     """
     if name == "auto":
         bits, words = votes.planes.shape
-        sizes = {
-            choice: wire_bytes(
-                choice,
-                ranks=wire.world_size,
-                words=words,
-                rows=votes.rows.count,
-                bits=bits,
-                planes=rule.planes,
-            )
-            for choice in ("gather", "two_phase")
-        }
-        name = "two_phase" if sizes["two_phase"] < sizes["gather"] else "gather"
+        shared = (bits + rule.planes) * -(-words // wire.world_size)
+        name = "two_phase" if shared < bits * words else "gather"
     return (_TwoPhase if name == "two_phase" else _Gather)(votes, wire, rule, step)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -38,29 +37,25 @@ class Pending:
         Raises:
             LostRank: If another rank ended or stalled.
         """
-        with naming_losses(self._what, self._group, RuntimeError):
+        try:
             self._work.wait()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise lost(self._what, self._group, error) from error
 
 
-@contextlib.contextmanager
-def naming_losses(
-    what: str, group: dist.ProcessGroup, errors: type[RuntimeError]
-) -> Iterator[None]:
-    """Replaces a backend's error by a `LostRank` that says what this rank waited for."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except errors as error:
-        ranks = dist.get_process_group_ranks(group)
-        others = [rank for rank in ranks if rank != dist.get_rank()]
-        raise LostRank(
-            f"rank {dist.get_rank()} lost {named_ranks(others)} while waiting for {what}: a rank "
-            f"ended, left the training loop, skipped a step, or stalled for longer than the "
-            f"process group's timeout of {timeout_of(group)}. Read the output of the rank that "
-            f"ended first, and give every rank the same number of steps. Parameters may have moved "
-            f"in part, so restart all ranks from a checkpoint. torch says: {error}"
-        ) from error
+def lost(what: str, group: dist.ProcessGroup, error: BaseException) -> LostRank:
+    """Returns the error that says what this rank waited for, in the place of a backend's error."""
+    ranks = dist.get_process_group_ranks(group)
+    others = [rank for rank in ranks if rank != dist.get_rank()]
+    return LostRank(
+        f"rank {dist.get_rank()} lost {named_ranks(others)} while waiting for {what}: a rank "
+        f"ended, left the training loop, skipped a step, or stalled for longer than the process "
+        f"group's timeout of {timeout_of(group)}. Read the output of the rank that ended first, "
+        f"and give every rank the same number of steps. Parameters may have moved in part, so "
+        f"restart all ranks from a checkpoint. torch says: {error}"
+    )
 
 
 def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:

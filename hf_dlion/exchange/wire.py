@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_dlion.exchange.pending import LostRank, Pending, naming_losses, timeout_of
+from hf_dlion.exchange.pending import LostRank, Pending, lost, timeout_of
 
 __all__ = ["LostRank", "Pending", "Wire", "WireStats", "as_json"]
 
@@ -39,7 +41,8 @@ class WireStats:
         encode_s: Seconds spent on encoding votes and updating momenta.
         exchange_s: Seconds spent on waiting for collectives and counting votes.
         apply_s: Seconds spent on moving parameters.
-        agreement: Mean of |sum of votes| / number of voters in the last exchange; NaN before it.
+        sample: Words of this rank's votes and of the verdict in the last exchange; None before it,
+            with more than one bit, and with aggregation="average".
     """
 
     bytes_sent: int = 0
@@ -52,7 +55,25 @@ class WireStats:
     encode_s: float = 0.0
     exchange_s: float = 0.0
     apply_s: float = 0.0
-    agreement: float = math.nan
+    sample: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+
+    def add(self, name: str, since: float) -> float:
+        """Adds the seconds since a time of `time.perf_counter()` to a count; returns now."""
+        now = time.perf_counter()
+        setattr(self, name, getattr(self, name) + now - since)
+        return now
+
+    @property
+    def agreement(self) -> float:
+        """Share of this rank's last votes that the verdict followed, in the sample; NaN without.
+
+        It is 1 if all ranks agree, and near 0.5 if many ranks vote by the noise of their batches.
+        """
+        if self.sample is None:
+            return math.nan
+        own, verdict = self.sample
+        differs = (own ^ verdict).cpu().numpy().view(np.uint8)
+        return 1.0 - float(np.unpackbits(differs).mean())
 
 
 class Wire:
@@ -132,9 +153,7 @@ class Wire:
             what: What is gathered, for the message if a rank is lost.
         """
         self._count_to_each(tensor.numel() * tensor.element_size())
-        with naming_losses(what, self.group, dist.DistError):
-            work = _all_gather_single(out.view(-1), tensor.view(-1), self.group, async_op=True)
-        return Pending(work, what, self.group)
+        return self._start(what, _all_gather_single, out.view(-1), tensor.view(-1))
 
     def all_to_all(self, out: Tensor, tensor: Tensor, what: str) -> Pending:
         """Starts sending segment j of `tensor` to rank j, for all j; all ranks must call this.
@@ -150,11 +169,7 @@ class Wire:
             what: As for `all_gather`.
         """
         self._count_to_each(tensor[0].numel() * tensor.element_size())
-        with naming_losses(what, self.group, dist.DistError):
-            work = dist.all_to_all_single(
-                out.view(-1), tensor.view(-1), group=self.group, async_op=True
-            )
-        return Pending(work, what, self.group)
+        return self._start(what, dist.all_to_all_single, out.view(-1), tensor.view(-1))
 
     def all_reduce(self, tensor: Tensor, what: str) -> Pending:
         """Starts summing `tensor` over the ranks, in place; all ranks must call this.
@@ -167,12 +182,13 @@ class Wire:
         """
         per_rank = -(-tensor.numel() // self.world_size) * tensor.element_size()
         # A ring sends to the next rank only, which is a neighbor if all other ranks are.
-        inside = self.neighbors == self.world_size - 1
-        self._count(2 * (self.world_size - 1) * per_rank, inside=inside)
-        with naming_losses(what, self.group, dist.DistError):
-            work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        assert work is not None, "a member of the group gets a handle"
-        return Pending(work, what, self.group)
+        size = 2 * (self.world_size - 1) * per_rank
+        if self.neighbors == self.world_size - 1:
+            self.stats.node_bytes_sent += size
+        else:
+            self.stats.bytes_sent += size
+            self.stats.bytes_received += size
+        return self._start(what, dist.all_reduce, tensor)
 
     def gather_words(self, words: Sequence[int] | Tensor, what: str) -> Tensor:
         """Returns every rank's words, in rank order: int64, shape (N, n), on the CPU.
@@ -226,26 +242,32 @@ class Wire:
                 f"init_process_group was given device_id={world.bound_device_id}: leave out "
                 f"device_id, or train with all ranks"
             )
-        with naming_losses("a new process group", self.group, RuntimeError):
+        try:
             group: dist.ProcessGroup = dist.new_group(
                 [self.ranks[rank] for rank in members],
                 backend=str(dist.get_backend_config(self.group)),
                 timeout=timeout_of(self.group),
                 use_local_synchronization=True,
             )
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise lost("a new process group", self.group, error) from error
         return group
+
+    def _start(self, what: str, collective: Callable[..., Any], *tensors: Tensor) -> Pending:
+        try:
+            work = collective(*tensors, group=self.group, async_op=True)
+        except dist.DistError as error:
+            raise lost(what, self.group, error) from error
+        return Pending(work, what, self.group)
 
     def _count_to_each(self, size: int) -> None:
         """Counts `size` bytes to every other rank."""
-        self._count(size * self.neighbors, inside=True)
-        self._count(size * (self.world_size - 1 - self.neighbors), inside=False)
-
-    def _count(self, size: int, *, inside: bool) -> None:
-        if inside:
-            self.stats.node_bytes_sent += size
-        else:
-            self.stats.bytes_sent += size
-            self.stats.bytes_received += size
+        far = size * (self.world_size - 1 - self.neighbors)
+        self.stats.node_bytes_sent += size * self.neighbors
+        self.stats.bytes_sent += far
+        self.stats.bytes_received += far
 
 
 def as_json(value: object) -> bytes:

@@ -7,6 +7,7 @@ a meeting goes on is read from that gather, so all ranks take the same branches.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import secrets
 import weakref
@@ -22,6 +23,7 @@ from hf_dlion.exchange.pending import named_ranks
 from hf_dlion.exchange.wire import Wire
 from hf_dlion.ranks.fingerprint import digest
 from hf_dlion.ranks.header import (
+    FAILED,
     FINITE,
     FLAGS_AT,
     WIRE_VERSION,
@@ -101,6 +103,12 @@ class Agreed:
         pairs = zip(self.finite, self.present, strict=True)
         return [finite and present[index] for finite, present in pairs]
 
+    @functools.cached_property
+    def moves(self) -> list[bool]:
+        """By parameter, whether some rank has a finite gradient of it."""
+        rows = [row for finite, row in zip(self.finite, self.present, strict=True) if finite]
+        return [any(column) for column in zip(*rows, strict=True)]
+
     def by_voter(self, voter_of_rank: Sequence[int]) -> Agreed:
         """Returns the same by voter, which has what all of its ranks have.
 
@@ -159,8 +167,10 @@ class Meetings:
         self._made = next(self._met.made)
         self._number = 0
         self._layout: int | None = None
-        # The last layout's lines and hash, so a step compares lines instead of hashing them.
-        self._hashed: tuple[list[tuple[object, ...]], int] = ([], digest([]))
+        # The last layout's lines, and which gradients were there, with their hashes: mostly those
+        # of the next step.
+        self._lines: tuple[Sequence[tuple[object, ...]], int] = ([], digest([]))
+        self._present: tuple[list[bool], int] = ([], digest(pack_bools([])))
 
     def meet(self, report: Report) -> Agreed:
         """Checks that all ranks agree; every rank must call this.
@@ -174,15 +184,20 @@ class Meetings:
             BaseException: The report's own failure.
             LostRank: If a rank does not come.
         """
-        failure, header = report.failure, self._failed(report)
+        failure, header = report.failure, None
         if failure is None:
             try:
                 header = self._header(report)
             except Exception as error:  # The other ranks wait for a header.
                 failure = error
-        headers = self._gather(header, report.finite)
+        table = self._gather(header or self._failed(report), report.finite)
+        if header is not None and header.layout == self._layout and _all_equal(table):
+            finite = table[0][FLAGS_AT] == FINITE
+            return Agreed([finite] * len(table), [self._present[0]] * len(table))
+        headers = [Header.unpacked(words) for words in table]
         if any(header.failed for header in headers):
             raise_together(failure, self._wire, _DOING[report.kind][1])
+        assert header is not None  # Its rank would have failed.
         _check_kinds([header.kind for header in headers])
         if len({header.optimizer for header in headers}) > 1:
             raise Disagreement(_OTHER_OPTIMIZER)
@@ -205,32 +220,34 @@ class Meetings:
         )
 
     def _header(self, report: Report) -> Header:
-        layout = list(report.layout)
-        if layout != self._hashed[0]:
-            self._hashed = layout, digest(_lines(layout))
+        if report.layout is not self._lines[0] and report.layout != self._lines[0]:
+            self._lines = report.layout, digest(_lines(report.layout))
+        if report.present != self._present[0]:
+            self._present = list(report.present), digest(pack_bools(report.present))
         return Header(
             kind=report.kind,
             optimizer=self._number,
             step=report.step,
             finite=not isinstance(report.finite, Tensor) and bool(report.finite),
             failed=False,
-            options=digest(_settings(report)),
-            layout=self._hashed[1],
-            presence=digest(pack_bools(report.present)),
+            options=digest([report.options, report.groups]),
+            layout=self._lines[1],
+            presence=self._present[1],
         )
 
-    def _gather(self, header: Header, finite: bool | Tensor) -> list[Header]:
+    def _gather(self, header: Header, finite: bool | Tensor) -> list[list[int]]:
+        """Returns every rank's header, all of this version."""
         words = torch.tensor(header.packed(), device=self._wire.control_device)
         if isinstance(finite, Tensor):
             words[FLAGS_AT] += FINITE * finite.to(words)
-        table = self._wire.gather_words(words, "a header").tolist()
+        table: list[list[int]] = self._wire.gather_words(words, "a header").tolist()
         versions = [words[0] for words in table]
-        if any(version != WIRE_VERSION for version in versions):
+        if versions != [WIRE_VERSION] * len(table):
             raise Disagreement(
                 f"ranks have different versions of the wire format, {_by_value(versions)}: install "
                 f"the same hf_dlion everywhere. Or {_ELSEWHERE}"
             )
-        return [Header.unpacked(words) for words in table]
+        return table
 
     def _raise_options(self, report: Report) -> None:
         difference = _first_difference("options", self._wire.gather_objects(_settings(report)))
@@ -294,7 +311,7 @@ class Meetings:
         )
 
     def _presence(self, headers: list[Header], report: Report) -> list[list[bool]]:
-        own = list(report.present)
+        own = self._present[0]
         if len({header.presence for header in headers}) == 1:
             return [own] * len(headers)
         table = self._wire.gather_words(pack_bools(own), "which parameters have a gradient")
@@ -334,6 +351,11 @@ def failure_text(failure: BaseException) -> str:
     if len(text) > _MOST_TOLD:
         text = f"{text[:_MOST_TOLD]} ... ({len(text)} characters)"
     return text.encode(errors="backslashreplace").decode()
+
+
+def _all_equal(table: list[list[int]]) -> bool:
+    """Returns whether all ranks sent one header, and nothing failed."""
+    return table.count(table[0]) == len(table) and not table[0][FLAGS_AT] & FAILED
 
 
 def _check_kinds(kinds: Sequence[int]) -> None:

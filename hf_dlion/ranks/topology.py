@@ -6,6 +6,7 @@ node 1: ranks c d      voters  {a c} {b d}: votes are exchanged
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -73,37 +74,47 @@ class Topology:
         self.local_size = 1
         self._local_group = local_group
         self._replicate = replicate.get_group() if isinstance(replicate, DeviceMesh) else replicate
-        self._voters: Wire | None = None
         self._node: Wire | None = None
         self._alike: list[list[int]] | None = None
 
-    @property
+    @functools.cached_property
     def voters(self) -> Wire:
         """The ranks that exchange votes with this one; `voters.rank` is the voter's number."""
-        return self._formed()
+        if self._replicate is not None:
+            return self._with_replicas(self._replicate)
+        if self._local_group is not None:
+            return self._with_nodes(self._local_group)
+        return self.everyone
 
-    @property
+    @functools.cached_property
     def node(self) -> Wire | None:
         """The ranks of this rank's node, None if every rank votes."""
-        self._formed()
+        _ = self.voters
         return self._node
 
-    @property
+    @functools.cached_property
     def alike(self) -> list[list[int]] | None:
         """Groups of ranks that hold the same parts, None if all ranks hold whole parameters."""
         if self._replicate is not None:
-            self._formed()
+            _ = self.voters
         return self._alike
 
-    def _formed(self) -> Wire:
-        if self._voters is None:
-            if self._replicate is not None:
-                self._voters = self._with_replicas(self._replicate)
-            elif self._local_group is not None:
-                self._voters = self._with_nodes(self._local_group)
-            else:
-                self._voters = self.everyone
-        return self._voters
+    @functools.cached_property
+    def voter_of_rank(self) -> list[int] | None:
+        """Number of each rank's voter, its node or its replica; None if every rank votes."""
+        _ = self.voters
+        if self.alike is not None:
+            number = {rank: own for column in self.alike for own, rank in enumerate(column)}
+            return [number[rank] for rank in range(self.everyone.world_size)]
+        if self.local_size == 1:
+            return None
+        return [rank // self.local_size for rank in range(self.everyone.world_size)]
+
+    @functools.cached_property
+    def voter(self) -> int:
+        """Number of this rank's voter."""
+        rank = self.everyone.rank
+        return rank if self.voter_of_rank is None else self.voter_of_rank[rank]
 
     def _with_replicas(self, group: dist.ProcessGroup) -> Wire:
         """Finds which ranks hold the same parts. Bytes per rank: 16 * (N - 1)."""

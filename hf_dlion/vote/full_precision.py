@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from hf_dlion.exchange.wire import Wire
 from hf_dlion.ranks.agreement import Agreed
-from hf_dlion.vote.message import Message
+from hf_dlion.ranks.fingerprint import digest, fingerprints
+from hf_dlion.vote.local import Plan
+from hf_dlion.vote.momentum_sync import average_whole
 from hf_dlion.vote.update import Flat, Turn, plain_lion
 
 
 def step_in_full(
-    messages: Sequence[Message],
+    plan: Plan,
     params: Flat,
     grads: Flat,
     momenta: Flat,
@@ -28,15 +31,20 @@ def step_in_full(
     message and dtype: 2 (N - 1) ceil(n / N) elements, as a ring.
 
     Args:
-        messages: Of the selected tensors.
+        plan: Its `full` messages are of the selected tensors.
         params: Flat parameters, changed in place; None stays.
         grads: Flat gradients; None counts as zeros.
-        momenta: Flat momenta of all selected tensors, equal on all voters, changed in place.
+        momenta: Flat momenta of all selected tensors, None for others; changed in place.
         agreed: Who has which gradient.
         wire: The voters.
-        turn: The step; momenta below float32 are rounded alike on all voters.
+        turn: The step.
     """
-    for message in messages:
+    if not plan.full_momenta_equal:
+        _equalize([m for m in momenta if m is not None], wire)
+        plan.full_momenta_equal = True
+    # One random stream on all voters, whose momenta stay equal.
+    turn = replace(turn, rank=0)
+    for message in plan.full:
         means: list[Tensor | None] = [None] * len(params)
         for dtype in dict.fromkeys(piece.dtype for piece in message.pieces):
             indices = [
@@ -57,6 +65,13 @@ def step_in_full(
             for index, part in zip(indices, parts, strict=True):
                 means[index] = part.div_(sum(agreed.votes(index)))
         plain_lion(message, params, means, momenta, turn)
+
+
+def _equalize(momenta: Sequence[Tensor], wire: Wire) -> None:
+    """Averages momenta over the voters if they differ, after a load for example."""
+    hashes = wire.gather_words([digest(fingerprints(momenta))], "hashes of momenta")
+    if len(set(hashes.view(-1).tolist())) > 1:
+        average_whole(momenta, wire)
 
 
 def _computed_in(param: Tensor | None) -> torch.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ Groups = Sequence[Mapping[str, Any]]
 Line = tuple[object, ...]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plan:
     """What doesn't change from step to step, until parameters are added, frozen or unfrozen.
 
@@ -27,6 +27,7 @@ class Plan:
         full: Of the tensors whose gradients are averaged instead.
         lines: A line per trainable tensor, for the comparison between ranks.
         full_set: Indices of the tensors in `full`.
+        full_momenta_equal: Whether their momenta are known to be equal on all voters.
     """
 
     shapes: tuple[Shape, ...]
@@ -34,6 +35,7 @@ class Plan:
     full: list[Message]
     lines: list[Line]
     full_set: frozenset[int]
+    full_momenta_equal: bool = False
 
     @classmethod
     def of(cls, params: Sequence[Tensor], groups: Groups, full: Sequence[bool]) -> Plan:
@@ -69,10 +71,35 @@ class Plan:
         )
 
 
+@dataclass
+class Tensors:
+    """This rank's flat tensors in one step, by index of the trainable parameter.
+
+    Attributes:
+        params: Parameters.
+        grads: Gradients; None where this rank's voter doesn't vote.
+        momenta: Momenta; None where this rank's voter doesn't vote.
+        present: Whether this rank has a gradient.
+        finite: Whether all of its gradients are finite.
+    """
+
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor | None] = field(default_factory=list)
+    momenta: list[Tensor | None] = field(default_factory=list)
+    present: list[bool] = field(default_factory=list)
+    finite: bool = True
+
+    def abstain(self, finite: bool, present: Sequence[bool]) -> None:
+        """Drops gradients and momenta of what this rank's voter doesn't vote on."""
+        for k, here in enumerate(present):
+            if not (finite and here):
+                self.grads[k] = self.momenta[k] = None
+
+
 def shapes_of(params: Sequence[Tensor], groups: Groups) -> tuple[Shape, ...]:
     """Returns the shapes of the trainable tensors, cheap enough for every step."""
     numbers = [g for g, group in enumerate(groups) for p in group["params"] if p.requires_grad]
-    return tuple(Shape.of(p, number) for p, number in zip(params, numbers, strict=True))
+    return tuple([Shape.of(p, number) for p, number in zip(params, numbers, strict=True)])
 
 
 def trainable_names(groups: Groups) -> list[str]:
@@ -104,15 +131,13 @@ def flat_view(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
-def flat_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Returns a tensor's elements in the memory order of another: a view, or else a copy."""
-    if tensor.stride() != like.stride():
-        tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
-    return flat_view(tensor)
+def flat_gradient(name: str, grad: Tensor, param: Tensor) -> Tensor:
+    """Returns a gradient's elements in the memory order of its parameter: a view, or else a copy.
 
-
-def check_gradient(name: str, grad: Tensor, param: Tensor) -> None:
-    """Refuses a gradient that the rule says nothing about.
+    Args:
+        name: Of the parameter.
+        grad: This rank's part of the gradient.
+        param: This rank's part of the parameter.
 
     Raises:
         NotImplementedError: If it is sparse.
@@ -128,6 +153,9 @@ def check_gradient(name: str, grad: Tensor, param: Tensor) -> None:
             f"the gradient of {name!r} has shape {tuple(grad.shape)}, its parameter "
             f"{tuple(param.shape)}"
         )
+    if grad.stride() != param.stride():
+        grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+    return flat_view(grad)
 
 
 def all_finite(grads: Sequence[Tensor]) -> bool:

@@ -25,7 +25,7 @@ from hf_dlion.exchange.exchange import Rows
 from hf_dlion.vote.codec import WORD
 
 # Elements of a piece: scratch of a core's cache on a CPU, whole messages on a GPU.
-PIECE = {"cpu": 1 << 18}
+PIECE = {"cpu": 1 << 17}
 PIECE_ELSEWHERE = 1 << 26
 # Elements of a message: enough that latency doesn't count, few enough that encoding one hides
 # behind sending another.
@@ -61,6 +61,7 @@ class Piece:
         dtype: Of the computation, float32 or float64.
         first: Number of the first element in the whole layout.
         words: The piece's words in its message.
+        device: Of the tensors.
     """
 
     parts: tuple[Part, ...]
@@ -68,6 +69,7 @@ class Piece:
     dtype: torch.dtype
     first: int
     words: slice
+    device: torch.device
 
     @functools.cached_property
     def size(self) -> int:
@@ -194,7 +196,9 @@ class _Layout:
         if self._open:
             message, (group, dtype) = self.messages[-1], self._key or (0, torch.float32)
             words = slice(self._start, message.words)
-            message.pieces.append(Piece(tuple(self._open), group, dtype, self._number, words))
+            message.pieces.append(
+                Piece(tuple(self._open), group, dtype, self._number, words, message.device)
+            )
             self._number += (words.stop - words.start) * WORD
             self._open = []
         self._start = self.messages[-1].words if self.messages else 0

@@ -10,6 +10,7 @@ Lion (Chen et al. 2023, arXiv 2302.06675, Algorithm 2), of which a rank sends si
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_dlion.exchange.exchange import Votes
-from hf_dlion.exchange.rule import Rule
+from hf_dlion.exchange import exchange
+from hf_dlion.exchange.exchange import ExchangeName, Votes
+from hf_dlion.exchange.rule import Majority, Rule
+from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote import codec
 from hf_dlion.vote.codec import WORD
 from hf_dlion.vote.message import Message, Part, Piece
@@ -28,6 +31,8 @@ Groups = Sequence[Mapping[str, Any]]
 # By index in the layout: this rank's flat tensor, or None where it takes no part.
 Flat = Sequence[Tensor | None]
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+# Words of a step's first message that `WireStats.agreement` looks at.
+SAMPLE = 1024
 
 
 @dataclass
@@ -55,6 +60,7 @@ class Turn:
         seed: Seed of the stochastic rounding.
         bits: Of a vote.
         level_scale: "word" or "tensor", with 2, 4 or 8 bits.
+        exchange: "auto", "gather" or "two_phase".
         groups: The parameter groups.
         scratch: Memory.
     """
@@ -64,8 +70,55 @@ class Turn:
     seed: int
     bits: int
     level_scale: str
+    exchange: ExchangeName
     groups: Groups
     scratch: Scratch
+
+
+def step_by_votes(
+    messages: Sequence[Message],
+    params: Flat,
+    grads: Flat,
+    momenta: Flat,
+    turn: Turn,
+    rule: Rule,
+    ranks: Topology,
+) -> None:
+    """Takes a step: all messages are encoded and sent, then counted, then applied.
+
+    Every rank must call this with the same messages. Bytes: see `exchange.exchange`.
+
+    Args:
+        messages: The plan's.
+        params: Flat parameters, changed in place; None stays.
+        grads: Flat gradients, not changed; None abstains.
+        momenta: Flat momenta, changed in place; None where `grads` has None.
+        turn: The step.
+        rule: What becomes of the votes.
+        ranks: Several ranks.
+    """
+    stats, voters, node = ranks.voters.stats, ranks.voters, ranks.node
+    now = time.perf_counter()
+    means: Flat = ()
+    if turn.bits > 1 and turn.level_scale == "tensor":
+        means = tensor_means(messages, grads, momenta, turn)
+    under_way: list[exchange.Exchange] = []
+    for message in messages:
+        votes = encode(message, grads, momenta, turn, means)
+        if not under_way:
+            own = votes.planes[0, :SAMPLE].clone()
+        if node is None:
+            under_way.append(exchange.start(votes, turn.exchange, voters, rule, turn.step))
+        else:
+            under_way.append(exchange.InNode(votes, turn.exchange, voters, node, rule, turn.step))
+    now = stats.add("encode_s", now)
+    for k, verdict in enumerate(exchange.complete(under_way)):
+        now = stats.add("exchange_s", now)
+        if k == 0 and turn.bits == 1 and isinstance(rule, Majority):
+            stats.sample = own, verdict.planes[0][:SAMPLE].clone()
+        move(messages[k], params, verdict.planes, verdict.voters, rule, turn)
+        now = stats.add("apply_s", now)
+    stats.exchanges += 1
 
 
 def encode(message: Message, grads: Flat, momenta: Flat, turn: Turn, means: Flat) -> Votes:
@@ -156,7 +209,7 @@ def move(
     """
     by_word = None if voters is None else voters[message.rows.of_word]
     for piece in message.pieces:
-        if all(params[part.tensor] is None for part in piece.parts):
+        if not _moves(piece, params):
             continue
         group = turn.groups[piece.group]
         p = gather(piece, params, "parameter", turn.scratch)
@@ -170,12 +223,16 @@ def move(
 def plain_lion(message: Message, params: Flat, grads: Flat, momenta: Flat, turn: Turn) -> None:
     """Takes Lion's step on a message, for one rank alone: v = sign(u), sign(0) = 0."""
     for piece in message.pieces:
-        if all(params[part.tensor] is None for part in piece.parts):
+        if not _moves(piece, params):
             continue
         u = direction(piece, grads, momenta, turn, advance=True)
         p = gather(piece, params, "parameter", turn.scratch)
         u.sign_().mul_(float(turn.groups[piece.group]["lr"]))
         _apply(piece, p, u, params, turn)
+
+
+def _moves(piece: Piece, params: Flat) -> bool:
+    return any([params[part.tensor] is not None for part in piece.parts])
 
 
 def _apply(piece: Piece, p: Tensor, step: Tensor, params: Flat, turn: Turn) -> None:
@@ -187,40 +244,58 @@ def _apply(piece: Piece, p: Tensor, step: Tensor, params: Flat, turn: Turn) -> N
 
 def gather(piece: Piece, tensors: Flat, name: str, scratch: Scratch) -> Tensor:
     """Returns a piece's elements: a view of the tensor where possible, else scratch."""
-    first = tensors[piece.parts[0].tensor]
-    if piece.is_whole and first is not None and first.dtype == piece.dtype:
-        return first[piece.parts[0].start : piece.parts[0].stop]
-    here = [part for part in piece.parts if tensors[part.tensor] is not None]
-    device = next((t.device for t in tensors if t is not None), torch.device("cpu"))
-    flat = scratch(name, piece.size, piece.dtype, device).zero_()
-    if here:
-        targets = [flat[part.at : part.at + part.stop - part.start] for part in here]
-        torch._foreach_copy_(targets, [_part(tensors, part) for part in here])
+    whole = _whole(piece, tensors)
+    if whole is not None:
+        return whole
+    flat = scratch(name, piece.size, piece.dtype, piece.device).zero_()
+    places, values, _ = _parts(piece, flat, tensors)
+    if values:
+        torch._foreach_copy_(places, values)
     return flat
 
 
 def put(piece: Piece, flat: Tensor, tensors: Flat, turn: Turn, stream: int) -> None:
     """Writes a piece's elements back, rounded where the tensors have less precision."""
-    first = tensors[piece.parts[0].tensor]
-    if piece.is_whole and first is not None and first.dtype == piece.dtype:
+    if _whole(piece, tensors) is not None:
         return  # `gather` gave a view.
-    here = [part for part in piece.parts if tensors[part.tensor] is not None]
-    if not here:
-        return
-    targets = [_part(tensors, part) for part in here]
-    sources = [flat[part.at : part.at + part.stop - part.start] for part in here]
-    if any(target.dtype in LOW_PRECISION for target in targets):
+    values, places, parts = _parts(piece, flat, tensors)
+    if any([place.dtype in LOW_PRECISION for place in places]):
         random = turn.scratch("random", piece.size, torch.int32, flat.device)
         random_bits(piece.size, piece.first, turn.step, turn.seed, stream, random)
-        for k, (part, target) in enumerate(zip(here, targets, strict=True)):
-            if target.dtype in LOW_PRECISION:
-                x = sources[k]
+        for k, (part, place) in enumerate(zip(parts, places, strict=True)):
+            if place.dtype in LOW_PRECISION:
+                x = values[k]
                 if stream != PARAMETERS:
                     # An Inf would decay to Inf and decide the vote forever.
-                    x.clamp_(-torch.finfo(target.dtype).max, torch.finfo(target.dtype).max)
-                own = random[part.at : part.at + x.numel()]
-                sources[k] = round_to(x, target.dtype, own)
-    torch._foreach_copy_(targets, sources)
+                    x.clamp_(-torch.finfo(place.dtype).max, torch.finfo(place.dtype).max)
+                values[k] = round_to(x, place.dtype, random[part.at : part.at + x.numel()])
+    if places:
+        torch._foreach_copy_(places, values)
+
+
+def _whole(piece: Piece, tensors: Flat) -> Tensor | None:
+    """Returns the stretch of the one tensor that a piece is, if it needs no conversion."""
+    if not piece.is_whole:
+        return None
+    part = piece.parts[0]
+    tensor = tensors[part.tensor]
+    if tensor is None or tensor.dtype != piece.dtype:
+        return None
+    return tensor[part.start : part.stop]
+
+
+def _parts(
+    piece: Piece, flat: Tensor, tensors: Flat
+) -> tuple[list[Tensor], list[Tensor], list[Part]]:
+    """Returns views of a piece's scratch, and the stretches of tensors that they stand for."""
+    ours, theirs, parts = [], [], []
+    for part in piece.parts:
+        tensor = tensors[part.tensor]
+        if tensor is not None:
+            ours.append(flat[part.at : part.at + part.stop - part.start])
+            theirs.append(tensor[part.start : part.stop])
+            parts.append(part)
+    return ours, theirs, parts
 
 
 def rows_of(words: Tensor, message: Message) -> Tensor:
@@ -245,12 +320,6 @@ def _codes(piece: Piece, u: Tensor, turn: Turn, means: Flat) -> Tensor:
             ]
         )
     return codec.level_codes(u, magnitude, turn.bits, phase)
-
-
-def _part(tensors: Flat, part: Part) -> Tensor:
-    tensor = tensors[part.tensor]
-    assert tensor is not None
-    return tensor[part.start : part.stop]
 
 
 def _tree_sum(values: Tensor) -> Tensor:

@@ -56,17 +56,17 @@ def _threads_and_seed(rank: int, world_size: int) -> tuple[int, float]:
     return torch.get_num_threads(), float(torch.rand(()))
 
 
-def test_results_come_back_in_rank_order_from_processes_that_are_reused(ranks: RankPools) -> None:
-    first = ranks(3).run(_sum_of_ranks, 1)
-    second = ranks(3).run(_sum_of_ranks, 10)
+def test_results_come_back_in_rank_order_from_processes_that_are_reused(pools: RankPools) -> None:
+    first = pools(3).run(_sum_of_ranks, 1)
+    second = pools(3).run(_sum_of_ranks, 10)
     assert [float(total) for _, total in first] == [3.0] * 3
     assert [float(total) for _, total in second] == [30.0] * 3
     assert [pid for pid, _ in first] == [pid for pid, _ in second]
     assert len({pid for pid, _ in first}) == 3
 
 
-def test_every_call_starts_from_one_thread_and_the_same_seed(ranks: RankPools) -> None:
-    answers = ranks(2).run(_threads_and_seed) + ranks(2).run(_threads_and_seed)
+def test_every_call_starts_from_one_thread_and_the_same_seed(pools: RankPools) -> None:
+    answers = pools(2).run(_threads_and_seed) + pools(2).run(_threads_and_seed)
     assert set(answers) == {(1, answers[0][1])}
 
 

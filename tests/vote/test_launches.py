@@ -45,6 +45,7 @@ def launches(bits: int, ranks: int, dtype: torch.dtype) -> Counter[str]:
         seed=0,
         bits=bits,
         level_scale="word",
+        exchange="gather",
         groups=groups,
         scratch=Scratch(),
     )

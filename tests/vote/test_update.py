@@ -51,7 +51,7 @@ class Ranks:
         flats = []
         for rank in range(ranks):
             own = [
-                None if g is None or not finite[rank] else local.flat_like(g, p)
+                None if g is None or not finite[rank] else local.flat_gradient("p", g, p)
                 for g, p in zip(grads[rank], self.params, strict=True)
             ]
             kept = [
@@ -69,6 +69,7 @@ class Ranks:
                 seed=lions.seed,
                 bits=lions.bits,
                 level_scale=lions.level_scale,
+                exchange="gather",
                 groups=self.groups,
                 scratch=Scratch(),
             )
@@ -188,7 +189,7 @@ def test_a_channels_last_tensor_moves_in_its_own_memory_order() -> None:
     ours.momenta = [[torch.zeros_like(param)] for _ in range(3)]
     ours.params = [torch.nn.Parameter(param.clone())]
     ours.groups[0]["params"] = ours.params
-    lions.step([[local.flat_like(g, param).view(4, -1)] for g in grads])
+    lions.step([[local.flat_gradient("p", g, param).view(4, -1)] for g in grads])
     ours.step([[g] for g in grads])
     assert ours.params[0].stride() == param.stride()
     assert torch.equal(local.flat_view(ours.params[0]).view(4, -1), lions.params[0])

@@ -1,0 +1,45 @@
+"""How often each rank has abstained in a row, because its gradients held a NaN or an Inf."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hf_dlion.exchange.pending import named_ranks
+
+
+class Abstentions:
+    """Counts steps in which ranks abstained, the same counts on every rank."""
+
+    def __init__(self, most: int) -> None:
+        """Begins with none.
+
+        Args:
+            most: Steps in a row that are too many.
+        """
+        self._most = most
+        self._in_a_row: list[int] = []
+
+    def count(self, finite: Sequence[bool]) -> int:
+        """Returns how many ranks abstain in this step.
+
+        Args:
+            finite: By rank, whether its gradients are finite.
+
+        Raises:
+            RuntimeError: On every rank, if one abstained too often in a row.
+        """
+        missing = list(finite).count(False)
+        if not missing:
+            self._in_a_row = []
+            return 0
+        before = self._in_a_row or [0] * len(finite)
+        self._in_a_row = [0 if ok else n + 1 for ok, n in zip(finite, before, strict=True)]
+        most = max(self._in_a_row)
+        if most >= self._most:
+            ranks = [rank for rank, count in enumerate(self._in_a_row) if count == most]
+            raise RuntimeError(
+                f"gradients of {named_ranks(ranks)} held a NaN or an Inf in {most} steps in a row: "
+                f"lower the learning rate, check that rank's data, or raise max_abstained_steps "
+                f"({self._most})"
+            )
+        return missing
