@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -17,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.agreement import Disagreement
-from hf_dlion.vote.momentum_sync import slice_of
 from tests.support.definition import Lions
 from tests.support.spawn import RankPools
 
@@ -112,6 +112,26 @@ def test_nodes_need_attach(pools: RankPools) -> None:
     assert all(
         "needs optimizer.attach(ddp_model)" in text for text in pools(2).run(unattached_node)
     )
+
+
+def refused_on_one_rank(rank: int, world_size: int) -> str:
+    ddp = DistributedDataParallel(model_of())
+    optimizer = DistributedLion(ddp.named_parameters(), lr=0.01, local_group=2)
+    try:
+        optimizer.attach(ddp.module if rank == 1 else ddp)
+    except TypeError as error:
+        return str(error)
+    finally:
+        optimizer.detach()
+        del ddp
+        end()
+    return ""
+
+
+def test_an_attach_that_is_refused_on_one_rank_hangs_nobody(pools: RankPools) -> None:
+    said = pools(4).run(refused_on_one_rank, timeout=30)
+    assert said[0] == said[2] == said[3] == ""
+    assert said[1].startswith("attach() needs a DistributedDataParallel")
 
 
 def uneven_nodes(rank: int, world_size: int) -> str:
@@ -248,38 +268,6 @@ def test_full_precision_is_lion_on_the_mean_gradient(pools: RankPools) -> None:
     pools(2).run(in_full)
 
 
-def synced(rank: int, world_size: int) -> list[float]:
-    model = model_of()
-    optimizer = DistributedLion(
-        model.named_parameters(), lr=0.01, momentum_sync_every=1, momentum_sync="0.*;*bias"
-    )
-    spreads = []
-    for step in range(4):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().sum().backward()
-        optimizer.step()
-    for p in model.parameters():
-        momentum = optimizer.state[p]["exp_avg"]
-        everyone = [torch.empty_like(momentum) for _ in range(world_size)]
-        dist.all_gather(everyone, momentum)
-        spreads.append(float(torch.stack(everyone).std(dim=0).mean() / momentum.abs().mean()))
-    return spreads
-
-
-def test_selected_momenta_are_averaged(pools: RankPools) -> None:
-    first_weight, first_bias, second_weight, second_bias, *_ = pools(3).run(synced)[0]
-    # What a rank's own rounding to bfloat16 left off stays different.
-    assert 0 < max(first_weight, first_bias, second_bias) < 2**-8
-    assert second_weight > 0.1
-
-
-def test_slices_cover_all_momenta_once() -> None:
-    for total, every in [(0, 1), (1, 3), (10, 3), (64, 1), (7, 7)]:
-        slices = [slice_of(total, every, step) for step in range(1, every + 1)]
-        covered = sorted(k for start, stop in slices for k in range(start, stop))
-        assert covered == list(range(total))
-
-
 def averaged(rank: int, world_size: int) -> None:
     model = model_of()
     optimizer = DistributedLion(model.named_parameters(), lr=0.01)
@@ -320,6 +308,35 @@ def resumed(rank: int, world_size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_loaded_state_goes_on_bit_for_bit(pools: RankPools, dtype: torch.dtype) -> None:
     pools(2).run(resumed, dtype)
+
+
+def copied(rank: int, world_size: int, whole: bool) -> list[str]:
+    model = model_of()
+    optimizer = DistributedLion(model.named_parameters(), lr=0.01)
+
+    def train() -> None:
+        for p, grad in zip(model.parameters(), gradients(model, batch(0, rank)), strict=True):
+            p.grad = grad
+        optimizer.step()
+
+    train()
+    states = [optimizer.state_dict()] * world_size
+    if whole:  # As if every rank loaded what rank 0 saved.
+        dist.all_gather_object(states, optimizer.state_dict())
+    optimizer.load_state_dict(states[0])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train()
+        train()
+    return [str(own.message) for own in caught]
+
+
+def test_one_momentum_loaded_on_all_ranks_is_said_once(pools: RankPools) -> None:
+    (said,), *others = pools(2).run(copied, True)
+    assert said.startswith("all ranks loaded the same momentum")
+    assert "hf_dlion.load_momentum()" in said
+    assert others == [[]]
+    assert pools(2).run(copied, False) == [[], []]
 
 
 def test_a_pickled_optimizer_keeps_options_and_state() -> None:

@@ -1,0 +1,184 @@
+"""Which momenta are averaged, how, and how far they differ, on real ranks."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_dlion.optimizer import DistributedLion
+from hf_dlion.ranks.topology import Topology
+from hf_dlion.vote.momentum_sync import measure, slice_of
+from tests.support.spawn import LASTING, RankPools
+
+pytestmark = pytest.mark.multiproc
+
+SHAPES = {"alike": (8, 8), "apart": (3, 64), "large": (64, 256)}
+
+
+def synced(rank: int, world_size: int) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 10), nn.Linear(10, 3))
+    optimizer = DistributedLion(
+        model.named_parameters(), lr=0.01, momentum_sync_every=1, momentum_sync="0.*;*bias"
+    )
+    spreads, own = [], torch.Generator().manual_seed(rank)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(4, 64, generator=own)).square().sum().backward()
+        optimizer.step()
+    for p in model.parameters():
+        momentum = optimizer.state[p]["exp_avg"]
+        everyone = [torch.empty_like(momentum) for _ in range(world_size)]
+        dist.all_gather(everyone, momentum)
+        spreads.append(float(torch.stack(everyone).std(dim=0).mean() / momentum.abs().mean()))
+    return spreads
+
+
+def test_selected_momenta_are_averaged(pools: RankPools) -> None:
+    first_weight, first_bias, second_weight, second_bias, *_ = pools(3).run(synced)[0]
+    # What a rank's own rounding to bfloat16 left off stays different.
+    assert 0 < max(first_weight, first_bias, second_bias) < 2**-8
+    assert second_weight > 0.1
+
+
+def test_slices_cover_all_momenta_once() -> None:
+    for total, every in [(0, 1), (1, 3), (10, 3), (64, 1), (7, 7)]:
+        slices = [slice_of(total, every, step) for step in range(1, every + 1)]
+        covered = sorted(k for start, stop in slices for k in range(start, stop))
+        assert covered == list(range(total))
+
+
+def everywhere(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def automatic(rank: int, world_size: int, budget: int | None, steps: int) -> dict[str, Any]:
+    """Steps on gradients that are alike for one parameter and independent for two."""
+    torch.manual_seed(0)
+    params = {name: nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
+    optimizer = DistributedLion(
+        params.items(),
+        momentum_sync="auto",
+        momentum_sync_every=4,
+        momentum_sync_budget=budget,
+    )
+    own = torch.Generator().manual_seed(rank)
+    common = torch.Generator().manual_seed(9)
+    sent, before = [], {}
+    for step in range(steps):
+        for name, p in params.items():
+            p.grad = torch.randn(p.shape, generator=common if name == "alike" else own)
+        if step == 0:  # The momentum after this step, before any is averaged.
+            before = {name: everywhere(0.01 * p.grad) for name, p in params.items()}
+        optimizer.step()
+        sent.append(optimizer.wire.last_bytes_sent)
+    state = optimizer.state_dict()["state"]
+    return {
+        "divergence": optimizer.momentum_divergence(),
+        "sent": sent,
+        "before": before,
+        "momenta": {name: everywhere(optimizer.state[p]["exp_avg"]) for name, p in params.items()},
+        "state": [own["divergence"] for own in state.values()],
+    }
+
+
+def test_auto_averages_the_momenta_that_differ_within_the_budget(pools: RankPools) -> None:
+    # A slice of "apart" is 48 elements in a step: 4 * 24 bytes between two ranks. "large" is 4,096.
+    found, other = pools(2).run(automatic, 4 * 24, 4)
+    divergence = found["divergence"]
+    assert divergence == other["divergence"]
+    assert list(divergence.values()) == found["state"]
+    assert divergence["alike"] == 0.0
+    for name in ("alike", "apart"):  # With fewer than 256 elements the sample is all of them.
+        momenta = torch.stack(found["before"][name]).double()
+        variance = ((momenta - momenta.mean(0)) ** 2).sum() / (momenta**2).sum()
+        assert divergence[name] == pytest.approx(float(variance), abs=1e-6)
+    assert 0.4 < divergence["large"] < 0.6
+    a, b = found["momenta"]["apart"]
+    votes = found["sent"][3] - 4 * 24
+    # Three momenta are measured in the first step, which also compares layouts and gradients.
+    assert found["sent"][1:] == [votes + 4 * 24] * 3
+    assert found["sent"][0] == votes + 4 * 24 + 3 * 1024 + 32 + 16
+    # What the two ranks added since a slice was averaged, and nothing older, tells them apart.
+    assert float((a - b).square().mean() / a.square().mean()) < 1.5
+    (c, d) = found["momenta"]["large"]
+    assert float((c - d).square().mean() / c.square().mean()) > 1.5
+
+
+def test_a_budget_that_fits_nothing_sends_nothing(pools: RankPools) -> None:
+    (none, _), (usual, _) = pools(2).run(automatic, 95, 2), pools(2).run(automatic, None, 2)
+    assert none["divergence"] == usual["divergence"]
+    # One bit per parameter, and here "large" needs 16 bits in every fourth step.
+    assert usual["sent"][1] - none["sent"][1] == 4 * 24
+
+
+def remeasured(rank: int, world_size: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Measures at steps 1, 53 and 105; the momenta are alike from step 60 on."""
+    param = nn.Parameter(torch.zeros(4, 64))
+    optimizer = DistributedLion(
+        [("w", param)], momentum_sync="auto", momentum_sync_every=4, momentum_sync_budget=10**6
+    )
+    own, common = (torch.Generator().manual_seed(seed) for seed in (rank, 9))
+    found = []
+    for step in range(1, 106):
+        param.grad = torch.randn(param.shape, generator=own if step < 60 else common)
+        optimizer.step()
+        found.append(optimizer.momentum_divergence()["w"])
+    assert found[0] == found[51] != found[52] == found[103] != found[104]
+    return found[52], found[104]
+
+
+def test_a_momentum_that_is_averaged_counts_by_what_it_was(pools: RankPools) -> None:
+    (second, third), other = pools(2).run(remeasured)
+    assert other == (second, third)
+    # Synchronized momenta differ little, but would differ again without it.
+    assert third == pytest.approx(0.9 * second)
+
+
+def in_nodes(rank: int, world_size: int) -> dict[str, float]:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(64, 4))
+    optimizer = DistributedLion(
+        ddp.named_parameters(), local_group=2, momentum_sync="auto", momentum_sync_every=2
+    )
+    optimizer.attach(ddp)
+    torch.manual_seed(rank)
+    ddp(torch.randn(8, 64)).square().sum().backward()
+    optimizer.step()
+    optimizer.detach()
+    del ddp
+    gc.collect()
+    return optimizer.momentum_divergence()
+
+
+def test_nodes_measure_one_divergence(pools: RankPools) -> None:
+    found = pools(4).run(in_nodes)
+    assert found.count(found[0]) == 4
+    assert 0.0 < found[0]["module.weight"] < 1.0
+
+
+def in_replicas(rank: int, world_size: int) -> tuple[list[float], list[float]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    LASTING.update(mesh.get_all_groups())
+    ranks = Topology(replicate=mesh["replicate"])
+    # Two ranks with the same shard stand in one column; the shards differ much in size.
+    parts = [torch.randn(64, generator=torch.Generator().manual_seed(r)) for r in range(4)]
+    parts = [part * (1 if r % 2 else 10) for r, part in enumerate(parts)]
+    found = measure([parts[rank]], ranks)
+    columns = torch.stack(parts).double().view(2, 2, 64)
+    variance = (columns - columns.mean(0)).square().sum()
+    return found, [float(variance / columns.square().sum())]
+
+
+def test_replicas_of_shards_measure_by_all_shards(pools: RankPools) -> None:
+    for found, expected in pools(4).run(in_replicas):
+        assert found == pytest.approx(expected)
