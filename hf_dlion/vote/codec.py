@@ -44,15 +44,14 @@ def sign_codes(u: Tensor, phase: int, out: Tensor) -> Tensor:
         out: Receives the codes, bool, shape of `u`.
     """
     z = _thresholds(phase % 2, u.dtype, u.device)
-    whole = u.numel() - u.numel() % _ROW
-    for own, limit, into in (
-        (u[:whole].view(-1, _ROW), z, out[:whole].view(-1, _ROW)),
-        (u[whole:], z[: u.numel() - whole], out[whole:]),
-    ):
-        if u.device.type == "cpu":  # three times as fast as torch.gt there
-            np.greater(own.numpy(), limit.numpy(), out=into.numpy())
-        else:
-            torch.gt(own, limit, out=into)
+    cut = u.numel() - u.numel() % _ROW
+    if u.device.type == "cpu":  # three times as fast as torch.gt there
+        own, limits, codes = u.numpy(), z.numpy(), out.numpy()
+        np.greater(own[:cut].reshape(-1, _ROW), limits, out=codes[:cut].reshape(-1, _ROW))
+        np.greater(own[cut:], limits[: u.numel() - cut], out=codes[cut:])
+        return out
+    torch.gt(u[:cut].view(-1, _ROW), z, out=out[:cut].view(-1, _ROW))
+    torch.gt(u[cut:], z[: u.numel() - cut], out=out[cut:])
     return out
 
 
@@ -93,22 +92,30 @@ def word_magnitudes(u: Tensor) -> tuple[Tensor, Tensor]:
     return sums[:, 0], counts
 
 
-def active_words(u: Tensor, suspects: Tensor | None = None) -> Tensor:
+def active_words(u: Tensor, votes: Tensor | None = None, phase: int = 0) -> Tensor | None:
     """Returns which words of u hold an element that is not zero, bool, shape (W,).
+
+    On a CPU it returns None if all do, which takes no look at u in most cases.
 
     Args:
         u: The direction, shape (64 * W,).
-        suspects: The words that alone may be zero, bool, shape (W,); None: all may be.
+        votes: The plane of its votes if those have one bit, int64, shape (W,).
+        phase: As for `sign_codes`, with which those votes were made.
     """
-    words = u.view(-1, WORD)
     if u.device.type != "cpu":
-        return words.ne(0).any(dim=1)
-    # Looking at each word's first element settles nearly all of them.
-    suspects = words[:, 0] == 0 if suspects is None else suspects
-    active = ~suspects
-    if not active.all():
-        silent = suspects.nonzero().view(-1)
-        active[silent] = words[silent].ne(0).any(dim=1)
+        return u.view(-1, WORD).ne(0).any(dim=1)
+    words = u.numpy().reshape(-1, WORD)
+    if votes is None:
+        suspects = words[:, 0] == 0
+    else:  # A word of zeros votes both ways in turns: nearly no other word does.
+        suspects = votes.numpy() == alternating_word(phase % 2)
+    silent = np.flatnonzero(suspects)
+    if silent.size:
+        silent = silent[~words[silent].any(axis=1)]
+    if not silent.size:
+        return None
+    active = torch.ones(len(words), dtype=torch.bool)
+    active[torch.from_numpy(silent)] = False
     return active
 
 
@@ -144,9 +151,10 @@ def unpack(plane: Tensor, low: float, high: float, out: Tensor) -> Tensor:
         table = _values_of_octets(low, high, out.dtype)
         np.take(table, octets.numpy(), axis=0, out=out.view(-1, 8).numpy(), mode="clip")
         return out
-    bits = (octets.view(-1, 1) >> _shifts(plane.device)) & 1
-    # Exact for both values, unlike low + bit * (high - low).
-    torch.where(bits.view(-1).bool(), *_scalars(high, low, out), out=out)
+    bits = octets.view(-1, 1) & _masks(plane.device)
+    # Exact for both values, unlike low + bit * (high - low). Numbers would make it float32.
+    chosen = (torch.tensor(value, dtype=out.dtype) for value in (high, low))
+    torch.where(bits.view(-1).bool(), *chosen, out=out)
     return out
 
 
@@ -193,33 +201,28 @@ def compare(planes: Sequence[Tensor], total: int | Sequence[Tensor]) -> tuple[Te
     """Returns bit masks of the elements where 2 * sum > total and where 2 * sum == total.
 
     Args:
-        planes: Of the sum, int64, shape (W,) each.
+        planes: Of the sum, int64, shape (W,) each; no fewer than `total` has without its last bit.
         total: A number, or by bit a word of ones or zeros for each word.
     """
+    # 2 * sum > total if sum > total // 2, and equal only if total is even.
+    bits = [total >> j & 1 for j in range(total.bit_length())] if isinstance(total, int) else total
     greater, equal = torch.zeros_like(planes[0]), torch.full_like(planes[0], -1)
-    if isinstance(total, int):
-        for j in reversed(range(max(len(planes) + 1, total.bit_length()))):
-            digit = planes[j - 1] if 0 < j <= len(planes) else None
-            if total >> j & 1:
-                equal = torch.zeros_like(equal) if digit is None else equal & digit
-            elif digit is not None:
-                greater |= equal & digit
-                equal &= ~digit
-        return greater, equal
-    for j in reversed(range(max(len(planes) + 1, len(total)))):
-        digit = planes[j - 1] if 0 < j <= len(planes) else None
-        above = total[j] if j < len(total) else None
-        if digit is None or above is None:
-            # One of the two has a 0 here.
-            if digit is not None:
-                greater |= equal & digit
-            other = above if digit is None else digit
-            if other is not None:
-                equal &= ~other
-            continue
-        differs = digit ^ above
-        greater |= equal & digit & differs
-        equal &= ~differs
+    for j in reversed(range(len(planes))):
+        digit, other = planes[j], bits[j + 1] if j + 1 < len(bits) else 0
+        if isinstance(other, Tensor):
+            differs = digit ^ other
+            greater |= equal & digit & differs
+            equal &= ~differs
+        elif other:
+            equal &= digit
+        else:
+            greater |= equal & digit
+            equal &= ~digit
+    odd = bits[0] if len(bits) else 0
+    if isinstance(odd, Tensor):
+        equal &= ~odd
+    elif odd:
+        equal.zero_()
     return greater, equal
 
 
@@ -240,14 +243,13 @@ def _shifts(device: torch.device) -> Tensor:
     return torch.arange(8, dtype=torch.uint8, device=device)
 
 
+@functools.lru_cache(maxsize=8)
+def _masks(device: torch.device) -> Tensor:
+    return torch.tensor([1 << k for k in range(8)], dtype=torch.uint8, device=device)
+
+
 @functools.lru_cache(maxsize=32)
 def _values_of_octets(low: float, high: float, dtype: torch.dtype) -> np.ndarray:
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     kind = np.float64 if dtype == torch.float64 else np.float32
     return np.where(bits == 1, kind(high), kind(low))
-
-
-def _scalars(high: float, low: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    return tuple(
-        torch.full((), value, dtype=like.dtype, device=like.device) for value in (high, low)
-    )  # type: ignore[return-value]

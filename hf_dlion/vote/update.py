@@ -131,18 +131,20 @@ def encode(message: Message, grads: Flat, momenta: Flat, turn: Turn, means: Flat
         turn: The step.
         means: `tensor_means` with level_scale="tensor", else empty.
     """
-    zero_word = codec.alternating_word((turn.step + turn.rank) % 2)
     planes = torch.empty(turn.bits, message.words, dtype=torch.int64, device=message.device)
-    words = torch.empty(message.words, dtype=torch.bool, device=message.device)
+    words = torch.ones(message.words, dtype=torch.bool, device=message.device)
+    all_active = True
     for piece in message.pieces:
         u = direction(piece, grads, momenta, turn, advance=True)
         codes = _codes(piece, u, turn, means)
+        own = planes[:, piece.words]
         for bit in range(turn.bits):
-            codec.pack(codes, bit, planes[bit, piece.words])
-        # With one bit, a word of zeros votes both ways in turns: nearly no other word does.
-        zeros = planes[0, piece.words] == zero_word if turn.bits == 1 else None
-        words[piece.words] = codec.active_words(u, zeros)
-    if message.device.type == "cpu" and words.all():
+            codec.pack(codes, bit, own[bit])
+        active = codec.active_words(u, own[0] if turn.bits == 1 else None, turn.step + turn.rank)
+        if active is not None:
+            words[piece.words] = active
+            all_active = False
+    if all_active:
         return Votes(planes, torch.ones(message.rows.count, dtype=torch.bool), message.rows)
     active = rows_of(words, message)
     planes *= active[message.rows.of_word]
@@ -173,7 +175,8 @@ def tensor_means(
         total = torch.empty(message.words, dtype=torch.float64, device=message.device)
         for piece in message.pieces:
             u = direction(piece, grads, momenta, turn, advance=False)
-            words[piece.words] = codec.active_words(u)
+            active_words = codec.active_words(u)
+            words[piece.words] = True if active_words is None else active_words
             total[piece.words] = codec.word_magnitudes(u)[0]
         active, row = rows_of(words, message), 0
         for index, first, count, length in message.spans:
@@ -247,8 +250,10 @@ def gather(piece: Piece, tensors: Flat, name: str, scratch: Scratch) -> Tensor:
     whole = _whole(piece, tensors)
     if whole is not None:
         return whole
-    flat = scratch(name, piece.size, piece.dtype, piece.device).zero_()
+    flat = scratch(name, piece.size, piece.dtype, piece.device)
     places, values, _ = _parts(piece, flat, tensors)
+    if sum([place.numel() for place in places]) < piece.size:
+        flat.zero_()  # Padding, and what takes no part.
     if values:
         torch._foreach_copy_(places, values)
     return flat

@@ -64,10 +64,11 @@ def launches(bits: int, ranks: int, dtype: torch.dtype) -> Counter[str]:
 
 
 # Measured, so a change that asks for more is seen. The goal is 30 with one bit.
-MOST = {1: 75, 2: 113, 4: 151, 8: 227}
+MOST = {1: 54, 2: 96, 4: 132, 8: 204}
 
 
 @pytest.mark.parametrize("bits", MOST)
 def test_launches_do_not_grow_with_tensors_or_time(bits: int) -> None:
+    launches(bits, 2, torch.float32)  # Fills the tables of constants.
     found = launches(bits, 2, torch.float32)
     assert found.total() <= MOST[bits], found
