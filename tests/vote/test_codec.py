@@ -34,6 +34,8 @@ def test_one_bit_is_the_sign_and_zeros_take_turns(words: int, seed: int, phase: 
     expected, active = definition.codes_of(u.numpy(), layout, phase=phase)
     on = active[layout.row_of_element]
     assert np.array_equal(codes.numpy()[on], expected[on])
+    plane = torch.empty(words, dtype=torch.int64)
+    codec.pack(codes, 0, plane)
     for found in (codec.active_words(u), codec.active_words(u, plane, phase)):
         assert active.all() if found is None else np.array_equal(found.numpy(), active)
 
