@@ -151,7 +151,6 @@ def saved_model(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.long
 def test_ddp_loop_resumes_where_it_stopped(tmp_path):
     whole = run_example("ddp_loop.py", "--steps", "200", "--output_dir", tmp_path / "whole")
     losses = numbers_after("held-out loss", whole)
