@@ -56,12 +56,9 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     for module in (model[2], model):
         fully_shard(module, mesh=mesh["shard"])  # <- nothing on "replicate"
     assert isinstance(model, FSDPModule)
-    optimizer = DistributedLion(
-        model.named_parameters(),
-        lr=args.lr,
-        weight_decay=0.1,
-        replicate=mesh["replicate"],  # <- votes go between replicas
-    )
+    replicate = mesh["replicate"]  # <- votes go between replicas
+    named = model.named_parameters()
+    optimizer = DistributedLion(named, lr=args.lr, weight_decay=0.1, replicate=replicate)  # <-
     optimizer.attach(model)  # <- a step frees gathered parameters before it writes
 
     begin = 0
@@ -70,10 +67,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         saved = {"model": weights, "optimizer": state, "step": 0}
         dcp.load(saved, checkpoint_id=args.output_dir / "state")
         set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=saved["model"],
-            optim_state_dict=saved["optimizer"],
+            model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
         )
         load_momentum(optimizer, args.output_dir)  # <- each rank its own
         begin = saved["step"]

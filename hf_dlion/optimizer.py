@@ -681,15 +681,14 @@ class DistributedLion(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads what `state_dict` returned; momenta keep the dtype that they were saved with."""
         super().load_state_dict(dict(state_dict))
-        # By number, or by name in what torch.distributed.checkpoint loads.
+        # torch.distributed.checkpoint writes names where `state_dict` has numbers.
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for key, param in zip(keys, params, strict=True):
-            if key in state_dict["state"]:
+            if "exp_avg" in (saved := state_dict["state"].get(key, {})):
                 dtype = self.options.momentum_dtype or param.dtype
                 # torch casts a momentum to its parameter's dtype, which loses bits.
-                momentum = state_dict["state"][key]["exp_avg"]
-                momentum = momentum.to(device=param.device, dtype=dtype, copy=True)
+                momentum = saved["exp_avg"].to(device=param.device, dtype=dtype, copy=True)
                 self.state[param]["exp_avg"] = momentum
         self._plan = None
         self._loads += 1

@@ -36,7 +36,7 @@ def test_every_example_is_tested():
 
 
 def test_examples_are_short():
-    most = {"accelerate_loop": 120, "ddp_loop": 120, "finetune_llm": 200, "fsdp2_loop": 120}
+    most = {"accelerate_loop": 120, "ddp_loop": 120, "finetune_llm": 200, "fsdp2_loop": 125}
     for name, lines in most.items():
         assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= lines
 

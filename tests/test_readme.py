@@ -156,10 +156,11 @@ def test_the_commands_of_a_page_are_those_that_the_tools_take(page: Path) -> Non
                 importlib.import_module(module)._parser().parse_args(words)
 
 
-def save_and_load(rank: int, world_size: int, output_dir: str) -> tuple[Any, ...]:
-    """Trains, and runs the two blocks of the page of checkpoints as a rank would."""
-    save, load = blocks(DOCS / "guides" / "checkpoints.md", "python")
-    names: dict[str, Any] = {"hf_dlion": hf_dlion, "torch": torch, "output_dir": output_dir}
+def save_and_load(rank: int, world_size: int, folder: str) -> tuple[Any, ...]:
+    """Trains, and calls the functions of the page of checkpoints as a rank would."""
+    (code,) = blocks(DOCS / "guides" / "checkpoints.md", "python")
+    names: dict[str, Any] = {}
+    exec(code, names)
 
     def trained(steps: int) -> tuple[torch.nn.Linear, DistributedLion]:
         torch.manual_seed(0)
@@ -171,9 +172,9 @@ def save_and_load(rank: int, world_size: int, output_dir: str) -> tuple[Any, ...
         return model, optimizer
 
     found = []
-    for steps, code in ((2, save), (0, load)):
+    for steps, call in ((2, "save"), (0, "load")):
         model, optimizer = trained(steps)
-        exec(code, {**names, "model": model, "optimizer": optimizer, "step": steps})
+        names[call](model, optimizer, folder)
         momentum = optimizer.state_dict()["state"][0]["exp_avg"]
         found.append((optimizer.steps, model.weight.tolist(), momentum.tolist()))
     return tuple(found)

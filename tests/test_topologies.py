@@ -11,10 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -324,27 +320,6 @@ def resumed(rank: int, world_size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_loaded_state_goes_on_bit_for_bit(pools: RankPools, dtype: torch.dtype) -> None:
     pools(2).run(resumed, dtype)
-
-
-def test_a_state_by_name_goes_on_bit_for_bit() -> None:
-    """torch.distributed.checkpoint names parameters where torch.save numbers them."""
-    ends = []
-    for interrupted in (False, True):
-        model = model_of().to(torch.bfloat16)
-        optimizer = DistributedLion(model.parameters(), lr=0.01, momentum_dtype=torch.float32)
-        for step in range(4):
-            if step == 2 and interrupted:
-                state = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
-                optimizer = DistributedLion(
-                    model.parameters(), lr=0.5, momentum_dtype=torch.float32
-                )
-                set_optimizer_state_dict(model, optimizer, state)
-            optimizer.zero_grad()
-            model(batch(step, 0).bfloat16()).square().sum().backward()
-            optimizer.step()
-        ends.append([p.detach().clone() for p in model.parameters()])
-        assert optimizer.steps == 4
-    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
 def test_a_pickled_optimizer_keeps_options_and_state() -> None:
