@@ -22,7 +22,7 @@ from hf_dlion import DistributedLion, load_momentum, save_momentum
 
 
 def spirals(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return points on two noisy spirals, shape (count, 2), and which spiral each is on."""
+    """Returns points on two noisy spirals, shape (count, 2), and which spiral each is on."""
     label = torch.randint(2, (count,), generator=generator)
     turn = 3 * torch.rand(count, generator=generator).sqrt() * torch.pi
     angle = turn + label * torch.pi
@@ -31,7 +31,7 @@ def spirals(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def evaluate(step: int, model: DistributedDataParallel, points: Tensor, labels: Tensor) -> None:
-    """Print the loss and the accuracy on held-out points; replicas are equal, rank 0 suffices."""
+    """Prints the loss and the accuracy on held-out points; replicas are equal, rank 0 suffices."""
     if dist.get_rank() == 0:
         with torch.no_grad():
             logits = model.module(points)
@@ -41,7 +41,7 @@ def evaluate(step: int, model: DistributedDataParallel, points: Tensor, labels: 
 
 
 def train(args: argparse.Namespace, device: torch.device) -> None:
-    """Train, save, and print what the ranks sent."""
+    """Trains, saves, and prints what the ranks sent."""
     rank = dist.get_rank()
 
     torch.manual_seed(0)
@@ -50,6 +50,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     )
     model = DistributedDataParallel(network.to(device))
     optimizer = DistributedLion(model.named_parameters(), lr=args.lr, weight_decay=0.1)  # <-
+    optimizer.attach(model)  # <- DDP leaves gradients local
 
     checkpoint = args.output_dir / "checkpoint.pt"
     begin = 0
@@ -92,12 +93,12 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def main() -> None:
-    """Start and end the process group around `train`."""
+    """Starts and ends the process group around `train`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches per step")
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/ddp_loop"))
     args = parser.parse_args()
 

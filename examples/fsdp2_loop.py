@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.functional import cross_entropy
@@ -24,7 +24,7 @@ from hf_dlion import DistributedLion, load_momentum, save_momentum
 
 
 def spirals(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return points on two noisy spirals, shape (count, 2), and which spiral each is on."""
+    """Returns points on two noisy spirals, shape (count, 2), and which spiral each is on."""
     generator = torch.Generator().manual_seed(seed)
     label = torch.randint(2, (count,), generator=generator)
     turn = 3 * torch.rand(count, generator=generator).sqrt() * torch.pi
@@ -34,7 +34,7 @@ def spirals(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def evaluate(step: int, model: nn.Module, points: Tensor, labels: Tensor) -> None:
-    """Print the loss and the accuracy on held-out points; FSDP needs all ranks in the forward."""
+    """Prints the loss and the accuracy on held-out points; FSDP needs all ranks in the forward."""
     with torch.no_grad():
         logits = model(points)
     if dist.get_rank() == 0:
@@ -44,7 +44,7 @@ def evaluate(step: int, model: nn.Module, points: Tensor, labels: Tensor) -> Non
 
 
 def train(args: argparse.Namespace, device: torch.device) -> None:
-    """Train, save, and print what the ranks sent."""
+    """Trains, saves, and prints what the ranks sent."""
     rank, size = dist.get_rank(), dist.get_world_size()
     shape = (size // args.shards, args.shards)  # ranks of a replica follow one another
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
@@ -56,18 +56,19 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     for module in (model[2], model):
         fully_shard(module, mesh=mesh["shard"])  # <- nothing on "replicate"
     assert isinstance(model, FSDPModule)
-    optimizer = DistributedLion(
-        model.named_parameters(),
-        lr=args.lr,
-        weight_decay=0.1,
-        replicate=mesh["replicate"],  # <- votes go between replicas
-    )
+    replicate = mesh["replicate"]  # <- votes go between replicas
+    named = model.named_parameters()
+    optimizer = DistributedLion(named, lr=args.lr, weight_decay=0.1, replicate=replicate)  # <-
+    optimizer.attach(model)  # <- a step frees gathered parameters before it writes
 
     begin = 0
     if args.resume:
-        saved = {"model": get_model_state_dict(model), "step": 0}
-        dcp.load(saved, checkpoint_id=args.output_dir / "model")
-        set_model_state_dict(model, saved["model"])
+        weights, state = get_state_dict(model, optimizer)
+        saved = {"model": weights, "optimizer": state, "step": 0}
+        dcp.load(saved, checkpoint_id=args.output_dir / "state")
+        set_state_dict(
+            model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
+        )
         load_momentum(optimizer, args.output_dir)  # <- each rank its own
         begin = saved["step"]
 
@@ -87,8 +88,9 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         if (step + 1) % 100 == 0:
             evaluate(step + 1, model, *held_out)
 
-    state = {"model": get_model_state_dict(model), "step": max(begin, args.steps)}
-    dcp.save(state, checkpoint_id=args.output_dir / "model")
+    weights, state = get_state_dict(model, optimizer)
+    saved = {"model": weights, "optimizer": state, "step": max(begin, args.steps)}
+    dcp.save(saved, checkpoint_id=args.output_dir / "state")
     save_momentum(optimizer, args.output_dir)  # <- each rank its own
     if rank == 0:
         held = sum(p.to_local().numel() for p in model.parameters())
@@ -97,13 +99,13 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def main() -> None:
-    """Start and end the process group around `train`."""
+    """Starts and ends the process group around `train`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shards", type=int, default=2, help="ranks of a replica")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches per step")
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/fsdp2_loop"))
     args = parser.parse_args()
 

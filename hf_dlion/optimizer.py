@@ -63,7 +63,34 @@ class DistributedLion(torch.optim.Optimizer):
         process_group: The ranks; None stands for all of them (default).
         replicate: With FSDP2, the ranks that hold the same shards: `mesh["replicate"]`, or its
             process group (default: None).
-        bits: See `Options`, as all arguments that follow.
+        bits: Bits of a vote (default: 1). 1 sends the sign of u; 2, 4 and 8 also send how large u
+            is, relative to a mean of |u| (see `level_scale`). Not with aggregation="average".
+        aggregation: What all ranks apply: "majority", the sign of the sum of the votes (default),
+            or "average", their mean.
+        ties: What a tied majority does: "alternate" +1 and -1 over elements and steps (default),
+            or "zero", which doesn't move and sends a second bit back.
+        level_scale: What a vote of 2, 4 or 8 bits is relative to: the mean of |u| in each "word"
+            of 64 elements (default), or in the whole "tensor" (Lion Cub).
+        exchange: How votes travel: "gather", "two_phase", or "auto", which uses the one that sends
+            fewer bytes (default).
+        local_group: Ranks that cast one vote together: "node" (as many as LOCAL_WORLD_SIZE says)
+            or their number. None: every rank votes (default).
+        full_precision: Parameters whose gradients are averaged over the ranks instead of a vote:
+            patterns of names (`"*norm*;*bias"`) or a function of name and parameter. None selects
+            none (default).
+        momentum_sync_every: Number of steps in which the ranks average the selected momenta once,
+            an equal part of them in each step; 0 never does (default).
+        momentum_sync: Which momenta: "all" (default), "auto" (those that differ most), patterns of
+            names, or a function of name and parameter.
+        momentum_sync_budget: For "auto", the most bytes that a rank sends for them in a step; None
+            stands for one bit per parameter (default).
+        momentum_dtype: dtype of the momentum: torch.float32, torch.bfloat16 or torch.float16; None
+            uses each parameter's own (default).
+        seed: Seed of the stochastic rounding, the same on every rank (default: 0).
+        max_abstained_steps: Steps in a row in which a rank may abstain because its gradients hold a
+            NaN or an Inf, before all ranks raise (default: 20).
+        check_replicas_every: Number of steps after which the ranks compare a hash of all
+            parameters; 0 never does (default).
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -546,13 +573,15 @@ class DistributedLion(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads what `state_dict` returned; momenta keep the dtype that they were saved with."""
         super().load_state_dict(dict(state_dict))
-        saved = state_dict["state"]
-        order = [p for group in self.param_groups for p in group["params"]]
-        for number, state in saved.items():
-            dtype = self.options.momentum_dtype or order[number].dtype
-            # torch casts a momentum to its parameter's dtype, which loses bits.
-            momentum = state["exp_avg"].to(device=order[number].device, dtype=dtype, copy=True)
-            self.state[order[number]]["exp_avg"] = momentum
+        # torch.distributed.checkpoint writes names where `state_dict` has numbers.
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for key, param in zip(keys, params, strict=True):
+            if "exp_avg" in (saved := state_dict["state"].get(key, {})):
+                dtype = self.options.momentum_dtype or param.dtype
+                # torch casts a momentum to its parameter's dtype, which loses bits.
+                momentum = saved["exp_avg"].to(device=param.device, dtype=dtype, copy=True)
+                self.state[param]["exp_avg"] = momentum
         self._plan = None
         self._loads += 1
         self._abstentions = Abstentions(self.options.max_abstained_steps)

@@ -33,39 +33,7 @@ FOREIGN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of `DistributedLion` that hold for every parameter group.
-
-    N is the number of ranks and u the direction whose sign is a rank's vote (docs/rule.md).
-
-    Attributes:
-        bits: Bits of a vote (default: 1). 1 sends the sign of u; 2, 4 and 8 also send how large u
-            is, relative to a mean of |u| (see `level_scale`). Not with aggregation="average".
-        aggregation: What all ranks apply: "majority", the sign of the sum of the votes (default),
-            or "average", their mean.
-        ties: What a tied majority does: "alternate" +1 and -1 over elements and steps (default),
-            or "zero", which doesn't move and sends a second bit back.
-        level_scale: What a vote of 2, 4 or 8 bits is relative to: the mean of |u| in each "word"
-            of 64 elements (default), or in the whole "tensor" (Lion Cub).
-        exchange: How votes travel: "gather", "two_phase", or "auto", which uses the one that sends
-            fewer bytes (default).
-        local_group: Ranks that cast one vote together: "node" (as many as LOCAL_WORLD_SIZE says)
-            or their number. None: every rank votes (default).
-        full_precision: Parameters whose gradients are averaged over the ranks instead of a vote:
-            patterns of names (`"*norm*;*bias"`) or a function of name and parameter. None selects
-            none (default).
-        momentum_sync_every: Number of steps in which the ranks average the selected momenta once,
-            an equal part of them in each step; 0 never does (default).
-        momentum_sync: Which momenta: "all" (default), "auto" (those that differ most), patterns of
-            names, or a function of name and parameter.
-        momentum_sync_budget: For "auto", the most bytes that a rank sends for them in a step; None
-            stands for one bit per parameter (default).
-        momentum_dtype: dtype of the momentum: torch.float32, torch.bfloat16 or torch.float16; None
-            uses each parameter's own (default).
-        seed: Seed of the stochastic rounding, the same on every rank (default: 0).
-        max_abstained_steps: Steps in a row in which a rank may abstain because its gradients hold a
-            NaN or an Inf, before all ranks raise (default: 20).
-        check_replicas_every: Number of steps after which the ranks compare a hash of all
-            parameters; 0 never does (default).
+    """The options of `DistributedLion` that hold for every parameter group; see there.
 
     Raises:
         ValueError: If a value is not one of those allowed, or has no effect with the others.

@@ -36,7 +36,7 @@ def test_every_example_is_tested():
 
 
 def test_examples_are_short():
-    most = {"accelerate_loop": 120, "ddp_loop": 120, "finetune_llm": 200, "fsdp2_loop": 120}
+    most = {"accelerate_loop": 120, "ddp_loop": 120, "finetune_llm": 200, "fsdp2_loop": 125}
     for name, lines in most.items():
         assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= lines
 
@@ -151,7 +151,6 @@ def saved_model(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.long
 def test_ddp_loop_resumes_where_it_stopped(tmp_path):
     whole = run_example("ddp_loop.py", "--steps", "200", "--output_dir", tmp_path / "whole")
     losses = numbers_after("held-out loss", whole)

@@ -1,4 +1,4 @@
-"""Whether the parameters of all ranks are still bitwise equal (rule S8)."""
+"""Whether the parameters of all ranks are still bitwise equal."""
 
 from __future__ import annotations
 

@@ -1,0 +1,149 @@
+"""A step on a GPU has the bits of the same step on a CPU, and NCCL works."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+from hf_dlion import DistributedLion
+from tests.support.spawn import RankPools
+
+# With "cpu" and "gloo" the same tests run without a GPU, which shows that they can run.
+DEVICE, BACKEND = "cuda", "nccl"
+GPUS = torch.cuda.device_count() if DEVICE == "cuda" else 1
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU")]
+
+ONE_GPU, TWO_GPUS = [f"{DEVICE}:0"] * 2, [f"{DEVICE}:0", f"{DEVICE}:1"]
+SHAPES = [(3, 64), (5,), (), (0, 4), (130, 128), (7, 3), (2, 200)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+CASES: list[dict[str, Any]] = [
+    {"bits": 1, "exchange": "gather", "check_replicas_every": 1},
+    {"bits": 1, "exchange": "two_phase", "ties": "zero"},
+    {"bits": 2},
+    {"bits": 4, "exchange": "two_phase"},
+    {"bits": 4, "level_scale": "tensor"},
+    {"bits": 8},
+    {"aggregation": "average", "exchange": "gather", "momentum_dtype": torch.float32},
+    {"aggregation": "average", "exchange": "two_phase"},
+    {"momentum_sync_every": 2, "full_precision": "0.*"},
+]
+
+
+def bits_of(tensor: Tensor) -> bytes:
+    """Returns a tensor's memory, which tells -0 from 0."""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def gradient(param: Tensor, *seeds: int) -> Tensor:
+    """Returns sixteenths between -1 and 1, a quarter of the rows zero.
+
+    With betas of 1/2 and 3/4, the direction and the momentum are then exact on every device.
+    """
+    seed = sum(1000**k * own for k, own in enumerate(seeds))
+    generator = torch.Generator().manual_seed(seed)
+    grad = torch.randint(-16, 17, param.shape, generator=generator) / 16
+    if grad.dim():
+        grad[torch.rand(grad.shape[0], generator=generator) < 0.25] = 0.0
+    return grad.to(param.device, param.dtype)
+
+
+def train(rank: int, _: int, devices: list[str], backend: str, options: dict[str, Any]) -> Any:
+    """Returns the bits of parameters and momenta after each step, and the bytes sent."""
+    device = torch.device(devices[rank])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    group = dist.new_group(backend=backend)
+    torch.manual_seed(0)
+    named = [
+        (f"{k}.{place}", nn.Parameter(torch.randn(shape).to(device, dtype)))
+        for k, dtype in enumerate(DTYPES)
+        for place, shape in enumerate(SHAPES)
+    ]
+    optimizer = DistributedLion(
+        named, lr=0.01, betas=(0.5, 0.75), weight_decay=0.1, process_group=group, **options
+    )
+    params, found = [param for _, param in named], []
+    for step in range(5):
+        for k, param in enumerate(params):
+            param.grad = gradient(param, step, rank, k)
+        if step == 2 and rank == 0:
+            params[-1].grad = None
+        if step == 3 and rank == 1:
+            params[0].grad[1, 5] = torch.nan  # type: ignore[index]
+        optimizer.step()
+        momenta = [optimizer.state[param]["exp_avg"] for param in params]
+        assert {momentum.device for momentum in momenta} == {params[0].device}
+        found.append((list(map(bits_of, params)), list(map(bits_of, momenta))))
+    sent = optimizer.wire.bytes_sent
+    dist.destroy_process_group(group)
+    return found, sent
+
+
+@pytest.mark.parametrize("backend", ["gloo", BACKEND])
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_steps_have_the_bits_of_the_cpu(
+    pools: RankPools, backend: str, options: dict[str, Any]
+) -> None:
+    if backend == "nccl" and GPUS < 2:
+        pytest.skip("NCCL refuses two ranks on one GPU")
+    places = TWO_GPUS if backend == "nccl" else ONE_GPU
+    found = pools(2).run(train, places, backend, options)
+    assert found == pools(2).run(train, ["cpu"] * 2, "gloo", options)
+    (first, _), (second, _) = found
+    assert [params for params, _ in first] == [params for params, _ in second]
+
+
+def launches(rank: int, world_size: int) -> int:
+    """Counts kernels, copies, and fills of the third step of 24 tensors, one message."""
+    shapes = 4 * [(512, 2048), (2048,), (2048, 512), (512,), (512, 512), (512,)]
+    params = [nn.Parameter(torch.zeros(shape, device=DEVICE)) for shape in shapes]
+    optimizer = DistributedLion(params, lr=0.01)
+    for step in range(3):
+        for k, param in enumerate(params):
+            param.grad = gradient(param, step, rank, k)
+        if step < 2:
+            optimizer.step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        optimizer.step()
+        torch.cuda.synchronize()
+    names = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync")
+    return sum(own.count for own in profiled.key_averages() if own.key.startswith(names))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="a CPU launches no kernels")
+def test_a_step_of_one_message_makes_at_most_250_launches(pools: RankPools) -> None:
+    for count in pools(2).run(launches):
+        assert 0 < count <= 250
+
+
+def test_one_rank_of_nccl_trains_as_no_group_does() -> None:
+    ends = []
+    for grouped in (False, True):
+        torch.manual_seed(0)
+        model: nn.Module = nn.Linear(64, 4).to(DEVICE)
+        if grouped:
+            dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=1)
+            model = DistributedDataParallel(model)
+        try:
+            optimizer = DistributedLion(model.named_parameters(), lr=0.01)
+            if grouped:
+                optimizer.attach(model)
+            for step in range(3):
+                optimizer.zero_grad()
+                model(gradient(torch.empty(2, 64, device=DEVICE), step)).square().sum().backward()
+                optimizer.step()
+            ends.append([bits_of(param) for param in model.parameters()])
+            del model, optimizer
+        finally:
+            if grouped:
+                gc.collect()  # the wrapper before its group
+                dist.destroy_process_group()
+    assert ends[0] == ends[1]
