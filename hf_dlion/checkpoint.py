@@ -141,10 +141,11 @@ def load_momentum(
 ) -> dict[str, Any] | None:
     """Loads this rank's momentum from `folder`; every rank must call this.
 
-    Load the rest of the checkpoint first: the model, and `optimizer.load_state_dict`. Nothing
-    changes until all ranks have read and checked their files. If another number of ranks saved,
-    rank r uses file r modulo that number, and rank 0 warns. With `local_group`, the ranks of a node
-    use the file of their first rank.
+    Load the rest of the checkpoint first: the model, and `optimizer.load_state_dict`. An optimizer
+    that is new and loaded nothing continues from the files' step, with its own hyperparameters.
+    Nothing changes until all ranks have read and checked their files. If another number of ranks
+    saved, rank r uses file r modulo that number, and rank 0 warns. With `local_group`, the ranks of
+    a node use the file of their first rank.
 
     Args:
         optimizer: A DistributedLion, or Accelerate's wrapper of one.
@@ -179,6 +180,8 @@ def load_momentum(
     assert header is not None
     told = _gathered(ranks, [str(path), header.save])
     _check_equal([save for _, save in told], [path for path, _ in told])
+    for group in lion.param_groups:
+        group["step"] = header.step
     for param in _params(lion):
         # Replaced: after torch's load_state_dict the old tensor may be somebody else's.
         lion.state[param].pop("exp_avg", None)
@@ -293,8 +296,9 @@ def _path_for(rank: int, world_size: int, folder: Path, name: str) -> Path:
             )
         raise CheckpointError(
             f"{missing}: its momenta were not saved. Save with hf_dlion.save_momentum on every "
-            f"rank (hf_dlion.accelerate.attach and Trainer do it for you), or load another "
-            f"checkpoint"
+            f"rank (hf_dlion.accelerate.attach and Trainer do it for you). To continue with rank "
+            f"0's momentum on every rank, load the checkpoint before hf_dlion.accelerate.attach, "
+            f"or without load_momentum"
         )
     if world_size not in counts and len(counts) > 1:
         raise CheckpointError(
@@ -329,7 +333,8 @@ def _read(path: Path, lion: DistributedLion) -> tuple[_Header, dict[Tensor, Tens
             saved = {params[int(key)]: file.get_tensor(key) for key in keys}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} is damaged ({error}): {_OLDER}") from error
-    if header.step != lion.steps:
+    # A fresh optimizer continues from the file's step.
+    if header.step != lion.steps and (lion.steps or lion.state):
         raise CheckpointError(
             f"{path} was saved after step {header.step}, but the optimizer is at step "
             f"{lion.steps}: first load the optimizer's state_dict() of the same checkpoint"
