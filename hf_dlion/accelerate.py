@@ -233,13 +233,13 @@ def _wrap(accelerator: Accelerator) -> None:
     @functools.wraps(save)
     def save_state(output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         original = functools.partial(save, output_dir, *args, **kwargs)
-        return _save_state(accelerator, original) if _lions(accelerator) else original()
+        return _save_state(accelerator, original)
 
     @functools.wraps(load)
     def load_state(input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         folders[:] = [str(input_dir)]
         original = functools.partial(load, input_dir, *args, **kwargs)
-        return _load_state(accelerator, original, folders) if _lions(accelerator) else original()
+        _load_state(accelerator, original, folders)
 
     accelerator.save_state, accelerator.load_state = save_state, load_state
     setattr(accelerator, _ATTACHED, True)
@@ -247,6 +247,8 @@ def _wrap(accelerator: Accelerator) -> None:
 
 def _save_state(accelerator: Accelerator, original: Callable[[], Any]) -> Any:
     lions, project = _lions(accelerator), accelerator.project_configuration
+    if not lions:  # free_memory() was called.
+        return original()
     saved, scaler = "", accelerator.scaler
     failure: BaseException | None = None
     told: list[BaseException] = []
@@ -284,20 +286,19 @@ def _save_state(accelerator: Accelerator, original: Callable[[], Any]) -> Any:
 
 
 def _load_state(accelerator: Accelerator, original: Callable[[], None], folders: list[str]) -> None:
+    lions = _lions(accelerator)
     failure: BaseException | None = None
     try:
         original()
     except BaseException as error:
-        if _is_sharded(accelerator):  # As in _save_state.
+        if not lions or _is_sharded(accelerator):  # As in _save_state.
             raise
         failure = error
-    states = [
-        load_momentum(lion, folders[0], failure=failure, name=name)
-        for name, lion in _lions(accelerator)
-    ]
-    if states[0] is not None and accelerator.scaler is not None:
-        # Accelerate has given rank 0's to every rank.
-        accelerator.scaler.load_state_dict(states[0])
+    states = [load_momentum(lion, folders[0], failure=failure, name=name) for name, lion in lions]
+    for state in states[:1]:
+        if state is not None and accelerator.scaler is not None:
+            # Accelerate has given rank 0's to every rank.
+            accelerator.scaler.load_state_dict(state)
 
 
 def _is_sharded(accelerator: Accelerator) -> bool:

@@ -304,7 +304,7 @@ def disk_of(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def interrupted(*_: Any) -> None:
+def interrupted(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt("stop")
 
 
@@ -349,7 +349,7 @@ def failing_save(rank: int, world_size: int, folder: str, case: str) -> list[str
         ("interrupt", "Disagreement.*rank 1: KeyboardInterrupt: stop", "KeyboardInterrupt: stop"),
         ("failed before", r"Disagreement.*rank 1: OSError: .*full", "OSError"),
         ("other folders", r"rank 0: '.*/new0', rank 1: '.*/new1'", "pass the same path"),
-        ("alone", "rank 0 saves while rank 1 steps", "rank 0 saves while rank 1 steps"),
+        ("alone", "rank 1 steps while rank 0 saves", "let every rank take the same number"),
     ],
 )
 def test_a_save_that_fails_on_one_rank_fails_on_all(
@@ -515,7 +515,7 @@ FILE = r"dlion_momentum_1_of_2\.safetensors"
         ("no folder", "finds no folder .*/new: check the path"),
         ("other folders", r"rank 0: '.*/new', rank 1: '.*/other'\): pass the same path"),
         ("failed before", "ValueError: no model"),
-        ("alone", "rank 0 loads while rank 1 steps"),
+        ("alone", "rank 1 steps while rank 0 loads"),
         ("interrupt", "KeyboardInterrupt: stop"),
     ],
 )
