@@ -11,13 +11,13 @@ import argparse
 import gc
 from pathlib import Path
 
-import hf_dlion.accelerate
 import torch
 from accelerate.utils import DataLoaderConfiguration
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
+import hf_dlion.accelerate
 from accelerate import Accelerator
 from hf_dlion import DistributedLion
 
