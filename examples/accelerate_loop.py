@@ -11,13 +11,13 @@ import argparse
 import gc
 from pathlib import Path
 
-import hf_dlion.accelerate
 import torch
 from accelerate.utils import DataLoaderConfiguration
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
+import hf_dlion.accelerate
 from accelerate import Accelerator
 from hf_dlion import DistributedLion
 
@@ -55,9 +55,9 @@ def train(args: argparse.Namespace, accelerator: Accelerator) -> None:
     held_out = DataLoader(TensorDataset(blocks[:cut]), batch_size=32)
 
     model = NextByte()
-    optimizer = DistributedLion(model.named_parameters(), lr=args.lr, weight_decay=0.1)  # <-
-    model, optimizer, batches, held_out = accelerator.prepare(model, optimizer, batches, held_out)
-    hf_dlion.accelerate.attach(accelerator)  # <- save_state keeps the momentum of every rank
+    lion = DistributedLion(model.named_parameters(), lr=args.lr, weight_decay=0.1)  # <-
+    model, optimizer, batches, held_out = accelerator.prepare(model, lion, batches, held_out)
+    hf_dlion.accelerate.attach(accelerator, model)  # <- votes, and checkpoints of every rank
 
     saved = args.output_dir / "checkpoint"
     begin = 0
@@ -80,12 +80,9 @@ def train(args: argparse.Namespace, accelerator: Accelerator) -> None:
         if accelerator.is_main_process:
             (saved / "epoch.txt").write_text(str(epoch + 1))
 
-    wire = hf_dlion.unwrap(optimizer).wire
     size = sum(p.numel() for p in model.parameters())
-    accelerator.print(
-        f"{size:,} parameters; rank 0 sent {wire.last_bytes_sent:,} bytes in the last step, in "
-        f"which {100 * wire.agreement:.0f} % of the signs agreed"
-    )
+    sent = lion.wire.last_bytes_sent
+    accelerator.print(f"{size:,} parameters; rank 0 sent {sent:,} bytes in the last step")
 
 
 def main() -> None:
@@ -93,7 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/accelerate_loop"))
     args = parser.parse_args()
 

@@ -1,0 +1,469 @@
+"""DistributedLion in Accelerate loops: steps, saved states, FSDP2 and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import os
+import pickle
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    ProjectConfiguration,
+)
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import accelerate
+import hf_dlion.accelerate
+import hf_dlion.checkpoint
+from accelerate import Accelerator, PartialState
+from hf_dlion import CheckpointError, DistributedLion
+from hf_dlion.accelerate import attach, parallelism_config
+from tests.support.spawn import LASTING, RankPools, run_command
+
+multiproc = pytest.mark.multiproc
+
+
+class Loop:
+    """What a user writes: make, prepare, attach, iterate."""
+
+    def __init__(
+        self, *, accumulate: int = 1, project: Any = None, attached: bool = True, **options: Any
+    ) -> None:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+        self.lion = DistributedLion(self.model.named_parameters(), lr=1e-2, **options)
+        data = TensorDataset(torch.randn(64, 6), torch.randn(64, 3))
+        self.accelerator = Accelerator(
+            cpu=True, gradient_accumulation_steps=accumulate, project_config=project
+        )
+        schedule = torch.optim.lr_scheduler.LinearLR(self.lion, total_iters=20)
+        self.wrapped, self.optimizer, self.loader, self.schedule = self.accelerator.prepare(
+            self.model, self.lion, DataLoader(data, batch_size=4), schedule
+        )
+        if attached:
+            attach(self.accelerator, self.wrapped)
+
+    def train(self, batches: int) -> list[Tensor]:
+        for _, (x, y) in zip(range(batches), self.loader, strict=False):
+            with self.accelerator.accumulate(self.wrapped):
+                loss = nn.functional.mse_loss(self.wrapped(x), y)
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.wrapped.parameters(), 1.0)
+                self.optimizer.step()
+                self.schedule.step()
+                self.optimizer.zero_grad()
+        return [p.detach().clone() for p in self.model.parameters()]
+
+    def momenta(self) -> list[Tensor]:
+        return [self.lion.state[p]["exp_avg"].clone() for p in self.model.parameters()]
+
+    def close(self) -> None:
+        """Frees the wrapper, or gloo aborts a process that ends with it."""
+        self.lion.detach()
+        self.accelerator.free_memory()
+        del self.wrapped
+        gc.collect()
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(map(torch.equal, left, right))
+
+
+def accumulates(rank: int, world_size: int, accumulate: int) -> tuple[int, int]:
+    loop = Loop(accumulate=accumulate)
+    for p in loop.train(6):
+        everyone = [torch.empty_like(p) for _ in range(world_size)]
+        dist.all_gather(everyone, p)
+        assert all(torch.equal(own, everyone[0]) for own in everyone)
+    found = loop.lion.steps, loop.lion.wire.exchanges
+    loop.close()
+    return found
+
+
+@multiproc
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_loop_steps_once_per_accumulation(pools: RankPools, accumulate: int) -> None:
+    steps = 6 // accumulate
+    assert pools(2).run(accumulates, accumulate) == [(steps, steps)] * 2
+
+
+def scaled(rank: int, world_size: int, clip: bool) -> list[float]:
+    """Rank 1 overflows in step 1; an unscaled optimizer of the same gradients goes along."""
+    Loop().close()  # AcceleratedOptimizer needs an Accelerator.
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    plain = copy.deepcopy(model)
+    lion, other = (DistributedLion(own.named_parameters(), lr=0.01) for own in (model, plain))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = AcceleratedOptimizer(lion, scaler=scaler)
+    scales = []
+    for step in range(3):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        scaler.scale(model(x).square().sum()).backward()
+        plain(x).square().sum().backward()
+        if rank == 1 and step == 1:
+            for own in (model, plain):
+                own.weight.grad[0, 0] = torch.inf  # type: ignore[index]
+        if clip:
+            scaler.unscale_(lion)
+        optimizer.step()
+        other.step()
+        # A schedule that follows it then takes as many steps on every rank.
+        assert not optimizer.step_was_skipped
+        optimizer.zero_grad()
+        other.zero_grad()
+        scales.append(scaler.get_scale())
+        assert torch.equal(model.weight, plain.weight)
+    return scales
+
+
+@multiproc
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_wrapped_optimizer_steps_with_a_scaler(pools: RankPools, clip: bool) -> None:
+    assert pools(2).run(scaled, clip) == [[1024.0] * 3, [1024.0, 512.0, 512.0]]
+
+
+def saves(rank: int, world_size: int, folder: str) -> list[list[Tensor]]:
+    loop = Loop()
+    loop.train(3)
+    loop.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (3 + rank))
+    loop.accelerator.scaler.scale(torch.ones(()))
+    loop.accelerator.save_state(folder)
+    loop.accelerator.scaler = None
+    found = [loop.momenta(), loop.train(4), loop.momenta()]
+    loop.close()
+    return found
+
+
+def loads(rank: int, world_size: int, folder: str) -> tuple[list[list[Tensor]], float, list[str]]:
+    loop = Loop()
+    loop.accelerator.scaler = torch.amp.GradScaler("cpu")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loop.accelerator.load_state(folder)
+    scale = loop.accelerator.scaler.state_dict()["scale"]
+    loop.accelerator.scaler = None
+    found = [loop.momenta(), loop.train(4), loop.momenta()]
+    said = [str(warning.message) for warning in caught if "ranks" in str(warning.message)]
+    loop.close()
+    return found, scale, said
+
+
+@multiproc
+@pytest.mark.smoke
+def test_a_loaded_state_equals_the_saved_one_on_every_rank(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    saved = pools(2).run(saves, str(tmp_path))
+    loaded = pools(2).run(loads, str(tmp_path))
+    assert not same(saved[0][0], saved[1][0])
+    for rank in range(2):
+        found, scale, said = loaded[rank]
+        assert all(map(same, found, saved[rank]))
+        assert scale == 2.0 ** (3 + rank)
+        assert said == []
+    # One rank alone continues from the first file.
+    hf_dlion.accelerate._say_alone.cache_clear()
+    with pytest.warns(UserWarning, match="this process trains alone"):
+        loop = Loop()
+    with pytest.warns(UserWarning, match="was saved by 2 ranks and is loaded by 1"):
+        loop.accelerator.load_state(str(tmp_path))
+    assert same(loop.momenta(), saved[0][0])
+
+
+def automatic(rank: int, world_size: int, folder: str) -> list[str]:
+    project = ProjectConfiguration(
+        project_dir=folder, automatic_checkpoint_naming=True, total_limit=2
+    )
+    loop = Loop(project=project)
+    for _ in range(3):
+        loop.train(2)
+        loop.accelerator.save_state()
+    saved = loop.momenta()
+    loop.train(1)
+    loop.accelerator.load_state()
+    assert same(saved, loop.momenta())
+    # A failure on one rank, before and after Accelerate's barrier, and while momenta are written.
+    said = []
+    for place in ("accelerate.accelerator.shutil.rmtree", "torch.save", "safetensors.torch"):
+        name = "hf_dlion.checkpoint.save_file" if place == "safetensors.torch" else place
+        fails = mock.patch(name, side_effect=OSError("broken"))
+        with fails if rank == 0 else contextlib.nullcontext():
+            try:
+                loop.accelerator.save_state()
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}")
+    loop.accelerator.save_state()
+    loop.accelerator.load_state()
+    loop.close()
+    return said
+
+
+@multiproc
+def test_automatic_names_and_limits_work_and_survive_failures(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    for rank, said in enumerate(pools(2).run(automatic, str(tmp_path))):
+        assert len(said) == 3
+        kinds = [text.split(":")[0] for text in said]
+        own = ["OSError", "OSError", "CheckpointError"]
+        assert kinds == (own if rank == 0 else ["Disagreement"] * 3)
+        assert rank == 0 or all("rank 0: " in text and "broken" in text for text in said)
+    folders = sorted(os.listdir(tmp_path / "checkpoints"))
+    assert len(folders) == 2
+    momenta = sorted(os.listdir(tmp_path / "checkpoints" / folders[-1]))
+    assert {f"dlion_momentum_{rank}_of_2.safetensors" for rank in range(2)} <= set(momenta)
+
+
+def refused(rank: int, world_size: int, folder: str) -> list[str]:
+    loop = Loop()
+    loop.train(2)
+    loop.accelerator.save_state(folder)
+    kept = loop.momenta()
+    loop.accelerator.wait_for_everyone()
+    if rank == 0:
+        Path(folder, "dlion_momentum_1_of_2.safetensors").unlink()
+    loop.accelerator.wait_for_everyone()
+    said = []
+    try:
+        loop.accelerator.save_state(f"{folder}/{rank}")
+    except CheckpointError as error:
+        said.append(str(error))
+    for place in (folder, folder if rank == 0 else "/nonexistent"):
+        try:
+            loop.accelerator.load_state(place)
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+        assert same(kept, loop.momenta()) or rank == 1
+    loop.close()
+    return said
+
+
+@multiproc
+def test_what_fails_on_one_rank_is_raised_on_all(pools: RankPools, tmp_path: Path) -> None:
+    first, second = pools(2).run(refused, str(tmp_path))
+    assert "Disagreement: load failed on 1 of 2 ranks: rank 1: CheckpointError" in first[1]
+    assert "dlion_momentum_1_of_2.safetensors, the momentum of rank 1, is missing" in second[1]
+    assert "rank 1: ValueError: Tried to find /nonexistent" in first[2]
+    assert "ValueError: Tried to find /nonexistent" in second[2]
+    assert first[0] == second[0]
+    assert "different folders" in first[0]
+
+
+def two_optimizers(rank: int, world_size: int, folder: str) -> list[str]:
+    loop = Loop()
+    other = nn.Linear(2, 2)
+    lion = DistributedLion(other.named_parameters(), lr=1e-2)
+    sgd = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    # Prepared in this order, after the loop's own: files 0 and 2 are ours.
+    loop.accelerator.prepare(sgd)
+    wrapped, second = loop.accelerator.prepare(other, lion)
+    attach(loop.accelerator, wrapped)
+    loop.train(2)
+    loop.accelerator.backward(wrapped(torch.full((1, 2), rank + 1.0)).sum())
+    second.step()
+    before = lion.state[other.weight]["exp_avg"].clone()
+    loop.accelerator.save_state(folder)
+    lion.state[other.weight]["exp_avg"].zero_()
+    loop.accelerator.load_state(folder)
+    assert torch.equal(before, lion.state[other.weight]["exp_avg"])
+    lion.detach()
+    del wrapped
+    loop.close()
+    return sorted(path.name for path in Path(folder).glob("*momentum*"))
+
+
+@multiproc
+def test_several_optimizers_have_files_of_their_own(pools: RankPools, tmp_path: Path) -> None:
+    for names in pools(2).run(two_optimizers, str(tmp_path)):
+        assert names == [
+            "dlion_momentum_0_of_2.safetensors",
+            "dlion_momentum_1_of_2.safetensors",
+            "dlion_momentum_2_0_of_2.safetensors",
+            "dlion_momentum_2_1_of_2.safetensors",
+        ]
+
+
+@contextmanager
+def as_if_on_gpus() -> Iterator[None]:
+    """Makes Accelerate take these gloo ranks for those of several GPUs, on which alone it shards.
+
+    All else is its own, and the devices remain CPUs.
+    """
+    original = PartialState.__init__
+
+    def made(self: PartialState, cpu: bool = False, **kwargs: Any) -> None:
+        original(self, True, **kwargs)
+        if self.distributed_type is DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_GPU
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    try:
+        with mock.patch.object(PartialState, "__init__", made), mock.patch.dict(os.environ):
+            yield
+    finally:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+
+
+def sharding(kind: str) -> tuple[Accelerator, Any, DistributedLion]:
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="NO_WRAP",
+        cpu_ram_efficient_loading=False,
+        state_dict_type=kind,
+    )
+    config = parallelism_config(dp_replicate_size=2, dp_shard_size=2)
+    accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=config)
+    mesh = accelerator.torch_device_mesh
+    for own in (mesh, mesh["dp_shard_cp"]):
+        LASTING.update(own.get_all_groups())  # torch takes equal meshes for one and the same.
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+    lion = DistributedLion(alone.named_parameters(), lr=1e-2, replicate=mesh["dp_replicate"])
+    model, _ = accelerator.prepare(alone, lion)
+    attach(accelerator, model)
+    return accelerator, model, lion
+
+
+def train(rank: int, model: nn.Module, lion: DistributedLion, steps: range) -> list[Tensor]:
+    for step in steps:
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        model(x).square().sum().backward()
+        lion.step()
+        lion.zero_grad()
+    return [p.full_tensor().clone() for p in model.parameters()]  # type: ignore[operator]
+
+
+def shards(rank: int, world_size: int, folder: str, kind: str) -> str:
+    with as_if_on_gpus():
+        accelerator, model, lion = sharding(kind)
+        train(rank, model, lion, range(2))
+        accelerator.save_state(folder)
+        straight = train(rank, model, lion, range(2, 4))
+        with pytest.raises(NotImplementedError, match="SGD doesn't work with"):
+            accelerator.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with as_if_on_gpus():
+        accelerator, model, lion = sharding(kind)
+        accelerator.load_state(folder)
+        assert same(straight, train(rank, model, lion, range(2, 4)))
+    with as_if_on_gpus():
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        try:
+            attach(Accelerator(fsdp_plugin=plugin), model)
+        except NotImplementedError as error:
+            return str(error)
+    return ""
+
+
+@multiproc
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_fsdp2_inside_replicas_saves_and_resumes(
+    pools: RankPools, tmp_path: Path, kind: str
+) -> None:
+    for said in pools(4).run(shards, str(tmp_path), kind):
+        assert "FSDP2 inside each replica with hf_dlion.accelerate.parallelism_config" in said
+
+
+def test_fsdp_uses_the_ranks_of_one_replica() -> None:
+    config = parallelism_config(dp_replicate_size=2, dp_shard_size=2)
+    for own in (config, pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
+        assert own.fsdp_dim_names == ["dp_shard_cp"]
+        assert (own.dp_replicate_size, own.dp_shard_size) == (2, 2)
+
+
+@pytest.mark.parametrize("name", ["dp_replicate_size", "dp_shard_size"])
+def test_replicas_and_shards_are_two_at_least(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name} must be at least 2 \(got 1\)"):
+        parallelism_config(**{"dp_replicate_size": 2, "dp_shard_size": 2, name: 1})
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"])
+def test_other_ways_to_train_are_refused(kind: str) -> None:
+    accelerator = SimpleNamespace(distributed_type=DistributedType(kind))
+    with pytest.raises(NotImplementedError, match=r"doesn't work with .* Use DDP"):
+        attach(accelerator, nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+def test_tensor_parallelism_is_refused() -> None:
+    accelerator = SimpleNamespace(
+        distributed_type=DistributedType.MULTI_GPU,
+        parallelism_config=SimpleNamespace(tp_size=2),
+    )
+    with pytest.raises(NotImplementedError, match="tp_size=2 in a ParallelismConfig"):
+        attach(accelerator, nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def loop() -> Loop:
+    return Loop(attached=False)
+
+
+def test_ranks_that_the_accelerator_does_not_know_are_refused(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"knows of 1 process .* Accelerator\(cpu=True\)"):
+        attach(loop.accelerator, loop.wrapped)
+
+
+def test_a_model_without_a_lion_is_refused(loop: Loop) -> None:
+    with pytest.raises(ValueError, match="has no DistributedLion with parameters of this model"):
+        attach(loop.accelerator, nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("name", ["_optimizers", "scaler"])
+def test_an_accelerate_that_has_changed_is_refused(loop: Loop, name: str) -> None:
+    delattr(loop.accelerator, name)
+    with pytest.raises(RuntimeError, match=rf"Accelerator\(\).{name}.*{accelerate.__version__}"):
+        attach(loop.accelerator, loop.wrapped)
+
+
+def launch(*argv: str) -> list[str]:
+    """Runs a test script of Accelerate's on two ranks; returns its sorted lines."""
+    script = Path(__file__).parent / "support/launched_lion.py"
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
+    # Port 0 lets the system choose.
+    launcher += ["--num_processes=2", "--num_machines=1", "--main_process_port=0"]
+    launcher += ["--mixed_precision=no", "--dynamo_backend=no"]
+    on_cpu = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+    done = run_command([*launcher, str(script), *argv], env=on_cpu, timeout=200)
+    return sorted(done.stdout.splitlines())
+
+
+@multiproc
+@pytest.mark.slow
+def test_accelerates_training_check_passes() -> None:
+    said = launch("test_script")
+    # One process of the whole batch, two, two with split batches, bf16, fp16; two samplers.
+    votes = [line for line in said if "exchanged votes" in line]
+    assert votes == [f"rank {r}: 10 of 10 optimizers exchanged votes" for r in (0, 1)]
+    assert any("same results on one CPU or distributed setup with batch split" in s for s in said)
+
+
+@multiproc
+@pytest.mark.slow
+def test_accelerates_accumulation_check_passes() -> None:
+    votes = [line for line in launch("test_sync", "replicas") if "exchanged votes" in line]
+    assert votes == [f"rank {r}: 2 of 2 optimizers exchanged votes" for r in (0, 1)]

@@ -1,0 +1,574 @@
+"""A momentum file per rank: bit-equal resumption, and what all ranks raise together."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import pickle
+import resource
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import hf_dlion.checkpoint as checkpoint
+from hf_dlion import CheckpointError, DistributedLion, load_momentum, save_momentum
+from tests.support.spawn import LASTING, RankPools, RanksFailedError
+
+multiproc = pytest.mark.multiproc
+
+
+def model_of(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, 10), nn.Linear(10, 3))
+
+
+def optimizer_of(model: nn.Module, **options: Any) -> DistributedLion:
+    return DistributedLion(model.named_parameters(), **{"lr": 0.01, "weight_decay": 0.1, **options})
+
+
+def train(model: nn.Module, optimizer: DistributedLion, steps: range, rank: int) -> list[Tensor]:
+    dtype = next(model.parameters()).dtype
+    for step in steps:
+        optimizer.zero_grad()
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(100 * step + rank))
+        model(x.to(dtype)).square().sum().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def momenta_of(optimizer: DistributedLion) -> list[Tensor]:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return [optimizer.state[p]["exp_avg"].clone() for p in params if optimizer.state[p]]
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+def file_of(folder: str | Path, rank: int, world_size: int) -> Path:
+    return Path(folder, f"dlion_momentum_{rank}_of_{world_size}.safetensors")
+
+
+def save(model: nn.Module, optimizer: DistributedLion, folder: str, rank: int, **more: Any) -> None:
+    """Saves what a loop saves, rank 0's common state first."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    if rank == 0:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(state, f"{folder}/state.bin")
+    save_momentum(optimizer, folder, **more)
+
+
+def load(model: nn.Module, optimizer: DistributedLion, folder: str) -> dict[str, Any] | None:
+    state = torch.load(f"{folder}/state.bin", weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return load_momentum(optimizer, folder)
+
+
+def resumed(rank: int, world_size: int, folder: str, dtype: torch.dtype) -> None:
+    ends = []
+    for interrupted in (False, True):
+        model = model_of().bfloat16()
+        optimizer = optimizer_of(model, momentum_dtype=dtype)
+        train(model, optimizer, range(3), rank)
+        if interrupted:
+            # A checkpoint's folder need not exist, nor need ranks have met.
+            save(model, optimizer, f"{folder}/new", rank, scaler={"scale": 2.0**rank})
+            kept = momenta_of(optimizer)
+            model, optimizer = model_of(1).bfloat16(), None
+            optimizer = optimizer_of(model, lr=0.5, momentum_dtype=dtype)
+            assert load(model, optimizer, f"{folder}/new") == {"scale": 2.0**rank}
+            assert same(kept, momenta_of(optimizer))
+            assert momenta_of(optimizer)[0].dtype is dtype
+        ends.append(train(model, optimizer, range(3, 6), rank))
+    assert same(*ends)
+    everyone = [torch.empty_like(kept[0]) for _ in range(world_size)]
+    dist.all_gather(everyone, kept[0])
+    assert not torch.equal(*everyone)
+
+
+@multiproc
+@pytest.mark.smoke
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_resumed_run_equals_the_uninterrupted_one(
+    pools: RankPools, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    pools(2).run(resumed, str(tmp_path), dtype)
+    assert sorted(os.listdir(tmp_path / "new")) == [
+        "dlion_momentum_0_of_2.safetensors",
+        "dlion_momentum_1_of_2.safetensors",
+        "state.bin",
+    ]
+
+
+def partly_stepped(rank: int, world_size: int, folder: str) -> list[int]:
+    """Returns the number of momenta after loads: before any step, and without one on rank 1."""
+    model = model_of()
+    optimizer = optimizer_of(model)
+    counts = []
+    for steps in (range(0), range(2)):
+        if rank == 1:
+            model[1].bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        train(model, optimizer, steps, rank)
+        save(model, optimizer, folder, rank)
+        kept = momenta_of(optimizer)
+        load(model, optimizer, folder)
+        assert same(kept, momenta_of(optimizer))
+        counts.append(len(kept))
+    return counts
+
+
+@multiproc
+def test_a_parameter_without_momentum_has_none_after_loading(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    assert pools(2).run(partly_stepped, str(tmp_path)) == [[0, 4], [0, 3]]
+
+
+def saves(rank: int, world_size: int, folder: str) -> list[Tensor]:
+    model = model_of()
+    optimizer = optimizer_of(model)
+    train(model, optimizer, range(2), rank)
+    save(model, optimizer, folder, rank, scaler={"scale": 2.0**rank})
+    return momenta_of(optimizer)
+
+
+def loads(rank: int, world_size: int, folder: str) -> tuple[list[Tensor], list[str]]:
+    model = model_of(1)
+    optimizer = optimizer_of(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert load(model, optimizer, folder) is not None
+    kept = momenta_of(optimizer)
+    train(model, optimizer, range(2, 3), rank)
+    return kept, [str(warning.message) for warning in caught]
+
+
+@multiproc
+def test_other_numbers_of_ranks_share_the_files_out_with_a_warning(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    folder = str(tmp_path)
+    saved = pools(2).run(saves, folder)
+    for world_size in (1, 3):
+        for rank, (kept, said) in enumerate(pools(world_size).run(loads, folder)):
+            assert same(kept, saved[rank % 2])
+            assert len(said) == (rank == 0)
+            assert all(f"saved by 2 ranks and is loaded by {world_size}" in text for text in said)
+    # A save of another number of ranks leaves no file that could be taken for its own.
+    pools(3).run(saves, folder)
+    assert sorted(tmp_path.glob("*.safetensors")) == [file_of(folder, r, 3) for r in range(3)]
+
+
+def nodes(rank: int, world_size: int, folder: str) -> None:
+    """Two nodes of two ranks; the second ranks' own files are lost."""
+    ends = []
+    for interrupted in (False, True):
+        model = model_of(int(interrupted))
+        ddp = DistributedDataParallel(model)
+        optimizer = optimizer_of(model, local_group=2)
+        optimizer.attach(ddp)
+        if interrupted:
+            load(model, optimizer, folder)
+        else:
+            train(ddp, optimizer, range(2), rank)
+            save(model, optimizer, folder, rank)
+            if rank == 0:
+                for other in (1, 3):
+                    file_of(folder, other, 4).unlink()
+        ends.append(train(ddp, optimizer, range(2, 4), rank))
+        optimizer.detach()
+        del ddp
+        gc.collect()
+    assert same(*ends)
+
+
+@multiproc
+def test_the_ranks_of_a_node_load_their_first_ranks_momentum(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    pools(4).run(nodes, str(tmp_path))
+
+
+def sharded(shape: tuple[int, int], seed: int) -> tuple[nn.Module, DistributedLion]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    for own in (mesh, mesh["replicate"], mesh["shard"]):
+        LASTING.update(own.get_all_groups())  # torch takes equal meshes for one and the same.
+    model = model_of(seed)
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = optimizer_of(model, replicate=mesh["replicate"])
+    optimizer.attach(model)
+    return model, optimizer
+
+
+def shards(rank: int, world_size: int, folder: str) -> None:
+    """A new optimizer continues from the momenta and their step; the model is saved by torch."""
+    model, optimizer = sharded((2, 2), 0)
+    train(model, optimizer, range(2), rank)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/model")
+    save_momentum(optimizer, folder)
+    kept = [momentum.to_local() for momentum in momenta_of(optimizer)]
+    end = train(model, optimizer, range(2, 4), rank)
+
+    other, resumed = sharded((2, 2), 0)
+    state = {"model": other.state_dict()}
+    dcp.load(state, checkpoint_id=f"{folder}/model")
+    other.load_state_dict(state["model"])
+    load_momentum(resumed, folder)
+    assert resumed.steps == 2
+    assert same(kept, [momentum.to_local() for momentum in momenta_of(resumed)])
+    ends = end, train(other, resumed, range(2, 4), rank)
+    assert same(*([p.to_local() for p in own] for own in ends))
+
+
+def other_shards(rank: int, world_size: int, folder: str, shape: tuple[int, int]) -> str:
+    _, optimizer = sharded(shape, 0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            load_momentum(optimizer, folder)
+        except CheckpointError as error:
+            assert not optimizer.state
+            return str(error)
+    assert momenta_of(optimizer)
+    return " ".join(str(warning.message) for warning in caught)
+
+
+@multiproc
+def test_shards_of_fsdp2_resume_on_as_many_shards(pools: RankPools, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    pools(4).run(shards, folder)
+    for shape in ((2, 1), (1, 4)):
+        for said in pools(shape[0] * shape[1]).run(other_shards, folder, shape):
+            assert "holds shard [" in said
+            assert "the mesh that they were saved with" in said
+    # One replica of as many shards.
+    first, _ = pools(2).run(other_shards, folder, (1, 2))
+    assert "was saved by 4 ranks and is loaded by 2" in first
+
+
+def distributed_checkpoint(rank: int, world_size: int, folder: str) -> None:
+    """Torch's own state dicts, whose loading takes a step without gradients."""
+    model = model_of()
+    optimizer = optimizer_of(model)
+    train(model, optimizer, range(3), rank)
+    names = ("model", "optimizer")
+    dcp.save(dict(zip(names, get_state_dict(model, optimizer), strict=True)), checkpoint_id=folder)
+    save_momentum(optimizer, folder)
+    ends = [train(model, optimizer, range(3, 6), rank)]
+    for with_momentum in (True, False):
+        model = model_of(1)
+        optimizer = optimizer_of(model, lr=0.5)
+        with torch.no_grad():  # Replicas must start equal.
+            for p in model.parameters():
+                dist.broadcast(p, 0)
+        state = dict(zip(names, get_state_dict(model, optimizer), strict=True))
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        assert optimizer.steps == 3
+        if with_momentum:
+            load_momentum(optimizer, folder)
+        ends.append(train(model, optimizer, range(3, 6), rank))
+    assert same(ends[0], ends[1])
+    assert not same(ends[0], ends[2])
+
+
+@multiproc
+def test_torchs_distributed_checkpoint_keeps_what_is_common(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    pools(2).run(distributed_checkpoint, str(tmp_path))
+
+
+@contextmanager
+def disk_of(size: int) -> Iterator[None]:
+    """Lets this process write files of at most `size` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def interrupted(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt("stop")
+
+
+def failing_save(rank: int, world_size: int, folder: str, case: str) -> list[str]:
+    """Returns error, files of the new folder, and whether the older checkpoint still loads."""
+    model = model_of()
+    optimizer = optimizer_of(model)
+    train(model, optimizer, range(2), rank)
+    save(model, optimizer, f"{folder}/old", rank)
+    train(model, optimizer, range(2, 4), rank)
+    kept, new, said = momenta_of(optimizer), f"{folder}/new", ""
+    try:
+        if case == "alone" and rank == 1:
+            train(model, optimizer, range(4, 5), rank)
+        elif case == "other folders":
+            save_momentum(optimizer, f"{new}{rank}")
+        elif case == "full disk" and rank == 1:
+            with disk_of(100):
+                save_momentum(optimizer, new)
+        elif case == "interrupt" and rank == 1:
+            with mock.patch.object(checkpoint, "save_file", interrupted):
+                save_momentum(optimizer, new)
+        elif case == "failed before" and rank == 1:
+            save_momentum(optimizer, new, failure=OSError(errno.ENOSPC, "full"))
+        else:
+            save_momentum(optimizer, new)
+    except BaseException as error:
+        said = f"{type(error).__name__}: {error}"
+    assert same(kept, momenta_of(optimizer))
+    dist.barrier()
+    files = sorted(os.listdir(new)) if Path(new).is_dir() else []
+    load(model, optimizer, f"{folder}/old")
+    save_momentum(optimizer, f"{folder}/again")
+    return [said, *files]
+
+
+@multiproc
+@pytest.mark.parametrize(
+    ("case", "first", "second"),
+    [
+        ("full disk", "Disagreement.*rank 1: CheckpointError: .*rank 1 cannot", "Free space"),
+        ("interrupt", "Disagreement.*rank 1: KeyboardInterrupt: stop", "KeyboardInterrupt: stop"),
+        ("failed before", r"Disagreement.*rank 1: OSError: .*full", "OSError"),
+        ("other folders", r"rank 0: '.*/new0', rank 1: '.*/new1'", "pass the same path"),
+        ("alone", "rank 1 steps while rank 0 saves", "let every rank take the same number"),
+    ],
+)
+def test_a_save_that_fails_on_one_rank_fails_on_all(
+    pools: RankPools, tmp_path: Path, case: str, first: str, second: str
+) -> None:
+    results = pools(2).run(failing_save, str(tmp_path), case)
+    for (said, *files), pattern in zip(results, (first, second), strict=True):
+        assert_matches(pattern, said)
+        # Only rank 0 has written, where ranks fail amid writing.
+        wrote = case in ("full disk", "interrupt")
+        assert files == ([file_of("", 0, 2).name] if wrote else [])
+    if case == "full disk":
+        assert str(file_of(tmp_path / "new", 1, 2)) in results[0][0]
+        assert str(file_of(tmp_path / "new", 1, 2)) in results[1][0]
+
+
+def assert_matches(pattern: str, text: str) -> None:
+    with pytest.raises(RuntimeError, match=pattern):
+        raise RuntimeError(text)
+
+
+def dies_amid_a_save(rank: int, world_size: int, folder: str) -> None:
+    model = model_of()
+    optimizer = optimizer_of(model)
+    train(model, optimizer, range(2), rank)
+
+    def die(tensors: Any, path: Path, *_: Any) -> None:
+        Path(path).write_bytes(b"part")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with mock.patch.object(checkpoint, "save_file", die if rank == 1 else save_file):
+        try:
+            save_momentum(optimizer, folder)
+        except Exception as error:
+            Path(folder, f"said_{rank}").write_text(f"{type(error).__name__}: {error}")
+
+
+@multiproc
+def test_a_rank_that_dies_amid_a_save_leaves_a_temporary_file(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    with pytest.raises(RanksFailedError):
+        pools(2).run(dies_amid_a_save, str(tmp_path))
+    assert_matches("LostRank: .*rank 1", (tmp_path / "said_0").read_text())
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {file_of("", 0, 2).name, f"{file_of('', 1, 2).name}.tmp", "said_0"}
+
+
+def metadata_of(path: Path) -> dict[str, str]:
+    with safe_open(path, framework="pt") as file:
+        return file.metadata()
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Tensor]], None], **metadata: str) -> None:
+    tensors, kept = load_file(path), metadata_of(path)
+    change(tensors)
+    save_file(tensors, path, {**kept, **metadata})
+
+
+class Planted:
+    """Creates a file if it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Path]]:
+        return Path.touch, (self.path,)
+
+
+def damage(path: Path, case: str) -> None:
+    """Changes rank 1's file."""
+    if case == "missing":
+        path.unlink()
+    elif case == "cut":
+        path.write_bytes(path.read_bytes()[:-5])
+    elif case == "empty":
+        path.write_bytes(b"")
+    elif case == "pickle":
+        path.write_bytes(pickle.dumps(Planted(path.parent / "unpickled")))
+    elif case == "shape":
+        rewrite(path, lambda own: own.update({"1": torch.zeros(11)}))
+    elif case == "dtype":
+        rewrite(path, lambda own: own.update({"1": torch.zeros(10, dtype=torch.int64)}))
+    elif case == "key":
+        rewrite(path, lambda own: own.update({"9": own.pop("1")}))
+    elif case == "foreign":
+        save_file({"1": torch.zeros(10)}, path)
+    elif case == "header":
+        rewrite(path, lambda own: None, **{"hf_dlion momentum 1": '{"rank": "x"}'})
+    elif case == "renamed":
+        path.write_bytes(file_of(path.parent, 0, 2).read_bytes())
+    elif case == "other run":
+        path.write_bytes(file_of(path.parents[1] / "other", 1, 2).read_bytes())
+    elif case == "other step":
+        path.write_bytes(file_of(path.parents[1] / "later", 1, 2).read_bytes())
+    elif case == "earlier format":
+        for rank in range(2):
+            file_of(path.parent, rank, 2).rename(path.parent / f"dlion_momentum_{rank}_of_2.pt")
+    elif case == "none":
+        for rank in range(2):
+            file_of(path.parent, rank, 2).unlink()
+    elif case == "no folder":
+        path.parent.rename(path.parents[1] / "moved")
+
+
+def failing_load(rank: int, world_size: int, folder: str, case: str) -> str:
+    model = model_of()
+    optimizer = optimizer_of(model)
+    train(model, optimizer, range(2), rank)
+    save(model, optimizer, f"{folder}/new", rank)
+    save(model, optimizer, f"{folder}/other", rank)
+    train(model, optimizer, range(2, 3), rank)
+    save(model, optimizer, f"{folder}/later", rank)
+    state = torch.load(f"{folder}/new/state.bin", weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    kept = momenta_of(optimizer)
+    dist.barrier()
+    if rank == 1:
+        damage(file_of(f"{folder}/new", 1, 2), case)
+    dist.barrier()
+    try:
+        if case == "other folders":
+            load_momentum(optimizer, f"{folder}/{('new', 'other')[rank]}")
+        elif case == "failed before" and rank == 1:
+            load_momentum(optimizer, f"{folder}/new", failure=ValueError("no model"))
+        elif case == "alone" and rank == 1:
+            train(model, optimizer, range(2, 3), rank)
+        elif case == "interrupt" and rank == 1:
+            with mock.patch.object(checkpoint, "safe_open", interrupted):
+                load_momentum(optimizer, f"{folder}/new")
+        else:
+            load_momentum(optimizer, f"{folder}/new")
+    except BaseException as error:
+        assert same(kept, momenta_of(optimizer))
+        # All ranks go on together.
+        load(model, optimizer, f"{folder}/later")
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+FILE = r"dlion_momentum_1_of_2\.safetensors"
+
+
+@multiproc
+@pytest.mark.parametrize(
+    ("case", "pattern"),
+    [
+        ("missing", rf"{FILE}, the momentum of rank 1, is missing: load an older checkpoint"),
+        ("cut", rf"{FILE} is damaged .*: load an older checkpoint"),
+        ("empty", rf"{FILE} is damaged .*: load an older checkpoint"),
+        ("pickle", rf"{FILE} is damaged .*: load an older checkpoint"),
+        ("shape", rf"{FILE} holds a momentum of \(11,\) torch.float32 for parameter 1, which"),
+        ("dtype", rf"{FILE} holds a momentum of \(10,\) torch.int64 for parameter 1, which"),
+        ("key", rf"{FILE} holds momenta \['0', '2', '3', '9'\], but .* has 4 parameters"),
+        ("foreign", rf"{FILE} is not a momentum file of this hf_dlion .*: load an older"),
+        ("header", rf"{FILE} is not a momentum file of this hf_dlion .*: load an older"),
+        ("renamed", rf"{FILE} holds the momentum of rank 0 of 2: restore"),
+        ("other run", rf"rank 0: .*/new/.*; rank 1: .*/new/{FILE} of save .*: load an older"),
+        ("other step", rf"{FILE} was saved after step 3, but the optimizer is at step 2: first"),
+        ("earlier format", r"only \.pt files of an earlier hf_dlion, which this version cannot"),
+        ("none", r"dlion_momentum_[01]_of_2\.safetensors: its momenta were not saved\. Save with"),
+        ("no folder", "finds no folder .*/new: check the path"),
+        ("other folders", r"rank 0: '.*/new', rank 1: '.*/other'\): pass the same path"),
+        ("failed before", "ValueError: no model"),
+        ("alone", "rank 1 steps while rank 0 loads"),
+        ("interrupt", "KeyboardInterrupt: stop"),
+    ],
+)
+def test_a_load_that_fails_on_one_rank_changes_nothing_and_fails_on_all(
+    pools: RankPools, tmp_path: Path, case: str, pattern: str
+) -> None:
+    for rank, said in enumerate(pools(2).run(failing_load, str(tmp_path), case)):
+        assert_matches(pattern, said)
+        everywhere = ("other run", "earlier format", "none", "no folder", "other folders", "alone")
+        assert rank == 1 or case in everywhere or "rank 1: " in said
+    assert not (tmp_path / "new" / "unpickled").exists()
+
+
+def test_a_process_alone_saves_and_loads(tmp_path: Path) -> None:
+    model = model_of()
+    optimizer = optimizer_of(model)
+    train(model, optimizer, range(2), 0)
+    kept = momenta_of(optimizer)
+    held = optimizer.state[next(model.parameters())]["exp_avg"]
+    ids = []
+    for _ in range(2):
+        save_momentum(optimizer, tmp_path / "a" / "b")
+        ids.append(metadata_of(file_of(tmp_path / "a" / "b", 0, 1)))
+    assert ids[0] != ids[1]
+    held.zero_()
+    assert load_momentum(optimizer, tmp_path / "a" / "b") is None
+    assert same(kept, momenta_of(optimizer))
+    assert not held.any()  # Replaced: the old tensor may be somebody else's.
+    with disk_of(100), pytest.raises(CheckpointError, match=r"rank 0 cannot write .* Free space"):
+        save_momentum(optimizer, tmp_path / "a" / "b")
+    assert load_momentum(optimizer, tmp_path / "a" / "b") is None
+    assert os.listdir(tmp_path / "a" / "b") == [file_of("", 0, 1).name]
+
+
+def test_the_optimizer_may_be_wrapped_but_must_be_ours(tmp_path: Path) -> None:
+    class Wrapper:
+        def __init__(self, optimizer: object) -> None:
+            self.optimizer = optimizer
+
+    optimizer = optimizer_of(model_of())
+    assert checkpoint.find_optimizer(Wrapper(Wrapper(optimizer))) is optimizer
+    sgd = torch.optim.SGD(model_of().parameters(), lr=0.1)
+    assert checkpoint.find_optimizer(Wrapper(sgd)) is None
+    with pytest.raises(TypeError, match=r"must be a DistributedLion \(got SGD\)"):
+        save_momentum(sgd, tmp_path)
+    with pytest.raises(TypeError, match=r"must be a DistributedLion \(got SGD\)"):
+        load_momentum(sgd, tmp_path)
