@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import Any
 
 from hf_dlion import __version__
 from hf_dlion.cli import arguments
-from hf_dlion.cli.arguments import GPUS, Parser, did_you_mean
+from hf_dlion.cli.arguments import GPUS, Parser, above_zero, did_you_mean, positive
 
 COMMANDS = ("doctor", "plan")
 
@@ -25,7 +26,7 @@ examples:
 """
 _PLAN = """\
 Predict the time and the bytes of a training step under each method, and say whether the exchange of
-votes pays. Without --gpu, the work of a rank is measured on this machine, in about 20 seconds.
+votes pays. Without --gpu, the work of a rank is measured on this machine, in some seconds.
 """
 _PLAN_EXAMPLES = """\
 columns: "sent" is what a rank sends in a step, "network" the part of a step that waits for the
@@ -84,92 +85,28 @@ def _parser() -> Parser:
 
 
 def _add_options_of_plan(plan: Parser) -> None:
-    add = plan.add_argument
-    add(
-        "model",
-        metavar="MODEL",
-        type=arguments.model,
-        help="parameter count such as 350m or 7b, folder with a config.json, or name on the hub",
-    )
-    add(
-        "--link",
-        required=True,
-        metavar="RATE",
-        type=arguments.rate,
-        help="rate of a node's network card, such as 100mbit, 1gbit, or 25g (required)",
-    )
-    add("--ranks", type=arguments.positive, metavar="N", help="number of ranks (default: two nodes)")
+    def add(name: str, kind: Callable[[str], Any], unit: str, text: str, **rest: Any) -> None:
+        plan.add_argument(name, type=kind, metavar=unit, help=text, **rest)
+
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    add(
-        "--ranks-per-node",
-        type=arguments.positive,
-        metavar="L",
-        help=f"number of ranks that share a network card (default: --shard, or {local_ranks})",
+    card = "rate of a node's network card, such as 100mbit, 1gbit, or 25g (required)"
+    tokens = "tokens of a rank per step, accumulated ones included (default: 2048, on a CPU 128)"
+    add("model", arguments.model, "MODEL", "parameter count such as 7b, model folder, or hub name")
+    add("--link", arguments.rate, "RATE", card, required=True)
+    add("--ranks", positive, "N", "number of ranks (default: those of two nodes)")
+    add("--ranks-per-node", positive, "L", f"ranks per node (default: --shard, else {local_ranks})")
+    add("--shard", positive, "L", "ranks of a node that shard a model with FSDP2 (default: 1, DDP)")
+    add("--gpu", arguments.gpu, "NAME", f"GPU of a rank: {', '.join(GPUS)} (default: this machine)")
+    add("--dtype", arguments.dtype, "DTYPE", "dtype of weights and gradients (default: float32)")
+    add("--trainable", arguments.count, "COUNT", "trained parameters, as with LoRA (default: all)")
+    add("--step-ms", above_zero, "MS", "time of forward and backward (default: estimated)")
+    add("--tokens", positive, "N", tokens)
+    add("--latency-ms", above_zero, "MS", "time of a short message between nodes (default: 0.1)")
+    payload = "payload's share of the rate, 1 for a measured rate (default: 0.94, TCP)"
+    add("--efficiency", above_zero, "SHARE", payload)
+    plan.set_defaults(
+        ranks_per_node=None, shard=1, dtype="float32", latency_ms=0.1, efficiency=0.94
     )
-    add(
-        "--shard",
-        type=arguments.positive,
-        default=1,
-        metavar="L",
-        help="number of ranks that shard a model with FSDP2, all on one node (default: 1, DDP)",
-    )
-    add(
-        "--gpu",
-        type=arguments.gpu,
-        metavar="NAME",
-        help=f"GPU of each rank, {', '.join(GPUS)}: the work is computed from its published "
-        f"limits (default: this machine, measured)",
-    )
-    add(
-        "--dtype",
-        type=arguments.dtype,
-        default="float32",
-        help="dtype of weights and gradients, float32 or bfloat16 (default: float32)",
-    )
-    add(
-        "--trainable",
-        type=arguments.count,
-        metavar="COUNT",
-        help="number of trained parameters, such as 40m with LoRA (default: all)",
-    )
-    add(
-        "--step-ms",
-        type=arguments.above_zero,
-        metavar="MS",
-        help="measured time of forward and backward of a rank, in ms (default: estimated)",
-    )
-    add(
-        "--batch",
-        type=arguments.positive,
-        default=1,
-        help="number of sequences of a rank per step, accumulated ones included (default: 1)",
-    )
-    add(
-        "--sequence",
-        type=arguments.positive,
-        help="number of tokens per sequence (default: 2048 on a GPU, else 128)",
-    )
-    add(
-        "--mfu",
-        type=arguments.share,
-        help="share of the GPU's peak that training reaches, with --gpu (default: 0.4)",
-    )
-    add(
-        "--latency-ms",
-        type=arguments.above_zero,
-        default=0.1,
-        metavar="MS",
-        help="time of a short message from one node to another, in ms (default: 0.1)",
-    )
-    add(
-        "--efficiency",
-        type=arguments.share,
-        default=0.94,
-        help="share of the rate that carries payload; 1 for a measured rate (default: 0.94, TCP)",
-    )
-    add(
-        "--format",
-        choices=("table", "markdown", "json"),
-        default="table",
-        help="format of the output (default: table)",
-    )
+    formats = ("table", "markdown", "json")
+    text = "table, markdown, or json (default: table)"
+    plan.add_argument("--format", choices=formats, default="table", metavar="FORMAT", help=text)

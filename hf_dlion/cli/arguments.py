@@ -1,4 +1,7 @@
-"""Types of arguments, and a parser that suggests what was meant. Imports no torch."""
+"""Types of arguments, and a parser that suggests what was meant. Imports no torch.
+
+A type raises `argparse.ArgumentTypeError` if a text stands for none of its values.
+"""
 
 from __future__ import annotations
 
@@ -68,11 +71,7 @@ def parse_count(text: str) -> int | None:
 
 
 def count(text: str) -> int:
-    """Returns a number of parameters.
-
-    Raises:
-        argparse.ArgumentTypeError: If the text is none.
-    """
+    """Returns a number of parameters."""
     number = parse_count(text)
     if number is None:
         # Units such as "bb" or "mb": keep the first letter, if it is a unit.
@@ -83,22 +82,14 @@ def count(text: str) -> int:
 
 
 def model(text: str) -> str:
-    """Returns a model's name, refusing a misspelled count, which is no name on the hub.
-
-    Raises:
-        argparse.ArgumentTypeError: If it begins like a count and is neither that nor a folder.
-    """
+    """Returns a model's name, refusing a misspelled count, which is no name on the hub."""
     if re.fullmatch(r"[\d.,_]+[a-z]{0,2}", text.lower()) and not Path(text).exists():
         count(text)
     return text
 
 
 def rate(text: str) -> float:
-    """Returns bits per second: of "25gbit", "1g", "100mbps", "1Gbit/s", and the like.
-
-    Raises:
-        argparse.ArgumentTypeError: If the text is no rate, or one in bytes.
-    """
+    """Returns bits per second: of "25gbit", "1g", "100mbps", "1 Gbit/s", and the like."""
     unit = r"(?:[bB]its?|b|bps)?(?:/s)?"
     found = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*([kKmMgGtT]){unit}", text.strip())
     bits = float(found[1]) * _RATES[found[2].lower()] if found else 0.0
@@ -111,23 +102,17 @@ def rate(text: str) -> float:
 
 
 def dtype(text: str) -> str:
-    """Returns "float32" or "bfloat16".
-
-    Raises:
-        argparse.ArgumentTypeError: If the text stands for neither.
-    """
+    """Returns "float32" or "bfloat16"."""
     name = text.lower().removeprefix("torch.")
     if name not in _DTYPES:
-        raise argparse.ArgumentTypeError(f"{text!r} is unknown; use float32 (fp32), bfloat16 (bf16)")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is unknown; use float32 (fp32), bfloat16 (bf16)"
+        )
     return _DTYPES[name]
 
 
 def gpu(text: str) -> str:
-    """Returns one of `GPUS`.
-
-    Raises:
-        argparse.ArgumentTypeError: If the text stands for none of them.
-    """
+    """Returns one of `GPUS`."""
     name = re.sub(r"[\s_-]|nvidia|geforce", "", text.lower())
     name = "rtx4090" if name == "4090" else name
     for known in GPUS:
@@ -140,38 +125,18 @@ def gpu(text: str) -> str:
 
 
 def positive(text: str) -> int:
-    """Returns an integer of at least 1.
-
-    Raises:
-        argparse.ArgumentTypeError: If the text is none.
-    """
+    """Returns an integer of at least 1, or refuses the text."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer of at least 1 (got {text})")
     return int(text)
 
 
 def above_zero(text: str) -> float:
-    """Returns a finite number above 0.
-
-    Raises:
-        argparse.ArgumentTypeError: If the text is none.
-    """
+    """Returns a finite number above 0, or refuses the text."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number above 0 (got {text})")
-    return value
-
-
-def share(text: str) -> float:
-    """Returns a number above 0 and at most 1.
-
-    Raises:
-        argparse.ArgumentTypeError: If the text is none.
-    """
-    value = above_zero(text)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1 (got {text})")
     return value
