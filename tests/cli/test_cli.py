@@ -16,10 +16,9 @@ from hf_dlion.cli import arguments
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """What is printed about words that cannot be run."""
-    try:
-        assert cli.main(words) == 2
-    except SystemExit as end:
-        assert end.code == 2
+    with pytest.raises(SystemExit) as caught:
+        sys.exit(cli.main(words))
+    assert caught.value.code == 2
     return " ".join(capsys.readouterr().err.split())
 
 

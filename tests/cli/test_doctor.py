@@ -52,7 +52,9 @@ def test_each_failure_is_one_line_and_ends_with_code_1(
     alone: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def lacking(*_: Any) -> Any:
-        raise RuntimeError("\n\n-- Process 1 terminated\nTraceback:\n  ...\nValueError: the cause\n")
+        raise RuntimeError(
+            "\n\n-- Process 1 terminated\nTraceback:\n  ...\nValueError: the cause\n"
+        )
 
     alone.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     alone.setattr(hf_dlion, "register", lacking)
