@@ -6,14 +6,13 @@ The rule that every step follows is docs/rule.md.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hf_dlion.exchange.pending import LostRank
-from hf_dlion.exchange.wire import WireStats
-from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.agreement import Disagreement
-
 if TYPE_CHECKING:
     from hf_dlion import accelerate
     from hf_dlion.checkpoint import CheckpointError, load_momentum, save_momentum
+    from hf_dlion.exchange.pending import LostRank
+    from hf_dlion.exchange.wire import WireStats
+    from hf_dlion.optimizer import DistributedLion
+    from hf_dlion.ranks.agreement import Disagreement
     from hf_dlion.trainer import DistributedLionCallback, optimizer_cls_and_kwargs, register
 
 __version__ = "0.1.0"
@@ -32,8 +31,13 @@ __all__ = [
     "save_momentum",
 ]
 
-# These need safetensors, transformers or accelerate, which a plain training loop does not load.
+# A plain training loop doesn't load safetensors, transformers, or accelerate, and a command's
+# help doesn't load torch.
 _LATE = {
+    "Disagreement": "ranks.agreement",
+    "DistributedLion": "optimizer",
+    "LostRank": "exchange.pending",
+    "WireStats": "exchange.wire",
     **dict.fromkeys(("CheckpointError", "load_momentum", "save_momentum"), "checkpoint"),
     **dict.fromkeys(("DistributedLionCallback", "optimizer_cls_and_kwargs", "register"), "trainer"),
 }

@@ -1,8 +1,8 @@
-"""`python -m hf_dlion` is the command `hf-dlion`, also where torchrun starts it."""
+"""`python -m hf_dlion` is the command `hf-dlion`, also under torchrun."""
 
 import sys
 
-from hf_dlion.tools.cli import main
+from hf_dlion.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

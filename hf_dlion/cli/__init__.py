@@ -1,0 +1,112 @@
+"""The command `hf-dlion`: `doctor` checks a setup, `plan` predicts whether the exchange pays."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+from hf_dlion import __version__
+from hf_dlion.cli import arguments
+from hf_dlion.cli.arguments import GPUS, Parser, above_zero, did_you_mean, positive
+
+COMMANDS = ("doctor", "plan")
+
+_DOCTOR = """\
+Check whether this machine can train. Under torchrun, also what each rank has, whether the ranks
+train together, and how fast the links between them are. The exit code is 1 if training would fail.
+"""
+_DOCTOR_EXAMPLES = """\
+examples:
+  hf-dlion doctor
+  torchrun --nnodes 2 --nproc_per_node 1 --node_rank 0 --master_addr 10.0.0.1 --master_port 29500 \\
+      -m hf_dlion doctor
+"""
+_PLAN = """\
+Predict the time and the bytes of a training step under each method, and say whether the exchange of
+votes pays. Without --gpu, the work of a rank is measured on this machine, in some seconds.
+"""
+_PLAN_EXAMPLES = """\
+columns: "sent" is what a rank sends in a step, "network" the part of a step that waits for the
+network, "memory" weights, gradients and optimizer state of a rank, without activations.
+
+examples:
+  hf-dlion plan 7b --ranks 8 --ranks-per-node 4 --link 10gbit --dtype bf16 --gpu h100
+  hf-dlion plan ./my-model --ranks 2 --link 1gbit --step-ms 450
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code.
+
+    Args:
+        argv: Words after `hf-dlion` (default: those of this process).
+
+    Raises:
+        SystemExit: With code 2 and a message, if `argv` cannot be run; with code 0 after help.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+        parser.error(f"unknown command {words[0]!r}{did_you_mean(words[0], COMMANDS)}")
+    args = parser.parse_args(words)
+    try:
+        code: int = import_module(f"hf_dlion.cli.{args.command}").run(args)
+    except (OSError, ValueError) as error:
+        print(f"hf-dlion {args.command}: {error}", file=sys.stderr)
+        return 2
+    return code
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="hf-dlion",
+        description="Check a setup for Distributed Lion, or predict whether it pays.",
+        epilog="examples:\n  hf-dlion doctor\n  hf-dlion plan 7b --link 10gbit --gpu h100\n",
+    )
+    parser.add_argument("--version", action="version", version=f"hf-dlion {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands.add_parser(
+        "doctor",
+        help="what this machine, or each rank under torchrun, has, and whether it can train",
+        description=_DOCTOR,
+        epilog=_DOCTOR_EXAMPLES,
+    )
+    plan = commands.add_parser(
+        "plan",
+        help="predicted time and bytes of a step, and whether the exchange pays",
+        description=_PLAN,
+        epilog=_PLAN_EXAMPLES,
+    )
+    _add_options_of_plan(plan)
+    return parser
+
+
+def _add_options_of_plan(plan: Parser) -> None:
+    def add(name: str, kind: Callable[[str], Any], unit: str, text: str, **rest: Any) -> None:
+        plan.add_argument(name, type=kind, metavar=unit, help=text, **rest)
+
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    card = "rate of a node's network card, such as 100mbit, 1gbit, or 25g (required)"
+    tokens = "tokens of a rank per step, accumulated ones included (default: 2048, on a CPU 128)"
+    add("model", arguments.model, "MODEL", "parameter count such as 7b, model folder, or hub name")
+    add("--link", arguments.rate, "RATE", card, required=True)
+    add("--ranks", positive, "N", "number of ranks (default: those of two nodes)")
+    add("--ranks-per-node", positive, "L", f"ranks per node (default: --shard, else {local_ranks})")
+    add("--shard", positive, "L", "ranks of a node that shard a model with FSDP2 (default: 1, DDP)")
+    add("--gpu", arguments.gpu, "NAME", f"GPU of a rank: {', '.join(GPUS)} (default: this machine)")
+    add("--dtype", arguments.dtype, "DTYPE", "dtype of weights and gradients (default: float32)")
+    add("--trainable", arguments.count, "COUNT", "trained parameters, as with LoRA (default: all)")
+    add("--step-ms", above_zero, "MS", "time of forward and backward (default: estimated)")
+    add("--tokens", positive, "N", tokens)
+    add("--latency-ms", above_zero, "MS", "time of a short message between nodes (default: 0.1)")
+    payload = "payload's share of the rate, 1 for a measured rate (default: 0.94, TCP)"
+    add("--efficiency", above_zero, "SHARE", payload)
+    plan.set_defaults(
+        ranks_per_node=None, shard=1, dtype="float32", latency_ms=0.1, efficiency=0.94
+    )
+    formats = ("table", "markdown", "json")
+    text = "table, markdown, or json (default: table)"
+    plan.add_argument("--format", choices=formats, default="table", metavar="FORMAT", help=text)

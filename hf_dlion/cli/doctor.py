@@ -1,0 +1,307 @@
+"""`hf-dlion doctor`: whether this machine, or the ranks of a launcher, can train.
+
+Alone it checks what is installed and lets two processes of this machine take three steps. Under
+torchrun each rank reports what it has, all ranks take three steps together, and the links between
+nodes are measured one after another. Every line is printed as soon as it is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib.metadata
+import os
+import platform
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.multiprocessing.spawn import spawn
+from torch.nn.parallel import DistributedDataParallel
+
+import hf_dlion
+from hf_dlion.launch import ANYWHERE, VARIABLES, interfaces, name_interface, route_to
+from hf_dlion.optimizer import DistributedLion
+
+PACKAGES = ("torch", "numpy", "transformers", "accelerate", "datasets", "trl", "peft", "triton")
+# How long the ranks wait for one another.
+PATIENCE_S = 120.0
+# A link's first message, and how long and how large the one is that is timed.
+FIRST_BYTES, TIMED_S, MOST_BYTES = 1 << 20, 0.5, 256 << 20
+
+OK, WARN, FAIL = "ok", "warn", "FAIL"
+
+
+class Report:
+    """Prints findings of rank 0 as they come, and failures of other ranks to stderr.
+
+    Attributes:
+        failed: Whether training would fail.
+    """
+
+    def __init__(self) -> None:
+        """Nothing was found yet."""
+        self.failed = False
+        self._rank = int(os.environ.get("RANK", "0"))
+
+    def add(self, grade: str, what: str, text: str) -> None:
+        """Adds a line: OK, WARN, or FAIL, what was checked, what was found and what to do."""
+        self.failed |= grade == FAIL
+        if self._rank == 0:
+            print(f"{grade:4}  {what:14}  {text}", flush=True)
+        elif grade == FAIL:
+            print(
+                f"hf-dlion doctor: rank {self._rank}: {what}: {text}", file=sys.stderr, flush=True
+            )
+
+    def check(self, what: str, look: Callable[[], tuple[str, str]]) -> None:
+        """Adds what a check found; an exception is a failure, and doesn't end the report."""
+        try:
+            grade, text = look()
+        except Exception as error:
+            # A process's failure arrives with its traceback, whose last line says what failed.
+            last = (str(error).strip().splitlines() or [""])[-1]
+            grade, text = FAIL, f"{type(error).__name__}: {last}"
+        self.add(grade, what, text)
+
+    def end(self, command: str = "") -> None:
+        """Prints the conclusion, and the command to continue with, if there is one."""
+        if self._rank == 0:
+            print("\nthis would not train" if self.failed else "\nready to train", flush=True)
+            if command:
+                print(f"To predict whether it pays: {command}", flush=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the report; returns 1 if training would fail."""
+    report, launched = Report(), "RANK" in os.environ
+    # Before anything else, as `hf_dlion.launch` does it.
+    named = name_interface() if launched else ""
+    report.add(OK, "hf_dlion", f"{hf_dlion.__version__}, Python {platform.python_version()}")
+    report.add(OK, "packages", _packages())
+    report.check("Trainer", _trainer)
+    report.check("device", _device_found)
+    report.check("network", lambda: _network(named))
+    if launched:
+        _among_ranks(report)
+    else:
+        report.check("two ranks here", _two_ranks)
+        report.end()
+    return int(report.failed)
+
+
+def _packages() -> str:
+    found = []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def _trainer() -> tuple[str, str]:
+    hf_dlion.register()
+    return OK, "accepts optim='dlion'"
+
+
+def _device_found() -> tuple[str, str]:
+    if not torch.cuda.is_available():
+        return OK, "CPU, gloo; pass TrainingArguments(use_cpu=True) or Accelerator(cpu=True)"
+    names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
+    text = f"{torch.cuda.device_count()} x {', '.join(sorted(names))}"
+    if not dist.is_nccl_available():
+        return WARN, f"{text}; this torch has no NCCL, so votes go through gloo and the host"
+    return OK, f"{text}, NCCL"
+
+
+def _network(named: str) -> tuple[str, str]:
+    """Looks at the interface through which this machine reaches rank 0's."""
+    known, gloo = interfaces(), VARIABLES[0]
+    # NCCL's variable may be a list of beginnings of names.
+    chosen = os.environ.get(gloo, "")
+    if chosen and chosen not in known:
+        return FAIL, f"{gloo}={chosen}, but this machine has {', '.join(sorted(known))}"
+    master = os.environ.get("MASTER_ADDR", "")
+    try:
+        route = route_to(master or ANYWHERE)
+    except OSError as error:
+        if master:
+            return FAIL, f"no route to MASTER_ADDR={master}: {error}"
+        return WARN, "no route to other machines"
+    if named:
+        return OK, named
+    text = f"{route.interface} ({route.address}) leads to {master or 'other machines'}"
+    if not route.is_loopback and not chosen:
+        text += f"; on several nodes, export {gloo}={route.interface}"
+    return OK, text
+
+
+def _two_ranks() -> tuple[str, str]:
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="hf_dlion_doctor_") as folder:
+        ranks = spawn(_rank, (str(Path(folder, "meet")),), nprocs=2, join=False)  # type: ignore[no-untyped-call]
+        while not ranks.join(timeout=1.0):
+            if time.perf_counter() - began > 2 * PATIENCE_S:
+                for process in ranks.processes:
+                    process.kill()
+                raise TimeoutError(f"they did not end within {2 * PATIENCE_S:.0f} s")
+    return OK, f"3 steps with DDP and gloo, equal weights ({time.perf_counter() - began:.0f} s)"
+
+
+def _rank(rank: int, file: str) -> None:
+    """Is one of two ranks of this machine."""
+    if platform.system() == "Linux":
+        os.environ[VARIABLES[0]] = "lo"
+    torch.set_num_threads(1)
+    patience = timedelta(seconds=PATIENCE_S)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=2, timeout=patience
+    )
+    try:
+        _steps(torch.device("cpu"))
+    finally:
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def _steps(device: torch.device) -> int:
+    """Takes three steps with all ranks and compares weights; returns the bytes sent in the last."""
+    torch.manual_seed(0)
+    model = nn.Linear(256, 256).to(device)
+    ddp = DistributedDataParallel(model)
+    optimizer = DistributedLion(model.named_parameters(), lr=1e-3, check_replicas_every=1)
+    optimizer.attach(ddp)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(3):
+        ddp(torch.randn(4, 256, generator=generator).to(device)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.detach()
+    return optimizer.wire.last_bytes_sent
+
+
+def _among_ranks(report: Report) -> None:
+    """Lets the ranks of a launcher report, take steps, and measure their links."""
+    device, backend, command = torch.device("cpu"), "gloo", ""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=PATIENCE_S))
+    except Exception as error:
+        report.add(FAIL, "all ranks", f"cannot connect: {error}")
+        report.end()
+        return
+    try:
+        nodes = _show_ranks(report, device)
+        sent = _steps(device)
+        told = f"3 steps with DDP and {dist.get_backend()}, equal weights, {sent:,} bytes per step"
+        report.add(OK, "all ranks", told)
+        command = _links(report, nodes, device if "nccl" in backend else torch.device("cpu"))
+    except Exception as error:
+        # This rank leaves, so the others' collectives fail, and they leave, too.
+        report.add(FAIL, "all ranks", f"{type(error).__name__}: {error}")
+    report.end(command)
+    # A launcher ends all ranks with the first that fails, so rank 0 prints before any ends.
+    with contextlib.suppress(RuntimeError):
+        if command:
+            _sum(0.0)
+    # Here, because the traceback kept models alive: gloo may abort if one outlives its group.
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def _show_ranks(report: Report, device: torch.device) -> list[str]:
+    """Prints what each rank has; returns each rank's node."""
+    host = socket.gethostname()
+    if device.type == "cuda":
+        what, memory = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1]
+    else:
+        what, memory = f"CPU, {os.cpu_count()} cores", psutil.virtual_memory().total
+    # torchrun numbers nodes, which may have equal host names.
+    node = f"{host} {os.environ.get('GROUP_RANK', '')}"
+    mine = (node, report.failed, _packages(), host, what, f"{memory / 1e9:.0f} GB")
+    everyone: list[tuple[str, bool, str, str, str, str]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    table = Table("rank", "host", "device", "memory")
+    for rank, (_, failed, packages, *shown) in enumerate(everyone):
+        table.add_row(str(rank), *shown)
+        if packages != everyone[0][2]:
+            report.add(WARN, "packages", f"rank {rank} has {packages}")
+        if failed and rank and dist.get_rank() == 0:
+            report.add(FAIL, "rank", f"rank {rank} failed a check; its own output says which")
+    if dist.get_rank() == 0:
+        Console().print(table)
+    return [node for node, *_ in everyone]
+
+
+def _links(report: Report, nodes: list[str], device: torch.device) -> str:
+    """Measures the links between neighboring nodes; returns the command that uses the slowest.
+
+    Messages of collectives go from each rank to the next one, so these are the links that count.
+    """
+    size = len(nodes)
+    if size == 1:
+        report.add(OK, "links", "none, there is one rank")
+        return ""
+    ring = [(rank, (rank + 1) % size) for rank in range(size)]
+    pairs = [(a, b) for a, b in ring if nodes[a] != nodes[b]]
+    if not pairs:
+        report.add(WARN, "links", "all ranks are on one node: this measures its memory")
+        pairs = ring
+    rates, latencies = [], []
+    for number, (a, b) in enumerate(pairs, start=1):
+        latency = min(_there_and_back_s(a, b, 1, device) for _ in range(5)) / 2
+        first = _there_and_back_s(a, b, FIRST_BYTES, device)
+        count = int(min(max(FIRST_BYTES * TIMED_S / first, FIRST_BYTES), MOST_BYTES))
+        seconds = _there_and_back_s(a, b, count, device) - 2 * latency
+        rates.append(8 * count / max(seconds, 1e-9) / 1e6)
+        latencies.append(1e3 * latency)
+        told = f"rank {a} to rank {b}: {rates[-1]:,.0f} Mbit/s, {latencies[-1]:.2f} ms"
+        report.add(OK, f"link {number} of {len(pairs)}", told)
+    worst = min(range(len(pairs)), key=rates.__getitem__)
+    a, b = pairs[worst]
+    report.add(OK, "slowest link", f"rank {a} to rank {b}: {rates[worst]:,.0f} Mbit/s")
+    per_node = max(nodes.count(node) for node in nodes) if len(set(nodes)) > 1 else 1
+    return (
+        f"hf-dlion plan MODEL --ranks {size} --ranks-per-node {per_node} --link "
+        f"{max(rates[worst], 1):.0f}mbit --efficiency 1 --latency-ms {max(latencies):.2g}"
+    )
+
+
+def _there_and_back_s(a: int, b: int, count: int, device: torch.device) -> float:
+    """Returns the seconds of `count` bytes from rank a to b and a byte back; all ranks call it."""
+    rank, seconds = dist.get_rank(), 0.0
+    block = torch.zeros(count, dtype=torch.uint8, device=device)
+    reply = torch.zeros(1, dtype=torch.uint8, device=device)
+    _sum(0.0)
+    began = time.perf_counter()
+    if rank == a:
+        dist.send(block, b)
+        dist.recv(reply, b)
+        reply.cpu()  # Waits for a GPU.
+        seconds = time.perf_counter() - began
+    elif rank == b:
+        dist.recv(block, a)
+        dist.send(reply, a)
+    return _sum(seconds)
+
+
+def _sum(value: float) -> float:
+    """Returns the sum of every rank's value, once all ranks are here."""
+    total = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total)

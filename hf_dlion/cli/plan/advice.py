@@ -1,0 +1,74 @@
+"""What a plan says in words: first what doesn't fit into memory, then whether the exchange pays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hf_dlion.cli.plan.methods import DLION, NODE, NONE, POWER, Case, Prediction
+
+Predictions = Mapping[str, Prediction]
+
+# Below this gain over the best all-reduce the advice is AdamW: the model is no more exact.
+WORTH = 1.10
+# An all-reduce of which less than this share of a step is exposed is hidden. What another optimizer
+# then saves is its own work, or DDP's copies, which gradient_as_bucket_view saves, too.
+HIDDEN = 0.05
+
+
+def advice(case: Case, predictions: Predictions) -> str:
+    """Returns whether the exchange of votes pays, in a sentence or two."""
+    baseline = min(_all_reduces(predictions), key=lambda name: predictions[name].step_s)
+    ours = min((n for n in (DLION, NODE) if n in predictions), key=lambda n: predictions[n].step_s)
+    rival = predictions[baseline]
+    gain = rival.step_s / predictions[ours].step_s
+    waits = rival.parts["network"]
+    where = f"{_ms(waits)} of {_ms(rival.step_s)} per step of {baseline} wait for the network"
+    best = baseline
+    if waits < HIDDEN * rival.step_s:
+        told = f"{DLION} does not pay: {baseline} hides its traffic behind backward. Use {baseline}"
+    elif gain < WORTH:
+        told = f"{DLION} does not pay: {where}, but {ours} {_compared(gain)}. Use {baseline}"
+    else:
+        told, best = f"{ours} pays: {where}, and {ours} {_compared(gain)}", ours
+    if POWER in predictions:
+        factor = predictions[best].step_s / predictions[POWER].step_s
+        if factor >= WORTH:
+            told += f". {POWER} {_compared(factor)} as {best}, if its low rank trains your model"
+    return f"{_memory(case, predictions)}{told}."
+
+
+def _memory(case: Case, predictions: Predictions) -> str:
+    """Returns what doesn't fit, as the begin of the advice, or ""."""
+    has, needed = case.machine.memory_bytes, predictions[DLION].memory_bytes
+    adamw = predictions[NONE].memory_bytes
+    if adamw <= has:
+        return ""
+    each = f"{_gb(adamw)} with AdamW and {_gb(needed)} with {DLION}, before activations"
+    where = f"and each {case.machine.name} has {_gb(has)}"
+    if needed <= has:
+        return f"AdamW does not fit into memory: a rank needs {each}, {where}. "
+    remedy = "pass a larger --shard" if case.shard > 1 else "pass --shard L to shard it with FSDP2"
+    return (
+        f"The model does not fit into memory: a rank needs {each}, {where}; {remedy}, or use a "
+        f"smaller model. If it did fit: "
+    )
+
+
+def _all_reduces(predictions: Predictions) -> list[str]:
+    return [name for name in predictions if name.startswith(("AdamW with DDP", "AdamW with FSDP2"))]
+
+
+def _compared(gain: float) -> str:
+    """Returns a gain in words, never a factor below 1."""
+    if gain >= 1.005:
+        return f"is predicted to be {gain:.2f} times as fast"
+    slower = f"{1 / gain:.2f} times as long" if gain <= 0.995 else "as long"
+    return f"is predicted to take {slower}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.0f} ms"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:,.1f} GB" if size < 1e10 else f"{size / 1e9:,.0f} GB"

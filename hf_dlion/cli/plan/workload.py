@@ -1,0 +1,126 @@
+"""What is trained: the shapes of the trainable tensors of a count, a folder, or a name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dlion.cli.arguments import parse_count
+
+# A transformer of width h has about h / 128 layers of 12 h^2 elements each.
+_WIDTH_PER_LAYER, _LAYER = 128, 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What one training step works on.
+
+    Attributes:
+        name: Name for people.
+        parameters: Number of parameters, which decides the time of forward and backward.
+        shapes: Shapes of the trainable tensors, in the order of their registration.
+        note: What was assumed, or "".
+    """
+
+    name: str
+    parameters: int
+    shapes: tuple[tuple[int, ...], ...]
+    note: str = ""
+
+    @property
+    def numels(self) -> list[int]:
+        """Number of elements of each trainable tensor."""
+        return [math.prod(shape) for shape in self.shapes]
+
+    @property
+    def trainable(self) -> int:
+        """Number of trained parameters."""
+        return sum(self.numels)
+
+    def shard(self, ranks: int) -> Workload:
+        """Returns what one of `ranks` ranks has of it under FSDP2, which cuts first dimensions."""
+        parts = tuple((-(-shape[0] // ranks), *shape[1:]) if shape else () for shape in self.shapes)
+        return replace(self, shapes=parts)
+
+
+def workload(model: str, trainable: int | None = None) -> Workload:
+    """Returns what `model` stands for.
+
+    Args:
+        model: Count ("7b"), folder with a config.json, or name on the Hugging Face hub.
+        trainable: Number of trained parameters, such as LoRA's (default: all).
+
+    Raises:
+        ValueError: If there is no such model, or it has fewer parameters than `trainable`.
+    """
+    count = parse_count(model)
+    if count is not None:
+        found = Workload(name=model, parameters=count, shapes=usual_shapes(count))
+    else:
+        with torch.device("meta"):
+            built = _build(_config(model))
+        total = sum(param.numel() for param in built.parameters())
+        shapes = tuple(tuple(p.shape) for p in built.parameters() if p.requires_grad)
+        found = Workload(name=model, parameters=total, shapes=shapes)
+    if trainable is not None:
+        if trainable > found.parameters:
+            raise ValueError(
+                f"--trainable {trainable:,} is more than the {found.parameters:,} parameters of "
+                f"{model}"
+            )
+        found = replace(found, shapes=usual_shapes(trainable))
+    if count is None and trainable is None:
+        return found
+    width = found.shapes[0][-1]
+    note = f"{len(found.shapes)} tensors, matrices of {width} x {width}"
+    return replace(found, note=note)
+
+
+def usual_shapes(count: int) -> tuple[tuple[int, ...], ...]:
+    """Returns matrices as wide as those of a transformer of `count` elements, and a rest.
+
+    All matrices but the last are square. PowerSGD sends vectors whole, so none may be long.
+    """
+    width = max(1, round(math.cbrt(_WIDTH_PER_LAYER * count / _LAYER)))
+    matrices, rest = divmod(count, width * width)
+    rows, rest = divmod(rest, width)
+    last = ((rows, width),) if rows else ()
+    return ((width, width),) * matrices + last + (((rest,),) if rest else ())
+
+
+def _config(model: str) -> Any:
+    from transformers import AutoConfig
+
+    folder = Path(model)
+    looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1 or folder.exists()
+    if looks_local and not (folder / "config.json").is_file():
+        missing = "has no config.json" if folder.is_dir() else "is not a folder"
+        raise ValueError(
+            f"{model} {missing}; pass a folder written by save_pretrained(), a name on the Hugging "
+            f"Face hub, or a parameter count such as 7b"
+        )
+    try:
+        return AutoConfig.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"cannot read the config of {model}: {reason} Pass a folder, or a parameter count such "
+            f"as 7b"
+        ) from error
+
+
+def _build(config: Any) -> nn.Module:
+    """Returns the model of a config, with the head that it was saved with."""
+    import transformers
+
+    for name in config.architectures or ():
+        if hasattr(transformers, name):
+            model: nn.Module = getattr(transformers, name)(config)
+            return model
+    model = transformers.AutoModel.from_config(config)  # type: ignore[no-untyped-call]
+    return model

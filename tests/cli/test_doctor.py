@@ -1,0 +1,123 @@
+"""The doctor says what would keep a training from running, and lets processes try."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+import pytest
+
+import hf_dlion
+from hf_dlion import cli
+from hf_dlion.cli import doctor
+from hf_dlion.launch import Route
+from tests.support.spawn import run_command, run_script
+
+LAUNCHED = ("RANK", "MASTER_ADDR", "WORLD_SIZE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """No launcher, and no second process: those have tests of their own."""
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(doctor, "_two_ranks", lambda: (doctor.OK, "trained"))
+    monkeypatch.setattr(doctor, "route_to", lambda host: Route("eth0", "10.0.0.7"))
+    monkeypatch.setitem(vars(hf_dlion), "register", lambda: None)
+    return monkeypatch
+
+
+def report(capsys: pytest.CaptureFixture[str], code: int) -> str:
+    assert cli.main(["doctor"]) == code
+    return capsys.readouterr().out
+
+
+def line_of(what: str, said: str) -> str:
+    return next(line for line in said.splitlines() if what in line)
+
+
+def test_a_machine_that_can_train_is_told_so(
+    alone: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = report(capsys, code=0)
+    assert said.endswith("ready to train\n")
+    assert f"hf_dlion        {hf_dlion.__version__}" in said
+    assert "torch 2." in line_of("packages", said)
+    assert "accepts optim='dlion'" in line_of("Trainer", said)
+    assert "export GLOO_SOCKET_IFNAME=eth0" in line_of("network", said)
+
+
+def test_each_failure_is_one_line_and_ends_with_code_1(
+    alone: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lacking(*_: Any) -> Any:
+        raise RuntimeError(
+            "\n\n-- Process 1 terminated\nTraceback:\n  ...\nValueError: the cause\n"
+        )
+
+    alone.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    alone.setitem(vars(hf_dlion), "register", lacking)
+    alone.setattr(doctor, "_two_ranks", lacking)
+    said = report(capsys, code=1)
+    assert said.endswith("this would not train\n")
+    assert "FAIL  network         GLOO_SOCKET_IFNAME=nosuch0, but this machine has" in said
+    assert "FAIL  Trainer         RuntimeError: ValueError: the cause\n" in said
+    assert "FAIL  two ranks here  RuntimeError: ValueError: the cause\n" in said
+
+
+def test_ranks_that_cannot_connect_are_told(
+    alone: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}
+    for name, value in launched.items():
+        alone.setenv(name, value)
+    said = report(capsys, code=1)
+    assert "FAIL  all ranks       cannot connect: " in said
+    assert said.endswith("this would not train\n")
+
+
+@pytest.mark.multiproc
+@pytest.mark.smoke
+def test_two_processes_of_this_machine_take_steps() -> None:
+    said = run_command([sys.executable, "-m", "hf_dlion", "doctor"], timeout=120).stdout
+    assert line_of("two ranks here", said).startswith("ok")
+    assert said.endswith("ready to train\n")
+
+
+@pytest.mark.multiproc
+def test_ranks_of_a_launcher_take_steps_and_measure_links_and_name_the_command() -> None:
+    said = run_script(2, ["-m", "hf_dlion", "doctor"], timeout=120).stdout
+    assert re.search(r"^│ 1 +│.*GB", said, re.M)
+    assert "3 steps with DDP and gloo, equal weights" in line_of("all ranks", said)
+    assert "Mbit/s" in line_of("link 2 of 2", said)
+    assert said.count("ready to train") == 1
+    command = re.search(r"To predict whether it pays: hf-dlion (plan .*)\n$", said)
+    assert command is not None
+    args = cli._parser().parse_args(command[1].replace("MODEL", "7b").split())
+    rate = re.search(r"([\d,]+) Mbit/s$", line_of("slowest link", said))
+    assert rate is not None
+    assert args.link == 1e6 * float(rate[1].replace(",", ""))
+    assert (args.ranks, args.ranks_per_node, args.efficiency) == (2, 1, 1.0)
+
+
+FAILING = """
+import os
+from hf_dlion.cli import doctor, main
+def steps(device):
+    if os.environ["RANK"] == "1":
+        raise ValueError("rank 1 has no disk")
+    return own(device)
+own, doctor._steps = doctor._steps, steps
+raise SystemExit(main(["doctor"]))
+"""
+
+
+@pytest.mark.multiproc
+def test_a_rank_that_fails_hangs_and_aborts_nobody(tmp_path: Any) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    done = run_script(2, [str(script)], timeout=60, check=False)
+    assert done.returncode != 0
+    assert "rank 1: all ranks: ValueError: rank 1 has no disk" in done.stderr
+    assert "terminate called" not in done.stderr

@@ -1,0 +1,328 @@
+"""`hf-dlion plan` counts bytes exactly, predicts measured times, and says what does not fit."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from hf_dlion import DistributedLion, cli
+from hf_dlion.cli import plan
+from hf_dlion.cli.plan import machine
+from hf_dlion.cli.plan.advice import advice
+from hf_dlion.cli.plan.machine import GPUS, Machine
+from hf_dlion.cli.plan.methods import DLION, NODE, NONE, POWER, Case, Link, Prediction, predict
+from hf_dlion.cli.plan.workload import Workload, usual_shapes, workload
+from tests.support.spawn import RankPools
+
+FP32, HOOK = "AdamW with DDP fp32", "AdamW with DDP bf16 hook"
+# One core of the machine of the tables in docs/results/network.md.
+CPU = Machine(
+    adamw_s=1.23e-9, copy_s=0.6e-9, cast_s=2.7e-9, power_s=5.5e-9, move_s=0.6e-9,
+    encode_s=dict.fromkeys(machine.BITS, 1e-9),
+    count_s=dict.fromkeys(machine.BITS, (4e-11, 1e-11)),
+    memory_bytes=25e9, device="cpu", name="CPU", source="given",
+)  # fmt: skip
+SHAPES = ((300, 64), (7,), (33, 50), (1000, 128), (5, 3))
+
+
+def a_case(work: Workload | None = None, **changes: Any) -> Case:
+    work = work or workload("29.5m")
+    given = {"ranks": 2, "link": Link(bits_per_s=1e9), "machine": CPU, "compute_s": 0.25}
+    return Case(work=work, **{**given, **changes})
+
+
+# Bytes
+
+
+def sent_in_a_step(rank: int, world_size: int, options: dict[str, Any]) -> int:
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    optimizer = DistributedLion(params, **options)
+    for step in range(2):
+        for param in params:
+            param.grad = torch.randn_like(param) + rank + step
+        if "local_group" in options:
+            # Nothing averages here; the hook's bytes are those of a node.
+            optimizer._check_attached = lambda params: None  # type: ignore[method-assign]
+        optimizer.step()
+    return optimizer.wire.last_bytes_sent
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("bits", [1, 4])
+def test_the_bytes_of_votes_are_those_that_a_step_sends(
+    pools: RankPools, ranks: int, bits: int
+) -> None:
+    case = a_case(Workload(name="m", parameters=1, shapes=SHAPES), ranks=ranks)
+    predicted = {name: own.wire_bytes for name, own in predict(case).items()}
+    name = DLION if bits == 1 else f"{DLION}, bits={bits}"
+    assert set(pools(ranks).run(sent_in_a_step, {"bits": bits})) == {predicted[name]}
+
+
+@pytest.mark.multiproc
+def test_the_bytes_of_nodes_that_vote_as_one_are_those_that_leave_them(pools: RankPools) -> None:
+    case = a_case(Workload(name="m", parameters=1, shapes=SHAPES), ranks=4, per_node=2)
+    sent = pools(4).run(sent_in_a_step, {"local_group": 2})
+    # The last share of a message may be a word shorter.
+    assert max(sent) == predict(case)[NODE].wire_bytes
+
+
+def test_the_other_methods_send_what_their_formulas_say() -> None:
+    found = predict(a_case(workload("7b"), ranks=8, per_node=4))
+    assert found[FP32].wire_bytes == pytest.approx(2 * 7 / 8 * 4 * 7e9, rel=1e-6)
+    assert 2 * found[HOOK].wire_bytes == found[FP32].wire_bytes
+    width = usual_shapes(7 * 10**9)[0][0]
+    assert found[POWER].wire_bytes == pytest.approx(2 * 7 / 8 * 4 * 7e9 * 8 / width, rel=0.01)
+    assert found[NONE].wire_bytes == 0
+    # Weights, gradients, and two momenta; Lion has one; PowerSGD has an error, too.
+    memory = [found[name].memory_bytes / 7e9 for name in (FP32, DLION, POWER)]
+    assert memory == pytest.approx([16, 12, 20])
+
+
+def test_under_fsdp2_a_rank_sends_the_votes_on_its_part() -> None:
+    whole = predict(a_case(workload("7b")))
+    parts = predict(a_case(workload("7b"), ranks=8, per_node=4, shard=4))
+    ours = 4 * parts[DLION].wire_bytes, whole[DLION].wire_bytes
+    assert ours[0] == pytest.approx(ours[1], rel=0.01)
+    rival = parts["AdamW with FSDP2 fp32"]
+    assert 4 * rival.wire_bytes == pytest.approx(whole[FP32].wire_bytes, rel=0.01)
+    # All four ranks share the card.
+    assert rival.parts["network"] == pytest.approx(whole[FP32].parts["network"], rel=0.05)
+    assert 4 * parts[DLION].memory_bytes == pytest.approx(whole[DLION].memory_bytes, rel=0.01)
+    assert POWER not in parts
+
+
+# Times
+
+
+@pytest.mark.parametrize(
+    ("bits_per_s", "free_s", "measured"),
+    [(1e8, 0.399, {FP32: 10.51, HOOK: 5.422}), (1e9, 0.343, {FP32: 1.189, HOOK: 0.737})],
+)
+def test_measured_all_reduces_are_predicted_within_15_percent(
+    bits_per_s: float, free_s: float, measured: dict[str, float]
+) -> None:
+    case = a_case(link=Link(bits_per_s=bits_per_s, efficiency=0.904), compute_s=0.0)
+    case = replace(case, compute_s=free_s - predict(case)[NONE].step_s)
+    for name, seconds in measured.items():
+        assert predict(case)[name].step_s == pytest.approx(seconds, rel=0.15)
+
+
+def test_no_time_is_below_zero_and_a_count_of_two_phase_does_not_grow() -> None:
+    fast = Link(bits_per_s=1e13, latency_s=1e-9)
+    counts = []
+    for ranks in range(2, 40):
+        found = predict(a_case(ranks=ranks, link=fast, compute_s=0.2 / ranks))
+        assert min(part for own in found.values() for part in own.parts.values()) >= 0
+        counts.append(found[DLION].parts["count"])
+    assert counts[-1] < counts[0]
+
+
+def test_a_slow_link_shows_and_encoding_hides_a_part_of_it() -> None:
+    case = a_case(link=Link(bits_per_s=1e8, latency_s=1e-9, efficiency=1.0))
+    ours = predict(case)[DLION]
+    wire_s = 8 * ours.wire_bytes / 1e8
+    assert wire_s - ours.parts["encode"] < ours.parts["network"] < wire_s
+    many = predict(replace(case, ranks=8, per_node=4))
+    assert many[NODE].parts["network"] < many[DLION].parts["network"] / 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"ranks": 1}, "--ranks 1 fits on one node of 1"),
+        ({"ranks": 8, "per_node": 8}, "use at least 16 ranks"),
+        ({"ranks": 9, "per_node": 2}, r"--ranks \(9\) must be a multiple of the ranks per node"),
+        ({"ranks": 8, "per_node": 4, "shard": 2}, "--shard 2 and --ranks-per-node 4 must be equal"),
+    ],
+)
+def test_ranks_that_do_not_fill_two_nodes_are_refused(changes: dict[str, int], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        a_case(**changes)
+
+
+# The machine
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_this_machines_work_is_measured(dtype: torch.dtype, monkeypatch: Any) -> None:
+    monkeypatch.setattr(machine, "NUMEL", 1 << 14)
+    found = machine.measured(dtype)
+    assert found.device == ("cuda" if torch.cuda.is_available() else "cpu")
+    times = [found.adamw_s, found.copy_s, found.cast_s, found.power_s, found.move_s]
+    assert min(*times, *found.encode_s.values(), *map(sum, found.count_s.values())) > 0
+    assert machine.measured_compute_s(workload("1m"), 8, dtype) > 0
+
+
+def test_a_gpus_work_is_the_bytes_that_its_operations_move() -> None:
+    own = GPUS["rtx4090"]
+    found = machine.computed(own, torch.float32)
+    assert found.copy_s == pytest.approx(8 / own.bytes_per_s)
+    assert found.adamw_s == pytest.approx(28 / own.bytes_per_s, rel=0.01)
+    # At least gradient, momentum, its new value, and the vote; more while nothing is fused.
+    assert 12.1 < found.encode_s[1] * own.bytes_per_s < 60
+    assert found.encode_s[1] < found.encode_s[2] < found.encode_s[8]
+    # Per vote and word: its planes, and those of the counter.
+    assert 1 / 8 < found.count_s[1][1] * own.bytes_per_s < 4
+    full, some = workload("7b"), workload("7b", trainable=40_000_000)
+    seconds = [machine.computed_compute_s(own, work, 2048) for work in (full, some)]
+    assert seconds[0] == pytest.approx(6 * 7e9 * 2048 / (0.4 * 165.2e12))
+    assert seconds[1] / seconds[0] == pytest.approx(2 / 3, rel=0.01)
+
+
+# The advice
+
+
+def said(
+    wire: float, step: float, power: float = 1e4, node: float = 1e4, gpu_gb: float = 80
+) -> str:
+    """The advice where AdamW's all-reduce takes 100 ms, of which `wire` wait for the network."""
+    times = {NONE: (100 - wire, 0.0), FP32: (100 - wire, wire), POWER: (power, 0.0)}
+    times |= {DLION: (step, 0.0), NODE: (node, 0.0)}
+    predictions = {
+        name: Prediction(
+            wire_bytes=0,
+            parts={"compute": own / 1e3, "network": waits / 1e3},
+            memory_bytes=15e9 if name == DLION else 20e9,
+        )
+        for name, (own, waits) in times.items()
+    }
+    return advice(a_case(machine=replace(CPU, memory_bytes=1e9 * gpu_gb)), predictions)
+
+
+@pytest.mark.parametrize(
+    ("figures", "begin", "parts"),
+    [
+        (
+            (0, 80),
+            "DistributedLion does not pay: ",
+            ["hides its traffic", "Use AdamW with DDP fp32."],
+        ),
+        ((30, 96), "DistributedLion does not pay: 30 ms of 100 ms", ["1.04 times as fast. Use"]),
+        ((30, 120), "DistributedLion does not pay: ", ["1.20 times as long. Use"]),
+        ((30, 100), "DistributedLion does not pay: ", ["predicted to take as long. Use"]),
+        ((60, 50), "DistributedLion pays: 60 ms of 100 ms", ["2.00 times as fast."]),
+        ((60, 50, 1e4, 25), 'DistributedLion, local_group="node" pays: ', ["4.00 times"]),
+        ((60, 50, 20), "DistributedLion pays: ", ["2.50 times as fast as DistributedLion, if its"]),
+        ((30, 96, 50), "DistributedLion does not pay: ", ["2.00 times as fast as AdamW with DDP"]),
+        (
+            (60, 50, 1e4, 1e4, 18),
+            "AdamW does not fit into memory: ",
+            ["18 GB. DistributedLion pays"],
+        ),
+        ((60, 50, 1e4, 1e4, 10), "The model does not fit into memory: ", ["If it did fit: Dist"]),
+    ],
+)
+def test_the_advice_says_first_what_does_not_fit_and_then_whether_it_pays(
+    figures: tuple[float, ...], begin: str, parts: list[str]
+) -> None:
+    text = said(*figures)
+    assert text.startswith(begin)
+    assert all(part in text for part in parts), text
+    # What is slower is said to take longer, not to be 0.9 times as fast.
+    assert all(float(factor) > 1 for factor in re.findall(r"(\d+\.\d\d) times", text))
+
+
+# The command
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert cli.main(["plan", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_model_on_gpus_that_are_not_here_is_planned_in_one_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "measured", lambda *_: pytest.fail("nothing is measured"))
+    words = ["7b", "--ranks=8", "--ranks-per-node=4", "--link=10g", "--gpu=H100", "--dtype=bf16"]
+    text = run(capsys, *words)
+    assert "7b (7,000,000,000 parameters), 8 ranks on 2 nodes, 10 Gbit/s" in text
+    assert "forward and backward: 217 ms (2,048 tokens per rank at 40% of the peak of" in text
+    assert "computed, not measured" in text
+    assert re.search(r"^│ AdamW with DDP bf16 +│ 24.5 GB │", text, re.M)
+    assert text.splitlines()[-1].startswith('DistributedLion, local_group="node" pays: ')
+    # The same as data, and as Markdown.
+    result = json.loads(run(capsys, *words, "--format=json"))
+    assert result["advice"] in text
+    assert result["methods"][1]["wire_bytes"] == pytest.approx(24.5e9, rel=0.01)
+    assert "| AdamW with DDP bf16 " in run(capsys, *words, "--format=markdown")
+
+
+def test_a_model_that_does_not_fit_is_told_so_unless_it_is_sharded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["13b", "--ranks=16", "--link=25gbit", "--gpu=a100", "--dtype=bf16"]
+    text = run(capsys, *words)
+    assert "The model does not fit" not in text  # 78 GB with Lion.
+    assert "\nAdamW does not fit into memory: a rank needs 104 GB with AdamW and 78 GB" in text
+    text = run(capsys, *words, "--shard=8")
+    assert "16 ranks on 2 nodes" in text
+    assert "does not fit" not in text
+
+
+def test_a_model_that_this_machine_cannot_train_is_not_judged_by_its_cpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "here", lambda: (torch.device("cpu"), "CPU", 16e9))
+    assert cli.main(["plan", "7b", "--link=1g"]) == 2
+    text = capsys.readouterr().err
+    assert "needs 84 GB per rank even with Lion, and this machine has 16 GB and no GPU" in text
+    assert "such as --gpu h100" in text
+
+
+def test_a_small_model_is_measured_here(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "NUMEL", 1 << 14)
+    text = run(capsys, "1m", "--link=1mbit", "--step-ms=5")
+    assert "forward and backward: 5 ms (given); optimizer and votes: measured on this" in text
+    assert "DistributedLion" in text.splitlines()[-1]
+
+
+# Models
+
+
+def test_shapes_of_a_count_are_matrices_but_for_less_than_a_row() -> None:
+    for count in (1, 40, 1000, 135_000_000, 7 * 10**9):
+        *matrices, last = usual_shapes(count)
+        width = usual_shapes(count)[0][-1]
+        assert sum(math.prod(shape) for shape in usual_shapes(count)) == count
+        assert all(len(shape) == 2 and shape[1] == width for shape in matrices)
+        assert last[-1] == width or (len(last) == 1 and last[0] < width)
+
+
+def test_a_folder_gives_the_shapes_and_a_missing_one_is_told_from_a_missing_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, architectures=["LlamaForCausalLM"], tie_word_embeddings=True,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path / "tiny")
+    found, real = workload(str(tmp_path / "tiny")), transformers.LlamaForCausalLM(config)
+    assert found.shapes == tuple(tuple(p.shape) for p in real.parameters())
+    assert found.parameters == found.trainable == sum(p.numel() for p in real.parameters())
+    with pytest.raises(ValueError, match=r"--trainable 1,000,000,000 is more than"):
+        workload(str(tmp_path / "tiny"), trainable=10**9)
+    for name, reason in ((tmp_path / "nowhere", "is not a folder"), (tmp_path, "has no config")):
+        assert cli.main(["plan", str(name), "--link=1g"]) == 2
+        assert reason in capsys.readouterr().err
+
+    def offline(name: str) -> None:
+        raise OSError("We couldn't connect to 'https://huggingface.co'.\nmore lines")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", offline)
+    assert cli.main(["plan", "someone/model", "--link=1g"]) == 2
+    text = capsys.readouterr().err
+    assert "couldn't connect to 'https://huggingface.co'. Pass a folder, or a" in text
+    assert "more lines" not in text
