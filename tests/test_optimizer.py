@@ -138,6 +138,8 @@ def test_ranks_equal_the_definition_in_other_dtypes(
     pools: RankPools, kinds: list[torch.dtype]
 ) -> None:
     pools(3).run(equals_the_definition, {"seed": 2**40 + 1}, kinds, 5, True)
+    momentum = {"momentum_dtype": torch.bfloat16}
+    pools(2).run(equals_the_definition, momentum, kinds, 6, True)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

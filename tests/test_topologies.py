@@ -242,14 +242,18 @@ def in_full(rank: int, world_size: int) -> None:
     names = [name for name, _ in model.named_parameters()]
     start = [p.detach().clone() for p in model.parameters()]
     alone = Lions([p.clone() for p in start], 1, [0.01] * len(start), [0.1] * len(start))
-    for step in range(4):
+    for step in range(5):
         every = [
             [torch.randn(p.shape, generator=_generator(step, r, k)) for k, p in enumerate(start)]
             for r in range(world_size)
         ]
         for k, p in enumerate(model.parameters()):
-            p.grad = None if k == 1 and rank == 1 and step == 2 else every[rank][k].clone()
+            # One bias has no gradient on rank 1 in a step, and on no rank in the next.
+            missing = k == 1 and (step == 3 or (step == 2 and rank == 1))
+            p.grad = None if missing else every[rank][k].clone()
         means = [sum(own) / world_size for own in zip(*every, strict=True)]
+        if step == 3:
+            means[1] = None
         if step == 2:
             others = [own[1] for r, own in enumerate(every) if r != 1]
             means[1] = sum(others) / len(others)

@@ -44,6 +44,7 @@ def step_in_full(
         plan.full_momenta_equal = True
     # One random stream on all voters, whose momenta stay equal.
     turn = replace(turn, rank=0)
+    momenta = [None if p is None else m for p, m in zip(params, momenta, strict=True)]
     for message in plan.full:
         means: list[Tensor | None] = [None] * len(params)
         for dtype in dict.fromkeys(piece.dtype for piece in message.pieces):

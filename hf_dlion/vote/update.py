@@ -273,7 +273,8 @@ def put(piece: Piece, flat: Tensor, tensors: Flat, turn: Turn, stream: int) -> N
                 if stream != PARAMETERS:
                     # An Inf would decay to Inf and decide the vote forever.
                     x.clamp_(-torch.finfo(place.dtype).max, torch.finfo(place.dtype).max)
-                values[k] = round_to(x, place.dtype, random[part.at : part.at + x.numel()])
+                own = random[part.at : part.at + x.numel()]
+                values[k] = round_to(x.float(), place.dtype, own)
     if places:
         torch._foreach_copy_(places, values)
 

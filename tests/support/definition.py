@@ -239,7 +239,8 @@ class Lions:
     def _round(self, x: Array, dtype: torch.dtype, first: int, stream: int) -> torch.Tensor:
         if dtype in (torch.bfloat16, torch.float16):
             random = random_bits(x.size, first, self.t, self.seed, stream)
-            x = rounded(np.ascontiguousarray(x.reshape(-1)), dtype, random).reshape(x.shape)
+            flat = np.ascontiguousarray(x.reshape(-1)).astype(np.float32)
+            x = rounded(flat, dtype, random).reshape(x.shape)
         return torch.from_numpy(np.asarray(x))
 
     def _vote(
