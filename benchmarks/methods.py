@@ -342,79 +342,41 @@ def _voting(title: str, about: str, usual: bool = False, **options: Any) -> Meth
     return Method(title, about, partial(Voting, **options), "lion", options, usual=usual)
 
 
-def _local(k: int) -> Method:
-    about = f"every {k} steps, the mean of the parameters that each rank's AdamW has moved"
-    return Method(f"LocalSGD, {k} steps of AdamW", about, partial(LocalSGD, every=k), period=k)
+def _plain(title: str, about: str, **options: Any) -> Method:
+    return Method(title, about, partial(_reduced, **options), usual=True)
 
 
-def _diloco(k: int) -> Method:
-    about = f"every {k} steps of AdamW, an outer Nesterov step on the mean move (torchft)"
-    make = partial(DiLoCo, every=k)
-    return Method(f"DiLoCo, {k} steps of AdamW", about, make, period=k, package="torchft")
+def _periodic(name: str, make: Any, k: int, what: str, package: str = "") -> Method:
+    title, about = f"{name}, {k} steps of AdamW", f"every {k} steps of AdamW, {what}"
+    return Method(title, about, partial(make, every=k), period=k, package=package)
 
 
 DLION = "DistributedLion"
 METHODS: dict[str, Method] = {
-    "none": Method(
-        "no communication, AdamW",
-        "AdamW in DDP with a hook that sends nothing",
-        partial(_reduced, hook=_keep, itemsize=0),
-        usual=True,
-    ),
-    "alone": Method(
-        "one host alone, Lion", "plain Lion without DDP and network", _alone, "lion", usual=True
-    ),
-    "adamw": Method("DDP fp32, AdamW", "AdamW on the mean gradient", _reduced, usual=True),
-    "bf16": Method(
-        "DDP bf16 hook, AdamW",
-        "AdamW on gradients that torch's bf16_compress_hook averages",
-        partial(_reduced, hook=_in_bf16, itemsize=2),
-        usual=True,
-    ),
+    "none": _plain("no communication, AdamW", "a hook that sends nothing", hook=_keep, itemsize=0),
+    "alone": Method("one host alone, Lion", "plain Lion, no DDP, no network", _alone, usual=True),
+    "adamw": _plain("DDP fp32, AdamW", "AdamW on the mean gradient"),
+    "bf16": _plain("DDP bf16 hook, AdamW", "torch's bf16_compress_hook", hook=_in_bf16, itemsize=2),
     "powersgd": Method(
-        f"PowerSGD rank {POWER_RANK}, AdamW",
-        "AdamW on low-rank gradients of torch's powerSGD_hook",
-        PowerSGD,
-        usual=True,
+        f"PowerSGD rank {POWER_RANK}, AdamW", "torch's powerSGD_hook", PowerSGD, usual=True
     ),
-    "ddp-lion": Method(
-        "DDP fp32, Lion",
-        "plain Lion on the gradients that DDP averages",
-        partial(_reduced, make=_plain_lion),
-        "lion",
-        usual=True,
-    ),
-    "lion": _voting(
-        "Lion on the mean gradient", 'DistributedLion with full_precision="*"', full_precision="*"
-    ),
+    "ddp-lion": _plain("DDP fp32, Lion", "plain Lion after DDP's all-reduce", make=_plain_lion),
+    "lion": _voting("Lion on the mean gradient", 'full_precision="*"', full_precision="*"),
     "majority": _voting(DLION, "the majority of one-bit votes", usual=True),
     "average": _voting(f"{DLION}, average", "the mean of one-bit votes", aggregation="average"),
-    **{
-        f"bits{bits}": _voting(f"{DLION}, {bits} bits", f"votes of {bits} bits", bits=bits)
-        for bits in (2, 4, 8)
-    },
+    "bits2": _voting(f"{DLION}, 2 bits", "votes of 2 bits", bits=2),
+    "bits4": _voting(f"{DLION}, 4 bits", "votes of 4 bits", bits=4),
+    "bits8": _voting(f"{DLION}, 8 bits", "votes of 8 bits", bits=8),
     "sync16": _voting(
-        f"{DLION}, momentum_sync_every=16",
-        "one-bit votes, and an average of all momenta in every 16 steps (Lion Cub)",
-        momentum_sync_every=16,
+        f"{DLION}, momentum_sync_every=16", "momenta averaged (Lion Cub)", momentum_sync_every=16
     ),
-    "node": _voting(
-        f"{DLION}, a vote per node", "one vote of each node (local_group)", local_group="node"
-    ),
-    "fsdp2": Method(
-        f"{DLION}, FSDP2 in the node", "shards inside each node vote", Sharded, "lion", {}
-    ),
-    "localsgd8": _local(8),
-    "localsgd32": _local(32),
-    "diloco16": _diloco(16),
-    "diloco50": _diloco(50),
-    "demo": Method(
-        "DeMo",
-        "each rank's largest DCT coefficients of the momentum (pytorch-optimizer)",
-        DeMo,
-        "lion",
-        package="pytorch_optimizer",
-    ),
+    "node": _voting(f"{DLION}, a vote per node", 'local_group="node"', local_group="node"),
+    "fsdp2": Method(f"{DLION}, FSDP2 in the node", "shards vote", Sharded, "lion", {}),
+    "localsgd8": _periodic("LocalSGD", LocalSGD, 8, "the mean of all ranks' parameters"),
+    "localsgd32": _periodic("LocalSGD", LocalSGD, 32, "the mean of all ranks' parameters"),
+    "diloco16": _periodic("DiLoCo", DiLoCo, 16, "a Nesterov step on the mean move", "torchft"),
+    "diloco50": _periodic("DiLoCo", DiLoCo, 50, "a Nesterov step on the mean move", "torchft"),
+    "demo": Method("DeMo", "DCT of the momentum", DeMo, "lion", package="pytorch_optimizer"),
 }
 
 

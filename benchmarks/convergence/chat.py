@@ -29,7 +29,6 @@ class Chat(Scene):
         "lion": (3e-5, 1e-4, 3e-4),
         "sgd": (1e-2, 1e-1, 1e0),
     }
-    judged_long: ClassVar[bool] = True
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)

@@ -22,7 +22,7 @@ from benchmarks.convergence.methods import (
 )
 from benchmarks.convergence.results import Records, Trial, results
 from benchmarks.convergence.scenes import SCENES, Scene, scene_class
-from benchmarks.convergence.setting import SCHEDULES, WARMUP, Setting
+from benchmarks.convergence.setting import WARMUP, Setting
 from benchmarks.convergence.train import run_real, simulate
 from benchmarks.methods import METHODS
 from benchmarks.plot import figure
@@ -116,7 +116,7 @@ def _made_scene(setting: Setting, folder: str) -> Scene:
 def _trials(args: argparse.Namespace) -> list[Trial]:
     """Returns the study: every scene, number of workers, batch and method."""
     given = {"adamw": args.lr_adamw, "lion": args.lr_lion, "sgd": args.lr_sgd}
-    names = ("sequence", "hidden", "layers", "steps", "weight_decay", "schedule", "evaluations")
+    names = ("sequence", "hidden", "layers", "steps", "weight_decay", "evaluations")
     same = {name: getattr(args, name) for name in (*names, "real", "warmup")}
     same |= {"betas": tuple(args.betas), "clip": args.clip or 0.0, "folder": args.out}
     trials = []
@@ -189,7 +189,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--warmup", type=_share, default=WARMUP, help="Share of steps with a rising rate (0.05).")
     factors = "Multiply the learning rate of parameters with such names; the first match counts."
     add("--lr-factors", nargs="+", type=_factor, default=[], metavar="PATTERN=FACTOR", help=factors)
-    add("--schedule", choices=SCHEDULES, default="cosine", help="Learning rate (cosine).")
     add("--evaluations", type=positive, help="Points of a curve (small: 6).")
     add("--real", action="store_true", help="Start a process for every rank, with gloo.")
     add("--out", default="outputs/study", help="Folder of records, pictures, and bases.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -48,12 +47,10 @@ class Workers(ABC):
         model: Their model.
         bytes_sent: Bytes that a rank has sent so far.
         judges: Whether this process computes validation losses and metrics.
-        judging_threads: torch's threads while it does; None keeps them.
     """
 
     bytes_sent: float = 0.0
     judges = True
-    judging_threads: int | None = None
 
     def __init__(self, scene: Scene, setting: Setting) -> None:
         self.setting, self.workers = setting, range(setting.workers)
@@ -285,9 +282,6 @@ class RealRank(Workers):
         super().__init__(scene, setting)
         self.workers: Sequence[int] = [dist.get_rank()]
         self.judges = dist.get_rank() == 0
-        if scene.judged_long:
-            # The other ranks wait, and need no core.
-            self.judging_threads = min(setting.workers, len(os.sched_getaffinity(0)))
         self._rank = method_of(setting.method).make(self.model, setting)
         self.model = self._rank.model
 

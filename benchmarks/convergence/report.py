@@ -46,12 +46,13 @@ def step_times(together: Sequence[Result], links: Sequence[str], gradient_s: flo
 def title(together: Sequence[Result]) -> str:
     """Returns what results that are compared have in common."""
     own, (record, *_) = together[0].setting, together[0].records.values()
+    workers = ", ".join(map(str, sorted({result.setting.workers for result in together})))
     images = own.scene in ("vision", "cifar10")
     return (
-        f"{own.scene}: {record['parameters']:,} parameters, {own.workers} "
+        f"{own.scene}: {record['parameters']:,} parameters, {workers} "
         f"{'real ranks' if own.real else 'workers'}"
         f" x {f'{own.batch} images' if images else f'{own.batch} x {own.sequence}'}, "
-        f"{own.steps} steps, {own.schedule}, betas {own.betas[0]:g} {own.betas[1]:g}, "
+        f"{own.steps} steps, betas {own.betas[0]:g} {own.betas[1]:g}, "
         f"weight decay {own.weight_decay:g}"
         + (f", clipped to {own.clip:g}" if own.clip else "")
         + (f", warm-up {own.warmup:g}" if own.warmup != WARMUP else "")
@@ -98,20 +99,14 @@ def draw(found: Sequence[Sequence[Result]], times: Sequence[StepTimes], folder: 
         setting = together[0].setting
         name = f"{setting.scene}-{setting.workers}x{setting.batch}.png"
         written.append(_curves(together, own, folder / f"curves-{name}"))
-        written.append(
-            _points(
-                together,
-                lambda result: result.bits_per_step,
-                "bits per parameter, out of a rank",
-                folder / f"bits-{name}",
-            )
-        )
+        label, path = "bits per parameter, out of a rank", folder / f"bits-{name}"
+        written.append(_points(together, lambda own: own.bits_per_step, label, path))
         place = setting.replace(method="", lr=0.0, seed=0, workers=0)
         apart.setdefault(place, []).extend(together)
     for place, group in apart.items():
         if len({result.setting.workers for result in group}) > 1:
             path = folder / f"workers-{place.scene}-{place.batch}.png"
-            written.append(_points(group, lambda result: result.setting.workers, "workers", path))
+            written.append(_points(group, lambda own: own.setting.workers, "workers", path))
     return written
 
 
@@ -129,8 +124,11 @@ def _curves(together: Sequence[Result], times: StepTimes, path: Path) -> Path:
             columns = result.curve()
             first = columns[0][:1] == [0]
             steps, losses, deviations = (column[first:] for column in columns)
-            places = [per_step(result) * step for step in steps]
-            _band(panel, places, losses, deviations, result.setting.method)
+            places, how = [per_step(result) * step for step in steps], look(result.setting.method)
+            panel.plot(places, losses, how.dash, color=how.color, label=how.label)
+            pairs = list(zip(losses, deviations, strict=True))
+            low, high = [loss - own for loss, own in pairs], [loss + own for loss, own in pairs]
+            panel.fill_between(places, low, high, color=how.color, alpha=0.15, linewidth=0)
         panel.set_xlabel(label)
         if label != "steps":
             logarithmic(panel, "x")
@@ -142,35 +140,23 @@ def _points(
 ) -> Path:
     """Draws the last loss of each method against a number."""
     drawn, panels = figure(1)
-    for method in dict.fromkeys(result.setting.method for result in found):
-        line = [own for own in found if own.setting.method == method]
-        line = [own for own in line if all(map(math.isfinite, own.losses.values()))]
-        line = sorted(line, key=place)
-        losses = [list(own.losses.values()) for own in line]
-        means, deviations = [*map(statistics.fmean, losses)], [*map(spread, losses)]
-        _band(panels[0], [*map(place, line)], means, deviations, method, mark="o")
+    drawable = [own for own in found if all(map(math.isfinite, own.losses.values()))]
+    means = {id(own): statistics.fmean(own.losses.values()) for own in drawable}
+    for method in dict.fromkeys(own.setting.method for own in drawable):
+        line = sorted((own for own in drawable if own.setting.method == method), key=place)
+        how, deviations = look(method), [spread(own.losses.values()) for own in line]
+        panels[0].errorbar(
+            [*map(place, line)], [means[id(own)] for own in line], deviations,
+            fmt=f"o{how.dash}", color=how.color, capsize=3, label=how.label, mfc=how.face,
+        )  # fmt: skip
     panels[0].set_xlabel(label)
     logarithmic(panels[0], "x")
-    low, high = panels[0].get_ylim()
-    if 0.0 < FLAT * low < high:
+    if label == "workers":
+        places = sorted({place(own) for own in found})
+        panels[0].set_xticks(places, [f"{number:g}" for number in places])
+    if means and 0.0 < FLAT * min(means.values()) < max(means.values()):
         logarithmic(panels[0], "y")
     return _finished(drawn, panels, found, path)
-
-
-def _band(
-    panel: Any,
-    places: Sequence[float],
-    means: Sequence[float],
-    deviations: Sequence[float],
-    method: str,
-    mark: str = "",
-) -> None:
-    """Draws a line, and a band as wide as its seeds differ."""
-    own = look(method)
-    panel.plot(places, means, own.dash, marker=mark, color=own.color, label=own.label)
-    pairs = list(zip(means, deviations, strict=True))
-    low, high = [mean - own for mean, own in pairs], [mean + own for mean, own in pairs]
-    panel.fill_between(places, low, high, color=own.color, alpha=0.15, linewidth=0)
 
 
 def _finished(drawn: Any, panels: Any, found: Sequence[Result], path: Path) -> Path:

@@ -158,7 +158,7 @@ def results(trials: Sequence[Trial], records: Records) -> list[list[Result]]:
     # Gaps are paired by seed: seeds differ by more than methods do.
     for together in found.values():
         for lion in [own for own in together if own.setting.method == REFERENCE]:
-            for result in together:
+            for result in (own for own in together if own is not lion):
                 for seed in result.losses.keys() & lion.losses.keys():
                     gap = result.losses[seed] - lion.losses[seed]
                     if math.isfinite(gap):

@@ -35,7 +35,6 @@ class Scene(ABC):
     Attributes:
         setting: Sizes and folder; scenes read neither its method nor its learning rate.
         grids: Learning rates to choose from: AdamW's, Lion's, SGD's.
-        judged_long: Whether validation takes so long that it may use all cores.
     """
 
     grids: ClassVar[dict[str, tuple[float, ...]]] = {
@@ -43,7 +42,6 @@ class Scene(ABC):
         "lion": (3e-4, 1e-3, 3e-3),
         "sgd": (3e-2, 1e-1, 3e-1),
     }
-    judged_long: ClassVar[bool] = False
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting

@@ -11,7 +11,6 @@ from typing import Any, Self
 
 from benchmarks.methods import Hyper
 
-SCHEDULES = ("cosine", "linear", "constant")
 WARMUP = 0.05
 # Left out of a run's identity at these values, since older records don't have them.
 _LATER = {"clip": 0.0, "warmup": WARMUP, "lr_factors": ()}
@@ -29,7 +28,6 @@ class Setting(Hyper):
         sequence: Tokens of a sequence.
         hidden: Width of the model.
         layers: Depth of the model.
-        schedule: One of `SCHEDULES`; the learning rate rises linearly first unless it is constant.
         evaluations: How often the validation loss is computed, the end included.
         base_steps: Steps of AdamW that made the base of a fine-tuning; 0 in other scenes.
         real: Whether the ranks are processes.
@@ -46,7 +44,6 @@ class Setting(Hyper):
     sequence: int
     hidden: int
     layers: int
-    schedule: str = "cosine"
     evaluations: int
     base_steps: int = 0
     real: bool = False
@@ -58,6 +55,7 @@ class Setting(Hyper):
         """Returns what decides on the result, as JSON keeps it."""
         values = dataclasses.asdict(self)
         del values["folder"]
+        values["schedule"] = "cosine"  # Older records had a choice.
         kept = {k: v for k, v in values.items() if k not in _LATER or v != _LATER[k]}
         found: dict[str, Any] = json.loads(json.dumps(kept))
         return found
@@ -73,14 +71,12 @@ class Setting(Hyper):
         return dataclasses.replace(self, **changes)
 
     def lr_at(self, step: int) -> float:
-        """Returns the learning rate of a step, counted from 0."""
-        if self.schedule == "constant":
-            return self.lr
+        """Returns the learning rate of a step, counted from 0: linear warm-up, then a cosine."""
         warmup = math.ceil(self.warmup * self.steps)
         if step < warmup:
             return self.lr * (step + 1) / (warmup + 1)
         left = 1.0 - (step - warmup) / max(1, self.steps - warmup)
-        return self.lr * (left if self.schedule == "linear" else math.sin(math.pi * left / 2) ** 2)
+        return self.lr * math.sin(math.pi * left / 2) ** 2
 
     def evaluated_after(self) -> list[int]:
         """Returns the steps after which the validation loss is computed."""

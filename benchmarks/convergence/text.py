@@ -92,9 +92,7 @@ class FineTuning(Pretraining):
         model = Pretraining.model(self, BASE_SEED)
         optimizer = torch.optim.AdamW(model.parameters(), lr=BASE_LR, weight_decay=0.1)
         # From the setting only what the file's name holds.
-        schedule = setting.replace(
-            lr=BASE_LR, steps=setting.base_steps, schedule="cosine", warmup=WARMUP
-        )
+        schedule = setting.replace(lr=BASE_LR, steps=setting.base_steps, warmup=WARMUP)
         for step in track(range(setting.base_steps), "training the base"):
             optimizer.param_groups[0]["lr"] = schedule.lr_at(step)
             tokens = _sequences(text, BASE_BATCH, setting.sequence, generator(BASE_SEED, 0, step))

@@ -103,9 +103,4 @@ def _judged(method: Workers, judge: Callable[[nn.Module], Any], otherwise: Any) 
     """Returns what a scene says of the model; `otherwise` on ranks whose record nobody reads."""
     if not method.judges:
         return otherwise
-    threads = torch.get_num_threads()
-    torch.set_num_threads(method.judging_threads or threads)
-    try:
-        return judge(getattr(method.model, "module", method.model))  # DDP's module.
-    finally:
-        torch.set_num_threads(threads)
+    return judge(getattr(method.model, "module", method.model))  # DDP's module.
