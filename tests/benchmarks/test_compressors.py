@@ -153,7 +153,9 @@ def test_an_orthogonal_matrix_has_singular_values_near_one(shape: tuple[int, int
     sizes = torch.linalg.svdvals(orthogonal(matrix))
     assert 0.5 < float(sizes.min()) < float(sizes.max()) < 1.4
     # The same directions: the product with the nearest one has those values as its trace.
-    assert float((orthogonal(matrix) * (u @ v)).sum()) == pytest.approx(float(sizes.sum()), rel=1e-4)
+    assert float((orthogonal(matrix) * (u @ v)).sum()) == pytest.approx(
+        float(sizes.sum()), rel=1e-4
+    )
 
 
 def test_signmuon_votes_on_orthogonalized_matrices_and_other_directions_as_they_are() -> None:

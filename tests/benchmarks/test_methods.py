@@ -1,4 +1,4 @@
-"""The study's methods: one process equals real ranks, and the alternatives follow their libraries."""
+"""The study's methods: one process equals real ranks, alternatives follow their libraries."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_a_method_is_a_name_with_options_that_exist(monkeypatch: pytest.MonkeyPa
     method = method_of("bits4:exchange=gather,momentum_sync_every=8")
     assert method.options == {"bits": 4, "exchange": "gather", "momentum_sync_every": 8}
     assert method.title == "DistributedLion, 4 bits, exchange=gather,momentum_sync_every=8"
-    with pytest.raises(ValueError, match="unknown method 'magic': there are none, .*, signmuon"):
+    with pytest.raises(ValueError, match=r"unknown method 'magic': there are none, .*, signmuon"):
         family("magic")
     with pytest.raises(ValueError, match="adamw has no options"):
         method_of("adamw:bits=4")
