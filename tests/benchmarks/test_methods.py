@@ -47,7 +47,7 @@ def of_rank(rank: int, world_size: int, settings: list[Setting]) -> list[Any]:
 @pytest.mark.multiproc
 @pytest.mark.parametrize("workers", [2, 3])
 def test_the_simulation_is_real_ranks_bit_for_bit(pools: RankPools, workers: int) -> None:
-    settings = [TINY.replace(method=name, workers=workers, steps=5) for name in BOTH]
+    settings = [TINY.replace(method=name, workers=workers, steps=30) for name in BOTH]
     settings[2:3] = [settings[2].replace(lr_factors=(("*embed*", 3.0), ("*norm*", 0.5)), clip=0.5)]
     real = pools(workers).run(of_rank, settings)[0]
     for setting, (of_real, expected) in zip(settings, real, strict=True):
