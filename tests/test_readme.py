@@ -143,7 +143,7 @@ COMMANDS = {
     "python -m benchmarks.convergence": "benchmarks.convergence.cli",
     **{
         f"python benchmarks/{name}.py": f"benchmarks.{name}"
-        for name in ("codec", "exchange", "memory", "plot", "step_time")
+        for name in ("codec", "plot", "step_time")
     },
 }
 
