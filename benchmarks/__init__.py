@@ -1,7 +1,6 @@
-"""What the tables and pictures of docs/results are made with, from a checkout.
+"""Scripts behind the tables and pictures of docs/results, run from a checkout.
 
-`codec.py` times the work on either side of the wire, `exchange.py` the wire, `step_time.py` a whole
-training step, and `memory.py` weighs one; `plot.py` draws. `convergence` trains with each method at
-its best learning rate. `emulate` builds slow networks out of network namespaces, `ranks` starts the
-processes, `rivals` are what one would otherwise take.
+`step_time.py` times a training step with each method, on real ranks or on emulated hosts.
+`codec.py` times the work next to the network. `plot.py` draws step times. `convergence` trains with
+each method at its best learning rate. `methods.py` has the methods that run on real ranks.
 """

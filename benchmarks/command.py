@@ -3,120 +3,101 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.metadata
+import json
 import os
+import platform
+import re
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
-from hf_dlion.tools.arguments import Parser, add_format, exit_code, positive
-from hf_dlion.tools.ranks import take_part
-from hf_dlion.tools.report import MissingPackageError, Output, write_json
 
-from benchmarks import ranks
-from benchmarks.emulate import EmulationRefusedError, Network
-
+T = TypeVar("T")
 # Titles of the columns of a `summary`.
 TIMES = {"median_ms": "median ms", "min_ms": "min", "max_ms": "max"}
-# A slow task may stop after so many repeats: the fewest that have a median and a spread.
-FEWEST = 3
-# A matrix of this many rows and columns is a usual tensor of a model of this kind.
-ROW = 1024
-LARGEST = 4096 * ROW
+# Errors that a user can fix: one line instead of a traceback.
+TOLD = (ImportError, OSError, ValueError)
 
 
-def parser_of(script: str, about: str | None) -> Parser:
-    """Returns the options that all benchmarks have."""
-    parser = Parser(prog=f"benchmarks/{Path(script).name}", description=about)
-    name = {"step_time": "train"}.get(Path(script).stem, Path(script).stem)
+def checked(kind: Callable[[str], T], holds: Callable[[T], bool], rule: str) -> Callable[[str], T]:
+    """Returns a type for argparse that refuses values which break a rule.
+
+    Args:
+        kind: Makes the value of a word.
+        holds: Whether a value follows the rule.
+        rule: Follows the word in the error message, for example "must be at least 1".
+    """
+
+    def value_of(text: str) -> T:
+        value = kind(text)
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"{text} {rule}")
+        return value
+
+    value_of.__name__ = kind.__name__  # argparse says "invalid int value" by this name.
+    return value_of
+
+
+positive = checked(int, lambda value: value >= 1, "must be at least 1")
+
+
+def parser_of(name: str, about: str | None) -> argparse.ArgumentParser:
+    """Returns the options that codec.py and step_time.py share."""
+    parser = argparse.ArgumentParser(prog=f"benchmarks/{name}.py", description=about)
     out = f"outputs/bench_{name}.json"
-    parser.add_argument("--json", default=out, help=f"where to write the result ({out})")
-    parser.add_argument("--threads", type=positive, default=1, help="torch's threads (1)")
-    add_format(parser)
+    parser.add_argument("--json", default=out, help=f"Result file (default: {out}).")
+    parser.add_argument("--threads", type=positive, default=1, help="Threads (default: 1).")
     return parser
 
 
-def add_ranks(parser: Parser, *, timed: bool) -> None:
-    """Adds the options of what several ranks do; of what is timed, where these are."""
-    add = parser.add_argument
-    add("--parameters", type=positive, default=29_500_000)
-    add("--ranks", type=positive, help="processes to start (2)")
-    parser.set_defaults(emulate=None, local_ranks=1)
-    if timed:
-        emulated = "ranks on hosts of one core with links of this rate; root, Linux"
-        add("--emulate", type=_network, metavar="2x100mbit", help=emulated)
-        local = "on each emulated host; without --emulate, of --ranks, on each pretended node"
-        add("--local-ranks", type=positive, default=1, help=f"ranks {local}")
-        stop = "a method stops after 3 repeats beyond this"
-        add("--seconds", type=float, default=25.0, help=stop)
+def told(parser: argparse.ArgumentParser, run: Callable[[], int | None]) -> int:
+    """Returns the exit code of `run`: 2 after an error that a user can fix."""
+    try:
+        return run() or 0
+    except TOLD as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
 
 
-def told(parser: Parser, run: Callable[[], object]) -> int:
-    """Returns the exit code of `run`; an error that a user can put right takes one line."""
-    errors = EmulationRefusedError, MissingPackageError, ImportError, OSError, ValueError
-    return exit_code(parser.prog, run, *errors)
+def track(items: Sequence[T], text: str) -> Iterator[T]:
+    """Yields the items; rank 0 shows on a terminal how many are done."""
+    shown = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+    for number, item in enumerate(items, 1):
+        if shown:
+            print(f"\r{text}: {number} of {len(items)} ", end="", file=sys.stderr, flush=True)
+        yield item
+    if shown:
+        print(file=sys.stderr)
 
 
-def start(
-    script: str, run: Callable[[argparse.Namespace], None], parser: Parser, argv: list[str] | None
-) -> int:
-    """Returns the exit code of a benchmark of several ranks.
-
-    Where a launcher started this process it takes part, and otherwise starts them.
-
-    Args:
-        script: The benchmark's file.
-        run: What every rank calls.
-        parser: With all options.
-        argv: The words of the command line; by default those of this process.
-    """
-    words = list(sys.argv[1:] if argv is None else argv)
-    args = parser.parse_args(words)
-    return told(parser, lambda: _start(script, run, args, words))
-
-
-def _start(
-    script: str,
-    run: Callable[[argparse.Namespace], None],
-    args: argparse.Namespace,
-    words: list[str],
-) -> int:
-    network: Network | None = args.emulate
-    # Where the result will lie: better refused now than after minutes.
-    Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-    if "check" in args:
-        args.check(args)
-    if ranks.is_rank():
-        ranks.refuse_under_launcher(network)
-        take_part(lambda: run(args), args.threads)
-        return 0
-    if network is not None and args.ranks is not None:
-        raise ValueError("--emulate says how many hosts there are: give --local-ranks, not --ranks")
-    count = args.ranks or 2 if network is None else network.hosts * args.local_ranks
-    if count % args.local_ranks:
-        raise ValueError(
-            f"--ranks={count} cannot be divided into nodes of --local-ranks={args.local_ranks}"
-        )
-    local_ranks = count if network is None and args.local_ranks == 1 else args.local_ranks
-    return ranks.launch(script, words, count, local_ranks, args.threads, network)
-
-
-def shapes(parameters: int) -> list[torch.Size]:
-    """Returns matrices of rows of 1024, and a vector for the rest."""
-    found = [torch.Size((LARGEST // ROW, ROW))] * (parameters // LARGEST)
-    rest = parameters % LARGEST
-    if rest >= ROW:
-        found.append(torch.Size((rest // ROW, ROW)))
-    if rest % ROW:
-        found.append(torch.Size((rest % ROW,)))
-    return found
-
-
-def is_over(times: Sequence[float], seconds: float) -> bool:
-    """Returns whether a task has had its share of time: after as many repeats as have a spread."""
-    return len(times) >= FEWEST and sum(times) > seconds
+def environment() -> dict[str, Any]:
+    """Returns the hardware and the versions of this process."""
+    processor = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+        processor = found[1].strip() if found else processor
+    version = "not installed"
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        version = importlib.metadata.version("hf-dlion")
+    return {
+        "processor": processor,
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "hf_dlion": version,
+        "threads": torch.get_num_threads(),
+        "load_average": list(os.getloadavg()),
+    }
 
 
 def summary(seconds: Sequence[float]) -> dict[str, Any]:
@@ -131,6 +112,12 @@ def summary(seconds: Sequence[float]) -> dict[str, Any]:
     }
 
 
+def write_json(path: str | Path, result: Any) -> None:
+    """Writes plain data as JSON and creates the file's folder."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(result, indent=1) + "\n")
+
+
 def publish(
     name: str,
     args: argparse.Namespace,
@@ -139,29 +126,43 @@ def publish(
     rows: Sequence[Mapping[str, Any]],
     columns: Mapping[str, str],
 ) -> None:
-    """Prints the rows as a table and writes them as JSON."""
-    out = Output(args.format)
-    result = {
-        "bench": name,
-        "config": dict(config),
-        "environment": dict(before),
-        "load_average_after": list(os.getloadavg()),
-        "rows": [dict(row) for row in rows],
-    }
-    # Written first: a terminal that is gone must not cost the measurement.
-    write_json(args.json, result)
-    out.table(f"{name} on this machine", columns, rows)
-    where = f"{before['processor']}, {before['usable_cores']} of {before['cores']} cores"
-    versions = f"torch {before['torch']}, {before['threads']} threads"
-    load = f"load {before['load_average'][0]:.1f} before, {os.getloadavg()[0]:.1f} after"
-    out.line(f"{where}, {versions}, {load}")
-    out.line(" ".join(f"{key}={value}" for key, value in config.items()))
-    out.line(f"written: {args.json}")
-    out.result(result)
+    """Writes the rows as JSON and prints them as a table."""
+    load = list(os.getloadavg())
+    result = {"bench": name, "config": config, "environment": before, "load_average_after": load}
+    # Written first: a closed terminal must not cost the measurement.
+    write_json(args.json, result | {"rows": rows})
+    print_table(columns, rows)
+    print(f"{before['processor']}, {before['usable_cores']} cores, torch {before['torch']}")
+    print(" ".join(f"{key}={value}" for key, value in config.items()))
+    print(f"written: {args.json}")
 
 
-def _network(text: str) -> Network:
-    try:
-        return Network.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def print_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Prints rows as a Markdown table, without columns that have no value.
+
+    Args:
+        columns: Titles by the rows' keys.
+        rows: One mapping per line.
+    """
+    rows = list(rows)
+    kept = [
+        [title, *(_cell(row.get(key)) for row in rows)]
+        for key, title in columns.items()
+        if any(row.get(key) is not None for row in rows)
+    ]
+    widths = [max(map(len, column)) for column in kept]
+    for number, cells in enumerate(zip(*kept, strict=True)):
+        first, *others = zip(cells, widths, strict=True)
+        padded = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
+        print(f"| {' | '.join(padded)} |")
+        if not number:
+            rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+            print(f"| {' | '.join(rule)} |")
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:z.2f}" if abs(value) < 100 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

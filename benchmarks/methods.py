@@ -1,248 +1,415 @@
-"""The ways of training that `step_time.py` compares."""
+"""Methods that run on real ranks: ours, DDP's, and the alternatives for slow networks.
 
-# No `from __future__ import annotations` here: DDP compares the hooks' annotations with classes.
+`step_time.py` times them, and `convergence --real` trains with them. The alternatives come from
+torch, torchft, and pytorch-optimizer.
+"""
 
+from __future__ import annotations
+
+import ast
+import datetime
+import importlib.util
+import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from hf_dlion.codec import codec_for
-from hf_dlion.exchange.mean import average_wire_bytes
-from hf_dlion.tools.models import vocabulary
-from hf_dlion.tools.names import ALONE, BF16, FP32, NONE, POWER, name_of
-from hf_dlion.tools.work import step_rule, tensor_rule
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.model_averaging import utils as averaging
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
 
-from benchmarks.rivals import (
-    DeMo,
-    DiLoCo,
-    Hooked,
-    LocalSGD,
-    Rival,
-    check_installed,
-)
 from hf_dlion.optimizer import DistributedLion
 
-# Rows of the tables that other code looks for.
-LOCAL, DILOCO, DEMO = "LocalSGD, {} steps of AdamW", "DiLoCo, {} steps of AdamW", "DeMo"
-# Methods that differ from "dlion" only on several nodes of several ranks.
-NODE, FSDP2 = "dlion-node", "fsdp2"
-
-# Makes a new model, the same on every rank.
-Make = Callable[[], nn.Module]
-LR, WEIGHT_DECAY = 1e-4, 0.1
-ADAMW = partial(torch.optim.AdamW, lr=LR, fused=True)
+POWER_RANK = 4
+# PowerSGD's warm start needs two plain steps before the first compressed one.
+POWER_START = 2
+ONE_BUCKET_MB = 1 << 20
+# What to install for a module that comes with neither torch nor transformers.
+PACKAGES = {"torchft": "torchft", "pytorch_optimizer": "pytorch-optimizer einops"}
 
 
-class LocalLion:
-    """Lion on the gradients as they are, with the codec that DistributedLion uses alone."""
-
-    def __init__(self, params: Iterable[Tensor]) -> None:
-        self._params = list(params)
-        self._momenta = [torch.zeros_like(param) for param in self._params]
-        self._step = 0
-
-    @torch.no_grad()
-    def step(self) -> None:
-        self._step += 1
-        rule = step_rule(self._step)
-        for index, (param, momentum) in enumerate(zip(self._params, self._momenta, strict=True)):
-            if param.grad is not None:
-                own = tensor_rule(rule, index)
-                codec_for(param.device).step_alone(param, param.grad, momentum, own)
-
-    def zero_grad(self) -> None:
-        for param in self._params:
-            param.grad = None
-
-
-class Method:
-    """A model in DDP with its optimizer.
+@dataclass(frozen=True, kw_only=True)
+class Hyper:
+    """Hyperparameters of a run.
 
     Attributes:
-        name: For the table.
-        model: The wrapper, or the bare model.
-        optimizer: With `step` and `zero_grad`.
-        bytes_sent: Bytes that a rank sends in a step; an all-reduce counts as a ring.
-        period: Steps after which all begins anew, as with what meets in every k-th step only.
+        lr: Peak learning rate.
+        weight_decay: Decoupled weight decay, multiplied by the learning rate.
+        betas: Lion's betas; AdamW has torch's.
+        seed: Seed of weights and batches, and of DistributedLion.
+        steps: Length of the run; 0 if unknown.
+        lr_factors: Patterns of parameter names, and what their learning rate is multiplied by; the
+            first that matches counts.
     """
 
-    def __init__(
-        self, name: str, model: nn.Module, optimizer: Any, bytes_sent: int = 0, period: int = 1
-    ) -> None:
-        self.name, self.model, self.optimizer = name, model, optimizer
-        self.bytes_sent, self.period = bytes_sent, period
+    lr: float = 1e-4
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.99)
+    seed: int = 0
+    steps: int = 0
+    lr_factors: tuple[tuple[str, float], ...] = ()
 
-    def loss(self, tokens: Tensor) -> Tensor:
-        """Returns the loss on tokens."""
-        loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
-        return loss
 
-    def step(self, tokens: Tensor) -> None:
-        self.loss(tokens).backward()
+class Rank:
+    """One rank of a method; all ranks begin with the same model.
+
+    Attributes:
+        model: The loop calls its forward and backward.
+        optimizer: The loop sets its learning rate.
+        bytes_sent: Bytes that this rank has sent so far; an all-reduce counts as a ring.
+    """
+
+    bytes_sent = 0.0
+
+    def __init__(self, model: nn.Module, optimizer: Any, bytes_per_step: int = 0) -> None:
+        self.model, self.optimizer = model, optimizer
+        self._bytes_per_step, self._taken = bytes_per_step, 0
+
+    def step(self) -> None:
+        """Moves the parameters and drops the gradients."""
         self.optimizer.step()
+        self._taken += 1
+        self.bytes_sent += self._sent()
         self.optimizer.zero_grad()
-        if isinstance(self.optimizer, DistributedLion):
-            self.bytes_sent = self.optimizer.wire.last_bytes_sent
-
-    def lap(self, tokens: Tensor) -> None:
-        """Takes the steps of a period."""
-        before = self._sent()
-        for _ in range(self.period):
-            self.step(tokens)
-        if isinstance(self.optimizer, Rival):
-            self.bytes_sent = round((self._sent() - before) / self.period)
-
-    def close(self) -> None:
-        if isinstance(self.optimizer, Rival):
-            self.optimizer.close()
 
     def _sent(self) -> float:
-        return self.optimizer.bytes_sent if isinstance(self.optimizer, Rival) else 0.0
+        return self._bytes_per_step
+
+    def close(self) -> None:
+        """Ends what the method started."""
 
 
-def keep_local(
-    state: object,
-    bucket: dist.GradBucket,
-) -> torch.futures.Future[Tensor]:
-    """Comm hook that sends nothing."""
-    buffer = bucket.buffer()
-    devices = None if buffer.device.type == "cpu" else [buffer.device]
-    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
-    future.set_result(buffer)
+class Voting(Rank):
+    """DistributedLion, attached to DDP."""
+
+    def __init__(self, model: nn.Module, hyper: Hyper, **options: Any) -> None:
+        ddp = DistributedDataParallel(model, init_sync=False)
+        super().__init__(ddp, distributed_lion(model, hyper, **options))
+        self.optimizer.attach(ddp)
+
+    def _sent(self) -> float:
+        return float(self.optimizer.wire.last_bytes_sent)
+
+
+class Sharded(Voting):
+    """DistributedLion on a Llama that FSDP2 shards inside each node."""
+
+    def __init__(self, model: nn.Module, hyper: Hyper, **options: Any) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        ranks, shards = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        kind, names = next(model.parameters()).device.type, ("replicate", "shard")
+        mesh = init_device_mesh(kind, (ranks // shards, shards), mesh_dim_names=names)
+        for module in (*model.model.layers, model):  # type: ignore[union-attr, misc]
+            fully_shard(module, mesh=mesh["shard"])
+        optimizer = distributed_lion(model, hyper, replicate=mesh["replicate"], **options)
+        Rank.__init__(self, model, optimizer)
+        self.optimizer.attach(model)
+
+
+class PowerSGD(Rank):
+    """AdamW on what torch's PowerSGD hook makes of the gradients (Vogels et al. 2019)."""
+
+    def __init__(self, model: nn.Module, hyper: Hyper) -> None:
+        # One bucket, because several deadlock on gloo.
+        ddp = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET_MB, init_sync=False)
+        state = powerSGD_hook.PowerSGDState(None, POWER_RANK, start_powerSGD_iter=POWER_START)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        shapes = [param.shape for param in trainable(model)]
+        self._plain, self._factors = (sum(map(of, shapes)) for of in (math.prod, power_numel))
+        super().__init__(ddp, adamw(model, hyper))
+
+    def _sent(self) -> float:
+        return ring_bytes(self._plain if self._taken <= POWER_START else self._factors)
+
+
+class LocalSGD(Rank):
+    """AdamW on each rank's own gradient; every k steps the parameters become their mean.
+
+    torch's PeriodicModelAverager, which Accelerate's LocalSGD is, for the trained parameters alone.
+    """
+
+    def __init__(self, model: nn.Module, hyper: Hyper, *, every: int) -> None:
+        super().__init__(model, adamw(model, hyper))
+        self._params, self._every, self._last = trainable(model), every, hyper.steps
+        self._averager = PeriodicModelAverager(period=every, warmup_steps=0)
+        self._averager.step = 1  # It averages when its count is a multiple of k.
+
+    def _sent(self) -> float:
+        self._averager.average_parameters(self._params)
+        meets = self._taken % self._every == 0
+        if not meets and self._taken == self._last:
+            averaging.average_parameters(iter(self._params), self._averager.process_group)
+            meets = True
+        return ring_bytes(sum(param.numel() for param in self._params)) if meets else 0.0
+
+
+class DiLoCo(Rank):
+    """torchft's DiLoCo (Douillard et al. 2023, arXiv 2311.08105): each rank is a replica.
+
+    AdamW inside; every H steps SGD with Nesterov momentum moves the common parameters by the mean
+    of what the ranks moved. After the last of these meetings the ranks differ.
+    """
+
+    def __init__(self, model: nn.Module, hyper: Hyper, *, every: int) -> None:
+        from torchft.coordination import LighthouseServer
+        from torchft.local_sgd import DiLoCo
+        from torchft.manager import Manager
+        from torchft.process_group import ProcessGroupGloo
+
+        super().__init__(model, adamw(model, hyper))
+        rank, ranks, patience = dist.get_rank(), dist.get_world_size(), datetime.timedelta(hours=1)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
+            host = probe.getsockname()[0]  # Where the other ranks reach this one.
+        self._lighthouse = LighthouseServer(f"{host}:0", ranks) if rank == 0 else None
+        found: list[str | None] = [None]
+        if self._lighthouse is not None:
+            # Its address has the machine's name, which may not resolve, and the port.
+            found = [f"http://{host}:{self._lighthouse.address().rpartition(':')[2]}"]
+        dist.broadcast_object_list(found)
+        self._store = dist.TCPStore(host, 0, 1, is_master=True)  # A replica of one rank.
+        self._manager = Manager(
+            ProcessGroupGloo(patience), None, None, ranks, use_async_quorum=False,
+            timeout=patience, quorum_timeout=patience, connect_timeout=patience,
+            rank=0, world_size=1, store_addr=host, store_port=self._store.port,
+            lighthouse_addr=found[0], replica_id=str(rank), init_sync=False, hostname=host,
+        )  # fmt: skip
+        params = trainable(model)
+        outer = torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)  # the paper's
+        self._diloco = DiLoCo(
+            self._manager, [model], self.optimizer, outer, every, pin_memory=False
+        )
+        self._diloco.__enter__()
+        self._every, self._numel = every, sum(param.numel() for param in model.parameters())
+
+    def _sent(self) -> float:
+        return 0.0 if self._taken % self._every else ring_bytes(self._numel)
+
+    def close(self) -> None:
+        self._diloco.__exit__(None, None, None)
+        self._manager.shutdown()
+        dist.barrier()
+        if self._lighthouse is not None:
+            self._lighthouse.shutdown()
+
+
+class DeMo(Rank):
+    """pytorch-optimizer's DeMo (Peng et al. 2024, arXiv 2411.19870) with its own defaults."""
+
+    def __init__(self, model: nn.Module, hyper: Hyper) -> None:
+        from pytorch_optimizer import DeMo
+
+        demo = DeMo(trainable(model), lr=hyper.lr, weight_decay=hyper.weight_decay)
+        super().__init__(model, demo)
+
+    def _sent(self) -> float:
+        # It counts one copy of what it sends.
+        return (dist.get_world_size() - 1) * float(self.optimizer.data_transmit)
+
+
+def _alone(model: nn.Module, hyper: Hyper) -> Rank:
+    return Rank(model, _plain_lion(model, hyper))
+
+
+def _reduced(
+    model: nn.Module,
+    hyper: Hyper,
+    *,
+    hook: Callable[..., Any] | None = None,
+    itemsize: int = 4,
+    make: Callable[[nn.Module, Hyper], Optimizer] | None = None,
+) -> Rank:
+    """Returns an optimizer on the gradients that DDP has averaged."""
+    ddp = DistributedDataParallel(model, init_sync=False)  # All ranks set the same seed.
+    if hook is not None:
+        ddp.register_comm_hook(None, hook)
+    sent = ring_bytes(sum(param.numel() for param in trainable(model)), itemsize)
+    return Rank(ddp, (make or adamw)(model, hyper), sent)
+
+
+# DDP compares the annotations of hooks with classes, so these two have none.
+def _keep(state, bucket):  # type: ignore[no-untyped-def]
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
     return future
 
 
-def alone(make: Make) -> Method:
-    """Returns the step of a host by itself: no wrapper, no network, plain Lion."""
-    model = make()
-    return Method(ALONE, model, LocalLion(model.parameters()))
+def _in_bf16(state, bucket):  # type: ignore[no-untyped-def]
+    # Under its own name, DDP refuses torch's hook on gloo.
+    return default_hooks.bf16_compress_hook(state, bucket)
 
 
-def reduced(
-    make: Make,
-    name: str,
-    dtype: torch.dtype | None,
-    hook: Callable[..., Any] | None = None,
-    optimizer: Callable[[Iterable[Tensor]], Any] = ADAMW,
-) -> Method:
-    """Returns an optimizer on the gradients that DDP has made of all ranks'."""
-    ddp = _wrapped(make())
-    if hook is not None:
-        ddp.register_comm_hook(None, hook)
-    numel = sum(param.numel() for param in ddp.parameters())
-    sent = 0 if dtype is None else average_wire_bytes(numel, dist.get_world_size(), dtype)
-    return Method(name, ddp, optimizer(ddp.parameters()), sent)
+def adamw(model: nn.Module, hyper: Hyper) -> Optimizer:
+    """Returns AdamW with torch's betas."""
+    return AdamW(groups_of(model, hyper), hyper.lr, weight_decay=hyper.weight_decay, fused=True)
 
 
-def other(
-    make: Make, name: str, rival: Callable[..., Rival], period: int = 1, **options: Any
-) -> Method:
-    """Returns what one would otherwise take."""
-    made = rival(make(), lr=LR, weight_decay=WEIGHT_DECAY, **options)
-    return Method(name, made.model, made, period=period)
+def distributed_lion(model: nn.Module, hyper: Hyper, **options: Any) -> DistributedLion:
+    """Returns DistributedLion with a run's hyperparameters."""
+    common = {key: getattr(hyper, key) for key in ("lr", "betas", "weight_decay", "seed")}
+    return DistributedLion(groups_of(model, hyper), **common, **options)
 
 
-def distributed_lion(make: Make, bits: int = 1, **options: Any) -> Method:
-    """Returns DistributedLion with some options; its name tells what is not the default."""
-    ddp = _wrapped(make())
-    optimizer = DistributedLion(
-        ddp.named_parameters(), lr=LR, weight_decay=WEIGHT_DECAY, bits=bits, **options
-    )
-    return Method(name_of(bits, **options), ddp, optimizer)
+def _plain_lion(model: nn.Module, hyper: Hyper) -> DistributedLion:
+    # In a group of one rank.
+    return distributed_lion(model, hyper, process_group=dist.new_subgroups(1)[0])
 
 
-def sharded_lion(make: Make, bits: int = 1) -> Method:
-    """Returns DistributedLion on a model that FSDP2 shards inside each node."""
-    from torch.distributed.fsdp import fully_shard
+def groups_of(model: nn.Module, hyper: Hyper) -> list[dict[str, Any]]:
+    """Returns named trainable parameters, in a parameter group for each factor of `lr_factors`.
 
-    model, ranks, shards = make(), dist.get_world_size(), _ranks_per_node()
-    mesh = init_device_mesh(
-        next(model.parameters()).device.type,
-        (ranks // shards, shards),
-        mesh_dim_names=("replicate", "shard"),
-    )
-    for module in (*cast(Any, model).model.layers, model):
-        fully_shard(module, mesh=mesh["shard"])
-    optimizer = DistributedLion(
-        model.named_parameters(), lr=LR, weight_decay=WEIGHT_DECAY, bits=bits,
-        replicate=mesh["replicate"],
-    )  # fmt: skip
-    return Method(f"{name_of(bits)}, FSDP2 in the node", model, optimizer)
-
-
-# What makes DistributedLion of a model and the bits of a vote.
-VOTING: dict[str, Callable[..., Method]] = {
-    "dlion": distributed_lion,
-    NODE: partial(distributed_lion, local_group="node"),
-    FSDP2: sharded_lion,
-    "overlap": partial(distributed_lion, overlap=True),
-}
-# What needs other packages, or many steps for one time: only where it is asked for.
-ON_DEMAND: dict[str, Callable[[Make], Method]] = {
-    "localsgd8": partial(other, name=LOCAL.format(8), rival=LocalSGD, period=8, every=8),
-    "localsgd32": partial(other, name=LOCAL.format(32), rival=LocalSGD, period=32, every=32),
-    "diloco16": partial(other, name=DILOCO.format(16), rival=DiLoCo, period=16, every=16),
-    "diloco50": partial(other, name=DILOCO.format(50), rival=DiLoCo, period=50, every=50),
-    "demo": partial(other, name=DEMO, rival=DeMo),
-}
-PACKAGE_OF = {"diloco16": "torchft", "diloco50": "torchft", "demo": "pytorch_optimizer"}
-METHODS: dict[str, Callable[[Make], Method]] = {
-    "none": partial(reduced, name=NONE, dtype=None, hook=keep_local),
-    "alone": alone,
-    "fp32": partial(reduced, name=FP32, dtype=torch.float32),
-    "bf16": partial(other, name=BF16, rival=Hooked, compressed=False),
-    "powersgd": partial(other, name=POWER, rival=Hooked, compressed=True),
-    "lion": partial(reduced, name="DDP fp32, Lion", dtype=torch.float32, optimizer=LocalLion),
-    **VOTING,
-    **ON_DEMAND,
-}
-
-
-def sizes_of(make: Callable[[], nn.Module]) -> tuple[int, int]:
-    """Returns how many parameters a model has, and how many tokens it knows."""
-    with torch.device("meta"):
-        model = make()
-    return sum(param.numel() for param in model.parameters()), vocabulary(model)
-
-
-def check_methods(names: Iterable[str]) -> None:
-    """Checks before any work starts that the packages of some methods are installed."""
-    for name in names:
-        if name in PACKAGE_OF:
-            check_installed(PACKAGE_OF[name])
-
-
-def methods_of(names: Sequence[str], bits: Sequence[int], make: Make) -> list[Method]:
-    """Returns methods by their keys in `METHODS`, those that vote once for each number of bits."""
-    found = []
-    for name in names:
-        if name in VOTING:
-            found += [VOTING[name](make, bits=own) for own in bits]
-        else:
-            found.append(METHODS[name](make))
-    return found
-
-
-def sensible_methods() -> list[str]:
-    """Returns the methods that differ here, of those that need nothing but torch.
-
-    What nodes do together differs on several nodes of several ranks.
+    Raises:
+        ValueError: If a pattern matches no name.
     """
-    several = 1 < _ranks_per_node() < dist.get_world_size()
-    left_out = {*ON_DEMAND, *(() if several else (NODE, FSDP2))}
-    return [name for name in METHODS if name not in left_out]
+    pairs = [pair for pair in model.named_parameters() if pair[1].requires_grad]
+    for pattern, _ in hyper.lr_factors:
+        if not any(fnmatchcase(name, pattern) for name, _ in pairs):
+            raise ValueError(f"--lr-factors: no parameter has a name like {pattern}")
+    found: dict[float, list[tuple[str, Tensor]]] = {}
+    for name, param in pairs:
+        factors = (k for pattern, k in hyper.lr_factors if fnmatchcase(name, pattern))
+        found.setdefault(next(factors, 1.0), []).append((name, param))
+    return [{"params": group, "lr_factor": factor} for factor, group in found.items()]
 
 
-def _ranks_per_node() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Sets the learning rate of all groups, times their factors."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_factor", 1.0)
 
 
-def _wrapped(model: nn.Module, **options: Any) -> DistributedDataParallel:
-    # Every rank seeds alike: nothing need be sent to make the replicas equal.
-    return DistributedDataParallel(model, init_sync=False, **options)
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """Returns the parameters that are trained."""
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def ring_bytes(numel: int, itemsize: int = 4, ranks: int | None = None) -> int:
+    """Returns the bytes that a rank sends in a ring all-reduce."""
+    ranks = ranks or dist.get_world_size()
+    return 2 * (ranks - 1) * -(-numel // ranks) * itemsize
+
+
+def power_numel(shape: Sequence[int]) -> int:
+    """Returns the elements that PowerSGD reduces for a tensor: two factors, or the tensor.
+
+    >>> power_numel((512, 1024)), power_numel((512,))
+    (6144, 512)
+    """
+    numel = math.prod(shape)
+    # A tensor of more dimensions is a matrix with the first as rows; a vector is one row.
+    rows, columns = (shape[0], numel // max(shape[0], 1)) if len(shape) > 1 else (1, numel)
+    factors = (rows + columns) * min(rows, columns, POWER_RANK)
+    return factors if 2 * factors < numel else numel
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way of training.
+
+    Attributes:
+        title: Row of the tables.
+        about: What it does, in one line.
+        make: Makes this rank of it, from the model and the hyperparameters.
+        family: Learning rates to choose from: "adamw" or "lion".
+        options: Options of DistributedLion, if ranks vote.
+        period: Steps after which it repeats itself: methods that meet in every k-th step.
+        package: Module that it needs, a key of `PACKAGES`.
+        usual: Whether step_time.py measures it without being asked.
+    """
+
+    title: str
+    about: str
+    make: Callable[[nn.Module, Hyper], Rank] = field(repr=False)
+    family: str = "adamw"
+    options: dict[str, Any] | None = None
+    period: int = 1
+    package: str = ""
+    usual: bool = False
+
+
+def _voting(title: str, about: str, usual: bool = False, **options: Any) -> Method:
+    return Method(title, about, partial(Voting, **options), "lion", options, usual=usual)
+
+
+def _plain(title: str, about: str, **options: Any) -> Method:
+    return Method(title, about, partial(_reduced, **options), usual=True)
+
+
+def _periodic(name: str, make: Any, k: int, what: str, package: str = "") -> Method:
+    title, about = f"{name}, {k} steps of AdamW", f"every {k} steps of AdamW, {what}"
+    return Method(title, about, partial(make, every=k), period=k, package=package)
+
+
+DLION = "DistributedLion"
+METHODS: dict[str, Method] = {
+    "none": _plain("no communication, AdamW", "a hook that sends nothing", hook=_keep, itemsize=0),
+    "alone": Method("one host alone, Lion", "plain Lion, no DDP, no network", _alone, usual=True),
+    "adamw": _plain("DDP fp32, AdamW", "AdamW on the mean gradient"),
+    "bf16": _plain("DDP bf16 hook, AdamW", "torch's bf16_compress_hook", hook=_in_bf16, itemsize=2),
+    "powersgd": Method(
+        f"PowerSGD rank {POWER_RANK}, AdamW", "torch's powerSGD_hook", PowerSGD, usual=True
+    ),
+    "ddp-lion": _plain("DDP fp32, Lion", "plain Lion after DDP's all-reduce", make=_plain_lion),
+    "lion": _voting("Lion on the mean gradient", 'full_precision="*"', full_precision="*"),
+    "majority": _voting(DLION, "the majority of one-bit votes", usual=True),
+    "average": _voting(f"{DLION}, average", "the mean of one-bit votes", aggregation="average"),
+    "bits2": _voting(f"{DLION}, 2 bits", "votes of 2 bits", bits=2),
+    "bits4": _voting(f"{DLION}, 4 bits", "votes of 4 bits", bits=4),
+    "bits8": _voting(f"{DLION}, 8 bits", "votes of 8 bits", bits=8),
+    "sync16": _voting(
+        f"{DLION}, momentum_sync_every=16", "momenta averaged (Lion Cub)", momentum_sync_every=16
+    ),
+    "node": _voting(f"{DLION}, a vote per node", 'local_group="node"', local_group="node"),
+    "fsdp2": Method(f"{DLION}, FSDP2 in the node", "shards vote", Sharded, "lion", {}),
+    "localsgd8": _periodic("LocalSGD", LocalSGD, 8, "the mean of all ranks' parameters"),
+    "localsgd32": _periodic("LocalSGD", LocalSGD, 32, "the mean of all ranks' parameters"),
+    "diloco16": _periodic("DiLoCo", DiLoCo, 16, "a Nesterov step on the mean move", "torchft"),
+    "diloco50": _periodic("DiLoCo", DiLoCo, 50, "a Nesterov step on the mean move", "torchft"),
+    "demo": Method("DeMo", "DCT of the momentum", DeMo, "lion", package="pytorch_optimizer"),
+}
+
+
+def method_of(name: str) -> Method:
+    """Returns a method by name; "majority:bits=4,exchange=gather" gives DistributedLion's options.
+
+    Raises:
+        ValueError: If there is no such method, or it has no such options.
+        ImportError: If its package is missing.
+    """
+    key, _, text = name.partition(":")
+    if key not in METHODS:
+        raise ValueError(f"unknown method {key!r}: there are {', '.join(METHODS)}")
+    method = METHODS[key]
+    if method.package and importlib.util.find_spec(method.package) is None:
+        package = PACKAGES[method.package]
+        raise ImportError(f"{method.package} is not installed: pip install {package}")
+    if not text:
+        return method
+    if method.options is None:
+        raise ValueError(f"{name}: {key} has no options; those of DistributedLion have")
+    options = dict(pair.partition("=")[::2] for pair in text.split(","))
+    values = {option: _value(value) for option, value in options.items()}
+    DistributedLion(
+        [("parameter", torch.zeros(1))], **values
+    )  # Refuses wrong ones before any rank starts.
+    make = Sharded if key == "fsdp2" else Voting
+    both = {**method.options, **values}
+    return Method(f"{method.title}, {text}", method.about, partial(make, **both), "lion", both)
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

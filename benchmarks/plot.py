@@ -1,32 +1,169 @@
-"""Draws what `step_time.py` wrote: the median step of each method, a panel for each file."""
+"""Draws what `step_time.py` wrote: the median step of each method, one panel per file.
+
+The pictures of `convergence` share its colors and its layout.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # of a script its own folder is there
-
-from hf_dlion.tools.arguments import Parser
-from hf_dlion.tools.names import NONE
-from hf_dlion.tools.pictures import check_path, figure, logarithmic, look, save
-from hf_dlion.tools.report import read_bench, require_matplotlib
+sys.path.insert(0, str(Path(__file__).parents[1]))  # A script's own folder is there.
 
 from benchmarks.command import told
-from benchmarks.emulate import Network
+from benchmarks.emulate import Network, bits_per_s
+from benchmarks.methods import METHODS
 
 
-def run(args: argparse.Namespace) -> None:
+@dataclass(frozen=True)
+class Look:
+    """How a method is drawn.
+
+    Attributes:
+        label: Its name.
+        color: Color of its lines and points.
+        dash: Style of its lines.
+    """
+
+    label: str
+    color: str
+    dash: str = "-"
+
+    @property
+    def face(self) -> str:
+        """Color inside its points; a dashed line has hollow ones."""
+        return self.color if self.dash == "-" else "white"
+
+
+# Grays are all-reduces, blues this package, and the rest others. By name of the method.
+LOOKS = {
+    "none": Look("no communication", "#000000", ":"),
+    "alone": Look("one host alone, Lion", "#6C757D"),
+    "adamw": Look("AdamW", "#6C757D"),
+    "ddp-lion": Look("Lion, DDP fp32", "#E07A1F"),
+    "lion": Look("Lion on the mean gradient", "#E07A1F"),
+    "majority": Look("DistributedLion", "#1D5F8A"),
+    "average": Look('aggregation="average"', "#20A39E"),
+    "bits2": Look("bits=2", "#4FA3D1"),
+    "bits4": Look("bits=4", "#7B5EA7"),
+    "bits8": Look("bits=8", "#3D2C6B"),
+    "sync16": Look("momentum_sync_every=16", "#2E8B57"),
+    "node": Look('local_group="node"', "#1D5F8A", ":"),
+    "fsdp2": Look("FSDP2 in the node", "#1D5F8A", "--"),
+    "terngrad": Look("TernGrad", "#B5651D"),
+    "graddrop": Look("GradDrop", "#C2185B"),
+    "dgc": Look("DGC", "#E48BB0"),
+    "signmuon": Look("SignMuon", "#2F4B26"),
+    "bf16": Look("AdamW, DDP bf16 hook", "#ADB5BD"),
+    "powersgd": Look("AdamW, PowerSGD rank 4", "#D4A017"),
+    "localsgd8": Look("LocalSGD, 8 steps of AdamW", "#B22222"),
+    "localsgd32": Look("LocalSGD, 32 steps of AdamW", "#B22222", "--"),
+    "diloco16": Look("DiLoCo, 16 steps of AdamW", "#F4A300"),
+    "diloco50": Look("DiLoCo, 50 steps of AdamW", "#F4A300", "--"),
+    "demo": Look("DeMo", "#5C4033"),
+}
+_NAMES = {method.title: name for name, method in METHODS.items()}
+NONE = METHODS["none"].title
+
+
+def look(name: str) -> Look:
+    """Returns how a method is drawn.
+
+    Args:
+        name: A method's name, or a row of step_time.py.
+    """
+    return LOOKS.get(_NAMES.get(name, name), Look(name, "#9C6644"))
+
+
+def figure(count: int, height: float = 4.6, width: float = 3.4) -> tuple[Any, Any]:
+    """Returns a figure and its panels, side by side with one vertical axis; in inches.
+
+    Raises:
+        ImportError: If matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install matplotlib") from error
+    made = Figure(figsize=(max(width * count, 6.4), height), layout="constrained")
+    return made, made.subplots(1, count, sharey=True, squeeze=False)[0]
+
+
+def logarithmic(panel: Any, which: str) -> None:
+    """Makes an axis logarithmic, with ticks that are plain numbers: 0.5, 20, 1,000.
+
+    Args:
+        panel: With all that is drawn on it.
+        which: "x" or "y".
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    getattr(panel, f"set_{which}scale")("log")
+    low, high = getattr(panel, f"get_{which}lim")()
+    axis = getattr(panel, f"{which}axis")
+    # As many ticks as have room, and two at least.
+    decades = math.log10(high / low)
+    steps = {0.6: (1, 1.5, 2, 3, 4, 6, 8), 1.3 if which == "x" else 2.1: (1, 2, 5), 3.0: (1, 3)}
+    subs = next((found for limit, found in steps.items() if decades < limit), (1,))
+    axis.set_major_locator(LogLocator(subs=subs, numticks=99))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.set_minor_locator(NullLocator())
+
+
+def save(drawn: Any, panels: Any, title: str, path: Path, *, legend: bool = True) -> Path:
+    """Adds title and legend, and writes the picture; returns its path.
+
+    Args:
+        drawn: From `figure`.
+        panels: Its panels, which have the same methods.
+        title: Title of the picture.
+        path: Its ending decides on the format.
+        legend: Whether the methods are named below.
+    """
+    inches = drawn.get_size_inches()[0]
+    for panel in panels:
+        panel.grid(alpha=0.25)
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
+    drawn.suptitle(textwrap.fill(title, int(15 * inches)), fontsize="small")
+    if legend:
+        found = panels[0].get_legend_handles_labels()
+        columns = max(1, int(inches / 2.6))
+        drawn.legend(*found, loc="outside lower center", ncols=columns, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawn.savefig(path, dpi=120)
+    return path
+
+
+def read(path: str) -> dict[str, Any]:
+    """Returns the JSON that step_time.py wrote.
+
+    Raises:
+        ValueError: If the file is something else.
+    """
+    try:
+        result: dict[str, Any] = json.loads(Path(path).read_text())
+        if result["bench"] == "train":
+            return result
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise ValueError(f"{path} is not the JSON of benchmarks/step_time.py")
+
+
+def run(files: Sequence[str], path: Path) -> None:
     """Reads, draws and writes."""
-    require_matplotlib()
-    path = Path(args.out)
-    check_path(path)
-    results = [read_bench(file, "train") for file in args.files]
+    results = [read(file) for file in files]
     found = [{row["name"]: row for row in result["rows"]} for result in results]
     names = [name for name in {name: 0 for rows in found for name in rows} if name != NONE]
     if not names:
-        raise ValueError(f"{args.files[0]} has no row to compare: run step_time.py with --methods")
+        raise ValueError(f"{files[0]} has no row to compare: run step_time.py with --methods")
     drawn, panels = figure(len(results), height=1.6 + 0.42 * len(names), width=4.4)
     for panel, result, rows in zip(panels, results, found, strict=True):
         # A dot at the median, and a thin line from the smallest time to the largest.
@@ -43,7 +180,7 @@ def run(args: argparse.Namespace) -> None:
         subtitle = "no emulated network"
         if result["config"].get("emulate"):
             network = Network.parse(result["config"]["emulate"])
-            subtitle = f"{network.hosts} hosts, {network.bits_per_s / 1e6:,.0f} Mbit/s"
+            subtitle = f"{network.hosts} hosts, {bits_per_s(network.rate) / 1e6:,.0f} Mbit/s"
         if NONE in rows:
             free = rows[NONE]["median_ms"]
             panel.axvline(free, color=look(NONE).color, ls=look(NONE).dash, lw=1)
@@ -55,25 +192,25 @@ def run(args: argparse.Namespace) -> None:
     measured = [row for rows in found for row in rows.values()]
     low, high = min(row["min_ms"] for row in measured), max(row["max_ms"] for row in measured)
     for panel in panels:
-        # The same scale in all of them.
-        panel.set_xlim(low / 1.3, 1.5 * high)
+        panel.set_xlim(low / 1.3, 1.5 * high)  # One scale for all.
         logarithmic(panel, "x")
     parameters = results[0]["config"]["parameters"]
     title = f"Median, smallest and largest time of a step; {parameters:,} parameters"
     print(f"written: {save(drawn, panels, title, path, legend=False)}")
 
 
-def _parser() -> Parser:
-    made = Parser(prog="benchmarks/plot.py", description=__doc__)
-    made.add_argument("files", nargs="+", metavar="FILE", help="JSON of step_time.py")
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="benchmarks/plot.py", description=__doc__)
+    parser.add_argument("files", nargs="+", metavar="FILE", help="JSON of step_time.py.")
     out = "outputs/step-time.png"
-    made.add_argument("--out", default=out, help=f"the picture ({out})")
-    return made
+    parser.add_argument("--out", default=out, help=f"The picture (default: {out}).")
+    return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
-    return told(_parser(), lambda: run(args))
+    parser = _parser()
+    args = parser.parse_args(argv)
+    return told(parser, lambda: run(args.files, Path(args.out)))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Starts a benchmark's ranks, or takes part where torchrun or accelerate launch started them."""
+"""Starts a benchmark's ranks, or takes part where torchrun started them."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import subprocess
@@ -14,50 +15,80 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from hf_dlion.tools.ranks import RENDEZVOUS
+import torch
+import torch.distributed as dist
 
-from benchmarks.emulate import INTERFACE, Emulation, EmulationRefusedError, Network
+from benchmarks.emulate import INTERFACE, Emulation, Network, address
 
-# What is left of a failed run ends by itself, with its own error, or is killed after this long.
+# Ranks that `launch` started meet in this file.
+RENDEZVOUS = "HF_DLION_BENCH_RENDEZVOUS"
+# Seconds in which the other ranks may end by themselves after one failed.
 GRACE_S = 3.0
 
 
-def is_rank() -> bool:
-    """Returns whether a launcher, or `launch`, started this process."""
-    return "RANK" in os.environ
+def take_part(run: Callable[[], None], threads: int) -> None:
+    """Calls `run` inside a process group."""
+    torch.set_num_threads(threads)
+    device = device_of_rank()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    file = os.environ.get(RENDEZVOUS)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if file is None:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=size)
+    run()
+    # gloo may abort the process if a DDP model outlives its process group.
+    gc.collect()
+    dist.destroy_process_group()
 
 
-def refuse_under_launcher(network: Network | None) -> None:
-    """Checks that no emulated network is asked for on a real one."""
-    if network is not None and RENDEZVOUS not in os.environ:
-        raise EmulationRefusedError("--emulate starts its own ranks: run it without torchrun")
+def device_of_rank() -> torch.device:
+    """Returns this rank's GPU, or the CPU if there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    # Ranks that `launch` started are all on this machine, whatever node they stand for.
+    place = "RANK" if RENDEZVOUS in os.environ else "LOCAL_RANK"
+    return torch.device("cuda", int(os.environ.get(place, "0")) % torch.cuda.device_count())
+
+
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """Returns the seconds that `call` takes on an idle device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
+
+
+def slowest(call: Callable[[], object], device: torch.device) -> float:
+    """Returns the seconds of the slowest rank, the same on every rank; all must call this."""
+    dist.barrier()
+    taken = torch.tensor([seconds_of(call, device)], dtype=torch.float64)
+    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+    return float(taken)
 
 
 def launch(
-    script: str,
-    words: Sequence[str],
-    count: int,
-    local_ranks: int,
-    threads: int,
-    network: Network | None,
+    command: Sequence[str], count: int, local_ranks: int, threads: int, network: Network | None
 ) -> int:
-    """Runs a script on every rank, and ends all of them whatever happens.
+    """Runs a command on every rank, and ends all of them whatever happens.
 
     Returns:
         The first exit code that is not 0, or 0.
     """
-    command = [sys.executable, script, *words]
     with _termination_raises(), contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hf_dlion_bench_"))
-        names = []
-        if network is not None:
-            names = stack.enter_context(Emulation(network)).namespaces
+        hosts = [] if network is None else stack.enter_context(Emulation(network)).namespaces
         processes: list[subprocess.Popen[bytes]] = []
         stack.callback(_end, processes)
-        # Every rank gets what torchrun would tell it, and on a network the namespace of its host.
         for rank in range(count):
-            host = None if network is None else rank // local_ranks
-            prefix = [] if host is None else ["ip", "netns", "exec", names[host]]
+            host = rank // local_ranks
+            prefix = ["ip", "netns", "exec", hosts[host]] if hosts else []
             env = {
                 **os.environ,
                 "RANK": str(rank),
@@ -65,16 +96,17 @@ def launch(
                 "WORLD_SIZE": str(count),
                 "LOCAL_WORLD_SIZE": str(local_ranks),
                 "OMP_NUM_THREADS": str(threads),
-                "GLOO_SOCKET_IFNAME": "lo" if network is None else INTERFACE,
+                "GLOO_SOCKET_IFNAME": INTERFACE if hosts else "lo",
+                "MASTER_ADDR": address(0) if hosts else "127.0.0.1",
                 RENDEZVOUS: str(Path(folder, "rendezvous")),
             }
-            prepare = _preparation(host)
+            prepare = _preparation(host if hosts else None)
             processes.append(subprocess.Popen([*prefix, *command], env=env, preexec_fn=prepare))
         return _wait(processes)
 
 
 def _preparation(host: int | None) -> Callable[[], None] | None:
-    """Returns what a new process does first: take its host's core, and die with its parent."""
+    """Returns what a new process does first: choose its host's core, and die with its parent."""
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None)
@@ -89,12 +121,11 @@ def _preparation(host: int | None) -> Callable[[], None] | None:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Returns the first exit code that is not 0, some time after the first failure, or 0."""
     deadline = None
     while True:
         codes = [process.poll() for process in processes]
         failed = [code for code in codes if code]
-        if all(code is not None for code in codes):
+        if None not in codes:
             return failed[0] if failed else 0
         if failed:
             deadline = deadline or time.monotonic() + GRACE_S
@@ -105,15 +136,14 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in processes:
-        if process.poll() is None:
-            process.kill()
+        process.kill()
     for process in processes:
         process.wait()
 
 
 @contextlib.contextmanager
 def _termination_raises() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP raise SystemExit, so the stack unwinds."""
+    """Makes SIGTERM and SIGHUP raise SystemExit, so emulated networks are removed."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

@@ -1,42 +1,37 @@
-"""Times a training step under every method, in turns within one process group."""
+"""Times a training step with every method, in turns within one process group."""
 
 from __future__ import annotations
 
 import argparse
 import functools
 import gc
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # of a script its own folder is there
+sys.path.insert(0, str(Path(__file__).parents[1]))  # A script's own folder is there.
 
-from hf_dlion.tools.arguments import Parser, positive
-from hf_dlion.tools.clock import slowest
-from hf_dlion.tools.models import made
-from hf_dlion.tools.names import NONE
-from hf_dlion.tools.ranks import device_of_rank
-from hf_dlion.tools.report import environment, track
-
-from benchmarks.command import TIMES, add_ranks, is_over, parser_of, publish, start, summary
-from benchmarks.emulate import INTERFACE
-from benchmarks.methods import (
-    METHODS,
-    VOTING,
-    Method,
-    check_methods,
-    methods_of,
-    sensible_methods,
-    sizes_of,
+from benchmarks.command import (
+    TIMES,
+    environment,
+    parser_of,
+    positive,
+    publish,
+    summary,
+    told,
+    track,
 )
-from hf_dlion.optimizer import DistributedLion
-from hf_dlion.options import BITS
+from benchmarks.emulate import INTERFACE, Network
+from benchmarks.methods import METHODS, Hyper, method_of
+from benchmarks.ranks import RENDEZVOUS, device_of_rank, launch, slowest, take_part
 
-# Of the seconds in `DistributedLion.wire`.
-PARTS = ("encode", "exchange", "apply")
+NONE = METHODS["none"].title
+PARTS = ("encode", "exchange", "apply")  # Seconds in `DistributedLion.wire`.
 COLUMNS = {
     "name": "method",
     **TIMES,
@@ -46,84 +41,140 @@ COLUMNS = {
     "interface_bytes": "on the link",
     **{f"{part}_ms": part for part in PARTS},
 }
+VOCABULARY, WIDTH, INNER = 8192, 512, 1376
+LAYER = 4 * WIDTH**2 + 3 * WIDTH * INNER
+# A slow method may stop after so many repeats: the fewest that have a median and a spread.
+FEWEST = 3
+
+
+def model_of(parameters: int, name: str | None) -> nn.Module:
+    """Returns a model with random weights, the same on every rank.
+
+    Args:
+        parameters: Size of a Llama with layers 512 wide, tiny below one such layer.
+        name: A folder with a config.json, or a name on the Hugging Face hub, instead.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    if name is not None:
+        config = AutoConfig.from_pretrained(name)
+        config.use_cache = False
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
+        return model
+    layers = round((parameters - VOCABULARY * WIDTH) / LAYER)
+    tiny = layers < 1
+    config = LlamaConfig(
+        vocab_size=64 if tiny else VOCABULARY, hidden_size=32 if tiny else WIDTH,
+        intermediate_size=48 if tiny else INNER, num_hidden_layers=1 if tiny else layers,
+        num_attention_heads=2 if tiny else 8, max_position_embeddings=2048,
+        tie_word_embeddings=True, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+class Timed:
+    """One method, its model, and what was measured.
+
+    Attributes:
+        times: Seconds of each lap, which is a period of steps.
+    """
+
+    def __init__(self, name: str, args: argparse.Namespace, tokens: Tensor) -> None:
+        self._method, self._tokens = method_of(name), tokens
+        model = model_of(args.parameters, args.model).to(tokens.device)
+        self.rank = self._method.make(model, Hyper())
+        self.times: list[float] = []
+        self._sent: list[float] = []
+        self._links: list[int] = []
+        self._parts: list[list[float]] = []
+
+    def lap(self, steps: int | None = None) -> None:
+        """Takes the steps of a period."""
+        for _ in range(steps or self._method.period):
+            self.rank.model(input_ids=self._tokens, labels=self._tokens).loss.backward()
+            self.rank.step()
+
+    def warm_up(self, steps: int) -> None:
+        """Lets DDP settle its buckets, and ranks that meet in every k-th step meet."""
+        self.lap(max(steps, self._method.period))
+
+    def measure(self, seconds: float) -> None:
+        """Times a lap, unless this method has had its share of time; all ranks must call this."""
+        if len(self.times) >= FEWEST and sum(self.times) > seconds:
+            return
+        sent, link, parts = self.rank.bytes_sent, _interface_bytes(), self._part_seconds()
+        self.times.append(slowest(self.lap, self._tokens.device))
+        self._sent.append(self.rank.bytes_sent - sent)
+        self._links.append(_interface_bytes() - link)
+        now = self._part_seconds()
+        self._parts.append([after - before for after, before in zip(now, parts, strict=True)])
+
+    def row(self, emulated: bool) -> dict[str, Any]:
+        """Returns the row of the table; times and bytes of one step."""
+        period = self._method.period
+        found = {
+            "name": self._method.title,
+            **summary([seconds / period for seconds in self.times]),
+            "bytes_per_step": round(self._sent[-1] / period),
+            "steps_per_time": period,
+            "interface_bytes": sorted(self._links)[len(self._links) // 2] // period,
+        }
+        if not emulated:
+            found["interface_bytes"] = None
+        if self._method.options is not None:
+            found["bits"] = self.rank.optimizer.options.bits
+            for part, laps in zip(PARTS, zip(*self._parts, strict=True), strict=True):
+                found[f"{part}_ms"] = summary(laps)["median_ms"]
+        return found
+
+    def _part_seconds(self) -> list[float]:
+        if self._method.options is None:
+            return []
+        return [float(getattr(self.rank.optimizer.wire, f"{part}_s")) for part in PARTS]
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measures on this rank; rank 0 prints and writes. Every rank calls this."""
+    """Measures on this rank; rank 0 prints and writes. Every rank must call this."""
     before = environment()
-    device = device_of_rank()
-    size, tokens = sizes_of(lambda: made(args.parameters, args.model))
+    with torch.device("meta"):
+        model = model_of(args.parameters, args.model)
+    size, vocabulary = sum(p.numel() for p in model.parameters()), model.config.vocab_size
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     shape = (args.batch, args.sequence)
-    batch = torch.randint(tokens, shape, generator=generator).to(device)
-    names = args.methods or sensible_methods()
-    methods = methods_of(names, args.bits, lambda: made(args.parameters, args.model).to(device))
-    rows = _measured(methods, args, batch)
-    for method in methods:
-        method.close()
-    # gloo may abort the process if a DDP model outlives its process group.
-    methods.clear()
+    tokens = torch.randint(vocabulary, shape, generator=generator).to(device_of_rank())
+    timed = [Timed(name, args, tokens) for name in args.methods or usual_methods()]
+    for own in track(timed, "warming up"):
+        own.warm_up(args.warmup)
+    # In turns, so all methods see the same load of the machine.
+    for _ in track(range(args.steps), "steps"):
+        for own in timed:
+            own.measure(args.seconds)
+    rows = [own.row(args.emulate is not None) for own in timed]
+    for own in timed:
+        own.rank.close()
+    timed.clear()
     gc.collect()
+    free = next((row["median_ms"] for row in rows if row["name"] == NONE), None)
+    for row in rows:
+        row["ratio"] = row["median_ms"] / free if free else None
     if dist.get_rank() == 0:
         config = {"parameters": size, "model": args.model, "ranks": dist.get_world_size()}
-        config["steps"] = args.steps
-        for key in ("batch", "sequence", "warmup", "threads", "local_ranks"):
+        for key in ("steps", "batch", "sequence", "warmup", "threads", "local_ranks"):
             config[key] = getattr(args, key)
         config["emulate"] = args.emulate and str(args.emulate)
         config["backend"] = dist.get_backend()
         publish("train", args, config, before, rows, COLUMNS)
 
 
-def _measured(
-    methods: list[Method], args: argparse.Namespace, batch: torch.Tensor
-) -> list[dict[str, Any]]:
-    """Returns a row per method, in the same order on every rank."""
-    # DDP settles its buckets, and an overlapped exchange its order, in the first steps.
-    for method in track(methods, "warming up"):
-        # Of what meets in every k-th step, until it has met.
-        for _ in range(max(args.warmup, method.period)):
-            method.step(batch)
-    times: list[list[float]] = [[] for _ in methods]
-    links: list[list[int]] = [[] for _ in methods]
-    parts: list[list[dict[str, float]]] = [[] for _ in methods]
-    # In turns, so whatever else the machines do hits all methods alike.
-    for _ in track(range(args.steps), "steps"):
-        for place, method in enumerate(methods):
-            if is_over(times[place], args.seconds):
-                continue
-            before, link = _parts(method), _interface_bytes()
-            times[place].append(slowest(functools.partial(method.lap, batch), batch.device))
-            links[place].append(_interface_bytes() - link)
-            after = _parts(method)
-            parts[place].append({part: after[part] - before[part] for part in after})
-    rows = []
-    for method, found, sent, laps in zip(methods, times, links, parts, strict=True):
-        each = [seconds / method.period for seconds in found]
-        row = {"name": method.name, **summary(each), "bytes_per_step": method.bytes_sent}
-        row["steps_per_time"] = method.period
-        row["interface_bytes"] = None
-        if args.emulate:
-            row["interface_bytes"] = sorted(sent)[len(sent) // 2] // method.period
-        if isinstance(method.optimizer, DistributedLion):
-            row["bits"] = method.optimizer.options.bits
-        for part in laps[0]:
-            row[f"{part}_ms"] = summary([lap[part] for lap in laps])["median_ms"]
-        rows.append(row)
-    free = next((row["median_ms"] for row in rows if row["name"] == NONE), None)
-    for row in rows:
-        row["ratio"] = row["median_ms"] / free if free else None
-    return rows
-
-
-def _parts(method: Method) -> dict[str, float]:
-    """Returns the seconds that DistributedLion has spent on each part of its steps so far."""
-    if not isinstance(method.optimizer, DistributedLion):
-        return {}
-    return {part: float(getattr(method.optimizer.wire, f"{part}_s")) for part in PARTS}
+def usual_methods() -> list[str]:
+    """Returns the methods that need nothing but torch, and those for nodes if there are some."""
+    several = 1 < int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < dist.get_world_size()
+    return [name for name, own in METHODS.items() if own.usual] + ["node", "fsdp2"] * several
 
 
 def _interface_bytes() -> int:
-    """Returns the bytes that have left the emulated host, 0 on a real one without that name."""
+    """Returns the bytes that have left the emulated host; 0 elsewhere."""
     try:
         lines = Path("/proc/self/net/dev").read_text().splitlines()
     except OSError:
@@ -132,32 +183,69 @@ def _interface_bytes() -> int:
     return int(sent[0]) if sent else 0
 
 
-def _parser() -> Parser:
-    options = parser_of(__file__, __doc__)
-    options.set_defaults(check=check)
-    add_ranks(options, timed=True)
-    add = options.add_argument
-    add("--model", help="a folder, or a name on the hub, whose config takes --parameters' place")
-    add("--batch", type=positive, default=1, help="sequences per rank (1)")
-    add("--sequence", type=positive, default=128, help="tokens in each (128)")
-    add("--warmup", type=positive, default=2)
-    add("--steps", type=positive, default=5, help="measured steps (5)")
-    add("--methods", nargs="+", choices=list(METHODS), help="(those that torch alone can run)")
-    add("--bits", type=int, nargs="+", choices=BITS, default=[1], help="of DistributedLion's votes")
-    return options
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of("step_time", __doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    lines = [f"  {name:12}{own.about}" for name, own in METHODS.items()]
+    parser.epilog = "\n".join(["methods:", *lines])
+    add = parser.add_argument
+    add("--parameters", type=positive, default=29_500_000, help="Of a Llama (29,500,000).")
+    add("--model", help="A folder or hub name whose config replaces --parameters.")
+    add("--ranks", type=positive, help="Processes to start (default: 2).")
+    emulated = "Hosts and the rate of their links; needs root and Linux."
+    add("--emulate", type=_network, metavar="2x100mbit", help=emulated)
+    local = "Ranks on each emulated host, or of --ranks on each pretended node (default: 1)."
+    add("--local-ranks", type=positive, default=1, help=local)
+    add("--batch", type=positive, default=1, help="Sequences per rank (default: 1).")
+    add("--sequence", type=positive, default=128, help="Tokens of a sequence (default: 128).")
+    add("--warmup", type=positive, default=2, help="Steps before the measured ones (default: 2).")
+    add("--steps", type=positive, default=5, help="Measured steps (default: 5).")
+    stop = "A method stops after 3 repeats beyond this time (default: 25)."
+    add("--seconds", type=float, default=25.0, help=stop)
+    chosen = "Methods, see below; majority:bits=4,ties=zero gives options (default: torch's own)."
+    add("--methods", nargs="+", help=chosen)
+    return parser
 
 
-def check(args: argparse.Namespace) -> None:
-    """Checks what is asked for before any rank starts."""
-    check_methods(args.methods or ())
-    sizes_of(lambda: made(args.parameters, args.model))
-    methods = args.methods or list(VOTING)
-    if args.bits != [1] and VOTING.keys().isdisjoint(methods):
-        raise ValueError(f"--bits is of votes, and of --methods {' '.join(methods)} none votes")
+def _network(text: str) -> Network:
+    try:
+        return Network.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _main(args: argparse.Namespace, words: list[str]) -> int:
+    if "RANK" in os.environ:
+        if args.emulate is not None and RENDEZVOUS not in os.environ:
+            raise ValueError("--emulate starts its own ranks: don't use torchrun")
+        take_part(functools.partial(run, args), args.threads)
+        return 0
+    # Refused now rather than after minutes.
+    Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+    for name in args.methods or ():
+        method_of(name)
+    if args.model is not None:
+        with torch.device("meta"):
+            model_of(args.parameters, args.model)
+    local_ranks = args.local_ranks
+    if args.emulate is not None:
+        if args.ranks is not None:
+            raise ValueError("--emulate has the number of hosts: use --local-ranks, not --ranks")
+        count = args.emulate.hosts * local_ranks
+    else:
+        count = args.ranks or 2
+        if count % local_ranks:
+            raise ValueError(f"--ranks={count} must be a multiple of --local-ranks={local_ranks}")
+        local_ranks = count if local_ranks == 1 else local_ranks
+    command = [sys.executable, __file__, *words]
+    return launch(command, count, local_ranks, args.threads, args.emulate)
 
 
 def main(argv: list[str] | None = None) -> int:
-    return start(__file__, run, _parser(), argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    args = parser.parse_args(words)
+    return told(parser, lambda: _main(args, words))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Scenes of a pretrained LLM: SmolLM2 learns to say what the standard library's functions do."""
+"""A pretrained LLM, SmolLM2, learns to say what the standard library's functions do."""
 
 from __future__ import annotations
 
@@ -18,57 +18,52 @@ from examples import smollm2
 VALIDATION_ROWS, VALIDATION_BATCH = 64, 16
 # Greedy answers to so many held-out questions, and how long they may get.
 QUESTIONS, ANSWER_TOKENS = 48, 32
-IGNORED = -100  # by transformers' losses
+IGNORED = -100  # By the losses of transformers.
 
 
 class Chat(Scene):
-    """SmolLM2-135M-Instruct, all of it; of a conversation only the answer's tokens count."""
+    """All parameters of SmolLM2-135M-Instruct; only the answer's tokens count."""
 
     grids: ClassVar[dict[str, tuple[float, ...]]] = {
         "adamw": (3e-5, 1e-4, 3e-4),
         "lion": (3e-5, 1e-4, 3e-4),
         "sgd": (1e-2, 1e-1, 1e0),
     }
-    judged_long: ClassVar[bool] = True
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._splits = smollm2.standard_library()
+        self._splits, self._base = smollm2.standard_library(), Path(setting.folder) / "smollm2"
         self._tokenizer: Any = None
 
-    def prepare(self, folder: Path) -> None:
+    def prepare(self) -> None:
         """Writes the base, unless the folder has it."""
-        place = self._base(folder)
-        if place.exists():
+        if self._base.exists():
             return
         smollm2.require_package()
-        part = place.with_name(f"{place.name}.{os.getpid()}")
+        part = self._base.with_name(f"{self._base.name}.{os.getpid()}")
         smollm2.write_base(part, small=False)
         try:
-            part.rename(place)
+            part.rename(self._base)
         except OSError:  # Another process was faster.
             shutil.rmtree(part)
 
     def model(self, seed: int) -> nn.Module:
-        """Returns the base; every seed begins with the same."""
+        """Returns the base, the same for every seed."""
         from transformers import AutoModelForCausalLM
 
-        self.prepare(Path(self.setting.folder))
-        # transformers computes in inference mode what it does not find in the file.
-        with seeded(seed):
-            model: nn.Module = AutoModelForCausalLM.from_pretrained(
-                self._base(Path(self.setting.folder)), dtype=torch.float32
-            )
+        self.prepare()
+        with seeded(seed):  # transformers draws what it does not find in the file.
+            made = AutoModelForCausalLM.from_pretrained(self._base, dtype=torch.float32)
+        model: nn.Module = made
         return model
 
     def batch(self, worker: int, step: int, seed: int) -> dict[str, Tensor]:
-        """Returns tokens, mask and labels, int64, shape (batch, the longest's tokens)."""
+        """Returns tokens, mask and labels, int64, shape (batch, tokens of the longest)."""
         rows = self._splits["train"]
         chosen = generator(seed, worker, step).integers(0, len(rows), self.setting.batch)
         return self._batch_of([rows[int(index)]["messages"] for index in chosen])
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Returns nats per token of the answers."""
         loss: Tensor = model(**batch).loss
         return loss
 
@@ -86,9 +81,9 @@ class Chat(Scene):
         return total / tokens
 
     def metrics(self, model: nn.Module) -> dict[str, float]:
-        """Returns how well greedy answers to the test questions match: F1 of words, and equality.
+        """Returns the F1 of words of greedy answers to test questions, and the share of equal ones.
 
-        F1 is SQuAD's (Rajpurkar et al. 2016, arXiv 1606.05250), without its removal of articles.
+        F1 is SQuAD's (Rajpurkar et al. 2016, arXiv 1606.05250), but articles count.
         """
         rows = _spread(self._splits["test"]["messages"], QUESTIONS)
         answers = self._answers(model, [row[:1] for row in rows])
@@ -98,16 +93,11 @@ class Chat(Scene):
             "exact": sum(_words(said) == _words(right) for said, right in pairs) / len(pairs),
         }
 
-    def _base(self, folder: Path) -> Path:
-        return folder / "smollm2"
-
     def _tokens(self, turns: list[dict[str, str]], prompt: bool) -> list[int]:
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
-            self._tokenizer = AutoTokenizer.from_pretrained(
-                self._base(Path(self.setting.folder)), padding_side="left"
-            )
+            self._tokenizer = AutoTokenizer.from_pretrained(self._base, padding_side="left")
         text = self._tokenizer.apply_chat_template(
             turns, tokenize=False, add_generation_prompt=prompt
         )
@@ -129,7 +119,7 @@ class Chat(Scene):
             mask[row, : len(tokens)] = 1
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
-    def _answers(self, model: nn.Module, rows: list[list[dict[str, str]]]) -> list[str]:
+    def _answers(self, model: Any, rows: list[list[dict[str, str]]]) -> list[str]:
         """Returns a greedy answer to each question."""
         answers: list[str] = []
         with evaluating(model):
@@ -137,13 +127,9 @@ class Chat(Scene):
                 part = rows[first : first + VALIDATION_BATCH]
                 asked = [self._tokens(turns, prompt=True) for turns in part]
                 batch = self._tokenizer.pad({"input_ids": asked}, return_tensors="pt")
-                generate: Any = model.generate
-                said = generate(
-                    **batch,
-                    max_new_tokens=ANSWER_TOKENS,
-                    do_sample=False,
-                    use_cache=True,
-                    pad_token_id=self._tokenizer.pad_token_id,
+                pad = self._tokenizer.pad_token_id
+                said = model.generate(
+                    **batch, max_new_tokens=ANSWER_TOKENS, do_sample=False, pad_token_id=pad
                 )
                 new = said[:, batch["input_ids"].shape[1] :]
                 answers += self._tokenizer.batch_decode(new, skip_special_tokens=True)
@@ -160,7 +146,6 @@ class ChatLoRA(Chat):
     }
 
     def model(self, seed: int) -> nn.Module:
-        """Returns the base with new factors."""
         return with_lora(super().model(seed), seed)
 
 

@@ -11,29 +11,28 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_dlion.tools.arguments import Parser, add_format, checked, exit_code, positive
-from hf_dlion.tools.report import (
-    MissingPackageError,
-    Output,
-    environment,
-    require_matplotlib,
-    track,
-    write_json,
-)
-
+from benchmarks.command import checked, environment, positive, told
 from benchmarks.convergence import report
-from benchmarks.convergence.methods import METHODS, check_method, recipe
-from benchmarks.convergence.results import Record, Records, Trial, cells, missing, results
+from benchmarks.convergence.methods import (
+    IN_PROCESS,
+    NOT_TRAINED,
+    ONLY_IN_PROCESS,
+    check_method,
+    family,
+)
+from benchmarks.convergence.results import Records, Trial, results
 from benchmarks.convergence.scenes import SCENES, Scene, scene_class
-from benchmarks.convergence.setting import SCHEDULES, WARMUP, Setting
+from benchmarks.convergence.setting import WARMUP, Setting
 from benchmarks.convergence.train import run_real, simulate
+from benchmarks.methods import METHODS
+from benchmarks.plot import figure
 
 # One of each kind, and what the Distributed Lion paper compares with.
 COMPARED = [
     *("adamw", "lion", "majority", "average", "bits4", "sync16"),
     *("terngrad", "graddrop", "dgc"),
 ]
-# What a scale stands for; a flag of the same name comes first.
+# What a scale stands for; options that are given come first.
 SCALES: dict[str, dict[str, Any]] = {
     "smoke": {
         "methods": ["adamw", "lion", "majority"], "workers": [2], "batch": [2], "sequence": 16,
@@ -51,84 +50,61 @@ SCALES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 FINE_TUNING = ("finetune", "lora")
-CLIP = "gradients, to this norm: with --real a rank's own but in DDP's mean (llm: 1; 0: not)"
-FACTORS = "multiply the learning rate of parameters with such names; the first that matches counts"
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
     for name, value in SCALES[args.scale].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    told = (MissingPackageError, ImportError, OSError, ValueError)
-    return exit_code("benchmarks.convergence", lambda: _run(args), *told)
+    return told(parser, lambda: _run(args))
 
 
 def _run(args: argparse.Namespace) -> None:
     if args.plot:
-        require_matplotlib()
-    out = Output(args.format)
-    trials = _trials(args)
-    clock = report.Clock.of(args.links, args.compute_s)
-    folder = Path(args.out)
+        figure(1)  # Refused now rather than after hours.
+    trials, folder = _trials(args), Path(args.out)
     records = Records(folder / "runs.jsonl")
-    # Every run is written as soon as it is made, so an interrupted study goes on from there.
-    if args.report:
-        trials = [trial.made(records) for trial in trials]
-    else:
-        before = environment()
-        made = _complete(trials, records)
-        out.line(f"{made} runs made; all {len(records)} are in {records.path}")
+    if not args.report:
+        before, made = environment(), _complete(trials, records)
+        print(f"{made} runs made; all {len(records)} are in {records.path}")
         if made:
-            entry = {**before, "runs": made, "words": sys.argv[1:]}
             with (folder / "environment.jsonl").open("a") as file:
+                entry = {**before, "runs": made, "words": sys.argv[1:]}
                 file.write(json.dumps(entry) + "\n")
     found = results(trials, records)
-    if not found:
-        out.line("no results yet")
-        out.result([])
-        return
-    report.print_tables(out, found, clock)
-    summary = []
-    for together in cells(found):
-        for result in together:
-            times = {link: clock.step_s(together, result, link) for link in args.links}
-            summary.append({**result.as_json(), "step_s": times})
-    write_json(folder / "summary.json", summary)
-    out.line(f"written: {folder / 'summary.json'}")
+    times = [report.step_times(together, args.links, args.compute_s) for together in found]
+    for together, own in zip(found, times, strict=True):
+        report.print_tables(together, own)
     if args.plot:
-        for path in report.draw(found, folder, clock):
-            out.line(f"drawn: {path}")
-    out.result(summary)
+        for path in report.draw(found, times, folder):
+            print(f"drawn: {path}")
 
 
 def _complete(trials: list[Trial], records: Records) -> int:
-    """Makes all missing runs; returns how many."""
+    """Makes all missing runs, each written at once; returns how many."""
     for trial in trials:
-        _scene(trial.setting).prepare(Path(trial.setting.folder))
+        _scene(trial.setting).prepare()
     made = 0
-    # First those that choose learning rates, then those that take the choices.
-    while todo := list(dict.fromkeys(missing(trials, records))):
-        for number, setting in enumerate(track(todo, "runs"), 1):
-            record = run_real(setting) if setting.real else simulate(setting, _scene(setting))
+    # First the runs that choose learning rates, then those with the chosen ones.
+    while todo := list(dict.fromkeys(run for trial in trials for run in trial.missing(records))):
+        for number, own in enumerate(todo, 1):
+            record = run_real(own) if own.real else simulate(own, _scene(own))
             records.add(record)
             made += 1
-            _say(number, len(todo), setting, record)
+            loss = "diverged" if record["loss"] is None else f"{record['loss']:.4f}"
+            print(
+                f"{number}/{len(todo)}  {own.scene} {own.method} {own.workers}x{own.batch} "
+                f"lr {own.lr:g} seed {own.seed}: {loss}, {record['seconds']:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
     return made
 
 
-def _say(number: int, count: int, own: Setting, record: Record) -> None:
-    loss = "diverged" if record["loss"] is None else f"{record['loss']:.4f}"
-    print(
-        f"{number}/{count}  {own.scene} {own.method} {own.workers}x{own.batch} lr {own.lr:g} "
-        f"seed {own.seed}: {loss}, {record['seconds']:.0f} s",
-        file=sys.stderr,
-        flush=True,
-    )
-
-
 def _scene(setting: Setting) -> Scene:
-    # The part of a setting that scenes read. Those that differ in their folder alone are equal.
+    # What scenes read of a setting. Settings that differ in their folder alone are equal.
     return _made_scene(setting.replace(method="", lr=0.0, seed=0, workers=0), setting.folder)
 
 
@@ -139,35 +115,30 @@ def _made_scene(setting: Setting, folder: str) -> Scene:
 
 def _trials(args: argparse.Namespace) -> list[Trial]:
     """Returns the study: every scene, number of workers, batch and method."""
-    grids = {"adamw": args.lr_adamw, "lion": args.lr_lion, "sgd": args.lr_sgd}
+    given = {"adamw": args.lr_adamw, "lion": args.lr_lion, "sgd": args.lr_sgd}
+    names = ("sequence", "hidden", "layers", "steps", "weight_decay", "evaluations")
+    same = {name: getattr(args, name) for name in (*names, "real", "warmup")}
+    same |= {"betas": tuple(args.betas), "clip": args.clip or 0.0, "folder": args.out}
     trials = []
     for scene, workers, batch, method in itertools.product(
         args.scenes, args.workers, args.batch, args.methods
     ):
-        kind, family = scene_class(scene), recipe(method).family
+        grid = given[family(method)] or scene_class(scene).grids[family(method)]
         setting = Setting(
-            scene=scene, method=method, workers=workers, batch=batch, sequence=args.sequence,
-            hidden=args.hidden, layers=args.layers, steps=args.steps, lr=0.0,
-            weight_decay=args.weight_decay, betas=(args.betas[0], args.betas[1]),
-            schedule=args.schedule, seed=0, evaluations=args.evaluations,
-            base_steps=args.base_steps if scene in FINE_TUNING else 0, real=args.real,
-            folder=args.out, clip=args.clip or 0.0, warmup=args.warmup,
-            lr_factors=tuple(args.lr_factors),
+            scene=scene, method=method, workers=workers, batch=batch, lr=0.0, seed=0,
+            base_steps=args.base_steps if scene in FINE_TUNING else 0,
+            lr_factors=tuple(args.lr_factors), **same,
         )  # fmt: skip
         if scene in FINE_TUNING and not setting.base_steps:
             raise ValueError(f"--scale {args.scale} makes no base for {scene}: give --base-steps")
         check_method(setting)
-        lrs = tuple(sorted(set(grids[family] or kind.grids[family])))
-        trials.append(Trial(setting, lrs, tuple(range(args.seeds))))
+        trials.append(Trial(setting, tuple(sorted(set(grid))), args.seeds))
     return trials
 
 
-_above_zero = checked(float, lambda value: 0.0 < value < math.inf, "must be above 0")
+_positive = checked(float, lambda value: 0.0 < value < math.inf, "must be above 0")
 _share = checked(float, lambda value: 0.0 <= value < 1.0, "must be at least 0 and below 1")
-_pairs = checked(int, lambda value: value >= 2, "leaves no token to predict: give 2 or more")
-_several = checked(
-    int, lambda value: value >= 2, "workers have nobody to vote with: give 2 or more"
-)
+_several = checked(int, lambda value: value >= 2, "is too few: give 2 or more")
 
 
 def _factor(text: str) -> tuple[str, float]:
@@ -182,39 +153,47 @@ def _factor(text: str) -> tuple[str, float]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = Parser(
+    about = {name: METHODS[name].about for name in METHODS if name not in NOT_TRAINED}
+    about |= {name: line for name, (_, line) in ONLY_IN_PROCESS.items()}
+    lines = ["methods (+: with --real only; -: without --real only):"]
+    for name, line in about.items():
+        mark = "-" if name in ONLY_IN_PROCESS else " " if name in IN_PROCESS else "+"
+        lines.append(f" {mark} {name:13}{line}")
+    lines += ["", "scenes:", *(f"   {name:13}{line}" for name, (_, line) in SCENES.items())]
+    made = argparse.ArgumentParser(
         prog="python -m benchmarks.convergence",
-        description="Train with AdamW, global Lion and Distributed Lion's options, each at its "
-        "best learning rate, and compare. Finished runs are kept: the same command goes on where "
-        "it was stopped.",
+        description="Trains with each method at its best learning rate, and compares the losses.\n"
+        "Finished runs are kept: the same command continues where it was stopped.",
+        epilog="\n".join(lines),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
-    add("--scale", choices=list(SCALES), default="small", help="defaults of the sizes (small)")
-    add("--scenes", nargs="+", default=["pretrain"], help=f"{', '.join(SCENES)} (pretrain)")
-    add("--methods", nargs="+", help=f"{', '.join(METHODS)} (small: {' '.join(COMPARED)})")
-    add("--workers", nargs="+", type=_several, help="numbers of workers (small: 2 4 8)")
-    add("--batch", nargs="+", type=positive, help="sequences per worker (small: 8)")
-    add("--sequence", type=_pairs, help="tokens in each (small: 64)")
-    add("--hidden", type=positive, help="width of the model (small: 64)")
-    add("--layers", type=positive, help="depth of the model (small: 2)")
-    add("--steps", type=positive, help="of a run (small: 300)")
-    add("--base-steps", type=positive, help="that made a base to fine-tune (small: 1000)")
-    add("--seeds", type=positive, help="how many (small: 3); the first chooses learning rates")
-    add("--lr-adamw", nargs="+", type=float, help="learning rates to choose from (by scene)")
-    add("--lr-lion", nargs="+", type=float, help="the same for Lion and Distributed Lion")
-    add("--lr-sgd", nargs="+", type=float, help="the same for SGD")
-    add("--weight-decay", type=float, default=0.1, help="(0.1)")
-    add("--clip", type=float, metavar="NORM", help=CLIP)
-    add("--betas", nargs=2, type=float, default=[0.9, 0.99], help="Lion's (0.9 0.99)")
-    add("--warmup", type=_share, default=WARMUP, help="share of the steps in which it rises (0.05)")
-    add("--lr-factors", nargs="+", type=_factor, default=[], metavar="PATTERN=FACTOR", help=FACTORS)
-    add("--schedule", choices=SCHEDULES, default="cosine", help="of the learning rate (cosine)")
-    add("--evaluations", type=positive, help="points of a curve (small: 6)")
-    add("--real", action="store_true", help="a process for every rank, with gloo")
-    add("--out", default="outputs/study", help="folder of records, pictures, bases")
-    add("--links", nargs="+", default=["100mbit", "1gbit"], help="of which times are told (both)")
-    add("--compute-s", type=_above_zero, help="of a gradient elsewhere (that of the runs)")
-    add("--plot", action="store_true", help="draw pictures, too")
-    add("--report", action="store_true", help="make no runs, tell of those that are there")
-    add_format(made)
+    add("--scale", choices=list(SCALES), default="small", help="Default sizes (small).")
+    add("--scenes", nargs="+", default=["pretrain"], help="Tasks, see below (pretrain).")
+    add("--methods", nargs="+", help=f"Methods, see below (small: {' '.join(COMPARED)}).")
+    add("--workers", nargs="+", type=_several, help="Numbers of ranks (small: 2 4 8).")
+    add("--batch", nargs="+", type=positive, help="Sequences per rank (small: 8).")
+    add("--sequence", type=_several, help="Tokens of a sequence (small: 64).")
+    add("--hidden", type=positive, help="Width of the model (small: 64).")
+    add("--layers", type=positive, help="Depth of the model (small: 2).")
+    add("--steps", type=positive, help="Steps of a run (small: 300).")
+    add("--base-steps", type=positive, help="Steps that made a fine-tuning's base (small: 1000).")
+    add("--seeds", type=positive, help="Seeds; the first chooses learning rates (small: 3).")
+    add("--lr-adamw", nargs="+", type=float, help="AdamW's learning rates (by scene).")
+    add("--lr-lion", nargs="+", type=float, help="Learning rates of Lion and ours (by scene).")
+    add("--lr-sgd", nargs="+", type=float, help="SGD's learning rates (by scene).")
+    add("--weight-decay", type=float, default=0.1, help="Weight decay (0.1).")
+    clip = "Clip gradients to this norm, a rank's own if it votes on them (llm: 1, else 0: don't)."
+    add("--clip", type=float, metavar="NORM", help=clip)
+    add("--betas", nargs=2, type=float, default=[0.9, 0.99], help="Lion's betas (0.9 0.99).")
+    add("--warmup", type=_share, default=WARMUP, help="Share of steps with a rising rate (0.05).")
+    factors = "Multiply the learning rate of parameters with such names; the first match counts."
+    add("--lr-factors", nargs="+", type=_factor, default=[], metavar="PATTERN=FACTOR", help=factors)
+    add("--evaluations", type=positive, help="Points of a curve (small: 6).")
+    add("--real", action="store_true", help="Start a process for every rank, with gloo.")
+    add("--out", default="outputs/study", help="Folder of records, pictures, and bases.")
+    add("--links", nargs="+", default=["100mbit", "1gbit"], help="Links of computed times (both).")
+    add("--compute-s", type=_positive, default=0.0, help="Seconds of a gradient (as in the runs).")
+    add("--plot", action="store_true", help="Draw pictures.")
+    add("--report", action="store_true", help="Make no runs; report those that are there.")
     return made

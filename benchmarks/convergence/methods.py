@@ -1,182 +1,261 @@
-"""The ways of training that are compared: N workers in this process, or one rank of N."""
+"""The methods as the study trains with them: N workers in this process, or one rank of N."""
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from hf_dlion.exchange.mean import average_wire_bytes
-from hf_dlion.exchange.memory import Hub
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Optimizer
 
-from benchmarks import rivals
-from benchmarks.convergence.compressors import DGC, Compressor, GradDrop, Run, TernGrad, Workers
-from benchmarks.convergence.scenes import Scene, UnknownNameError
+from benchmarks.convergence.compressors import DGC, Compressor, GradDrop, TernGrad
+from benchmarks.convergence.scenes import Scene
 from benchmarks.convergence.setting import Setting
-from hf_dlion.optimizer import DistributedLion
+from benchmarks.methods import (
+    METHODS,
+    Hyper,
+    adamw,
+    distributed_lion,
+    groups_of,
+    method_of,
+    ring_bytes,
+    set_lr,
+    trainable,
+)
+from hf_dlion.exchange.exchange import wire_bytes
+from hf_dlion.exchange.rule import Average, Majority
+from hf_dlion.vote.codec import TOP, spread, tally
+from hf_dlion.vote.local import all_finite, flat_like, flat_view
+from hf_dlion.vote.message import Shape, messages
+from hf_dlion.vote.momentum_sync import slice_of
+from hf_dlion.vote.update import Scratch, Turn, encode, move
 
-Make = Callable[[nn.Module, Setting], Optimizer]
+HEADER_BYTES = 64
 # The quintic of Muon, five times: https://kellerjordan.github.io/posts/muon.
 QUINTIC, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
 
 
-class Method(ABC):
-    """N workers, or one of N, and what makes one step of their gradients.
+class Workers(ABC):
+    """All workers of a run with one model, since theirs never differ; or one rank of them.
 
     Attributes:
-        places: Pairs of worker and model: whose gradients this process computes, and on what;
-            models may be one and the same.
+        workers: The workers whose gradients this process computes.
+        model: Their model.
         bytes_sent: Bytes that a rank has sent so far.
-        rounds: Messages that waited for one another so far.
-        judges: Whether this process takes validation losses and metrics.
-        judging_threads: torch's threads while it does; None leaves them as they are.
+        judges: Whether this process computes validation losses and metrics.
     """
 
-    places: Sequence[tuple[int, nn.Module]]
     bytes_sent: float = 0.0
-    rounds: int = 0
-    judges: bool = True
-    judging_threads: int | None = None
+    judges = True
+
+    def __init__(self, scene: Scene, setting: Setting) -> None:
+        self.setting, self.workers = setting, range(setting.workers)
+        self.model = scene.model(setting.seed)
+        self.params = trainable(self.model)
 
     def total(self, loss: float) -> float:
-        """Returns the sum of all workers' losses, of that of this process's workers."""
+        """Returns the sum of all workers' losses."""
         return loss
 
-    def collect(self, model: nn.Module) -> None:  # noqa: B027 (most have nothing to do)
-        """Takes over the gradients that a worker's backward has just left in `model`."""
+    def collect(self) -> None:  # noqa: B027
+        """Takes the gradients that a worker's backward has just left in the model."""
 
     @abstractmethod
     def step(self, lr: float) -> None:
         """Moves the parameters and drops the gradients."""
 
-    def close(self) -> None:  # noqa: B027 (most have nothing to do)
+    def close(self) -> None:  # noqa: B027
         """Ends what the method started."""
 
+    def clip(self) -> None:
+        """Clips the gradients in the model."""
+        if self.setting.clip:
+            nn.utils.clip_grad_norm_(self.params, self.setting.clip)
 
-class Averaged(Method):
-    """One optimizer on the mean gradient, or on what a compressor makes of the workers' gradients.
 
-    There is one model: the workers' would never differ.
-    """
+class Averaged(Workers):
+    """One optimizer on the mean gradient."""
+
+    def __init__(
+        self, scene: Scene, setting: Setting, make: Callable[[nn.Module, Hyper], Optimizer]
+    ) -> None:
+        super().__init__(scene, setting)
+        self._optimizer = make(self.model, setting)
+
+    def step(self, lr: float) -> None:
+        self._average()
+        set_lr(self._optimizer, lr)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _average(self) -> None:
+        # autograd has added the workers' gradients.
+        for param in self.params:
+            if param.grad is not None:
+                param.grad /= len(self.workers)
+        self.clip()
+        self.bytes_sent += ring_bytes(sum(map(Tensor.numel, self.params)), ranks=len(self.workers))
+
+
+class Compressed(Averaged):
+    """One optimizer on the mean of compressed gradients."""
 
     def __init__(
         self,
         scene: Scene,
         setting: Setting,
-        make: Make,
-        compressor: Callable[[Run], Compressor] | None,
+        make: Callable[[nn.Module, Hyper], Optimizer],
+        compressor: type[Compressor],
     ) -> None:
-        model = scene.model(setting.seed)
-        self.places = [(worker, model) for worker in range(setting.workers)]
-        self._params = trainable(model)
-        self._sizes = [param.numel() for param in self._params]
-        self._optimizer = make(model, setting)
-        self._workers: Workers | None = None
+        super().__init__(scene, setting, make)
+        self._sizes = [param.numel() for param in self.params]
+        self._compressor = compressor(self._sizes, setting.workers, setting.seed, setting.steps)
         self._gradients: list[Tensor] = []
-        if compressor is not None:
-            self._workers = Workers(
-                compressor, setting.workers, self._sizes, setting.seed, setting.steps
-            )
 
-    def collect(self, model: nn.Module) -> None:
-        """Keeps the gradients apart; without a compressor autograd adds them up by itself."""
-        if self._workers is not None:
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._params]
-            self._gradients.append(torch.cat([grad.flatten() for grad in grads]))
-            self._optimizer.zero_grad()
-
-    def step(self, lr: float) -> None:
-        workers = len(self.places)
-        if self._workers is None:
-            for param in self._params:
-                if param.grad is not None:
-                    param.grad /= workers
-            self.bytes_sent += average_wire_bytes(sum(self._sizes), workers, torch.float32)
-            self.rounds += 2 * (workers - 1)
-        else:
-            mean = self._workers.mean(self._gradients).split_with_sizes(self._sizes)
-            for param, part in zip(self._params, mean, strict=True):
-                param.grad = part.view_as(param)
-            self._gradients = []
-            self.bytes_sent, self.rounds = float(self._workers.bytes_sent), self._workers.rounds
-        set_lr(self._optimizer, lr)
-        self._optimizer.step()
+    def collect(self) -> None:
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
+        self._gradients.append(torch.cat([grad.flatten() for grad in grads]))
         self._optimizer.zero_grad()
 
+    def _average(self) -> None:
+        mean = self._compressor.mean(torch.stack(self._gradients)).split(self._sizes)
+        for param, part in zip(self.params, mean, strict=True):
+            param.grad = part.view_as(param)
+        self._gradients = []
+        self.bytes_sent = float(self._compressor.bytes_sent)
 
-class Voting(Method):
-    """N `DistributedLion` in N threads, each with a replica of its own."""
 
-    def __init__(self, scene: Scene, setting: Setting, options: dict[str, Any]) -> None:
-        self._hub = Hub(setting.workers)
-        self.places = [(rank, scene.model(setting.seed)) for rank in range(setting.workers)]
-        self._optimizers = [
-            DistributedLion(
-                groups_of(model, setting), process_group=group, **lion_options(setting), **options
-            )
-            for (_, model), group in zip(self.places, self._hub.groups, strict=True)
-        ]
+class Apart(Workers):
+    """Workers whose gradients stay apart, each clipped by itself."""
 
+    def __init__(self, scene: Scene, setting: Setting) -> None:
+        super().__init__(scene, setting)
+        self.grads: list[list[Tensor | None]] = []
+
+    def collect(self) -> None:
+        self.clip()
+        self.grads.append([param.grad for param in self.params])
+        self.model.zero_grad()
+
+
+class Votes(Apart):
+    """The step of DistributedLion, with the functions of the package but without its network.
+
+    Real ranks give the same parameters bit for bit (a test compares them).
+    """
+
+    def __init__(self, scene: Scene, setting: Setting, **options: Any) -> None:
+        super().__init__(scene, setting)
+        # Holds the groups, and checks the options.
+        self._optimizer = distributed_lion(self.model, setting, **options)
+        groups = self._optimizer.param_groups
+        self.params = [param for group in groups for param in group["params"]]
+        numbers = [number for number, group in enumerate(groups) for _ in group["params"]]
+        self._messages = messages(
+            [Shape.of(*pair) for pair in zip(self.params, numbers, strict=True)]
+        )
+        self._flat = [flat_view(param) for param in self.params]
+        self._momenta = [[torch.zeros_like(flat) for flat in self._flat] for _ in self.workers]
+        self._scratch, self._step = Scratch(), 0
+
+    @torch.no_grad()
     def step(self, lr: float) -> None:
-        for optimizer in self._optimizers:
-            set_lr(optimizer, lr)
-        self._hub.run([optimizer.step for optimizer in self._optimizers])
-        for optimizer in self._optimizers:
-            optimizer.zero_grad()
-        self.bytes_sent = float(self._optimizers[0].wire.bytes_sent)
-        self.rounds = self._optimizers[0].wire.rounds
+        self._step += 1
+        set_lr(self._optimizer, lr)
+        options, ranks = self._optimizer.options, len(self.workers)
+        average = options.aggregation == "average"
+        rule = Average(ranks, options.bits) if average else Majority(options.ties)
+        grads = [self._of_rank(own) for own in self.grads]
+        momenta = [
+            [None if grad is None else m for grad, m in zip(own, held, strict=True)]
+            for own, held in zip(grads, self._momenta, strict=True)
+        ]
+        seen = [any(own[k] is not None for own in grads) for k in range(len(self.params))]
+        params = [flat if own else None for flat, own in zip(self._flat, seen, strict=True)]
+        turns = [self._turn(rank) for rank in self.workers]
+        for message in self._messages:
+            everyone = zip(grads, momenta, turns, strict=True)
+            votes = [encode(message, g, m, turn, ()) for g, m, turn in everyone]
+            voters = torch.stack([own.active for own in votes]).sum(dim=0)
+            total = voters[message.rows.of_word] * TOP[options.bits]
+            sums = tally([list(own.planes) for own in votes], options.bits)
+            planes = (ranks * TOP[options.bits]).bit_length()
+            verdict = rule.decide(sums, spread(total, planes), self._step)
+            move(message, params, verdict, voters, rule, turns[0])
+            sizes = {"ranks": ranks, "words": message.words, "rows": message.rows.count}
+            sizes |= {"bits": options.bits, "planes": rule.planes}
+            self.bytes_sent += min(wire_bytes(name, **sizes) for name in ("gather", "two_phase"))
+        self.bytes_sent += HEADER_BYTES * (ranks - 1)
+        if options.momentum_sync_every:
+            self._average_momenta(options.momentum_sync_every)
+        self.grads = []
 
-    def close(self) -> None:
-        self._hub.close()
+    def _of_rank(self, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """Returns a rank's flat gradients, none if it abstains."""
+        finite = all_finite([grad for grad in grads if grad is not None])
+        pairs = zip(grads, self.params, strict=True)
+        return [flat_like(g, p) if g is not None and finite else None for g, p in pairs]
+
+    def _turn(self, rank: int) -> Turn:
+        options = self._optimizer.options
+        return Turn(
+            step=self._step, rank=rank, seed=options.seed, bits=options.bits, level_scale="word",
+            groups=self._optimizer.param_groups, scratch=self._scratch,
+        )  # fmt: skip
+
+    def _average_momenta(self, every: int) -> None:
+        """Does what `hf_dlion.vote.momentum_sync` does among ranks."""
+        flat = [torch.cat(held) for held in self._momenta]
+        start, stop = slice_of(flat[0].numel(), every, self._step)
+        parts = [own[start:stop] for own in flat]
+        rounded = torch.stack([part.bfloat16() for part in parts]).float()
+        mean = rounded.mean(dim=0).bfloat16().float()
+        for part, old in zip(parts, rounded, strict=True):
+            part.copy_(mean + (part - old))
+        sizes = [m.numel() for m in self._flat]
+        self._momenta = [list(own.split(sizes)) for own in flat]
+        self.bytes_sent += ring_bytes(stop - start, 2, len(parts))
 
 
-class SignMuon(Method):
-    """A vote in every step on the sign of Lion's direction, orthogonalised (arXiv 2605.16311).
+class SignMuon(Apart):
+    """A vote on the sign of Lion's direction, which Muon's iteration orthogonalizes first.
 
-    Only of matrices, and whole ones, an embedding among them; of other parameters as it is. Each
+    arXiv 2605.16311. Of matrices, an embedding among them; of other parameters as it is. Each
     worker sends its vote to each of the others.
     """
 
     def __init__(self, scene: Scene, setting: Setting) -> None:
-        self.places = [(rank, scene.model(setting.seed)) for rank in range(setting.workers)]
-        self._params = [trainable(model) for _, model in self.places]
-        self._momenta = [p.detach().new_zeros((setting.workers, *p.shape)) for p in self._params[0]]
-        self._setting = setting
+        super().__init__(scene, setting)
+        self._momenta = [p.detach().new_zeros((setting.workers, *p.shape)) for p in self.params]
+        self._step = 0
 
+    @torch.no_grad()
     def step(self, lr: float) -> None:
-        beta1, beta2 = self._setting.betas
-        others = len(self.places) - 1
-        self.rounds += others
-        self.bytes_sent += others * sum(param.numel() for param in self._params[0]) / 8
-        for own, momentum in zip(zip(*self._params, strict=True), self._momenta, strict=True):
-            if all(param.grad is None for param in own):
+        self._step += 1
+        beta1, beta2 = self.setting.betas
+        self.bytes_sent += (len(self.workers) - 1) * sum(map(Tensor.numel, self.params)) / 8
+        for k, (param, momentum) in enumerate(zip(self.params, self._momenta, strict=True)):
+            own = [grads[k] for grads in self.grads]
+            if all(grad is None for grad in own):
                 continue
-            zeros = torch.zeros_like(own[0])
-            grads = torch.stack([zeros if param.grad is None else param.grad for param in own])
+            grads = torch.stack([torch.zeros_like(param) if g is None else g for g in own])
             directions = torch.lerp(grads, momentum, beta1)
             momentum.lerp_(grads, 1.0 - beta2)
-            if own[0].dim() == 2:
+            if param.dim() == 2:
                 directions = torch.stack([orthogonal(direction) for direction in directions])
-            move = majority(directions, self.rounds // max(others, 1))
-            value = own[0].detach() * (1.0 - lr * self._setting.weight_decay) - lr * move
-            for param in own:
-                param.data.copy_(value)
-                param.grad = None
+            param.mul_(1.0 - lr * self.setting.weight_decay)
+            param.sub_(lr * majority(directions, self._step))
+        self.grads = []
 
 
 def majority(wanted: Tensor, turn: int) -> Tensor:
-    """Returns the majority of the workers' signs, +1 or -1, 0 where all are zero; shape (N, ...).
+    """Returns the majority of the workers' signs, 0 where all are zero; shape without the first.
 
-    A tie goes one way and the other by turns, and by neighbouring elements.
+    A tie goes one way and the other in turns, over steps and elements.
     """
     signs = wanted.sign()
     total = signs.sum(dim=0).sign()
@@ -186,7 +265,7 @@ def majority(wanted: Tensor, turn: int) -> Tensor:
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Returns a matrix's nearest semi-orthogonal one, roughly, by Muon's iteration in bfloat16."""
+    """Returns nearly the closest semi-orthogonal matrix, by Muon's iteration in bfloat16."""
     a, b, c = QUINTIC
     tall = matrix.shape[0] > matrix.shape[1]
     x: Tensor = ((matrix.T if tall else matrix) / (matrix.norm() + 1e-7)).bfloat16()
@@ -196,195 +275,89 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return (x.T if tall else x).to(matrix.dtype)
 
 
-class RealRank(Method):
-    """This process's share of a run on real ranks; a process group is there."""
+class RealRank(Workers):
+    """One real rank; a process group exists."""
 
     def __init__(self, scene: Scene, setting: Setting) -> None:
-        model = scene.model(setting.seed)
+        super().__init__(scene, setting)
+        self.workers: Sequence[int] = [dist.get_rank()]
         self.judges = dist.get_rank() == 0
-        if scene.judged_long:
-            # The other ranks wait, and leave their cores.
-            self.judging_threads = min(setting.workers, len(os.sched_getaffinity(0)))
-        how = recipe(setting.method)
-        self._rival = None if how.rival is None else how.rival(model, setting)
-        if self._rival is not None:
-            self.places = [(dist.get_rank(), self._rival.model)]
-            self._optimizer = self._rival.optimizer
-            return
-        self._numel = sum(param.numel() for param in trainable(model))
-        self.places = [(dist.get_rank(), DistributedDataParallel(model))]
-        if setting.method == "adamw":
-            self._optimizer = adamw(model, setting)
-        else:
-            # Global Lion is `DistributedLion` that averages gradients in all steps.
-            averaged = {"warmup_full_steps": setting.steps}
-            options = averaged if how.options is None else how.options
-            self._optimizer = DistributedLion(
-                groups_of(model, setting), **lion_options(setting), **options
-            )
+        self._rank = method_of(setting.method).make(self.model, setting)
+        self.model = self._rank.model
 
     def total(self, loss: float) -> float:
-        """See `Method.total`: what one rank finds has diverged, all leave."""
         found = torch.tensor(loss, dtype=torch.float64)
         dist.all_reduce(found)
         return float(found)
 
     def step(self, lr: float) -> None:
-        set_lr(self._optimizer, lr)
-        if self._rival is not None:
-            self._rival.step()
-            self._rival.zero_grad()
-            self.bytes_sent, self.rounds = self._rival.bytes_sent, self._rival.rounds
-            return
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        if isinstance(self._optimizer, DistributedLion):
-            stats = self._optimizer.wire
-            self.bytes_sent, self.rounds = float(stats.bytes_sent), stats.rounds
-        else:
-            ranks = dist.get_world_size()
-            self.bytes_sent += average_wire_bytes(self._numel, ranks, torch.float32)
-            self.rounds += 2 * (ranks - 1)
+        self.clip()
+        set_lr(self._rank.optimizer, lr)
+        self._rank.step()
+        self.bytes_sent = self._rank.bytes_sent
 
     def close(self) -> None:
-        if self._rival is not None:
-            self._rival.close()
+        self._rank.close()
 
 
-def lion_options(setting: Setting) -> dict[str, Any]:
-    """Returns the options that all Lions of a run share."""
-    return {key: getattr(setting, key) for key in ("lr", "betas", "weight_decay", "seed")}
+def _sgd(model: nn.Module, hyper: Hyper) -> Optimizer:
+    # Without decay, which a learning rate that is a hundred times AdamW's would multiply.
+    return SGD(groups_of(model, hyper), lr=hyper.lr)
 
 
-def groups_of(model: nn.Module, setting: Setting) -> list[dict[str, Any]]:
-    """Returns what is trained, with names, in a parameter group for each factor of `lr_factors`."""
-    pairs = [pair for pair in model.named_parameters() if pair[1].requires_grad]
-    for pattern, _ in setting.lr_factors:
-        if not any(fnmatchcase(name, pattern) for name, _ in pairs):
-            raise ValueError(f"--lr-factors: no parameter has a name like {pattern}")
-    found: dict[float, list[tuple[str, Tensor]]] = {}
-    for name, param in pairs:
-        found.setdefault(setting.lr_factor(name), []).append((name, param))
-    return [{"params": group, "lr_factor": factor} for factor, group in found.items()]
-
-
-def trainable(model: nn.Module) -> list[Tensor]:
-    """Returns the parameters that are trained."""
-    return [param for param in model.parameters() if param.requires_grad]
-
-
-def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Sets the learning rate of all groups, times their factors."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_factor", 1.0)
-
-
-def adamw(model: nn.Module, setting: Setting) -> Optimizer:
-    """Returns AdamW with torch's betas."""
-    return AdamW(groups_of(model, setting), lr=setting.lr, weight_decay=setting.weight_decay)
-
-
-def sgd(model: nn.Module, setting: Setting) -> Optimizer:
-    """Returns plain SGD without decay: a compressor may bring a momentum of its own.
-
-    Its learning rates are a hundred times the others'; so would be what the decay takes off.
-    """
-    return SGD(groups_of(model, setting), lr=setting.lr)
-
-
-def lion(model: nn.Module, setting: Setting) -> Optimizer:
-    """Returns `DistributedLion` alone, which is plain Lion."""
-    return DistributedLion(groups_of(model, setting), **lion_options(setting))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """How a method is made.
-
-    Attributes:
-        family: Whose learning rates it chooses from: "adamw", "lion" or "sgd".
-        workers: Makes all workers in this process; None where there is no simulation.
-        options: Of `DistributedLion`, where workers vote.
-        compressor: Whether gradients are compressed.
-        rival: Makes one rank of what comes from another library.
-        real: Whether it runs on real ranks.
-        package: Module that it needs besides torch, a key of `rivals.PACKAGES`.
-    """
-
-    family: str
-    workers: Callable[[Scene, Setting], Method] | None = None
-    options: dict[str, Any] | None = None
-    compressor: bool = False
-    rival: Callable[[nn.Module, Setting], rivals.Rival] | None = None
-    real: bool = True
-    package: str = ""
-
-
-def _averaged(make: Make, compressor: Callable[[Run], Compressor] | None = None) -> Recipe:
-    workers = partial(Averaged, make=make, compressor=compressor)
-    plain = compressor is None
-    return Recipe(family=make.__name__, workers=workers, compressor=not plain, real=plain)
-
-
-def _voting(**options: Any) -> Recipe:
-    return Recipe(family="lion", workers=partial(Voting, options=options), options=options)
-
-
-def _rival(
-    make: Callable[..., rivals.Rival],
-    *,
-    family: str = "adamw",
-    package: str = "",
-    of_setting: Sequence[str] = ("lr", "weight_decay"),
-    **options: Any,
-) -> Recipe:
-    def of_run(model: nn.Module, setting: Setting) -> rivals.Rival:
-        return make(model, **{name: getattr(setting, name) for name in of_setting}, **options)
-
-    return Recipe(family=family, rival=of_run, package=package)
-
-
-_local_sgd = partial(_rival, rivals.LocalSGD, of_setting=("lr", "weight_decay", "steps"))
-METHODS: dict[str, Recipe] = {
-    "adamw": _averaged(adamw),
-    "lion": _averaged(lion),
-    "majority": _voting(),
-    "average": _voting(aggregation="average"),
-    "bits2": _voting(bits=2),
-    "bits4": _voting(bits=4),
-    "sync16": _voting(momentum_sync_every=16),
-    "terngrad": _averaged(adamw, TernGrad),
-    "graddrop": _averaged(adamw, GradDrop),
-    "dgc": _averaged(sgd, DGC),  # which brings the momentum
-    "signmuon": Recipe(family="lion", workers=SignMuon, real=False),
-    "bf16": _rival(rivals.Hooked, compressed=False),
-    "powersgd": _rival(rivals.Hooked, compressed=True),
-    "localsgd8": _local_sgd(every=8),
-    "localsgd32": _local_sgd(every=32),
-    "diloco16": _rival(rivals.DiLoCo, package="torchft", every=16),
-    "diloco50": _rival(rivals.DiLoCo, package="torchft", every=50),
-    "demo": _rival(rivals.DeMo, family="lion", package="pytorch_optimizer"),
+# Methods that run in this process.
+IN_PROCESS: dict[str, Callable[[Scene, Setting], Workers]] = {
+    "adamw": partial(Averaged, make=adamw),
+    "lion": partial(Averaged, make=distributed_lion),  # One rank alone takes plain Lion.
+    **{
+        name: partial(Votes, **(METHODS[name].options or {}))
+        for name in ("majority", "average", "bits2", "bits4", "bits8", "sync16")
+    },
+    "terngrad": partial(Compressed, make=adamw, compressor=TernGrad),
+    "graddrop": partial(Compressed, make=adamw, compressor=GradDrop),
+    "dgc": partial(Compressed, make=_sgd, compressor=DGC),
+    "signmuon": SignMuon,
 }
-SIMULATED = [name for name, made in METHODS.items() if made.workers is not None]
+# Methods of step_time.py whose ranks don't train one model together, or only on several nodes.
+NOT_TRAINED = ("none", "alone", "ddp-lion", "node", "fsdp2")
+# Methods that run in this process only: whose learning rates they choose from, and what they do.
+ONLY_IN_PROCESS = {
+    "terngrad": ("adamw", "AdamW on ternary gradients (2 bits)"),
+    "graddrop": ("adamw", "AdamW on the largest 4% of gradient and residual"),
+    "dgc": ("sgd", "deep gradient compression: SGD with momentum, 4%"),
+    "signmuon": ("lion", "a vote on the sign of Muon's orthogonalized direction"),
+}
 
 
-def recipe(name: str) -> Recipe:
-    """Returns the recipe of a method."""
-    if name not in METHODS:
-        raise UnknownNameError(f"unknown method {name!r}: there are {', '.join(METHODS)}")
-    return METHODS[name]
+def family(name: str) -> str:
+    """Returns whose learning rates a method chooses from: "adamw", "lion" or "sgd".
+
+    Raises:
+        ValueError: If there is no such method.
+        ImportError: If its package is missing.
+    """
+    if name in ONLY_IN_PROCESS:
+        return ONLY_IN_PROCESS[name][0]
+    try:
+        return method_of(name).family
+    except ValueError as error:
+        raise ValueError(f"{error}, {', '.join(ONLY_IN_PROCESS)}") from None
 
 
 def check_method(setting: Setting) -> None:
-    """Checks before any work starts that a method can run as it is asked for."""
-    name, how = setting.method, recipe(setting.method)
-    if setting.real and not how.real:
-        raise UnknownNameError(f"{name!r} runs in one process only: leave out --real")
-    if not setting.real and how.workers is None:
-        raise UnknownNameError(f"{name!r} runs on real ranks only: give --real")
-    if how.package:
-        rivals.check_installed(how.package)
-    if setting.clip and how.compressor:
-        raise ValueError(f"--clip does not go with {name}, which keeps gradients apart")
-    if setting.lr_factors and (how.rival or name == "signmuon"):
-        raise ValueError(f"--lr-factors does not go with {name}, which takes one rate")
+    """Checks before any work starts that a method can run as asked.
+
+    Raises:
+        ValueError: If it can't.
+    """
+    name = setting.method
+    if name in NOT_TRAINED:
+        raise ValueError(f"{name!r} is for benchmarks/step_time.py")
+    if setting.real and name in ONLY_IN_PROCESS:
+        raise ValueError(f"{name!r} runs in one process only: leave out --real")
+    if not setting.real and name not in IN_PROCESS:
+        raise ValueError(f"{name!r} runs on real ranks only: add --real")
+    if setting.clip and name in ("terngrad", "graddrop", "dgc"):
+        raise ValueError(f"--clip doesn't work with {name}, which keeps gradients apart")
+    if setting.lr_factors and name in ("signmuon", "demo"):
+        raise ValueError(f"--lr-factors doesn't work with {name}, which has one rate")

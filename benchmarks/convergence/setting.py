@@ -1,4 +1,4 @@
-"""What one run of the study is: all that its result depends on."""
+"""What one run is: everything that its result depends on."""
 
 from __future__ import annotations
 
@@ -7,44 +7,34 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-Schedule = Literal["cosine", "linear", "constant"]
-SCHEDULES: tuple[Schedule, ...] = ("cosine", "linear", "constant")
+from benchmarks.methods import Hyper
+
 WARMUP = 0.05
-# Left out of a run's identity where they have these values, as in records that were made before
-# there was a choice.
+# Left out of a run's identity at these values, since older records don't have them.
 _LATER = {"clip": 0.0, "warmup": WARMUP, "lr_factors": ()}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class Setting(Hyper):
     """One run.
 
     Attributes:
-        scene: What is learned, a name in `scenes.SCENES`.
-        method: How, a name in `recipes.METHODS`.
+        scene: Task, a name in `scenes.SCENES`.
+        method: Name of a method.
         workers: Number of ranks.
-        batch: Sequences, or images, per worker and step.
-        sequence: Tokens in each.
+        batch: Sequences or images per rank and step.
+        sequence: Tokens of a sequence.
         hidden: Width of the model.
         layers: Depth of the model.
-        steps: Length of the run.
-        lr: Peak learning rate.
-        weight_decay: Decoupled, multiplied by the learning rate.
-        betas: Lion's; AdamW has torch's.
-        schedule: Of the learning rate, after a linear warm-up unless it is constant.
-        seed: Of weights and batches; the optimizer's own, too.
-        evaluations: How often the validation loss is taken, the end included.
-        base_steps: Steps with AdamW that made the base of a fine-tuning; 0 in other scenes.
-        real: Whether the ranks were processes.
-        clip: Norm to which gradients are clipped before a step, where each lies: a rank's own, or
-            their mean; 0 does not clip.
+        evaluations: How often the validation loss is computed, the end included.
+        base_steps: Steps of AdamW that made the base of a fine-tuning; 0 in other scenes.
+        real: Whether the ranks are processes.
+        clip: Norm that gradients are clipped to: a rank's own if it votes on them, else their mean;
+            0 doesn't clip.
         warmup: Share of the steps in which the learning rate rises.
-        lr_factors: Patterns of parameters' names and what their learning rate is multiplied by; the
-            first that matches counts.
-        folder: Where caches lie; no part of the run's identity.
+        folder: Folder of caches, which doesn't identify the run.
     """
 
     scene: str
@@ -54,39 +44,21 @@ class Setting:
     sequence: int
     hidden: int
     layers: int
-    steps: int
-    lr: float
-    weight_decay: float
-    betas: tuple[float, float]
-    schedule: Schedule
-    seed: int
     evaluations: int
     base_steps: int = 0
     real: bool = False
     clip: float = 0.0
     warmup: float = WARMUP
-    lr_factors: tuple[tuple[str, float], ...] = ()
     folder: str = dataclasses.field(default=".", compare=False)
 
     def identity(self) -> dict[str, Any]:
-        """Returns what decides on the result, as JSON has it."""
+        """Returns what decides on the result, as JSON keeps it."""
         values = dataclasses.asdict(self)
         del values["folder"]
-        for name, usual in _LATER.items():
-            if values[name] == usual:
-                del values[name]
-        # With lists for tuples, as it will be read.
-        found: dict[str, Any] = json.loads(json.dumps(values))
+        values["schedule"] = "cosine"  # Older records had a choice.
+        kept = {k: v for k, v in values.items() if k not in _LATER or v != _LATER[k]}
+        found: dict[str, Any] = json.loads(json.dumps(kept))
         return found
-
-    @classmethod
-    def of(cls, identity: dict[str, Any]) -> Self:
-        """Returns the setting with this `identity()`."""
-        tuples = {
-            "betas": tuple(identity["betas"]),
-            "lr_factors": tuple(map(tuple, identity.get("lr_factors", ()))),
-        }
-        return cls(**{**identity, **tuples})
 
     @property
     def key(self) -> str:
@@ -99,21 +71,14 @@ class Setting:
         return dataclasses.replace(self, **changes)
 
     def lr_at(self, step: int) -> float:
-        """Returns the learning rate of a step, which is counted from 0."""
-        if self.schedule == "constant":
-            return self.lr
+        """Returns the learning rate of a step, counted from 0: linear warm-up, then a cosine."""
         warmup = math.ceil(self.warmup * self.steps)
         if step < warmup:
             return self.lr * (step + 1) / (warmup + 1)
         left = 1.0 - (step - warmup) / max(1, self.steps - warmup)
-        share = left if self.schedule == "linear" else math.sin(math.pi * left / 2) ** 2
-        return self.lr * share
-
-    def lr_factor(self, name: str) -> float:
-        """Returns what the learning rate of a parameter is multiplied by."""
-        return next((k for pattern, k in self.lr_factors if fnmatchcase(name, pattern)), 1.0)
+        return self.lr * math.sin(math.pi * left / 2) ** 2
 
     def evaluated_after(self) -> list[int]:
-        """Returns after how many steps the validation loss is taken."""
+        """Returns the steps after which the validation loss is computed."""
         parts = min(self.evaluations, self.steps)
         return sorted({self.steps * part // parts for part in range(1, parts + 1)})

@@ -1,7 +1,4 @@
-"""Scenes of text that every Python has: the source of its standard library, and the prose in it.
-
-A small byte-level Llama from random weights, and fine-tuned from a base.
-"""
+"""A small byte-level Llama on text that every Python has: its standard library."""
 
 from __future__ import annotations
 
@@ -16,37 +13,18 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from hf_dlion.tools.report import track
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from benchmarks.command import track
 from benchmarks.convergence.scenes import Scene, evaluating, generator, seeded, with_lora
 from benchmarks.convergence.setting import WARMUP, Setting
 
 Bytes = NDArray[np.uint8]
-# Files that are kept for validation.
 HELD_OUT = ("argparse.py", "json/decoder.py", "statistics.py", "tarfile.py", "textwrap.py")
 VALIDATION_SEQUENCES, VALIDATION_BATCH = 256, 32
 BASE_SEED, BASE_LR, BASE_BATCH = 1_000_003, 3e-3, 16
-# Elements of an attention head.
-HEAD = 32
-
-
-def byte_llama(hidden: int, layers: int, sequence: int, seed: int) -> nn.Module:
-    """Returns a new Llama whose tokens are bytes; the embedding is tied."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    heads = max(hidden // HEAD, 1)
-    if hidden % (2 * heads):
-        raise ValueError(f"hidden={hidden} must be a multiple of {HEAD}, or even and below it")
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
-        num_attention_heads=heads, max_position_embeddings=sequence,
-        tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=0,
-        use_cache=False,
-    )  # fmt: skip
-    with seeded(seed):
-        return LlamaForCausalLM(config)
+HEAD = 32  # Elements of an attention head.
 
 
 class Pretraining(Scene):
@@ -55,20 +33,31 @@ class Pretraining(Scene):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self._train, held_out = self._texts()
-        # Pieces that are evenly spread.
         length = setting.sequence
         whole = held_out[: len(held_out) // length * length].reshape(-1, length)
         count = min(VALIDATION_SEQUENCES, len(whole))
-        pieces = whole[np.arange(count) * len(whole) // max(count, 1)].astype(np.int64)
-        self._held_out = torch.split(torch.from_numpy(pieces), VALIDATION_BATCH)
+        spread = whole[np.arange(count) * len(whole) // max(count, 1)].astype(np.int64)
+        self._held_out = torch.split(torch.from_numpy(spread), VALIDATION_BATCH)
 
     def _texts(self) -> tuple[Bytes, Bytes]:
         return corpus((0, 1), Path.read_bytes)
 
     def model(self, seed: int) -> nn.Module:
-        """Returns a new Llama."""
-        setting = self.setting
-        return byte_llama(setting.hidden, setting.layers, setting.sequence, seed)
+        """Returns a new Llama whose tokens are bytes; the embedding is tied."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        hidden = self.setting.hidden
+        heads = max(hidden // HEAD, 1)
+        if hidden % (2 * heads):
+            raise ValueError(f"hidden={hidden} must be a multiple of {HEAD}, or even and below it")
+        config = LlamaConfig(
+            vocab_size=256, hidden_size=hidden, intermediate_size=3 * hidden,
+            num_hidden_layers=self.setting.layers, num_attention_heads=heads,
+            max_position_embeddings=self.setting.sequence, tie_word_embeddings=True,
+            bos_token_id=None, eos_token_id=None, pad_token_id=0, use_cache=False,
+        )  # fmt: skip
+        with seeded(seed):
+            return LlamaForCausalLM(config)
 
     def batch(self, worker: int, step: int, seed: int) -> Tensor:
         """Returns int64 tokens, shape (batch, sequence), from anywhere in the text."""
@@ -76,7 +65,6 @@ class Pretraining(Scene):
         return _sequences(self._train, self.setting.batch, self.setting.sequence, rng)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Returns nats per byte."""
         loss: Tensor = model(input_ids=batch, labels=batch).loss
         return loss
 
@@ -88,58 +76,51 @@ class Pretraining(Scene):
 
 
 class FineTuning(Pretraining):
-    """A base that AdamW trained once on library code learns the prose of docstrings."""
+    """A base that AdamW trained on library code learns the prose of docstrings."""
 
     _base: nn.Module | None = None
 
     def _texts(self) -> tuple[Bytes, Bytes]:
-        # Of the files that the base has not seen.
-        return corpus((1,), docstrings)
+        return corpus((1,), docstrings)  # Of files that the base has not seen.
 
-    def prepare(self, folder: Path) -> None:
+    def prepare(self) -> None:
         """Trains the base, unless the folder has it."""
-        path = self._path(folder)
+        path = self._path
         if path.exists():
             return
-        model = self._trained_base()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Another process finds all of the file or none of it.
-        part = path.with_suffix(f".{os.getpid()}")
-        torch.save(model.state_dict(), part)
-        part.replace(path)
-
-    def model(self, seed: int) -> nn.Module:
-        """Returns the base; every seed begins with the same."""
-        if self._base is None:
-            self.prepare(Path(self.setting.folder))
-            self._base = super().model(BASE_SEED)
-            self._base.load_state_dict(torch.load(self._path(Path(self.setting.folder))))
-        return copy.deepcopy(self._base)
-
-    def _path(self, folder: Path) -> Path:
-        own = self.setting
-        return folder / f"base-{own.hidden}x{own.layers}-{own.sequence}-{own.base_steps}.pt"
-
-    def _trained_base(self) -> nn.Module:
-        setting = self.setting
-        text = corpus((0,), Path.read_bytes)[0]
-        model = super().model(BASE_SEED)
+        setting, text = self.setting, corpus((0,), Path.read_bytes)[0]
+        model = Pretraining.model(self, BASE_SEED)
         optimizer = torch.optim.AdamW(model.parameters(), lr=BASE_LR, weight_decay=0.1)
-        # Of the setting only what the file's name holds.
-        schedule = setting.replace(
-            lr=BASE_LR, steps=setting.base_steps, schedule="cosine", warmup=WARMUP
-        )
+        # From the setting only what the file's name holds.
+        schedule = setting.replace(lr=BASE_LR, steps=setting.base_steps, warmup=WARMUP)
         for step in track(range(setting.base_steps), "training the base"):
             optimizer.param_groups[0]["lr"] = schedule.lr_at(step)
             tokens = _sequences(text, BASE_BATCH, setting.sequence, generator(BASE_SEED, 0, step))
             self.loss(model, tokens).backward()
             optimizer.step()
             optimizer.zero_grad()
-        return model
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")  # Another process must not find a partial file.
+        torch.save(model.state_dict(), part)
+        part.replace(path)
+
+    def model(self, seed: int) -> nn.Module:
+        """Returns the base, the same for every seed."""
+        if self._base is None:
+            self.prepare()
+            self._base = super().model(BASE_SEED)
+            self._base.load_state_dict(torch.load(self._path))
+        return copy.deepcopy(self._base)
+
+    @property
+    def _path(self) -> Path:
+        own = self.setting
+        name = f"base-{own.hidden}x{own.layers}-{own.sequence}-{own.base_steps}.pt"
+        return Path(own.folder) / name
 
 
 class LowRank(FineTuning):
-    """The same with LoRA: of the linear layers only two thin factors are trained."""
+    """The same with LoRA."""
 
     grids: ClassVar[dict[str, tuple[float, ...]]] = {
         "adamw": (3e-3, 1e-2, 3e-2),
@@ -148,13 +129,12 @@ class LowRank(FineTuning):
     }
 
     def model(self, seed: int) -> nn.Module:
-        """Returns the base with new factors."""
         return with_lora(super().model(seed), seed)
 
 
 @functools.cache
 def corpus(halves: tuple[int, ...], text_of: Callable[[Path], bytes]) -> tuple[Bytes, Bytes]:
-    """Returns a text to learn from, of every other file or of all, and one to be tested on."""
+    """Returns a text to learn from, of every other file or of all, and a held-out one."""
     root = Path(sysconfig.get_path("stdlib"))
     found = [*root.glob("*.py"), *(root / "json").glob("*.py"), *(root / "email").glob("*.py")]
     train, held_out = [], []
@@ -163,7 +143,8 @@ def corpus(halves: tuple[int, ...], text_of: Callable[[Path], bytes]) -> tuple[B
             held_out.append(text_of(path))
         elif number % 2 in halves:
             train.append(text_of(path))
-    return tuple(np.frombuffer(b"".join(part), np.uint8) for part in (train, held_out))
+    one, other = (np.frombuffer(b"".join(part), np.uint8) for part in (train, held_out))
+    return one, other
 
 
 def docstrings(path: Path) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import math
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.spawn import spawn
 
-from benchmarks.convergence.methods import Method, RealRank, check_method, recipe, trainable
+from benchmarks.convergence.methods import IN_PROCESS, RealRank, Workers, check_method
 from benchmarks.convergence.scenes import Scene, scene_class
 from benchmarks.convergence.setting import Setting
 
@@ -28,19 +27,13 @@ def simulate(setting: Setting, scene: Scene | None = None) -> dict[str, Any]:
     """Trains with all workers in this process; returns the record of the run."""
     check_method(setting)
     scene = scene or scene_class(setting.scene)(setting)
-    workers = recipe(setting.method).workers
-    assert workers is not None, "checked"
-    method = workers(scene, setting)
-    try:
-        return train(setting, scene, method)
-    finally:
-        method.close()
+    return train(setting, scene, IN_PROCESS[setting.method](scene, setting))
 
 
 def run_real(setting: Setting) -> dict[str, Any]:
     """Trains on `setting.workers` processes of this machine, with gloo; returns rank 0's record."""
     check_method(setting)
-    scene_class(setting.scene)(setting).prepare(Path(setting.folder))
+    scene_class(setting.scene)(setting).prepare()
     with tempfile.TemporaryDirectory(prefix="hf_dlion_study_") as folder:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         spawn(_rank, (setting, folder), nprocs=setting.workers)
@@ -50,9 +43,8 @@ def run_real(setting: Setting) -> dict[str, Any]:
 
 def _rank(rank: int, setting: Setting, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=setting.workers
-    )
+    file = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=file, rank=rank, world_size=setting.workers)
     scene = scene_class(setting.scene)(setting)
     method = RealRank(scene, setting)
     record = train(setting, scene, method)
@@ -65,44 +57,33 @@ def _rank(rank: int, setting: Setting, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def train(setting: Setting, scene: Scene, method: Method) -> dict[str, Any]:
-    """Trains `method.places` from their start and returns the record of the run.
-
-    `loss` is None where it diverged.
-    """
+def train(setting: Setting, scene: Scene, method: Workers) -> dict[str, Any]:
+    """Trains a method's model; returns the record, with None as the loss if it diverged."""
     evaluated_after = set(setting.evaluated_after())
     curve = [(0, _judged(method, scene.validation, math.nan))]
     # Processor time: other work on the machine does not count.
     gradient_s, method_s = [], []
     begin, failure = time.perf_counter(), None
     for step in range(setting.steps):
-        # Each worker's gradient, on the model that the method keeps for it ...
         total = 0.0
-        for worker, model in method.places:
+        for worker in method.workers:
             batch = scene.batch(worker, step, setting.seed)
             before = time.process_time()
-            loss = scene.loss(model, batch)
+            loss = scene.loss(method.model, batch)
             loss.backward()
             gradient_s.append(time.process_time() - before)
             total += float(loss.detach())
-            method.collect(model)
+            method.collect()
         total = method.total(total)
         if not math.isfinite(total):
             failure = f"the training loss of step {step} is {total}"
             break
-        # ... then what the method makes of them.
-        if setting.clip:
-            _clip(setting.clip, method)
         before = time.process_time()
         method.step(setting.lr_at(step))
         method_s.append(time.process_time() - before)
         if step + 1 in evaluated_after:
             curve.append((step + 1, _judged(method, scene.validation, math.nan)))
     last = curve[-1][1]
-    if failure is None and math.isfinite(last):
-        _check_replicas(method)
-    # One that diverged has taken fewer.
-    taken = max(len(method_s), 1)
     return {
         "key": setting.key,
         "setting": setting.identity(),
@@ -110,38 +91,16 @@ def train(setting: Setting, scene: Scene, method: Method) -> dict[str, Any]:
         "failure": failure,
         "curve": [[step, loss if math.isfinite(loss) else None] for step, loss in curve],
         "metrics": {} if failure else _judged(method, scene.metrics, {}),
-        "parameters": sum(param.numel() for param in trainable(method.places[0][1])),
-        "bytes_per_step": method.bytes_sent / taken,
-        "rounds_per_step": method.rounds / taken,
+        "parameters": sum(param.numel() for param in method.params),
+        "bytes_per_step": method.bytes_sent / max(len(method_s), 1),
         "gradient_ms": 1e3 * statistics.median(gradient_s),
         "method_ms": 1e3 * statistics.median(method_s) if method_s else None,
         "seconds": time.perf_counter() - begin,
     }
 
 
-def _clip(norm: float, method: Method) -> None:
-    """Clips what lies in each model: one gradient, or the sum of those of several workers."""
-    models = [model for _, model in method.places]
-    for model in dict.fromkeys(models):
-        nn.utils.clip_grad_norm_(trainable(model), norm * models.count(model))
-
-
-def _judged(method: Method, judge: Callable[[nn.Module], Any], otherwise: Any) -> Any:
+def _judged(method: Workers, judge: Callable[[nn.Module], Any], otherwise: Any) -> Any:
     """Returns what a scene says of the model; `otherwise` on ranks whose record nobody reads."""
     if not method.judges:
         return otherwise
-    model, threads = method.places[0][1], torch.get_num_threads()
-    with contextlib.ExitStack() as stack:
-        stack.callback(torch.set_num_threads, threads)
-        torch.set_num_threads(method.judging_threads or threads)
-        # A DDP wrapper holds it.
-        return judge(getattr(model, "module", model))
-
-
-def _check_replicas(method: Method) -> None:
-    """Checks what the method promises: bitwise equal replicas."""
-    first, *others = dict.fromkeys(model for _, model in method.places)
-    for other in others:
-        for mine, theirs in zip(trainable(first), trainable(other), strict=True):
-            if not torch.equal(mine, theirs):
-                raise RuntimeError("replicas are not equal after the run")
+    return judge(getattr(method.model, "module", method.model))  # DDP's module.

@@ -1,9 +1,9 @@
-"""Scenes of images: the Distributed Lion paper's vision transformer, and one scaled down.
+"""Images: the Distributed Lion paper's vision transformer, and a smaller one.
 
-The paper's setting is the scene "cifar10": 6 layers, 8 heads, 512 wide, 200 epochs, cosine, 32
+The scene "cifar10" is the paper's setting: 6 layers, 8 heads, 512 wide, 200 epochs, cosine, 32
 images per worker, learning rate in {5e-5, 1e-3, 5e-3, 1e-2}, weight decay in {5e-4, 1e-3, 5e-3}. It
 does not name the patches; 4 x 4 pixels and an MLP as wide as the model are those of the usual small
-transformer for these images. With 4 workers 200 epochs of its 50,000 images are 78,125 steps:
+transformer for these images. With 4 workers 200 epochs of 50,000 images are 78,125 steps:
 
     python -m benchmarks.convergence --scenes cifar10 --workers 4 --batch 32 --hidden 512 \
         --layers 6 --steps 78125 --weight-decay 1e-3
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -26,9 +25,7 @@ from torch import Tensor, nn
 from benchmarks.convergence.scenes import Scene, evaluating, generator, seeded
 from benchmarks.convergence.setting import Setting
 
-HEADS = 8
-CLASSES = 10
-VALIDATION_BATCH = 256
+HEADS, CLASSES, VALIDATION_BATCH = 8, 10, 256
 # Separates the draws of an epoch's order from those of a batch, which begin with a worker.
 ORDER = 1 << 20
 
@@ -45,15 +42,8 @@ class Batch(NamedTuple):
     labels: Tensor
 
 
-@dataclass(frozen=True)
-class Images:
-    """A data set in memory.
-
-    Attributes:
-        train: To learn from.
-        held_out: For the validation.
-        patch: Side of the squares that become tokens, in pixels.
-    """
+class Images(NamedTuple):
+    """A data set in memory; `patch` is the side of a token in pixels."""
 
     train: Batch
     held_out: Batch
@@ -66,18 +56,13 @@ def digits() -> Images:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ImportError(
-            'the scene "vision" takes its images from scikit-learn: pip install scikit-learn'
-        ) from error
+        raise ImportError('the scene "vision" needs images: pip install scikit-learn') from error
     data = load_digits()
     pixels = torch.from_numpy(data.images).float()[:, None] / 8.0 - 1.0
     labels = torch.from_numpy(data.target).long()
     held_out = torch.arange(len(labels)) % 5 == 4
-    return Images(
-        train=Batch(pixels[~held_out], labels[~held_out]),
-        held_out=Batch(pixels[held_out], labels[held_out]),
-        patch=2,
-    )
+    parts = (Batch(pixels[chosen], labels[chosen]) for chosen in (~held_out, held_out))
+    return Images(*parts, patch=2)
 
 
 @functools.lru_cache(maxsize=1)
@@ -87,35 +72,18 @@ def cifar10() -> Images:
 
     try:
         data = load_dataset("uoft-cs/cifar10")
-    except OSError as error:  # the hub cannot be reached, or does not have it
+    except OSError as error:
         raise ConnectionError(
-            'the scene "cifar10" loads the data set "uoft-cs/cifar10", which is neither cached nor '
-            'within reach: run it where the Hugging Face hub is, or take the scene "vision", whose '
-            "images come with scikit-learn"
+            'the scene "cifar10" cannot load "uoft-cs/cifar10": run it once with access to the '
+            'Hugging Face hub, or use the scene "vision", whose images come with scikit-learn'
         ) from error
-    parts = {}
+    parts = []
     for split in ("train", "test"):
         rows = data[split].with_format("numpy")
         pixels = torch.from_numpy(np.asarray(rows["img"][:])).permute(0, 3, 1, 2)
         labels = torch.from_numpy(np.asarray(rows["label"][:])).long()
-        parts[split] = Batch(pixels.float() / 127.5 - 1.0, labels)
-    return Images(train=parts["train"], held_out=parts["test"], patch=4)
-
-
-def vision_transformer(images: Images, hidden: int, layers: int, seed: int) -> nn.Module:
-    """Returns a new vision transformer with 8 heads, without dropout."""
-    from transformers import ViTConfig, ViTForImageClassification
-
-    if hidden % HEADS:
-        raise ValueError(f"hidden={hidden} must be a multiple of {HEADS}, the number of heads")
-    config = ViTConfig(
-        image_size=images.train.pixels.shape[-1], num_channels=images.train.pixels.shape[1],
-        patch_size=images.patch, hidden_size=hidden, intermediate_size=hidden,
-        num_hidden_layers=layers, num_attention_heads=HEADS,
-    )  # fmt: skip
-    config.num_labels = CLASSES
-    with seeded(seed):
-        return ViTForImageClassification(config)
+        parts.append(Batch(pixels.float() / 127.5 - 1.0, labels))
+    return Images(*parts, patch=4)
 
 
 class Digits(Scene):
@@ -129,11 +97,23 @@ class Digits(Scene):
         self._images = type(self).source()
 
     def model(self, seed: int) -> nn.Module:
-        """Returns a new vision transformer."""
-        return vision_transformer(self._images, self.setting.hidden, self.setting.layers, seed)
+        """Returns a new vision transformer with 8 heads, without dropout."""
+        from transformers import ViTConfig, ViTForImageClassification
+
+        images, hidden = self._images, self.setting.hidden
+        if hidden % HEADS:
+            raise ValueError(f"hidden={hidden} must be a multiple of {HEADS}, the number of heads")
+        config = ViTConfig(
+            image_size=images.train.pixels.shape[-1], num_channels=images.train.pixels.shape[1],
+            patch_size=images.patch, hidden_size=hidden, intermediate_size=hidden,
+            num_hidden_layers=self.setting.layers, num_attention_heads=HEADS,
+        )  # fmt: skip
+        config.num_labels = CLASSES
+        with seeded(seed):
+            return ViTForImageClassification(config)
 
     def batch(self, worker: int, step: int, seed: int) -> Batch:
-        """Returns a worker's images: it goes through all of them again and again, in new orders."""
+        """Returns a worker's images: it sees all of them once per epoch, in new orders."""
         size, images = self.setting.batch, len(self._images.train.labels)
         chosen = [
             _order(seed, worker, place // images, images)[place % images]
@@ -143,11 +123,9 @@ class Digits(Scene):
         return Batch(self.augmented(pixels, generator(seed, worker, step)), labels)
 
     def augmented(self, pixels: Tensor, rng: np.random.Generator) -> Tensor:
-        """Returns what the model sees of images in training."""
         return pixels
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Returns the cross entropy in nats."""
         return nn.functional.cross_entropy(model(pixel_values=batch.pixels).logits, batch.labels)
 
     def validation(self, model: nn.Module) -> float:
@@ -156,7 +134,7 @@ class Digits(Scene):
         return float(nn.functional.cross_entropy(logits, labels))
 
     def metrics(self, model: nn.Module) -> dict[str, float]:
-        """Returns the share of held-out images that are named rightly."""
+        """Returns the share of held-out images that are classified correctly."""
         right = self._held_out_logits(model).argmax(-1) == self._images.held_out.labels
         return {"accuracy": float(right.float().mean())}
 
@@ -167,27 +145,24 @@ class Digits(Scene):
 
 
 class Cifar10(Digits):
-    """CIFAR-10: the paper's vision setting, wherever the data set can be reached."""
+    """CIFAR-10: the paper's vision setting."""
 
     source: ClassVar[Callable[[], Images]] = staticmethod(cifar10)
-    grids: ClassVar[dict[str, tuple[float, ...]]] = {
-        family: (5e-5, 1e-3, 5e-3, 1e-2) for family in ("adamw", "lion", "sgd")
-    }
+    grids: ClassVar[dict[str, tuple[float, ...]]] = dict.fromkeys(
+        ("adamw", "lion", "sgd"), (5e-5, 1e-3, 5e-3, 1e-2)
+    )
 
     def augmented(self, pixels: Tensor, rng: np.random.Generator) -> Tensor:
         """Returns images moved by up to 4 pixels, and half of them mirrored."""
-        side = pixels.shape[-1]
+        side, moved = pixels.shape[-1], []
+        moves, mirrored = rng.integers(9, size=(len(pixels), 2)), rng.integers(2, size=len(pixels))
         padded = nn.functional.pad(pixels, (4, 4, 4, 4))
-        moved = []
-        for image, (top, left), mirrored in zip(
-            padded, rng.integers(9, size=(len(pixels), 2)), rng.integers(2, size=len(pixels)),
-            strict=True,
-        ):  # fmt: skip
+        for image, (top, left), flip in zip(padded, moves, mirrored, strict=True):
             part = image[:, top : top + side, left : left + side]
-            moved.append(part.flip(-1) if mirrored else part)
+            moved.append(part.flip(-1) if flip else part)
         return torch.stack(moved)
 
 
-@functools.lru_cache(maxsize=64)  # an epoch of every worker
+@functools.lru_cache(maxsize=64)  # An epoch of every worker.
 def _order(seed: int, worker: int, epoch: int, images: int) -> NDArray[np.int64]:
     return generator(seed, ORDER, worker, epoch).permutation(images)

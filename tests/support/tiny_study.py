@@ -14,7 +14,6 @@ TINY = Setting(
     lr=3e-3,
     weight_decay=0.1,
     betas=(0.9, 0.99),
-    schedule="cosine",
     seed=3,
     evaluations=1,
 )

@@ -1,0 +1,171 @@
+"""The study's methods: one process equals real ranks, alternatives follow their libraries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from benchmarks.convergence.methods import IN_PROCESS, NOT_TRAINED, RealRank, check_method, family
+from benchmarks.convergence.setting import Setting
+from benchmarks.convergence.text import Pretraining
+from benchmarks.convergence.train import simulate, train
+from benchmarks.methods import METHODS, method_of, power_numel, set_lr, trainable
+from tests.support.spawn import RankPools
+from tests.support.tiny_study import TINY
+
+BOTH = [name for name in METHODS if name in IN_PROCESS]
+ONLY_REAL = [name for name in METHODS if name not in (*IN_PROCESS, *NOT_TRAINED)]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    """As real ranks have it: the sums of a matrix product depend on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def outcome(setting: Setting, method: Any) -> tuple[dict[str, Any], list[Tensor]]:
+    record = train(setting, Pretraining(setting), method)
+    return record, [param.detach().clone() for param in method.params]
+
+
+def of_rank(rank: int, world_size: int, settings: list[Setting]) -> list[Any]:
+    found = []
+    for setting in settings:
+        method = RealRank(Pretraining(setting), setting)
+        found.append(outcome(setting, method))
+        method.close()
+    return found
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("workers", [2, 3])
+def test_the_simulation_is_real_ranks_bit_for_bit(pools: RankPools, workers: int) -> None:
+    settings = [TINY.replace(method=name, workers=workers, steps=30) for name in BOTH]
+    settings[2:3] = [settings[2].replace(lr_factors=(("*embed*", 3.0), ("*norm*", 0.5)), clip=0.5)]
+    real = pools(workers).run(of_rank, settings)[0]
+    for setting, (of_real, expected) in zip(settings, real, strict=True):
+        record, values = outcome(setting, IN_PROCESS[setting.method](Pretraining(setting), setting))
+        if workers == 2 or setting.method not in ("adamw", "lion"):  # A ring's order of three.
+            assert all(map(torch.equal, values, expected)), setting.method
+            assert record["loss"] == of_real["loss"]
+        assert record["loss"] < record["curve"][0][1], setting.method
+        # Real ranks also compare layouts, parameters and gradients at their first step, and
+        # full_precision has headers.
+        extra = of_real["bytes_per_step"] - record["bytes_per_step"]
+        assert 0 <= extra <= 128 * (workers - 1), setting.method
+
+
+def local_steps(every: int) -> list[Tensor]:
+    """Two AdamWs on gradients of their own, whose parameters become their mean every few steps."""
+    scene = Pretraining(TINY)
+    models = [scene.model(TINY.seed) for _ in range(2)]
+    options = {"lr": TINY.lr, "weight_decay": TINY.weight_decay, "fused": True}
+    optimizers = [AdamW(trainable(model), **options) for model in models]
+    for step in range(TINY.steps):
+        for worker, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            scene.loss(model, scene.batch(worker, step, TINY.seed)).backward()
+            set_lr(optimizer, TINY.lr_at(step))
+            optimizer.step()
+            optimizer.zero_grad()
+        if (step + 1) % every == 0 or step + 1 == TINY.steps:
+            for mine, theirs in zip(*map(trainable, models), strict=True):
+                mine.data = mine.detach() / 2 + theirs.detach() / 2
+                theirs.data = mine.data.clone()
+    return [param.detach() for param in trainable(models[0])]
+
+
+@pytest.mark.multiproc
+def test_alternatives_train_on_real_ranks_and_end_with_equal_replicas(pools: RankPools) -> None:
+    settings = [TINY.replace(method=name) for name in ONLY_REAL if "diloco" not in name]
+    # DiLoCo's ranks are equal when they have just met.
+    settings.append(TINY.replace(method="diloco16", steps=16))
+    settings.append(TINY.replace(method="majority:bits=2,ties=zero"))
+    mine, theirs = pools(2).run(of_rank, settings, timeout=120)
+    records = {}
+    for setting, (record, values), (_, others) in zip(settings, mine, theirs, strict=True):
+        assert all(map(torch.equal, values, others)), setting.method
+        assert record["loss"] < record["curve"][0][1], setting.method
+        records[setting.method] = record, values
+    sent = {name: record["bytes_per_step"] for name, (record, _) in records.items()}
+    whole = 4 * records["bf16"][0]["parameters"]  # A ring of two sends as much as there is.
+    assert sent["bf16"] == whole / 2
+    factors = 4 * sum(power_numel(value.shape) for value in records["powersgd"][1])
+    assert factors < whole / 2
+    assert sent["powersgd"] == pytest.approx((2 * whole + 10 * factors) / 12)
+    # In 12 steps after the eighth and the last, or after the last alone.
+    assert sent["localsgd8"] == 2 * whole / 12
+    assert sent["localsgd32"] == whole / 12
+    assert sent["diloco16"] == whole / 16
+    assert 0 < sent["demo"] < whole
+    for value, right in zip(records["localsgd8"][1], local_steps(every=8), strict=True):
+        torch.testing.assert_close(value, right, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("method", ["adamw", "majority"])
+def test_learning_rates_are_multiplied_by_the_factor_of_the_first_pattern(method: str) -> None:
+    factors = (("*embed*", 4.0), ("*norm*", 0.5), ("*layers*norm*", 9.0))
+    changes = {"steps": 1, "warmup": 0.0, "weight_decay": 0.0, "lr_factors": factors}
+    setting = TINY.replace(method=method, lr=2.0**-12, **changes)
+    scene = Pretraining(setting)
+    made = IN_PROCESS[method](scene, setting)
+    train(setting, scene, made)
+    before = scene.model(setting.seed).parameters()
+    for (name, param), old in zip(made.model.named_parameters(), before, strict=True):
+        factor = 4.0 if "embed" in name else 0.5 if "norm" in name else 1.0
+        most = float((param - old).detach().abs().max()) / setting.lr
+        assert most == pytest.approx(factor, rel=1e-3), name
+
+
+@pytest.mark.parametrize(("method", "count"), [("adamw", 2), ("majority", 4)])
+def test_the_mean_gradient_is_clipped_or_each_workers_own_if_it_votes(
+    method: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norms = []
+
+    def noted(params: list[Tensor], norm: float) -> None:
+        norms.append(norm)
+        for param in params:
+            assert param.grad is not None
+            param.grad.zero_()
+
+    monkeypatch.setattr(nn.utils, "clip_grad_norm_", noted)
+    record = simulate(TINY.replace(method=method, steps=2, clip=0.5, weight_decay=0.0))
+    assert norms == [0.5] * count
+    assert record["curve"][0][1] == record["curve"][-1][1]  # Nothing was left of the gradients.
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": "dgc", "clip": 1.0}, "--clip doesn't work with dgc"),
+        ({"method": "demo", "real": True, "lr_factors": (("*", 2.0),)}, "doesn't work with demo"),
+        ({"method": "terngrad", "real": True}, "'terngrad' runs in one process only"),
+        ({"method": "bf16"}, "'bf16' runs on real ranks only: add --real"),
+        ({"method": "none"}, "'none' is for benchmarks/step_time.py"),
+    ],
+)
+def test_a_method_that_cannot_run_as_asked_says_so(changes: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_method(TINY.replace(**changes))
+
+
+def test_a_method_is_a_name_with_options_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    method = method_of("bits4:exchange=gather,momentum_sync_every=8")
+    assert method.options == {"bits": 4, "exchange": "gather", "momentum_sync_every": 8}
+    assert method.title == "DistributedLion, 4 bits, exchange=gather,momentum_sync_every=8"
+    with pytest.raises(ValueError, match=r"unknown method 'magic': there are none, .*, signmuon"):
+        family("magic")
+    with pytest.raises(ValueError, match="adamw has no options"):
+        method_of("adamw:bits=4")
+    with pytest.raises(ValueError, match=r"bits must be 1, 2, 4 or 8 \(got 3\)"):
+        method_of("majority:bits=3")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="torchft is not installed: pip install torchft"):
+        method_of("diloco16")

@@ -1,0 +1,233 @@
+"""The scripts that time and draw run once, tiny, and write what they promise."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import codec, emulate, plot, step_time
+from benchmarks.emulate import Emulation, Network, bits_per_s, namespaces, remove_stale
+from benchmarks.methods import METHODS
+from tests.support.spawn import run_command, run_script
+from tests.support.tiny import tiny_llama
+
+STEP_TIME = str(Path(step_time.__file__))
+TINY = ["--sequence=16", "--steps=3"]
+TIMES = {"repeats", "median_ms", "min_ms", "max_ms", "times_ms"}
+DATA = Path(__file__).parents[2] / "docs" / "results" / "data"
+
+
+def checked(path: Path, bench: str) -> list[dict[str, Any]]:
+    """The rows of a result that has every promised field."""
+    result = json.loads(path.read_text())
+    assert result["bench"] == bench
+    assert {"processor", "cores", "torch", "python", "load_average"} <= set(result["environment"])
+    assert result["config"]["parameters"] > 0
+    for row in result["rows"]:
+        assert set(row) >= TIMES
+        assert row["min_ms"] <= row["median_ms"] <= row["max_ms"]
+        assert row["repeats"] == len(row["times_ms"])
+    return result["rows"]
+
+
+def test_codec_times_every_number_of_bits_and_fused_adamw(tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "new" / "codec.json"
+    assert codec.main(["--parameters=5000", "--repeats=2", "--ranks=4", f"--json={out}"]) == 0
+    rows = {(row["name"], row["dtype"]): row for row in checked(out, "codec")}
+    assert len(rows) == 14
+    for dtype in ("float32", "bfloat16"):
+        assert rows["fused AdamW step", dtype]["ratio"] == 1.0
+        launches = [rows[f"{k} bit{'s' * (k > 1)}, 4 ranks", dtype]["launches"] for k in (1, 2, 4)]
+        assert launches == sorted(launches)
+        row = rows["4 bits, 4 ranks", dtype]
+        parts = [row[f"{part}_ms"] for part in codec.PARTS]
+        assert 0 < sum(parts) <= 1.5 * row["max_ms"]
+        assert row["ns_per_element"] == 1e6 * row["median_ms"] / 5000
+    shown = capsys.readouterr().out
+    assert "launches per message" in shown
+    assert f"written: {out}" in shown
+
+
+def test_codec_does_the_work_of_a_step() -> None:
+    param = torch.randn(128, 64)
+    param.grad = torch.randn_like(param)
+    before, work = param.clone(), codec.Work([param], bits=2, ranks=4)
+    for part in codec.PARTS:
+        getattr(work, part)()
+    torch.testing.assert_close((param - before * (1 - 1e-5)).abs(), torch.full_like(param, 1e-4))
+
+
+@pytest.mark.multiproc
+def test_step_time_compares_every_usual_method(tmp_path: Path) -> None:
+    out = tmp_path / "train.json"
+    run_command([sys.executable, STEP_TIME, "--parameters=5000", *TINY, f"--json={out}"])
+    rows = checked(out, "train")
+    names = [name for name, method in METHODS.items() if method.usual]
+    assert [row["name"] for row in rows] == [METHODS[name].title for name in names]
+    sent = dict(zip(names, (row["bytes_per_step"] for row in rows), strict=True))
+    assert sent["none"] == sent["alone"] == 0
+    assert sent["adamw"] == 2 * sent["bf16"] == sent["ddp-lion"]
+    assert 0 < sent["majority"] < sent["powersgd"] < sent["bf16"]
+    assert rows[0]["ratio"] == 1.0
+    assert {"encode_ms", "exchange_ms", "apply_ms"} <= set(rows[-1])
+
+
+@pytest.mark.multiproc
+def test_step_time_under_torchrun_times_whole_periods_of_a_given_model(tmp_path: Path) -> None:
+    """What meets in every k-th step sends a k-th of an all-reduce per step."""
+    out, folder = tmp_path / "train.json", tmp_path / "tiny"
+    tiny_llama().config.save_pretrained(folder)
+    names = ["adamw", "localsgd8", "diloco16", "demo", "bits4:exchange=gather"]
+    words = [f"--model={folder}", "--sequence=16", "--steps=1", f"--json={out}", "--methods"]
+    run_script(2, [STEP_TIME, *words, *names])
+    adamw, local, diloco, demo, bits = checked(out, "train")
+    config = json.loads(out.read_text())["config"]
+    assert config["parameters"] == sum(param.numel() for param in tiny_llama().parameters())
+    assert adamw["bytes_per_step"] == 4 * config["parameters"]
+    assert local["bytes_per_step"] == adamw["bytes_per_step"] / 8
+    assert diloco["bytes_per_step"] == adamw["bytes_per_step"] / 16
+    assert demo["bytes_per_step"] > 0
+    assert [row["steps_per_time"] for row in (adamw, local, diloco, demo)] == [1, 8, 16, 1]
+    assert bits["name"] == "DistributedLion, 4 bits, exchange=gather"
+    assert bits["bits"] == 4
+
+
+@pytest.mark.multiproc
+def test_ranks_of_a_node_vote_together_or_share_parameters(tmp_path: Path) -> None:
+    out = tmp_path / "train.json"
+    words = ["--parameters=5000", *TINY, f"--json={out}", "--ranks=4", "--local-ranks=2"]
+    run_command([sys.executable, STEP_TIME, *words, "--methods", "majority", "node", "fsdp2"])
+    flat, node, sharded = (row["bytes_per_step"] for row in checked(out, "train"))
+    # Each rank sends votes on half of the model, to one other rank instead of three.
+    assert 0 < node < flat / 2
+    assert 0 < sharded < flat / 2
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--methods", "magic"], "unknown method 'magic': there are none, alone, adamw"),
+        (["--methods", "majority:bits=3"], "bits must be 1, 2, 4 or 8 (got 3)"),
+        (["--ranks=4", "--emulate=2x1gbit"], "use --local-ranks, not --ranks"),
+        (["--ranks=3", "--local-ranks=2"], "--ranks=3 must be a multiple of --local-ranks=2"),
+        (["--json=/dev/null/x.json"], "/dev/null"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_ranks_start(
+    words: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(step_time, "launch", lambda *args: pytest.fail("ranks were started"))
+    assert step_time.main(words) == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", [None, "train_2x100mbit.json"])
+def test_a_picture_has_a_panel_for_each_file(file: str | None, tmp_path: Path, capsys: Any) -> None:
+    out, wrong = tmp_path / "new" / "step.png", tmp_path / "wrong.json"
+    wrong.write_text('{"bench": "codec"}')
+    if file is None:
+        assert plot.main([str(wrong), f"--out={out}"]) == 2
+        assert f"{wrong} is not the JSON of benchmarks/step_time.py" in capsys.readouterr().err
+    else:
+        assert plot.main([str(DATA / file), str(DATA / "train_2x1gbit.json"), f"--out={out}"]) == 0
+        assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_network_is_hosts_and_a_rate() -> None:
+    assert Network.parse("4x2.5gbit") == Network(4, "2.5gbit")
+    assert Network.parse("100mbit") == Network(2, "100mbit")
+    assert bits_per_s("2.5gbit") == 2.5e9
+    for bad in ("1x1gbit", "2x0mbit", "2x100", "2xfast", "x1gbit"):
+        with pytest.raises(ValueError, match="for example"):
+            Network.parse(bad)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.setattr(emulate.os, "geteuid", lambda: 1000), "needs root"),
+        (lambda m: m.setattr(emulate.sys, "platform", "darwin"), "needs Linux"),
+        (lambda m: m.setattr(emulate.shutil, "which", lambda tool: None), "install iproute2"),
+    ],
+    ids=["not root", "not Linux", "no tools"],
+)
+def test_emulation_refuses_to_start_if_it_cannot_work(
+    change: Any, message: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(emulate.os, "geteuid", lambda: 0)
+        patched.setattr(emulate.shutil, "which", lambda tool: tool)
+        change(patched)
+        assert step_time.main(["--emulate", "2x100mbit"]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def network() -> None:
+    """Skips if no network can be built."""
+    try:
+        with Emulation(Network.parse("2x1gbit")):
+            pass
+    except OSError as error:
+        pytest.skip(f"no network can be built here: {error}")
+
+
+HOLD = """
+import signal, sys, time
+sys.path.insert(0, ".")
+from benchmarks.emulate import Emulation, Network
+from benchmarks.ranks import _termination_raises
+# A shell's background job, and all that it starts, ignores it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with _termination_raises(), Emulation(Network.parse("2x1gbit")) as emulation:
+    print(*emulation.namespaces, flush=True)
+    time.sleep(60)
+"""
+
+
+def hold() -> tuple[subprocess.Popen[str], set[str]]:
+    """A process that keeps a network, and the names of its namespaces."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, set(process.stdout.readline().split())
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("network")
+def test_an_interrupted_run_leaves_no_network_and_the_next_start_removes_a_killed_ones() -> None:
+    running, others = hold()
+    process, names = hold()
+    with process, running:
+        assert len(names) == 2
+        process.kill()
+        process.wait(30)
+        assert names <= set(namespaces())
+        remove_stale()
+        assert not names & set(namespaces())
+        assert others <= set(namespaces()), "the network of a live process stays"
+        running.send_signal(signal.SIGTERM)
+        running.wait(30)
+    assert not others & set(namespaces())
+
+
+@pytest.mark.multiproc
+@pytest.mark.usefixtures("network")
+def test_emulated_hosts_of_two_ranks_send_over_a_link_of_the_given_rate(tmp_path: Path) -> None:
+    out = tmp_path / "train.json"
+    words = ["--parameters=5000", *TINY, f"--json={out}", "--local-ranks=2", "--emulate=2x2mbit"]
+    methods = ["--methods", "majority", "node", "adamw"]
+    run_command([sys.executable, STEP_TIME, *words, *methods])
+    flat, node, adamw = checked(out, "train")
+    assert 0 < node["interface_bytes"] < flat["interface_bytes"] < adamw["interface_bytes"]
+    # 10,848 numbers of 4 bytes pass the link at least once: 0.17 s, beyond tbf's first burst.
+    assert adamw["median_ms"] > 50 > 0
+    assert not namespaces()
