@@ -17,6 +17,23 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def with_local_part(param: Tensor, local: Tensor) -> Tensor:
+    """Returns a tensor placed as `param` is, whose part on this rank is `local` (not copied)."""
+    if not isinstance(param, DTensor):
+        return local
+    mesh, shape = param.device_mesh, param.shape
+    return DTensor.from_local(
+        local, mesh, param.placements, run_check=False, shape=shape, stride=param.stride()
+    )
+
+
+def shard_index(tensor: Tensor) -> tuple[int, int] | None:
+    """Returns the index of this rank's shard and the number of shards; None: it isn't sharded."""
+    if not isinstance(tensor, DTensor):
+        return None
+    return tensor.device_mesh.get_local_rank(), tensor.device_mesh.size()
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Returns whether a tensor is a DTensor."""
     return isinstance(tensor, DTensor)

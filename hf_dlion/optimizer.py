@@ -654,13 +654,15 @@ class DistributedLion(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads what `state_dict` returned; momenta keep the dtype that they were saved with."""
         super().load_state_dict(dict(state_dict))
-        saved = state_dict["state"]
-        order = [p for group in self.param_groups for p in group["params"]]
-        for number, state in saved.items():
-            dtype = self.options.momentum_dtype or order[number].dtype
-            # torch casts a momentum to its parameter's dtype, which loses bits.
-            momentum = state["exp_avg"].to(device=order[number].device, dtype=dtype, copy=True)
-            self.state[order[number]]["exp_avg"] = momentum
+        # torch.distributed.checkpoint writes names where `state_dict` has numbers.
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for key, param in zip(keys, params, strict=True):
+            if "exp_avg" in (saved := state_dict["state"].get(key, {})):
+                dtype = self.options.momentum_dtype or param.dtype
+                # torch casts a momentum to its parameter's dtype, which loses bits.
+                momentum = saved["exp_avg"].to(device=param.device, dtype=dtype, copy=True)
+                self.state[param]["exp_avg"] = momentum
         self._plan = None
         self._loads += 1
         self._abstained = []
