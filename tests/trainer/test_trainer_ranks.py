@@ -297,6 +297,7 @@ def best_of(rank: int, world_size: int, folder: str) -> Any:
     args = tiny_args(
         folder, learning_rate=0.3, max_steps=12, eval_strategy="steps", eval_steps=2,
         save_strategy="steps", save_steps=2, load_best_model_at_end=True, save_total_limit=2,
+        greater_is_better=True, metric_for_best_model="loss",
     )  # fmt: skip
     trainer = tiny_trainer(args, eval_dataset=tiny_data(8), callbacks=[StopOnPlateau()])
     trainer.train()
@@ -313,8 +314,8 @@ def test_training_stops_early_and_ends_with_the_best_model_on_every_rank(
     assert results[0] == results[1]
     _, steps, losses, end, best = results[0]
     assert steps == 6
-    assert losses[-1] > min(losses)
-    assert math.isclose(end, min(losses), rel_tol=1e-6)
+    assert losses[0] == max(losses) > losses[-1]  # The best by this measure, not the last.
+    assert math.isclose(end, losses[0], rel_tol=1e-6)
     assert Path(best, "dlion_momentum_1_of_2.safetensors").exists()
 
 
