@@ -27,6 +27,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import transformers
+from accelerate.utils import gather_object
 from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
@@ -130,8 +131,7 @@ def _train(
     if _uses_lion(trainer):
         refuse(trainer)
         _choose_replicas(trainer)
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = _newest_complete(str(trainer.args.output_dir))
+        resume_from_checkpoint = _agreed_checkpoint(trainer, resume_from_checkpoint)
     elif idle := only_ours(trainer.args.optim_args):
         logger.warning_once(
             f"optim_args={trainer.args.optim_args!r} with optim={str(trainer.args.optim)!r}: only "
@@ -163,6 +163,31 @@ def _choose_replicas(trainer: Trainer) -> None:
             trainer.args
         )
         trainer.optimizer_cls_and_kwargs = cls, {**kwargs, "replicate": replicas}
+
+
+def _agreed_checkpoint(trainer: Trainer, resume: str | bool | None) -> str | None:
+    """Returns the folder to resume from, the same on all ranks, which all call this.
+
+    Raises:
+        CheckpointError: If it isn't the same; ranks would mix up the collectives that follow.
+        ValueError: If `resume` is True, and no checkpoint is complete.
+    """
+    folder, failure = str(resume) if resume else None, None
+    if resume is True:
+        try:
+            folder = _newest_complete(str(trainer.args.output_dir))
+        except ValueError as error:
+            failure = error
+    told = gather_object([str(failure or folder)])
+    if len(set(told)) > 1:
+        ranks = "; ".join(f"rank {rank}: {own}" for rank, own in enumerate(told))
+        raise CheckpointError(
+            f"ranks were told to resume differently ({ranks}): pass the same "
+            f"resume_from_checkpoint on every rank, and use an output_dir that all nodes share"
+        )
+    if failure is not None:
+        raise failure
+    return folder
 
 
 def _newest_complete(folder: str) -> str:
