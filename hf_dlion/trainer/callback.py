@@ -61,9 +61,7 @@ class DistributedLionCallback(TrainerCallback):
         lion, trainer = find_optimizer(optimizer), self.trainer
         if lion is None or trainer is None:
             return
-        refuse(trainer)
-        name_parameters(lion, trainer)
-        self._attach(lion, trainer)
+        prepare(lion, trainer)
         self._start_interval(lion)
         # A signal reaches ranks at different steps. Each rank notes it, and all save together.
         callbacks = trainer.callback_handler.callbacks
@@ -72,25 +70,6 @@ class DistributedLionCallback(TrainerCallback):
         self._asked = False
         for manager in self._jit_managers:
             manager._enable_checkpoint = self._ask
-
-    def _attach(self, lion: DistributedLion, trainer: Trainer) -> None:
-        model = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)
-        ranks, local_group = trainer.args.world_size, lion.options.local_group
-        if isinstance(model, DistributedDataParallel) or fsdp.is_fsdp(model):
-            lion.attach(model)
-        elif ranks > 1 and local_group not in (None, 1):
-            raise RuntimeError(
-                f"local_group={local_group!r} needs a model that Trainer wraps in "
-                f"DistributedDataParallel, and evaluate() or predict() before train() leaves it "
-                f"unwrapped: call train() first, or evaluate with another Trainer"
-            )
-        node = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if local_group == "node" else local_group
-        if ranks == 1:
-            logger.warning_once(_ALONE.format("one process trains alone"))
-        elif node is not None and node >= ranks and trainer.is_world_process_zero():
-            logger.warning_once(
-                _ALONE.format(f"local_group={local_group!r} puts all {ranks} ranks into one node")
-            )
 
     def _ask(self) -> None:
         self._asked = True
@@ -151,7 +130,35 @@ def put_first(trainer: Trainer) -> None:
     callbacks[0].trainer = trainer
 
 
-def name_parameters(lion: DistributedLion, trainer: Trainer) -> None:
+def prepare(lion: DistributedLion, trainer: Trainer) -> None:
+    """Names the optimizer's parameters and attaches it; says if nothing is exchanged.
+
+    Raises:
+        NotImplementedError: As `refuse`.
+        RuntimeError: As `refuse`, or if nodes vote as one and there is no DDP wrapper.
+    """
+    refuse(trainer)
+    _name_parameters(lion, trainer)
+    model = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)
+    ranks, local_group = trainer.args.world_size, lion.options.local_group
+    if isinstance(model, DistributedDataParallel) or fsdp.is_fsdp(model):
+        lion.attach(model)
+    elif ranks > 1 and local_group not in (None, 1):
+        raise RuntimeError(
+            f"local_group={local_group!r} needs a model that Trainer wraps in "
+            f"DistributedDataParallel, and evaluate() or predict() before train() leaves it "
+            f"unwrapped: call train() first, or evaluate with another Trainer"
+        )
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if local_group == "node" else local_group
+    if ranks == 1:
+        logger.warning_once(_ALONE.format("one process trains alone"))
+    elif node is not None and node >= ranks and trainer.is_world_process_zero():
+        logger.warning_once(
+            _ALONE.format(f"local_group={local_group!r} puts all {ranks} ranks into one node")
+        )
+
+
+def _name_parameters(lion: DistributedLion, trainer: Trainer) -> None:
     """Gives the optimizer's groups the names that the model has, unless they have names.
 
     Trainer makes groups without names, and options select parameters by name.

@@ -35,7 +35,7 @@ from hf_dlion.accelerate import replicas_of
 from hf_dlion.checkpoint import NAME, CheckpointError, find_optimizer, load_momentum, save_momentum
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.header import Kind
-from hf_dlion.trainer.callback import name_parameters, put_first, refuse
+from hf_dlion.trainer.callback import prepare, put_first, refuse
 from hf_dlion.trainer.optim_args import (
     OPTIM_NAME,
     as_text,
@@ -240,6 +240,8 @@ def _save_model(
         original(output_dir, *args, **kwargs)
         return
     try:
+        # Trainer calls a checkpoint the best if its folder exists, which all ranks must find.
+        os.makedirs(output_dir, exist_ok=True)
         if trainer.args.should_save:
             # That of an earlier save must not call a partial one complete.
             Path(output_dir, TRAINER_STATE).unlink(missing_ok=True)
@@ -282,6 +284,8 @@ def _load_optimizer_and_scheduler(
             f"{type(trainer.optimizer).__name__} can't load: resume with optim={OPTIM_NAME!r}, or "
             f"load the model's weights from there and train without resume_from_checkpoint"
         )
+    if lion is not None:
+        prepare(lion, trainer)  # Loading meets, and with FSDP2 it takes a step.
     try:
         original(checkpoint)
     except BaseException as error:
@@ -297,7 +301,6 @@ def _load_scaler(
     if lion is None or checkpoint is None:
         original(checkpoint)
         return
-    name_parameters(lion, trainer)
     try:
         original(checkpoint)
     except BaseException as error:
