@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -345,3 +347,17 @@ def test_a_transformers_without_a_table_of_handlers_is_refused(
 def test_a_module_instead_of_parameters_is_refused_with_the_call_to_write() -> None:
     with pytest.raises(TypeError, match=r"DistributedLion\(model.named_parameters\(\)"):
         DistributedLion(torch.nn.Linear(2, 2))
+
+
+def test_axolotls_plugin_registers_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("axolotl", "axolotl.integrations", "axolotl.integrations.base"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["axolotl.integrations.base"].BasePlugin = type("BasePlugin", (), {})
+    calls: list[None] = []
+    monkeypatch.setattr(
+        importlib.import_module("hf_dlion.trainer.register"), "register", lambda: calls.append(None)
+    )
+    module = importlib.import_module("hf_dlion.trainer.axolotl")
+    monkeypatch.delitem(sys.modules, module.__name__)
+    module.DistributedLionPlugin().register({"optimizer": "dlion"})
+    assert len(calls) == 1
