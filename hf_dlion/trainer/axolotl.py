@@ -1,7 +1,7 @@
 """A plugin of axolotl, which makes `optimizer: dlion` known when it reads its YAML file.
 
-    plugins: [hf_dlion.trainer.axolotl.DistributedLionPlugin]
-    optimizer: dlion
+plugins: [hf_dlion.trainer.axolotl.DistributedLionPlugin]
+optimizer: dlion
 """
 
 from __future__ import annotations

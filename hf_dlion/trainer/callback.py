@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from typing import Any
 
@@ -40,6 +41,8 @@ class DistributedLionCallback(TrainerCallback):
       votes, for waiting and counting, and for moving parameters, means since the last entry.
     - `dlion/abstained`: Ranks that abstained because their gradients held a NaN or an Inf, summed
       over the steps since the last entry.
+    - `dlion/agreement`: Share of this rank's votes that the verdict followed, in a sample of the
+      last step; with `bits=1` and a majority only.
     """
 
     def __init__(self) -> None:
@@ -110,6 +113,8 @@ class DistributedLionCallback(TrainerCallback):
         for part in ("encode", "exchange", "apply"):
             entries[f"dlion/{part}_ms"] = 1e3 * since(f"{part}_s") / self._steps
         entries["dlion/abstained"] = since("abstentions")
+        if not math.isnan(agreement := lion.wire.agreement):
+            entries["dlion/agreement"] = agreement
         logs.update(entries)
         # Trainer puts a copy of `logs` there before it calls callbacks.
         if state.log_history and state.log_history[-1].get("loss") is logs["loss"]:
