@@ -131,13 +131,20 @@ class DistributedLion(torch.optim.Optimizer):
         """See the class."""
         given = locals()
         options = Options(**{name: given[name] for name in Options.__dataclass_fields__})
+        if isinstance(params, nn.Module):
+            raise TypeError(
+                "params must be parameters, not a module: use "
+                "DistributedLion(model.named_parameters(), ...)"
+            )
         self._begin(options, process_group, fsdp.replicate_group(replicate))
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "step": 0}
         check_group(defaults)
         super().__init__(params, defaults)
         ddp.introduce(self)
-        self._selected("full_precision")
-        self._selected("momentum_sync")
+        if all("param_names" in group for group in self.param_groups):
+            # Without names these raise in the first step, because Trainer gives names until then.
+            self._selected("full_precision")
+            self._selected("momentum_sync")
 
     def _begin(
         self,
@@ -571,7 +578,17 @@ class DistributedLion(torch.optim.Optimizer):
         return dist.get_world_size(self.process_group)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` returned; momenta keep the dtype that they were saved with."""
+        """Loads what `state_dict` returned; momenta keep the dtype that they were saved with.
+
+        Raises:
+            ValueError: If it is another optimizer's, or has other groups or numbers of parameters.
+        """
+        if any("step" not in group for group in state_dict["param_groups"]):
+            raise ValueError(
+                "the state dict is another optimizer's (its groups have no 'step'), which "
+                "DistributedLion can't load: load the model's weights only, and start with a new "
+                "optimizer"
+            )
         super().load_state_dict(dict(state_dict))
         # torch.distributed.checkpoint writes names where `state_dict` has numbers.
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]

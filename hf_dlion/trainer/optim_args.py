@@ -1,0 +1,183 @@
+"""`TrainingArguments(optim_args="bits=2,momentum_dtype=bfloat16")` as options, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args, get_type_hints
+
+import torch
+
+from hf_dlion.options import Options
+
+OPTIM_NAME = "dlion"
+
+_KINDS = {name: get_args(kind) or (kind,) for name, kind in get_type_hints(Options).items()}
+# What TrainingArguments or another place sets.
+_ELSEWHERE = {
+    "lr": "set TrainingArguments(learning_rate=...)",
+    "learning_rate": "set TrainingArguments(learning_rate=...)",
+    "weight_decay": "set TrainingArguments(weight_decay=...)",
+    "process_group": "make the optimizer: Trainer(optimizers=(DistributedLion(...), None))",
+    "replicate": "set TrainingArguments(parallelism_config=...), see docs/guides/fsdp2.md",
+    "eps": "Lion has no epsilon",
+}
+# Options that another optimizer of transformers has as well.
+_SHARED = ("momentum_dtype",)
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def as_text(optim_args: Mapping[str, Any]) -> str:
+    """Returns the text that stands for a dict of options: lists become parts with semicolons."""
+
+    def value_text(value: Any) -> str:
+        return ";".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+    return ",".join(f"{name}={value_text(value)}" for name, value in optim_args.items())
+
+
+def parse_optim_args(
+    text: str | None, defaults: Mapping[str, Any], chosen: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Returns the keyword arguments that `optim_args` asks for.
+
+    Args:
+        text: Any option of `Options`, `beta1`, `beta2`, or `betas=0.9;0.99`, separated by commas.
+            Semicolons separate the parts of a list.
+        defaults: Options that hold unless the text sets them.
+        chosen: Options that win over the text. All of them together are checked (default: none).
+
+    Returns:
+        Options by name, and "beta1" and "beta2" as floats.
+
+    Raises:
+        ValueError: If an item is not name=value, is unknown or given twice, or has a bad value.
+        TypeError: If a value has the wrong type.
+        NotImplementedError: If options don't work together yet.
+    """
+    parsed: dict[str, Any] = {}
+    for name, value in _items(text):
+        new = _converted(name, value)
+        if twice := parsed.keys() & new.keys():
+            raise ValueError(f"optim_args={text!r}: {min(twice)} is given twice; keep one of them")
+        parsed |= new
+    options = {name: value for name, value in parsed.items() if name in _KINDS}
+    try:
+        Options(**{**defaults, **options, **(chosen or {})})
+    except (TypeError, ValueError, NotImplementedError) as error:
+        if not options:
+            raise
+        raise type(error)(f"optim_args={text!r}: {error}") from None
+    return parsed
+
+
+def check_known(name: str, known: Sequence[str], where: str) -> None:
+    """Refuses an unknown option.
+
+    Raises:
+        ValueError: Naming the closest option, or where to set it.
+    """
+    if name in known:
+        return
+    if name in _ELSEWHERE:
+        raise ValueError(f"{where}: {name} is not an option here; {_ELSEWHERE[name]}")
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+    raise ValueError(
+        f"{where}: there is no option {name!r}, did you mean {close!r}? Options: {', '.join(known)}"
+    )
+
+
+def check_optim_name(optim: str, known: Sequence[str]) -> None:
+    """Refuses a name that means "dlion" but isn't it, or that `register()` would make known.
+
+    Args:
+        optim: What TrainingArguments was given.
+        known: Names that transformers knows; it refuses other names itself.
+
+    Raises:
+        ValueError: Saying what to write or to call.
+    """
+    if optim in known:
+        return
+    bare = re.sub("[^a-z]", "", optim.lower())
+    close = difflib.get_close_matches(optim, [*known, OPTIM_NAME], n=1)
+    if bare in (OPTIM_NAME, "distributedlion", "hfdlion", "lion") or close == [OPTIM_NAME]:
+        call = "" if OPTIM_NAME in known else "call hf_dlion.register() before TrainingArguments"
+        if optim == OPTIM_NAME:
+            raise ValueError(f"optim={optim!r} is not registered: {call}")
+        meant = f"did you mean {OPTIM_NAME!r}?"
+        if bare == "lion":
+            meant = f"did you mean {OPTIM_NAME!r} (DistributedLion) or 'lion_32bit' (bitsandbytes)?"
+        raise ValueError(f"optim={optim!r} is unknown, {meant}{call and f' If so, {call}.'}")
+
+
+def only_ours(text: str | None) -> list[str]:
+    """Returns the names in an `optim_args` that only DistributedLion has."""
+    names = [item.partition("=")[0].strip() for item in (text or "").split(",")]
+    return [name for name in names if name in _KINDS and name not in _SHARED]
+
+
+def option_names() -> list[str]:
+    """Returns the names of the options."""
+    return [field.name for field in dataclasses.fields(Options)]
+
+
+def _items(text: str | None) -> list[tuple[str, str]]:
+    # Trainer drops all spaces before it splits.
+    squeezed = (text or "").replace(" ", "")
+    items = []
+    for item in squeezed.split(",") if squeezed else []:
+        name, equals, value = item.partition("=")
+        if not (name and equals and value) or "=" in value:
+            raise ValueError(
+                f"optim_args={text!r}: {item!r} is not name=value; separate options by commas and "
+                f"the parts of a list by semicolons, for example 'bits=2,betas=0.9;0.98'"
+            )
+        items.append((name, value))
+    return items
+
+
+def _converted(name: str, value: str) -> dict[str, Any]:
+    if name == "betas":
+        parts = value.split(";")
+        if len(parts) != 2:
+            raise ValueError(f"optim_args: betas={value} must be two numbers, such as 0.9;0.99")
+        return {f"beta{k}": _beta(f"beta{k}", part) for k, part in enumerate(parts, 1)}
+    if name in ("beta1", "beta2"):
+        return {name: _beta(name, value)}
+    check_known(name, [*option_names(), "beta1", "beta2", "betas"], "optim_args")
+    return {name: _option(name, value)}
+
+
+def _beta(name: str, value: str) -> float:
+    try:
+        beta = float(value)
+    except ValueError:
+        raise ValueError(f"optim_args: {name}={value} must be a number") from None
+    if not 0.0 <= beta < 1.0:
+        raise ValueError(f"optim_args: {name}={value} must be at least 0 and below 1")
+    return beta
+
+
+def _option(name: str, value: str) -> Any:
+    """Returns a value as one of the types that the option has; Options checks if it is allowed."""
+    kinds = _KINDS[name]
+    if value.lower() == "none" and type(None) in kinds:
+        return None
+    if torch.dtype in kinds:
+        dtype = _DTYPES.get(value.lower()) or getattr(torch, value.removeprefix("torch."), None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(
+                f"optim_args: {name}={value} is not a dtype; use float32, bfloat16 or float16"
+            )
+        return dtype
+    if int in kinds:
+        try:
+            return int(value)
+        except ValueError:
+            if not set(kinds) <= {int, type(None)}:
+                return value  # "node", for example.
+            raise ValueError(f"optim_args: {name}={value} must be an integer") from None
+    return value

@@ -1,0 +1,97 @@
+"""How a Trainer's arguments become a DistributedLion: `optim="dlion"`, or class and options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainingArguments
+from transformers.utils import logging
+
+from hf_dlion.optimizer import DistributedLion
+from hf_dlion.trainer.optim_args import OPTIM_NAME, check_known, option_names, parse_optim_args
+from hf_dlion.trainer.patches import internal, missing
+
+logger = logging.get_logger(__name__)
+
+# Defaults of TrainingArguments, which are AdamW's: a run that has them didn't choose them.
+ADAM_BETAS = (0.9, 0.999)
+LION_BETAS = (0.9, 0.99)
+# A Trainer runs unattended, and one comparison in 100 steps costs little.
+DEFAULTS = {"check_replicas_every": 100}
+
+
+def register() -> None:
+    """Makes `TrainingArguments(optim="dlion")` train with a `DistributedLion`.
+
+    Call it in every process before arguments are made or parsed, and before a `training_args.bin`
+    of such a run is loaded. A second call does nothing.
+
+    Raises:
+        RuntimeError: If this version of transformers has no table of optimizers to add to.
+    """
+    handlers: Any = internal("trainer_optimizer:_OPTIMIZER_HANDLERS")
+    if not isinstance(handlers, dict):
+        raise missing("a dict trainer_optimizer._OPTIMIZER_HANDLERS")
+    if OPTIM_NAME not in handlers:
+        handlers[_add_name()] = _handle
+
+
+def optimizer_cls_and_kwargs(
+    args: TrainingArguments, **options: Any
+) -> tuple[type[DistributedLion], dict[str, Any]]:
+    """Returns what `Trainer(optimizer_cls_and_kwargs=...)` takes; needs no `register()`.
+
+    Learning rate, weight decay, betas, and `optim_args` come from `args`, and Trainer makes its
+    groups with and without weight decay. AdamW's default betas count as unset. Replicas are
+    compared every 100 steps by default.
+
+    Args:
+        args: The Trainer's arguments.
+        options: Keyword arguments of `DistributedLion`, which win over `args`.
+
+    Raises:
+        TypeError: If an option has the wrong type.
+        ValueError: If an option is unknown or has a bad value.
+        NotImplementedError: If options don't work together yet.
+
+    Example:
+        >>> from transformers import TrainingArguments
+        >>> args = TrainingArguments(output_dir="out", learning_rate=1e-4, use_cpu=True)
+        >>> cls, kwargs = optimizer_cls_and_kwargs(args, bits=2)
+        >>> cls.__name__, kwargs["lr"], kwargs["betas"], kwargs["bits"]
+        ('DistributedLion', 0.0001, (0.9, 0.99), 2)
+    """
+    for name in options:
+        check_known(name, [*option_names(), "lr", "betas"], "optimizer_cls_and_kwargs")
+    own = {name: value for name, value in options.items() if name not in ("lr", "betas")}
+    kwargs = DEFAULTS | parse_optim_args(args.optim_args, DEFAULTS, own)
+    betas = []
+    for k, adam in enumerate((args.adam_beta1, args.adam_beta2)):
+        beta = kwargs.pop(f"beta{k + 1}", None)
+        if beta is None:
+            beta = LION_BETAS[k] if adam == ADAM_BETAS[k] else adam
+            if beta != adam:
+                logger.info(f"adam_beta{k + 1}={adam} is AdamW's default; dlion uses {beta}")
+        betas.append(beta)
+    return DistributedLion, {"lr": args.learning_rate, "betas": tuple(betas), **kwargs, **options}
+
+
+def _handle(context: Any) -> tuple[type[DistributedLion], dict[str, Any]]:
+    """Returns the class, because a Trainer with a `create_optimizer` of its own calls it."""
+    return optimizer_cls_and_kwargs(context.args)
+
+
+def _add_name() -> Any:
+    """Returns a new member of transformers' enum, which Python has no public way to add."""
+    names: Any = internal("training_args:OptimizerNames")
+    key = OPTIM_NAME.upper()
+    member = str.__new__(names, OPTIM_NAME)
+    member._name_, member._value_ = key, OPTIM_NAME
+    try:
+        member._sort_order_ = len(names._member_names_)
+        setattr(names, key, member)
+        names._member_names_.append(key)
+        names._member_map_[key] = names._value2member_map_[OPTIM_NAME] = member
+    except (AttributeError, TypeError) as error:
+        raise missing("an OptimizerNames enum that can be added to") from error
+    return member

@@ -1,0 +1,363 @@
+"""`optim="dlion"` and what surrounds it, in one process: the first hour of a new user."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
+from transformers.training_args import OptimizerNames
+
+import hf_dlion
+from hf_dlion import CheckpointError, DistributedLion
+from hf_dlion.trainer import DistributedLionCallback, optimizer_cls_and_kwargs, patches
+from tests.support.tiny import tiny_args, tiny_llama, tiny_trainer, weights_digest
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    hf_dlion.register()
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Warnings that the integration logs, each of which it gives once in a process."""
+    texts: list[str] = []
+    for name in ("callback", "patches"):
+        logger = getattr(hf_dlion.trainer, name).logger
+        monkeypatch.setattr(logger, "warning_once", texts.append, raising=False)
+    return texts
+
+
+def test_registering_twice_changes_nothing_and_the_name_survives_parser_pickle_and_json(
+    tmp_path: Path,
+) -> None:
+    before = list(OptimizerNames), vars(Trainer)["_save_rng_state"]
+    hf_dlion.register()
+    assert (list(OptimizerNames), vars(Trainer)["_save_rng_state"]) == before
+    assert OptimizerNames["DLION"] is OptimizerNames("dlion")
+    words = ["--output_dir", str(tmp_path), "--optim", "dlion", "--use_cpu", "True"]
+    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(words)
+    assert args.optim is pickle.loads(pickle.dumps(args.optim)) is OptimizerNames("dlion")
+    assert args.to_dict()["optim"] == "dlion"
+
+
+UNREGISTERED = """
+from hf_dlion import register
+from transformers import TrainingArguments
+for name in ("dlion", "lion", "dlio"):
+    try:
+        TrainingArguments("out", optim=name, use_cpu=True)
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_without_register_the_error_says_to_call_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", UNREGISTERED], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.splitlines() == [
+        "optim='dlion' is not registered: call hf_dlion.register() before TrainingArguments",
+        "optim='lion' is unknown, did you mean 'dlion' (DistributedLion) or 'lion_32bit' "
+        "(bitsandbytes)? If so, call hf_dlion.register() before TrainingArguments.",
+        "optim='dlio' is unknown, did you mean 'dlion'? If so, call hf_dlion.register() before "
+        "TrainingArguments.",
+    ], done.stderr
+
+
+@pytest.mark.parametrize("name", ["distributed_lion", "DistributedLion", "lion", "dlio", "DLION"])
+def test_a_name_that_means_dlion_is_corrected(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^optim='{name}' is unknown, did you mean 'dlion'"):
+        tiny_args(tmp_path, optim=name)
+    # What transformers says about others is its own.
+    with pytest.raises(ValueError, match="lion_32bit"):
+        tiny_args(tmp_path, optim="adamw_torhc")
+
+
+@pytest.mark.parametrize(
+    "optim_args",
+    [
+        "bits=2, momentum_dtype=bf16,betas=0.8;0.9,full_precision=*norm*;*embed*,local_group=none",
+        {
+            "bits": 2,
+            "momentum_dtype": torch.bfloat16,
+            "betas": [0.8, 0.9],
+            "full_precision": ["*norm*", "*embed*"],
+            "local_group": None,
+        },
+    ],
+    ids=["text", "dict"],
+)
+def test_optim_args_reach_the_optimizer_by_the_names_of_the_model(
+    tmp_path: Path, optim_args: Any
+) -> None:
+    trainer = tiny_trainer(tiny_args(tmp_path, optim_args=optim_args, learning_rate=3e-4))
+    trainer.train()
+    lion = trainer.optimizer.optimizer
+    assert lion.options.bits == 2
+    assert lion.options.momentum_dtype is torch.bfloat16
+    assert lion.options.full_precision == "*norm*;*embed*"
+    assert lion.options.check_replicas_every == 100
+    assert {tuple(group["betas"]) for group in lion.param_groups} == {(0.8, 0.9)}
+    decayed = trainer.get_decay_parameter_names(trainer.model)
+    assert {
+        name: group["weight_decay"] for group in lion.param_groups for name in group["param_names"]
+    } == {name: 0.1 * (name in decayed) for name, _ in trainer.model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("aggregation", "'aggregation' is not name=value"),
+        ("aggregation=sum", "aggregation must be one of 'majority', 'average'"),
+        ("agregation=average", "no option 'agregation', did you mean 'aggregation'?"),
+        ("beta1=2", "beta1=2 must be at least 0 and below 1"),
+        ("bits=x", "bits=x must be an integer"),
+        ("local_group=nodes", 'local_group must be "node" or an int'),
+        ("lr=1", "set TrainingArguments(learning_rate=...)"),
+        ("momentum_dtype=float7", "is not a dtype"),
+        ("bits=2,bits=4", "bits is given twice"),
+    ],
+)
+def test_bad_optim_args_are_refused_when_the_arguments_are_made(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    with pytest.raises(ValueError, match=r"^optim_args") as caught:
+        tiny_args(tmp_path, optim_args=text)
+    assert words in str(caught.value)
+    args = tiny_args(tmp_path, optim="adamw_torch")
+    args = args.set_optimizer(name="dlion", learning_rate=1e-3, args=text)
+    with pytest.raises(ValueError, match=r"^optim_args"):
+        tiny_trainer(args).train()
+
+
+def test_a_pattern_without_a_match_is_refused_in_the_first_step(tmp_path: Path) -> None:
+    trainer = tiny_trainer(tiny_args(tmp_path, optim_args="full_precision=*nrom*"))
+    with pytest.raises(ValueError, match=r"no parameter's name matches '\*nrom\*'"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("changes", "betas"),
+    [
+        ({}, (0.9, 0.99)),
+        ({"adam_beta2": 0.95}, (0.9, 0.95)),
+        ({"adam_beta1": 0.8, "adam_beta2": 0.95, "optim_args": "beta2=0.999"}, (0.8, 0.999)),
+    ],
+)
+def test_betas_are_lions_unless_they_were_chosen(
+    tmp_path: Path, changes: dict[str, Any], betas: tuple[float, float]
+) -> None:
+    assert optimizer_cls_and_kwargs(tiny_args(tmp_path, **changes))[1]["betas"] == betas
+
+
+def test_the_class_route_trains_as_the_name_does_and_its_options_win(tmp_path: Path) -> None:
+    named = tiny_trainer(tiny_args(tmp_path, optim_args="bits=2"))
+    named.train()
+    args = tiny_args(tmp_path, optim="adamw_torch", optim_args="bits=4,beta2=0.5")
+    chosen = optimizer_cls_and_kwargs(args, bits=2, betas=(0.9, 0.99))
+    by_class = tiny_trainer(args, optimizer_cls_and_kwargs=chosen)
+    by_class.train()
+    assert weights_digest(named.model) == weights_digest(by_class.model)
+    assert "dlion/abstained" in by_class.state.log_history[0]
+    for options, words in (
+        ({"tie": "zero"}, "did you mean 'ties'"),
+        ({"bits": 3}, "bits must be 1, 2, 4 or 8"),
+        ({"weight_decay": 0.1}, r"set TrainingArguments\(weight_decay"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            optimizer_cls_and_kwargs(args, **options)
+
+
+class OwnGroups(Trainer):
+    """Makes groups of its own, as several training frameworks do."""
+
+    def create_optimizer(self, model=None):
+        cls, kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        embedding, *others = self.model.parameters()
+        self.optimizer = cls([{"params": [embedding], "lr": 0.0}, {"params": others}], **kwargs)
+        return self.optimizer
+
+
+class OwnOptimizer(Trainer):
+    """Makes its optimizer itself."""
+
+    def create_optimizer(self, model=None):
+        self.optimizer = DistributedLion(self.model.parameters(), lr=1e-3)
+        return self.optimizer
+
+
+class Recorder(TrainerCallback):
+    """What an integration that reports would see."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.seen.append(dict(logs))
+
+
+@pytest.mark.parametrize("how", ["groups", "subclass", "passed"])
+def test_an_optimizer_of_the_users_own_making_is_named_logged_and_saved(
+    tmp_path: Path, how: str
+) -> None:
+    model, recorder, ours = tiny_llama(), Recorder(), DistributedLionCallback()
+    optim = "dlion" if how == "groups" else "adamw_torch"
+    args = tiny_args(tmp_path, optim=optim, save_strategy="steps", save_steps=4)
+    changes: dict[str, Any] = {"callbacks": [recorder]}
+    if how == "passed":
+        lion = DistributedLion(model.parameters(), lr=1e-3)
+        changes = {"callbacks": [recorder, ours], "optimizers": (lion, None)}
+    cls = {"groups": OwnGroups, "subclass": OwnOptimizer, "passed": Trainer}[how]
+    trainer = tiny_trainer(args, cls, model=model, **changes)
+    trainer.train()
+    callbacks = trainer.callback_handler.callbacks
+    assert isinstance(callbacks[0], DistributedLionCallback)
+    assert (callbacks[0] is ours) == (how == "passed")
+    assert sum(isinstance(callback, DistributedLionCallback) for callback in callbacks) == 1
+    names = trainer.optimizer.optimizer.param_groups[0]["param_names"]
+    assert names[0] == "model.embed_tokens.weight"
+    assert "dlion/abstained" in recorder.seen[0]
+    assert "dlion/abstained" in trainer.state.log_history[0]
+    assert (tmp_path / "checkpoint-4" / "dlion_momentum_0_of_1.safetensors").is_file()
+
+
+def test_other_optimizers_are_left_alone_but_our_options_are_warned_of(
+    tmp_path: Path, said: list[str]
+) -> None:
+    args = tiny_args(tmp_path, optim="sgd", optim_args="momentum=0.9,bits=2", save_strategy="steps")
+    trainer = tiny_trainer(args)
+    trainer.train()
+    assert type(trainer.optimizer.optimizer) is torch.optim.SGD
+    assert not list(tmp_path.rglob("*momentum*"))
+    assert "dlion/abstained" not in trainer.state.log_history[0]
+    (text,) = said
+    assert "only DistributedLion has bits, so this has no effect" in text
+
+
+def test_one_process_says_that_it_exchanges_nothing(tmp_path: Path, said: list[str]) -> None:
+    tiny_trainer(tiny_args(tmp_path)).train()
+    assert [text.partition(". ")[0] for text in said] == [
+        "DistributedLion exchanges nothing between nodes and is plain Lion, because one process "
+        "trains alone"
+    ]
+
+
+@pytest.mark.parametrize(("first", "second"), [("adamw_torch", "dlion"), ("dlion", "adamw_torch")])
+def test_a_checkpoint_of_the_other_optimizer_is_refused_with_what_to_do(
+    tmp_path: Path, first: str, second: str
+) -> None:
+    changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    tiny_trainer(tiny_args(tmp_path, optim=first, **changes)).train()
+    again = tiny_trainer(tiny_args(tmp_path, optim=second, **changes))
+    error: Any = ValueError if second == "dlion" else CheckpointError
+    with pytest.raises(error, match="load the model's weights"):
+        again.train(resume_from_checkpoint=True)
+
+
+def test_true_resumes_from_the_newest_checkpoint_that_a_save_completed(tmp_path: Path) -> None:
+    changes = {"save_strategy": "steps", "save_steps": 2}
+    whole = tiny_trainer(tiny_args(tmp_path, **changes))
+    with pytest.raises(ValueError, match="no complete checkpoint"):
+        whole.train(resume_from_checkpoint=True)
+    whole.train()
+    (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
+    resumed = tiny_trainer(tiny_args(tmp_path, **changes))
+    resumed.train(resume_from_checkpoint=True)
+    assert weights_digest(resumed.model) == weights_digest(whole.model)
+    assert resumed.optimizer.optimizer.steps == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"is_deepspeed_enabled": True}, "DeepSpeed"),
+        ({"is_fsdp_enabled": True}, "FSDP"),
+        ({"is_distributed_loading_by_transformers": True}, "sharded while it is loaded"),
+        ({"model.tp_size": 2}, "tensor parallelism"),
+        ({"args._n_gpu": 2}, "one process that drives 2 GPUs"),
+    ],
+)
+def test_a_trainer_whose_ranks_have_no_gradients_of_their_own_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, Any],
+    words: str,
+) -> None:
+    trainer = tiny_trainer(tiny_args(tmp_path))
+    for path, value in change.items():
+        *owner, name = path.split(".")
+        holder = getattr(trainer, owner[0]) if owner else trainer
+        if name == "tp_size":
+            monkeypatch.setattr(type(holder), name, value)
+        else:
+            monkeypatch.setattr(holder, name, value, raising=False)
+    with pytest.raises(NotImplementedError, match=f"doesn't work with.*{words}"):
+        trainer.train()
+
+
+def test_ranks_that_the_arguments_dont_know_of_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for cls in (Trainer, OwnOptimizer):
+        trainer = tiny_trainer(tiny_args(tmp_path), cls)
+        # As under torchrun without use_cpu on a machine without GPUs.
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        words = r"WORLD_SIZE=2, but TrainingArguments knows of 1.*TrainingArguments\(use_cpu=True\)"
+        with pytest.raises(RuntimeError, match=words):
+            trainer.train()
+        monkeypatch.delenv("WORLD_SIZE")
+
+
+def test_model_init_makes_a_new_optimizer_for_every_model(tmp_path: Path) -> None:
+    trainer = tiny_trainer(tiny_args(tmp_path), model=None, model_init=lambda _=None: tiny_llama())
+    trainer.train()
+    first = weights_digest(trainer.model)
+    trainer.train()
+    assert weights_digest(trainer.model) == first
+
+
+@pytest.mark.parametrize("name", ["_save_rng_state", "_load_scaler"])
+def test_a_transformers_without_a_wrapped_method_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.delattr(Trainer, patches._INSTALLED)
+    monkeypatch.delattr(Trainer, name)
+    with pytest.raises(RuntimeError, match=rf"Trainer.{name}.*{transformers.__version__}"):
+        patches.install()
+
+
+def test_a_transformers_without_a_table_of_handlers_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.trainer_optimizer", None)
+    with pytest.raises(RuntimeError, match="_OPTIMIZER_HANDLERS"):
+        hf_dlion.register()
+
+
+def test_a_module_instead_of_parameters_is_refused_with_the_call_to_write() -> None:
+    with pytest.raises(TypeError, match=r"DistributedLion\(model.named_parameters\(\)"):
+        DistributedLion(torch.nn.Linear(2, 2))
+
+
+def test_axolotls_plugin_registers_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("axolotl", "axolotl.integrations", "axolotl.integrations.base"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["axolotl.integrations.base"].BasePlugin = type("BasePlugin", (), {})
+    calls: list[None] = []
+    monkeypatch.setattr(
+        importlib.import_module("hf_dlion.trainer.register"), "register", lambda: calls.append(None)
+    )
+    module = importlib.import_module("hf_dlion.trainer.axolotl")
+    monkeypatch.delitem(sys.modules, module.__name__)
+    module.DistributedLionPlugin().register({"optimizer": "dlion"})
+    assert len(calls) == 1

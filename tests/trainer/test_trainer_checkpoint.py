@@ -1,0 +1,350 @@
+"""Momenta of all ranks in Trainer's checkpoints: whatever asks for one, whoever resumes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import shutil
+import signal
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback
+
+import hf_dlion
+from hf_dlion import CheckpointError
+from tests.support.spawn import RankPools
+from tests.support.tiny import StopAt, tiny_args, tiny_data, tiny_trainer, weights_digest
+
+pytestmark = pytest.mark.multiproc
+
+STEPS, HALF = 8, 4
+LONG = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": HALF}
+
+
+def saved(folder: str | Path) -> list[str]:
+    """Returns the momentum files below a folder, with their folders."""
+    found = Path(folder).rglob("dlion_momentum*")
+    return sorted(str(path.relative_to(folder)) for path in found)
+
+
+def names(steps: list[int], ranks: int = 2) -> list[str]:
+    return sorted(
+        f"checkpoint-{step}/dlion_momentum_{rank}_of_{ranks}.safetensors"
+        for step in steps
+        for rank in range(ranks)
+    )
+
+
+def train(
+    rank: int, world_size: int, folder: str, changes: dict[str, Any], **how: Any
+) -> tuple[str, list[torch.Tensor], list[str], int]:
+    """Trains; returns a hash of the weights, the momenta, what was warned of, and the steps."""
+    hf_dlion.register()
+    callbacks = [StopAt(how["stop"])] if "stop" in how else []
+    trainer = tiny_trainer(tiny_args(folder, **changes), callbacks=callbacks)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train(resume_from_checkpoint=how.get("resume"))
+    lion = trainer.optimizer.optimizer
+    momenta = [state["exp_avg"].clone() for state in lion.state.values()]
+    said = [str(w.message) for w in caught if "moment" in str(w.message)]
+    return weights_digest(trainer.model), momenta, said, lion.steps
+
+
+def run_rest(rank: int, world_size: int, folder: str, changes: dict[str, Any] = LONG) -> Any:
+    return train(rank, world_size, folder, changes, resume=f"{folder}/checkpoint-{HALF}")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, pools: RankPools) -> tuple[Path, Any]:
+    """A run on two ranks with a checkpoint in the middle, never interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, pools(2).run(train, str(folder), LONG)
+
+
+@pytest.fixture
+def half(whole: tuple[Path, Any], tmp_path: Path) -> Path:
+    """What a run that was killed after its checkpoint has left."""
+    shutil.copytree(whole[0] / f"checkpoint-{HALF}", tmp_path / f"checkpoint-{HALF}")
+    return tmp_path
+
+
+@pytest.mark.smoke
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
+    whole: tuple[Path, Any], half: Path, pools: RankPools
+) -> None:
+    straight = whole[1]
+    assert not all(map(torch.equal, straight[0][1], straight[1][1]))  # Momenta differ.
+    for rank, (digest, momenta, said, steps) in enumerate(pools(2).run(run_rest, str(half))):
+        assert digest == straight[0][0] == straight[1][0]
+        assert all(map(torch.equal, momenta, straight[rank][1]))
+        assert not said
+        assert steps == STEPS
+    assert saved(half) == names([HALF, STEPS])
+
+
+def train_without_a_save(rank: int, world_size: int, folder: str) -> tuple[str, str]:
+    """Also goes back to a checkpoint with a Trainer that has trained."""
+    hf_dlion.register()
+    trainer = tiny_trainer(tiny_args(folder, **{**LONG, "save_strategy": "no"}))
+    trainer.train()
+    first = weights_digest(trainer.model)
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{HALF}")
+    return first, weights_digest(trainer.model)
+
+
+def test_saving_changes_nothing_and_a_trainer_goes_back_to_its_checkpoint(
+    whole: tuple[Path, Any], half: Path, pools: RankPools
+) -> None:
+    expected = whole[1][0][0]
+    assert pools(2).run(train_without_a_save, str(half)) == [(expected, expected)] * 2
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_another_number_of_ranks_resumes_with_a_warning(
+    half: Path, pools: RankPools, world_size: int
+) -> None:
+    results = pools(world_size).run(run_rest, str(half))
+    assert len({digest for digest, *_ in results}) == 1
+    assert [len(said) for _, _, said, _ in results] == [1] + [0] * (world_size - 1)
+    assert "was saved by 2 ranks" in results[0][2][0]
+    assert {steps for *_, steps in results} == {STEPS}
+
+
+def refused(rank: int, world_size: int, folder: str) -> str:
+    with pytest.raises((CheckpointError, hf_dlion.Disagreement)) as caught:
+        run_rest(rank, world_size, folder)
+    return str(caught.value)
+
+
+def refused_after_a_damaged_state(rank: int, world_size: int, folder: str) -> str:
+    def fail(*_: Any) -> None:
+        raise OSError("bad sector")
+
+    where = "torch.optim.lr_scheduler.LambdaLR.load_state_dict"
+    damaged = mock.patch(where, fail) if rank == 1 else contextlib.nullcontext()
+    error = OSError if rank == 1 else hf_dlion.Disagreement
+    with damaged, pytest.raises(error) as caught:
+        run_rest(rank, world_size, folder)
+    return str(caught.value)
+
+
+def adamw_resumes(rank: int, world_size: int, folder: str, first: str, second: str) -> str:
+    hf_dlion.register()
+    changes = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    tiny_trainer(tiny_args(folder, optim=first, **changes)).train()
+    other = tiny_trainer(tiny_args(folder, optim=second, **changes))
+    with pytest.raises((ValueError, CheckpointError), match="load the model's weights") as caught:
+        other.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    return str(caught.value)
+
+
+def resume_on_one(rank: int, world_size: int, folder: str) -> str:
+    resume = f"{folder}/checkpoint-{HALF}" if rank == 0 else None
+    with pytest.raises(CheckpointError) as caught:
+        train(rank, world_size, folder, LONG, resume=resume)
+    return str(caught.value)
+
+
+def test_what_cannot_be_loaded_is_refused_on_every_rank(
+    half: Path, pools: RankPools, tmp_path: Path
+) -> None:
+    left, right = pools(2).run(refused_after_a_damaged_state, str(half))
+    assert right == "bad sector"
+    assert "rank 1: OSError: bad sector" in left
+    left, right = pools(2).run(resume_on_one, str(half))
+    assert left == right
+    assert f"(rank 0: {half}/checkpoint-{HALF}; rank 1: None)" in left
+    for pair in (("adamw_torch", "dlion"), ("dlion", "adamw_torch")):
+        left, right = pools(2).run(adamw_resumes, str(tmp_path / pair[0]), *pair)
+        assert left == right
+    (half / f"checkpoint-{HALF}" / "dlion_momentum_1_of_2.safetensors").unlink()
+    left, right = pools(2).run(refused, str(half))
+    assert "dlion_momentum_1_of_2.safetensors, the momentum of rank 1, is missing" in left
+    assert "dlion_momentum_1_of_2.safetensors, the momentum of rank 1, is missing" in right
+
+
+class SaveAt(TrainerCallback):
+    """What a user writes who wants a checkpoint at one step."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_save = state.global_step == 3
+
+
+class Terminate(TrainerCallback):
+    """A scheduler ends the job; only one rank hears of it."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 2 and args.process_index == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def act_at_once(trainer: Trainer) -> None:
+    """Makes a SIGTERM count at once, not three seconds later in another thread."""
+    for callback in trainer.callback_handler.callbacks:
+        if manager := getattr(callback, "jit_manager", None):
+            signal.signal(signal.SIGTERM, lambda *_, m=manager: m._enable_checkpoint())
+
+
+_BEST = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"}
+HOW: dict[str, tuple[dict[str, Any], list[TrainerCallback]]] = {
+    "epoch": ({"save_strategy": "epoch", "max_steps": 12}, []),
+    "best": ({"save_strategy": "best", **_BEST, "load_best_model_at_end": True}, []),
+    "limit": (
+        {"save_strategy": "steps", "save_steps": 1, **_BEST, "save_total_limit": 1}
+        | {"load_best_model_at_end": True},
+        [],
+    ),
+    "callback": ({}, [SaveAt()]),
+    "just in time": ({"enable_jit_checkpoint": True, "max_steps": 6}, [Terminate()]),
+    "weights only": ({"save_strategy": "steps", "save_steps": 2, "save_only_model": True}, []),
+}
+
+
+def save_somehow(rank: int, world_size: int, folder: str) -> dict[str, tuple[int, str]]:
+    hf_dlion.register()
+    results = {}
+    for how, (changes, callbacks) in HOW.items():
+        args = tiny_args(f"{folder}/{how}", **changes)
+        trainer = tiny_trainer(args, callbacks=list(callbacks), eval_dataset=tiny_data(4))
+        act_at_once(trainer)
+        trainer.train()
+        results[how] = trainer.state.global_step, weights_digest(trainer.model)
+    return results
+
+
+def resume_weights_only(rank: int, world_size: int, folder: str) -> tuple[str, int]:
+    import hf_dlion.trainer.patches as patches
+
+    said: list[str] = []
+    with mock.patch.object(patches.logger, "warning_once", said.append):
+        digest, _, _, steps = train(rank, world_size, folder, {}, resume=f"{folder}/checkpoint-2")
+    assert "holds weights only" in said[0]
+    return digest, steps
+
+
+@pytest.mark.slow
+def test_a_momentum_is_saved_whatever_asks_for_a_checkpoint(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    left, right = pools(2).run(save_somehow, str(tmp_path), timeout=120)
+    assert left == right
+    assert saved(tmp_path / "epoch") == names([6, 12])
+    assert saved(tmp_path / "callback") == names([3])
+    assert left["just in time"][0] == 3
+    assert saved(tmp_path / "just in time") == names([3])
+    assert saved(tmp_path / "weights only") == []
+    for how in ("best", "limit"):
+        kept = [int(path.name.split("-")[1]) for path in (tmp_path / how).glob("checkpoint-*")]
+        assert kept
+        assert saved(tmp_path / how) == names(kept)
+    results = pools(2).run(resume_weights_only, str(tmp_path / "weights only"))
+    assert results[0] == results[1]
+    assert results[0][1] == 2  # Its own count of steps starts with its momenta.
+
+
+def keep_scalers(rank: int, world_size: int, folder: str) -> float:
+    """Trainer has no GradScaler on a CPU: gives it one, with another scale on every rank."""
+    hf_dlion.register()
+    trainer = tiny_trainer(tiny_args(folder, save_strategy="steps", save_steps=2))
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (3 + rank))
+    trainer.accelerator.scaler.scale(torch.ones(()))
+    trainer.train()
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    return float(trainer.accelerator.scaler.state_dict()["scale"])
+
+
+def test_every_rank_gets_its_own_scaler_back(pools: RankPools, tmp_path: Path) -> None:
+    assert pools(2).run(keep_scalers, str(tmp_path)) == [8.0, 16.0]
+
+
+def _full(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+# On which rank what fails in the second save.
+FAILURES: dict[str, tuple[int, str]] = {
+    "weights": (0, "transformers.Trainer._save"),
+    "state": (0, "transformers.Trainer._save_scaler"),
+    "random state": (1, "torch.random.get_rng_state"),
+    "momentum": (1, "hf_dlion.checkpoint.save_file"),
+    "end": (0, "transformers.TrainerState.save_to_json"),
+    "rotation": (0, "transformers.trainer.rotate_checkpoints"),
+}
+
+
+def fail_to_save(rank: int, world_size: int, folder: str) -> dict[str, tuple[str, str]]:
+    hf_dlion.register()
+
+    class Fill(TrainerCallback):
+        """Fills the disk before the second save; the last save has no step after it."""
+
+        def __init__(self, where: str) -> None:
+            self.patch = mock.patch(where, _full)
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                self.patch.start()
+
+    results = {}
+    for name, (who, where) in FAILURES.items():
+        best = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"}
+        args = tiny_args(
+            f"{folder}/{name}", save_strategy="steps", save_steps=2, save_total_limit=1, **best
+        )
+        fill = Fill(where)
+        trainer = tiny_trainer(
+            args, callbacks=[fill] if rank == who else [], eval_dataset=tiny_data(4)
+        )
+        try:
+            trainer.train()
+            results[name] = "nothing", ""
+        except BaseException as error:
+            results[name] = type(error).__name__, str(error)
+        finally:
+            mock.patch.stopall()
+    return results
+
+
+@pytest.mark.slow
+def test_a_full_disk_on_one_rank_raises_on_all_and_leaves_the_older_checkpoint(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    results = pools(2).run(fail_to_save, str(tmp_path), timeout=120)
+    for name, (who, _) in FAILURES.items():
+        kind, text = results[who][name]
+        assert kind in ("OSError", "CheckpointError"), (name, kind, text)
+        assert "No space left" in text, name
+        kind, text = results[1 - who][name]
+        assert kind == "Disagreement", (name, kind, text)
+        assert f"save failed on 1 of 2 ranks: rank {who}" in text, name
+        older = tmp_path / name / "checkpoint-2"
+        assert (older / "trainer_state.json").exists(), name
+        complete = (tmp_path / name / "checkpoint-4" / "trainer_state.json").exists()
+        assert complete == (name == "rotation"), name
+
+
+def overwrite(rank: int, world_size: int, folder: str) -> bool:
+    """Saves again where a complete checkpoint of the same step is, and fails."""
+    hf_dlion.register()
+    changes = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    tiny_trainer(tiny_args(folder, **changes)).train()
+    state = Path(folder, "checkpoint-2", "trainer_state.json")
+    assert state.exists() or rank == 1
+    again: Callable[[], Any] = tiny_trainer(tiny_args(folder, **changes)).train
+    with mock.patch("hf_dlion.checkpoint.save_file", _full), pytest.raises(CheckpointError):
+        again()
+    return state.exists()
+
+
+def test_a_failed_save_over_a_complete_checkpoint_leaves_it_incomplete(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    assert pools(2).run(overwrite, str(tmp_path)) == [False, False]

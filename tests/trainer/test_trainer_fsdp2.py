@@ -1,0 +1,111 @@
+"""Trainer with FSDP2 inside replicas, on CPUs that Accelerate takes for GPUs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from torch.distributed.tensor import DTensor
+
+import hf_dlion
+from accelerate import DistributedType, PartialState
+from hf_dlion.accelerate import parallelism_config
+from tests.support.spawn import LASTING, RankPools
+from tests.support.tiny import tiny_args, tiny_data, tiny_llama, tiny_trainer
+
+pytestmark = pytest.mark.multiproc
+
+
+@contextmanager
+def as_if_on_gpus() -> Iterator[None]:
+    """Makes Accelerate take gloo ranks for those of several GPUs; all devices remain CPUs."""
+    original = PartialState.__init__
+
+    def made(self: PartialState, cpu: bool = False, **kwargs: Any) -> None:
+        original(self, True, **kwargs)
+        if self.distributed_type is DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_GPU
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    try:
+        # TrainingArguments tell Accelerate about FSDP by environment variables.
+        with mock.patch.object(PartialState, "__init__", made), mock.patch.dict(os.environ):
+            yield
+    finally:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+
+
+def train(
+    rank: int, world_size: int, folder: str, changes: dict[str, Any], resume: bool
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    hf_dlion.register()
+    with as_if_on_gpus():
+        args = tiny_args(
+            folder,
+            fsdp=True,
+            fsdp_config={
+                "version": 2,
+                "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+                "state_dict_type": "SHARDED_STATE_DICT",
+            },
+            parallelism_config=parallelism_config(dp_replicate_size=2, dp_shard_size=2),
+            **{"per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 2},
+            **changes,
+        )
+        model = tiny_llama(attention_dropout=0.0)
+        trainer = tiny_trainer(args, model=model, eval_dataset=tiny_data(12))
+        mesh = trainer.accelerator.torch_device_mesh
+        for own in (mesh, mesh["dp_shard_cp"]):  # torch reuses an equal mesh with its groups.
+            LASTING.update(own.get_all_groups())
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resume else None)
+        lion = trainer.optimizer.optimizer
+        params = [param for group in lion.param_groups for param in group["params"]]
+        assert all(isinstance(param, DTensor) for param in params)
+        told = {
+            "bytes": lion.wire.last_bytes_sent,
+            "names": lion.param_groups[0]["param_names"],
+            "steps": lion.steps,
+            "numel": sum(param.numel() for param in params),
+        }
+        return [param.detach().full_tensor().clone() for param in params], told
+
+
+@pytest.mark.slow
+def test_replicas_vote_on_their_shards_and_resume_bit_for_bit(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {
+        "optim_args": "bits=2,full_precision=*norm*",
+        "gradient_accumulation_steps": 2,
+        **{"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True},
+    }
+    whole = pools(4).run(train, str(tmp_path), changes, False, timeout=120)
+    for params, told in whole:
+        assert all(map(torch.equal, params, whole[0][0]))
+        assert "model.embed_tokens.weight" in told["names"]
+        # Two bits of this rank's half of the parameters, one way each.
+        assert told["bytes"] < 2 * 2 * told["numel"] / 8
+    rest = pools(4).run(train, str(tmp_path), changes, True, timeout=120)
+    for (straight, _), (resumed, told) in zip(whole, rest, strict=True):
+        assert told["steps"] == 4
+        assert all(map(torch.equal, straight, resumed))
+
+
+def trains_with_adamw(rank: int, world_size: int, folder: str) -> None:
+    with pytest.raises(NotImplementedError, match="use DistributedLion"):
+        train(rank, world_size, folder, {"optim": "adamw_torch"}, False)
+
+
+def test_another_optimizer_is_refused_because_replicas_would_drift_apart(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    pools(4).run(trains_with_adamw, str(tmp_path))

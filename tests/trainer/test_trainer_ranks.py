@@ -1,0 +1,393 @@
+"""Trainer and TRL on two ranks: replicas stay equal, votes travel, and the log says how many."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch.nn.parallel import DistributedDataParallel
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, set_seed
+
+import hf_dlion
+from hf_dlion.trainer import optimizer_cls_and_kwargs
+from tests.support.spawn import RankPools, run_script
+from tests.support.tiny import tiny_args, tiny_data, tiny_llama, tiny_trainer, weights_digest
+
+pytestmark = pytest.mark.multiproc
+
+
+def outcome(trainer: Trainer) -> tuple[str, list[dict[str, Any]], Any]:
+    """Returns a hash of the weights, the log entries with a loss, and the optimizer's wire."""
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return weights_digest(trainer.model), entries, trainer.optimizer.optimizer.wire
+
+
+def train_all(
+    rank: int, world_size: int, folder: str, cases: list[dict[str, Any]]
+) -> list[tuple[str, list[dict[str, Any]], Any]]:
+    hf_dlion.register()
+    results = []
+    for changes in cases:
+        trainer = tiny_trainer(tiny_args(folder, **changes))
+        trainer.train()
+        results.append(outcome(trainer))
+    return results
+
+
+CASES: list[dict[str, Any]] = [
+    {"ddp_find_unused_parameters": True},
+    {"gradient_accumulation_steps": 3},
+    {"max_grad_norm": 0.0},
+    {"gradient_checkpointing": True},
+    {"bf16": True},
+    {"ddp_static_graph": True},
+    {"torch_compile": True, "torch_compile_backend": "eager"},
+    {"optim_args": "exchange=two_phase,aggregation=average"},
+    {"optim_args": "bits=2,ties=zero,momentum_dtype=bfloat16,full_precision=*norm*"},
+    {"optim_args": "momentum_sync_every=2,momentum_sync=*mlp*"},
+    {"neftune_noise_alpha": 5.0, "label_smoothing_factor": 0.1},
+]
+
+
+@pytest.mark.slow
+def test_replicas_stay_equal_whatever_trainer_is_told(pools: RankPools, tmp_path: Path) -> None:
+    left, right = pools(2).run(train_all, str(tmp_path), CASES, timeout=240)
+    for changes, (digest, entries, wire), (other, _, _) in zip(CASES, left, right, strict=True):
+        assert digest == other, changes
+        assert len(entries) == 4, changes
+        assert wire.exchanges == 4, changes
+    # Four cases equal a plain run: how DDP works, and clipping above every norm.
+    assert len({digest for digest, _, _ in left}) == len(CASES) - 4
+
+
+@pytest.mark.smoke
+def test_the_log_says_what_the_wire_says(pools: RankPools, tmp_path: Path) -> None:
+    cases = [{"logging_steps": 2}]
+    results = [results[0] for results in pools(2).run(train_all, str(tmp_path), cases)]
+    assert results[0][0] == results[1][0]
+    for _, entries, wire in results:
+        assert len(entries) == 2
+        sent = sum(2 * entry["dlion/wire_mb_per_step"] for entry in entries)
+        assert math.isclose(sent * 1e6, wire.bytes_sent)
+        for part in ("encode", "exchange", "apply"):
+            spent = sum(2 * entry[f"dlion/{part}_ms"] for entry in entries)
+            assert math.isclose(spent, 1e3 * getattr(wire, f"{part}_s"))
+            assert spent > 0.0
+        # One bit per parameter, activity of rows and a header, instead of 16 bits of bf16.
+        parameters = sum(p.numel() for p in tiny_llama().parameters())
+        assert parameters / 8 < wire.last_bytes_sent < parameters / 4
+        assert {entry["dlion/abstained"] for entry in entries} == {0.0}
+
+
+class PoisonRankOne(TrainerCallback):
+    """Puts a NaN into the gradient of rank 1 in the third and fourth step."""
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if dist.get_rank() == 1 and state.global_step in (2, 3):
+            next(model.parameters()).grad.view(-1)[0] = math.nan
+
+
+def train_for_tensorboard(rank: int, world_size: int, folder: str) -> Any:
+    import os
+
+    hf_dlion.register()
+    os.environ["TENSORBOARD_LOGGING_DIR"] = f"{folder}/board"
+    args = tiny_args(folder, max_steps=6, logging_steps=2, report_to="tensorboard")
+    trainer = tiny_trainer(args, callbacks=[PoisonRankOne()])
+    trainer.train()
+    return outcome(trainer)
+
+
+def test_tensorboard_has_every_entry_and_abstentions_are_counted(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    (digest, entries, _), (other, _, _) = pools(2).run(train_for_tensorboard, str(tmp_path))
+    assert digest == other
+    assert [entry["dlion/abstained"] for entry in entries] == [0.0, 2.0, 0.0]
+    board = events.EventAccumulator(str(tmp_path / "board")).Reload()
+    names = {f"dlion/{part}_ms" for part in ("encode", "exchange", "apply")}
+    names |= {"dlion/wire_mb_per_step", "dlion/abstained"}
+    seen = {tag for tag in board.Tags()["scalars"] if "dlion" in tag}
+    assert seen - {"train/dlion/agreement"} == {f"train/{name}" for name in names}
+    for name in names:
+        values = [event.value for event in board.Scalars(f"train/{name}")]
+        assert values == pytest.approx([entry[name] for entry in entries])
+
+
+def train_in_turns(rank: int, world_size: int, folder: str) -> Any:
+    hf_dlion.register()
+    ours = tiny_trainer(tiny_args(folder, max_steps=2))
+    ours.train()
+    sent = ours.optimizer.optimizer.wire.bytes_sent
+    digests, model = [], ours.model
+    other = tiny_trainer(tiny_args(folder, max_steps=2, optim="adamw_torch"), model=model)
+    other.train()
+    digests.append(weights_digest(model))
+    ours.train()  # Its wrapper is reused.
+    digests.append(weights_digest(model))
+    wire = ours.optimizer.optimizer.wire
+    logged = sum(e["dlion/wire_mb_per_step"] for e in outcome(ours)[1][-2:]) * 1e6
+    hooks = len(ours.model_wrapped._comm_hooks)
+    return (
+        digests,
+        wire.bytes_sent - sent,
+        logged,
+        ours.model_wrapped.require_backward_grad_sync,
+        hooks,
+    )
+
+
+def test_trainers_take_turns_on_one_model_and_adamw_averages_again(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    left, right = pools(2).run(train_in_turns, str(tmp_path))
+    assert left[0] == right[0]
+    assert left[0][0] != left[0][1]
+    for _, sent, logged, averages, hooks in (left, right):
+        assert sent > 0
+        assert math.isclose(sent, logged)
+        assert averages
+        assert hooks == 1
+
+
+def raise_and_detach(rank: int, world_size: int, folder: str) -> bool:
+    hf_dlion.register()
+
+    class Failing(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            raise KeyError("of the user's callback")
+
+    trainer = tiny_trainer(tiny_args(folder), callbacks=[Failing()])
+    with pytest.raises(KeyError, match="of the user's callback"):
+        trainer.train()
+    return bool(trainer.model_wrapped.require_backward_grad_sync)
+
+
+def test_a_training_that_fails_lets_ddp_average_again(pools: RankPools, tmp_path: Path) -> None:
+    assert pools(2).run(raise_and_detach, str(tmp_path)) == [True, True]
+
+
+def evaluate_first(rank: int, world_size: int, folder: str, first: bool) -> Any:
+    hf_dlion.register()
+    trainer = tiny_trainer(tiny_args(folder), eval_dataset=tiny_data(8))
+    if first:
+        trainer.evaluate()
+    set_seed(0)  # The evaluation drew random numbers.
+    trainer.train()
+    wrapped = isinstance(trainer.model_wrapped, DistributedDataParallel)
+    said = ""
+    if first:
+        other = tiny_trainer(
+            tiny_args(folder, optim_args="local_group=2"), eval_dataset=tiny_data(8)
+        )
+        other.evaluate()
+        with pytest.raises(
+            RuntimeError, match="local_group=2 needs a model that Trainer wraps"
+        ) as e:
+            other.train()
+        said = str(e.value)
+    return weights_digest(trainer.model), wrapped, trainer.optimizer.optimizer.wire.exchanges, said
+
+
+def test_evaluate_before_train_leaves_no_ddp_and_trains_equally(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    results = pools(2).run(evaluate_first, str(tmp_path), True)
+    plain = pools(2).run(evaluate_first, str(tmp_path), False)
+    assert [wrapped for _, wrapped, *_ in results + plain] == [False, False, True, True]
+    assert len({digest for digest, *_ in results + plain}) == 1
+    assert results[0][2] == 4
+
+
+class OutOfMemoryOnce(Trainer):
+    """Fails in its second step as a GPU does that is too small for the batch."""
+
+    failed = False
+
+    def training_step(self, *args, **kwargs):
+        if not self.failed and self.state.global_step == 1:
+            self.failed = True
+            raise RuntimeError("CUDA out of memory. Tried to allocate 8 GiB")
+        return super().training_step(*args, **kwargs)
+
+
+def find_batch_size(rank: int, world_size: int, folder: str) -> Any:
+    hf_dlion.register()
+    trainer = tiny_trainer(tiny_args(folder, auto_find_batch_size=True), OutOfMemoryOnce)
+    trainer.train()
+    return outcome(trainer), trainer._train_batch_size
+
+
+def test_a_smaller_batch_after_out_of_memory_trains_on_with_a_new_wrapper(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    results = pools(2).run(find_batch_size, str(tmp_path))
+    for (digest, _, wire), batch_size in results:
+        assert digest == results[0][0][0]
+        assert wire.exchanges == 5
+        assert batch_size < 4
+
+
+def refused(rank: int, world_size: int, folder: str) -> list[str]:
+    hf_dlion.register()
+    said = []
+    args = tiny_args(folder, fsdp="full_shard", ddp_find_unused_parameters=None)
+    with pytest.raises(NotImplementedError, match="doesn't work with FSDP") as fsdp:
+        tiny_trainer(args).train()
+    said.append(str(fsdp.value))
+    # The options differ, and then the weights, which no DDP makes equal after an evaluation.
+    with pytest.raises(hf_dlion.Disagreement, match="'seed'") as options:
+        tiny_trainer(tiny_args(folder, optim_args=f"seed={rank}")).train()
+    said.append(str(options.value))
+    model = tiny_llama()
+    torch.nn.init.constant_(model.lm_head.weight, float(rank))
+    trainer = tiny_trainer(tiny_args(folder), model=model, eval_dataset=tiny_data(8))
+    trainer.evaluate()
+    with pytest.raises(hf_dlion.Disagreement, match="lm_head") as weights:
+        trainer.train()
+    said.append(str(weights.value))
+    return said
+
+
+def test_what_would_train_wrongly_is_refused_on_every_rank(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    left, right = pools(2).run(refused, str(tmp_path))
+    assert left == right
+
+
+def one_node(rank: int, world_size: int, folder: str) -> Any:
+    import hf_dlion.trainer.callback as callback
+
+    hf_dlion.register()
+    said: list[str] = []
+    original, callback.logger.warning_once = callback.logger.warning_once, said.append
+    try:
+        trainer = tiny_trainer(tiny_args(folder, optim_args="local_group=node"))
+        trainer.train()
+    finally:
+        callback.logger.warning_once = original
+    return *outcome(trainer), said
+
+
+def test_nodes_vote_as_one_and_a_single_node_is_told(pools: RankPools, tmp_path: Path) -> None:
+    (digest, entries, _, said), (other, _, _, silent) = pools(2).run(one_node, str(tmp_path))
+    assert digest == other
+    assert "dlion/node_mb_per_step" in entries[0]
+    assert "puts all 2 ranks into one node" in said[0]
+    assert silent == []
+
+
+class StopOnPlateau(EarlyStoppingCallback):
+    """No gain is enough."""
+
+    def __init__(self) -> None:
+        super().__init__(early_stopping_patience=2, early_stopping_threshold=100.0)
+
+
+def best_of(rank: int, world_size: int, folder: str) -> Any:
+    hf_dlion.register()
+    args = tiny_args(
+        folder, learning_rate=0.3, max_steps=12, eval_strategy="steps", eval_steps=2,
+        save_strategy="steps", save_steps=2, load_best_model_at_end=True, save_total_limit=2,
+        greater_is_better=True, metric_for_best_model="loss",
+    )  # fmt: skip
+    trainer = tiny_trainer(args, eval_dataset=tiny_data(8), callbacks=[StopOnPlateau()])
+    trainer.train()
+    losses = [e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e]
+    end = trainer.evaluate()["eval_loss"]
+    best = trainer.state.best_model_checkpoint
+    return weights_digest(trainer.model), trainer.state.global_step, losses, end, best
+
+
+def test_training_stops_early_and_ends_with_the_best_model_on_every_rank(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    results = pools(2).run(best_of, str(tmp_path))
+    assert results[0] == results[1]
+    _, steps, losses, end, best = results[0]
+    assert steps == 6
+    assert losses[0] == max(losses) > losses[-1]  # The best by this measure, not the last.
+    assert math.isclose(end, losses[0], rel_tol=1e-6)
+    assert Path(best, "dlion_momentum_1_of_2.safetensors").exists()
+
+
+def by_class_with_lora(rank: int, world_size: int, folder: str) -> Any:
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    args = tiny_args(
+        folder, optim="adamw_torch", save_strategy="steps", save_steps=2, label_names=["labels"]
+    )
+    ends = []
+    for resume in (None, f"{folder}/checkpoint-2"):
+        trainer = tiny_trainer(
+            args,
+            model=get_peft_model(tiny_llama(), config),
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args, ties="zero"),
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        ends.append(outcome(trainer))
+    return ends
+
+
+def test_a_peft_model_by_the_class_route_trains_saves_and_resumes(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    results = pools(2).run(by_class_with_lora, str(tmp_path))
+    for (whole, entries, wire), (resumed, _, _) in results:
+        assert whole == resumed == results[0][0][0]
+        assert "dlion/abstained" in entries[0]
+        # Only votes of the adapter travel, two bits of each with a majority that may be zero.
+        assert wire.last_bytes_sent < 300
+
+
+def write_model_and_data(folder: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(62)} | {"<eos>": 62, "<pad>": 63}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>", model_max_length=32
+    ).save_pretrained(folder / "model")
+    tiny_llama(attention_dropout=0.0).save_pretrained(folder / "model")
+    (folder / "data").mkdir()
+    lines = [" ".join(f"w{(i * 7 + k) % 60}" for k in range(10)) for i in range(48)]
+    text = "".join(f'{{"text": "{line}"}}\n' for line in lines)
+    (folder / "data" / "train.jsonl").write_text(text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_trls_own_script_trains_saves_and_resumes(tmp_path: Path, lora: bool) -> None:
+    write_model_and_data(tmp_path)
+    flags = {
+        "model_name_or_path": tmp_path / "model",
+        "dataset_name": tmp_path / "data",
+        "output_dir": tmp_path / "out",
+        **{"optim": "dlion", "optim_args": "bits=2", "learning_rate": 1e-2, "max_steps": 4},
+        **{"logging_steps": 1, "save_strategy": "steps", "save_steps": 2, "max_length": 16},
+        **{"per_device_train_batch_size": 4, "report_to": "none", "bf16": False, "use_cpu": True},
+        "gradient_checkpointing": False,
+        **({"use_peft": True, "lora_r": 4} if lora else {}),
+    }
+    command = ["-m", "hf_dlion.launch", "-m", "trl.scripts.sft"]
+    for name, value in flags.items():
+        command += [f"--{name}", str(value)]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    weights = "adapter_model.safetensors" if lora else "model.safetensors"
+    said = run_script(2, command, env=offline, timeout=240).stdout
+    assert "dlion/wire_mb_per_step" in said
+    last = tmp_path / "out" / "checkpoint-4"
+    whole = (last / weights).read_bytes()
+    assert (last / "dlion_momentum_1_of_2.safetensors").exists()
+    (last / "trainer_state.json").unlink()
+    command += ["--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-2")]
+    run_script(2, command, env=offline, timeout=240)
+    assert (last / weights).read_bytes() == whole
