@@ -108,10 +108,8 @@ def logarithmic(panel: Any, which: str) -> None:
     getattr(panel, f"set_{which}scale")("log")
     low, high = getattr(panel, f"get_{which}lim")()
     axis = getattr(panel, f"{which}axis")
-    # As many ticks as have room, and two at least.
     decades = math.log10(high / low)
-    steps = {0.6: (1, 1.5, 2, 3, 4, 6, 8), 1.3 if which == "x" else 2.1: (1, 2, 5), 3.0: (1, 3)}
-    subs = next((found for limit, found in steps.items() if decades < limit), (1,))
+    subs = (1, 1.5, 2, 3, 4, 6, 8) if decades < 0.6 else (1, 2, 5) if decades < 1.5 else (1, 3)
     axis.set_major_locator(LogLocator(subs=subs, numticks=99))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axis.set_minor_locator(NullLocator())

@@ -49,6 +49,7 @@ class Workers(ABC):
         judges: Whether this process computes validation losses and metrics.
     """
 
+    workers: Sequence[int]
     bytes_sent: float = 0.0
     judges = True
 
@@ -280,7 +281,7 @@ class RealRank(Workers):
 
     def __init__(self, scene: Scene, setting: Setting) -> None:
         super().__init__(scene, setting)
-        self.workers: Sequence[int] = [dist.get_rank()]
+        self.workers = [dist.get_rank()]
         self.judges = dist.get_rank() == 0
         self._rank = method_of(setting.method).make(self.model, setting)
         self.model = self._rank.model
