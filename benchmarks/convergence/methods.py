@@ -29,7 +29,7 @@ from benchmarks.methods import (
 from hf_dlion.exchange.exchange import wire_bytes
 from hf_dlion.exchange.rule import Average, Majority
 from hf_dlion.vote.codec import TOP, spread, tally
-from hf_dlion.vote.local import all_finite, flat_like, flat_view
+from hf_dlion.vote.local import all_finite, flat_gradient, flat_view
 from hf_dlion.vote.message import Shape, messages
 from hf_dlion.vote.momentum_sync import slice_of
 from hf_dlion.vote.update import Scratch, Turn, encode, move
@@ -199,12 +199,13 @@ class Votes(Apart):
         """Returns a rank's flat gradients, none if it abstains."""
         finite = all_finite([grad for grad in grads if grad is not None])
         pairs = zip(grads, self.params, strict=True)
-        return [flat_like(g, p) if g is not None and finite else None for g, p in pairs]
+        return [flat_gradient("", g, p) if g is not None and finite else None for g, p in pairs]
 
     def _turn(self, rank: int) -> Turn:
         options = self._optimizer.options
         return Turn(
             step=self._step, rank=rank, seed=options.seed, bits=options.bits, level_scale="word",
+            exchange="gather",
             groups=self._optimizer.param_groups, scratch=self._scratch,
         )  # fmt: skip
 

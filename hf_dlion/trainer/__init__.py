@@ -13,7 +13,7 @@ other optimizers.
 
 from hf_dlion.trainer.callback import DistributedLionCallback
 from hf_dlion.trainer.patches import install
-from hf_dlion.trainer.register import optimizer_cls_and_kwargs, register
+from hf_dlion.trainer.registration import optimizer_cls_and_kwargs, register
 
 __all__ = ["DistributedLionCallback", "optimizer_cls_and_kwargs", "register"]
 

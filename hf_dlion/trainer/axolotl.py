@@ -10,7 +10,7 @@ from typing import Any
 
 from axolotl.integrations.base import BasePlugin
 
-from hf_dlion.trainer.register import register
+from hf_dlion.trainer.registration import register
 
 
 class DistributedLionPlugin(BasePlugin):  # type: ignore[misc, unused-ignore] # axolotl is optional

@@ -355,7 +355,9 @@ def test_axolotls_plugin_registers_when_it_is_loaded(monkeypatch: pytest.MonkeyP
     sys.modules["axolotl.integrations.base"].BasePlugin = type("BasePlugin", (), {})
     calls: list[None] = []
     monkeypatch.setattr(
-        importlib.import_module("hf_dlion.trainer.register"), "register", lambda: calls.append(None)
+        importlib.import_module("hf_dlion.trainer.registration"),
+        "register",
+        lambda: calls.append(None),
     )
     module = importlib.import_module("hf_dlion.trainer.axolotl")
     monkeypatch.delitem(sys.modules, module.__name__)
