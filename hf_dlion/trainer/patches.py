@@ -219,6 +219,12 @@ def _save_checkpoint(
     _told[trainer], failure = False, None
     try:
         original(*args, **kwargs)
+        if trainer.args.enable_jit_checkpoint:
+            # Every rank's just-in-time callback has made this file, and fails if another rank
+            # removes it between its look and its own removal.
+            step = f"checkpoint-{trainer.state.global_step}"
+            mark = Path(trainer._get_output_dir(trial=None), step, "checkpoint-is-incomplete.txt")
+            mark.unlink(missing_ok=True)
     except BaseException as error:
         if _told[trainer] or _is_sharded(trainer):
             raise
