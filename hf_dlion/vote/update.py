@@ -139,7 +139,7 @@ def encode(message: Message, grads: Flat, momenta: Flat, turn: Turn, means: Flat
         codes = _codes(piece, u, turn, means)
         own = planes[:, piece.words]
         for bit in range(turn.bits):
-            codec.pack(codes, bit, own[bit])
+            codec.pack(codes, bit, own[bit], turn.scratch("bit", piece.size, codes.dtype, u.device))
         active = codec.active_words(u, own[0] if turn.bits == 1 else None, turn.step + turn.rank)
         if active is not None:
             words[piece.words] = active
@@ -177,7 +177,8 @@ def tensor_means(
             u = direction(piece, grads, momenta, turn, advance=False)
             active_words = codec.active_words(u)
             words[piece.words] = True if active_words is None else active_words
-            total[piece.words] = codec.word_magnitudes(u)[0]
+            scratch = turn.scratch("levels", piece.size, u.dtype, u.device)
+            total[piece.words] = codec.word_magnitudes(u, scratch)[0]
         active, row = rows_of(words, message), 0
         for index, first, count, length in message.spans:
             rows = active[row : row + count // length]
@@ -264,17 +265,17 @@ def put(piece: Piece, flat: Tensor, tensors: Flat, turn: Turn, stream: int) -> N
     if _whole(piece, tensors) is not None:
         return  # `gather` gave a view.
     values, places, parts = _parts(piece, flat, tensors)
-    if any([place.dtype in LOW_PRECISION for place in places]):
+    for dtype in {place.dtype for place in places}.intersection(LOW_PRECISION):
         random = turn.scratch("random", piece.size, torch.int32, flat.device)
         random_bits(piece.size, piece.first, turn.step, turn.seed, stream, random)
+        # Of a momentum an Inf would decay to Inf and decide the vote forever.
+        most = torch.finfo(dtype).max if stream != PARAMETERS else math.inf
+        x = turn.scratch("rounded", piece.size, torch.float32, flat.device)
+        x.copy_(flat).clamp_(-most, most)
+        rounded = round_to(x, dtype, random)
         for k, (part, place) in enumerate(zip(parts, places, strict=True)):
-            if place.dtype in LOW_PRECISION:
-                x = values[k]
-                if stream != PARAMETERS:
-                    # An Inf would decay to Inf and decide the vote forever.
-                    x.clamp_(-torch.finfo(place.dtype).max, torch.finfo(place.dtype).max)
-                own = random[part.at : part.at + x.numel()]
-                values[k] = round_to(x.float(), place.dtype, own)
+            if place.dtype == dtype:
+                values[k] = rounded[part.at : part.at + place.numel()]
     if places:
         torch._foreach_copy_(places, values)
 
@@ -315,9 +316,10 @@ def _codes(piece: Piece, u: Tensor, turn: Turn, means: Flat) -> Tensor:
     if turn.bits == 1:
         out = turn.scratch("codes", piece.size, torch.bool, u.device)
         return codec.sign_codes(u, phase, out)
+    scratch = turn.scratch("levels", piece.size, u.dtype, u.device)
     if turn.level_scale == "word":
-        sums, counts = codec.word_magnitudes(u)
-        magnitude = (sums / counts.clamp_min(1)).to(u.dtype)
+        sums, counts = codec.word_magnitudes(u, scratch)
+        magnitude = sums.div_(counts.clamp_min_(1))
     else:
         magnitude = torch.cat(
             [
@@ -325,7 +327,8 @@ def _codes(piece: Piece, u: Tensor, turn: Turn, means: Flat) -> Tensor:
                 for part in piece.parts
             ]
         )
-    return codec.level_codes(u, magnitude, turn.bits, phase)
+    codes = turn.scratch("codes", 2 * piece.size, torch.uint8, u.device).view(2, -1)
+    return codec.level_codes(u, magnitude, turn.bits, phase, codes, scratch)
 
 
 def _tree_sum(values: Tensor) -> Tensor:

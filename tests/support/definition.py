@@ -82,14 +82,15 @@ def codes_of(
 
 def mean_magnitudes(u: Array, layout: Layout, active: Array, scale: str) -> Array:
     """Returns the mean magnitude that each element is measured by, dtype of u."""
-    sums = np.abs(u.reshape(-1, 64)).astype(np.float64)
+    sums = np.abs(u.reshape(-1, 64))
     counts = (sums != 0).sum(axis=1)
     while sums.shape[1] > 1:
         half = sums.shape[1] // 2
-        sums = sums[:, :half] + sums[:, half:]
-    words = sums[:, 0]
-    means = words / np.maximum(counts, 1)
+        with np.errstate(over="ignore"):
+            sums = sums[:, :half] + sums[:, half:]
+    means = sums[:, 0] / np.maximum(counts, 1).astype(u.dtype)
     if scale == "tensor":
+        words = sums[:, 0].astype(np.float64)
         means = np.zeros_like(words)
         for number in range(len(layout.sizes)):
             first, last = layout.starts[number] // 64, layout.starts[number + 1] // 64

@@ -48,9 +48,12 @@ def test_levels_are_those_of_the_definition(
     bits: int, dtype: torch.dtype, words: int, seed: int, phase: int
 ) -> None:
     u = draw(words, seed, dtype)
-    sums, counts = codec.word_magnitudes(u)
+    scratch = torch.empty_like(u)
+    sums, counts = codec.word_magnitudes(u, scratch)
     means = (sums / counts.clamp_min(1)).to(dtype)
-    codes = codec.level_codes(u, means, bits, phase)
+    codes = codec.level_codes(
+        u, means, bits, phase, torch.empty(2, u.numel(), dtype=torch.uint8), scratch
+    )
     layout = Layout([(words, 64)])
     expected, active = definition.codes_of(u.numpy(), layout, phase=phase, bits=bits)
     on = active[layout.row_of_element]
