@@ -257,7 +257,7 @@ def _save_state(accelerator: Accelerator, original: Callable[[], Any]) -> Any:
     def meet_and_wait() -> None:
         # A rank that has failed is not at Accelerate's barrier, but in `save_momentum`.
         try:
-            lions[0][1].meet(Kind.SAVE, None, {})
+            lions[0][1].meet(Kind.SAVE, None)
         except BaseException as error:
             told.append(error)
             raise

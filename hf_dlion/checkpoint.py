@@ -125,7 +125,7 @@ def save_momentum(
         failure.__cause__ = error
     except BaseException as error:  # The other ranks wait, for an interrupted rank as well.
         failure = error
-    lion.meet(Kind.SAVE, failure, {})
+    lion.meet(Kind.SAVE, failure)
     for other, count in _files(place, name):
         if count != world_size:
             with contextlib.suppress(OSError):  # Another rank may have been faster.
@@ -176,7 +176,7 @@ def load_momentum(
         header, momenta = _read(path, lion)
     except BaseException as error:  # As in save_momentum.
         failure = error
-    lion.meet(Kind.LOAD, failure, {})
+    lion.meet(Kind.LOAD, failure)
     assert header is not None
     told = _gathered(ranks, [str(path), header.save])
     _check_equal([save for _, save in told], [path for path, _ in told])
@@ -211,7 +211,7 @@ def _begin(
     failure: BaseException | None,
 ) -> tuple[Topology | None, Path, list[str]]:
     """Meets all ranks; returns who is where, the folder, and a random text of each rank."""
-    ranks = lion.meet(kind, failure, {})
+    ranks = lion.meet(kind, failure)
     told = _gathered(ranks, [str(folder), secrets.token_hex(8)])
     folders = [own for own, _ in told]
     if len(set(folders)) > 1:

@@ -16,7 +16,6 @@ import hf_dlion.fsdp as fsdp
 from hf_dlion.exchange.rule import Average, Majority, Rule
 from hf_dlion.exchange.wire import WireStats
 from hf_dlion.options import (
-    SYNC_WORDS,
     Aggregation,
     ExchangeName,
     LevelScale,
@@ -24,7 +23,6 @@ from hf_dlion.options import (
     Selection,
     Ties,
     check_group,
-    selected,
 )
 from hf_dlion.ranks.abstention import Abstentions
 from hf_dlion.ranks.agreement import Agreed, Meetings, Report
@@ -33,7 +31,7 @@ from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.replicas import compare_replicas
 from hf_dlion.ranks.suspects import warn_of_averaged_gradients, warn_of_copied_momenta
 from hf_dlion.ranks.topology import Topology
-from hf_dlion.vote import local
+from hf_dlion.vote import groups, local
 from hf_dlion.vote.full_precision import step_in_full
 from hf_dlion.vote.local import Plan, Tensors
 from hf_dlion.vote.momentum_sync import Momentum, average_whole, synchronize
@@ -143,8 +141,8 @@ class DistributedLion(torch.optim.Optimizer):
         ddp.introduce(self)
         if all("param_names" in group for group in self.param_groups):
             # Without names these raise in the first step, because Trainer gives names until then.
-            self._selected("full_precision")
-            self._selected("momentum_sync")
+            groups.selection(self.param_groups, self.options, "full_precision")
+            groups.selection(self.param_groups, self.options, "momentum_sync")
 
     def _begin(
         self,
@@ -161,7 +159,7 @@ class DistributedLion(torch.optim.Optimizer):
         self._meetings: Meetings | None = None
         self._plan: Plan | None = None
         self._fsdp_model: nn.Module | None = None
-        self._compared_gradients = False
+        self._stepped = False  # in this process, unlike `steps`
         self._loads = self._compared_loads = 0
         self._scratch = Scratch()
         self._abstentions = Abstentions(options.max_abstained_steps)
@@ -171,11 +169,6 @@ class DistributedLion(torch.optim.Optimizer):
     def steps(self) -> int:
         """Number of the last step that moved anything."""
         return int(self.param_groups[0]["step"])
-
-    @property
-    def run_id(self) -> int:
-        """A random number that all ranks drew together at their first meeting; 0 before it."""
-        return 0 if self._meetings is None else self._meetings.run_id
 
     @property
     def node_group(self) -> dist.ProcessGroup | None:
@@ -273,7 +266,8 @@ class DistributedLion(torch.optim.Optimizer):
     def _collect(self) -> Tensors:
         """Returns this rank's flat tensors; unscales gradients if GradScaler left that to us."""
         plan, whole, params = self._planned()
-        self._check_attached(whole)
+        if not self._stepped:
+            self._check_attached(whole)
         grads: list[Tensor | None] = [None] * len(whole)
         for k, p in enumerate(whole):
             if p.grad is not None:
@@ -300,7 +294,7 @@ class DistributedLion(torch.optim.Optimizer):
         if self._world_size() == 1:
             return Agreed([tensors.finite], [tensors.present])
         ranks = self._topology()
-        agreed = self._meet(Kind.STEP, failure, {}, tensors)
+        agreed = self._meet(Kind.STEP, failure, tensors)
         # Makes the groups of nodes: on all ranks together, since their options are equal.
         voter_of_rank = ranks.voter_of_rank
         return agreed if voter_of_rank is None else agreed.by_voter(voter_of_rank)
@@ -328,7 +322,7 @@ class DistributedLion(torch.optim.Optimizer):
                 ranks,
             )
             if plan.full:
-                whole = self._trainable()
+                whole = groups.trainable(self.param_groups)
                 momenta = [
                     self._flat_momentum(p) if k in plan.full_set else None
                     for k, p in enumerate(whole)
@@ -336,17 +330,18 @@ class DistributedLion(torch.optim.Optimizer):
                 step_in_full(plan, params, tensors.grads, momenta, agreed, ranks.voters, turn)
         for group in self.param_groups:
             group["step"] = turn.step
+        self._stepped = True
         if ranks is not None:
             self._after(turn.step, ranks)
 
     def _after(self, step: int, ranks: Topology) -> None:
         """Averages the momenta that are due, and compares replicas if it is their turn."""
         if self.options.momentum_sync_every and ranks.voters.world_size > 1:
-            chosen = self._selected("momentum_sync")
-            full = self._selected("full_precision")
+            chosen = groups.selection(self.param_groups, self.options, "momentum_sync")
+            full = groups.selection(self.param_groups, self.options, "full_precision")
             momenta = [
                 Momentum(self._flat_momentum(p), self.state[p])
-                for k, (_, p) in enumerate(self._all_named())
+                for k, (_, p) in enumerate(groups.named(self.param_groups))
                 if p.requires_grad and chosen[k] and not full[k]
             ]
             synchronize(momenta, self.options, ranks, step)
@@ -360,7 +355,7 @@ class DistributedLion(torch.optim.Optimizer):
         The state dict of any rank is then that of all. Bytes per rank: 8 (N - 1) / N an element.
         """
         if self._world_size() > 1:
-            momenta = [self._flat_momentum(p) for p in self._trainable()]
+            momenta = [self._flat_momentum(p) for p in groups.trainable(self.param_groups)]
             average_whole(momenta, self._topology().voters)
 
     def momentum_divergence(self) -> dict[str, float]:
@@ -370,20 +365,24 @@ class DistributedLion(torch.optim.Optimizer):
         """
         return {
             name: float(self.state[p]["divergence"])
-            for name, p in self._all_named()
+            for name, p in groups.named(self.param_groups)
             if "divergence" in self.state.get(p, {})
         }
 
     def _planned(self) -> tuple[Plan, list[Tensor], list[Tensor]]:
         """Returns the plan, made anew if tensors have changed, and trainable and local tensors."""
-        trainable = self._trainable()
+        trainable = groups.trainable(self.param_groups)
         params = [fsdp.local_part(p.detach()) for p in trainable]
         shapes = local.shapes_of(params, self.param_groups)
         if self._plan is None or self._plan.shapes != shapes:
-            named = [(n, p) for n, p in self._all_named() if p.requires_grad]
+            named = [(n, p) for n, p in groups.named(self.param_groups) if p.requires_grad]
             fsdp.check_sharding(named, self._replicate)
-            full = self._selected("full_precision")
-            own = [f for f, (_, p) in zip(full, self._all_named(), strict=True) if p.requires_grad]
+            full = groups.selection(self.param_groups, self.options, "full_precision")
+            own = [
+                f
+                for f, (_, p) in zip(full, groups.named(self.param_groups), strict=True)
+                if p.requires_grad
+            ]
             self._plan = Plan.of(params, self.param_groups, own)
         return self._plan, trainable, params
 
@@ -393,8 +392,6 @@ class DistributedLion(torch.optim.Optimizer):
         Raises:
             RuntimeError: If nodes vote as one, or parameters are sharded, and nothing is attached.
         """
-        if self.steps:
-            return
         if self._fsdp_model is None and any(fsdp.is_sharded(p) for p in params):
             raise RuntimeError(
                 "call optimizer.attach(model) with the model that fully_shard was called on: "
@@ -441,13 +438,16 @@ class DistributedLion(torch.optim.Optimizer):
     def _warn_of_equal_ranks(self, tensors: Tensors, ranks: Topology) -> None:
         """Warns at the first step of equal gradients, and after a load of equal momenta."""
         rank, voters = ranks.everyone.rank, ranks.voters
-        if not self._compared_gradients:
-            self._compared_gradients = True
+        if not self._stepped:
             grads = [grad for grad in tensors.grads if grad is not None]
             warn_of_averaged_gradients(grads, voters, rank)
         if self._loads != self._compared_loads:
             self._compared_loads = self._loads
-            momenta = [self._flat_momentum(p) for p in self._trainable() if p in self.state]
+            momenta = [
+                self._flat_momentum(p)
+                for p in groups.trainable(self.param_groups)
+                if p in self.state
+            ]
             warn_of_copied_momenta(momenta, voters, rank)
 
     def _flat_momentum(self, param: Tensor) -> Tensor:
@@ -463,9 +463,7 @@ class DistributedLion(torch.optim.Optimizer):
             self._meetings = Meetings(self._ranks.everyone, self._ranks.alike)
         return self._ranks
 
-    def meet(
-        self, kind: Kind, failure: BaseException | None, also: Mapping[str, object]
-    ) -> Topology | None:
+    def meet(self, kind: Kind, failure: BaseException | None) -> Topology | None:
         """Lets all ranks find that they save or load together, or raise together.
 
         Every rank must call this, also a rank where something failed. Bytes: `Meetings.meet`.
@@ -473,7 +471,6 @@ class DistributedLion(torch.optim.Optimizer):
         Args:
             kind: What the ranks do.
             failure: What failed on this rank, or None.
-            also: What must be equal on all ranks besides the options, by name.
 
         Returns:
             Who is where; None for one rank alone.
@@ -492,7 +489,7 @@ class DistributedLion(torch.optim.Optimizer):
                 self._planned()
             except Exception as error:
                 failure = error
-        self._meet(kind, failure, also, Tensors())
+        self._meet(kind, failure, Tensors())
         _ = ranks.voters
         return ranks
 
@@ -500,12 +497,11 @@ class DistributedLion(torch.optim.Optimizer):
         self,
         kind: Kind,
         failure: BaseException | None,
-        also: Mapping[str, object],
         tensors: Tensors,
     ) -> Agreed:
         assert self._meetings is not None
         # A load is followed by a meeting of its own, which a rank alone would wait in.
-        options = {**self._compared, "calls of load_state_dict": self._loads, **also}
+        options: dict[str, object] = {**self._compared, "calls of load_state_dict": self._loads}
         if self.options.momentum_sync == "auto":
             options["divergences of momenta"] = list(self.momentum_divergence().values())
         report = Report(
@@ -514,7 +510,7 @@ class DistributedLion(torch.optim.Optimizer):
             finite=tensors.finite,
             failure=failure,
             options=options,
-            groups=_hyperparameters(self.param_groups),
+            groups=groups.hyperparameters(self.param_groups),
             layout=self._plan.lines if self._plan is not None else [],
             present=tensors.present,
             values=self._hashes,
@@ -538,39 +534,15 @@ class DistributedLion(torch.optim.Optimizer):
             scratch=self._scratch,
         )
 
-    def _trainable(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-
-    def _all_named(self) -> list[tuple[str, Tensor]]:
-        """Returns all parameters of the groups with their names, frozen ones too."""
-        return [
-            (group["param_names"][k] if "param_names" in group else f"group {g} parameter {k}", p)
-            for g, group in enumerate(self.param_groups)
-            for k, p in enumerate(group["params"])
-        ]
-
     def _named(self) -> list[tuple[str, Tensor]]:
         """Returns this rank's parts of all parameters, with their names."""
-        return [(name, fsdp.local_part(p.detach())) for name, p in self._all_named()]
+        return [(name, fsdp.local_part(p.detach())) for name, p in groups.named(self.param_groups)]
 
     def _hashes(self) -> list[tuple[str, int]]:
         """Returns name and hash of this rank's part of every parameter."""
         named = self._named()
         hashes = fingerprints([p for _, p in named])
         return [(name, value) for (name, _), value in zip(named, hashes, strict=True)]
-
-    def _selected(self, option: str) -> list[bool]:
-        """Returns which of all parameters an option selects by name."""
-        selection = getattr(self.options, option)
-        named = self._all_named()
-        if selection is None or (isinstance(selection, str) and selection in SYNC_WORDS):
-            return [selection is not None] * len(named)
-        if any("param_names" not in group for group in self.param_groups):
-            raise ValueError(
-                f"{option}={selection!r} selects parameters by name, and they have none: use "
-                f"DistributedLion(model.named_parameters())"
-            )
-        return selected(option, selection, named)
 
     def _world_size(self) -> int:
         if not (dist.is_available() and dist.is_initialized()):
@@ -614,16 +586,3 @@ class DistributedLion(torch.optim.Optimizer):
         super().__setstate__(own)
         if options is not None:
             self._begin(options, None, None)
-
-
-def _hyperparameters(groups: list[dict[str, Any]]) -> list[dict[str, object]]:
-    """Returns what ranks compare of the parameter groups."""
-    return [
-        {
-            "lr": float(group["lr"]),
-            "betas": [float(group["betas"][0]), float(group["betas"][1])],
-            "weight_decay": float(group["weight_decay"]),
-            "parameters": len(group["params"]),
-        }
-        for group in groups
-    ]

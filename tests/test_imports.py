@@ -142,5 +142,5 @@ def test_the_optimizer_shows_what_torch_or_a_user_calls_and_nothing_else():
     ours = {name for name in dir(hf_dlion.DistributedLion) if not name.startswith("_")} - theirs
     assert ours == {
         *("attach", "detach", "meet", "momentum_divergence", "node_group"),
-        *("run_id", "steps", "synchronize_momentum"),
+        *("steps", "synchronize_momentum"),
     }

@@ -97,9 +97,13 @@ def test_one_node_alone_is_lion_on_the_mean_gradient(pools: RankPools) -> None:
     pools(2).run(one_node)
 
 
-def unattached_node(rank: int, world_size: int) -> str:
+def unattached_node(rank: int, world_size: int, resumed: bool) -> str:
     model = model_of()
     optimizer = DistributedLion(model.named_parameters(), lr=0.01, local_group=2)
+    if resumed:
+        state = optimizer.state_dict()
+        state["param_groups"][0]["step"] = 7
+        optimizer.load_state_dict(state)
     model(batch(0, rank)).sum().backward()
     try:
         optimizer.step()
@@ -108,10 +112,10 @@ def unattached_node(rank: int, world_size: int) -> str:
     return ""
 
 
-def test_nodes_need_attach(pools: RankPools) -> None:
-    assert all(
-        "needs optimizer.attach(ddp_model)" in text for text in pools(2).run(unattached_node)
-    )
+@pytest.mark.parametrize("resumed", [False, True])
+def test_nodes_need_attach(pools: RankPools, resumed: bool) -> None:
+    for said in pools(2).run(unattached_node, resumed):
+        assert "needs optimizer.attach(ddp_model)" in said
 
 
 def refused_on_one_rank(rank: int, world_size: int) -> str:

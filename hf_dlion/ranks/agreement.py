@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import secrets
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -146,12 +145,7 @@ _met: weakref.WeakKeyDictionary[dist.ProcessGroup, _Met] = weakref.WeakKeyDictio
 
 
 class Meetings:
-    """Meetings of one optimizer with the same optimizer on the other ranks.
-
-    Attributes:
-        run_id: A random number that rank 0 drew at the first meeting, the same on every rank; 0
-            before it.
-    """
+    """Meetings of one optimizer with the same optimizer on the other ranks."""
 
     def __init__(self, wire: Wire, alike: Sequence[Sequence[int]] | None = None) -> None:
         """Communicates nothing.
@@ -161,7 +155,6 @@ class Meetings:
             alike: Groups of ranks that hold the same parts of sharded parameters (default: all
                 ranks hold whole parameters).
         """
-        self.run_id = 0
         self._wire, self._alike = wire, alike or [range(wire.world_size)]
         self._met = _met.setdefault(wire.group, _Met())
         self._made = next(self._met.made)
@@ -176,7 +169,7 @@ class Meetings:
         """Checks that all ranks agree; every rank must call this.
 
         Bytes per rank: 64 * (N - 1); where gradients are present on some ranks only,
-        8 * (N - 1) * ceil(P / 64) more for P trainable parameters; at a new layout 32 * (N - 1)
+        8 * (N - 1) * ceil(P / 64) more for P trainable parameters; at a new layout 24 * (N - 1)
         more.
 
         Raises:
@@ -271,8 +264,8 @@ class Meetings:
             values = report.values()
         except Exception as error:  # The other ranks wait for a hash.
             failure = error
-        words = [failure is not None, digest(values), self._made, secrets.randbits(63)]
-        failed, hashes, made, drawn = self._wire.gather_words(words, "a layout").t().tolist()
+        words = [failure is not None, digest(values), self._made]
+        failed, hashes, made = self._wire.gather_words(words, "a layout").t().tolist()
         if any(failed):
             raise_together(failure, self._wire, "the comparison of parameters")
         for ranks in self._alike:
@@ -281,7 +274,7 @@ class Meetings:
         if not self._number:
             self._check_order(made, (layout, *hashes))
             self._met.count += 1
-            self._number, self.run_id = self._met.count, drawn[0]
+            self._number = self._met.count
         self._layout = layout
 
     def _check_order(self, made: list[int], twin: tuple[int, ...]) -> None:

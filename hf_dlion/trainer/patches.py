@@ -231,7 +231,7 @@ def _save_checkpoint(
         failure = error
     finally:
         del _told[trainer]
-    lion.meet(Kind.SAVE, failure, {})
+    lion.meet(Kind.SAVE, failure)
 
 
 def _save_model(
@@ -258,7 +258,7 @@ def _save_model(
         failure = error
     # Now, because Trainer may have a barrier next, where nobody would hear of a failure.
     _told[trainer] = True
-    lion.meet(Kind.SAVE, failure, {})
+    lion.meet(Kind.SAVE, failure)
     _told[trainer] = False
 
 
@@ -296,7 +296,7 @@ def _load_optimizer_and_scheduler(
         original(checkpoint)
     except BaseException as error:
         if lion is not None and not _is_sharded(trainer):
-            lion.meet(Kind.LOAD, error, {})  # The other ranks are in `load_momentum`.
+            lion.meet(Kind.LOAD, error)  # The other ranks are in `load_momentum`.
         raise
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_dlion.vote.groups import Groups, named
 from hf_dlion.vote.message import Message, Shape, messages
 
-Groups = Sequence[Mapping[str, Any]]
 # What ranks compare of a trainable parameter: name, shape, dtype, strides, device type, treatment.
 Line = tuple[object, ...]
 
@@ -47,9 +46,8 @@ class Plan:
             full: By tensor, whether its gradient is averaged.
         """
         shapes = shapes_of(params, groups)
-        names = trainable_names(groups)
         # What ranks compare are whole parameters: shards may differ in size.
-        whole = [p for group in groups for p in group["params"] if p.requires_grad]
+        whole = [(name, p) for name, p in named(groups) if p.requires_grad]
         lines: list[Line] = [
             (
                 name,
@@ -59,7 +57,7 @@ class Plan:
                 p.device.type,
                 "full" if own else "vote",
             )
-            for name, p, own in zip(names, whole, full, strict=True)
+            for (name, p), own in zip(whole, full, strict=True)
         ]
         averaged = frozenset(i for i, own in enumerate(full) if own)
         return cls(
@@ -100,19 +98,6 @@ def shapes_of(params: Sequence[Tensor], groups: Groups) -> tuple[Shape, ...]:
     """Returns the shapes of the trainable tensors, cheap enough for every step."""
     numbers = [g for g, group in enumerate(groups) for p in group["params"] if p.requires_grad]
     return tuple([Shape.of(p, number) for p, number in zip(params, numbers, strict=True)])
-
-
-def trainable_names(groups: Groups) -> list[str]:
-    """Returns the names of trainable parameters: given ones, else "group 0 parameter 1"."""
-    return [
-        name
-        for g, group in enumerate(groups)
-        for k, p in enumerate(group["params"])
-        if p.requires_grad
-        for name in [
-            group["param_names"][k] if "param_names" in group else f"group {g} parameter {k}"
-        ]
-    ]
 
 
 def flat_view(tensor: Tensor) -> Tensor:

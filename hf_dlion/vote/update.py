@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,10 +23,10 @@ from hf_dlion.exchange.rule import Majority, Rule
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote import codec
 from hf_dlion.vote.codec import WORD
+from hf_dlion.vote.groups import Groups
 from hf_dlion.vote.message import Message, Part, Piece
 from hf_dlion.vote.rounding import PARAMETERS, random_bits, round_to
 
-Groups = Sequence[Mapping[str, Any]]
 # By index in the layout: this rank's flat tensor, or None where it takes no part.
 Flat = Sequence[Tensor | None]
 LOW_PRECISION = (torch.bfloat16, torch.float16)

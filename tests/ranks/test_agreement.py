@@ -76,7 +76,7 @@ def agreed_steps(rank: int, world_size: int, tensor: bool) -> Any:
         said = report(step=step, values=values, finite=torch.tensor(finite) if tensor else finite)
         found.append(meetings.meet(said))
         sent.append(wire.stats.bytes_sent)
-    return found, [b - a for a, b in itertools.pairwise(sent)], len(calls), meetings.run_id
+    return found, [b - a for a, b in itertools.pairwise(sent)], len(calls)
 
 
 @pytest.mark.smoke
@@ -90,12 +90,10 @@ def test_a_step_after_the_first_is_one_gather_of_eight_words(
     present = [[True, True]] * world_size
     all_finite = Agreed([True] * world_size, present)
     one_is_not = Agreed([rank != 1 for rank in range(world_size)], present)
-    for found, sent, calls, _ in results:
+    for found, sent, calls in results:
         assert found == [all_finite, all_finite, one_is_not]
-        assert sent == [96 * others, 64 * others, 64 * others]
+        assert sent == [88 * others, 64 * others, 64 * others]
         assert calls == 1
-    assert len({run_id for *_, run_id in results}) == 1
-    assert results[0][-1] > 0
 
 
 def present_apart(rank: int, world_size: int, parameters: int) -> Any:
@@ -231,17 +229,15 @@ def test_parameters_must_start_equal(pools: RankPools, world_size: int, case: st
     results = pools(world_size).run(differ, case, True)
     others = "rank 0" if world_size == 2 else "ranks 0 and 2"
     assert NEW_DIFFERENCES[case][1].format(others=others) in results[0][0]
-    assert results == [(results[0][0], 96 * (world_size - 1))] * world_size
+    assert results == [(results[0][0], 88 * (world_size - 1))] * world_size
 
 
 def unfrozen(rank: int, world_size: int) -> Any:
     meetings = Meetings(wire_of())
     meetings.meet(report(layout=LAYOUT[:1], present=(True,)))
-    run_id = meetings.run_id
     changed = [("weight", 1), ("bias", 22 + rank)]
     text = refused(meetings, report(step=1, values=lambda: changed))
     meetings.meet(report(step=1))
-    assert meetings.run_id == run_id
     return text
 
 

@@ -107,7 +107,7 @@ def test_auto_averages_the_momenta_that_differ_within_the_budget(pools: RankPool
     votes = found["sent"][3] - 4 * 24
     # Three momenta are measured in the first step, which also compares layouts and gradients.
     assert found["sent"][1:] == [votes + 4 * 24] * 3
-    assert found["sent"][0] == votes + 4 * 24 + 3 * 1024 + 32 + 16
+    assert found["sent"][0] == votes + 4 * 24 + 3 * 1024 + 24 + 16
     # What the two ranks added since a slice was averaged, and nothing older, tells them apart.
     assert float((a - b).square().mean() / a.square().mean()) < 1.5
     (c, d) = found["momenta"]["large"]

@@ -1,0 +1,59 @@
+"""The optimizer's parameter groups: their parameters, names, hyperparameters, and selections.
+
+Nothing here is kept from step to step, since `load_state_dict` replaces the groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hf_dlion.options import SYNC_WORDS, Options, selected
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+def trainable(groups: Groups) -> list[Tensor]:
+    """Returns the parameters that are not frozen, in the order of the groups."""
+    return [p for group in groups for p in group["params"] if p.requires_grad]
+
+
+def named(groups: Groups) -> list[tuple[str, Tensor]]:
+    """Returns all parameters, frozen ones too, with their names, or "group 0 parameter 1"."""
+    return [
+        (group["param_names"][k] if "param_names" in group else f"group {g} parameter {k}", p)
+        for g, group in enumerate(groups)
+        for k, p in enumerate(group["params"])
+    ]
+
+
+def selection(groups: Groups, options: Options, name: str) -> list[bool]:
+    """Returns which of all parameters the option `name` selects.
+
+    Raises:
+        ValueError: If it selects by name and the groups have none, or a pattern matches none.
+    """
+    value = getattr(options, name)
+    if value is None or (isinstance(value, str) and value in SYNC_WORDS):
+        return [value is not None for group in groups for _ in group["params"]]
+    if any("param_names" not in group for group in groups):
+        raise ValueError(
+            f"{name}={value!r} selects parameters by name, and they have none: use "
+            f"DistributedLion(model.named_parameters())"
+        )
+    return selected(name, value, named(groups))
+
+
+def hyperparameters(groups: Groups) -> list[dict[str, object]]:
+    """Returns what must be equal on all ranks."""
+    return [
+        {
+            "lr": float(group["lr"]),
+            "betas": [float(group["betas"][0]), float(group["betas"][1])],
+            "weight_decay": float(group["weight_decay"]),
+            "parameters": len(group["params"]),
+        }
+        for group in groups
+    ]
