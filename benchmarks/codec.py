@@ -67,7 +67,7 @@ class Work:
         self._grads = [param.grad.view(-1) for param in params if param.grad is not None]
         self._momenta = [torch.zeros_like(param) for param in self._params]
         self._turn = Turn(
-            step=1, rank=0, seed=0, bits=bits, level_scale="word", exchange="gather",
+            step=1, voter=0, seed=0, bits=bits, level_scale="word", exchange="gather",
             groups=[GROUP], scratch=Scratch(),
         )  # fmt: skip
         self._bits, self._rule = bits, Majority("alternate")

@@ -184,7 +184,8 @@ class DistributedLion(torch.optim.Optimizer):
         With FSDP2, pass the model that `fully_shard` was called on: `step()` then frees gathered
         parameters before it writes. See `hf_dlion.ddp.attach` for what is refused.
         """
-        _ = self.node_group  # All ranks make it together, whatever is refused on one of them.
+        if self.options.local_group is not None and self._world_size() > 1:
+            self._topology().form()  # Before what may be refused on one rank alone.
         if fsdp.is_fsdp(model):
             self._fsdp_model = model
         else:
@@ -225,7 +226,7 @@ class DistributedLion(torch.optim.Optimizer):
         """Takes one step, together with all ranks of the process group.
 
         A rank whose gradients hold a NaN or an Inf abstains and keeps its momentum; if all do,
-        nothing changes and the step is not counted. Bytes: see `exchange.exchange`, and 64 (N - 1)
+        nothing changes and the step is not counted. Bytes: see `exchange.routes`, and 64 (N - 1)
         for the header.
 
         Args:
@@ -295,7 +296,7 @@ class DistributedLion(torch.optim.Optimizer):
             return Agreed([tensors.finite], [tensors.present])
         ranks = self._topology()
         agreed = self._meet(Kind.STEP, failure, tensors)
-        # Makes the groups of nodes: on all ranks together, since their options are equal.
+        ranks.form()  # On all ranks together, since their options are equal.
         voter_of_rank = ranks.voter_of_rank
         return agreed if voter_of_rank is None else agreed.by_voter(voter_of_rank)
 
@@ -305,7 +306,7 @@ class DistributedLion(torch.optim.Optimizer):
         assert plan is not None
         if ranks is not None:
             self._warn_of_equal_ranks(tensors, ranks)
-        tensors.abstain(agreed.finite[turn.rank], agreed.present[turn.rank])
+        tensors.abstain(agreed.finite[turn.voter], agreed.present[turn.voter])
         params = [p if own else None for p, own in zip(tensors.params, agreed.moves, strict=True)]
         fsdp.reshard(self._fsdp_model)
         if ranks is None or ranks.voters.world_size == 1:
@@ -446,7 +447,7 @@ class DistributedLion(torch.optim.Optimizer):
             momenta = [
                 self._flat_momentum(p)
                 for p in groups.trainable(self.param_groups)
-                if p in self.state
+                if "exp_avg" in self.state.get(p, {})
             ]
             warn_of_copied_momenta(momenta, voters, rank)
 
@@ -455,7 +456,7 @@ class DistributedLion(torch.optim.Optimizer):
         return local.flat_view(fsdp.local_part(self._momentum(param)))
 
     def _topology(self) -> Topology:
-        """Returns who meets whom; the first call is a meeting of all ranks."""
+        """Returns who meets whom. With `replicate` the first call is a meeting of all ranks."""
         if self._ranks is None:
             self._ranks = Topology(
                 self.process_group, self.options.local_group, self.wire, replicate=self._replicate
@@ -490,7 +491,7 @@ class DistributedLion(torch.optim.Optimizer):
             except Exception as error:
                 failure = error
         self._meet(kind, failure, Tensors())
-        _ = ranks.voters
+        ranks.form()
         return ranks
 
     def _meet(
@@ -500,7 +501,7 @@ class DistributedLion(torch.optim.Optimizer):
         tensors: Tensors,
     ) -> Agreed:
         assert self._meetings is not None
-        # A load is followed by a meeting of its own, which a rank alone would wait in.
+        # After a load, momenta are compared: if some ranks didn't load, all must raise before it.
         options: dict[str, object] = {**self._compared, "calls of load_state_dict": self._loads}
         if self.options.momentum_sync == "auto":
             options["divergences of momenta"] = list(self.momentum_divergence().values())
@@ -525,7 +526,7 @@ class DistributedLion(torch.optim.Optimizer):
     def _turn(self) -> Turn:
         return Turn(
             step=self.steps + 1,
-            rank=0 if self._ranks is None else self._ranks.voter,
+            voter=0 if self._ranks is None else self._ranks.voter,
             seed=self.options.seed,
             bits=self.options.bits,
             level_scale=self.options.level_scale,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from pytorch_optimizer import Lion
 
-from hf_dlion.exchange.exchange import wire_bytes
+from hf_dlion.exchange.routes import wire_bytes
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.agreement import Disagreement
 from hf_dlion.vote import message

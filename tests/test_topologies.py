@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.agreement import Disagreement
 from tests.support.definition import Lions
-from tests.support.spawn import RankPools
+from tests.support.spawn import LASTING, RankPools
 
 pytestmark = pytest.mark.multiproc
 
@@ -235,6 +235,26 @@ def test_two_replicas_of_two_shards_equal_the_definition(pools: RankPools) -> No
 
 def test_shards_need_attach(pools: RankPools) -> None:
     assert pools(4).run(sharded, False) == ["refused"] * 4
+
+
+def replicas_on_one_rank(rank: int, world_size: int) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    LASTING.update(mesh.get_all_groups())
+    model = model_of()
+    fully_shard(model, mesh=mesh["shard"])
+    replicate = None if rank == 1 else mesh["replicate"]
+    optimizer = DistributedLion(model.named_parameters(), lr=0.01, replicate=replicate)
+    optimizer.attach(model)
+    with pytest.raises((Disagreement, ValueError)) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_replicas_asked_for_on_some_ranks_hang_nobody(pools: RankPools) -> None:
+    found = pools(4).run(replicas_on_one_rank, timeout=30)
+    assert found[1].startswith("the parameters are sharded: pass replicate=")
+    for text in (found[0], found[2], found[3]):
+        assert "rank 1 steps while ranks 0, 2, and 3 have replicate=" in text
 
 
 def in_full(rank: int, world_size: int) -> None:

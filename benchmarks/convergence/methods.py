@@ -26,7 +26,7 @@ from benchmarks.methods import (
     set_lr,
     trainable,
 )
-from hf_dlion.exchange.exchange import wire_bytes
+from hf_dlion.exchange.routes import wire_bytes
 from hf_dlion.exchange.rule import Average, Majority
 from hf_dlion.vote.codec import TOP, spread, tally
 from hf_dlion.vote.local import all_finite, flat_gradient, flat_view
@@ -204,7 +204,7 @@ class Votes(Apart):
     def _turn(self, rank: int) -> Turn:
         options = self._optimizer.options
         return Turn(
-            step=self._step, rank=rank, seed=options.seed, bits=options.bits, level_scale="word",
+            step=self._step, voter=rank, seed=options.seed, bits=options.bits, level_scale="word",
             exchange="gather",
             groups=self._optimizer.param_groups, scratch=self._scratch,
         )  # fmt: skip

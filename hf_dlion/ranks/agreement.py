@@ -14,9 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from hf_dlion.exchange.pending import named_ranks
 from hf_dlion.exchange.wire import Wire
@@ -37,9 +35,9 @@ _MOST_TOLD = 4000
 
 _DOING: dict[int, tuple[str, str]] = {
     Kind.STEP: ("steps", "step"),
-    Kind.EXCHANGE: ("exchanges", "exchange"),
     Kind.SAVE: ("saves", "save"),
     Kind.LOAD: ("loads", "load"),
+    Kind.REPLICATE: ("has replicate=", "have replicate="),
 }
 _ELSEWHERE = (
     "a rank is at another point of its program: let every rank take the same number of steps, and "
@@ -64,13 +62,12 @@ class Report:
         step: Number of the last step that it took; must be equal.
         options: Options by name; must be equal.
         groups: lr, betas, weight decay, and number of parameters of each group; must be equal.
-        layout: One line per trainable parameter: name, shape, dtype, strides, sharding, device
-            type; must be equal.
+        layout: One line per trainable parameter: name, shape, dtype, strides, device type, and
+            whether its gradient is averaged; must be equal.
         present: Whether each trainable parameter has a gradient.
         values: Returns name and hash of every parameter, frozen ones included; called only if the
             layout is new.
-        finite: Whether all gradients are finite; a 0-D tensor on the gradients' device saves a wait
-            for it if headers travel from there.
+        finite: Whether all gradients are finite.
         failure: What failed on this rank, or None.
     """
 
@@ -81,7 +78,7 @@ class Report:
     layout: Sequence[tuple[object, ...]]
     present: Sequence[bool]
     values: Callable[[], list[tuple[str, int]]]
-    finite: bool | Tensor = True
+    finite: bool = True
     failure: BaseException | None = None
 
 
@@ -97,7 +94,7 @@ class Agreed:
     finite: list[bool]
     present: list[list[bool]]
 
-    def votes(self, index: int) -> list[bool]:
+    def has_gradient(self, index: int) -> list[bool]:
         """Returns which ranks have a finite gradient of a parameter."""
         pairs = zip(self.finite, self.present, strict=True)
         return [finite and present[index] for finite, present in pairs]
@@ -127,7 +124,7 @@ class Agreed:
 
 
 @dataclass
-class _Met:
+class _Optimizers:
     """Optimizers of one process group that have met those of the other ranks.
 
     Attributes:
@@ -141,7 +138,7 @@ class _Met:
     twins: dict[tuple[int, ...], list[list[int]]] = field(default_factory=dict)
 
 
-_met: weakref.WeakKeyDictionary[dist.ProcessGroup, _Met] = weakref.WeakKeyDictionary()
+_met: weakref.WeakKeyDictionary[dist.ProcessGroup, _Optimizers] = weakref.WeakKeyDictionary()
 
 
 class Meetings:
@@ -156,7 +153,7 @@ class Meetings:
                 ranks hold whole parameters).
         """
         self._wire, self._alike = wire, alike or [range(wire.world_size)]
-        self._met = _met.setdefault(wire.group, _Met())
+        self._met = _met.setdefault(wire.group, _Optimizers())
         self._made = next(self._met.made)
         self._number = 0
         self._layout: int | None = None
@@ -183,15 +180,20 @@ class Meetings:
                 header = self._header(report)
             except Exception as error:  # The other ranks wait for a header.
                 failure = error
-        table = self._gather(header or self._failed(report), report.finite)
+        table = self._gather(header or self._failed(report))
         if header is not None and header.layout == self._layout and _all_equal(table):
             finite = table[0][FLAGS_AT] == FINITE
             return Agreed([finite] * len(table), [self._present[0]] * len(table))
         headers = [Header.unpacked(words) for words in table]
+        if any(header.kind == Kind.REPLICATE for header in headers):
+            # Those ranks are in `Topology.form`, where nobody hears of a failure.
+            if failure is not None:
+                raise failure
+            check_kinds([header.kind for header in headers])
         if any(header.failed for header in headers):
             raise_together(failure, self._wire, _DOING[report.kind][1])
         assert header is not None  # Its rank would have failed.
-        _check_kinds([header.kind for header in headers])
+        check_kinds([header.kind for header in headers])
         if len({header.optimizer for header in headers}) > 1:
             raise Disagreement(_OTHER_OPTIMIZER)
         if len({header.step for header in headers}) > 1:
@@ -221,19 +223,16 @@ class Meetings:
             kind=report.kind,
             optimizer=self._number,
             step=report.step,
-            finite=not isinstance(report.finite, Tensor) and bool(report.finite),
+            finite=report.finite,
             failed=False,
             options=digest([report.options, report.groups]),
             layout=self._lines[1],
             presence=self._present[1],
         )
 
-    def _gather(self, header: Header, finite: bool | Tensor) -> list[list[int]]:
+    def _gather(self, header: Header) -> list[list[int]]:
         """Returns every rank's header, all of this version."""
-        words = torch.tensor(header.packed(), device=self._wire.control_device)
-        if isinstance(finite, Tensor):
-            words[FLAGS_AT] += FINITE * finite.to(words)
-        table: list[list[int]] = self._wire.gather_words(words, "a header").tolist()
+        table: list[list[int]] = self._wire.gather_words(header.packed(), "a header").tolist()
         versions = [words[0] for words in table]
         if versions != [WIRE_VERSION] * len(table):
             raise Disagreement(
@@ -351,7 +350,12 @@ def _all_equal(table: list[list[int]]) -> bool:
     return table.count(table[0]) == len(table) and not table[0][FLAGS_AT] & FAILED
 
 
-def _check_kinds(kinds: Sequence[int]) -> None:
+def check_kinds(kinds: Sequence[int]) -> None:
+    """Raises on every rank if the ranks do different things.
+
+    Raises:
+        Disagreement: Naming who does what.
+    """
     if len(set(kinds)) == 1:
         return
     ranks_of = {

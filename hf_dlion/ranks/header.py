@@ -20,9 +20,9 @@ class Kind(enum.IntEnum):
     """What the ranks do together; the value is sent."""
 
     STEP = 1
-    EXCHANGE = 2
-    SAVE = 3
-    LOAD = 4
+    SAVE = 2
+    LOAD = 3
+    REPLICATE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Header:
         finite: Whether its gradients are finite.
         failed: Whether something failed on the rank.
         options: Hash of the options and of every group's lr, betas, weight decay, and length.
-        layout: Hash of the trainable parameters' names, shapes, dtypes, strides, and sharding.
+        layout: Hash of the trainable parameters' names, shapes, dtypes, and strides.
         presence: Hash of which parameters have a gradient.
     """
 

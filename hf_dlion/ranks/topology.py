@@ -15,10 +15,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import DeviceMesh
 
 from hf_dlion.exchange.wire import Wire, WireStats
-from hf_dlion.ranks.agreement import Disagreement, raise_together
+from hf_dlion.ranks.agreement import Disagreement, check_kinds, raise_together
+from hf_dlion.ranks.header import Header, Kind
 
 _SIZE, _PLACE = "LOCAL_WORLD_SIZE", "LOCAL_RANK"
 
@@ -31,9 +31,9 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.P
 class Topology:
     """The ranks of an optimizer, as collectives of all, of the voters, and of this rank's node.
 
-    The first use of `voters` or `node` makes the process groups of nodes, so all ranks must make it
-    together, after a meeting of `everyone` has found that their options are equal. With
-    `replicate`, the first use of `voters`, `node`, or `alike` gathers who is in which group.
+    `form` communicates: it makes the process groups of nodes, or gathers who is in which replica.
+    All ranks must call it together, after a meeting of `everyone` has found that their options are
+    equal. The first use of `voters`, `node`, or `alike` also does it.
 
     Attributes:
         everyone: All ranks, which exchange headers.
@@ -46,7 +46,7 @@ class Topology:
         local_group: Literal["node"] | int | None = None,
         stats: WireStats | None = None,
         *,
-        replicate: dist.ProcessGroup | DeviceMesh | None = None,
+        replicate: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
     ) -> None:
         """Communicates nothing.
@@ -56,8 +56,8 @@ class Topology:
             local_group: Ranks per node, which vote as one; "node" reads LOCAL_WORLD_SIZE. The
                 ranks of a node are consecutive (default: every rank votes).
             stats: Receives the counts.
-            replicate: The ranks that hold the same part of FSDP2's parameters as this rank, or the
-                mesh's dimension of them; they vote.
+            replicate: The ranks that hold the same part of FSDP2's parameters as this rank; they
+                vote.
             device: As for `Wire`.
 
         Raises:
@@ -73,9 +73,13 @@ class Topology:
         self.everyone = Wire(group, self._stats, device=device)
         self.local_size = 1
         self._local_group = local_group
-        self._replicate = replicate.get_group() if isinstance(replicate, DeviceMesh) else replicate
+        self._replicate = replicate
         self._node: Wire | None = None
         self._alike: list[list[int]] | None = None
+
+    def form(self) -> None:
+        """Makes or gathers the groups, at the first call; all ranks must call this together."""
+        _ = self.voters
 
     @functools.cached_property
     def voters(self) -> Wire:
@@ -89,20 +93,20 @@ class Topology:
     @functools.cached_property
     def node(self) -> Wire | None:
         """The ranks of this rank's node, None if every rank votes."""
-        _ = self.voters
+        self.form()
         return self._node
 
     @functools.cached_property
     def alike(self) -> list[list[int]] | None:
         """Groups of ranks that hold the same parts, None if all ranks hold whole parameters."""
         if self._replicate is not None:
-            _ = self.voters
+            self.form()
         return self._alike
 
     @functools.cached_property
     def voter_of_rank(self) -> list[int] | None:
         """Number of each rank's voter, its node or its replica; None if every rank votes."""
-        _ = self.voters
+        self.form()
         if self.alike is not None:
             number = {rank: own for column in self.alike for own, rank in enumerate(column)}
             return [number[rank] for rank in range(self.everyone.world_size)]
@@ -117,11 +121,18 @@ class Topology:
         return rank if self.voter_of_rank is None else self.voter_of_rank[rank]
 
     def _with_replicas(self, group: dist.ProcessGroup) -> Wire:
-        """Finds which ranks hold the same parts. Bytes per rank: 16 * (N - 1)."""
+        """Finds which ranks hold the same parts. Bytes per rank: 64 * (N - 1)."""
         voters = Wire(group, self._stats, device=self._device)
-        # Ranks with the same parts name the same first rank.
-        words = [min(voters.ranks), voters.world_size]
-        firsts, sizes = self.everyone.gather_words(words, "the replicas").t().tolist()
+        # Ranks with the same parts name the same first rank. The words are a header's, so a rank
+        # that was given no `replicate` and sends its header is found.
+        header = Header(
+            kind=Kind.REPLICATE, optimizer=min(voters.ranks), step=voters.world_size,
+            finite=True, failed=False,
+        )  # fmt: skip
+        table = self.everyone.gather_words(header.packed(), "the replicas").tolist()
+        headers = [Header.unpacked(words) for words in table]
+        check_kinds([header.kind for header in headers])
+        firsts, sizes = [h.optimizer for h in headers], [h.step for h in headers]
         columns = [[r for r, own in enumerate(firsts) if own == f] for f in dict.fromkeys(firsts)]
         if len(set(sizes)) > 1 or any(len(column) != sizes[0] for column in columns):
             raise Disagreement(

@@ -43,7 +43,7 @@ def step_in_full(
         _equalize([m for m in momenta if m is not None], wire)
         plan.full_momenta_equal = True
     # One random stream on all voters, whose momenta stay equal.
-    turn = replace(turn, rank=0)
+    turn = replace(turn, voter=0)
     momenta = [None if p is None else m for p, m in zip(params, momenta, strict=True)]
     for message in plan.full:
         means: list[Tensor | None] = [None] * len(params)
@@ -64,7 +64,7 @@ def step_in_full(
             wire.all_reduce(sent, "gradients").wait()
             flat.copy_(sent)
             for index, part in zip(indices, parts, strict=True):
-                means[index] = part.div_(sum(agreed.votes(index)))
+                means[index] = part.div_(sum(agreed.has_gradient(index)))
         plain_lion(message, params, means, momenta, turn)
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hf_dlion.exchange.exchange import Rows
+from hf_dlion.exchange.routes import Rows
 from hf_dlion.vote.codec import WORD
 
 # Elements of a piece: scratch of a core's cache on a CPU, whole messages on a GPU.

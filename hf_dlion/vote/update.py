@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hf_dlion.exchange import exchange
-from hf_dlion.exchange.exchange import ExchangeName, Votes
+from hf_dlion.exchange import routes
+from hf_dlion.exchange.routes import Votes
 from hf_dlion.exchange.rule import Majority, Rule
+from hf_dlion.options import ExchangeName
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote import codec
 from hf_dlion.vote.codec import WORD
@@ -55,7 +56,7 @@ class Turn:
 
     Attributes:
         step: Number of the step, 1 for the first.
-        rank: This voter.
+        voter: Number of this voter.
         seed: Seed of the stochastic rounding.
         bits: Of a vote.
         level_scale: "word" or "tensor", with 2, 4 or 8 bits.
@@ -65,7 +66,7 @@ class Turn:
     """
 
     step: int
-    rank: int
+    voter: int
     seed: int
     bits: int
     level_scale: str
@@ -85,7 +86,7 @@ def step_by_votes(
 ) -> None:
     """Takes a step: all messages are encoded and sent, then counted, then applied.
 
-    Every rank must call this with the same messages. Bytes: see `exchange.exchange`.
+    Every rank must call this with the same messages. Bytes: see `exchange.routes`.
 
     Args:
         messages: The plan's.
@@ -101,17 +102,14 @@ def step_by_votes(
     means: Flat = ()
     if turn.bits > 1 and turn.level_scale == "tensor":
         means = tensor_means(messages, grads, momenta, turn)
-    under_way: list[exchange.Exchange] = []
+    under_way: list[routes.Exchange] = []
     for message in messages:
         votes = encode(message, grads, momenta, turn, means)
         if not under_way:
             own = votes.planes[0, :SAMPLE].clone()
-        if node is None:
-            under_way.append(exchange.start(votes, turn.exchange, voters, rule, turn.step))
-        else:
-            under_way.append(exchange.InNode(votes, turn.exchange, voters, node, rule, turn.step))
+        under_way.append(routes.start(votes, turn.exchange, voters, rule, turn.step, node))
     now = stats.add("encode_s", now)
-    for k, verdict in enumerate(exchange.complete(under_way)):
+    for k, verdict in enumerate(routes.complete(under_way)):
         now = stats.add("exchange_s", now)
         if k == 0 and turn.bits == 1 and isinstance(rule, Majority):
             stats.sample = own, verdict.planes[0][:SAMPLE].clone()
@@ -139,7 +137,7 @@ def encode(message: Message, grads: Flat, momenta: Flat, turn: Turn, means: Flat
         own = planes[:, piece.words]
         for bit in range(turn.bits):
             codec.pack(codes, bit, own[bit], turn.scratch("bit", piece.size, codes.dtype, u.device))
-        active = codec.active_words(u, own[0] if turn.bits == 1 else None, turn.step + turn.rank)
+        active = codec.active_words(u, own[0] if turn.bits == 1 else None, turn.step + turn.voter)
         if active is not None:
             words[piece.words] = active
             all_active = False
@@ -153,13 +151,13 @@ def encode(message: Message, grads: Flat, momenta: Flat, turn: Turn, means: Flat
 def direction(piece: Piece, grads: Flat, momenta: Flat, turn: Turn, *, advance: bool) -> Tensor:
     """Returns u of a piece, and moves the momentum if it is to advance."""
     beta1, beta2 = turn.groups[piece.group]["betas"]
-    g = gather(piece, grads, "gradient", turn.scratch)
-    m = gather(piece, momenta, "momentum", turn.scratch)
+    g = read(piece, grads, "gradient", turn.scratch)
+    m = read(piece, momenta, "momentum", turn.scratch)
     u = turn.scratch("direction", piece.size, piece.dtype, g.device)
     torch.lerp(m, g, 1 - beta1, out=u)
     if advance:
         m.lerp_(g, 1 - beta2)
-        put(piece, m, momenta, turn, 1 + turn.rank)
+        write(piece, m, momenta, turn, 1 + turn.voter)
     return u
 
 
@@ -215,7 +213,7 @@ def move(
         if not _moves(piece, params):
             continue
         group = turn.groups[piece.group]
-        p = gather(piece, params, "parameter", turn.scratch)
+        p = read(piece, params, "parameter", turn.scratch)
         step = turn.scratch("direction", piece.size, piece.dtype, p.device)
         own = [plane[piece.words] for plane in planes]
         votes = None if by_word is None else by_word[piece.words]
@@ -229,7 +227,7 @@ def plain_lion(message: Message, params: Flat, grads: Flat, momenta: Flat, turn:
         if not _moves(piece, params):
             continue
         u = direction(piece, grads, momenta, turn, advance=True)
-        p = gather(piece, params, "parameter", turn.scratch)
+        p = read(piece, params, "parameter", turn.scratch)
         u.sign_().mul_(float(turn.groups[piece.group]["lr"]))
         _apply(piece, p, u, params, turn)
 
@@ -242,10 +240,10 @@ def _apply(piece: Piece, p: Tensor, step: Tensor, params: Flat, turn: Turn) -> N
     """Decays and moves: two operations, since one fused operation differs between processors."""
     group = turn.groups[piece.group]
     p.mul_(1 - float(group["lr"]) * float(group["weight_decay"])).sub_(step)
-    put(piece, p, params, turn, PARAMETERS)
+    write(piece, p, params, turn, PARAMETERS)
 
 
-def gather(piece: Piece, tensors: Flat, name: str, scratch: Scratch) -> Tensor:
+def read(piece: Piece, tensors: Flat, name: str, scratch: Scratch) -> Tensor:
     """Returns a piece's elements: a view of the tensor where possible, else scratch."""
     whole = _whole(piece, tensors)
     if whole is not None:
@@ -259,10 +257,10 @@ def gather(piece: Piece, tensors: Flat, name: str, scratch: Scratch) -> Tensor:
     return flat
 
 
-def put(piece: Piece, flat: Tensor, tensors: Flat, turn: Turn, stream: int) -> None:
+def write(piece: Piece, flat: Tensor, tensors: Flat, turn: Turn, stream: int) -> None:
     """Writes a piece's elements back, rounded where the tensors have less precision."""
     if _whole(piece, tensors) is not None:
-        return  # `gather` gave a view.
+        return  # `read` gave a view.
     values, places, parts = _parts(piece, flat, tensors)
     for dtype in {place.dtype for place in places}.intersection(LOW_PRECISION):
         random = turn.scratch("random", piece.size, torch.int32, flat.device)
@@ -311,7 +309,7 @@ def rows_of(words: Tensor, message: Message) -> Tensor:
 
 
 def _codes(piece: Piece, u: Tensor, turn: Turn, means: Flat) -> Tensor:
-    phase = turn.step + turn.rank
+    phase = turn.step + turn.voter
     if turn.bits == 1:
         out = turn.scratch("codes", piece.size, torch.bool, u.device)
         return codec.sign_codes(u, phase, out)
@@ -322,7 +320,9 @@ def _codes(piece: Piece, u: Tensor, turn: Turn, means: Flat) -> Tensor:
     else:
         magnitude = torch.cat(
             [
-                torch.as_tensor(means[part.tensor]).to(u).expand(-(-(part.stop - part.start) // 64))
+                torch.as_tensor(means[part.tensor])
+                .to(u)
+                .expand(-(-(part.stop - part.start) // WORD))
                 for part in piece.parts
             ]
         )

@@ -166,12 +166,12 @@ def test_groups_that_torch_would_name_apart_are_refused(pools: RankPools) -> Non
     assert "ranks are members of different numbers of process groups" in results[0]
 
 
-def mesh(rank: int, world_size: int, as_mesh: bool) -> Any:
+def mesh(rank: int, world_size: int) -> Any:
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     LASTING.update(whole.get_all_groups())
     part = whole["replicate"]
     stats = WireStats()
-    topology = Topology(replicate=part if as_mesh else part.get_group(), stats=stats)
+    topology = Topology(replicate=part.get_group(), stats=stats)
     assert topology.node is None
     assert topology.everyone.world_size == 4
     found = topology.voters.gather_words([rank], "a word").view(-1).tolist()
@@ -179,11 +179,10 @@ def mesh(rank: int, world_size: int, as_mesh: bool) -> Any:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("as_mesh", [True, False])
-def test_the_ranks_of_a_replicate_dimension_vote(pools: RankPools, as_mesh: bool) -> None:
+def test_the_ranks_of_a_replicate_dimension_vote(pools: RankPools) -> None:
     alike = [[0, 2], [1, 3]]
-    sent = 16 * 3 + 8
-    assert pools(4).run(mesh, as_mesh) == [(alike[rank % 2], alike, 1, sent) for rank in range(4)]
+    sent = 64 * 3 + 8
+    assert pools(4).run(mesh) == [(alike[rank % 2], alike, 1, sent) for rank in range(4)]
 
 
 def uneven(rank: int, world_size: int) -> str:

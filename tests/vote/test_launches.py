@@ -41,7 +41,7 @@ def launches(bits: int, ranks: int, dtype: torch.dtype) -> Counter[str]:
     groups = [{"lr": 0.1, "weight_decay": 0.1, "betas": (0.9, 0.99)}]
     turn = Turn(
         step=1,
-        rank=0,
+        voter=0,
         seed=0,
         bits=bits,
         level_scale="word",

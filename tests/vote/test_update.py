@@ -65,7 +65,7 @@ class Ranks:
         turns = [
             Turn(
                 step=self.step_number,
-                rank=rank,
+                voter=rank,
                 seed=lions.seed,
                 bits=lions.bits,
                 level_scale=lions.level_scale,

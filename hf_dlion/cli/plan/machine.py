@@ -197,7 +197,7 @@ class _Votes:
         self._messages = messages([Shape.of(param, 0)])
         group = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}
         self._turn = Turn(
-            step=1, rank=0, seed=0, bits=bits, level_scale="word", exchange="gather",
+            step=1, voter=0, seed=0, bits=bits, level_scale="word", exchange="gather",
             groups=[group], scratch=Scratch(),
         )  # fmt: skip
         self._rule = Majority("alternate")

@@ -17,7 +17,7 @@ import torch
 
 from hf_dlion.cli.plan.machine import BITS, POWER_RANK, Machine
 from hf_dlion.cli.plan.workload import Workload
-from hf_dlion.exchange.exchange import wire_bytes
+from hf_dlion.exchange.routes import wire_bytes
 from hf_dlion.vote.codec import WORD
 from hf_dlion.vote.message import Shape, messages
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,9 +29,8 @@ from torch import Tensor
 from hf_dlion.exchange.pending import Pending
 from hf_dlion.exchange.rule import Rule
 from hf_dlion.exchange.wire import Wire
+from hf_dlion.options import ExchangeName
 from hf_dlion.vote.codec import TOP, WORD, pack, spread, tally, unpack
-
-ExchangeName = Literal["auto", "gather", "two_phase"]
 
 
 class Rows:
@@ -100,16 +98,16 @@ class Verdict:
 class Exchange:
     """Votes on their way; `complete` makes the calls."""
 
-    def count(self) -> None:
-        """Counts what this rank counts, and starts the second round if there is one."""
+    def receive(self) -> None:
+        """Waits for the votes; with two_phase, counts this rank's words and sends the verdict."""
 
-    def settle(self) -> None:
-        """Waits for the voters."""
+    def end_between_nodes(self) -> None:
+        """Waits for the verdict of the other nodes."""
 
-    def share(self) -> None:
-        """Starts to share the verdict inside the node."""
+    def begin_in_node(self) -> None:
+        """Starts to gather the verdict inside the node."""
 
-    def finish(self) -> Verdict:
+    def verdict(self) -> Verdict:
         """Waits for the verdict."""
         raise NotImplementedError
 
@@ -120,11 +118,11 @@ def complete(under_way: Sequence[Exchange]) -> Iterator[Verdict]:
     All collectives among voters end before those inside a node begin: NCCL needs one order of two
     groups' collectives on every rank.
     """
-    for phase in ("count", "settle", "share"):
-        for own in under_way:
-            getattr(own, phase)()
-    for own in under_way:
-        yield own.finish()
+    for phase in ("receive", "end_between_nodes", "begin_in_node"):
+        for exchange in under_way:
+            getattr(exchange, phase)()
+    for exchange in under_way:
+        yield exchange.verdict()
 
 
 def wire_bytes(name: str, *, ranks: int, words: int, rows: int, bits: int, planes: int) -> int:
@@ -134,7 +132,14 @@ def wire_bytes(name: str, *, ranks: int, words: int, rows: int, bits: int, plane
     return 8 * (ranks - 1) * (-(-rows // WORD) + (bits + planes) * -(-words // ranks))
 
 
-def start(votes: Votes, name: ExchangeName, wire: Wire, rule: Rule, step: int) -> Exchange:
+def start(
+    votes: Votes,
+    name: ExchangeName,
+    wire: Wire,
+    rule: Rule,
+    step: int,
+    node: Wire | None = None,
+) -> Exchange:
     """Sends this rank's votes of a message; every rank must call this for the same message.
 
     Args:
@@ -143,7 +148,10 @@ def start(votes: Votes, name: ExchangeName, wire: Wire, rule: Rule, step: int) -
         wire: The voters.
         rule: What becomes of the votes.
         step: Number of the step.
+        node: The ranks of this rank's node, which vote as one; None if every rank votes.
     """
+    if node is not None:
+        return _InNode(votes, name, wire, node, rule, step)
     if name == "auto":
         bits, words = votes.planes.shape
         shared = (bits + rule.planes) * -(-words // wire.world_size)
@@ -151,7 +159,7 @@ def start(votes: Votes, name: ExchangeName, wire: Wire, rule: Rule, step: int) -
     return (_TwoPhase if name == "two_phase" else _Gather)(votes, wire, rule, step)
 
 
-class InNode(Exchange):
+class _InNode(Exchange):
     """A node's votes: each of its L ranks exchanges one L-th of the words, and all share verdicts.
 
         rank a: v0 v1  ->  v0 w0 (with c)  ->  verdict x0  ->  x0 x1 (with b)     node 0: a b
@@ -174,31 +182,31 @@ class InNode(Exchange):
     ) -> None:
         """Sends this rank's part."""
         self._node, self._words = node, votes.planes.shape[1]
-        self._share = -(-self._words // node.world_size)
-        first = min(node.rank * self._share, self._words)
-        mine = slice(first, min(first + self._share, self._words))
+        self._words_each = -(-self._words // node.world_size)
+        first = min(node.rank * self._words_each, self._words)
+        mine = slice(first, min(first + self._words_each, self._words))
         part = Votes(votes.planes[:, mine].contiguous(), votes.active, votes.rows.part(mine))
         self._inner = start(part, name, voters, rule, step)
         self._planes, self._device = rule.planes, votes.planes.device
 
-    def count(self) -> None:
+    def receive(self) -> None:
         """See `Exchange`."""
-        self._inner.count()
+        self._inner.receive()
 
-    def settle(self) -> None:
+    def end_between_nodes(self) -> None:
         """See `Exchange`."""
-        self._own = self._inner.finish()
+        self._own = self._inner.verdict()
 
-    def share(self) -> None:
+    def begin_in_node(self) -> None:
         """See `Exchange`."""
-        sent = torch.zeros(self._planes, self._share, dtype=torch.int64, device=self._device)
+        sent = torch.zeros(self._planes, self._words_each, dtype=torch.int64, device=self._device)
         for plane, own in zip(sent, self._own.planes, strict=True):
             plane[: own.numel()] = own
         self._sent = sent.to(self._node.device_for(self._device))
         self._all = self._sent.new_empty(self._node.world_size, *sent.shape)
         self._pending = self._node.all_gather(self._all, self._sent, "a verdict")
 
-    def finish(self) -> Verdict:
+    def verdict(self) -> Verdict:
         """See `Exchange`."""
         self._pending.wait()
         return Verdict(_joined(self._all.to(self._device), self._words), self._own.voters)
@@ -215,10 +223,10 @@ class _Gather(Exchange):
         self._all = self._sent.new_empty(wire.world_size, self._sent.numel())
         self._pending = wire.all_gather(self._all, self._sent, "votes")
 
-    def count(self) -> None:
+    def receive(self) -> None:
         self._pending.wait()
 
-    def finish(self) -> Verdict:
+    def verdict(self) -> Verdict:
         bits, words = self._votes.planes.shape
         everyone = self._all.to(self._votes.planes.device)
         rows = everyone.shape[1] - bits * words
@@ -236,11 +244,13 @@ class _TwoPhase(Exchange):
         self._votes, self._wire, self._rule, self._step = votes, wire, rule, step
         bits, words = votes.planes.shape
         ranks = wire.world_size
-        self._share = -(-words // ranks)
-        padded = torch.nn.functional.pad(votes.planes, (0, ranks * self._share - words))
+        self._words_each = -(-words // ranks)
+        padded = torch.nn.functional.pad(votes.planes, (0, ranks * self._words_each - words))
         place = wire.device_for(padded.device)
         # Segment j goes to rank j.
-        self._sent = padded.view(bits, ranks, self._share).transpose(0, 1).contiguous().to(place)
+        self._sent = (
+            padded.view(bits, ranks, self._words_each).transpose(0, 1).contiguous().to(place)
+        )
         self._received = torch.empty_like(self._sent)
         self._active = _packed_rows(votes.active).to(place)
         self._all_active = self._active.new_empty(ranks, self._active.numel())
@@ -249,24 +259,24 @@ class _TwoPhase(Exchange):
             wire.all_to_all(self._received, self._sent, "votes"),
         ]
 
-    def count(self) -> None:
+    def receive(self) -> None:
         for pending in self._pending:
             pending.wait()
         device, words = self._votes.planes.device, self._votes.planes.shape[1]
         self._voters = _voters(self._all_active.to(device), self._votes)
-        first = min(self._wire.rank * self._share, words)
-        mine = slice(first, min(first + self._share, words))
+        first = min(self._wire.rank * self._words_each, words)
+        mine = slice(first, min(first + self._words_each, words))
         received = self._received.to(device)[:, :, : mine.stop - mine.start]
         total = _total(self._voters, self._votes, len(received), mine)
         sums = tally([list(own) for own in received], received.shape[1])
-        planes = torch.zeros(self._rule.planes, self._share, dtype=torch.int64, device=device)
+        planes = torch.zeros(self._rule.planes, self._words_each, dtype=torch.int64, device=device)
         for plane, own in zip(planes, self._rule.decide(sums, total, self._step), strict=True):
             plane[: own.numel()] = own
         self._sent = planes.to(self._wire.device_for(device))
         self._received = self._sent.new_empty(self._wire.world_size, *planes.shape)
         self._pending = [self._wire.all_gather(self._received, self._sent, "a verdict")]
 
-    def finish(self) -> Verdict:
+    def verdict(self) -> Verdict:
         self._pending[0].wait()
         received = self._received.to(self._votes.planes.device)
         return Verdict(_joined(received, self._votes.planes.shape[1]), self._voters)
