@@ -179,9 +179,10 @@ def unpack(plane: Tensor, low: float, high: float, out: Tensor) -> Tensor:
         np.take(table, octets.numpy(), axis=0, out=out.view(-1, 8).numpy(), mode="clip")
         return out
     bits = octets.view(-1, 1) & _masks(plane.device)
-    # Exact for both values, unlike low + bit * (high - low). Numbers would make it float32.
-    chosen = (torch.tensor(value, dtype=out.dtype) for value in (high, low))
-    torch.where(bits.view(-1).bool(), *chosen, out=out)
+    # Exact for both values, unlike low + bit * (high - low). Numbers would make it float32, and a
+    # GPU waits for values that come from the CPU.
+    of_one, of_zero = (out.new_full((), value) for value in (high, low))
+    torch.where(bits.view(-1).bool(), of_one, of_zero, out=out)
     return out
 
 

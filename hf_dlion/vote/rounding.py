@@ -36,8 +36,7 @@ def random_bits(count: int, first: int, step: int, seed: int, stream: int, out: 
     key = 0
     for word in (seed, seed >> 32, step, step >> 32, stream, first >> 32):
         key = _mix_number(((key ^ word) & _MASK) + 0x9E3779B9)
-    # int64, which wraps to the int32 with the same bits when it is copied.
-    out.copy_(torch.arange(low, low + count, device=out.device))
+    torch.arange(count, dtype=torch.int32, out=out).add_(_signed(low))  # int32 wraps
     return _mix(out.bitwise_xor_(_signed(key)))
 
 

@@ -64,7 +64,7 @@ def launches(bits: int, ranks: int, dtype: torch.dtype) -> Counter[str]:
 
 
 # Measured, so a change that asks for more is seen. The goal is 30 with one bit.
-MOST = {1: 55, 2: 102, 4: 138, 8: 210}
+MOST = {1: 57, 2: 104, 4: 140, 8: 212}
 
 
 @pytest.mark.parametrize("bits", MOST)
