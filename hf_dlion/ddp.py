@@ -261,7 +261,7 @@ def _refuse_join(ddp: DistributedDataParallel) -> None:
 
 @functools.cache
 def _watch_steps() -> None:
-    """Runs once in a process, at the first `attach`."""
+    """Checks every optimizer's step from now on; the first `attach` of a process calls this."""
     register_optimizer_step_pre_hook(_check_step)
 
 

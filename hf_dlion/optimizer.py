@@ -26,10 +26,10 @@ from hf_dlion.options import (
 )
 from hf_dlion.ranks.abstention import Abstentions
 from hf_dlion.ranks.agreement import Agreed, Meetings, Report
+from hf_dlion.ranks.equal_ranks import warn_of_averaged_gradients, warn_of_copied_momenta
 from hf_dlion.ranks.fingerprint import fingerprints
 from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.replicas import compare_replicas
-from hf_dlion.ranks.suspects import warn_of_averaged_gradients, warn_of_copied_momenta
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote import groups, local
 from hf_dlion.vote.full_precision import step_in_full

@@ -20,7 +20,7 @@ def random_bits(count: int, first: int, step: int, seed: int, stream: int, out: 
         random(i) = mix(i XOR key)           all modulo 2^32; mix is "lowbias32"
 
     Args:
-        count: Number of elements, at most 2^32.
+        count: Number of elements, below 2^31.
         first: Number of the first one.
         step: Number of the step.
         seed: Seed of the run.

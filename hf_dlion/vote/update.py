@@ -214,11 +214,11 @@ def move(
             continue
         group = turn.groups[piece.group]
         p = read(piece, params, "parameter", turn.scratch)
-        step = turn.scratch("direction", piece.size, piece.dtype, p.device)
-        own = [plane[piece.words] for plane in planes]
-        votes = None if by_word is None else by_word[piece.words]
-        rule.move(own, votes, float(group["lr"]), step)
-        _apply(piece, p, step, params, turn)
+        delta = turn.scratch("direction", piece.size, piece.dtype, p.device)
+        planes_here = [plane[piece.words] for plane in planes]
+        voters_here = None if by_word is None else by_word[piece.words]
+        rule.move(planes_here, voters_here, float(group["lr"]), delta)
+        _apply(piece, p, delta, params, turn)
 
 
 def plain_lion(message: Message, params: Flat, grads: Flat, momenta: Flat, turn: Turn) -> None:
@@ -236,10 +236,10 @@ def _moves(piece: Piece, params: Flat) -> bool:
     return any([params[part.tensor] is not None for part in piece.parts])
 
 
-def _apply(piece: Piece, p: Tensor, step: Tensor, params: Flat, turn: Turn) -> None:
+def _apply(piece: Piece, p: Tensor, delta: Tensor, params: Flat, turn: Turn) -> None:
     """Decays and moves: two operations, since one fused operation differs between processors."""
     group = turn.groups[piece.group]
-    p.mul_(1 - float(group["lr"]) * float(group["weight_decay"])).sub_(step)
+    p.mul_(1 - float(group["lr"]) * float(group["weight_decay"])).sub_(delta)
     write(piece, p, params, turn, PARAMETERS)
 
 

@@ -1,4 +1,4 @@
-"""Warnings about ranks that are more alike than training makes them. They are right, but slow."""
+"""Warnings if all ranks hold equal gradients or momenta: training is correct, but not as meant."""
 
 from __future__ import annotations
 
