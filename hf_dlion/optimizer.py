@@ -160,7 +160,7 @@ class DistributedLion(torch.optim.Optimizer):
         self._plan: Plan | None = None
         self._fsdp_model: nn.Module | None = None
         self._stepped = False  # in this process, unlike `steps`
-        self._loads = self._compared_loads = 0
+        self._loads = self._compared_loads = self._attaches = 0
         self._scratch = Scratch()
         self._abstentions = Abstentions(options.max_abstained_steps)
         self._compared = {name: str(value) for name, value in asdict(options).items()}
@@ -190,6 +190,10 @@ class DistributedLion(torch.optim.Optimizer):
             self._fsdp_model = model
         else:
             ddp.attach(model, self)
+        # Weights may have changed on a rank since the last training.
+        self._attaches += 1
+        if self._meetings is not None:
+            self._meetings.compare_again()
 
     def detach(self) -> None:
         """Lets the attached DDP wrappers average gradients again; call it on every rank."""
@@ -502,7 +506,11 @@ class DistributedLion(torch.optim.Optimizer):
     ) -> Agreed:
         assert self._meetings is not None
         # After a load, momenta are compared: if some ranks didn't load, all must raise before it.
-        options: dict[str, object] = {**self._compared, "calls of load_state_dict": self._loads}
+        options: dict[str, object] = {
+            **self._compared,
+            "calls of load_state_dict": self._loads,
+            "calls of attach": self._attaches,
+        }
         if self.options.momentum_sync == "auto":
             options["divergences of momenta"] = list(self.momentum_divergence().values())
         report = Report(

@@ -338,6 +338,33 @@ def test_a_loaded_state_goes_on_bit_for_bit(pools: RankPools, dtype: torch.dtype
     pools(2).run(resumed, dtype)
 
 
+def attached_again(rank: int, world_size: int, alone: bool) -> str:
+    ddp = DistributedDataParallel(model_of())
+    optimizer = DistributedLion(ddp.named_parameters(), lr=0.01)
+    optimizer.attach(ddp)
+    ddp(batch(0, rank)).sum().backward()
+    optimizer.step()
+    optimizer.detach()
+    if not alone:
+        with torch.no_grad():
+            next(ddp.parameters()).add_(float(rank))
+    if not alone or rank == 1:
+        optimizer.attach(ddp)
+    with pytest.raises(Disagreement) as caught:
+        optimizer.step()
+    optimizer.detach()
+    del ddp
+    end()
+    return str(caught.value)
+
+
+def test_a_second_training_begins_with_equal_weights(pools: RankPools) -> None:
+    for text in pools(2).run(attached_again, False):
+        assert "first in 'module.0.weight'" in text
+    for text in pools(2).run(attached_again, True):
+        assert "first in 'calls of attach': rank 0: 1, rank 1: 2" in text
+
+
 def copied(rank: int, world_size: int, whole: bool) -> list[str]:
     model = model_of()
     optimizer = DistributedLion(model.named_parameters(), lr=0.01)

@@ -37,6 +37,7 @@ _DOING: dict[int, tuple[str, str]] = {
     Kind.STEP: ("steps", "step"),
     Kind.SAVE: ("saves", "save"),
     Kind.LOAD: ("loads", "load"),
+    Kind.WEIGHTS: ("saves the model", "save"),
     Kind.REPLICATE: ("has replicate=", "have replicate="),
 }
 _ELSEWHERE = (
@@ -161,6 +162,10 @@ class Meetings:
         # of the next step.
         self._lines: tuple[Sequence[tuple[object, ...]], int] = ([], digest([]))
         self._present: tuple[list[bool], int] = ([], digest(pack_bools([])))
+
+    def compare_again(self) -> None:
+        """Makes the next meeting compare values; between two meetings all ranks call this."""
+        self._layout = None
 
     def meet(self, report: Report) -> Agreed:
         """Checks that all ranks agree; every rank must call this.

@@ -23,6 +23,7 @@ class Kind(enum.IntEnum):
     SAVE = 2
     LOAD = 3
     REPLICATE = 4
+    WEIGHTS = 5
 
 
 @dataclass(frozen=True, kw_only=True)

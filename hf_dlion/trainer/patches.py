@@ -130,7 +130,6 @@ def _train(
     _check_optim_args(trainer.args)  # They may have changed since they were made.
     if _uses_lion(trainer):
         refuse(trainer)
-        _choose_replicas(trainer)
         resume_from_checkpoint = _agreed_checkpoint(trainer, resume_from_checkpoint)
     elif idle := only_ours(trainer.args.optim_args):
         logger.warning_once(
@@ -155,21 +154,28 @@ def _uses_lion(trainer: Trainer) -> bool:
     return bool(trainer.args.optim == OPTIM_NAME)
 
 
-def _choose_replicas(trainer: Trainer) -> None:
+def _create_optimizer(
+    trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """Makes the optimizer vote between FSDP2's replicas, whose mesh the arguments don't know."""
     replicas = replicas_of(trainer.accelerator)
-    if replicas is not None and trainer.optimizer is None:
-        cls, kwargs = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(
-            trainer.args
-        )
-        trainer.optimizer_cls_and_kwargs = cls, {**kwargs, "replicate": replicas}
+    if replicas is None or trainer.optimizer is not None or not _uses_lion(trainer):
+        return original(*args, **kwargs)
+    given = trainer.optimizer_cls_and_kwargs
+    cls, options = given or trainer.get_optimizer_cls_and_kwargs(trainer.args)
+    trainer.optimizer_cls_and_kwargs = cls, {**options, "replicate": replicas}
+    try:
+        return original(*args, **kwargs)
+    finally:  # The next training may have other arguments.
+        trainer.optimizer_cls_and_kwargs = given
 
 
 def _agreed_checkpoint(trainer: Trainer, resume: str | bool | None) -> str | None:
     """Returns the folder to resume from, the same on all ranks, which all call this.
 
     Raises:
-        CheckpointError: If it isn't the same; ranks would mix up the collectives that follow.
+        CheckpointError: If it isn't the same, or `output_dir` isn't; ranks would mix up the
+            collectives that follow.
         ValueError: If `resume` is True, and no checkpoint is complete.
     """
     folder, failure = str(resume) if resume else None, None
@@ -178,6 +184,15 @@ def _agreed_checkpoint(trainer: Trainer, resume: str | bool | None) -> str | Non
             folder = _newest_complete(str(trainer.args.output_dir))
         except ValueError as error:
             failure = error
+    # Also where the first save would fail, which may be hours away.
+    output = trainer.args.output_dir if trainer.args.save_strategy != "no" else ""
+    places = gather_object([str(output)])
+    if len(set(places)) > 1:
+        ranks = "; ".join(f"rank {rank}: {own}" for rank, own in enumerate(places))
+        raise CheckpointError(
+            f"ranks have different output_dirs ({ranks}), and save one checkpoint together: pass "
+            f"the same path on every rank"
+        )
     told = gather_object([str(failure or folder)])
     if len(set(told)) > 1:
         ranks = "; ".join(f"rank {rank}: {own}" for rank, own in enumerate(told))
@@ -258,7 +273,7 @@ def _save_model(
         failure = error
     # Now, because Trainer may have a barrier next, where nobody would hear of a failure.
     _told[trainer] = True
-    lion.meet(Kind.SAVE, failure)
+    lion.meet(Kind.WEIGHTS, failure)
     _told[trainer] = False
 
 
@@ -288,7 +303,8 @@ def _load_optimizer_and_scheduler(
         raise CheckpointError(
             f"{checkpoint} was saved with DistributedLion, whose state "
             f"{type(trainer.optimizer).__name__} can't load: resume with optim={OPTIM_NAME!r}, or "
-            f"load the model's weights from there and train without resume_from_checkpoint"
+            f"load the model's weights from there and train without resume_from_checkpoint. If "
+            f"another optimizer saved there later, delete its {NAME}_* files"
         )
     if lion is not None:
         prepare(lion, trainer)  # Loading meets, and with FSDP2 it takes a step.
@@ -312,8 +328,9 @@ def _load_scaler(
     except BaseException as error:
         failure = error
     if failure is None and not _holds(checkpoint, "optimizer") and not _holds(checkpoint, NAME):
+        lion.meet(Kind.LOAD, None)  # Other ranks may find momenta.
         logger.warning_once(
-            f"{checkpoint} holds weights only (save_only_model), so all momenta start at zero"
+            f"{checkpoint} holds weights only (save_only_model), so momenta aren't loaded"
         )
         return
     state, scaler = load_momentum(lion, checkpoint, failure=failure), _scaler(trainer)
@@ -335,6 +352,7 @@ def _scaler(trainer: Trainer) -> Any:
 
 _AROUND: dict[str, Callable[..., Any]] = {
     "train": _train,
+    "create_optimizer": _create_optimizer,
     "_save_checkpoint": _save_checkpoint,
     "save_model": _save_model,
     "_save_rng_state": _save_rng_state,

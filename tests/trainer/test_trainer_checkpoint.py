@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import shutil
 import signal
 import warnings
@@ -150,6 +151,56 @@ def resume_on_one(rank: int, world_size: int, folder: str) -> str:
     with pytest.raises(CheckpointError) as caught:
         train(rank, world_size, folder, LONG, resume=resume)
     return str(caught.value)
+
+
+class SavesOnRank0(Trainer):
+    """What a user may write who thinks that one rank should save."""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if self.is_world_process_zero():
+            super().save_model(output_dir, _internal_call)
+
+
+def ranks_that_differ(rank: int, world_size: int, folder: str, how: str) -> tuple[int, str]:
+    """Returns the step at which a training ended, and its error."""
+    hf_dlion.register()
+    place = f"{folder}/{rank}" if how in ("output_dir", "weights") else folder
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    kind = SavesOnRank0 if how == "save_model" else Trainer
+    trainer = tiny_trainer(tiny_args(place, **saving), kind)
+    resume = None
+    if how == "weights":  # Rank 1 has a copy of the weights and nothing else.
+        trainer = tiny_trainer(tiny_args(place, max_steps=4))
+        resume = Path(place, "checkpoint-2")
+        shutil.copytree(Path(folder, "whole", "checkpoint-2"), resume)
+        for path in resume.glob("*") if rank else ():
+            if path.name.startswith(("dlion", "optimizer", "scheduler")):
+                path.unlink()
+        os.chdir(place)
+    if how == "drift":
+        trainer = tiny_trainer(tiny_args(folder, max_steps=2))
+        trainer.train()
+        with torch.no_grad():
+            trainer.model.lm_head.weight.add_(float(rank))
+    with pytest.raises((CheckpointError, hf_dlion.Disagreement)) as caught:
+        trainer.train(resume_from_checkpoint=resume and resume.name)
+    return trainer.state.global_step, str(caught.value)
+
+
+def test_ranks_that_differ_around_a_checkpoint_raise_together(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    for step, text in pools(2).run(ranks_that_differ, str(tmp_path), "output_dir"):
+        assert step == 0
+        assert f"different output_dirs (rank 0: {tmp_path}/0; rank 1: {tmp_path}/1)" in text
+    for step, text in pools(2).run(ranks_that_differ, str(tmp_path), "save_model"):
+        assert step == 2
+        assert "rank 1 saves while rank 0 saves the model" in text
+    for _, text in pools(2).run(ranks_that_differ, str(tmp_path), "drift"):
+        assert "ranks differ in hashes of parameter values" in text
+    pools(2).run(train, str(tmp_path / "whole"), {**LONG, "max_steps": 2, "save_steps": 2})
+    for _, text in pools(2).run(ranks_that_differ, str(tmp_path), "weights"):
+        assert "ranks are at different steps: rank 0: 2, rank 1: 0" in text
 
 
 def test_what_cannot_be_loaded_is_refused_on_every_rank(

@@ -67,6 +67,7 @@ def train(
         for own in (mesh, mesh["dp_shard_cp"]):  # torch reuses an equal mesh with its groups.
             LASTING.update(own.get_all_groups())
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resume else None)
+        assert trainer.optimizer_cls_and_kwargs is None  # The next training makes its own.
         lion = trainer.optimizer.optimizer
         params = [param for group in lion.param_groups for param in group["params"]]
         assert all(isinstance(param, DTensor) for param in params)
