@@ -265,12 +265,12 @@ def _save_state(accelerator: Accelerator, original: Callable[[], Any]) -> Any:
 
     try:
         try:
-            if not _is_sharded(accelerator):
+            if not is_sharded(accelerator):
                 accelerator.wait_for_everyone = meet_and_wait
             saved = original()
         except BaseException as error:
             # Other ranks know already, or are in collectives of FSDP, where nobody meets them.
-            if told or _is_sharded(accelerator):
+            if told or is_sharded(accelerator):
                 raise
             failure = error
         finally:
@@ -291,7 +291,7 @@ def _load_state(accelerator: Accelerator, original: Callable[[], None], folders:
     try:
         original()
     except BaseException as error:
-        if not lions or _is_sharded(accelerator):  # As in _save_state.
+        if not lions or is_sharded(accelerator):  # As in _save_state.
             raise
         failure = error
     states = [load_momentum(lion, folders[0], failure=failure, name=name) for name, lion in lions]
@@ -301,5 +301,6 @@ def _load_state(accelerator: Accelerator, original: Callable[[], None], folders:
             accelerator.scaler.load_state_dict(state)
 
 
-def _is_sharded(accelerator: Accelerator) -> bool:
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Returns whether FSDP2 shards the model inside each replica."""
     return replicas_of(accelerator) is not None

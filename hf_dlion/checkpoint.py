@@ -66,11 +66,11 @@ class _Header:
 
 def find_optimizer(optimizer: object) -> DistributedLion | None:
     """Returns the DistributedLion in a wrapper such as Accelerate's, None if there is none."""
-    while not isinstance(optimizer, DistributedLion):
-        if optimizer is None:
-            return None
+    for _ in range(4):  # Not forever: a mock has an optimizer of an optimizer, and so on.
+        if isinstance(optimizer, DistributedLion):
+            return optimizer
         optimizer = getattr(optimizer, "optimizer", None)
-    return optimizer
+    return None
 
 
 def save_momentum(

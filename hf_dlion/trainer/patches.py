@@ -31,7 +31,7 @@ from accelerate.utils import gather_object
 from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
-from hf_dlion.accelerate import replicas_of
+from hf_dlion.accelerate import is_sharded, replicas_of
 from hf_dlion.checkpoint import NAME, CheckpointError, find_optimizer, load_momentum, save_momentum
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.header import Kind
@@ -241,7 +241,7 @@ def _save_checkpoint(
             mark = Path(trainer._get_output_dir(trial=None), step, "checkpoint-is-incomplete.txt")
             mark.unlink(missing_ok=True)
     except BaseException as error:
-        if _told[trainer] or _is_sharded(trainer):
+        if _told[trainer] or is_sharded(trainer.accelerator):
             raise
         failure = error
     finally:
@@ -268,7 +268,7 @@ def _save_model(
             Path(output_dir, TRAINER_STATE).unlink(missing_ok=True)
         original(output_dir, *args, **kwargs)
     except BaseException as error:
-        if _is_sharded(trainer):
+        if is_sharded(trainer.accelerator):
             raise
         failure = error
     # Now, because Trainer may have a barrier next, where nobody would hear of a failure.
@@ -311,7 +311,7 @@ def _load_optimizer_and_scheduler(
     try:
         original(checkpoint)
     except BaseException as error:
-        if lion is not None and not _is_sharded(trainer):
+        if lion is not None and not is_sharded(trainer.accelerator):
             lion.meet(Kind.LOAD, error)  # The other ranks are in `load_momentum`.
         raise
 
@@ -340,10 +340,6 @@ def _load_scaler(
 
 def _holds(folder: str, name: str) -> bool:
     return any(entry.startswith(name) for entry in os.listdir(folder))
-
-
-def _is_sharded(trainer: Trainer) -> bool:
-    return replicas_of(trainer.accelerator) is not None
 
 
 def _scaler(trainer: Trainer) -> Any:
