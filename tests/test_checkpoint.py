@@ -568,6 +568,7 @@ def test_the_optimizer_may_be_wrapped_but_must_be_ours(tmp_path: Path) -> None:
     assert checkpoint.find_optimizer(Wrapper(Wrapper(optimizer))) is optimizer
     sgd = torch.optim.SGD(model_of().parameters(), lr=0.1)
     assert checkpoint.find_optimizer(Wrapper(sgd)) is None
+    assert checkpoint.find_optimizer(mock.MagicMock()) is None
     with pytest.raises(TypeError, match=r"must be a DistributedLion \(got SGD\)"):
         save_momentum(sgd, tmp_path)
     with pytest.raises(TypeError, match=r"must be a DistributedLion \(got SGD\)"):
