@@ -26,7 +26,8 @@ examples:
 """
 _PLAN = """\
 Predict the time and the bytes of a training step under each method, and say whether the exchange of
-votes pays. Without --gpu, the work of a rank is measured on this machine, in some seconds.
+votes pays. Without --gpu, the work of a rank is measured on this machine, which takes about a
+minute: stop other work first.
 """
 _PLAN_EXAMPLES = """\
 columns: "sent" is what a rank sends in a step, "network" the part of a step that waits for the
