@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hf_dlion import accelerate
     from hf_dlion.checkpoint import CheckpointError, load_momentum, save_momentum
-    from hf_dlion.exchange.pending import LostRank
-    from hf_dlion.exchange.wire import WireStats
+    from hf_dlion.exchange.wire import LostRank, WireStats
     from hf_dlion.optimizer import DistributedLion
     from hf_dlion.ranks.agreement import Disagreement
     from hf_dlion.trainer import DistributedLionCallback, optimizer_cls_and_kwargs, register
@@ -36,7 +35,7 @@ __all__ = [
 _LATE = {
     "Disagreement": "ranks.agreement",
     "DistributedLion": "optimizer",
-    "LostRank": "exchange.pending",
+    "LostRank": "exchange.wire",
     "WireStats": "exchange.wire",
     **dict.fromkeys(("CheckpointError", "load_momentum", "save_momentum"), "checkpoint"),
     **dict.fromkeys(("DistributedLionCallback", "optimizer_cls_and_kwargs", "register"), "trainer"),

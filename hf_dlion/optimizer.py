@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, Literal, overload
@@ -26,7 +27,7 @@ from hf_dlion.options import (
 )
 from hf_dlion.ranks.abstention import Abstentions
 from hf_dlion.ranks.agreement import Agreed, Meetings, Report
-from hf_dlion.ranks.equal_ranks import warn_of_averaged_gradients, warn_of_copied_momenta
+from hf_dlion.ranks.equal_ranks import AVERAGED_GRADIENTS, COPIED_MOMENTA, all_ranks_have
 from hf_dlion.ranks.fingerprint import fingerprints
 from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.replicas import compare_replicas
@@ -300,7 +301,8 @@ class DistributedLion(torch.optim.Optimizer):
             return Agreed([tensors.finite], [tensors.present])
         ranks = self._topology()
         agreed = self._meet(Kind.STEP, failure, tensors)
-        ranks.form()  # On all ranks together, since their options are equal.
+        if not self._stepped:
+            ranks.form()  # On all ranks together, since their options are equal.
         voter_of_rank = ranks.voter_of_rank
         return agreed if voter_of_rank is None else agreed.by_voter(voter_of_rank)
 
@@ -308,8 +310,7 @@ class DistributedLion(torch.optim.Optimizer):
         """Votes, hears the verdict and moves, then does what is due after this step."""
         plan, ranks, turn = self._plan, self._ranks, self._turn()
         assert plan is not None
-        if ranks is not None:
-            self._warn_of_equal_ranks(tensors, ranks)
+        suspicions = [] if ranks is None else self._suspicions(tensors, ranks)
         tensors.abstain(agreed.finite[turn.voter], agreed.present[turn.voter])
         params = [p if own else None for p, own in zip(tensors.params, agreed.moves, strict=True)]
         fsdp.reshard(self._fsdp_model)
@@ -338,6 +339,8 @@ class DistributedLion(torch.optim.Optimizer):
         self._stepped = True
         if ranks is not None:
             self._after(turn.step, ranks)
+        for text in suspicions:  # Last, because a warning may be an error, and ranks would wait.
+            warnings.warn(text, stacklevel=4)
 
     def _after(self, step: int, ranks: Topology) -> None:
         """Averages the momenta that are due, and compares replicas if it is their turn."""
@@ -440,12 +443,13 @@ class DistributedLion(torch.optim.Optimizer):
             state["exp_avg"] = momentum
         return momentum
 
-    def _warn_of_equal_ranks(self, tensors: Tensors, ranks: Topology) -> None:
-        """Warns at the first step of equal gradients, and after a load of equal momenta."""
-        rank, voters = ranks.everyone.rank, ranks.voters
+    def _suspicions(self, tensors: Tensors, ranks: Topology) -> list[str]:
+        """Returns what rank 0 warns of: equal gradients at first, equal momenta after a load."""
+        found = []
         if not self._stepped:
             grads = [grad for grad in tensors.grads if grad is not None]
-            warn_of_averaged_gradients(grads, voters, rank)
+            if all_ranks_have(grads, ranks.voters, "hashes of gradients"):
+                found.append(AVERAGED_GRADIENTS)
         if self._loads != self._compared_loads:
             self._compared_loads = self._loads
             momenta = [
@@ -453,7 +457,9 @@ class DistributedLion(torch.optim.Optimizer):
                 for p in groups.trainable(self.param_groups)
                 if "exp_avg" in self.state.get(p, {})
             ]
-            warn_of_copied_momenta(momenta, voters, rank)
+            if all_ranks_have(momenta, ranks.voters, "hashes of momenta"):
+                found.append(COPIED_MOMENTA)
+        return found if ranks.everyone.rank == 0 else []
 
     def _flat_momentum(self, param: Tensor) -> Tensor:
         """Returns this rank's part of a parameter's momentum, flat."""
@@ -463,7 +469,11 @@ class DistributedLion(torch.optim.Optimizer):
         """Returns who meets whom. With `replicate` the first call is a meeting of all ranks."""
         if self._ranks is None:
             self._ranks = Topology(
-                self.process_group, self.options.local_group, self.wire, replicate=self._replicate
+                self.process_group,
+                self.options.local_group,
+                self.wire,
+                replicate=self._replicate,
+                device=groups.named(self.param_groups)[0][1].device,
             )
             self._meetings = Meetings(self._ranks.everyone, self._ranks.alike)
         return self._ranks
@@ -511,15 +521,20 @@ class DistributedLion(torch.optim.Optimizer):
             "calls of load_state_dict": self._loads,
             "calls of attach": self._attaches,
         }
-        if self.options.momentum_sync == "auto":
-            options["divergences of momenta"] = list(self.momentum_divergence().values())
+        hyperparameters: list[dict[str, object]] = []
+        try:
+            hyperparameters = groups.hyperparameters(self.param_groups)
+            if self.options.momentum_sync == "auto":
+                options["divergences of momenta"] = list(self.momentum_divergence().values())
+        except Exception as error:  # The other ranks wait for a header.
+            failure = failure or error
         report = Report(
             kind=kind,
             step=self.steps,
             finite=tensors.finite,
             failure=failure,
             options=options,
-            groups=groups.hyperparameters(self.param_groups),
+            groups=hyperparameters,
             layout=self._plan.lines if self._plan is not None else [],
             present=tensors.present,
             values=self._hashes,

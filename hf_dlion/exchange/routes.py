@@ -26,9 +26,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_dlion.exchange.pending import Pending
 from hf_dlion.exchange.rule import Rule
-from hf_dlion.exchange.wire import Wire
+from hf_dlion.exchange.wire import Pending, Wire
 from hf_dlion.options import ExchangeName
 from hf_dlion.vote.codec import TOP, WORD, pack, spread, tally, unpack
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_dlion.exchange.pending import named_ranks
+from hf_dlion.exchange.wire import named_ranks
 
 
 class Abstentions:

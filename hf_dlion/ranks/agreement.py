@@ -16,8 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hf_dlion.exchange.pending import named_ranks
-from hf_dlion.exchange.wire import Wire
+from hf_dlion.exchange.wire import Wire, named_ranks
 from hf_dlion.ranks.fingerprint import digest
 from hf_dlion.ranks.header import (
     FAILED,

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from hf_dlion.exchange.pending import named_ranks
-from hf_dlion.exchange.wire import Wire
+from hf_dlion.exchange.wire import Wire, named_ranks
 from hf_dlion.ranks.agreement import Disagreement, raise_together
 from hf_dlion.ranks.fingerprint import digest, fingerprints
 

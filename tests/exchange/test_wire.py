@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_dlion.exchange.pending import named_ranks
-from hf_dlion.exchange.wire import LostRank, Wire, WireStats
+from hf_dlion.exchange.wire import LostRank, Wire, WireStats, named_ranks
 from tests.support.spawn import RankPools
 
 pytestmark = pytest.mark.multiproc

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 from hf_dlion.exchange.wire import WireStats
+from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.agreement import Disagreement
 from hf_dlion.ranks.topology import Topology
 from tests.support.spawn import LASTING, RankPools
@@ -183,6 +185,17 @@ def test_the_ranks_of_a_replicate_dimension_vote(pools: RankPools) -> None:
     alike = [[0, 2], [1, 3]]
     sent = 64 * 3 + 8
     assert pools(4).run(mesh) == [(alike[rank % 2], alike, 1, sent) for rank in range(4)]
+
+
+def test_control_messages_travel_from_the_parameters_device(
+    fake_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As after init_process_group("nccl"): no backend for the CPU, and no device_id.
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+    with FakeTensorMode():
+        param = torch.nn.Parameter(torch.empty(4, device="cuda"))
+        optimizer = DistributedLion([param])
+        assert optimizer._topology().everyone.control_device == param.device
 
 
 def uneven(rank: int, world_size: int) -> str:
