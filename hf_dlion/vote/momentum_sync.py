@@ -54,8 +54,6 @@ def synchronize(momenta: Sequence[Momentum], options: Options, ranks: Topology, 
         step: Number of the step that was taken.
     """
     every, voters = options.momentum_sync_every, ranks.voters
-    if not momenta:
-        return
     if options.momentum_sync == "auto":
         period = -(-MEASURE_EVERY // every) * every
         if (step - 1) % period == 0 or not any(["divergence" in m.state for m in momenta]):

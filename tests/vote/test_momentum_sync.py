@@ -121,20 +121,6 @@ def test_a_budget_that_fits_nothing_sends_nothing(pools: RankPools) -> None:
     assert usual["sent"][1] - none["sent"][1] == 4 * 24
 
 
-def nothing_to_choose(rank: int, world_size: int) -> int:
-    param = nn.Parameter(torch.zeros(4, 64))
-    optimizer = DistributedLion(
-        [("w", param)], full_precision="*", momentum_sync="auto", momentum_sync_every=1
-    )
-    param.grad = torch.full((4, 64), 1.0 + rank)
-    optimizer.step()
-    return optimizer.steps
-
-
-def test_without_momenta_to_choose_from_nothing_is_measured(pools: RankPools) -> None:
-    assert pools(2).run(nothing_to_choose) == [1, 1]
-
-
 def remeasured(rank: int, world_size: int) -> tuple[dict[str, float], dict[str, float]]:
     """Measures at steps 1, 53 and 105; the momenta are alike from step 60 on."""
     param = nn.Parameter(torch.zeros(4, 64))
