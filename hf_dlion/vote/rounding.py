@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-PARAMETERS = 0  # The stream of all parameters; rank r's momenta use 1 + r.
+# Streams of random bits. Voter r adds its number to all but the first.
+PARAMETERS, MOMENTA = 0, 1
+DISPLACEMENTS, OWN_WEIGHTS, EXCHANGED = 1 << 30, 1 << 31, (1 << 30) + (1 << 31)
 
 
 def random_bits(count: int, first: int, step: int, seed: int, stream: int, out: Tensor) -> Tensor:

@@ -9,9 +9,10 @@ Lion (Chen et al. 2023, arXiv 2302.06675, Algorithm 2), of which a rank sends si
 
 from __future__ import annotations
 
+import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,10 +27,12 @@ from hf_dlion.vote import codec
 from hf_dlion.vote.codec import WORD
 from hf_dlion.vote.groups import Groups
 from hf_dlion.vote.message import Message, Part, Piece
-from hf_dlion.vote.rounding import PARAMETERS, random_bits, round_to
+from hf_dlion.vote.rounding import MOMENTA, PARAMETERS, random_bits, round_to
 
 # By index in the layout: this rank's flat tensor, or None where it takes no part.
 Flat = Sequence[Tensor | None]
+# Returns what a piece votes by, in scratch: its direction, or how far local steps moved it.
+Source = Callable[[Piece], Tensor]
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 # Words of a step's first message that `WireStats.agreement` looks at.
 SAMPLE = 1024
@@ -101,7 +104,9 @@ def step_by_votes(
     now = time.perf_counter()
     means: Flat = ()
     if turn.bits > 1 and turn.level_scale == "tensor":
-        means = tensor_means(messages, grads, momenta, turn)
+        look = functools.partial(direction, grads=grads, momenta=momenta, turn=turn, advance=False)
+        sums, counts = tensor_sums(messages, params, look, turn)
+        means = [total / count for total, count in zip(sums, counts, strict=True)]
     under_way: list[routes.Exchange] = []
     for message in messages:
         votes = encode(message, grads, momenta, turn, means)
@@ -118,22 +123,36 @@ def step_by_votes(
     stats.exchanges += 1
 
 
-def encode(message: Message, grads: Flat, momenta: Flat, turn: Turn, means: Flat) -> Votes:
-    """Returns the votes of a message, and moves this rank's momenta.
+def encode(message: Message, grads: Flat, momenta: Flat, turn: Turn, scales: Flat) -> Votes:
+    """Returns the votes of a message by the directions, and moves this rank's momenta.
 
     Args:
         message: Whose votes.
         grads: Gradients, not changed; None abstains from the tensor.
         momenta: Momenta, changed in place; None where `grads` has None.
         turn: The step.
-        means: `tensor_means` with level_scale="tensor", else empty.
+        scales: As for `votes_by`.
+    """
+    of = functools.partial(direction, grads=grads, momenta=momenta, turn=turn, advance=True)
+    return votes_by(of, message, turn, scales)
+
+
+def votes_by(of: Source, message: Message, turn: Turn, scales: Flat) -> Votes:
+    """Returns the votes of a message.
+
+    Args:
+        of: Returns what a piece votes by.
+        message: Whose votes.
+        turn: The step.
+        scales: By tensor, what a vote of 2, 4 or 8 bits is relative to, 0-D; empty with
+            level_scale="word".
     """
     planes = torch.empty(turn.bits, message.words, dtype=torch.int64, device=message.device)
     words = torch.ones(message.words, dtype=torch.bool, device=message.device)
     all_active = True
     for piece in message.pieces:
-        u = direction(piece, grads, momenta, turn, advance=True)
-        codes = _codes(piece, u, turn, means)
+        u = of(piece)
+        codes = _codes(piece, u, turn, scales)
         own = planes[:, piece.words]
         for bit in range(turn.bits):
             codec.pack(codes, bit, own[bit], turn.scratch("bit", piece.size, codes.dtype, u.device))
@@ -157,21 +176,31 @@ def direction(piece: Piece, grads: Flat, momenta: Flat, turn: Turn, *, advance: 
     torch.lerp(m, g, 1 - beta1, out=u)
     if advance:
         m.lerp_(g, 1 - beta2)
-        write(piece, m, momenta, turn, 1 + turn.voter)
+        write(piece, m, momenta, turn, MOMENTA + turn.voter)
     return u
 
 
-def tensor_means(
-    messages: Sequence[Message], grads: Flat, momenta: Flat, turn: Turn
-) -> list[Tensor | None]:
-    """Returns each tensor's mean of |u| over the elements of its active rows, 0-D, float64."""
-    sums: list[list[Tensor]] = [[] for _ in grads]
-    voted: list[Tensor | float] = [0.0 for _ in grads]
+def tensor_sums(
+    messages: Sequence[Message], tensors: Flat, of: Source, turn: Turn
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns each tensor's sum of |u|, and the number of elements in its active rows, at least 1.
+
+    Both are 0-D, float64.
+
+    Args:
+        messages: All of them.
+        tensors: By index, flat tensors of those sizes.
+        of: Returns what a piece votes by.
+        turn: The step.
+    """
+    nothing = [torch.zeros((), dtype=torch.float64) for _ in tensors]
+    words_of: list[list[Tensor]] = [[] for _ in tensors]
+    counts = list(nothing)
     for message in messages:
         words = torch.empty(message.words, dtype=torch.bool, device=message.device)
         total = torch.empty(message.words, dtype=torch.float64, device=message.device)
         for piece in message.pieces:
-            u = direction(piece, grads, momenta, turn, advance=False)
+            u = of(piece)
             active_words = codec.active_words(u)
             words[piece.words] = True if active_words is None else active_words
             scratch = turn.scratch("levels", piece.size, u.dtype, u.device)
@@ -180,14 +209,15 @@ def tensor_means(
         for index, first, count, length in message.spans:
             rows = active[row : row + count // length]
             row += count // length
-            sums[index].append(total[first : first + count])
-            grad = grads[index]
-            size = 0 if grad is None else min(length * WORD, grad.numel())
-            voted[index] = voted[index] + rows.sum() * float(size)
-    return [
-        _tree_sum(torch.cat(own)) / torch.as_tensor(count).clamp_min(1) if own else None
-        for own, count in zip(sums, voted, strict=True)
+            words_of[index].append(total[first : first + count])
+            tensor = tensors[index]
+            size = 0 if tensor is None else min(length * WORD, tensor.numel())
+            counts[index] = counts[index].to(rows.device) + rows.sum() * float(size)
+    sums = [
+        _tree_sum(torch.cat(own)) if own else zero
+        for own, zero in zip(words_of, nothing, strict=True)
     ]
+    return sums, [count.clamp_min(1) for count in counts]
 
 
 def move(
@@ -308,24 +338,29 @@ def rows_of(words: Tensor, message: Message) -> Tensor:
     return count.index_add_(0, message.rows.of_word, words.to(torch.int32)) > 0
 
 
-def _codes(piece: Piece, u: Tensor, turn: Turn, means: Flat) -> Tensor:
+def by_word(piece: Piece, numbers: Flat, like: Tensor) -> Tensor:
+    """Returns a number of each tensor for each of a piece's words, dtype of `like`, shape (W,)."""
+    return torch.cat(
+        [
+            torch.as_tensor(numbers[part.tensor])
+            .to(like)
+            .expand(-(-(part.stop - part.start) // WORD))
+            for part in piece.parts
+        ]
+    )
+
+
+def _codes(piece: Piece, u: Tensor, turn: Turn, scales: Flat) -> Tensor:
     phase = turn.step + turn.voter
     if turn.bits == 1:
         out = turn.scratch("codes", piece.size, torch.bool, u.device)
         return codec.sign_codes(u, phase, out)
     scratch = turn.scratch("levels", piece.size, u.dtype, u.device)
-    if turn.level_scale == "word":
+    if scales:
+        magnitude = by_word(piece, scales, u)
+    else:
         sums, counts = codec.word_magnitudes(u, scratch)
         magnitude = sums.div_(counts.clamp_min_(1))
-    else:
-        magnitude = torch.cat(
-            [
-                torch.as_tensor(means[part.tensor])
-                .to(u)
-                .expand(-(-(part.stop - part.start) // WORD))
-                for part in piece.parts
-            ]
-        )
     codes = turn.scratch("codes", 2 * piece.size, torch.uint8, u.device).view(2, -1)
     return codec.level_codes(u, magnitude, turn.bits, phase, codes, scratch)
 

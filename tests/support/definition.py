@@ -49,6 +49,10 @@ class Layout:
                 out[start : start + size] = tensor.reshape(-1)
         return out
 
+    def spread(self, numbers: Sequence[float]) -> Array:
+        """Gives every element its tensor's number, float64."""
+        return np.repeat(np.array(numbers, dtype=np.float64), np.diff(self.starts))
+
     def split(self, flat: Array) -> list[Array]:
         return [
             flat[start : start + size].reshape(shape)
@@ -57,15 +61,21 @@ class Layout:
 
 
 def codes_of(
-    u: Array, layout: Layout, *, phase: int, bits: int = 1, scale: str = "word"
+    u: Array,
+    layout: Layout,
+    *,
+    phase: int,
+    bits: int = 1,
+    scale: str = "word",
+    magnitudes: Array | None = None,
 ) -> tuple[Array, Array]:
     """Returns a rank's codes (0 where it abstains) and which rows it votes on."""
     active = np.zeros(len(layout.row_sizes), dtype=bool)
     np.logical_or.at(active, layout.row_of_element, u != 0)
+    a = mean_magnitudes(u, layout, active, scale) if magnitudes is None else magnitudes
     k = np.arange(u.size)
     z = np.where((k + phase) % 2 == 0, 0.0, -(2.0**-126)).astype(u.dtype)
     sign = u > z
-    a = mean_magnitudes(u, layout, active, scale)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         if bits == 1:
             codes = sign.astype(np.int64)
@@ -82,22 +92,31 @@ def codes_of(
 
 def mean_magnitudes(u: Array, layout: Layout, active: Array, scale: str) -> Array:
     """Returns the mean magnitude that each element is measured by, dtype of u."""
+    if scale == "word":
+        counts = (u.reshape(-1, 64) != 0).sum(axis=1)
+        return np.repeat(word_sums(u) / np.maximum(counts, 1).astype(u.dtype), 64)
+    return layout.spread(tensor_means(u, layout, active)).astype(u.dtype)
+
+
+def word_sums(u: Array) -> Array:
+    """Returns the sum of |u| in each word, elements k and k + 32 first, dtype of u."""
     sums = np.abs(u.reshape(-1, 64))
-    counts = (sums != 0).sum(axis=1)
     while sums.shape[1] > 1:
         half = sums.shape[1] // 2
         with np.errstate(over="ignore"):
             sums = sums[:, :half] + sums[:, half:]
-    means = sums[:, 0] / np.maximum(counts, 1).astype(u.dtype)
-    if scale == "tensor":
-        words = sums[:, 0].astype(np.float64)
-        means = np.zeros_like(words)
-        for number in range(len(layout.sizes)):
-            first, last = layout.starts[number] // 64, layout.starts[number + 1] // 64
-            rows = [r for r, tensor in enumerate(layout.tensor_of_row) if tensor == number]
-            voted = sum(layout.row_sizes[row] for row in rows if active[row])
-            means[first:last] = tree(words[first:last]) / max(voted, 1)
-    return np.repeat(means.astype(u.dtype), 64)
+    return sums[:, 0]
+
+
+def tensor_means(u: Array, layout: Layout, active: Array) -> list[float]:
+    """Returns each tensor's mean of |u| over its active rows."""
+    words, means = word_sums(u).astype(np.float64), []
+    for number in range(len(layout.sizes)):
+        first, last = layout.starts[number] // 64, layout.starts[number + 1] // 64
+        rows = [r for r, tensor in enumerate(layout.tensor_of_row) if tensor == number]
+        voted = sum(layout.row_sizes[row] for row in rows if active[row])
+        means.append(tree(words[first:last]) / max(voted, 1))
+    return means
 
 
 def tree(values: Array) -> float:
@@ -237,9 +256,11 @@ class Lions:
             moved = apply_verdict(wide.numpy(), own, self.lrs[i], self.decays[i])
             p.copy_(self._round(moved, p.dtype, int(layout.starts[i]), 0))
 
-    def _round(self, x: Array, dtype: torch.dtype, first: int, stream: int) -> torch.Tensor:
+    def _round(
+        self, x: Array, dtype: torch.dtype, first: int, stream: int, t: int | None = None
+    ) -> torch.Tensor:
         if dtype in (torch.bfloat16, torch.float16):
-            random = random_bits(x.size, first, self.t, self.seed, stream)
+            random = random_bits(x.size, first, self.t if t is None else t, self.seed, stream)
             flat = np.ascontiguousarray(x.reshape(-1)).astype(np.float32)
             x = rounded(flat, dtype, random).reshape(x.shape)
         return torch.from_numpy(np.asarray(x))
@@ -247,6 +268,14 @@ class Lions:
     def _vote(
         self, layout: Layout, rank: int, grads: Sequence[torch.Tensor | None]
     ) -> tuple[Array, Array]:
+        dtype = np.float64 if any(p.dtype == torch.float64 for p in self.params) else np.float32
+        u = layout.flat(self._directions(layout, rank, grads), dtype)
+        return codes_of(u, layout, phase=self.t + rank, bits=self.bits, scale=self.level_scale)
+
+    def _directions(
+        self, layout: Layout, rank: int, grads: Sequence[torch.Tensor | None]
+    ) -> list[Array | None]:
+        """Returns each tensor's u, None without a gradient, and moves this rank's momenta."""
         parts: list[Array | None] = []
         for i, (p, g) in enumerate(zip(self.params, grads, strict=True)):
             if g is None:
@@ -260,6 +289,4 @@ class Lions:
                 largest = torch.finfo(m.dtype).max
                 new = new.clamp(-largest, largest)
             m.copy_(self._round(new.numpy(), m.dtype, int(layout.starts[i]), 1 + rank))
-        dtype = np.float64 if any(p.dtype == torch.float64 for p in self.params) else np.float32
-        u = layout.flat(parts, dtype)
-        return codes_of(u, layout, phase=self.t + rank, bits=self.bits, scale=self.level_scale)
+        return parts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,15 @@ from hypothesis import strategies as st
 from hf_dlion.exchange.rule import Average, Majority
 from hf_dlion.vote import codec, local, message
 from hf_dlion.vote.local import Plan
-from hf_dlion.vote.update import Scratch, Turn, encode, move, plain_lion, tensor_means
+from hf_dlion.vote.update import (
+    Scratch,
+    Turn,
+    direction,
+    encode,
+    move,
+    plain_lion,
+    tensor_sums,
+)
 from tests.support.definition import TOP, Lions
 
 SHAPES = [(3, 64), (5,), (), (0, 4), (130, 128), (7, 3), (2, 200), (300, 64), (70,), (1, 64)]
@@ -76,17 +85,18 @@ class Ranks:
             for rank in range(ranks)
         ]
         with torch.no_grad():
-            means: list[Any] = [
-                tensor_means(plan.messages, *flats[rank], turns[rank])
-                if lions.level_scale == "tensor"
-                else ()
-                for rank in range(ranks)
-            ]
+            scales: list[Any] = [() for _ in range(ranks)]
+            if lions.level_scale == "tensor":
+                for rank, (own, kept) in enumerate(flats):
+                    turn = turns[rank]
+                    look = partial(direction, grads=own, momenta=kept, turn=turn, advance=False)
+                    sums, counts = tensor_sums(plan.messages, params, look, turn)
+                    scales[rank] = [a / b for a, b in zip(sums, counts, strict=True)]
             for msg in plan.messages:
                 if ranks == 1:
                     plain_lion(msg, moved, *flats[0], turns[0])
                     continue
-                votes = [encode(msg, *flats[r], turns[r], means[r]) for r in range(ranks)]
+                votes = [encode(msg, *flats[r], turns[r], scales[r]) for r in range(ranks)]
                 voters = torch.stack([own.active for own in votes]).sum(dim=0)
                 top = TOP[lions.bits]
                 total = codec.spread(voters[msg.rows.of_word] * top, (ranks * top).bit_length())
