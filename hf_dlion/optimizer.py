@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any, Literal, overload
 
 import torch
@@ -26,7 +28,7 @@ from hf_dlion.options import (
     check_group,
 )
 from hf_dlion.ranks.abstention import Abstentions
-from hf_dlion.ranks.agreement import Agreed, Meetings, Report
+from hf_dlion.ranks.agreement import Agreed, Meetings, Report, agree_in_node
 from hf_dlion.ranks.equal_ranks import AVERAGED_GRADIENTS, COPIED_MOMENTA, all_ranks_have
 from hf_dlion.ranks.fingerprint import fingerprints
 from hf_dlion.ranks.header import Kind
@@ -35,6 +37,7 @@ from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote import groups, local
 from hf_dlion.vote.full_precision import step_in_full
 from hf_dlion.vote.local import Plan, Tensors
+from hf_dlion.vote.local_steps import LocalSteps, Period
 from hf_dlion.vote.momentum_sync import Momentum, average_whole, synchronize
 from hf_dlion.vote.update import Scratch, Turn, plain_lion, step_by_votes
 
@@ -63,9 +66,14 @@ class DistributedLion(torch.optim.Optimizer):
         replicate: With FSDP2, the ranks that hold the same shards: `mesh["replicate"]`, or its
             process group (default: None).
         bits: Bits of a vote (default: 1). 1 sends the sign of u; 2, 4 and 8 also send how large u
-            is, relative to a mean of |u| (see `level_scale`). Not with aggregation="average".
-        aggregation: What all ranks apply: "majority", the sign of the sum of the votes (default),
-            or "average", their mean.
+            is, relative to a mean of |u| (see `level_scale`). Of more than 1, only local steps can
+            take the average.
+        vote_every: Steps in which ranks exchange once (default: 1). Above 1, a rank takes steps of
+            its own on its own gradients, and then sends `bits` for how far it moved each element.
+            It evaluates and saves common weights, which all ranks have, after `eval()`.
+        aggregation: What all ranks apply: "majority", the sign of the sum of the votes, or
+            "average", their mean. None stands for "majority", and for "average" with
+            `vote_every` above 1 (default).
         ties: What a tied majority does: "alternate" +1 and -1 over elements and steps (default),
             or "zero", which doesn't move and sends a second bit back.
         level_scale: What a vote of 2, 4 or 8 bits is relative to: the mean of |u| in each "word"
@@ -89,7 +97,8 @@ class DistributedLion(torch.optim.Optimizer):
         max_abstained_steps: Steps in a row in which a rank may abstain because its gradients hold a
             NaN or an Inf, before all ranks raise (default: 20).
         check_replicas_every: Number of steps after which the ranks compare a hash of all
-            parameters; 0 never does (default).
+            parameters; 0 never does (default). Like `momentum_sync_every`, it counts exchanges
+            where `vote_every` is above 1.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -113,7 +122,8 @@ class DistributedLion(torch.optim.Optimizer):
         process_group: dist.ProcessGroup | None = None,
         replicate: DeviceMesh | dist.ProcessGroup | None = None,
         bits: int = 1,
-        aggregation: Aggregation = "majority",
+        vote_every: int = 1,
+        aggregation: Aggregation | None = None,
         ties: Ties = "alternate",
         level_scale: LevelScale = "word",
         exchange: ExchangeName = "auto",
@@ -160,7 +170,9 @@ class DistributedLion(torch.optim.Optimizer):
         self._meetings: Meetings | None = None
         self._plan: Plan | None = None
         self._fsdp_model: nn.Module | None = None
+        self._local = LocalSteps(options.bits)
         self._stepped = False  # in this process, unlike `steps`
+        self._meets_next = True  # where steps are local
         self._loads = self._compared_loads = self._attaches = 0
         self._scratch = Scratch()
         self._abstentions = Abstentions(options.max_abstained_steps)
@@ -193,12 +205,77 @@ class DistributedLion(torch.optim.Optimizer):
             ddp.attach(model, self)
         # Weights may have changed on a rank since the last training.
         self._attaches += 1
+        self._meets_next = True
         if self._meetings is not None:
             self._meetings.compare_again()
 
     def detach(self) -> None:
-        """Lets the attached DDP wrappers average gradients again; call it on every rank."""
+        """Lets the attached DDP wrappers average gradients again; call it on every rank.
+
+        With `vote_every` above 1 the model then holds the weights of the last exchange, and what
+        this rank was moved since then is lost; `exchange_now` before it keeps that.
+        """
         ddp.detach(self)
+        if self._local.anchors:
+            self._show_anchors()
+        self._local = LocalSteps(self.options.bits, exchanges=self._local.exchanges)
+
+    def eval(self) -> None:
+        """Puts the weights that all ranks have into the model, to evaluate or save them.
+
+        They are those of the last exchange. Communicates nothing, so ranks may call it by
+        themselves. With `vote_every=1` a model always holds them, and this does nothing.
+        """
+        if self.options.vote_every > 1:
+            self._local.evaluating = True
+            self._show_anchors()
+
+    def train(self) -> None:
+        """Puts this rank's own weights back after `eval`, bit for bit; call it before training."""
+        if self.options.vote_every > 1:
+            self._local.evaluating = False
+            self._show_own()
+
+    @contextlib.contextmanager
+    def common_weights(self) -> Iterator[None]:
+        """Between `eval` and `train`, whichever of them was called before."""
+        swapped = self._local.swapped
+        if self.options.vote_every > 1:
+            self._show_anchors()
+        try:
+            yield
+        finally:
+            if not swapped:
+                self._show_own()
+
+    @torch.no_grad()
+    def exchange_now(self) -> None:
+        """Exchanges what the ranks were moved since the last exchange; every rank must call this.
+
+        Call it before `eval()` where training ends, so that nothing of it is lost. With
+        `vote_every=1` there is nothing to exchange. Bytes: those of an exchange, or of a header if
+        no rank has moved.
+
+        Raises:
+            Disagreement: On every rank, if another rank takes a step, or the ranks differ.
+            LostRank: If another rank ended or stalled.
+        """
+        if self.options.vote_every == 1 or self._world_size() == 1:
+            return
+        ranks, failure, used = self._topology(), None, Tensors()
+        try:
+            used = self._used(self._planned()[1])
+        except Exception as error:  # The other ranks wait for a header.
+            failure = error
+        agreed = self._meet(Kind.EXCHANGE, failure, used)
+        ranks.form()
+        if ranks.voters.world_size > 1:
+            self._show_own()
+            texts = self._exchange(agreed.moves, ranks)
+            if self._local.evaluating:
+                self._show_anchors()
+            for text in texts:
+                warnings.warn(text, stacklevel=2)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group; every rank must add the same one.
@@ -244,9 +321,11 @@ class DistributedLion(torch.optim.Optimizer):
             Disagreement: On every rank, before anything moves, if the ranks differ in what must be
                 equal, or one of them failed; that one raises its own error.
             LostRank: If another rank ended or stalled.
-            RuntimeError: On every rank, if one abstained `max_abstained_steps` times in a row.
+            RuntimeError: On every rank, if one abstained `max_abstained_steps` times in a row;
+                or after `eval()`, without `train()`.
         """
-        loss, failure, tensors = None, None, Tensors()
+        kind = self._kind()
+        loss, failure, tensors, period = None, None, Tensors(), self._local.period
         sent, sent_in_node = self.wire.bytes_sent, self.wire.node_bytes_sent
         several = self._world_size() > 1
         if several:
@@ -257,14 +336,20 @@ class DistributedLion(torch.optim.Optimizer):
                 with torch.enable_grad():
                     loss = closure()
             tensors = self._collect()
+            if self.options.vote_every > 1:
+                period = self._next_period(kind)
         except BaseException as error:  # Told to all ranks, which wait for this one.
             if not several:
                 raise
             failure = error
-        agreed = self._agree(tensors, failure)
-        self.wire.abstentions += self._abstentions.count(agreed.finite)
-        if any(agreed.moves):
-            self._update(tensors, agreed)
+        agreed = self._agree(kind, tensors, failure, period)
+        if self._takes_local_steps():
+            self._step_locally(kind, tensors, agreed, period)
+        else:
+            self.wire.abstentions += self._abstentions.count(agreed.finite)
+            self._abstentions.check()
+            if any(agreed.moves):
+                self._update(tensors, agreed)
         self.wire.last_bytes_sent = self.wire.bytes_sent - sent
         self.wire.last_node_bytes_sent = self.wire.node_bytes_sent - sent_in_node
         return loss
@@ -295,16 +380,45 @@ class DistributedLion(torch.optim.Optimizer):
         present = [grad is not None for grad in grads]
         return Tensors([local.flat_view(p) for p in params], grads, momenta, present, finite)
 
-    def _agree(self, tensors: Tensors, failure: BaseException | None) -> Agreed:
+    def _kind(self) -> Kind | None:
+        """Returns what this rank does in this step with all others; None in a local step."""
+        if self._meets_next or self._takes_local_steps():
+            if self._local.period.steps + 1 >= self.options.vote_every > 1:
+                return Kind.EXCHANGE
+            if not self._meets_next:
+                self._planned()  # The ranks also meet at a new layout.
+            return Kind.STEP if self._meets_next else None
+        return Kind.STEP
+
+    def _takes_local_steps(self) -> bool:
+        """Whether several voters take steps of their own; known after the first meeting."""
+        if self.options.vote_every == 1 or self._ranks is None:
+            return False
+        return self._ranks.voters.world_size > 1
+
+    def _agree(
+        self, kind: Kind | None, tensors: Tensors, failure: BaseException | None, period: Period
+    ) -> Agreed:
         """Exchanges headers with all ranks; raises on all of them if they don't agree."""
         if self._world_size() == 1:
             return Agreed([tensors.finite], [tensors.present])
-        ranks = self._topology()
-        agreed = self._meet(Kind.STEP, failure, tensors)
-        if not self._stepped:
-            ranks.form()  # On all ranks together, since their options are equal.
-        voter_of_rank = ranks.voter_of_rank
-        return agreed if voter_of_rank is None else agreed.by_voter(voter_of_rank)
+        ranks, agreed = self._topology(), Agreed([], [])
+        if kind is Kind.STEP:
+            agreed = self._meet(kind, failure, tensors)
+            if not self._stepped:
+                ranks.form()  # On all ranks together, since their options are equal.
+            if not self._takes_local_steps():
+                voter_of_rank = ranks.voter_of_rank
+                return agreed if voter_of_rank is None else agreed.by_voter(voter_of_rank)
+        finite, present = tensors.finite, tensors.present
+        if ranks.node is not None:
+            finite, present = agree_in_node(ranks.node, finite, present, failure)
+        tensors.abstain(finite, present)
+        if kind is Kind.EXCHANGE:
+            agreed = self._meet(kind, failure, self._used(self._trainable(), tensors), period)
+        elif failure is not None:
+            raise failure
+        return agreed
 
     def _update(self, tensors: Tensors, agreed: Agreed) -> None:
         """Votes, hears the verdict and moves, then does what is due after this step."""
@@ -342,8 +456,91 @@ class DistributedLion(torch.optim.Optimizer):
         for text in suspicions:  # Last, because a warning may be an error, and ranks would wait.
             warnings.warn(text, stacklevel=4)
 
-    def _after(self, step: int, ranks: Topology) -> None:
-        """Averages the momenta that are due, and compares replicas if it is their turn."""
+    def _next_period(self, kind: Kind | None) -> Period:
+        """Returns the period with this step.
+
+        Raises:
+            RuntimeError: If `eval()` was called, or, where all ranks meet, if this rank's gradients
+                were not finite for too long.
+        """
+        if self._local.evaluating:
+            raise RuntimeError(
+                "step() after optimizer.eval(), which put common weights into the model: call "
+                "optimizer.train() before you train"
+            )
+        if kind is not None:  # In a local step nobody would hear of it.
+            self._abstentions.check()
+        return self._local.period.and_a_step(self.param_groups)
+
+    def _step_locally(
+        self, kind: Kind | None, tensors: Tensors, agreed: Agreed, period: Period
+    ) -> None:
+        """Takes a step of this rank's own, and exchanges if it is time."""
+        assert self._ranks is not None
+        assert self._plan is not None
+        ranks, turn, now = self._ranks, self._turn(), time.perf_counter()
+        everyone = range(ranks.everyone.world_size)
+        finite = [tensors.finite or rank != ranks.everyone.rank for rank in everyone]
+        self.wire.abstentions += self._abstentions.count(finite)
+        texts = [] if kind is None else self._suspicions(tensors, ranks)
+        fsdp.reshard(self._fsdp_model)
+        self._local.step(self._trainable(), tensors, self._plan, turn)
+        self.wire.add("apply_s", now)
+        self._local.period = period
+        for group in self.param_groups:
+            group["step"] = turn.step
+        self._stepped, self._meets_next = True, False
+        if kind is Kind.EXCHANGE:
+            texts += self._exchange(agreed.moves, ranks)
+        for text in texts:
+            warnings.warn(text, stacklevel=4)
+
+    def _exchange(self, used_anywhere: Sequence[bool], ranks: Topology) -> list[str]:
+        """Exchanges what the ranks were moved; returns warnings."""
+        if not any(used_anywhere):
+            self._local.period = Period()
+            return []
+        plan, whole, params = self._flat()
+        lost = self._local.exchange(whole, params, plan, used_anywhere, self._last_turn(), ranks)
+        self._after(self._local.exchanges, ranks)
+        return [
+            f"the weights of {plan.lines[k][0]!r} were not finite on rank {ranks.everyone.rank}, "
+            f"which continues with those of the last exchange"
+            for k in lost
+        ]
+
+    def _used(self, whole: Sequence[Tensor], tensors: Tensors | None = None) -> Tensors:
+        """Returns which parameters this rank used in this period, and uses in this step."""
+        grads = [None] * len(whole) if tensors is None else tensors.grads
+        pairs = zip(whole, grads, strict=False)
+        return Tensors(present=[p in self._local.used or g is not None for p, g in pairs])
+
+    def _flat(self) -> tuple[Plan, list[Tensor], list[Tensor]]:
+        """Returns the plan, and trainable and flat local tensors, which may be written."""
+        plan, whole, params = self._planned()
+        fsdp.reshard(self._fsdp_model)
+        return plan, whole, [local.flat_view(p) for p in params]
+
+    def _show_anchors(self) -> None:
+        """Puts anchors into the model."""
+        _, whole, params = self._flat()
+        with torch.no_grad():
+            self._local.show_anchors(whole, params)
+
+    def _show_own(self) -> None:
+        """Puts this rank's own weights into the model."""
+        if self._local.swapped:
+            plan, whole, params = self._flat()
+            with torch.no_grad():
+                self._local.show_own(whole, params, plan, self._last_turn())
+
+    def _after(self, count: int, ranks: Topology) -> None:
+        """Averages the momenta that are due, and compares replicas if it is their turn.
+
+        Args:
+            count: Number of the step, or of the exchange with local steps.
+            ranks: Who is where.
+        """
         if self.options.momentum_sync_every and ranks.voters.world_size > 1:
             chosen = groups.selection(self.param_groups, self.options, "momentum_sync")
             full = groups.selection(self.param_groups, self.options, "full_precision")
@@ -352,10 +549,10 @@ class DistributedLion(torch.optim.Optimizer):
                 for k, (_, p) in enumerate(groups.named(self.param_groups))
                 if p.requires_grad and chosen[k] and not full[k]
             ]
-            synchronize(momenta, self.options, ranks, step)
+            synchronize(momenta, self.options, ranks, count)
         every = self.options.check_replicas_every
-        if every and step % every == 0:
-            compare_replicas(self._named(), ranks.everyone, step, ranks.alike)
+        if every and count % every == 0:
+            compare_replicas(self._named(), ranks.everyone, self.steps, ranks.alike)
 
     def synchronize_momentum(self) -> None:
         """Replaces every momentum by its mean over the voters; every rank must call this.
@@ -391,7 +588,10 @@ class DistributedLion(torch.optim.Optimizer):
                 for f, (_, p) in zip(full, groups.named(self.param_groups), strict=True)
                 if p.requires_grad
             ]
-            self._plan = Plan.of(params, self.param_groups, own)
+            self._plan, self._meets_next = Plan.of(params, self.param_groups, own), True
+            for p in self._local.anchors.keys() - set(trainable):  # Nobody moves them any more.
+                with torch.no_grad():
+                    self._local.drop(p, local.flat_view(fsdp.local_part(p.detach())))
         return self._plan, trainable, params
 
     def _check_attached(self, params: list[Tensor]) -> None:
@@ -513,6 +713,7 @@ class DistributedLion(torch.optim.Optimizer):
         kind: Kind,
         failure: BaseException | None,
         tensors: Tensors,
+        period: Period | None = None,
     ) -> Agreed:
         assert self._meetings is not None
         # After a load, momenta are compared: if some ranks didn't load, all must raise before it.
@@ -521,6 +722,11 @@ class DistributedLion(torch.optim.Optimizer):
             "calls of load_state_dict": self._loads,
             "calls of attach": self._attaches,
         }
+        if self.options.vote_every > 1:
+            period = period or self._local.period
+            options["exchanges"] = self._local.exchanges
+            options["steps since the last exchange"] = period.steps
+            options["lr, betas and weight decay since the last exchange"] = period.history
         hyperparameters: list[dict[str, object]] = []
         try:
             hyperparameters = groups.hyperparameters(self.param_groups)
@@ -558,9 +764,20 @@ class DistributedLion(torch.optim.Optimizer):
             scratch=self._scratch,
         )
 
+    def _last_turn(self) -> Turn:
+        return replace(self._turn(), step=self.steps)
+
+    def _trainable(self) -> list[Tensor]:
+        return groups.trainable(self.param_groups)
+
     def _named(self) -> list[tuple[str, Tensor]]:
-        """Returns this rank's parts of all parameters, with their names."""
-        return [(name, fsdp.local_part(p.detach())) for name, p in groups.named(self.param_groups)]
+        """Returns this rank's parts of all parameters, with names: what all ranks have of them."""
+        named = [(n, p, fsdp.local_part(p.detach())) for n, p in groups.named(self.param_groups)]
+        anchors = {} if self._local.swapped else self._local.anchors
+        return [
+            (n, anchors[p].as_strided(part.size(), part.stride()) if p in anchors else part)
+            for n, p, part in named
+        ]
 
     def _hashes(self) -> list[tuple[str, int]]:
         """Returns name and hash of this rank's part of every parameter."""
@@ -596,6 +813,9 @@ class DistributedLion(torch.optim.Optimizer):
                 momentum = saved["exp_avg"].to(device=param.device, dtype=dtype, copy=True)
                 self.state[param]["exp_avg"] = momentum
         self._plan = None
+        self._local = LocalSteps(
+            self.options.bits, evaluating=self._local.evaluating, swapped=self._local.swapped
+        )
         self._loads += 1
         self._abstentions = Abstentions(self.options.max_abstained_steps)
 

@@ -42,7 +42,8 @@ class Options:
     """
 
     bits: int = 1
-    aggregation: Aggregation = "majority"
+    vote_every: int = 1
+    aggregation: Aggregation | None = None
     ties: Ties = "alternate"
     level_scale: LevelScale = "word"
     exchange: ExchangeName = "auto"
@@ -58,6 +59,11 @@ class Options:
 
     def __post_init__(self) -> None:
         """Checks every value, so a bad one is refused where it was written."""
+        _check_integer("vote_every", self.vote_every, 1, 2**31 - 1)
+        if self.aggregation is None:
+            object.__setattr__(
+                self, "aggregation", "average" if self.vote_every > 1 else "majority"
+            )
         _check_choice("aggregation", self.aggregation, get_args(Aggregation))
         _check_choice("ties", self.ties, get_args(Ties))
         _check_choice("level_scale", self.level_scale, get_args(LevelScale))
@@ -89,7 +95,13 @@ class Options:
 
     def _check_together(self) -> None:
         """Refuses values that don't work together, or that another option makes idle."""
-        if self.bits > 1 and self.aggregation == "average":
+        local = self.vote_every > 1
+        if local and self.aggregation == "majority":
+            raise ValueError(
+                f"vote_every={self.vote_every} averages what the ranks were moved; leave out "
+                f"aggregation='majority', or use vote_every=1"
+            )
+        if self.bits > 1 and self.aggregation == "average" and not local:
             raise ValueError(
                 f"aggregation='average' is the mean of votes of one bit (got bits={self.bits}); "
                 f"use bits=1, or aggregation='majority'"
@@ -103,7 +115,7 @@ class Options:
         syncs = self.momentum_sync_every > 0
         needs = {
             "ties": (self.aggregation == "majority", "aggregation='majority'"),
-            "level_scale": (self.bits > 1, "bits=2, 4 or 8"),
+            "level_scale": (self.bits > 1 and not local, "bits=2, 4 or 8 and vote_every=1"),
             "momentum_sync": (syncs, "momentum_sync_every=k"),
             "momentum_sync_budget": (syncs and auto, "momentum_sync='auto'"),
         }

@@ -24,17 +24,19 @@ class Abstentions:
 
         Args:
             finite: By rank, whether its gradients are finite.
-
-        Raises:
-            RuntimeError: On every rank, if one abstained too often in a row.
         """
         missing = list(finite).count(False)
-        if not missing:
-            self._in_a_row = []
-            return 0
         before = self._in_a_row or [0] * len(finite)
         self._in_a_row = [0 if ok else n + 1 for ok, n in zip(finite, before, strict=True)]
-        most = max(self._in_a_row)
+        return missing
+
+    def check(self) -> None:
+        """Raises if a rank abstained too often in a row.
+
+        Raises:
+            RuntimeError: Naming the rank.
+        """
+        most = max(self._in_a_row, default=0)
         if most >= self._most:
             ranks = [rank for rank, count in enumerate(self._in_a_row) if count == most]
             raise RuntimeError(
@@ -42,4 +44,3 @@ class Abstentions:
                 f"lower the learning rate, check that rank's data, or raise max_abstained_steps "
                 f"({self._most})"
             )
-        return missing

@@ -38,6 +38,7 @@ _DOING: dict[int, tuple[str, str]] = {
     Kind.LOAD: ("loads", "load"),
     Kind.WEIGHTS: ("saves the model", "save"),
     Kind.REPLICATE: ("has replicate=", "have replicate="),
+    Kind.EXCHANGE: ("exchanges", "exchange"),
 }
 _ELSEWHERE = (
     "a rank is at another point of its program: let every rank take the same number of steps, and "
@@ -335,6 +336,24 @@ def raise_together(failure: BaseException | None, wire: Wire, what: str) -> None
     if failed:
         named = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
         raise Disagreement(f"{what} failed on {len(failed)} of {len(texts)} ranks: {named}")
+
+
+def agree_in_node(
+    node: Wire, finite: bool, present: Sequence[bool], failure: BaseException | None
+) -> tuple[bool, list[bool]]:
+    """Returns whether all ranks of a node are fine, and which gradients all of them have.
+
+    All ranks of the node must call this; a rank on which something failed is not fine. Bytes to
+    other ranks of the node: 16 (L - 1), and 8 (L - 1) ceil(P / 64) if their presence differs.
+    """
+    packed = pack_bools(present)
+    words = [finite and failure is None, digest(packed)]
+    fine, hashes = node.gather_words(words, "the gradients of a node").t().tolist()
+    if not all(fine) or len(set(hashes)) == 1:
+        return all(fine), list(present)
+    table = node.gather_words(packed, "which parameters have a gradient").tolist()
+    rows = [unpack_bools(own, len(present)) for own in table]
+    return True, [all(column) for column in zip(*rows, strict=True)]
 
 
 def failure_text(failure: BaseException) -> str:

@@ -24,6 +24,7 @@ class Kind(enum.IntEnum):
     LOAD = 3
     REPLICATE = 4
     WEIGHTS = 5
+    EXCHANGE = 6
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from hf_dlion.exchange.wire import Wire
 from hf_dlion.ranks.agreement import Agreed
 from hf_dlion.ranks.fingerprint import digest, fingerprints
 from hf_dlion.vote.local import Plan
+from hf_dlion.vote.message import Message
 from hf_dlion.vote.momentum_sync import average_whole
 from hf_dlion.vote.update import Flat, Turn, plain_lion
 
@@ -46,26 +47,44 @@ def step_in_full(
     turn = replace(turn, voter=0)
     momenta = [None if p is None else m for p, m in zip(params, momenta, strict=True)]
     for message in plan.full:
-        means: list[Tensor | None] = [None] * len(params)
-        for dtype in dict.fromkeys(piece.dtype for piece in message.pieces):
-            indices = [
-                index
-                for index, *_ in message.spans
-                if params[index] is not None and _computed_in(params[index]) == dtype
-            ]
-            sizes = [_size(params[index]) for index in indices]
-            flat = torch.zeros(sum(sizes), dtype=dtype, device=message.device)
-            parts = torch.split(flat, sizes)
-            for index, part in zip(indices, parts, strict=True):
-                grad = grads[index]
-                if grad is not None:
-                    part.copy_(grad)
-            sent = flat.to(wire.device_for(flat.device))
-            wire.all_reduce(sent, "gradients").wait()
-            flat.copy_(sent)
-            for index, part in zip(indices, parts, strict=True):
-                means[index] = part.div_(sum(agreed.has_gradient(index)))
+        means = sum_over_voters(message, params, grads, wire)
+        for index, mean in enumerate(means):
+            if mean is not None:
+                mean.div_(sum(agreed.has_gradient(index)))
         plain_lion(message, params, means, momenta, turn)
+
+
+def sum_over_voters(
+    message: Message, params: Flat, tensors: Flat, wire: Wire
+) -> list[Tensor | None]:
+    """Returns the sums of a message's tensors over the voters, which must all call this.
+
+    Args:
+        message: Whose tensors.
+        params: Flat parameters; None takes no part.
+        tensors: What is added; None counts as zeros.
+        wire: The voters.
+    """
+    sums: list[Tensor | None] = [None] * len(params)
+    for dtype in dict.fromkeys(piece.dtype for piece in message.pieces):
+        indices = [
+            index
+            for index, *_ in message.spans
+            if params[index] is not None and _computed_in(params[index]) == dtype
+        ]
+        sizes = [_size(params[index]) for index in indices]
+        flat = torch.zeros(sum(sizes), dtype=dtype, device=message.device)
+        parts = torch.split(flat, sizes)
+        for index, part in zip(indices, parts, strict=True):
+            tensor = tensors[index]
+            if tensor is not None:
+                part.copy_(tensor)
+        sent = flat.to(wire.device_for(flat.device))
+        wire.all_reduce(sent, "tensors in full precision").wait()
+        flat.copy_(sent)
+        for index, part in zip(indices, parts, strict=True):
+            sums[index] = part
+    return sums
 
 
 def _equalize(momenta: Sequence[Tensor], wire: Wire) -> None:

@@ -185,17 +185,17 @@ def tensor_sums(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Returns each tensor's sum of |u|, and the number of elements in its active rows, at least 1.
 
-    Both are 0-D, float64.
+    Both are 0-D, float64, on the tensor's device.
 
     Args:
-        messages: All of them.
+        messages: Of all tensors or some.
         tensors: By index, flat tensors of those sizes.
         of: Returns what a piece votes by.
         turn: The step.
     """
-    nothing = [torch.zeros((), dtype=torch.float64) for _ in tensors]
+    devices = [torch.device("cpu") if own is None else own.device for own in tensors]
+    counts = [torch.zeros((), dtype=torch.float64, device=device) for device in devices]
     words_of: list[list[Tensor]] = [[] for _ in tensors]
-    counts = list(nothing)
     for message in messages:
         words = torch.empty(message.words, dtype=torch.bool, device=message.device)
         total = torch.empty(message.words, dtype=torch.float64, device=message.device)
@@ -212,12 +212,28 @@ def tensor_sums(
             words_of[index].append(total[first : first + count])
             tensor = tensors[index]
             size = 0 if tensor is None else min(length * WORD, tensor.numel())
-            counts[index] = counts[index].to(rows.device) + rows.sum() * float(size)
+            counts[index] = counts[index] + rows.sum() * float(size)
     sums = [
-        _tree_sum(torch.cat(own)) if own else zero
-        for own, zero in zip(words_of, nothing, strict=True)
+        _tree_sum(torch.cat(own)) if own else count
+        for own, count in zip(words_of, counts, strict=True)
     ]
     return sums, [count.clamp_min(1) for count in counts]
+
+
+def tensor_maxima(messages: Sequence[Message], tensors: Flat, of: Source) -> list[Tensor]:
+    """Returns each tensor's largest |u|, 0-D, float64; see `tensor_sums`."""
+    devices = [torch.device("cpu") if own is None else own.device for own in tensors]
+    found = [torch.zeros((), dtype=torch.float64, device=device) for device in devices]
+    for message in messages:
+        for piece in message.pieces:
+            u = of(piece)
+            for part in piece.parts:
+                own = u[part.at : part.at + part.stop - part.start]
+                # As the largest of both ends, which takes no memory.
+                low, high = torch.aminmax(own)
+                largest = torch.maximum(high, -low).to(torch.float64)
+                found[part.tensor] = torch.maximum(found[part.tensor], largest)
+    return found
 
 
 def move(
@@ -240,7 +256,7 @@ def move(
     """
     by_word = None if voters is None else voters[message.rows.of_word]
     for piece in message.pieces:
-        if not _moves(piece, params):
+        if not takes_part(piece, params):
             continue
         group = turn.groups[piece.group]
         p = read(piece, params, "parameter", turn.scratch)
@@ -254,7 +270,7 @@ def move(
 def plain_lion(message: Message, params: Flat, grads: Flat, momenta: Flat, turn: Turn) -> None:
     """Takes Lion's step on a message, for one rank alone: v = sign(u), sign(0) = 0."""
     for piece in message.pieces:
-        if not _moves(piece, params):
+        if not takes_part(piece, params):
             continue
         u = direction(piece, grads, momenta, turn, advance=True)
         p = read(piece, params, "parameter", turn.scratch)
@@ -262,8 +278,9 @@ def plain_lion(message: Message, params: Flat, grads: Flat, momenta: Flat, turn:
         _apply(piece, p, u, params, turn)
 
 
-def _moves(piece: Piece, params: Flat) -> bool:
-    return any([params[part.tensor] is not None for part in piece.parts])
+def takes_part(piece: Piece, tensors: Flat) -> bool:
+    """Returns whether one of a piece's tensors is there."""
+    return any([tensors[part.tensor] is not None for part in piece.parts])
 
 
 def _apply(piece: Piece, p: Tensor, delta: Tensor, params: Flat, turn: Turn) -> None:

@@ -1,0 +1,154 @@
+"""Local steps as docs/rule.md, section 8, has them, in NumPy: all ranks in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tests.support.definition import TOP, Array, Layout, Lions, codes_of, tensor_means
+
+# Streams of stochastic rounding, to which the rank is added.
+DISPLACEMENT, OWN, EXCHANGED = 1 << 30, 1 << 31, (1 << 30) + (1 << 31)
+LOW = (torch.bfloat16, torch.float16)
+
+
+@dataclass
+class LocalLions(Lions):
+    """Ranks that take `every` steps of their own and then exchange; `params` are the anchors.
+
+    A new lr or decay is put into `lrs` and `decays` between steps.
+    """
+
+    every: int = 2
+    exchanges: int = 0
+    taken: int = 0
+    full: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.own = [[p.clone() for p in self.params] for _ in range(self.ranks)]
+        self.c = [[torch.zeros_like(p) for p in self.params] for _ in range(self.ranks)]
+        self.anchored = [[False for _ in self.params] for _ in range(self.ranks)]
+        self.used = [False for _ in self.params]
+        self.factors = [1.0 for _ in self.params]
+        self.layout = Layout([tuple(p.shape) for p in self.params])
+
+    def step(self, grads: Sequence[Sequence[torch.Tensor | None]]) -> None:
+        """Takes a step of every rank, and exchanges if it is time."""
+        self.t += 1
+        self.taken += 1
+        for rank, own in enumerate(grads):
+            finite = all(g is None or bool(g.isfinite().all()) for g in own)
+            self._move(rank, own if finite else [None] * len(own))
+        self.factors = [
+            f * (1 - lr * wd) for f, lr, wd in zip(self.factors, self.lrs, self.decays, strict=True)
+        ]
+        if self.taken == self.every:
+            self.exchange()
+
+    def _move(self, rank: int, grads: Sequence[torch.Tensor | None]) -> None:
+        for i, u in enumerate(self._directions(self.layout, rank, grads)):
+            p = self.own[rank][i]
+            if u is not None:
+                self.anchored[rank][i] = self.used[i] = True
+                move = u.dtype.type(self.lrs[i]) * np.sign(u)
+                if p.dtype in LOW:
+                    c = self.c[rank][i].float().numpy() + move
+                    self.c[rank][i].copy_(self._rounded(c, i, DISPLACEMENT + rank, self.t))
+                else:
+                    p.sub_(torch.from_numpy(np.asarray(move)))
+            self._refresh(rank, i)
+
+    def _refresh(self, rank: int, i: int) -> None:
+        """Rounds x - c to p, for parameters of 16 bits."""
+        p = self.own[rank][i]
+        if p.dtype in LOW and self.anchored[rank][i]:
+            difference = (self.params[i].float() - self.c[rank][i].float()).numpy()
+            p.copy_(self._rounded(difference, i, OWN + rank, self.t))
+
+    def _rounded(self, x: Array, i: int, stream: int, t: int) -> torch.Tensor:
+        return self._round(x, self.params[i].dtype, int(self.layout.starts[i]), stream, t)
+
+    def exchange(self) -> None:
+        """Exchanges what every rank was moved since the last exchange."""
+        self.exchanges += 1
+        layout, e = self.layout, self.exchanges
+        wide = np.float64 if self.params[0].dtype == torch.float64 else np.float32
+        ws, codes, active, means = [], [], [], []
+        for rank in range(self.ranks):
+            parts = [self._displacement(rank, i).astype(wide) for i in range(len(self.params))]
+            votes = [None if i in self.full else w for i, w in enumerate(parts)]
+            ws.append(parts)
+            flat = layout.flat(votes, wide)
+            _, rows = codes_of(flat, layout, phase=0)
+            largest = [float(np.abs(w).max(initial=0)) for w in parts]
+            means.append(largest if self.bits == 8 else tensor_means(flat, layout, rows))
+        scales = []
+        for i in range(len(self.params)):
+            heard = [own[i] for own in means if own[i] > 0]
+            total = max(heard, default=0.0) if self.bits == 8 else sum(heard)
+            scales.append(total if self.bits == 8 else total / max(len(heard), 1))
+        for rank in range(self.ranks):
+            votes = [None if i in self.full else w for i, w in enumerate(ws[rank])]
+            flat = layout.flat(votes, wide)
+            magnitudes = layout.spread([s / 2 if self.bits == 8 else s for s in scales])
+            found = codes_of(
+                flat, layout, phase=e + rank, bits=self.bits, magnitudes=magnitudes.astype(wide)
+            )
+            codes.append(found[0])
+            active.append(found[1])
+        voters = np.sum(active, axis=0)[layout.row_of_element]
+        v = (2 * np.sum(codes, axis=0) - TOP[self.bits] * voters).astype(wide)
+        unit = layout.spread(
+            [{1: s, 2: 0.625 * s, 4: s / 7, 8: s / 254}[self.bits] for s in scales]
+        ).astype(wide)
+        d = layout.split((v / wide(self.ranks)) * unit)
+        nobody = layout.split(voters == 0)
+        levels = []
+        for own, rows in zip(codes, active, strict=True):
+            q = np.where(rows[layout.row_of_element], 2 * own - TOP[self.bits], 0)
+            levels.append(layout.split(q.astype(wide) * unit))
+        for i, p in enumerate(self.params):
+            if not self.used[i]:
+                continue
+            factor = wide(self.factors[i])
+            if i in self.full:
+                total = ws[0][i].copy()
+                for rank in range(1, self.ranks):
+                    total = total + ws[rank][i]
+                d[i] = total / wide(self.ranks)
+            x = p.to(torch.float64 if wide is np.float64 else torch.float32).numpy()
+            y = (x - d[i]) * factor
+            new = self._rounded(y, i, 0, e)
+            for rank in range(self.ranks):
+                self.anchored[rank][i] = True
+                own = self.own[rank][i]
+                left = np.asarray(new.float().numpy() - y if p.dtype in LOW else 0)
+                if p.dtype in LOW:
+                    if i in self.full:
+                        c = left
+                    else:
+                        c = (ws[rank][i] - levels[rank][i]) * factor
+                        c = c + np.where(nobody[i], wide(0), left)
+                    self.c[rank][i].copy_(self._rounded(c, i, EXCHANGED + rank, e))
+                elif i in self.full:
+                    own.copy_(new)
+                else:
+                    moved = (own.numpy() + levels[rank][i] - d[i]) * factor
+                    own.copy_(torch.from_numpy(np.asarray(moved)))
+            p.copy_(new)
+            for rank in range(self.ranks):
+                self._refresh(rank, i)
+        self.taken = 0
+        self.used = [False for _ in self.params]
+        self.factors = [1.0 for _ in self.params]
+
+    def _displacement(self, rank: int, i: int) -> Array:
+        if not self.used[i] or not self.anchored[rank][i]:
+            return np.zeros(self.params[i].shape, dtype=np.float64)
+        if self.params[i].dtype in LOW:
+            return np.asarray(self.c[rank][i].float().numpy())
+        return np.asarray((self.params[i] - self.own[rank][i]).numpy())
