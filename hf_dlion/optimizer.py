@@ -342,9 +342,12 @@ class DistributedLion(torch.optim.Optimizer):
             if not several:
                 raise
             failure = error
-        agreed = self._agree(kind, tensors, failure, period)
-        if self._takes_local_steps():
-            self._step_locally(kind, tensors, agreed, period)
+        agreed = None
+        if kind is Kind.STEP:
+            agreed = self._agree(tensors, failure)
+            failure = None
+        if agreed is None or self._takes_local_steps():
+            self._step_locally(kind, tensors, failure, period)
         else:
             self.wire.abstentions += self._abstentions.count(agreed.finite)
             self._abstentions.check()
@@ -382,13 +385,13 @@ class DistributedLion(torch.optim.Optimizer):
 
     def _kind(self) -> Kind | None:
         """Returns what this rank does in this step with all others; None in a local step."""
-        if self._meets_next or self._takes_local_steps():
-            if self._local.period.steps + 1 >= self.options.vote_every > 1:
-                return Kind.EXCHANGE
-            if not self._meets_next:
-                self._planned()  # The ranks also meet at a new layout.
-            return Kind.STEP if self._meets_next else None
-        return Kind.STEP
+        if self.options.vote_every == 1:
+            return Kind.STEP
+        if self._local.period.steps + 1 >= self.options.vote_every:
+            return Kind.EXCHANGE
+        if not self._meets_next:
+            self._planned()  # The ranks also meet at a new layout.
+        return Kind.STEP if self._meets_next else None
 
     def _takes_local_steps(self) -> bool:
         """Whether several voters take steps of their own; known after the first meeting."""
@@ -396,29 +399,16 @@ class DistributedLion(torch.optim.Optimizer):
             return False
         return self._ranks.voters.world_size > 1
 
-    def _agree(
-        self, kind: Kind | None, tensors: Tensors, failure: BaseException | None, period: Period
-    ) -> Agreed:
+    def _agree(self, tensors: Tensors, failure: BaseException | None) -> Agreed:
         """Exchanges headers with all ranks; raises on all of them if they don't agree."""
         if self._world_size() == 1:
             return Agreed([tensors.finite], [tensors.present])
-        ranks, agreed = self._topology(), Agreed([], [])
-        if kind is Kind.STEP:
-            agreed = self._meet(kind, failure, tensors)
-            if not self._stepped:
-                ranks.form()  # On all ranks together, since their options are equal.
-            if not self._takes_local_steps():
-                voter_of_rank = ranks.voter_of_rank
-                return agreed if voter_of_rank is None else agreed.by_voter(voter_of_rank)
-        finite, present = tensors.finite, tensors.present
-        if ranks.node is not None:
-            finite, present = agree_in_node(ranks.node, finite, present, failure)
-        tensors.abstain(finite, present)
-        if kind is Kind.EXCHANGE:
-            agreed = self._meet(kind, failure, self._used(self._trainable(), tensors), period)
-        elif failure is not None:
-            raise failure
-        return agreed
+        ranks = self._topology()
+        agreed = self._meet(Kind.STEP, failure, tensors)
+        if not self._stepped:
+            ranks.form()  # On all ranks together, since their options are equal.
+        voter_of_rank = ranks.voter_of_rank
+        return agreed if voter_of_rank is None else agreed.by_voter(voter_of_rank)
 
     def _update(self, tensors: Tensors, agreed: Agreed) -> None:
         """Votes, hears the verdict and moves, then does what is due after this step."""
@@ -473,25 +463,34 @@ class DistributedLion(torch.optim.Optimizer):
         return self._local.period.and_a_step(self.param_groups)
 
     def _step_locally(
-        self, kind: Kind | None, tensors: Tensors, agreed: Agreed, period: Period
+        self, kind: Kind | None, tensors: Tensors, failure: BaseException | None, period: Period
     ) -> None:
         """Takes a step of this rank's own, and exchanges if it is time."""
-        assert self._ranks is not None
-        assert self._plan is not None
-        ranks, turn, now = self._ranks, self._turn(), time.perf_counter()
+        ranks = self._topology()
+        finite, present = tensors.finite, tensors.present
+        if ranks.node is not None:
+            finite, present = agree_in_node(ranks.node, finite, present, failure)
+        tensors.abstain(finite, present)
+        used_anywhere: list[bool] = []
+        if kind is Kind.EXCHANGE:
+            used = self._used(groups.trainable(self.param_groups), tensors)
+            used_anywhere = self._meet(kind, failure, used, period).moves
+        elif failure is not None:
+            raise failure
         everyone = range(ranks.everyone.world_size)
-        finite = [tensors.finite or rank != ranks.everyone.rank for rank in everyone]
-        self.wire.abstentions += self._abstentions.count(finite)
+        own = [tensors.finite or rank != ranks.everyone.rank for rank in everyone]
+        self.wire.abstentions += self._abstentions.count(own)
         texts = [] if kind is None else self._suspicions(tensors, ranks)
-        fsdp.reshard(self._fsdp_model)
-        self._local.step(self._trainable(), tensors, self._plan, turn)
+        plan, whole, _ = self._flat()
+        turn, now = self._turn(), time.perf_counter()
+        self._local.step(whole, tensors, plan, turn)
         self.wire.add("apply_s", now)
         self._local.period = period
         for group in self.param_groups:
             group["step"] = turn.step
         self._stepped, self._meets_next = True, False
-        if kind is Kind.EXCHANGE:
-            texts += self._exchange(agreed.moves, ranks)
+        if used_anywhere:
+            texts += self._exchange(used_anywhere, ranks)
         for text in texts:
             warnings.warn(text, stacklevel=4)
 
@@ -766,9 +765,6 @@ class DistributedLion(torch.optim.Optimizer):
 
     def _last_turn(self) -> Turn:
         return replace(self._turn(), step=self.steps)
-
-    def _trainable(self) -> list[Tensor]:
-        return groups.trainable(self.param_groups)
 
     def _named(self) -> list[tuple[str, Tensor]]:
         """Returns this rank's parts of all parameters, with names: what all ranks have of them."""
