@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 import hf_dlion.ddp as ddp
 import hf_dlion.fsdp as fsdp
 from hf_dlion.exchange.rule import Average, Majority, Rule
-from hf_dlion.exchange.wire import WireStats
 from hf_dlion.options import (
     Aggregation,
     ExchangeName,
@@ -27,22 +26,21 @@ from hf_dlion.options import (
     Ties,
     check_group,
 )
-from hf_dlion.ranks.abstention import Abstentions
 from hf_dlion.ranks.agreement import Agreed, Meetings, Report, agree_in_node
 from hf_dlion.ranks.equal_ranks import AVERAGED_GRADIENTS, COPIED_MOMENTA, all_ranks_have
-from hf_dlion.ranks.fingerprint import fingerprints
 from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.replicas import compare_replicas
 from hf_dlion.ranks.topology import Topology
-from hf_dlion.vote import groups, local
+from hf_dlion.state import LionState
+from hf_dlion.vote import groups
 from hf_dlion.vote.full_precision import step_in_full
-from hf_dlion.vote.local import Plan, Tensors
+from hf_dlion.vote.local import Tensors
 from hf_dlion.vote.local_steps import LocalSteps, Period
 from hf_dlion.vote.momentum_sync import Momentum, average_whole, synchronize
-from hf_dlion.vote.update import Scratch, Turn, plain_lion, step_by_votes
+from hf_dlion.vote.update import Turn, plain_lion, step_by_votes
 
 
-class DistributedLion(torch.optim.Optimizer):
+class DistributedLion(LionState):
     r"""Lion with votes instead of averaged gradients (Liu et al. 2024, arXiv 2404.00438, Alg. 1).
 
     On every rank, with its own gradient g and momentum m, for each element:
@@ -155,34 +153,6 @@ class DistributedLion(torch.optim.Optimizer):
             groups.selection(self.param_groups, self.options, "full_precision")
             groups.selection(self.param_groups, self.options, "momentum_sync")
 
-    def _begin(
-        self,
-        options: Options,
-        process_group: dist.ProcessGroup | None,
-        replicate: dist.ProcessGroup | None,
-    ) -> None:
-        """Sets what belongs to this process, and isn't copied with an optimizer."""
-        self.options = options
-        self.process_group = process_group
-        self.wire = WireStats()
-        self._replicate = replicate
-        self._ranks: Topology | None = None
-        self._meetings: Meetings | None = None
-        self._plan: Plan | None = None
-        self._fsdp_model: nn.Module | None = None
-        self._local = LocalSteps(options.bits)
-        self._stepped = False  # in this process, unlike `steps`
-        self._meets_next = True  # where steps are local
-        self._loads = self._compared_loads = self._attaches = 0
-        self._scratch = Scratch()
-        self._abstentions = Abstentions(options.max_abstained_steps)
-        self._compared = {name: str(value) for name, value in asdict(options).items()}
-
-    @property
-    def steps(self) -> int:
-        """Number of the last step that moved anything."""
-        return int(self.param_groups[0]["step"])
-
     @property
     def node_group(self) -> dist.ProcessGroup | None:
         """The ranks whose gradients DDP's hook averages; None: every rank votes for itself."""
@@ -277,26 +247,6 @@ class DistributedLion(torch.optim.Optimizer):
             for text in texts:
                 warnings.warn(text, stacklevel=2)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group; every rank must add the same one.
-
-        Raises:
-            ValueError: If a value is out of its range or would be ignored.
-            TypeError: If a value has the wrong type, or a parameter is complex or no float.
-        """
-        check_group({**self.defaults, **param_group})
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        group["step"] = self.steps
-        try:
-            for param in group["params"]:
-                if not param.is_floating_point():
-                    raise TypeError(f"parameters must be real floats (got {param.dtype})")
-                local.flat_view(fsdp.local_part(param.detach()))
-        except Exception:
-            self.param_groups.pop()
-            raise
-
     @overload
     def step(self, closure: None = None) -> None: ...
 
@@ -335,6 +285,8 @@ class DistributedLion(torch.optim.Optimizer):
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
+            if not self._stepped:
+                self._check_attached()
             tensors = self._collect()
             if self.options.vote_every > 1:
                 period = self._next_period(kind)
@@ -346,7 +298,7 @@ class DistributedLion(torch.optim.Optimizer):
         if kind is Kind.STEP:
             agreed = self._agree(tensors, failure)
             failure = None
-        if agreed is None or self._takes_local_steps():
+        if agreed is None or (self._takes_local_steps() and any(agreed.moves)):
             self._step_locally(kind, tensors, failure, period)
         else:
             self.wire.abstentions += self._abstentions.count(agreed.finite)
@@ -357,31 +309,24 @@ class DistributedLion(torch.optim.Optimizer):
         self.wire.last_node_bytes_sent = self.wire.node_bytes_sent - sent_in_node
         return loss
 
-    def _collect(self) -> Tensors:
-        """Returns this rank's flat tensors; unscales gradients if GradScaler left that to us."""
-        plan, whole, params = self._planned()
-        if not self._stepped:
-            self._check_attached(whole)
-        grads: list[Tensor | None] = [None] * len(whole)
-        for k, p in enumerate(whole):
-            if p.grad is not None:
-                name, grad = str(plan.lines[k][0]), fsdp.local_part(p.grad.detach())
-                grads[k] = local.flat_gradient(name, grad, params[k])
-        finite = self._unscale([grad for grad in grads if grad is not None])
-        if not self.state and not any([float(group["lr"]) for group in self.param_groups]):
-            # torch.distributed.checkpoint takes such a step, with zeros for gradients, to have the
-            # state made. Nobody votes in it, so it changes and counts nothing.
-            for k, p in enumerate(whole):
-                self._momentum(p)
-                zeros = grads[k]
-                if zeros is not None and not zeros.any():
-                    grads[k] = None
-        momenta: list[Tensor | None] = [None] * len(whole)
-        for k, p in enumerate(whole):
-            if grads[k] is not None:
-                momenta[k] = self._flat_momentum(p)
-        present = [grad is not None for grad in grads]
-        return Tensors([local.flat_view(p) for p in params], grads, momenta, present, finite)
+    def _check_attached(self) -> None:
+        """Refuses a step that would be wrong without `attach`.
+
+        Raises:
+            RuntimeError: If nodes vote as one, or parameters are sharded, and nothing is attached.
+        """
+        params = groups.trainable(self.param_groups)
+        if self._fsdp_model is None and any(fsdp.is_sharded(p) for p in params):
+            raise RuntimeError(
+                "call optimizer.attach(model) with the model that fully_shard was called on: "
+                "step() must free its gathered parameters before it writes"
+            )
+        nodes = self.options.local_group not in (None, 1) and self._world_size() > 1
+        if nodes and ddp.attached_wrapper(self) is None:
+            raise RuntimeError(
+                f"local_group={self.options.local_group!r} needs optimizer.attach(ddp_model): its "
+                f"hook averages gradients inside each node"
+            )
 
     def _kind(self) -> Kind | None:
         """Returns what this rank does in this step with all others; None in a local step."""
@@ -514,12 +459,6 @@ class DistributedLion(torch.optim.Optimizer):
         pairs = zip(whole, grads, strict=False)
         return Tensors(present=[p in self._local.used or g is not None for p, g in pairs])
 
-    def _flat(self) -> tuple[Plan, list[Tensor], list[Tensor]]:
-        """Returns the plan, and trainable and flat local tensors, which may be written."""
-        plan, whole, params = self._planned()
-        fsdp.reshard(self._fsdp_model)
-        return plan, whole, [local.flat_view(p) for p in params]
-
     def _show_anchors(self) -> None:
         """Puts anchors into the model."""
         _, whole, params = self._flat()
@@ -562,86 +501,6 @@ class DistributedLion(torch.optim.Optimizer):
             momenta = [self._flat_momentum(p) for p in groups.trainable(self.param_groups)]
             average_whole(momenta, self._topology().voters)
 
-    def momentum_divergence(self) -> dict[str, float]:
-        """Returns how far the ranks' momenta differ, by name, as momentum_sync="auto" measured it.
-
-        0: all ranks have one momentum. About 1 - 1/N: they have nothing in common.
-        """
-        return {
-            name: float(self.state[p]["divergence"])
-            for name, p in groups.named(self.param_groups)
-            if "divergence" in self.state.get(p, {})
-        }
-
-    def _planned(self) -> tuple[Plan, list[Tensor], list[Tensor]]:
-        """Returns the plan, made anew if tensors have changed, and trainable and local tensors."""
-        trainable = groups.trainable(self.param_groups)
-        params = [fsdp.local_part(p.detach()) for p in trainable]
-        shapes = local.shapes_of(params, self.param_groups)
-        if self._plan is None or self._plan.shapes != shapes:
-            named = [(n, p) for n, p in groups.named(self.param_groups) if p.requires_grad]
-            fsdp.check_sharding(named, self._replicate)
-            full = groups.selection(self.param_groups, self.options, "full_precision")
-            own = [
-                f
-                for f, (_, p) in zip(full, groups.named(self.param_groups), strict=True)
-                if p.requires_grad
-            ]
-            self._plan, self._meets_next = Plan.of(params, self.param_groups, own), True
-            for p in self._local.anchors.keys() - set(trainable):  # Nobody moves them any more.
-                with torch.no_grad():
-                    self._local.drop(p, local.flat_view(fsdp.local_part(p.detach())))
-        return self._plan, trainable, params
-
-    def _check_attached(self, params: list[Tensor]) -> None:
-        """Refuses a step that would be wrong without `attach`.
-
-        Raises:
-            RuntimeError: If nodes vote as one, or parameters are sharded, and nothing is attached.
-        """
-        if self._fsdp_model is None and any(fsdp.is_sharded(p) for p in params):
-            raise RuntimeError(
-                "call optimizer.attach(model) with the model that fully_shard was called on: "
-                "step() must free its gathered parameters before it writes"
-            )
-        nodes = self.options.local_group not in (None, 1) and self._world_size() > 1
-        if nodes and ddp.attached_wrapper(self) is None:
-            raise RuntimeError(
-                f"local_group={self.options.local_group!r} needs optimizer.attach(ddp_model): its "
-                f"hook averages gradients inside each node"
-            )
-
-    def _unscale(self, grads: list[Tensor]) -> bool:
-        """Unscales gradients if GradScaler left that to us; returns whether all are finite."""
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if found is not None and float(found) > 0:
-            return False
-        if scale is not None:
-            torch._foreach_mul_(grads, 1.0 / float(scale))
-        return local.all_finite(grads)
-
-    def _momentum(self, param: Tensor) -> Tensor:
-        """Returns a parameter's momentum in its memory layout, made or laid out if need be.
-
-        Raises:
-            RuntimeError: If its shape is not the parameter's.
-        """
-        state = self.state[param]
-        param = param.detach()
-        if "exp_avg" not in state:
-            dtype = self.options.momentum_dtype or param.dtype
-            state["exp_avg"] = torch.zeros_like(param, dtype=dtype)
-        momentum: Tensor = state["exp_avg"]
-        if momentum.shape != param.shape:
-            raise RuntimeError(
-                f"a momentum of shape {tuple(momentum.shape)} is not its parameter's, which has "
-                f"{tuple(param.shape)}: load the state of this model"
-            )
-        if momentum.stride() != param.stride():
-            momentum = torch.empty_like(param, dtype=momentum.dtype).copy_(momentum)
-            state["exp_avg"] = momentum
-        return momentum
-
     def _suspicions(self, tensors: Tensors, ranks: Topology) -> list[str]:
         """Returns what rank 0 warns of: equal gradients at first, equal momenta after a load."""
         found = []
@@ -659,10 +518,6 @@ class DistributedLion(torch.optim.Optimizer):
             if all_ranks_have(momenta, ranks.voters, "hashes of momenta"):
                 found.append(COPIED_MOMENTA)
         return found if ranks.everyone.rank == 0 else []
-
-    def _flat_momentum(self, param: Tensor) -> Tensor:
-        """Returns this rank's part of a parameter's momentum, flat."""
-        return local.flat_view(fsdp.local_part(self._momentum(param)))
 
     def _topology(self) -> Topology:
         """Returns who meets whom. With `replicate` the first call is a meeting of all ranks."""
@@ -765,64 +620,3 @@ class DistributedLion(torch.optim.Optimizer):
 
     def _last_turn(self) -> Turn:
         return replace(self._turn(), step=self.steps)
-
-    def _named(self) -> list[tuple[str, Tensor]]:
-        """Returns this rank's parts of all parameters, with names: what all ranks have of them."""
-        named = [(n, p, fsdp.local_part(p.detach())) for n, p in groups.named(self.param_groups)]
-        anchors = {} if self._local.swapped else self._local.anchors
-        return [
-            (n, anchors[p].as_strided(part.size(), part.stride()) if p in anchors else part)
-            for n, p, part in named
-        ]
-
-    def _hashes(self) -> list[tuple[str, int]]:
-        """Returns name and hash of this rank's part of every parameter."""
-        named = self._named()
-        hashes = fingerprints([p for _, p in named])
-        return [(name, value) for (name, _), value in zip(named, hashes, strict=True)]
-
-    def _world_size(self) -> int:
-        if not (dist.is_available() and dist.is_initialized()):
-            return 1
-        return dist.get_world_size(self.process_group)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` returned; momenta keep the dtype that they were saved with.
-
-        Raises:
-            ValueError: If it is another optimizer's, or has other groups or numbers of parameters.
-        """
-        if any("step" not in group for group in state_dict["param_groups"]):
-            raise ValueError(
-                "the state dict is another optimizer's (its groups have no 'step'), which "
-                "DistributedLion can't load: load the model's weights only, and start with a new "
-                "optimizer"
-            )
-        super().load_state_dict(dict(state_dict))
-        # torch.distributed.checkpoint writes names where `state_dict` has numbers.
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        for key, param in zip(keys, params, strict=True):
-            if "exp_avg" in (saved := state_dict["state"].get(key, {})):
-                dtype = self.options.momentum_dtype or param.dtype
-                # torch casts a momentum to its parameter's dtype, which loses bits.
-                momentum = saved["exp_avg"].to(device=param.device, dtype=dtype, copy=True)
-                self.state[param]["exp_avg"] = momentum
-        self._plan = None
-        self._local = LocalSteps(
-            self.options.bits, evaluating=self._local.evaluating, swapped=self._local.swapped
-        )
-        self._loads += 1
-        self._abstentions = Abstentions(self.options.max_abstained_steps)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Returns what pickle and deepcopy carry: never the process group."""
-        return {**super().__getstate__(), "options": self.options}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores a pickled or copied optimizer, or torch's part of a loaded state."""
-        own = dict(state)
-        options = own.pop("options", None)
-        super().__setstate__(own)
-        if options is not None:
-            self._begin(options, None, None)

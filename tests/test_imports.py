@@ -22,7 +22,7 @@ ROWS = (
     {"ranks"},
     {"vote"},
     {"ddp", "fsdp"},
-    {"optimizer"},
+    {"state", "optimizer"},
     {"checkpoint"},
     {"accelerate"},
     {"trainer", "launch"},

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import sys
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
+from hf_dlion.exchange.wire import LostRank
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.vote import message
 from tests.support.local_definition import LocalLions
-from tests.support.spawn import RankPools
+from tests.support.spawn import LASTING, RankPools, run_script
 
 pytestmark = pytest.mark.multiproc
 
@@ -128,3 +138,370 @@ def test_ranks_equal_the_definition_in_other_dtypes(
 ) -> None:
     pools(3).run(equals_the_definition, {"vote_every": 3, "seed": 2**40 + 1}, kinds, 5)
     pools(2).run(equals_the_definition, {"vote_every": 2, "bits": 2}, kinds, 6)
+
+
+def everyones(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Returns every rank's tensor."""
+    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, tensor.detach().contiguous())
+    return found
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 10), nn.Linear(10, 3))
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 64, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def in_nodes(rank: int, world_size: int) -> None:
+    """Two nodes of two ranks; the definition takes the gradients that DDP averaged in them."""
+    ddp = DistributedDataParallel(model_of())
+    params = list(ddp.parameters())
+    optimizer = DistributedLion(
+        ddp.named_parameters(), lr=0.01, weight_decay=0.1, local_group=2, vote_every=3
+    )
+    optimizer.attach(ddp)
+    start = [p.detach().clone() for p in params]
+    lions = LocalLions(start, 2, [0.01] * len(params), [0.1] * len(params), every=3)
+    for step in range(7):
+        optimizer.zero_grad()
+        ddp(batch(step, rank)).square().sum().backward()
+        if step == 4 and rank == 2:
+            params[0].grad = None  # then not for all of its node
+        every = [everyones(torch.zeros_like(p) if p.grad is None else p.grad) for p in params]
+        grads: list[list[torch.Tensor | None]] = [[own[first] for own in every] for first in (0, 3)]
+        if step == 4:
+            grads[1][0] = None
+        lions.step(grads)
+        optimizer.step()
+        for p, wanted in zip(params, lions.own[rank // 2], strict=True):
+            assert torch.equal(p, wanted), step
+    optimizer.exchange_now()
+    optimizer.eval()
+    for p in params:
+        assert all(torch.equal(p, own) for own in everyones(p))
+    optimizer.detach()
+    del ddp
+    gc.collect()
+
+
+def test_two_nodes_of_two_ranks_equal_the_definition(pools: RankPools) -> None:
+    pools(4).run(in_nodes)
+
+
+def in_shards(rank: int, world_size: int) -> None:
+    """Two replicas of two shards; each shard is the definition's, with a scale of its own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    LASTING.update(mesh.get_all_groups())
+    model = model_of()
+    fully_shard(model[0], mesh=mesh["shard"])  # type: ignore[index]
+    fully_shard(model, mesh=mesh["shard"])
+    params = list(model.parameters())
+    optimizer = DistributedLion(
+        model.named_parameters(),
+        lr=0.01,
+        weight_decay=0.1,
+        replicate=mesh["replicate"],
+        vote_every=3,
+        check_replicas_every=1,
+    )
+    optimizer.attach(model)
+    start = [p.to_local().detach().clone() for p in params]  # type: ignore[attr-defined]
+    lions = LocalLions(start, 2, [0.01] * len(params), [0.1] * len(params), every=3)
+    for step in range(7):
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().sum().backward()
+        grads = [p.grad.to_local().clone() for p in params]  # type: ignore[union-attr]
+        everyone: list[Any] = [None] * world_size
+        dist.all_gather_object(everyone, grads)
+        lions.step([everyone[rank % 2], everyone[2 + rank % 2]])
+        with torch.no_grad():
+            model(batch(step, rank))  # leaves the root gathered
+        optimizer.step()
+        for p, wanted in zip(params, lions.own[rank // 2], strict=True):
+            assert torch.equal(p.to_local(), wanted), step  # type: ignore[attr-defined]
+    with torch.no_grad():
+        own = model(batch(0, 0))
+        optimizer.eval()
+        common = model(batch(0, 0))
+        optimizer.train()
+        assert torch.equal(own, model(batch(0, 0)))
+    assert not torch.equal(own, common)
+    assert all(torch.equal(common, other) for other in everyones(common))
+
+
+def test_two_replicas_of_two_shards_equal_the_definition(pools: RankPools) -> None:
+    pools(4).run(in_shards)
+
+
+def conserves(rank: int, world_size: int, bits: int) -> None:
+    """Over 1,000 exchanges the mean of the own weights changes by the decay alone."""
+    torch.manual_seed(0)
+    param = nn.Parameter(torch.randn(3, 64))
+    optimizer = DistributedLion([param], lr=1e-3, weight_decay=0.1, vote_every=10**6, bits=bits)
+    random = torch.Generator().manual_seed(rank)
+    for _ in range(1000):  # exchanges
+        param.grad = torch.randn(3, 64, generator=random)
+        optimizer.step()
+        before = torch.stack(everyones(param)).double().mean(dim=0)
+        optimizer.exchange_now()
+        after = torch.stack(everyones(param)).double().mean(dim=0)
+        ulp = float(torch.finfo(torch.float32).eps * param.detach().abs().max())
+        assert float((after - before * (1 - 1e-3 * 0.1)).abs().max()) <= 2 * ulp
+
+
+@pytest.mark.parametrize("bits", [1, 4])
+def test_an_exchange_moves_the_mean_by_the_decay_alone(pools: RankPools, bits: int) -> None:
+    pools(2).run(conserves, bits)
+
+
+def in_turns(rank: int, world_size: int) -> tuple[float, bool]:
+    """One parameter is used by the ranks in turns, rows of another by nobody, a third never."""
+    torch.manual_seed(0)
+    turns, rows, idle = (nn.Parameter(torch.randn(4, 64)) for _ in range(3))
+    start = [p.detach().clone() for p in (turns, rows, idle)]
+    optimizer = DistributedLion([turns, rows, idle], lr=0.01, vote_every=2)
+    for step in range(100):
+        optimizer.zero_grad()
+        loss = rows[:2].square().sum()
+        if step // 2 % 2 == rank:
+            loss = loss + turns.square().sum()
+        loss.backward()
+        optimizer.step()
+    unused = torch.equal(rows[2:], start[1][2:]) and torch.equal(idle, start[2])
+    optimizer.eval()
+    unused = unused and torch.equal(rows[2:], start[1][2:]) and torch.equal(idle, start[2])
+    return float(turns.square().sum() / start[0].square().sum()), unused
+
+
+def test_a_parameter_that_ranks_use_in_turns_trains(pools: RankPools) -> None:
+    for left, unused in pools(2).run(in_turns):
+        assert left < 0.6
+        assert unused
+
+
+def sends(rank: int, world_size: int, every: int) -> tuple[float, list[int], float]:
+    """Returns bits per parameter and step, bytes of the local steps, and bytes of state."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(768, 768)) for _ in range(4)]
+    params += [nn.Parameter(torch.randn(128, 3700)), nn.Parameter(torch.randn(1001))]
+    optimizer = DistributedLion(params, lr=1e-4, vote_every=every)
+    random = torch.Generator().manual_seed(rank)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=random)
+    numel, sent = sum(p.numel() for p in params), []
+    for _ in range(every + 1):
+        optimizer.step()
+        sent.append(optimizer.wire.last_bytes_sent)
+    optimizer.eval()
+    optimizer.train()
+    kept = [*optimizer._local.anchors.values(), *optimizer._local.displacements.values()]
+    kept += [optimizer.state[p]["exp_avg"] for p in params]
+    memory = sum(own.numel() * own.element_size() for own in kept) / numel
+    exchanged = sent.pop(every - 1)
+    assert optimizer.wire.bytes_sent == sum(sent) + exchanged
+    return 8 * exchanged / numel / every, sent[1:], memory
+
+
+@pytest.mark.parametrize(("every", "most"), [(16, 0.070), (32, 0.036)])
+def test_local_steps_send_nothing_and_an_exchange_one_bit(
+    pools: RankPools, every: int, most: float
+) -> None:
+    for bits, local, memory in pools(2).run(sends, every):
+        assert bits <= most
+        assert set(local) == {0}
+        assert memory <= 8.1
+
+
+def fails(rank: int, world_size: int, what: str) -> list[str]:
+    """Steps with vote_every=4 until something is wrong on the last rank; returns each error."""
+    last = rank == world_size - 1
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if what == "changed" else torch.float32
+    model = nn.Linear(64, 3, dtype=dtype)
+    every = 8 if what == "every" and last else 4
+    optimizer = DistributedLion(
+        model.named_parameters(), lr=0.01, vote_every=every, max_abstained_steps=2
+    )
+    said = []
+    for step in range(12):
+        model.zero_grad()
+        closure = None
+        for k, p in enumerate(model.parameters()):
+            random = torch.Generator().manual_seed(100 * step + 10 * rank + k)
+            p.grad = torch.randn(p.shape, generator=random).to(dtype)
+            if what == "nan" and last:
+                p.grad.fill_(torch.nan)
+        if what == "lr":
+            optimizer.param_groups[0]["lr"] = 0.02 if last and step == 1 else 0.01
+        if step == 5 and what in ("replaced", "changed") and (last or what == "changed"):
+            model.load_state_dict({name: p + 1 for name, p in model.state_dict().items()})
+        if what == "eval" and last and step == 3:
+            optimizer.eval()
+        if what == "closure" and last and step == 3:
+            closure = lambda: 1 / 0  # noqa: E731
+        try:
+            if what == "now" and last and step == 2:
+                optimizer.exchange_now()
+            optimizer.step(closure)  # type: ignore[arg-type]
+        except (RuntimeError, ZeroDivisionError) as error:
+            return [*said, f"{step} {type(error).__name__}: {error}"]
+    return said
+
+
+@pytest.mark.parametrize(
+    ("what", "own", "others"),
+    [
+        ("every", "0 Disagreement: ranks differ in options, first in 'vote_every'", ""),
+        (
+            "lr",
+            "3 Disagreement: ranks differ in options, first in 'lr, betas and weight decay since",
+            "",
+        ),
+        (
+            "nan",
+            "3 RuntimeError: gradients of rank 1 held a NaN or an Inf",
+            "3 Disagreement: exchange failed",
+        ),
+        ("replaced", "7 Disagreement: the weights of 'weight' on rank 1 are farther from", ""),
+        ("changed", "5 RuntimeError: a torch.bfloat16 parameter of shape (3, 64) was changed", ""),
+        (
+            "eval",
+            "3 RuntimeError: step() after optimizer.eval()",
+            "3 Disagreement: exchange failed",
+        ),
+        (
+            "closure",
+            "3 ZeroDivisionError: division by zero",
+            "3 Disagreement: exchange failed on 1",
+        ),
+        ("now", "2 Disagreement: ranks are at different steps", "3 Disagreement: ranks are at"),
+    ],
+)
+def test_what_is_wrong_on_one_rank_ends_all(
+    pools: RankPools, what: str, own: str, others: str
+) -> None:
+    first, last = pools(2).run(fails, what, timeout=60)
+    assert last[-1].startswith(own)
+    assert first[-1].startswith(others or own)
+
+
+def changes(rank: int, world_size: int) -> list[str]:
+    """Freezes, adds and breaks parameters amid periods; anchors stay equal."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(2, 64)) for _ in range(3)]
+    optimizer = DistributedLion(
+        [(str(k), p) for k, p in enumerate(params)], lr=0.01, vote_every=3, check_replicas_every=1
+    )
+    said = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(11):
+            if step == 4:
+                params[0].requires_grad_(False)
+                params.append(nn.Parameter(torch.ones(5)))
+                optimizer.add_param_group(
+                    {"params": [("new", params[3])], "lr": 0.1, "weight_decay": 0.5}
+                )
+            for k, p in enumerate(params):
+                random = torch.Generator().manual_seed(100 * step + 10 * rank + k)
+                p.grad = torch.randn(p.shape, generator=random) if p.requires_grad else None
+                if k == 3:
+                    p.grad = torch.zeros(5)
+            if step == 7 and rank == 1:
+                with torch.no_grad():
+                    params[1].fill_(torch.inf)
+            optimizer.step()
+            if step == 4:
+                assert all(torch.equal(params[0], own) for own in everyones(params[0]))
+                assert params[0] not in optimizer._local.anchors
+        said = [str(own.message) for own in caught]
+    optimizer.exchange_now()
+    optimizer.eval()
+    for p in params:
+        assert bool(p.isfinite().all())
+        assert all(torch.equal(p, own) for own in everyones(p))
+    # Seven steps of its own group's decay, in three exchanges.
+    torch.testing.assert_close(params[3].detach(), torch.full((5,), 0.95**7))
+    optimizer.detach()
+    assert not optimizer._local.anchors
+    return said
+
+
+def test_parameters_may_freeze_join_and_break_amid_a_period(pools: RankPools) -> None:
+    first, second = pools(2).run(changes)
+    assert first == []
+    assert len(second) == 1
+    assert "the weights of '1' were not finite on rank 1" in second[0]
+
+
+def beside(rank: int, world_size: int) -> None:
+    """Tensors in full precision are averaged exactly, and momenta synchronized by exchanges."""
+    torch.manual_seed(0)
+    start = [torch.randn(10).bfloat16(), torch.randn(4, 64), torch.randn(7)]
+    params = [nn.Parameter(p.clone()) for p in start]
+    named = list(zip(("low.bias", "weight", "bias"), params, strict=True))
+    optimizer = DistributedLion(
+        named, lr=0.01, weight_decay=0.1, vote_every=2, full_precision="*bias",
+        momentum_sync_every=2,
+    )  # fmt: skip
+    lions = LocalLions([p.clone() for p in start], 2, [0.01] * 3, [0.1] * 3, every=2, full=(0, 2))
+    for step in range(8):
+        grads: list[Any] = [
+            [
+                torch.randn(p.shape, generator=torch.Generator().manual_seed(9 * step + r)).to(p)
+                for p in start
+            ]
+            for r in range(2)
+        ]
+        for p, grad in zip(params, grads[rank], strict=True):
+            p.grad = grad.clone()
+        lions.step(grads)
+        optimizer.step()
+        for name, p, wanted in zip("lwb", params, lions.own[rank], strict=True):
+            if name != "w" or step < 2:  # Its momentum was synchronized by then.
+                assert torch.equal(p, wanted), (step, name)
+    # The fourth exchange averaged the first half.
+    momenta = [own.view(-1) for own in everyones(optimizer.state[params[1]]["exp_avg"])]
+    assert float((momenta[0] - momenta[1])[:128].abs().max()) < 1e-3
+    assert float((momenta[0] - momenta[1])[128:].abs().max()) > 1e-3
+    optimizer.eval()
+    for p in params:
+        assert all(torch.equal(p, own) for own in everyones(p))
+
+
+def test_full_precision_and_momenta_beside_local_steps(pools: RankPools) -> None:
+    pools(2).run(beside)
+
+
+@pytest.mark.parametrize("when", ["local", "exchange"])
+def test_a_killed_rank_is_named_at_the_next_exchange(when: str) -> None:
+    done = run_script(2, ["-m", "tests.test_local_steps", when])
+    assert "step 7: rank 0 lost rank 1 while waiting for" in done.stdout
+
+
+def leave(when: str) -> None:
+    """Rank 1 ends in its sixth step, or when it has begun its second exchange, in its eighth."""
+    dist.init_process_group("gloo")
+    model = model_of()
+    optimizer = DistributedLion(model.named_parameters(), lr=0.1, vote_every=4)
+    for step in range(12):
+        model(batch(step, dist.get_rank())).square().sum().backward()
+        if dist.get_rank() == 1:
+            if when == "local" and step == 5:
+                os._exit(0)
+            if when == "exchange" and step == 7:
+                optimizer._local.exchange = lambda *_: os._exit(0)  # type: ignore[method-assign]
+        try:
+            optimizer.step()
+        except LostRank as error:
+            sys.stdout.write(f"step {step}: {error}\n")
+            sys.stdout.flush()
+            os._exit(0)
+
+
+if __name__ == "__main__":
+    leave(sys.argv[1])

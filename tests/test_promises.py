@@ -155,6 +155,8 @@ def main() -> None:
         {"aggregation": "average"},
         {"bits": 4},
         {"full_precision": "1"},
+        {"vote_every": 2},
+        {"vote_every": 2, "bits": 8},
     ]
     for own in options:
         for dtype in (torch.float32, torch.bfloat16):
@@ -164,6 +166,7 @@ def main() -> None:
                 for _, param in params:
                     param.grad = normal(10 * rank + step + 1, len(param)).to(dtype)
                 optimizer.step()
+            optimizer.eval()
             for _, param in params:
                 data = param.detach().view(torch.uint8).numpy().tobytes()
                 hashes.append(hashlib.sha256(data).hexdigest()[:16])

@@ -482,10 +482,10 @@ def test_a_rank_without_gradients_hangs_nobody_at_the_start_of_a_warm_up(
     assert pools(2).run(warms_up) == [(1, 2), (1, 2)]
 
 
-def makes_state(rank: int, world_size: int) -> int:
+def makes_state(rank: int, world_size: int, every: int) -> int:
     """As torch.distributed.checkpoint has the state made."""
     model = model_of()
-    optimizer = DistributedLion(model.named_parameters(), lr=0.0)
+    optimizer = DistributedLion(model.named_parameters(), lr=0.0, vote_every=every)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
@@ -493,8 +493,9 @@ def makes_state(rank: int, world_size: int) -> int:
     return optimizer.steps
 
 
-def test_a_step_that_only_makes_state_is_not_counted(pools: RankPools) -> None:
-    assert pools(2).run(makes_state) == [0, 0]
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_step_that_only_makes_state_is_not_counted(pools: RankPools, every: int) -> None:
+    assert pools(2).run(makes_state, every) == [0, 0]
 
 
 def loads_alone(rank: int, world_size: int) -> str:

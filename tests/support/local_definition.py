@@ -38,11 +38,15 @@ class LocalLions(Lions):
 
     def step(self, grads: Sequence[Sequence[torch.Tensor | None]]) -> None:
         """Takes a step of every rank, and exchanges if it is time."""
+        finite = [all(g is None or bool(g.isfinite().all()) for g in own) for own in grads]
+        if self.t == 0 and not any(
+            ok and any(g is not None for g in own) for ok, own in zip(finite, grads, strict=True)
+        ):
+            return  # The ranks meet in the first step, and find this.
         self.t += 1
         self.taken += 1
         for rank, own in enumerate(grads):
-            finite = all(g is None or bool(g.isfinite().all()) for g in own)
-            self._move(rank, own if finite else [None] * len(own))
+            self._move(rank, own if finite[rank] else [None] * len(own))
         self.factors = [
             f * (1 - lr * wd) for f, lr, wd in zip(self.factors, self.lrs, self.decays, strict=True)
         ]
