@@ -97,4 +97,6 @@ class Average:
             out.sub_(self._ranks * self._top)
         else:
             out.view(-1, WORD).sub_((voters * self._top).view(-1, 1))
-        return out.div_(self._ranks).mul_(lr)
+        if self._ranks > 1:
+            out.div_(self._ranks)
+        return out if lr == 1.0 else out.mul_(lr)

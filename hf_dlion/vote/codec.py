@@ -95,8 +95,6 @@ def level_codes(
 def word_magnitudes(u: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
     """Returns each word's sum of |u| and its number of elements that are not zero, dtype of u.
 
-    Sums go in halves: elements k and k + 32 of a word first, then k and k + 16, and so on.
-
     Args:
         u: The direction, shape (64 * W,).
         scratch: Overwritten, dtype and shape of `u`.
@@ -106,13 +104,23 @@ def word_magnitudes(u: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
         counts = u.new_full((len(words),), WORD)
     else:
         counts = words.ne(0).sum(dim=1).to(u.dtype)
+    return _sums(words), counts
+
+
+def word_sums(u: Tensor, scratch: Tensor) -> Tensor:
+    """Returns each word's sum of |u|, dtype of u; see `word_magnitudes`."""
+    return _sums(torch.abs(u, out=scratch).view(-1, WORD))
+
+
+def _sums(words: Tensor) -> Tensor:
+    """Returns the sums of rows of 64: elements k and k + 32 first, then k and k + 16, and so on."""
     for half in (32, 16, 8):
         words[:, :half] += words[:, half : 2 * half]
-    # Columns from here on, which are long. A copy, also of one word: `scratch` is used again.
+    # Columns from here on, which are long. A copy, also of one word: `words` is used again.
     columns = words[:, :8].t().clone(memory_format=torch.contiguous_format)
     for half in (4, 2, 1):
         columns[:half] += columns[half : 2 * half]
-    return columns[0], counts
+    return columns[0]
 
 
 def active_words(u: Tensor, votes: Tensor | None = None, phase: int = 0) -> Tensor | None:

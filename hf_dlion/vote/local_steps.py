@@ -370,13 +370,14 @@ def _own_step(piece: Piece, weights: _Weights, tensors: Tensors, turn: Turn) -> 
     """Moves this rank's own weights by lr * sign(u)."""
     moves = takes_part(piece, tensors.grads)
     if moves:
-        move = direction(piece, tensors.grads, tensors.momenta, turn, advance=True)
-        move.sign_().mul_(float(turn.groups[piece.group]["lr"]))
+        sign = direction(piece, tensors.grads, tensors.momenta, turn, advance=True).sign_()
+        lr = float(turn.groups[piece.group]["lr"])  # lr * sign is exact, so fusing changes nothing.
         if takes_part(piece, weights.wide):
-            p = read(piece, weights.wide, "parameter", turn.scratch).sub_(move)
+            p = read(piece, weights.wide, "parameter", turn.scratch).add_(sign, alpha=-lr)
             write(piece, p, weights.wide, turn, PARAMETERS)
         if takes_part(piece, weights.low):
-            c = read(piece, weights.displacements, "displacement", turn.scratch).add_(move)
+            c = read(piece, weights.displacements, "displacement", turn.scratch)
+            c.add_(sign, alpha=lr)
             write(piece, c, weights.displacements, turn, DISPLACEMENTS + turn.voter)
     _round_own(piece, weights, turn)
 
@@ -469,17 +470,20 @@ def _heard(
     piece: Piece, votes: Votes, verdict: Verdict, units: Flat, turn: Turn, voters: int
 ) -> _Heard:
     """Returns what a verdict and this rank's votes say about a piece."""
-    bits, rows, active = votes.planes.shape[0], votes.rows.of_word[piece.words], votes.active
+    bits, rows = votes.planes.shape[0], votes.rows.of_word[piece.words]
     mean = turn.scratch("mean", piece.size, piece.dtype, piece.device)
     own = turn.scratch("own", piece.size, piece.dtype, piece.device)
     count = None if verdict.voters is None else verdict.voters[rows]
-    spoken = active.to(rows.device, torch.int64)[rows]
+    spoken = votes.active.to(rows.device, torch.int64)[rows]
+    # One tensor's unit is a number, which saves a pass over both.
+    shared = float(torch.as_tensor(units[piece.parts[0].tensor])) if len(piece.parts) == 1 else 1.0
     planes = [plane[piece.words] for plane in verdict.planes]
-    Average(voters, bits).move(planes, count, 1.0, mean)
-    Average(1, bits).move([plane[piece.words] for plane in votes.planes], spoken, 1.0, own)
-    unit = by_word(piece, units, mean).view(-1, 1)
-    mean.view(-1, WORD).mul_(unit)
-    own.view(-1, WORD).mul_(unit)
+    Average(voters, bits).move(planes, count, shared, mean)
+    Average(1, bits).move([plane[piece.words] for plane in votes.planes], spoken, shared, own)
+    if len(piece.parts) > 1:
+        unit = by_word(piece, units, mean).view(-1, 1)
+        mean.view(-1, WORD).mul_(unit)
+        own.view(-1, WORD).mul_(unit)
     return _Heard(mean, own, None if count is None else (count == 0).view(-1, 1))
 
 

@@ -204,7 +204,7 @@ def tensor_sums(
             active_words = codec.active_words(u)
             words[piece.words] = True if active_words is None else active_words
             scratch = turn.scratch("levels", piece.size, u.dtype, u.device)
-            total[piece.words] = codec.word_magnitudes(u, scratch)[0]
+            total[piece.words] = codec.word_sums(u, scratch)
         active, row = rows_of(words, message), 0
         for index, first, count, length in message.spans:
             rows = active[row : row + count // length]
