@@ -1,4 +1,4 @@
-r"""Steps that a rank takes by itself between two exchanges (`vote_every`; docs/rule.md, section 8).
+r"""Steps that a rank takes by itself between two exchanges (`vote_every`; docs/rule.md, section 9).
 
     own weights p    p - p - p - p \                                / p - ...   rank 0
     anchor x         x ------------- w = x - p, a few bits of each -- x - ...   equal on all ranks

@@ -1,4 +1,4 @@
-"""Local steps as docs/rule.md, section 8, has them, in NumPy: all ranks in one process."""
+"""Local steps as docs/rule.md, section 9, has them, in NumPy: all ranks in one process."""
 
 from __future__ import annotations
 
