@@ -472,6 +472,17 @@ class DistributedLion(LionState):
             with torch.no_grad():
                 self._local.show_own(whole, params, plan, self._last_turn())
 
+    def _continue_from(self, local: LocalSteps) -> None:
+        """Takes local steps up where they were saved; the model holds the weights of all ranks.
+
+        Args:
+            local: As after `eval`, with own weights in the place of anchors.
+        """
+        local.evaluating = self._local.evaluating
+        self._local = local
+        if not local.evaluating:
+            self._show_own()
+
     def _after(self, count: int, ranks: Topology) -> None:
         """Averages the momenta that are due, and compares replicas if it is their turn.
 

@@ -217,6 +217,9 @@ class LionState(torch.optim.Optimizer):
             self.options.bits, evaluating=self._local.evaluating, swapped=self._local.swapped
         )
         self._loads += 1
+        if self._meetings is not None and self.options.vote_every > 1:
+            # Without loading the model, too, each rank goes on with its own weights.
+            self._meetings.compare_again()
         self._abstentions = Abstentions(self.options.max_abstained_steps)
 
     def __getstate__(self) -> dict[str, Any]:
