@@ -37,11 +37,13 @@ def gradients(
     grads: list[list[torch.Tensor | None]] = []
     for _ in range(ranks):
         own: list[torch.Tensor | None] = []
-        for shape, dtype in zip(SHAPES, dtypes, strict=True):
+        for k, (shape, dtype) in enumerate(zip(SHAPES, dtypes, strict=True)):
             grad = torch.from_numpy(np.asarray(random.normal(size=shape))).to(dtype)
             kind = random.random()
             if faults and grad.dim() and kind < 0.5:
                 grad[torch.from_numpy(random.random(shape[0]) < 0.5)] = 0.0
+            if faults and k == 0:
+                grad[2] = 0.0  # on all ranks, always
             if faults and kind > 0.985 and grad.numel():
                 grad.view(-1)[-1] = torch.nan
             own.append(None if faults and 0.5 < kind < 0.65 else grad)
