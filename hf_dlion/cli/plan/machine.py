@@ -82,11 +82,7 @@ def measured(
 ) -> tuple[list[tuple[Machine, float]], float]:
     """Measures this machine in rounds, so work of other processes shows as a difference.
 
-    Args:
-        work: What is trained.
-        dtype: Dtype of weights and gradients.
-        tokens: Tokens of a rank per step.
-        given_s: Seconds of forward and backward (default: measured with two small transformers).
+    Without `given_s`, forward and backward lie on the line through two small transformers.
 
     Returns:
         The machine and the seconds of forward and backward, by the shortest times and by the
@@ -100,11 +96,9 @@ def measured(
         shape = (-(-tokens // _SEQUENCE), min(tokens, _SEQUENCE), _WIDTH)
         data = torch.randn(shape, device=device, dtype=dtype)
         for layers in _LAYERS:
-            parts = (
-                nn.TransformerEncoderLayer(_WIDTH, 8, dropout=0.0, batch_first=True)
-                for _ in range(layers)
-            )
-            model = nn.Sequential(*parts).to(device, dtype)
+            layer = nn.TransformerEncoderLayer(_WIDTH, 8, dropout=0.0, batch_first=True)
+            model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+            model.to(device, dtype)
             calls[f"{layers} layers"] = partial(_forward_and_backward, model, data)
             sizes[f"{layers} layers"] = sum(param.numel() for param in model.parameters())
     others_share = _cores_of_others()
@@ -166,7 +160,7 @@ def _work(param: Tensor) -> dict[str, Callable[[], object]]:
     calls: dict[str, Callable[[], object]] = {
         "copy": lambda: other.copy_(param),
         "cast": lambda: other.copy_(param.to(torch.bfloat16).div_(2)),
-        "power": _power(param, other.clone()),
+        "power": _power(param),
     }
     for bits in BITS:
         votes = _Votes(param, bits)
@@ -229,9 +223,9 @@ class _Votes:
             move(message, self._params, own[:1], None, self._rule, self._turn)
 
 
-def _power(param: Tensor, other: Tensor) -> Callable[[], None]:
+def _power(param: Tensor) -> Callable[[], None]:
     """Returns what powerSGD_hook does with a matrix between its collectives."""
-    error = torch.zeros_like(param)
+    error, other = torch.zeros_like(param), param.clone()
     right = torch.randn(COLUMNS, POWER_RANK, device=param.device).to(param.dtype)
 
     def step() -> None:
@@ -242,7 +236,6 @@ def _power(param: Tensor, other: Tensor) -> Callable[[], None]:
         torch.matmul(left, torch.matmul(other.t(), left).t(), out=other)
         error = saved - other
 
-    other.copy_(param)
     return step
 
 
