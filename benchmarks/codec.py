@@ -30,7 +30,7 @@ from benchmarks.command import (
     told,
     track,
 )
-from benchmarks.ranks import seconds_of
+from hf_dlion.cli.plan.machine import seconds_of
 from hf_dlion.exchange.rule import Majority
 from hf_dlion.ranks.fingerprint import fingerprints
 from hf_dlion.vote.codec import TOP, spread, tally

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.emulate import INTERFACE, Emulation, Network, address
+from hf_dlion.cli.plan.machine import seconds_of
 
 # Ranks that `launch` started meet in this file.
 RENDEZVOUS = "HF_DLION_BENCH_RENDEZVOUS"
@@ -52,17 +53,6 @@ def device_of_rank() -> torch.device:
     # Ranks that `launch` started are all on this machine, whatever node they stand for.
     place = "RANK" if RENDEZVOUS in os.environ else "LOCAL_RANK"
     return torch.device("cuda", int(os.environ.get(place, "0")) % torch.cuda.device_count())
-
-
-def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """Returns the seconds that `call` takes on an idle device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    begin = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - begin
 
 
 def slowest(call: Callable[[], object], device: torch.device) -> float:

@@ -1,11 +1,15 @@
 """Runs an unedited script after `hf_dlion.register()`, so `--optim dlion` works in it.
 
+usage: python -m hf_dlion.launch SCRIPT [ARGS...]
+       python -m hf_dlion.launch -m MODULE [ARGS...]
+
+Put "torchrun ..." or "accelerate launch ..." in place of "python". Examples:
+
     torchrun --nproc_per_node 2 -m hf_dlion.launch run_clm.py --optim dlion ...
     accelerate launch --multi_gpu --num_processes 2 -m hf_dlion.launch run_clm.py --optim dlion ...
-    python -m hf_dlion.launch -m package.module --optim dlion ...
 
-The script gets the command line, `sys.path`, and `__main__` that `python run_clm.py ...` would give
-it. On several nodes, `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME` are set to the network interface
+The script gets the command line, `sys.path`, and `__main__` that `python SCRIPT ...` would give it.
+On several nodes, `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME` are set to the network interface
 that leads to `MASTER_ADDR` if they are unset, and rank 0 of each node prints it. transformers is
 imported before the script, so set variables such as `HF_HOME` outside of it.
 """
@@ -23,32 +27,16 @@ from typing import NamedTuple, NoReturn
 
 import psutil
 
-USAGE = """\
-usage: python -m hf_dlion.launch SCRIPT [ARGS...]
-       python -m hf_dlion.launch -m MODULE [ARGS...]
-
-Runs SCRIPT or MODULE as python would, with optim="dlion" available in TrainingArguments.
-Also after "torchrun ..." and "accelerate launch ..." instead of "python".
-
-examples:
-  torchrun --nproc_per_node 2 -m hf_dlion.launch run_clm.py --optim dlion --output_dir out
-  accelerate launch --multi_gpu -m hf_dlion.launch -m trl.scripts.sft --optim dlion"""
-
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # Any other machine, if none is known: an address reserved for documentation (RFC 5737).
 ANYWHERE = "192.0.2.1"
 
 
 class Route(NamedTuple):
-    """How this machine reaches another one.
+    """How this machine reaches another one."""
 
-    Attributes:
-        interface: Name of its network interface, for example "eth0".
-        address: Address of this machine on that interface.
-    """
-
-    interface: str
-    address: str
+    interface: str  # Name of its network interface, for example "eth0".
+    address: str  # Its address on that interface.
 
     @property
     def is_loopback(self) -> bool:
@@ -67,9 +55,6 @@ def interfaces() -> dict[str, list[str]]:
 
 def route_to(host: str) -> Route:
     """Returns how this machine reaches a host; asks the kernel and sends nothing.
-
-    Args:
-        host: Name or address.
 
     Raises:
         OSError: If the name is unknown, or no route leads there.
@@ -129,23 +114,24 @@ def main(argv: list[str] | None = None) -> None:
             and one line, if `optim_args` is wrong; otherwise as the script does.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv and argv[0] in ("-h", "--help"):
-        print(USAGE)
+    first = argv[0] if argv else ""
+    if first in ("-h", "--help"):
+        print(__doc__)
         return
     if not argv:
         _fail("no script given")
-    if argv[0] == "-m" and len(argv) < 2:
-        _fail("no module given after -m")
-    if argv[0] != "-m" and argv[0].startswith("-"):
-        _fail(f"{argv[0]} comes before the script; put the script's options after its name")
-    if argv[0] != "-m" and not os.path.isfile(argv[0]):
-        _fail(f"{argv[0]}: no such script")
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        for told in (name_interface(), _alone()):
-            if told:
-                print(f"hf_dlion.launch: {told}", file=sys.stderr)
-    else:
-        name_interface()
+    if first == "-m":
+        if len(argv) < 2:
+            _fail("no module given after -m")
+    elif first.startswith("-"):
+        _fail(f"{first} comes before the script; put the script's options after its name")
+    elif not os.path.isfile(first):
+        _fail(f"{first}: no such script")
+    for told in (name_interface(), _alone()):
+        if told and os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"hf_dlion.launch: {told}", file=sys.stderr)
+    import torch.distributed as dist
+
     import hf_dlion  # Takes seconds, which a usage error doesn't need.
 
     hf_dlion.register()
@@ -161,9 +147,12 @@ def main(argv: list[str] | None = None) -> None:
         code = 2
     except SystemExit as end:
         code = end.code
-    # Here, because an exception's traceback keeps the script's model alive.
     if not code:
-        _end_process_group()
+        # Not inside `except`, where the traceback keeps the script's model alive: a DDP model that
+        # outlives its gloo group, or a group that outlives Python, may abort the process.
+        gc.collect()
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
     if code is not None:
         raise SystemExit(code)
 
@@ -193,17 +182,8 @@ def _alone() -> str:
     )
 
 
-def _end_process_group() -> None:
-    """Ends the script's process group: a gloo group that outlives Python may abort the process."""
-    import torch.distributed as dist
-
-    gc.collect()  # A DDP model that outlives its group may abort it, too.
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def _fail(reason: str) -> NoReturn:
-    print(f"hf_dlion.launch: {reason}\n{USAGE}", file=sys.stderr)
+    print(f"hf_dlion.launch: {reason}\n\n{__doc__}", file=sys.stderr)
     raise SystemExit(2)
 
 

@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 
 import hf_dlion
 from hf_dlion import DistributedLion
-from tests.support.spawn import RankPools
+from tests.support.spawn import RankPools, run_script
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -182,6 +182,17 @@ def save_and_load(rank: int, world_size: int, folder: str) -> tuple[Any, ...]:
 
 @pytest.mark.multiproc
 def test_the_page_of_checkpoints_saves_and_goes_on(pools: RankPools, tmp_path: Path) -> None:
-    (first, loaded), (second, again) = pools(2).run(save_and_load, str(tmp_path))
+    (first, loaded), (second, again) = pools(2).run(save_and_load, str(tmp_path / "new" / "folder"))
     assert (first, second) == (loaded, again)
     assert first[2] != second[2]  # Each rank has a momentum of its own.
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+@pytest.mark.parametrize(("guide", "said"), [("ddp", "step 80: loss"), ("trainer", "train_loss")])
+def test_the_first_script_of_a_guide_trains_as_it_is(guide: str, said: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(blocks(DOCS / "guides" / f"{guide}.md", "python")[0])
+    done = run_script(2, [str(script)], timeout=120, cwd=tmp_path)
+    assert said in done.stdout
+    assert "Warning: DDP" not in done.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -26,8 +25,7 @@ examples:
 """
 _PLAN = """\
 Predict the time and the bytes of a training step under each method, and say whether the exchange of
-votes pays. Without --gpu, the work of a rank is measured on this machine, which takes about a
-minute: stop other work first.
+votes pays. Without --gpu, the work of a rank is measured on this machine: stop other work first.
 """
 _PLAN_EXAMPLES = """\
 columns: "sent" is what a rank sends in a step, "network" the part of a step that waits for the
@@ -89,13 +87,12 @@ def _add_options_of_plan(plan: Parser) -> None:
     def add(name: str, kind: Callable[[str], Any], unit: str, text: str, **rest: Any) -> None:
         plan.add_argument(name, type=kind, metavar=unit, help=text, **rest)
 
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     card = "rate of a node's network card, such as 100mbit, 1gbit, or 25g (required)"
     tokens = "tokens of a rank per step, accumulated ones included (default: 2048, on a CPU 128)"
     add("model", arguments.model, "MODEL", "parameter count such as 7b, model folder, or hub name")
     add("--link", arguments.rate, "RATE", card, required=True)
     add("--ranks", positive, "N", "number of ranks (default: those of two nodes)")
-    add("--ranks-per-node", positive, "L", f"ranks per node (default: --shard, else {local_ranks})")
+    add("--ranks-per-node", positive, "L", "ranks per node (default: --shard)")
     add("--shard", positive, "L", "ranks of a node that shard a model with FSDP2 (default: 1, DDP)")
     add("--gpu", arguments.gpu, "NAME", f"GPU of a rank: {', '.join(GPUS)} (default: this machine)")
     add("--dtype", arguments.dtype, "DTYPE", "dtype of weights and gradients (default: float32)")

@@ -15,10 +15,7 @@ from typing import Any, NoReturn
 
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _RATES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_DTYPES = {
-    "float32": "float32", "fp32": "float32", "f32": "float32", "float": "float32",
-    "bfloat16": "bfloat16", "bf16": "bfloat16",
-}  # fmt: skip
+_DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16"}
 GPUS = ("h200", "h100", "a100", "rtx4090")
 
 
@@ -27,11 +24,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         """See argparse; options cannot be abbreviated."""
-        super().__init__(
-            allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            **settings,
-        )
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(allow_abbrev=False, formatter_class=form, **settings)
         self._words: Sequence[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -104,11 +98,11 @@ def rate(text: str) -> float:
 def dtype(text: str) -> str:
     """Returns "float32" or "bfloat16"."""
     name = text.lower().removeprefix("torch.")
-    if name not in _DTYPES:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is unknown; use float32 (fp32), bfloat16 (bf16)"
-        )
-    return _DTYPES[name]
+    name = _DTYPES.get(name, name)
+    if name not in _DTYPES.values():
+        known = "float32 (fp32), bfloat16 (bf16)"
+        raise argparse.ArgumentTypeError(f"{text!r} is unknown; use {known}")
+    return name
 
 
 def gpu(text: str) -> str:

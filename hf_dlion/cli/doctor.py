@@ -24,8 +24,6 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
@@ -44,15 +42,11 @@ OK, WARN, FAIL = "ok", "warn", "FAIL"
 
 
 class Report:
-    """Prints findings of rank 0 as they come, and failures of other ranks to stderr.
-
-    Attributes:
-        failed: Whether training would fail.
-    """
+    """Prints findings of rank 0 as they come, and failures of other ranks to stderr."""
 
     def __init__(self) -> None:
         """Nothing was found yet."""
-        self.failed = False
+        self.failed = False  # Whether training would fail.
         self._rank = int(os.environ.get("RANK", "0"))
 
     def add(self, grade: str, what: str, text: str) -> None:
@@ -61,9 +55,8 @@ class Report:
         if self._rank == 0:
             print(f"{grade:4}  {what:14}  {text}", flush=True)
         elif grade == FAIL:
-            print(
-                f"hf-dlion doctor: rank {self._rank}: {what}: {text}", file=sys.stderr, flush=True
-            )
+            line = f"hf-dlion doctor: rank {self._rank}: {what}: {text}"
+            print(line, file=sys.stderr, flush=True)
 
     def check(self, what: str, look: Callable[[], tuple[str, str]]) -> None:
         """Adds what a check found; an exception is a failure, and doesn't end the report."""
@@ -75,12 +68,12 @@ class Report:
             grade, text = FAIL, f"{type(error).__name__}: {last}"
         self.add(grade, what, text)
 
-    def end(self, command: str = "") -> None:
-        """Prints the conclusion, and the command to continue with, if there is one."""
+    def end(self, advice: str = "") -> None:
+        """Prints the conclusion, and what to do next."""
         if self._rank == 0:
             print("\nthis would not train" if self.failed else "\nready to train", flush=True)
-            if command:
-                print(f"To predict whether it pays: {command}", flush=True)
+            if advice:
+                print(advice, flush=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -104,10 +97,8 @@ def run(args: argparse.Namespace) -> int:
 def _packages() -> str:
     found = []
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return ", ".join(found)
 
 
@@ -194,7 +185,7 @@ def _steps(device: torch.device) -> int:
 
 def _among_ranks(report: Report) -> None:
     """Lets the ranks of a launcher report, take steps, and measure their links."""
-    device, backend, command = torch.device("cpu"), "gloo", ""
+    device, backend, advice = torch.device("cpu"), "gloo", ""
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
@@ -210,14 +201,14 @@ def _among_ranks(report: Report) -> None:
         sent = _steps(device)
         told = f"3 steps with DDP and {dist.get_backend()}, equal weights, {sent:,} bytes per step"
         report.add(OK, "all ranks", told)
-        command = _links(report, nodes, device if "nccl" in backend else torch.device("cpu"))
+        advice = _links(report, nodes, device if "nccl" in backend else torch.device("cpu"))
     except Exception as error:
         # This rank leaves, so the others' collectives fail, and they leave, too.
         report.add(FAIL, "all ranks", f"{type(error).__name__}: {error}")
-    report.end(command)
+    report.end(advice)
     # A launcher ends all ranks with the first that fails, so rank 0 prints before any ends.
     with contextlib.suppress(RuntimeError):
-        if command:
+        if advice:
             _sum(0.0)
     # Here, because the traceback kept models alive: gloo may abort if one outlives its group.
     gc.collect()
@@ -232,24 +223,21 @@ def _show_ranks(report: Report, device: torch.device) -> list[str]:
     else:
         what, memory = f"CPU, {os.cpu_count()} cores", psutil.virtual_memory().total
     # torchrun numbers nodes, which may have equal host names.
-    node = f"{host} {os.environ.get('GROUP_RANK', '')}"
-    mine = (node, report.failed, _packages(), host, what, f"{memory / 1e9:.0f} GB")
-    everyone: list[tuple[str, bool, str, str, str, str]] = [mine] * dist.get_world_size()
+    node, has = f"{host} {os.environ.get('GROUP_RANK', '')}", f"{what}, {memory / 1e9:.0f} GB"
+    mine = (node, f"{host}, {has}", _packages(), report.failed)
+    everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    table = Table("rank", "host", "device", "memory")
-    for rank, (_, failed, packages, *shown) in enumerate(everyone):
-        table.add_row(str(rank), *shown)
+    for rank, (_, shown, packages, failed) in enumerate(everyone):
+        report.add(OK, f"rank {rank}", shown)
         if packages != everyone[0][2]:
             report.add(WARN, "packages", f"rank {rank} has {packages}")
         if failed and rank and dist.get_rank() == 0:
             report.add(FAIL, "rank", f"rank {rank} failed a check; its own output says which")
-    if dist.get_rank() == 0:
-        Console().print(table)
     return [node for node, *_ in everyone]
 
 
 def _links(report: Report, nodes: list[str], device: torch.device) -> str:
-    """Measures the links between neighboring nodes; returns the command that uses the slowest.
+    """Measures the links between neighboring nodes; returns how to predict with the slowest.
 
     Messages of collectives go from each rank to the next one, so these are the links that count.
     """
@@ -259,7 +247,8 @@ def _links(report: Report, nodes: list[str], device: torch.device) -> str:
         return ""
     ring = [(rank, (rank + 1) % size) for rank in range(size)]
     pairs = [(a, b) for a, b in ring if nodes[a] != nodes[b]]
-    if not pairs:
+    one_node = not pairs
+    if one_node:
         report.add(WARN, "links", "all ranks are on one node: this measures its memory")
         pairs = ring
     rates, latencies = [], []
@@ -272,14 +261,17 @@ def _links(report: Report, nodes: list[str], device: torch.device) -> str:
         latencies.append(1e3 * latency)
         told = f"rank {a} to rank {b}: {rates[-1]:,.0f} Mbit/s, {latencies[-1]:.2f} ms"
         report.add(OK, f"link {number} of {len(pairs)}", told)
-    worst = min(range(len(pairs)), key=rates.__getitem__)
-    a, b = pairs[worst]
-    report.add(OK, "slowest link", f"rank {a} to rank {b}: {rates[worst]:,.0f} Mbit/s")
-    per_node = max(nodes.count(node) for node in nodes) if len(set(nodes)) > 1 else 1
-    return (
-        f"hf-dlion plan MODEL --ranks {size} --ranks-per-node {per_node} --link "
-        f"{max(rates[worst], 1):.0f}mbit --efficiency 1 --latency-ms {max(latencies):.2g}"
-    )
+    rate, (a, b) = min(zip(rates, pairs, strict=True))
+    report.add(OK, "slowest link", f"rank {a} to rank {b}: {rate:,.0f} Mbit/s")
+    link, per_node = "1gbit", 1
+    fill_in = "Replace MODEL by a parameter count such as 7b, or by a model's folder"
+    if one_node:
+        fill_in += ", and 1gbit by your network's rate"
+    else:
+        link = f"{max(rate, 1):.0f}mbit --efficiency 1 --latency-ms {max(latencies):.2g}"
+        per_node = max(map(nodes.count, nodes))
+    command = f"hf-dlion plan MODEL --ranks {size} --ranks-per-node {per_node} --link {link}"
+    return f"To predict whether it pays: {command}\n{fill_in}."
 
 
 def _there_and_back_s(a: int, b: int, count: int, device: torch.device) -> float:

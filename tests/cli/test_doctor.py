@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from typing import Any
 
 import pytest
+import torch
 
 import hf_dlion
 from hf_dlion import cli
@@ -85,20 +87,41 @@ def test_two_processes_of_this_machine_take_steps() -> None:
     assert said.endswith("ready to train\n")
 
 
+def planned(said: str) -> tuple[argparse.Namespace, str]:
+    """The arguments of the command that a report ends with, and what it says of them."""
+    found = re.search(r"To predict whether it pays: hf-dlion (plan .*)\n(.*)\n$", said)
+    assert found is not None, said
+    return cli._parser().parse_args(found[1].replace("MODEL", "7b").split()), found[2]
+
+
 @pytest.mark.multiproc
 def test_ranks_of_a_launcher_take_steps_and_measure_links_and_name_the_command() -> None:
     said = run_script(2, ["-m", "hf_dlion", "doctor"], timeout=120).stdout
-    assert re.search(r"^│ 1 +│.*GB", said, re.M)
+    assert "GB" in line_of("rank 1   ", said)
     assert "3 steps with DDP and gloo, equal weights" in line_of("all ranks", said)
     assert "Mbit/s" in line_of("link 2 of 2", said)
     assert said.count("ready to train") == 1
-    command = re.search(r"To predict whether it pays: hf-dlion (plan .*)\n$", said)
-    assert command is not None
-    args = cli._parser().parse_args(command[1].replace("MODEL", "7b").split())
-    rate = re.search(r"([\d,]+) Mbit/s$", line_of("slowest link", said))
-    assert rate is not None
-    assert args.link == 1e6 * float(rate[1].replace(",", ""))
-    assert (args.ranks, args.ranks_per_node, args.efficiency) == (2, 1, 1.0)
+    args, explained = planned(said)
+    # The rate of a machine's memory is no network's.
+    assert (args.link, args.ranks, args.ranks_per_node, args.efficiency) == (1e9, 2, 1, 0.94)
+    assert "Replace MODEL by a parameter count such as 7b" in explained
+    assert "1gbit by your network's rate" in explained
+
+
+def test_between_nodes_the_command_has_the_slowest_links_rate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def there_and_back_s(a: int, b: int, count: int, device: Any) -> float:
+        return 2e-3 + (count / (1e8 if a == 1 else 5e7) if count > 1 else 0)
+
+    monkeypatch.setattr(doctor, "_there_and_back_s", there_and_back_s)
+    print(doctor._links(doctor.Report(), ["a", "a", "b", "b"], torch.device("cpu")))
+    said = capsys.readouterr().out
+    assert "rank 3 to rank 0: 400 Mbit/s" in line_of("slowest link", said)
+    args, explained = planned(said)
+    assert (args.link, args.ranks, args.ranks_per_node) == (4e8, 4, 2)
+    assert (args.efficiency, args.latency_ms) == (1.0, 1.0)
+    assert "your network" not in explained
 
 
 FAILING = """

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,11 +159,75 @@ def test_ranks_that_do_not_fill_two_nodes_are_refused(changes: dict[str, int], s
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_this_machines_work_is_measured(dtype: torch.dtype, monkeypatch: Any) -> None:
     monkeypatch.setattr(machine, "NUMEL", 1 << 14)
-    found = machine.measured(dtype)
+    [(found, compute_s), _], _ = machine.measured(workload("1m"), dtype, 8)
+    assert compute_s > 0
     assert found.device == ("cuda" if torch.cuda.is_available() else "cpu")
     times = [found.adamw_s, found.copy_s, found.cast_s, found.power_s, found.move_s]
     assert min(*times, *found.encode_s.values(), *map(sum, found.count_s.values())) > 0
-    assert machine.measured_compute_s(workload("1m"), 8, dtype) > 0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Counter[Any]]:
+    """Lets a test say how long calls take; of three rounds, others slow the last two down."""
+
+    def use(slowdown: float, elapsed_s: float = 0.0, others: float = 0.0) -> Counter[Any]:
+        calls: Counter[Any] = Counter()
+
+        def seconds_of(call: Any, device: torch.device) -> float:
+            calls[call] += 1
+            is_model = getattr(call, "func", None) is machine._forward_and_backward
+            own_s = 0.07 * call.args[0].num_layers if is_model else 1e-5
+            return own_s if calls[call] % 3 == 1 else slowdown * own_s
+
+        times = SimpleNamespace(perf_counter=lambda: elapsed_s * calls.total())
+        monkeypatch.setattr(machine, "NUMEL", 1 << 14)
+        monkeypatch.setattr(machine, "seconds_of", seconds_of)
+        monkeypatch.setattr(machine, "time", times)
+        monkeypatch.setattr(machine, "_cores_of_others", lambda: lambda: others)
+        return calls
+
+    return use
+
+
+def test_the_shortest_of_several_times_counts_and_a_slow_machine_stops_at_its_budget(
+    clock: Any,
+) -> None:
+    for elapsed, rounds in ((0.0, machine.MOST_ROUNDS), (60.0, machine.LEAST_ROUNDS)):
+        calls = clock(3.0, elapsed)
+        [short, long], _ = machine.measured(workload("29.5m"), torch.float32, 128)
+        assert set(calls.values()) == {rounds}
+        assert long[1] == pytest.approx(3 * short[1])
+        assert long[0].encode_s[1] == pytest.approx(3 * short[0].encode_s[1])
+
+
+def test_a_busy_machine_is_said_and_where_the_verdict_depends_on_it_so_is_that(
+    clock: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock(1.1)
+    text = run(capsys, "29.5m", "--link=1gbit")
+    assert "Warning" not in text
+    assert "DistributedLion pays" in text
+    clock(3.0)
+    text = run(capsys, "29.5m", "--link=1gbit")
+    assert re.search(r"\nWarning: .* between 7\d\d ms and 2,1\d\d ms\. Run .* --step-ms", text)
+    # Nothing is judged by times that could be others'.
+    assert "\nCannot tell whether DistributedLion pays" in text
+    assert "By the shortest times, DistributedLion pays: " in text
+    assert "By the longest times, DistributedLion does not pay: " in text
+    assert "Use AdamW" not in text
+    # Others that slow down every round alike.
+    clock(1.0, others=0.5)
+    result = json.loads(run(capsys, "29.5m", "--link=1gbit", "--format=json"))
+    assert "other work seems to use this machine's cores" in result["warning"]
+
+
+def test_the_cores_that_others_use_are_counted_without_ones_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = SimpleNamespace(cpu_percent=lambda: 150.0)
+    known = {"cpu_percent": lambda: 75.0, "cpu_count": lambda: 4, "Process": lambda: process}
+    monkeypatch.setattr(machine, "psutil", SimpleNamespace(**known))
+    assert machine._cores_of_others()() == pytest.approx((4 * 0.75 - 1.5) / 4)
 
 
 def test_a_gpus_work_is_the_bytes_that_its_operations_move() -> None:
@@ -196,7 +263,7 @@ def said(
         )
         for name, (own, waits) in times.items()
     }
-    return advice(a_case(machine=replace(CPU, memory_bytes=1e9 * gpu_gb)), predictions)
+    return advice(a_case(machine=replace(CPU, memory_bytes=1e9 * gpu_gb)), [predictions])
 
 
 @pytest.mark.parametrize(

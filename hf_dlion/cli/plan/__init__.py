@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from typing import Any
 
@@ -13,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from hf_dlion.cli.plan.advice import advice
+from hf_dlion.cli.plan.advice import advice, warning
 from hf_dlion.cli.plan.machine import (
     GPUS,
     MFU,
@@ -23,7 +22,6 @@ from hf_dlion.cli.plan.machine import (
     computed_compute_s,
     here,
     measured,
-    measured_compute_s,
 )
 from hf_dlion.cli.plan.methods import NONE, Case, Link, Prediction, predict
 from hf_dlion.cli.plan.workload import Workload, workload
@@ -40,54 +38,60 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--efficiency must be at most 1 (got {args.efficiency})")
     work = workload(args.model, args.trainable)
     dtype: torch.dtype = getattr(torch, args.dtype)
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    per_node = args.ranks_per_node or (args.shard if args.shard > 1 else local_ranks)
+    per_node = args.ranks_per_node or args.shard
     link = Link(bits_per_s=args.link, latency_s=1e-3 * args.latency_ms, efficiency=args.efficiency)
     with Console(stderr=True).status("Measuring this machine" if args.gpu is None else "Computing"):
-        machine, compute_s, notes = _costs(args, work, dtype)
-    case = Case(
-        work=work, ranks=args.ranks or 2 * per_node, per_node=per_node, shard=args.shard, link=link,
-        machine=machine, compute_s=compute_s, dtype=dtype,
-    )  # fmt: skip
-    predictions = predict(case)
+        costs, others, notes = _costs(args, work, dtype)
+    cases = [
+        Case(
+            work=work, ranks=args.ranks or 2 * per_node, per_node=per_node, shard=args.shard,
+            link=link, machine=machine, compute_s=compute_s, dtype=dtype,
+        )
+        for machine, compute_s in costs
+    ]  # fmt: skip
+    case, found = cases[0], [predict(own) for own in cases]
     if work.note:
         notes.append(f"shapes: assumed, {work.note}")
     if case.per_node > 1:
         notes.append("traffic inside a node: not counted")
-    told = advice(case, predictions)
+    warned, told = warning(found, others), advice(case, found)
     if args.format == "json":
-        print(json.dumps(_result(case, predictions, notes, told), indent=1))
+        result = _result(case, found[0])
+        print(
+            json.dumps(
+                {**result, "assumptions": notes, "warning": warned, "advice": told}, indent=1
+            )
+        )
         return 0
-    _print(_table(case, predictions, markdown=args.format == "markdown"))
+    _print(_table(case, found[0], markdown=args.format == "markdown"))
     _print("Assumptions: " + "; ".join(notes) + ".")
+    if warned:
+        _print("\n" + warned)
     _print("\n" + told)
     return 0
 
 
 def _costs(
     args: argparse.Namespace, work: Workload, dtype: torch.dtype
-) -> tuple[Machine, float, list[str]]:
-    """Returns what a rank's own work costs, the seconds of forward and backward, and notes.
+) -> tuple[list[tuple[Machine, float]], float, list[str]]:
+    """Returns what `measured` returns, also for a GPU that is not here, and notes.
 
     Raises:
         ValueError: If this machine would have to stand for one that can train the model.
     """
+    given_s, others = None if args.step_ms is None else 1e-3 * args.step_ms, 0.0
     if args.gpu is None:
         _check_judge(args, work, dtype)
-        machine = measured(dtype)
-    else:
-        machine = computed(GPUS[args.gpu], dtype)
-    tokens = args.tokens or TOKENS[machine.device]
-    if args.step_ms is not None:
-        compute_s, source = 1e-3 * args.step_ms, "given"
-    elif args.gpu is not None:
-        compute_s = computed_compute_s(GPUS[args.gpu], work, tokens)
-        source = f"{tokens:,} tokens per rank at {MFU:.0%} of the peak of an {machine.name}"
-    else:
-        compute_s = measured_compute_s(work, tokens, dtype)
+        tokens = args.tokens or TOKENS[here()[0].type]
+        costs, others = measured(work, dtype, tokens, given_s)
         source = f"{tokens:,} tokens per rank, from two small transformers on this machine"
-    return machine, compute_s, [
-        f"forward and backward: {1e3 * compute_s:,.0f} ms ({source})",
+    else:
+        gpu, tokens = GPUS[args.gpu], args.tokens or TOKENS["cuda"]
+        costs = [(computed(gpu, dtype), given_s or computed_compute_s(gpu, work, tokens))]
+        source = f"{tokens:,} tokens per rank at {MFU:.0%} of the peak of an {gpu.name}"
+    machine, compute_s = costs[0]
+    return costs, others, [
+        f"forward and backward: {1e3 * compute_s:,.0f} ms ({'given' if given_s else source})",
         f"optimizer and votes: {machine.source}",
     ]  # fmt: skip
 
@@ -130,15 +134,10 @@ def _table(case: Case, predictions: dict[str, Prediction], *, markdown: bool) ->
     return found
 
 
-def _result(
-    case: Case, predictions: dict[str, Prediction], notes: list[str], told: str
-) -> dict[str, Any]:
+def _result(case: Case, predictions: dict[str, Prediction]) -> dict[str, Any]:
+    work = case.work
     return {
-        "model": {
-            "name": case.work.name,
-            "parameters": case.work.parameters,
-            "trainable": case.work.trainable,
-        },
+        "model": {"name": work.name, "parameters": work.parameters, "trainable": work.trainable},
         "ranks": case.ranks,
         "nodes": case.nodes,
         "shard": case.shard,
@@ -153,8 +152,6 @@ def _result(
             }
             for name, own in predictions.items()
         ],
-        "assumptions": notes,
-        "advice": told,
     }
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from hf_dlion.cli.plan.methods import DLION, NODE, NONE, POWER, Case, Prediction
 
@@ -13,28 +14,75 @@ WORTH = 1.10
 # An all-reduce of which less than this share of a step is exposed is hidden. What another optimizer
 # then saves is its own work, or DDP's copies, which gradient_as_bucket_view saves, too.
 HIDDEN = 0.05
+# How far measurements may differ, and what share of the cores others may use, without a warning.
+SPREAD, BUSY = 1.25, 0.2
 
 
-def advice(case: Case, predictions: Predictions) -> str:
-    """Returns whether the exchange of votes pays, in a sentence or two."""
-    baseline = min(_all_reduces(predictions), key=lambda name: predictions[name].step_s)
+class _Verdict(NamedTuple):
+    pays: bool
+    best: str
+    why: str
+
+
+def advice(case: Case, measured: Sequence[Predictions]) -> str:
+    """Returns whether the exchange of votes pays, in a sentence or two.
+
+    Args:
+        case: The case.
+        measured: Predictions by the shortest times, and by the longest if this machine was
+            measured.
+    """
+    predictions, verdicts = measured[0], [_verdict(own) for own in measured]
+    pays, best, why = verdicts[0]
+    if verdicts[-1].pays != pays:
+        told = (
+            f"Cannot tell whether {DLION} pays, because measurements of this machine differ. By "
+            f"the shortest times, {why}. By the longest times, {verdicts[-1].why}"
+        )
+    else:
+        told = why if pays else f"{why}. Use {best}"
+        if POWER in predictions:
+            factor = predictions[best].step_s / predictions[POWER].step_s
+            if factor >= WORTH:
+                told += (
+                    f". {POWER} {_compared(factor)} as {best}, if its low rank trains your model"
+                )
+    return f"{_memory(case, predictions)}{told}."
+
+
+def warning(measured: Sequence[Predictions], others: float) -> str:
+    """Returns what to say if other processes disturbed the measurement, or "".
+
+    Args:
+        measured: As in `advice`.
+        others: Share of this machine's cores that other processes used.
+    """
+    times = [own[DLION].step_s - own[DLION].parts["network"] for own in measured]
+    short, long = times[0], times[-1]
+    if long <= SPREAD * short and others <= BUSY:
+        return ""
+    return (
+        f"Warning: other work seems to use this machine's cores: a rank's own work per step was "
+        f"measured between {_ms(short)} and {_ms(long)}. Run this command again when the machine "
+        f"is idle, or pass --step-ms or --gpu."
+    )
+
+
+def _verdict(predictions: Predictions) -> _Verdict:
+    reduced = [n for n in predictions if n.startswith(("AdamW with DDP", "AdamW with FSDP2"))]
+    baseline = min(reduced, key=lambda name: predictions[name].step_s)
     ours = min((n for n in (DLION, NODE) if n in predictions), key=lambda n: predictions[n].step_s)
     rival = predictions[baseline]
     gain = rival.step_s / predictions[ours].step_s
     waits = rival.parts["network"]
     where = f"{_ms(waits)} of {_ms(rival.step_s)} per step of {baseline} wait for the network"
-    best = baseline
     if waits < HIDDEN * rival.step_s:
-        told = f"{DLION} does not pay: {baseline} hides its traffic behind backward. Use {baseline}"
-    elif gain < WORTH:
-        told = f"{DLION} does not pay: {where}, but {ours} {_compared(gain)}. Use {baseline}"
-    else:
-        told, best = f"{ours} pays: {where}, and {ours} {_compared(gain)}", ours
-    if POWER in predictions:
-        factor = predictions[best].step_s / predictions[POWER].step_s
-        if factor >= WORTH:
-            told += f". {POWER} {_compared(factor)} as {best}, if its low rank trains your model"
-    return f"{_memory(case, predictions)}{told}."
+        why = f"{DLION} does not pay: {baseline} hides its traffic behind backward"
+        return _Verdict(False, baseline, why)
+    if gain < WORTH:
+        why = f"{DLION} does not pay: {where}, but {ours} {_compared(gain)}"
+        return _Verdict(False, baseline, why)
+    return _Verdict(True, ours, f"{ours} pays: {where}, and {ours} {_compared(gain)}")
 
 
 def _memory(case: Case, predictions: Predictions) -> str:
@@ -52,10 +100,6 @@ def _memory(case: Case, predictions: Predictions) -> str:
         f"The model does not fit into memory: a rank needs {each}, {where}; {remedy}, or use a "
         f"smaller model. If it did fit: "
     )
-
-
-def _all_reduces(predictions: Predictions) -> list[str]:
-    return [name for name in predictions if name.startswith(("AdamW with DDP", "AdamW with FSDP2"))]
 
 
 def _compared(gain: float) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +23,8 @@ POWER_RANK = 4
 BITS = tuple(codec.TOP)
 # Large enough to leave the caches, small enough for seconds.
 NUMEL, COLUMNS = 1 << 23, 1024
+# How often everything is measured: at least, at most, and for how long if that is less.
+LEAST_ROUNDS, MOST_ROUNDS, BUDGET_S = 3, 8, 15.0
 # The share of its peak at which a GPU trains: 38 to 43% for Llama 3 405B on H100s (arXiv
 # 2407.21783, table 4).
 MFU = 0.4
@@ -34,17 +35,10 @@ _LAYERS, _WIDTH, _SEQUENCE = (1, 4), 512, 128
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """Published limits.
+    """A GPU's published limits."""
 
-    Attributes:
-        name: Name for people, after "an".
-        flops: Dense bfloat16 operations per second.
-        bytes_per_s: Memory bandwidth.
-        memory_bytes: Size of the memory.
-    """
-
-    name: str
-    flops: float
+    name: str  # After "an".
+    flops: float  # Dense bfloat16 operations per second.
     bytes_per_s: float
     memory_bytes: float
 
@@ -60,33 +54,19 @@ GPUS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Seconds per element of a rank's own work.
+    """What a rank's own work costs; times are seconds per element."""
 
-    Attributes:
-        adamw_s: A fused AdamW step.
-        copy_s: Copying a gradient, as DDP does into a bucket and out of it.
-        cast_s: A float32 gradient to bfloat16 and back.
-        power_s: PowerSGD's products, error, and decompression.
-        encode_s: Votes and momentum, by bits.
-        count_s: Counting, by bits: whatever the number of votes, and for each vote.
-        move_s: Moving parameters by a verdict.
-        memory_bytes: Memory of a rank.
-        device: "cpu" or "cuda".
-        name: The device's name, after "an" or "a".
-        source: Where the constants come from.
-    """
-
-    adamw_s: float
-    copy_s: float
-    cast_s: float
-    power_s: float
-    encode_s: dict[int, float]
-    count_s: dict[int, tuple[float, float]]
-    move_s: float
+    adamw_s: float  # A fused AdamW step.
+    copy_s: float  # Copying a gradient into DDP's bucket, or out of it.
+    cast_s: float  # A float32 gradient to bfloat16 and back.
+    power_s: float  # PowerSGD's products, error, and decompression.
+    encode_s: dict[int, float]  # Votes and momentum, by bits.
+    count_s: dict[int, tuple[float, float]]  # By bits: for any number of votes, and for each.
+    move_s: float  # Moving parameters by a verdict.
     memory_bytes: float
-    device: str
-    name: str
-    source: str
+    device: str  # "cpu" or "cuda".
+    name: str  # After "an" or "a".
+    source: str  # Where the times come from.
 
 
 def here() -> tuple[torch.device, str, float]:
@@ -97,15 +77,49 @@ def here() -> tuple[torch.device, str, float]:
     return torch.device("cpu"), "CPU", psutil.virtual_memory().total
 
 
-def measured(dtype: torch.dtype) -> Machine:
-    """Returns the constants of this machine."""
+def measured(
+    work: Workload, dtype: torch.dtype, tokens: int, given_s: float | None = None
+) -> tuple[list[tuple[Machine, float]], float]:
+    """Measures this machine in rounds, so work of other processes shows as a difference.
+
+    Without `given_s`, forward and backward lie on the line through two small transformers.
+
+    Returns:
+        The machine and the seconds of forward and backward, by the shortest times and by the
+        longest; and the share of all cores that other processes used meanwhile.
+    """
     device, name, memory = here()
     param = torch.randn(NUMEL // COLUMNS, COLUMNS, device=device).mul_(0.02).to(dtype)
+    calls = {**_work(param), "adamw": torch.optim.AdamW([param], lr=1e-4, fused=True).step}
+    sizes = {}
+    if given_s is None:
+        shape = (-(-tokens // _SEQUENCE), min(tokens, _SEQUENCE), _WIDTH)
+        data = torch.randn(shape, device=device, dtype=dtype)
+        for layers in _LAYERS:
+            layer = nn.TransformerEncoderLayer(_WIDTH, 8, dropout=0.0, batch_first=True)
+            model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+            model.to(device, dtype)
+            calls[f"{layers} layers"] = partial(_forward_and_backward, model, data)
+            sizes[f"{layers} layers"] = sum(param.numel() for param in model.parameters())
+    others_share = _cores_of_others()
+    times = _rounds(calls, device)
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-    return _machine(
-        param, lambda call: _median_s(call, device) / NUMEL, memory_bytes=memory,
-        device=device.type, name=name, source=f"measured on this machine ({name}{threads})",
-    )  # fmt: skip
+    source = f"measured on this machine ({name}{threads})"
+    found = []
+    # The longest time of a call is left out: one hiccup makes no machine busy.
+    for place in (0, -2):
+        picked = {name: sorted(own)[place] for name, own in times.items()}
+        machine = _machine(
+            picked, NUMEL, memory_bytes=memory, device=device.type, name=name, source=source
+        )
+        compute_s = given_s
+        if compute_s is None:
+            (small, x0), (large, x1) = sizes.items()
+            fixed, each = _line(x0, picked[small], x1, picked[large])
+            # Backward leaves out the gradients of frozen weights, a third of the work.
+            compute_s = fixed + each * (2 * work.parameters + work.trainable) / 3
+        found.append((machine, compute_s))
+    return found, others_share()
 
 
 def computed(gpu: Gpu, dtype: torch.dtype) -> Machine:
@@ -115,39 +129,19 @@ def computed(gpu: Gpu, dtype: torch.dtype) -> Machine:
     """
     with torch.device("meta"):
         param = torch.empty(1 << 10, COLUMNS, dtype=dtype)
-
-    def seconds(call: Callable[[], object]) -> float:
+    # Reads four tensors and writes three; torch has no fused AdamW without data.
+    moved = {"adamw": 7.0 * param.numel() * dtype.itemsize}
+    for name, call in _work(param).items():
         call()  # Makes scratch and rows.
         with _CountBytes() as counted:
             call()
-        return float(counted.moved / param.numel() / gpu.bytes_per_s)
-
+        moved[name] = counted.moved
     return _machine(
-        param, seconds, memory_bytes=gpu.memory_bytes, device="cuda", name=gpu.name,
+        {name: size / gpu.bytes_per_s for name, size in moved.items()},
+        param.numel(), memory_bytes=gpu.memory_bytes, device="cuda", name=gpu.name,
         source=f"computed, not measured, at the full {gpu.bytes_per_s / 1e9:,.0f} GB/s of an "
         f"{gpu.name}",
     )  # fmt: skip
-
-
-def measured_compute_s(work: Workload, tokens: int, dtype: torch.dtype) -> float:
-    """Returns the seconds of forward and backward, on the line through two small transformers."""
-    device, _, _ = here()
-    data = torch.randn(
-        -(-tokens // _SEQUENCE), min(tokens, _SEQUENCE), _WIDTH, device=device, dtype=dtype
-    )
-    points: list[float] = []
-    for layers in _LAYERS:
-        model = nn.Sequential(
-            *(
-                nn.TransformerEncoderLayer(_WIDTH, 8, dropout=0.0, batch_first=True)
-                for _ in range(layers)
-            )
-        ).to(device, dtype)
-        points.append(sum(param.numel() for param in model.parameters()))
-        points.append(_median_s(partial(_forward_and_backward, model, data), device))
-    fixed, each = _line(*points)
-    # Backward leaves out the gradients of frozen weights, a third of the work.
-    return fixed + each * (2 * work.parameters + work.trainable) / 3
 
 
 def computed_compute_s(gpu: Gpu, work: Workload, tokens: int) -> float:
@@ -159,29 +153,39 @@ def computed_compute_s(gpu: Gpu, work: Workload, tokens: int) -> float:
     return (4 * work.parameters + 2 * work.trainable) * tokens / (MFU * gpu.flops)
 
 
-def _machine(
-    param: Tensor, seconds: Callable[[Callable[[], object]], float], **rest: Any
-) -> Machine:
-    """Times one step's work on a tensor, without the wire."""
+def _work(param: Tensor) -> dict[str, Callable[[], object]]:
+    """Returns one step's work on a tensor, by name: all but the wire and AdamW."""
     param.grad = torch.randn_like(param)
     other = torch.empty_like(param)
-    # No fused AdamW without data: it reads four tensors and writes three.
-    if param.is_meta:
-        adamw = seconds(lambda: [other.copy_(param) for _ in range(3)] + [param.sum()])
-    else:
-        adamw = seconds(torch.optim.AdamW([param], lr=1e-4, fused=True).step)
-    votes = {bits: _Votes(param, bits) for bits in BITS}
+    calls: dict[str, Callable[[], object]] = {
+        "copy": lambda: other.copy_(param),
+        "cast": lambda: other.copy_(param.to(torch.bfloat16).div_(2)),
+        "power": _power(param),
+    }
+    for bits in BITS:
+        votes = _Votes(param, bits)
+        calls[f"encode {bits}"] = votes.encode
+        calls[f"count {bits} from 2"] = partial(votes.count, 2)
+        calls[f"count {bits} from 4"] = partial(votes.count, 4)
+        if bits == 1:
+            calls["move"] = votes.move
+    return calls
+
+
+def _machine(seconds: Mapping[str, float], numel: int, **rest: Any) -> Machine:
+    """Returns the constants from the seconds of `_work` on a tensor of `numel` elements."""
+    each = {name: own / numel for name, own in seconds.items()}
     return Machine(
-        adamw_s=adamw,
-        copy_s=seconds(lambda: other.copy_(param)),
-        cast_s=seconds(lambda: other.copy_(param.to(torch.bfloat16).div_(2))),
-        power_s=seconds(_power(param, other)),
-        encode_s={bits: seconds(own.encode) for bits, own in votes.items()},
+        adamw_s=each["adamw"],
+        copy_s=each["copy"],
+        cast_s=each["cast"],
+        power_s=each["power"],
+        move_s=each["move"],
+        encode_s={bits: each[f"encode {bits}"] for bits in BITS},
         count_s={
-            bits: _line(2, seconds(partial(own.count, 2)), 4, seconds(partial(own.count, 4)))
-            for bits, own in votes.items()
+            bits: _line(2, each[f"count {bits} from 2"], 4, each[f"count {bits} from 4"])
+            for bits in BITS
         },
-        move_s=seconds(votes[1].move),
         **rest,
     )
 
@@ -219,9 +223,9 @@ class _Votes:
             move(message, self._params, own[:1], None, self._rule, self._turn)
 
 
-def _power(param: Tensor, other: Tensor) -> Callable[[], None]:
+def _power(param: Tensor) -> Callable[[], None]:
     """Returns what powerSGD_hook does with a matrix between its collectives."""
-    error = torch.zeros_like(param)
+    error, other = torch.zeros_like(param), param.clone()
     right = torch.randn(COLUMNS, POWER_RANK, device=param.device).to(param.dtype)
 
     def step() -> None:
@@ -232,16 +236,11 @@ def _power(param: Tensor, other: Tensor) -> Callable[[], None]:
         torch.matmul(left, torch.matmul(other.t(), left).t(), out=other)
         error = saved - other
 
-    other.copy_(param)
     return step
 
 
 class _CountBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes that operations read and write; views move none.
-
-    Attributes:
-        moved: The bytes.
-    """
+    """Counts in `moved` the bytes that operations read and write; views move none."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -272,18 +271,43 @@ def _forward_and_backward(model: nn.Module, data: Tensor) -> None:
     model(data).sum().backward()
 
 
-def _median_s(call: Callable[[], object], device: torch.device) -> float:
-    """Returns the median seconds of three calls, after one that warms up."""
-    times = []
-    for _ in range(4):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        began = time.perf_counter()
+def _rounds(
+    calls: Mapping[str, Callable[[], object]], device: torch.device
+) -> dict[str, list[float]]:
+    """Returns the seconds of each call in each round, after a round that warms up."""
+    for call in calls.values():
         call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[1:])
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    began = time.perf_counter()
+    for done in range(MOST_ROUNDS):
+        if done >= LEAST_ROUNDS and time.perf_counter() - began > BUDGET_S:
+            break
+        for name, call in calls.items():
+            times[name].append(seconds_of(call, device))
+    return times
+
+
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """Returns the seconds that `call` takes on an idle device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+def _cores_of_others() -> Callable[[], float]:
+    """Returns what returns the share of all cores that other processes have used since now.
+
+    Not the load average, which still counts an earlier run of this command.
+    """
+    own = psutil.Process()
+    psutil.cpu_percent()
+    own.cpu_percent()
+    cores = psutil.cpu_count() or 1
+    return lambda: (psutil.cpu_percent() - own.cpu_percent() / cores) / 100
 
 
 def _line(x0: float, y0: float, x1: float, y1: float) -> tuple[float, float]:

@@ -32,24 +32,13 @@ NODE = f'{DLION}, local_group="node"'
 _HEADER_BYTES = 64
 
 
-def name_of(bits: int) -> str:
-    """Returns the name of the row of DistributedLion with votes of so many bits."""
-    return DLION if bits == 1 else f"{DLION}, bits={bits}"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What joins a node to the others.
+    """What joins a node to the others."""
 
-    Attributes:
-        bits_per_s: Rate of a node's network card, each way.
-        latency_s: Time of a message without size from one rank to another.
-        efficiency: Share of the rate that carries payload.
-    """
-
-    bits_per_s: float
-    latency_s: float = 1e-4
-    efficiency: float = 0.94
+    bits_per_s: float  # Of a node's network card, each way.
+    latency_s: float = 1e-4  # Of a message without size from one rank to another.
+    efficiency: float = 0.94  # The share of the rate that carries payload.
 
     def seconds(self, sent_bytes: float, rounds: int) -> float:
         """Returns the time of a collective.
@@ -65,33 +54,23 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """All that a prediction needs.
-
-    Attributes:
-        work: What is trained.
-        ranks: Number of ranks.
-        per_node: Number of ranks that share a network card.
-        shard: Number of ranks that shard a model with FSDP2, 1 or `per_node`.
-        link: What joins the nodes.
-        machine: What a rank's own work costs.
-        compute_s: Seconds of forward and backward, without DDP.
-        dtype: Dtype of weights and gradients.
-
-    Raises:
-        ValueError: If the ranks don't fill two nodes.
-    """
+    """All that a prediction needs."""
 
     work: Workload
     ranks: int
-    per_node: int = 1
-    shard: int = 1
+    per_node: int = 1  # Ranks that share a network card.
+    shard: int = 1  # Ranks that shard a model with FSDP2: 1 or `per_node`.
     link: Link
     machine: Machine
-    compute_s: float
-    dtype: torch.dtype = torch.float32
+    compute_s: float  # Forward and backward, without DDP.
+    dtype: torch.dtype = torch.float32  # Of weights and gradients.
 
     def __post_init__(self) -> None:
-        """Checks the numbers."""
+        """Checks that the ranks fill two nodes or more.
+
+        Raises:
+            ValueError: If they don't.
+        """
         if self.shard not in (1, self.per_node):
             raise ValueError(
                 f"--shard {self.shard} and --ranks-per-node {self.per_node} must be equal: each "
@@ -140,17 +119,11 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What one method costs per step.
+    """What one method costs per step of a rank."""
 
-    Attributes:
-        wire_bytes: Bytes that a rank sends, with nodes that vote as one those to other nodes.
-        parts: Seconds by part; "network" is what no work hides.
-        memory_bytes: Bytes of weights, gradients, and optimizer state of a rank.
-    """
-
-    wire_bytes: int
-    parts: dict[str, float]
-    memory_bytes: float
+    wire_bytes: int  # That a rank sends; if nodes vote as one, to other nodes.
+    parts: dict[str, float]  # Seconds by part; "network" is what no work hides.
+    memory_bytes: float  # Of weights, gradients, and optimizer state.
 
     @property
     def step_s(self) -> float:
@@ -189,7 +162,8 @@ def predict(case: Case) -> dict[str, Prediction]:
         )
     for bits in BITS:
         sent, parts = _votes(own, bits, ranks)
-        found[name_of(bits)] = Prediction(wire_bytes=sent, parts=parts, memory_bytes=lion_bytes)
+        name = DLION if bits == 1 else f"{DLION}, bits={bits}"
+        found[name] = Prediction(wire_bytes=sent, parts=parts, memory_bytes=lion_bytes)
     if case.per_node > 1 and case.shard == 1:
         # DDP's buckets carry the gradients inside the node, each rank exchanges its share.
         inside = replace(case.between_nodes(), compute_s=case.compute_s + copies)
@@ -201,10 +175,8 @@ def predict(case: Case) -> dict[str, Prediction]:
 def _all_reduce(case: Case, on_wire: int, copies_s: float) -> tuple[int, dict[str, float]]:
     """Returns bytes and parts of DDP's all-reduce, which begins with the first full bucket.
 
-    Args:
-        case: The case.
-        on_wire: Bytes of an element on the wire.
-        copies_s: Seconds of DDP's copies; half is done as gradients become ready.
+    `on_wire` is the size of an element on the wire. Half of DDP's copies is done as gradients
+    become ready.
     """
     size, numels = case.dtype.itemsize, case.work.numels
     if on_wire != size:
@@ -258,13 +230,8 @@ def _votes(case: Case, bits: int, ranks: int, share: int = 1) -> tuple[int, dict
     """Returns bytes and parts of a step as `DistributedLion.step` takes it.
 
     All messages are encoded and sent, one after another. Then each is counted, where two_phase
-    sends a verdict, and then each is applied.
-
-    Args:
-        case: The ranks that exchange votes.
-        bits: Bits of a vote.
-        ranks: Number of all ranks, which exchange headers.
-        share: Number of ranks of a node that exchange a part of each message each.
+    sends a verdict, and then each is applied. `ranks` is the number of all ranks, which exchange
+    headers; of each message, a rank exchanges the part that `share` ranks of a node leave it.
     """
     machine, n = case.machine, case.ranks
     fixed_s, vote_s = machine.count_s[bits]

@@ -18,19 +18,12 @@ _WIDTH_PER_LAYER, _LAYER = 128, 12
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What one training step works on.
-
-    Attributes:
-        name: Name for people.
-        parameters: Number of parameters, which decides the time of forward and backward.
-        shapes: Shapes of the trainable tensors, in the order of their registration.
-        note: What was assumed, or "".
-    """
+    """What one training step works on."""
 
     name: str
-    parameters: int
-    shapes: tuple[tuple[int, ...], ...]
-    note: str = ""
+    parameters: int  # Decides the time of forward and backward.
+    shapes: tuple[tuple[int, ...], ...]  # Of the trainable tensors, as they are registered.
+    note: str = ""  # What was assumed.
 
     @property
     def numels(self) -> list[int]:
@@ -49,11 +42,7 @@ class Workload:
 
 
 def workload(model: str, trainable: int | None = None) -> Workload:
-    """Returns what `model` stands for.
-
-    Args:
-        model: Count ("7b"), folder with a config.json, or name on the Hugging Face hub.
-        trainable: Number of trained parameters, such as LoRA's (default: all).
+    """Returns what a count ("7b"), a folder with a config.json, or a name on the hub stands for.
 
     Raises:
         ValueError: If there is no such model, or it has fewer parameters than `trainable`.
@@ -76,8 +65,7 @@ def workload(model: str, trainable: int | None = None) -> Workload:
         found = replace(found, shapes=usual_shapes(trainable))
     if count is None and trainable is None:
         return found
-    width = found.shapes[0][-1]
-    note = f"{len(found.shapes)} tensors, matrices of {width} x {width}"
+    note = f"{len(found.shapes)} tensors, matrices of {found.shapes[0][-1]} x {found.shapes[0][-1]}"
     return replace(found, note=note)
 
 
