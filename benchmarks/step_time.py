@@ -17,17 +17,8 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # A script's own folder is there.
 
-from benchmarks.command import (
-    TIMES,
-    environment,
-    middle_ms,
-    parser_of,
-    positive,
-    publish,
-    summary,
-    told,
-    track,
-)
+from benchmarks import command
+from benchmarks.command import middle_ms, positive
 from benchmarks.emulate import INTERFACE, Network
 from benchmarks.methods import METHODS, Hyper, method_of
 from benchmarks.ranks import RENDEZVOUS, device_of_rank, launch, slowest, take_part
@@ -36,7 +27,7 @@ NONE = METHODS["none"].title
 PARTS = ("encode", "exchange", "apply")  # Seconds in `DistributedLion.wire`.
 COLUMNS = {
     "name": "method",
-    **TIMES,
+    **command.TIMES,
     "repeats": "steps",
     "ratio": "x no comm.",
     "bytes_per_step": "bytes sent",
@@ -127,7 +118,7 @@ class Timed:
         middle = statistics.fmean if period > 1 else statistics.median
         found = {
             "name": self._method.title,
-            **summary([seconds / period for seconds in self.times], mean=period > 1),
+            **command.summary([seconds / period for seconds in self.times], mean=period > 1),
             "bytes_per_step": round(middle(self._sent) / period),
             "steps_per_time": period,
             "interface_bytes": round(middle(self._links) / period) if emulated else None,
@@ -146,7 +137,7 @@ class Timed:
 
 def run(args: argparse.Namespace) -> None:
     """Measures on this rank; rank 0 prints and writes. Every rank must call this."""
-    before = environment()
+    before = command.environment()
     with torch.device("meta"):
         model = model_of(args.parameters, args.model)
     size, vocabulary = sum(p.numel() for p in model.parameters()), model.config.vocab_size
@@ -154,10 +145,10 @@ def run(args: argparse.Namespace) -> None:
     shape = (args.batch, args.sequence)
     tokens = torch.randint(vocabulary, shape, generator=generator).to(device_of_rank())
     timed = [Timed(name, args, tokens) for name in args.methods or usual_methods()]
-    for own in track(timed, "warming up"):
+    for own in command.track(timed, "warming up"):
         own.warm_up(args.warmup)
     # In turns, so all methods see the same load of the machine.
-    for _ in track(range(max(own.laps for own in timed)), "steps"):
+    for _ in command.track(range(max(own.laps for own in timed)), "steps"):
         for own in timed:
             own.measure(args.seconds)
     rows = [own.row(args.emulate is not None) for own in timed]
@@ -174,7 +165,7 @@ def run(args: argparse.Namespace) -> None:
             config[key] = getattr(args, key)
         config["emulate"] = args.emulate and str(args.emulate)
         config["backend"] = dist.get_backend()
-        publish("train", args, config, before, rows, COLUMNS)
+        command.publish("train", args, config, before, rows, COLUMNS)
 
 
 def usual_methods() -> list[str]:
@@ -194,7 +185,7 @@ def _interface_bytes() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_of("step_time", __doc__)
+    parser = command.parser_of("step_time", __doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     lines = [f"  {name:16}{own.about}" for name, own in METHODS.items()]
     parser.epilog = "\n".join(["methods:", *lines])
@@ -248,15 +239,15 @@ def _main(args: argparse.Namespace, words: list[str]) -> int:
         if count % local_ranks:
             raise ValueError(f"--ranks={count} must be a multiple of --local-ranks={local_ranks}")
         local_ranks = count if local_ranks == 1 else local_ranks
-    command = [sys.executable, __file__, *words]
-    return launch(command, count, local_ranks, args.threads, args.emulate)
+    rank = [sys.executable, __file__, *words]
+    return launch(rank, count, local_ranks, args.threads, args.emulate)
 
 
 def main(argv: list[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     args = parser.parse_args(words)
-    return told(parser, lambda: _main(args, words))
+    return command.told(parser, lambda: _main(args, words))
 
 
 if __name__ == "__main__":
