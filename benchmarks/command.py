@@ -20,7 +20,7 @@ import torch
 
 T = TypeVar("T")
 # Titles of the columns of a `summary`.
-TIMES = {"median_ms": "median ms", "min_ms": "min", "max_ms": "max"}
+TIMES = {"median_ms": "median ms", "mean_ms": "mean ms", "min_ms": "min", "max_ms": "max"}
 # Errors that a user can fix: one line instead of a traceback.
 TOLD = (ImportError, OSError, ValueError)
 
@@ -100,16 +100,22 @@ def environment() -> dict[str, Any]:
     }
 
 
-def summary(seconds: Sequence[float]) -> dict[str, Any]:
-    """Returns the median and the spread of repeated times, in milliseconds."""
+def summary(seconds: Sequence[float], *, mean: bool = False) -> dict[str, Any]:
+    """Returns the median, or the mean, and the spread of repeated times, in milliseconds."""
     times = [1e3 * value for value in seconds]
+    name, middle = ("mean_ms", statistics.fmean) if mean else ("median_ms", statistics.median)
     return {
         "repeats": len(times),
-        "median_ms": statistics.median(times),
+        name: middle(times),
         "min_ms": min(times),
         "max_ms": max(times),
         "times_ms": times,
     }
+
+
+def middle_ms(row: Mapping[str, Any]) -> float:
+    """Returns the mean time of a row that has one, or the median."""
+    return float(row["mean_ms"] if "mean_ms" in row else row["median_ms"])
 
 
 def write_json(path: str | Path, result: Any) -> None:

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.model_averaging import utils as averaging
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
@@ -94,11 +93,18 @@ class Voting(Rank):
 
     def __init__(self, model: nn.Module, hyper: Hyper, **options: Any) -> None:
         ddp = DistributedDataParallel(model, init_sync=False)
-        super().__init__(ddp, distributed_lion(model, hyper, **options))
-        self.optimizer.attach(ddp)
+        self._begin(ddp, distributed_lion(model, hyper, **options), hyper)
+
+    def _begin(self, model: nn.Module, optimizer: DistributedLion, hyper: Hyper) -> None:
+        super().__init__(model, optimizer)
+        self._last, self._counted = hyper.steps, 0
+        optimizer.attach(model)
 
     def _sent(self) -> float:
-        return float(self.optimizer.wire.last_bytes_sent)
+        if self._taken == self._last:
+            self.optimizer.exchange_now()  # Training may end within a period.
+        before, self._counted = self._counted, self.optimizer.wire.bytes_sent
+        return float(self._counted - before)
 
 
 class Sharded(Voting):
@@ -113,8 +119,7 @@ class Sharded(Voting):
         for module in (*model.model.layers, model):  # type: ignore[union-attr, misc]
             fully_shard(module, mesh=mesh["shard"])
         optimizer = distributed_lion(model, hyper, replicate=mesh["replicate"], **options)
-        Rank.__init__(self, model, optimizer)
-        self.optimizer.attach(model)
+        self._begin(model, optimizer, hyper)
 
 
 class PowerSGD(Rank):
@@ -134,24 +139,34 @@ class PowerSGD(Rank):
 
 
 class LocalSGD(Rank):
-    """AdamW on each rank's own gradient; every k steps the parameters become their mean.
+    """AdamW on each rank's own gradient; after k steps and at the end ranks take the mean.
 
-    torch's PeriodicModelAverager, which Accelerate's LocalSGD is, for the trained parameters alone.
+    Of the trained parameters: torch's average, as its PeriodicModelAverager and Accelerate's
+    LocalSGD take it. With a dtype, the mean of how far they moved, which is rounded to it.
     """
 
-    def __init__(self, model: nn.Module, hyper: Hyper, *, every: int) -> None:
+    def __init__(
+        self, model: nn.Module, hyper: Hyper, *, every: int, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__(model, adamw(model, hyper))
         self._params, self._every, self._last = trainable(model), every, hyper.steps
-        self._averager = PeriodicModelAverager(period=every, warmup_steps=0)
-        self._averager.step = 1  # It averages when its count is a multiple of k.
+        self._dtype = dtype
+        self._means = [] if dtype is None else [p.detach().clone() for p in self._params]
 
+    @torch.no_grad()
     def _sent(self) -> float:
-        self._averager.average_parameters(self._params)
-        meets = self._taken % self._every == 0
-        if not meets and self._taken == self._last:
-            averaging.average_parameters(iter(self._params), self._averager.process_group)
-            meets = True
-        return ring_bytes(sum(param.numel() for param in self._params)) if meets else 0.0
+        if self._taken % self._every and self._taken != self._last:
+            return 0.0
+        sizes = [param.numel() for param in self._params]
+        if self._dtype is None:
+            averaging.average_parameters(iter(self._params), dist.group.WORLD)
+            return ring_bytes(sum(sizes))
+        pairs = zip(self._params, self._means, strict=True)
+        moved = torch.cat([(param - mean).flatten() for param, mean in pairs]).to(self._dtype)
+        dist.all_reduce(moved.div_(dist.get_world_size()))
+        for param, mean, part in zip(self._params, self._means, moved.split(sizes), strict=True):
+            param.copy_(mean.add_(part.view_as(mean)))
+        return ring_bytes(sum(sizes), moved.itemsize)
 
 
 class DiLoCo(Rank):
@@ -218,10 +233,6 @@ class DeMo(Rank):
         return (dist.get_world_size() - 1) * float(self.optimizer.data_transmit)
 
 
-def _alone(model: nn.Module, hyper: Hyper) -> Rank:
-    return Rank(model, _plain_lion(model, hyper))
-
-
 def _reduced(
     model: nn.Module,
     hyper: Hyper,
@@ -264,6 +275,11 @@ def distributed_lion(model: nn.Module, hyper: Hyper, **options: Any) -> Distribu
 def _plain_lion(model: nn.Module, hyper: Hyper) -> DistributedLion:
     # In a group of one rank.
     return distributed_lion(model, hyper, process_group=dist.new_subgroups(1)[0])
+
+
+def _alone(make: Callable[[nn.Module, Hyper], Optimizer]) -> Callable[[nn.Module, Hyper], Rank]:
+    """Returns how to make an optimizer on a rank's own gradients."""
+    return lambda model, hyper: Rank(model, make(model, hyper))
 
 
 def groups_of(model: nn.Module, hyper: Hyper) -> list[dict[str, Any]]:
@@ -323,7 +339,7 @@ class Method:
         make: Makes this rank of it, from the model and the hyperparameters.
         family: Learning rates to choose from: "adamw" or "lion".
         options: Options of DistributedLion, if ranks vote.
-        period: Steps after which it repeats itself: methods that meet in every k-th step.
+        every: Steps in which its ranks meet once, unless that is an option.
         package: Module that it needs, a key of `PACKAGES`.
         usual: Whether step_time.py measures it without being asked.
     """
@@ -333,9 +349,14 @@ class Method:
     make: Callable[[nn.Module, Hyper], Rank] = field(repr=False)
     family: str = "adamw"
     options: dict[str, Any] | None = None
-    period: int = 1
+    every: int = 1
     package: str = ""
     usual: bool = False
+
+    @property
+    def period(self) -> int:
+        """Steps after which it repeats itself."""
+        return int((self.options or {}).get("vote_every", self.every))
 
 
 def _voting(title: str, about: str, usual: bool = False, **options: Any) -> Method:
@@ -346,15 +367,26 @@ def _plain(title: str, about: str, **options: Any) -> Method:
     return Method(title, about, partial(_reduced, **options), usual=True)
 
 
-def _periodic(name: str, make: Any, k: int, what: str, package: str = "") -> Method:
-    title, about = f"{name}, {k} steps of AdamW", f"every {k} steps of AdamW, {what}"
-    return Method(title, about, partial(make, every=k), period=k, package=package)
+def _local_sgd(k: int, dtype: torch.dtype | None = None) -> Method:
+    name = f"LocalSGD, {k} steps of AdamW" + (", bf16" if dtype else "")
+    about = f"after {k} steps of AdamW the mean of {'moves in bfloat16' if dtype else 'parameters'}"
+    return Method(name, about, partial(LocalSGD, every=k, dtype=dtype), every=k)
+
+
+def _diloco(k: int) -> Method:
+    name, about = f"DiLoCo, {k} steps of AdamW", f"after {k} steps of AdamW a Nesterov step"
+    return Method(name, about, partial(DiLoCo, every=k), every=k, package="torchft")
 
 
 DLION = "DistributedLion"
 METHODS: dict[str, Method] = {
     "none": _plain("no communication, AdamW", "a hook that sends nothing", hook=_keep, itemsize=0),
-    "alone": Method("one host alone, Lion", "plain Lion, no DDP, no network", _alone, usual=True),
+    "alone": Method(
+        "one host alone, Lion", "plain Lion, no DDP, no network", _alone(_plain_lion), usual=True
+    ),
+    "adamw-alone": Method(
+        "one host alone, AdamW", "AdamW, no DDP, no network", _alone(adamw), usual=True
+    ),
     "adamw": _plain("DDP fp32, AdamW", "AdamW on the mean gradient"),
     "bf16": _plain("DDP bf16 hook, AdamW", "torch's bf16_compress_hook", hook=_in_bf16, itemsize=2),
     "powersgd": Method(
@@ -370,12 +402,16 @@ METHODS: dict[str, Method] = {
     "sync16": _voting(
         f"{DLION}, momentum_sync_every=16", "momenta averaged (Lion Cub)", momentum_sync_every=16
     ),
+    "every16": _voting(f"{DLION}, vote_every=16", "an exchange in 16 steps", vote_every=16),
+    "every32": _voting(f"{DLION}, vote_every=32", "an exchange in 32 steps", vote_every=32),
     "node": _voting(f"{DLION}, a vote per node", 'local_group="node"', local_group="node"),
     "fsdp2": Method(f"{DLION}, FSDP2 in the node", "shards vote", Sharded, "lion", {}),
-    "localsgd8": _periodic("LocalSGD", LocalSGD, 8, "the mean of all ranks' parameters"),
-    "localsgd32": _periodic("LocalSGD", LocalSGD, 32, "the mean of all ranks' parameters"),
-    "diloco16": _periodic("DiLoCo", DiLoCo, 16, "a Nesterov step on the mean move", "torchft"),
-    "diloco50": _periodic("DiLoCo", DiLoCo, 50, "a Nesterov step on the mean move", "torchft"),
+    "localsgd8": _local_sgd(8),
+    "localsgd32": _local_sgd(32),
+    "localsgd160": _local_sgd(160),
+    "localsgd32-bf16": _local_sgd(32, torch.bfloat16),
+    "diloco16": _diloco(16),
+    "diloco50": _diloco(50),
     "demo": Method("DeMo", "DCT of the momentum", DeMo, "lion", package="pytorch_optimizer"),
 }
 
@@ -399,12 +435,10 @@ def method_of(name: str) -> Method:
     if method.options is None:
         raise ValueError(f"{name}: {key} has no options; those of DistributedLion have")
     options = dict(pair.partition("=")[::2] for pair in text.split(","))
-    values = {option: _value(value) for option, value in options.items()}
-    DistributedLion(
-        [("parameter", torch.zeros(1))], **values
-    )  # Refuses wrong ones before any rank starts.
+    both = method.options | {option: _value(value) for option, value in options.items()}
+    # Refuses wrong ones before any rank starts.
+    DistributedLion([("parameter", torch.zeros(1))], **both)
     make = Sharded if key == "fsdp2" else Voting
-    both = {**method.options, **values}
     return Method(f"{method.title}, {text}", method.about, partial(make, **both), "lion", both)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # A script's own folder is there.
 
-from benchmarks.command import told
+from benchmarks.command import middle_ms, told
 from benchmarks.emulate import Network, bits_per_s
 from benchmarks.methods import METHODS
 
@@ -46,6 +46,7 @@ class Look:
 LOOKS = {
     "none": Look("no communication", "#000000", ":"),
     "alone": Look("one host alone, Lion", "#6C757D"),
+    "adamw-alone": Look("one host alone, AdamW", "#6C757D", ":"),
     "adamw": Look("AdamW", "#6C757D"),
     "ddp-lion": Look("Lion, DDP fp32", "#E07A1F"),
     "lion": Look("Lion on the mean gradient", "#E07A1F"),
@@ -55,6 +56,8 @@ LOOKS = {
     "bits4": Look("bits=4", "#7B5EA7"),
     "bits8": Look("bits=8", "#3D2C6B"),
     "sync16": Look("momentum_sync_every=16", "#2E8B57"),
+    "every16": Look("vote_every=16", "#0B3C5D"),
+    "every32": Look("vote_every=32", "#0B3C5D", "--"),
     "node": Look('local_group="node"', "#1D5F8A", ":"),
     "fsdp2": Look("FSDP2 in the node", "#1D5F8A", "--"),
     "terngrad": Look("TernGrad", "#B5651D"),
@@ -65,6 +68,8 @@ LOOKS = {
     "powersgd": Look("AdamW, PowerSGD rank 4", "#D4A017"),
     "localsgd8": Look("LocalSGD, 8 steps of AdamW", "#B22222"),
     "localsgd32": Look("LocalSGD, 32 steps of AdamW", "#B22222", "--"),
+    "localsgd160": Look("LocalSGD, 160 steps of AdamW", "#B22222", ":"),
+    "localsgd32-bf16": Look("LocalSGD, 32 steps of AdamW, bf16", "#E57373", "--"),
     "diloco16": Look("DiLoCo, 16 steps of AdamW", "#F4A300"),
     "diloco50": Look("DiLoCo, 50 steps of AdamW", "#F4A300", "--"),
     "demo": Look("DeMo", "#5C4033"),
@@ -164,14 +169,14 @@ def run(files: Sequence[str], path: Path) -> None:
         raise ValueError(f"{files[0]} has no row to compare: run step_time.py with --methods")
     drawn, panels = figure(len(results), height=1.6 + 0.42 * len(names), width=4.4)
     for panel, result, rows in zip(panels, results, found, strict=True):
-        # A dot at the median, and a thin line from the smallest time to the largest.
+        # A dot at the median, or the mean of periods; a thin line from the smallest time on.
         for place, name in enumerate(names):
             if name in rows:
                 row, own = rows[name], look(name)
                 panel.plot([row["min_ms"], row["max_ms"]], [place, place], color=own.color, lw=1.5)
-                panel.plot([row["median_ms"]], [place], "o", color=own.color, mfc=own.face, ms=8)
+                panel.plot([middle_ms(row)], [place], "o", color=own.color, mfc=own.face, ms=8)
                 panel.annotate(
-                    f"{row['median_ms']:,.0f}", (row["median_ms"], place), (0, 8),
+                    f"{middle_ms(row):,.0f}", (middle_ms(row), place), (0, 8),
                     textcoords="offset points", ha="center", fontsize="small",
                     bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
                 )  # fmt: skip
@@ -180,7 +185,7 @@ def run(files: Sequence[str], path: Path) -> None:
             network = Network.parse(result["config"]["emulate"])
             subtitle = f"{network.hosts} hosts, {bits_per_s(network.rate) / 1e6:,.0f} Mbit/s"
         if NONE in rows:
-            free = rows[NONE]["median_ms"]
+            free = middle_ms(rows[NONE])
             panel.axvline(free, color=look(NONE).color, ls=look(NONE).dash, lw=1)
             subtitle += f"\n{look(NONE).label}: {free:,.0f} ms"
         panel.set_title(subtitle, fontsize="medium")
@@ -193,7 +198,7 @@ def run(files: Sequence[str], path: Path) -> None:
         panel.set_xlim(low / 1.3, 1.5 * high)  # One scale for all.
         logarithmic(panel, "x")
     parameters = results[0]["config"]["parameters"]
-    title = f"Median, smallest and largest time of a step; {parameters:,} parameters"
+    title = f"Middle, smallest and largest time of a step; {parameters:,} parameters"
     print(f"written: {save(drawn, panels, title, path, legend=False)}")
 
 

@@ -6,6 +6,7 @@ import argparse
 import functools
 import gc
 import os
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,8 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # A script's own folder is there.
 
-from benchmarks.command import (
-    TIMES,
-    environment,
-    parser_of,
-    positive,
-    publish,
-    summary,
-    told,
-    track,
-)
+from benchmarks import command
+from benchmarks.command import middle_ms, positive
 from benchmarks.emulate import INTERFACE, Network
 from benchmarks.methods import METHODS, Hyper, method_of
 from benchmarks.ranks import RENDEZVOUS, device_of_rank, launch, slowest, take_part
@@ -34,7 +27,7 @@ NONE = METHODS["none"].title
 PARTS = ("encode", "exchange", "apply")  # Seconds in `DistributedLion.wire`.
 COLUMNS = {
     "name": "method",
-    **TIMES,
+    **command.TIMES,
     "repeats": "steps",
     "ratio": "x no comm.",
     "bytes_per_step": "bytes sent",
@@ -43,8 +36,9 @@ COLUMNS = {
 }
 VOCABULARY, WIDTH, INNER = 8192, 512, 1376
 LAYER = 4 * WIDTH**2 + 3 * WIDTH * INNER
-# A slow method may stop after so many repeats: the fewest that have a median and a spread.
-FEWEST = 3
+# A slow method may stop after so many repeats: the fewest that have a median and a spread. One with
+# periods takes at least so many of them.
+FEWEST, PERIODS = 3, 4
 
 
 def model_of(parameters: int, name: str | None) -> nn.Module:
@@ -77,31 +71,36 @@ class Timed:
     """One method, its model, and what was measured.
 
     Attributes:
-        times: Seconds of each lap, which is a period of steps.
+        laps: Laps to time; a lap is a period of steps, in most methods one.
+        times: Seconds of each lap.
     """
 
     def __init__(self, name: str, args: argparse.Namespace, tokens: Tensor) -> None:
         self._method, self._tokens = method_of(name), tokens
         model = model_of(args.parameters, args.model).to(tokens.device)
         self.rank = self._method.make(model, Hyper())
+        self._fewest = PERIODS if self._method.period > 1 else FEWEST
+        self.laps = max(args.steps, PERIODS) if self._method.period > 1 else args.steps
         self.times: list[float] = []
         self._sent: list[float] = []
         self._links: list[int] = []
         self._parts: list[list[float]] = []
 
-    def lap(self, steps: int | None = None) -> None:
+    def lap(self) -> None:
         """Takes the steps of a period."""
-        for _ in range(steps or self._method.period):
+        for _ in range(self._method.period):
             self.rank.model(input_ids=self._tokens, labels=self._tokens).loss.backward()
             self.rank.step()
 
     def warm_up(self, steps: int) -> None:
-        """Lets DDP settle its buckets, and ranks that meet in every k-th step meet."""
-        self.lap(max(steps, self._method.period))
+        """Takes whole periods: DDP settles its buckets, and ranks meet for the first time."""
+        for _ in range(-(-steps // self._method.period)):
+            self.lap()
 
     def measure(self, seconds: float) -> None:
         """Times a lap, unless this method has had its share of time; all ranks must call this."""
-        if len(self.times) >= FEWEST and sum(self.times) > seconds:
+        late = len(self.times) >= self._fewest and sum(self.times) > seconds
+        if late or len(self.times) == self.laps:
             return
         sent, link, parts = self.rank.bytes_sent, _interface_bytes(), self._part_seconds()
         self.times.append(slowest(self.lap, self._tokens.device))
@@ -111,21 +110,23 @@ class Timed:
         self._parts.append([after - before for after, before in zip(now, parts, strict=True)])
 
     def row(self, emulated: bool) -> dict[str, Any]:
-        """Returns the row of the table; times and bytes of one step."""
+        """Returns the row of the table; times and bytes of one step.
+
+        They are medians of steps, and means over whole periods.
+        """
         period = self._method.period
+        middle = statistics.fmean if period > 1 else statistics.median
         found = {
             "name": self._method.title,
-            **summary([seconds / period for seconds in self.times]),
-            "bytes_per_step": round(self._sent[-1] / period),
+            **command.summary([seconds / period for seconds in self.times], mean=period > 1),
+            "bytes_per_step": round(middle(self._sent) / period),
             "steps_per_time": period,
-            "interface_bytes": sorted(self._links)[len(self._links) // 2] // period,
+            "interface_bytes": round(middle(self._links) / period) if emulated else None,
         }
-        if not emulated:
-            found["interface_bytes"] = None
         if self._method.options is not None:
             found["bits"] = self.rank.optimizer.options.bits
             for part, laps in zip(PARTS, zip(*self._parts, strict=True), strict=True):
-                found[f"{part}_ms"] = summary(laps)["median_ms"]
+                found[f"{part}_ms"] = 1e3 * middle(laps) / period
         return found
 
     def _part_seconds(self) -> list[float]:
@@ -136,7 +137,7 @@ class Timed:
 
 def run(args: argparse.Namespace) -> None:
     """Measures on this rank; rank 0 prints and writes. Every rank must call this."""
-    before = environment()
+    before = command.environment()
     with torch.device("meta"):
         model = model_of(args.parameters, args.model)
     size, vocabulary = sum(p.numel() for p in model.parameters()), model.config.vocab_size
@@ -144,10 +145,10 @@ def run(args: argparse.Namespace) -> None:
     shape = (args.batch, args.sequence)
     tokens = torch.randint(vocabulary, shape, generator=generator).to(device_of_rank())
     timed = [Timed(name, args, tokens) for name in args.methods or usual_methods()]
-    for own in track(timed, "warming up"):
+    for own in command.track(timed, "warming up"):
         own.warm_up(args.warmup)
     # In turns, so all methods see the same load of the machine.
-    for _ in track(range(args.steps), "steps"):
+    for _ in command.track(range(max(own.laps for own in timed)), "steps"):
         for own in timed:
             own.measure(args.seconds)
     rows = [own.row(args.emulate is not None) for own in timed]
@@ -155,16 +156,16 @@ def run(args: argparse.Namespace) -> None:
         own.rank.close()
     timed.clear()
     gc.collect()
-    free = next((row["median_ms"] for row in rows if row["name"] == NONE), None)
+    free = next((middle_ms(row) for row in rows if row["name"] == NONE), None)
     for row in rows:
-        row["ratio"] = row["median_ms"] / free if free else None
+        row["ratio"] = middle_ms(row) / free if free else None
     if dist.get_rank() == 0:
         config = {"parameters": size, "model": args.model, "ranks": dist.get_world_size()}
         for key in ("steps", "batch", "sequence", "warmup", "threads", "local_ranks"):
             config[key] = getattr(args, key)
         config["emulate"] = args.emulate and str(args.emulate)
         config["backend"] = dist.get_backend()
-        publish("train", args, config, before, rows, COLUMNS)
+        command.publish("train", args, config, before, rows, COLUMNS)
 
 
 def usual_methods() -> list[str]:
@@ -184,9 +185,9 @@ def _interface_bytes() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_of("step_time", __doc__)
+    parser = command.parser_of("step_time", __doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    lines = [f"  {name:12}{own.about}" for name, own in METHODS.items()]
+    lines = [f"  {name:16}{own.about}" for name, own in METHODS.items()]
     parser.epilog = "\n".join(["methods:", *lines])
     add = parser.add_argument
     add("--parameters", type=positive, default=29_500_000, help="Of a Llama (29,500,000).")
@@ -199,8 +200,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", type=positive, default=1, help="Sequences per rank (default: 1).")
     add("--sequence", type=positive, default=128, help="Tokens of a sequence (default: 128).")
     add("--warmup", type=positive, default=2, help="Steps before the measured ones (default: 2).")
-    add("--steps", type=positive, default=5, help="Measured steps (default: 5).")
-    stop = "A method stops after 3 repeats beyond this time (default: 25)."
+    steps = "Measured steps, or periods of a method with periods, then at least 4 (default: 5)."
+    add("--steps", type=positive, default=5, help=steps)
+    stop = "A method stops beyond this time, after 3 steps or 4 periods (default: 25)."
     add("--seconds", type=float, default=25.0, help=stop)
     chosen = "Methods, see below; majority:bits=4,ties=zero gives options (default: torch's own)."
     add("--methods", nargs="+", help=chosen)
@@ -237,15 +239,15 @@ def _main(args: argparse.Namespace, words: list[str]) -> int:
         if count % local_ranks:
             raise ValueError(f"--ranks={count} must be a multiple of --local-ranks={local_ranks}")
         local_ranks = count if local_ranks == 1 else local_ranks
-    command = [sys.executable, __file__, *words]
-    return launch(command, count, local_ranks, args.threads, args.emulate)
+    rank = [sys.executable, __file__, *words]
+    return launch(rank, count, local_ranks, args.threads, args.emulate)
 
 
 def main(argv: list[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     args = parser.parse_args(words)
-    return told(parser, lambda: _main(args, words))
+    return command.told(parser, lambda: _main(args, words))
 
 
 if __name__ == "__main__":

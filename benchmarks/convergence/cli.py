@@ -179,9 +179,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=positive, help="Steps of a run (small: 300).")
     add("--base-steps", type=positive, help="Steps that made a fine-tuning's base (small: 1000).")
     add("--seeds", type=positive, help="Seeds; the first chooses learning rates (small: 3).")
-    add("--lr-adamw", nargs="+", type=float, help="AdamW's learning rates (by scene).")
-    add("--lr-lion", nargs="+", type=float, help="Learning rates of Lion and ours (by scene).")
-    add("--lr-sgd", nargs="+", type=float, help="SGD's learning rates (by scene).")
+    add("--lr-adamw", nargs="+", type=_positive, help="AdamW's learning rates (by scene).")
+    add("--lr-lion", nargs="+", type=_positive, help="Learning rates of Lion and ours (by scene).")
+    add("--lr-sgd", nargs="+", type=_positive, help="SGD's learning rates (by scene).")
     add("--weight-decay", type=float, default=0.1, help="Weight decay (0.1).")
     clip = "Clip gradients to this norm, a rank's own if it votes on them (llm: 1, else 0: don't)."
     add("--clip", type=float, metavar="NORM", help=clip)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from hf_dlion.vote.message import Shape, messages
 from hf_dlion.vote.momentum_sync import slice_of
 from hf_dlion.vote.update import Scratch, Turn, encode, move
 
+T = TypeVar("T")
 HEADER_BYTES = 64
 # The quintic of Muon, five times: https://kellerjordan.github.io/posts/muon.
 QUINTIC, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
@@ -46,12 +47,10 @@ class Workers(ABC):
         workers: The workers whose gradients this process computes.
         model: Their model.
         bytes_sent: Bytes that a rank has sent so far.
-        judges: Whether this process computes validation losses and metrics.
     """
 
     workers: Sequence[int]
     bytes_sent: float = 0.0
-    judges = True
 
     def __init__(self, scene: Scene, setting: Setting) -> None:
         self.setting, self.workers = setting, range(setting.workers)
@@ -68,6 +67,10 @@ class Workers(ABC):
     @abstractmethod
     def step(self, lr: float) -> None:
         """Moves the parameters and drops the gradients."""
+
+    def judged(self, judge: Callable[[nn.Module], T], otherwise: T) -> T:
+        """Returns what a scene says of the model; `otherwise` on ranks whose record isn't kept."""
+        return judge(self.model)
 
     def close(self) -> None:  # noqa: B027
         """Ends what the method started."""
@@ -283,7 +286,6 @@ class RealRank(Workers):
     def __init__(self, scene: Scene, setting: Setting) -> None:
         super().__init__(scene, setting)
         self.workers = [dist.get_rank()]
-        self.judges = dist.get_rank() == 0
         self._rank = method_of(setting.method).make(self.model, setting)
         self.model = self._rank.model
 
@@ -297,6 +299,17 @@ class RealRank(Workers):
         set_lr(self._rank.optimizer, lr)
         self._rank.step()
         self.bytes_sent = self._rank.bytes_sent
+
+    def judged(self, judge: Callable[[nn.Module], T], otherwise: T) -> T:
+        if dist.get_rank():
+            return otherwise
+        model, optimizer = getattr(self.model, "module", self.model), self._rank.optimizer
+        if not hasattr(optimizer, "eval"):
+            return judge(model)
+        optimizer.eval()
+        found = judge(model)
+        optimizer.train()
+        return found
 
     def close(self) -> None:
         self._rank.close()
@@ -321,7 +334,7 @@ IN_PROCESS: dict[str, Callable[[Scene, Setting], Workers]] = {
     "signmuon": SignMuon,
 }
 # Methods of step_time.py whose ranks don't train one model together, or only on several nodes.
-NOT_TRAINED = ("none", "alone", "ddp-lion", "node", "fsdp2")
+NOT_TRAINED = ("none", "alone", "adamw-alone", "ddp-lion", "node", "fsdp2")
 # Methods that run in this process only: whose learning rates they choose from, and what they do.
 ONLY_IN_PROCESS = {
     "terngrad": ("adamw", "AdamW on ternary gradients (2 bits)"),

@@ -9,13 +9,11 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.convergence.methods import IN_PROCESS, RealRank, Workers, check_method
@@ -60,7 +58,7 @@ def _rank(rank: int, setting: Setting, folder: str) -> None:
 def train(setting: Setting, scene: Scene, method: Workers) -> dict[str, Any]:
     """Trains a method's model; returns the record, with None as the loss if it diverged."""
     evaluated_after = set(setting.evaluated_after())
-    curve = [(0, _judged(method, scene.validation, math.nan))]
+    curve = [(0, method.judged(scene.validation, math.nan))]
     # Processor time: other work on the machine does not count.
     gradient_s, method_s = [], []
     begin, failure = time.perf_counter(), None
@@ -82,7 +80,7 @@ def train(setting: Setting, scene: Scene, method: Workers) -> dict[str, Any]:
         method.step(setting.lr_at(step))
         method_s.append(time.process_time() - before)
         if step + 1 in evaluated_after:
-            curve.append((step + 1, _judged(method, scene.validation, math.nan)))
+            curve.append((step + 1, method.judged(scene.validation, math.nan)))
     last = curve[-1][1]
     return {
         "key": setting.key,
@@ -90,17 +88,10 @@ def train(setting: Setting, scene: Scene, method: Workers) -> dict[str, Any]:
         "loss": last if failure is None and math.isfinite(last) else None,
         "failure": failure,
         "curve": [[step, loss if math.isfinite(loss) else None] for step, loss in curve],
-        "metrics": {} if failure else _judged(method, scene.metrics, {}),
+        "metrics": {} if failure else method.judged(scene.metrics, {}),
         "parameters": sum(param.numel() for param in method.params),
         "bytes_per_step": method.bytes_sent / max(len(method_s), 1),
         "gradient_ms": 1e3 * statistics.median(gradient_s),
-        "method_ms": 1e3 * statistics.median(method_s) if method_s else None,
+        "method_ms": 1e3 * statistics.fmean(method_s) if method_s else None,
         "seconds": time.perf_counter() - begin,
     }
-
-
-def _judged(method: Workers, judge: Callable[[nn.Module], Any], otherwise: Any) -> Any:
-    """Returns what a scene says of the model; `otherwise` on ranks whose record nobody reads."""
-    if not method.judges:
-        return otherwise
-    return judge(getattr(method.model, "module", method.model))  # DDP's module.

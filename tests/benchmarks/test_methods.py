@@ -14,6 +14,7 @@ from benchmarks.convergence.setting import Setting
 from benchmarks.convergence.text import Pretraining
 from benchmarks.convergence.train import simulate, train
 from benchmarks.methods import METHODS, method_of, power_numel, set_lr, trainable
+from hf_dlion.optimizer import DistributedLion
 from tests.support.spawn import RankPools
 from tests.support.tiny_study import TINY
 
@@ -39,9 +40,29 @@ def of_rank(rank: int, world_size: int, settings: list[Setting]) -> list[Any]:
     found = []
     for setting in settings:
         method = RealRank(Pretraining(setting), setting)
-        found.append(outcome(setting, method))
+        record, values = outcome(setting, method)
+        if isinstance(method._rank.optimizer, DistributedLion):
+            method._rank.optimizer.eval()
+            values = [param.detach().clone() for param in method.params]
+        found.append((record, values))
         method.close()
     return found
+
+
+def of_local_steps(rank: int, world_size: int, setting: Setting) -> dict[str, Any]:
+    scene = Pretraining(setting)
+    method = RealRank(scene, setting)
+    record, own = outcome(setting, method)
+    optimizer = method._rank.optimizer
+    optimizer.eval()
+    return {
+        "record": record,
+        "own": own,
+        "common": [param.detach().clone() for param in method.params],
+        "loss": scene.validation(method.model),
+        "bytes": optimizer.wire.bytes_sent,
+        "exchanges": optimizer.wire.exchanges,
+    }
 
 
 @pytest.mark.multiproc
@@ -62,10 +83,14 @@ def test_the_simulation_is_real_ranks_bit_for_bit(pools: RankPools, workers: int
         assert 0 <= extra <= 128 * (workers - 1), setting.method
 
 
-def local_steps(every: int) -> list[Tensor]:
-    """Two AdamWs on gradients of their own, whose parameters become their mean every few steps."""
+def local_sgd(every: int, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Two AdamWs on gradients of their own, whose parameters become their mean every few steps.
+
+    With a dtype, the mean of moves that are rounded to it.
+    """
     scene = Pretraining(TINY)
     models = [scene.model(TINY.seed) for _ in range(2)]
+    means = [param.detach().clone() for param in trainable(models[0])]
     options = {"lr": TINY.lr, "weight_decay": TINY.weight_decay, "fused": True}
     optimizers = [AdamW(trainable(model), **options) for model in models]
     for step in range(TINY.steps):
@@ -75,9 +100,13 @@ def local_steps(every: int) -> list[Tensor]:
             optimizer.step()
             optimizer.zero_grad()
         if (step + 1) % every == 0 or step + 1 == TINY.steps:
-            for mine, theirs in zip(*map(trainable, models), strict=True):
-                mine.data = mine.detach() / 2 + theirs.detach() / 2
-                theirs.data = mine.data.clone()
+            for mine, theirs, mean in zip(*map(trainable, models), means, strict=True):
+                if dtype is None:
+                    mean.copy_(mine.detach() / 2 + theirs.detach() / 2)
+                else:
+                    moves = [(param.detach() - mean).to(dtype) / 2 for param in (mine, theirs)]
+                    mean += moves[0] + moves[1]
+                mine.data, theirs.data = mean.clone(), mean.clone()
     return [param.detach() for param in trainable(models[0])]
 
 
@@ -101,11 +130,33 @@ def test_alternatives_train_on_real_ranks_and_end_with_equal_replicas(pools: Ran
     assert sent["powersgd"] == pytest.approx((2 * whole + 10 * factors) / 12)
     # In 12 steps after the eighth and the last, or after the last alone.
     assert sent["localsgd8"] == 2 * whole / 12
-    assert sent["localsgd32"] == whole / 12
+    assert sent["localsgd32"] == sent["localsgd160"] == 2 * sent["localsgd32-bf16"] == whole / 12
+    assert 0 < sent["every16"] == sent["every32"] < sent["majority:bits=2,ties=zero"] / 11
     assert sent["diloco16"] == whole / 16
     assert 0 < sent["demo"] < whole
-    for value, right in zip(records["localsgd8"][1], local_steps(every=8), strict=True):
-        torch.testing.assert_close(value, right, rtol=0, atol=0)
+    for name, right in (
+        ("localsgd8", local_sgd(every=8)),
+        ("localsgd160", local_sgd(every=160)),
+        ("localsgd32-bf16", local_sgd(every=32, dtype=torch.bfloat16)),
+    ):
+        assert all(map(torch.equal, records[name][1], right)), name
+
+
+@pytest.mark.multiproc
+@pytest.mark.smoke
+def test_local_steps_are_judged_by_common_weights_and_end_with_an_exchange(
+    pools: RankPools,
+) -> None:
+    setting = TINY.replace(method="majority:vote_every=5", evaluations=3)
+    mine, theirs = pools(2).run(of_local_steps, setting)
+    assert all(map(torch.equal, mine["common"], theirs["common"]))
+    assert not any(map(torch.equal, mine["own"], theirs["own"]))
+    record, start = mine["record"], mine["record"]["curve"][0][1]
+    assert record["loss"] == mine["loss"] < start
+    assert mine["exchanges"] == 3  # After 5, 10 and 12 steps.
+    assert record["bytes_per_step"] == mine["bytes"] / 12
+    # Before the first exchange all ranks have what they began with.
+    assert record["curve"][1] == [4, start]
 
 
 @pytest.mark.parametrize("method", ["adamw", "majority"])
@@ -162,6 +213,10 @@ def test_a_method_is_a_name_with_options_that_exist(monkeypatch: pytest.MonkeyPa
     assert method.title == "DistributedLion, 4 bits, exchange=gather,momentum_sync_every=8"
     with pytest.raises(ValueError, match=r"unknown method 'magic': there are none, .*, signmuon"):
         family("magic")
+    assert method_of("bits4:vote_every=8").period == 8
+    assert [method_of(name).period for name in ("every32", "localsgd160", "adamw")] == [32, 160, 1]
+    with pytest.raises(ValueError, match="aggregation='average' is the mean of votes of one bit"):
+        method_of("average:bits=4")
     with pytest.raises(ValueError, match="adamw has no options"):
         method_of("adamw:bits=4")
     with pytest.raises(ValueError, match=r"bits must be 1, 2, 4 or 8 \(got 3\)"):

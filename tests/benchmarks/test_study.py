@@ -91,6 +91,7 @@ def test_the_records_of_the_documentation_give_its_tables(
         (["--lr-factors", "*head*=3"], "no parameter has a name like *head*"),
         (["--lr-factors", "=3"], "=3 is no PATTERN=FACTOR"),
         (["--sequence", "1"], "1 is too few"),
+        (["--lr-lion", "1.5e-5", "0"], "0 must be above 0"),
         (["--warmup", "1"], "1 must be at least 0 and below 1"),
     ],
 )
