@@ -99,6 +99,8 @@ def _add_options_of_plan(plan: Parser) -> None:
     add("--trainable", arguments.count, "COUNT", "trained parameters, as with LoRA (default: all)")
     add("--step-ms", above_zero, "MS", "time of forward and backward (default: estimated)")
     add("--tokens", positive, "N", tokens)
+    every = "local steps (default: as many as hide all but a tenth of an exchange)"
+    add("--vote-every", positive, "K", every)
     add("--latency-ms", above_zero, "MS", "time of a short message between nodes (default: 0.1)")
     payload = "payload's share of the rate, 1 for a measured rate (default: 0.94, TCP)"
     add("--efficiency", above_zero, "SHARE", payload)

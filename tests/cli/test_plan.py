@@ -29,6 +29,7 @@ FP32, HOOK = "AdamW with DDP fp32", "AdamW with DDP bf16 hook"
 # One core of the machine of the tables in docs/results/network.md.
 CPU = Machine(
     adamw_s=1.23e-9, copy_s=0.6e-9, cast_s=2.7e-9, power_s=5.5e-9, move_s=0.6e-9,
+    lion_s=0.9e-9,
     encode_s=dict.fromkeys(machine.BITS, 1e-9),
     count_s=dict.fromkeys(machine.BITS, (4e-11, 1e-11)),
     memory_bytes=25e9, device="cpu", name="CPU", source="given",
@@ -49,12 +50,12 @@ def sent_in_a_step(rank: int, world_size: int, options: dict[str, Any]) -> int:
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     optimizer = DistributedLion(params, **options)
-    for step in range(2):
+    for step in range(max(options.get("vote_every", 2), 2)):
         for param in params:
             param.grad = torch.randn_like(param) + rank + step
         if "local_group" in options:
             # Nothing averages here; the hook's bytes are those of a node.
-            optimizer._check_attached = lambda params: None  # type: ignore[method-assign]
+            optimizer._check_attached = lambda: None  # type: ignore[method-assign]
         optimizer.step()
     return optimizer.wire.last_bytes_sent
 
@@ -69,6 +70,36 @@ def test_the_bytes_of_votes_are_those_that_a_step_sends(
     predicted = {name: own.wire_bytes for name, own in predict(case).items()}
     name = DLION if bits == 1 else f"{DLION}, bits={bits}"
     assert set(pools(ranks).run(sent_in_a_step, {"bits": bits})) == {predicted[name]}
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_bytes_of_local_steps_are_an_exchanges_over_their_number(
+    pools: RankPools, ranks: int
+) -> None:
+    work = Workload(name="m", parameters=1, shapes=SHAPES)
+    predicted = predict(a_case(work, ranks=ranks, vote_every=4))[f"{DLION}, vote_every=4"]
+    sent = pools(ranks).run(sent_in_a_step, {"vote_every": 4})
+    assert {own // 4 for own in sent} == {predicted.wire_bytes}
+
+
+def test_as_many_local_steps_are_planned_as_hide_the_exchange() -> None:
+    """The chosen number hides all but a tenth; half as many don't, and a slow link takes more."""
+    chosen = []
+    for rate in (1e9, 1e8, 1e7):
+        case = a_case(link=Link(bits_per_s=rate))
+        name, own = list(predict(case).items())[-1]
+        every = int(name.rpartition("=")[2])
+        alone = a_case().compute_s + CPU.lion_s * case.work.trainable
+        assert own.step_s - alone <= 0.1 * alone
+        half = predict(replace(case, vote_every=every // 2))[f"{DLION}, vote_every={every // 2}"]
+        assert every == 2 or half.step_s - alone > 0.1 * alone
+        chosen.append(every)
+    assert chosen == sorted(chosen)
+    assert chosen[0] < chosen[1] < chosen[2]
+    # An anchor beside the momentum: as much as AdamW.
+    found = predict(a_case())
+    assert list(found.values())[-1].memory_bytes == found[FP32].memory_bytes
 
 
 @pytest.mark.multiproc
@@ -250,11 +281,16 @@ def test_a_gpus_work_is_the_bytes_that_its_operations_move() -> None:
 
 
 def said(
-    wire: float, step: float, power: float = 1e4, node: float = 1e4, gpu_gb: float = 80
+    wire: float,
+    step: float,
+    power: float = 1e4,
+    node: float = 1e4,
+    gpu_gb: float = 80,
+    local: float = 1e4,
 ) -> str:
     """The advice where AdamW's all-reduce takes 100 ms, of which `wire` wait for the network."""
     times = {NONE: (100 - wire, 0.0), FP32: (100 - wire, wire), POWER: (power, 0.0)}
-    times |= {DLION: (step, 0.0), NODE: (node, 0.0)}
+    times |= {DLION: (step, 0.0), NODE: (node, 0.0), f"{DLION}, vote_every=8": (local, 0.0)}
     predictions = {
         name: Prediction(
             wire_bytes=0,
@@ -278,6 +314,11 @@ def said(
         ((30, 120), "DistributedLion does not pay: ", ["1.20 times as long. Use"]),
         ((30, 100), "DistributedLion does not pay: ", ["predicted to take as long. Use"]),
         ((60, 50), "DistributedLion pays: 60 ms of 100 ms", ["2.00 times as fast."]),
+        (
+            (60, 50, 1e4, 1e4, 80, 40),
+            "DistributedLion pays: 60 ms of 100 ms",
+            ["DistributedLion, vote_every=8 is predicted to be 1.25 times as fast as Distributed"],
+        ),
         ((60, 50, 1e4, 25), 'DistributedLion, local_group="node" pays: ', ["4.00 times"]),
         ((60, 50, 20), "DistributedLion pays: ", ["2.50 times as fast as DistributedLion, if its"]),
         ((30, 96, 50), "DistributedLion does not pay: ", ["2.00 times as fast as AdamW with DDP"]),

@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
         Case(
             work=work, ranks=args.ranks or 2 * per_node, per_node=per_node, shard=args.shard,
             link=link, machine=machine, compute_s=compute_s, dtype=dtype,
+            vote_every=args.vote_every,
         )
         for machine, compute_s in costs
     ]  # fmt: skip

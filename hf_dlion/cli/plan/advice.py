@@ -47,6 +47,11 @@ def advice(case: Case, measured: Sequence[Predictions]) -> str:
                 told += (
                     f". {POWER} {_compared(factor)} as {best}, if its low rank trains your model"
                 )
+            best = POWER if factor >= WORTH else best
+        local = next(name for name in predictions if "vote_every" in name)
+        factor = predictions[best].step_s / predictions[local].step_s
+        if factor >= WORTH:
+            told += f". {local} {_compared(factor)} as {best}"
     return f"{_memory(case, predictions)}{told}."
 
 

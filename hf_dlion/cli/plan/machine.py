@@ -17,7 +17,7 @@ from hf_dlion.cli.plan.workload import Workload
 from hf_dlion.exchange.rule import Majority
 from hf_dlion.vote import codec
 from hf_dlion.vote.message import Shape, messages
-from hf_dlion.vote.update import Scratch, Turn, encode, move
+from hf_dlion.vote.update import Scratch, Turn, encode, move, plain_lion
 
 POWER_RANK = 4
 BITS = tuple(codec.TOP)
@@ -63,6 +63,7 @@ class Machine:
     encode_s: dict[int, float]  # Votes and momentum, by bits.
     count_s: dict[int, tuple[float, float]]  # By bits: for any number of votes, and for each.
     move_s: float  # Moving parameters by a verdict.
+    lion_s: float  # A step of plain Lion.
     memory_bytes: float
     device: str  # "cpu" or "cuda".
     name: str  # After "an" or "a".
@@ -168,7 +169,7 @@ def _work(param: Tensor) -> dict[str, Callable[[], object]]:
         calls[f"count {bits} from 2"] = partial(votes.count, 2)
         calls[f"count {bits} from 4"] = partial(votes.count, 4)
         if bits == 1:
-            calls["move"] = votes.move
+            calls["move"], calls["lion"] = votes.move, votes.lion
     return calls
 
 
@@ -181,6 +182,7 @@ def _machine(seconds: Mapping[str, float], numel: int, **rest: Any) -> Machine:
         cast_s=each["cast"],
         power_s=each["power"],
         move_s=each["move"],
+        lion_s=each["lion"],
         encode_s={bits: each[f"encode {bits}"] for bits in BITS},
         count_s={
             bits: _line(2, each[f"count {bits} from 2"], 4, each[f"count {bits} from 4"])
@@ -221,6 +223,10 @@ class _Votes:
     def move(self) -> None:
         for message, own in zip(self._messages, self._votes, strict=True):
             move(message, self._params, own[:1], None, self._rule, self._turn)
+
+    def lion(self) -> None:
+        for message in self._messages:
+            plain_lion(message, self._params, self._grads, self._momenta, self._turn)
 
 
 def _power(param: Tensor) -> Callable[[], None]:

@@ -30,6 +30,8 @@ POWER = f"AdamW with PowerSGD rank {POWER_RANK}"
 NODE = f'{DLION}, local_group="node"'
 # Bytes of a header for every other rank.
 _HEADER_BYTES = 64
+# The share of a step that the exchange of local steps may take, where `plan` chooses their number.
+LOCAL_SHARE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,7 @@ class Case:
     machine: Machine
     compute_s: float  # Forward and backward, without DDP.
     dtype: torch.dtype = torch.float32  # Of weights and gradients.
+    vote_every: int | None = None  # Local steps; None: as many as hide the exchange.
 
     def __post_init__(self) -> None:
         """Checks that the ranks fill two nodes or more.
@@ -164,12 +167,41 @@ def predict(case: Case) -> dict[str, Prediction]:
         sent, parts = _votes(own, bits, ranks)
         name = DLION if bits == 1 else f"{DLION}, bits={bits}"
         found[name] = Prediction(wire_bytes=sent, parts=parts, memory_bytes=lion_bytes)
+    name, voters, share = DLION, own, 1
     if case.per_node > 1 and case.shard == 1:
         # DDP's buckets carry the gradients inside the node, each rank exchanges its share.
         inside = replace(case.between_nodes(), compute_s=case.compute_s + copies)
         sent, parts = _votes(inside, 1, ranks, case.per_node)
         found[NODE] = Prediction(wire_bytes=sent, parts=parts, memory_bytes=lion_bytes)
+        name, voters, share = NODE, inside, case.per_node
+    every, sent, parts = _local_steps(voters, ranks, share)
+    # The anchor, and with 16 bits the displacement.
+    kept = memory[1] * (2 if size == 2 else 1)
+    found[f"{name}, vote_every={every}"] = Prediction(
+        wire_bytes=sent, parts=parts, memory_bytes=lion_bytes + kept
+    )
     return found
+
+
+def _local_steps(case: Case, ranks: int, share: int) -> tuple[int, int, dict[str, float]]:
+    """Returns vote_every, and means over a period: bytes and parts of a step; see `_votes`."""
+    machine, planes = case.machine, case.ranks.bit_length()
+    sent, vote = _votes(case, 1, ranks, share, planes)
+    means = 8 * (case.ranks - 1) * len(case.work.shapes)
+    network = vote["network"] + case.gather_s(means)
+    # Displacements are read twice, and own weights are moved beside the anchors.
+    work = 2 * vote["encode"] + vote["count"] + case.work_s(3 * machine.move_s)
+    lion = case.work_s(machine.lion_s)
+    every = case.vote_every
+    if every is None:
+        steps = (network + work) / (LOCAL_SHARE * (case.compute_s + lion))
+        every = 1 << max(math.ceil(math.log2(steps)), 1)
+    parts = {
+        "compute": case.compute_s,
+        "network": network / every,
+        "optimizer": lion + work / every,
+    }
+    return every, (sent + means) // every, parts
 
 
 def _all_reduce(case: Case, on_wire: int, copies_s: float) -> tuple[int, dict[str, float]]:
@@ -226,12 +258,15 @@ def _power_numel(shape: Sequence[int]) -> int:
     return factors if factors * 2 < rows * columns else rows * columns
 
 
-def _votes(case: Case, bits: int, ranks: int, share: int = 1) -> tuple[int, dict[str, float]]:
+def _votes(
+    case: Case, bits: int, ranks: int, share: int = 1, planes: int = 1
+) -> tuple[int, dict[str, float]]:
     """Returns bytes and parts of a step as `DistributedLion.step` takes it.
 
     All messages are encoded and sent, one after another. Then each is counted, where two_phase
     sends a verdict, and then each is applied. `ranks` is the number of all ranks, which exchange
-    headers; of each message, a rank exchanges the part that `share` ranks of a node leave it.
+    headers; of each message, a rank exchanges the part that `share` ranks of a node leave it. A
+    verdict has `planes` bits.
     """
     machine, n = case.machine, case.ranks
     fixed_s, vote_s = machine.count_s[bits]
@@ -250,11 +285,11 @@ def _votes(case: Case, bits: int, ranks: int, share: int = 1) -> tuple[int, dict
         words = -(-all_words // share)
         spend("encode", machine.encode_s[bits] * WORD, all_words)
         size = partial(wire_bytes, ranks=n, rows=rows, bits=bits)
-        gather, two_phase = (size(x, words=words, planes=1) for x in ("gather", "two_phase"))
+        gather, two_phase = (size(x, words=words, planes=planes) for x in ("gather", "two_phase"))
         sent += min(gather, two_phase)
         if two_phase < gather:
-            active, counted = size("gather", words=0, planes=1), -(-words // n)
-            verdict = 8 * (n - 1) * counted
+            active, counted = size("gather", words=0, planes=planes), -(-words // n)
+            verdict = 8 * (n - 1) * counted * planes
             up_s = case.gather_s(active) + case.all_to_all_s(two_phase - active - verdict)
         else:
             verdict, counted, up_s = 0, words, case.gather_s(gather)
