@@ -198,7 +198,7 @@ def run(files: Sequence[str], path: Path) -> None:
         panel.set_xlim(low / 1.3, 1.5 * high)  # One scale for all.
         logarithmic(panel, "x")
     parameters = results[0]["config"]["parameters"]
-    title = f"Middle, smallest and largest time of a step; {parameters:,} parameters"
+    title = f"Median or mean, smallest and largest time of a step; {parameters:,} parameters"
     print(f"written: {save(drawn, panels, title, path, legend=False)}")
 
 

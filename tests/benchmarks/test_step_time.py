@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import signal
 import statistics
@@ -15,7 +16,7 @@ import torch
 
 from benchmarks import codec, emulate, plot, step_time
 from benchmarks.emulate import Emulation, Network, bits_per_s, namespaces, remove_stale
-from benchmarks.methods import METHODS
+from benchmarks.methods import METHODS, Method, Rank
 from tests.support.spawn import run_command, run_script
 from tests.support.tiny import tiny_llama
 
@@ -107,6 +108,37 @@ def test_step_time_under_torchrun_times_whole_periods_of_a_given_model(tmp_path:
     assert words / 2 <= ours["bytes_per_step"] < 2 * words
     parts = [ours[f"{part}_ms"] for part in step_time.PARTS]
     assert 0 < sum(parts) < ours["mean_ms"]
+
+
+class Uneven(Rank):
+    """Sends 16 bytes in every eighth step."""
+
+    def step(self) -> None:
+        self._taken += 1
+        self.bytes_sent += 16.0 * (self._taken % 8 == 0)
+
+
+def test_times_and_bytes_of_a_method_with_periods_are_means_of_at_least_four(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    method = Method("uneven", "", lambda model, hyper: Uneven(model, None), every=2)
+    seconds = iter([1.0, 1.0, 1.0, 5.0])
+
+    def lap(call: Any, device: torch.device) -> float:
+        call()
+        return next(seconds)
+
+    monkeypatch.setattr(step_time, "method_of", lambda name: method)
+    monkeypatch.setattr(step_time, "slowest", lap)
+    args = argparse.Namespace(parameters=5000, model=None, steps=1)
+    timed = step_time.Timed("uneven", args, torch.zeros(1, 4, dtype=torch.int64))
+    timed.warm_up(1)
+    for _ in range(6):
+        timed.measure(seconds=0.0)
+    row = timed.row(emulated=False)
+    assert row["times_ms"] == [500.0, 500.0, 500.0, 2500.0]
+    assert row["mean_ms"] == 1000.0
+    assert row["bytes_per_step"] == 2
 
 
 @pytest.mark.multiproc
