@@ -533,6 +533,17 @@ class DistributedLion(torch.optim.Optimizer):
             with torch.no_grad():
                 self._local.show_own(whole, params, plan, self._last_turn())
 
+    def _continue_from(self, local: LocalSteps) -> None:
+        """Takes local steps up where they were saved; the model holds the weights of all ranks.
+
+        Args:
+            local: As after `eval`, with own weights in the place of anchors.
+        """
+        local.evaluating = self._local.evaluating
+        self._local = local
+        if not local.evaluating:
+            self._show_own()
+
     def _after(self, count: int, ranks: Topology) -> None:
         """Averages the momenta that are due, and compares replicas if it is their turn.
 
@@ -813,6 +824,9 @@ class DistributedLion(torch.optim.Optimizer):
             self.options.bits, evaluating=self._local.evaluating, swapped=self._local.swapped
         )
         self._loads += 1
+        if self._meetings is not None and self.options.vote_every > 1:
+            # Without loading the model, too, each rank goes on with its own weights.
+            self._meetings.compare_again()
         self._abstentions = Abstentions(self.options.max_abstained_steps)
 
     def __getstate__(self) -> dict[str, Any]:

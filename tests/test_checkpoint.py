@@ -118,6 +118,68 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     ]
 
 
+def resumed_amid_a_period(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> None:
+    """Saves two steps after an exchange, resumes evaluating or not, and ends with an exchange."""
+    dtype = options.pop("dtype")
+
+    def made(seed: int) -> tuple[nn.Module, DistributedLion]:
+        model = model_of(seed).to(dtype)
+        return model, optimizer_of(model, **options)
+
+    model, optimizer = made(0)
+    if rank == 1:  # Which the other rank uses alone, and this one never.
+        model[1].bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    train(model, optimizer, range(2 + options["vote_every"]), rank)
+    kept = [p.detach().clone() for p in model.parameters()]
+    with optimizer.common_weights():
+        save(model, optimizer, f"{folder}/common", rank)
+        common = [p.detach().clone() for p in model.parameters()]
+    save_momentum(optimizer, f"{folder}/own")
+    assert same(kept, [p.detach().clone() for p in model.parameters()])
+    assert not same(kept, common)
+    for name in ("common", "own"):
+        tensors = (load_file(file_of(f"{folder}/{name}", rank, 2)) for name in ("common", "own"))
+        assert all(map(torch.equal, *(own.values() for own in tensors)))
+
+    def end(model: nn.Module, optimizer: DistributedLion) -> list[Tensor]:
+        ends = train(model, optimizer, range(optimizer.steps, optimizer.steps + 4), rank)
+        optimizer.exchange_now()
+        optimizer.eval()
+        return [*ends, *(p.detach().clone() for p in model.parameters())]
+
+    straight = end(model, optimizer)
+    for evaluating in (False, True):
+        model, optimizer = made(1)
+        if rank == 1:
+            model[1].bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        if evaluating:
+            optimizer.eval()
+        load(model, optimizer, f"{folder}/common")
+        if evaluating:
+            assert same(common, [p.detach().clone() for p in model.parameters()])
+            optimizer.train()
+        assert same(kept, [p.detach().clone() for p in model.parameters()])
+        assert optimizer._local.exchanges == 1
+        assert same(straight, end(model, optimizer))
+
+
+@multiproc
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"dtype": torch.float32, "vote_every": 3}, marks=pytest.mark.smoke),
+        {"dtype": torch.bfloat16, "vote_every": 3, "momentum_dtype": torch.float32},
+        {"dtype": torch.float16, "vote_every": 4, "bits": 4, "full_precision": "*bias"},
+        {"dtype": torch.float64, "vote_every": 3, "bits": 8},
+    ],
+    ids=str,
+)
+def test_a_run_resumed_between_two_exchanges_equals_the_uninterrupted_one(
+    pools: RankPools, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    pools(2).run(resumed_amid_a_period, str(tmp_path), options)
+
+
 def partly_stepped(rank: int, world_size: int, folder: str) -> list[int]:
     """Returns the number of momenta after loads: before any step, and without one on rank 1."""
     model = model_of()

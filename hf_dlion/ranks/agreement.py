@@ -304,7 +304,8 @@ class Meetings:
                 break
         raise Disagreement(
             f"{difference}. Replicas must start equal: wrap the model in DistributedDataParallel, "
-            f"or load the same weights or set the same seed on every rank before you build it"
+            f"or load the same weights or set the same seed on every rank before you build it. "
+            f"With vote_every, load the model, too, before you load the optimizer's state"
         )
 
     def _presence(self, headers: list[Header], report: Report) -> list[list[bool]]:
