@@ -40,8 +40,7 @@ class DistributedLionCallback(TrainerCallback):
     first place, so the callbacks that report to TensorBoard and others see its entries:
 
     - `dlion/wire_mb_per_step`: Megabytes (10^6 bytes) that this rank sent to other nodes per step,
-      mean since the last entry. Without `local_group`, every rank is a node. With `vote_every`
-      above 1, this entry and the next two are means over the last whole periods.
+      mean since the last entry. Without `local_group`, every rank is a node.
     - `dlion/node_mb_per_step`: Megabytes that it sent inside its node; with `local_group` only.
     - `dlion/encode_ms`, `dlion/exchange_ms`, `dlion/apply_ms`: Milliseconds per step for encoding
       votes, for waiting and counting, and for moving parameters, means since the last entry.
@@ -49,6 +48,10 @@ class DistributedLionCallback(TrainerCallback):
       over the steps since the last entry.
     - `dlion/agreement`: Share of this rank's votes that the verdict followed, in a sample of the
       last step; with `bits=1` and a majority only.
+
+    With `vote_every=k` above 1, megabytes and milliseconds are means over the periods of k steps
+    that ended since the last entry, and those of the entry before if none did. The callback also
+    exchanges where the training ends.
     """
 
     def __init__(self) -> None:

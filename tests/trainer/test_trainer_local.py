@@ -15,7 +15,14 @@ import hf_dlion
 import hf_dlion.trainer.callback as callback
 from hf_dlion.exchange.wire import Pending
 from tests.support.spawn import RankPools
-from tests.support.tiny import tiny_args, tiny_data, tiny_llama, tiny_trainer, weights_digest
+from tests.support.tiny import (
+    StopAt,
+    tiny_args,
+    tiny_data,
+    tiny_llama,
+    tiny_trainer,
+    weights_digest,
+)
 
 pytestmark = pytest.mark.multiproc
 
@@ -115,27 +122,33 @@ def test_evaluations_and_saves_have_common_weights_and_change_nothing(
     assert right["said"] == []
 
 
-def fail_within_a_period(rank: int, world_size: int, folder: str) -> tuple[str, str]:
+def end_within_a_period(rank: int, world_size: int, folder: str) -> tuple[str, str, str, int]:
     class Failing(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):
             if state.global_step == 6:
-                self.own, self.model = weights_digest(model), model
+                self.own = weights_digest(model)
                 raise KeyError("of the user's callback")
 
     hf_dlion.register()
-    failing = Failing()
-    trainer = tiny_trainer(
-        tiny_args(folder, max_steps=8, optim_args="vote_every=4"), callbacks=[failing]
-    )
+    args, failing = tiny_args(folder, max_steps=8, optim_args="vote_every=4"), Failing()
+    trainer = tiny_trainer(args, callbacks=[failing])
     with pytest.raises(KeyError, match="of the user's callback"):
         trainer.train()
-    return failing.own, weights_digest(trainer.model)
+    failed = weights_digest(trainer.model)
+    trainer = tiny_trainer(args, callbacks=[StopAt(6)])
+    trainer.train()
+    exchanges = trainer.optimizer.optimizer.wire.exchanges
+    return failing.own, failed, weights_digest(trainer.model), exchanges
 
 
-def test_a_training_that_fails_leaves_common_weights(pools: RankPools, tmp_path: Path) -> None:
-    (left_own, left), (right_own, right) = pools(2).run(fail_within_a_period, str(tmp_path))
-    assert left_own != right_own
-    assert left == right
+def test_a_training_that_fails_or_stops_within_a_period_leaves_common_weights(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    left, right = pools(2).run(end_within_a_period, str(tmp_path))
+    assert left[0] != right[0]
+    assert left[1:] == right[1:]
+    assert left[1] != left[2]  # Who stops early keeps the last two steps.
+    assert left[3] == 2
 
 
 def resume(rank: int, world_size: int, folder: str, dtype: torch.dtype) -> list[Any]:
