@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import statistics
+import time
 from typing import Any
 
 import torch
@@ -21,6 +23,9 @@ from hf_dlion.optimizer import DistributedLion
 logger = logging.get_logger(__name__)
 
 MEGABYTE = 1e6
+# Steps after which a training with vote_every=1 is told what its exchange costs, and the share of
+# the time from which on a larger vote_every is named.
+MEASURED_STEPS, COSTLY = 50, 0.1
 _ALONE = (
     "DistributedLion exchanges nothing between nodes and is plain Lion, because {}. Start several "
     "processes with torchrun or accelerate launch --multi_gpu"
@@ -43,13 +48,22 @@ class DistributedLionCallback(TrainerCallback):
       over the steps since the last entry.
     - `dlion/agreement`: Share of this rank's votes that the verdict followed, in a sample of the
       last step; with `bits=1` and a majority only.
+
+    With `vote_every=k` above 1, megabytes and milliseconds are means over the periods of k steps
+    that ended since the last entry, and those of the entry before if none did. The callback also
+    exchanges where the training ends.
     """
 
     def __init__(self) -> None:
         """Communicates nothing."""
         self.trainer: Trainer | None = None  # `Trainer.train` sets it.
-        self._steps = 0
-        self._before = WireStats()
+        self._steps = self._abstentions = 0
+        # Number of steps, and what was sent, at the end of the last period and of the last one in
+        # the log. Without local steps, every step is a period.
+        self._period_end = self._logged = (0, WireStats())
+        self._means: dict[str, float] = {}
+        self._times: list[tuple[float, float]] = []
+        self._step_end = 0.0, 0.0
         self._jit_managers: list[Any] = []
         self._asked = False
 
@@ -65,7 +79,11 @@ class DistributedLionCallback(TrainerCallback):
         if lion is None or trainer is None:
             return
         prepare(lion, trainer)
-        self._start_interval(lion)
+        _warn_of_token_counts(lion, trainer)
+        self._steps, self._abstentions = lion._local.period.steps, lion.wire.abstentions
+        self._period_end = self._logged = (0, dataclasses.replace(lion.wire))
+        self._means, self._times = {}, []
+        self._step_end = time.perf_counter(), lion.wire.exchange_s
         # A signal reaches ranks at different steps. Each rank notes it, and all save together.
         callbacks = trainer.callback_handler.callbacks
         managers = [getattr(callback, "jit_manager", None) for callback in callbacks]
@@ -77,17 +95,48 @@ class DistributedLionCallback(TrainerCallback):
     def _ask(self) -> None:
         self._asked = True
 
-    def on_step_end(self, args: Any, *_: Any, **__: Any) -> None:
-        """Lets all ranks save a just-in-time checkpoint after the same step."""
+    def on_step_end(
+        self, args: Any, state: TrainerState, control: Any, optimizer: Any = None, **__: Any
+    ) -> None:
+        """Exchanges after the last step; lets all ranks save just in time after the same step."""
+        lion = find_optimizer(optimizer)
+        if lion is not None and state.global_step >= state.max_steps:
+            exchange_rest(lion)  # Now, so the last evaluation and checkpoint have it.
         if self._jit_managers and self.trainer is not None:
             asked = torch.tensor([int(self._asked)], device=args.device)
             anyone = bool(self.trainer.accelerator.gather(asked).any())
             for manager in self._jit_managers:
                 manager.is_checkpoint_requested = anyone
 
-    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Counts the step."""
+    def on_optimizer_step(
+        self, args: Any, state: TrainerState, control: Any, optimizer: Any = None, **__: Any
+    ) -> None:
+        """Counts the step, and says once if a larger `vote_every` would save time."""
+        if (lion := find_optimizer(optimizer)) is None:
+            return
         self._steps += 1
+        if not lion._local.period.steps:
+            self._period_end = self._steps, dataclasses.replace(lion.wire)
+        if lion.options.vote_every > 1 or len(self._times) == MEASURED_STEPS:
+            return
+        now = time.perf_counter(), lion.wire.exchange_s
+        self._times.append((now[0] - self._step_end[0], now[1] - self._step_end[1]))
+        self._step_end = now
+        if len(self._times) == MEASURED_STEPS and state.is_world_process_zero:
+            # Medians, because evaluations and saves lie between some steps.
+            step_s, exchange_s = map(statistics.median, zip(*self._times, strict=True))
+            if (hiding := vote_every_for(step_s, exchange_s)) > 1:
+                logger.info(
+                    f"a step takes {1e3 * step_s:.0f} ms, {1e3 * exchange_s:.0f} ms of them for "
+                    f"the exchange (medians of {MEASURED_STEPS} steps); with vote_every={hiding} "
+                    f"the exchange would take at most {COSTLY:.0%} of the time"
+                )
+
+    def on_train_end(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
+        """Exchanges what an early end has left, and puts common weights into the model."""
+        if (lion := find_optimizer(optimizer)) is not None:
+            exchange_rest(lion)
+            lion.eval()
 
     def on_log(
         self,
@@ -102,27 +151,64 @@ class DistributedLionCallback(TrainerCallback):
         lion = find_optimizer(optimizer)
         if lion is None or not logs or "loss" not in logs or not self._steps:
             return
+        (first, before), (last, after) = self._logged, self._period_end
+        if last > first:
 
-        def since(name: str) -> float:
-            return float(getattr(lion.wire, name) - getattr(self._before, name))
+            def per_step(name: str) -> float:
+                return float(getattr(after, name) - getattr(before, name)) / (last - first)
 
-        entries = {"dlion/wire_mb_per_step": since("bytes_sent") / self._steps / MEGABYTE}
-        if lion.options.local_group is not None:
-            sent = since("node_bytes_sent")
-            entries["dlion/node_mb_per_step"] = sent / self._steps / MEGABYTE
-        for part in ("encode", "exchange", "apply"):
-            entries[f"dlion/{part}_ms"] = 1e3 * since(f"{part}_s") / self._steps
-        entries["dlion/abstained"] = since("abstentions")
+            self._means = {"dlion/wire_mb_per_step": per_step("bytes_sent") / MEGABYTE}
+            if lion.options.local_group is not None:
+                self._means["dlion/node_mb_per_step"] = per_step("node_bytes_sent") / MEGABYTE
+            for part in ("encode", "exchange", "apply"):
+                self._means[f"dlion/{part}_ms"] = 1e3 * per_step(f"{part}_s")
+            self._logged = self._period_end
+        abstained = float(lion.wire.abstentions - self._abstentions)
+        self._abstentions = lion.wire.abstentions
+        entries = {**self._means, "dlion/abstained": abstained}
         if not math.isnan(agreement := lion.wire.agreement):
             entries["dlion/agreement"] = agreement
         logs.update(entries)
         # Trainer puts a copy of `logs` there before it calls callbacks.
         if state.log_history and state.log_history[-1].get("loss") is logs["loss"]:
             state.log_history[-1].update(entries)
-        self._start_interval(lion)
 
-    def _start_interval(self, lion: DistributedLion) -> None:
-        self._steps, self._before = 0, dataclasses.replace(lion.wire)
+
+def vote_every_for(step_s: float, exchange_s: float) -> int:
+    """Returns the smallest power of two k with which one exchange takes 10% of k steps at most.
+
+    Args:
+        step_s: Seconds of a step with `vote_every=1`, with its exchange.
+        exchange_s: Seconds of its exchange.
+    """
+    k = 1
+    while exchange_s > COSTLY * (k * (step_s - exchange_s) + exchange_s) and k < 1024:
+        k *= 2
+    return k
+
+
+def exchange_rest(lion: DistributedLion) -> None:
+    """Ends a period; every rank must call this. Sends nothing if none has begun."""
+    if lion._local.period.steps:
+        lion.exchange_now()
+
+
+def _warn_of_token_counts(lion: DistributedLion, trainer: Trainer) -> None:
+    """Says on rank 0 that Trainer makes ranks wait for one another in each local step."""
+    args = trainer.args
+    counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    if (
+        lion.options.vote_every > 1
+        and args.world_size > 1
+        and args.average_tokens_across_devices
+        and counts
+        and trainer.is_world_process_zero()
+    ):
+        logger.warning_once(
+            f"vote_every={lion.options.vote_every}, but Trainer adds up the ranks' numbers of "
+            f"tokens, so all ranks wait for one another in every step: set "
+            f"average_tokens_across_devices=False"
+        )
 
 
 def put_first(trainer: Trainer) -> None:

@@ -13,6 +13,9 @@ rank is raised on all:
 
 With FSDP2, ranks that wait for one another's shards don't meet, and only failures in writing the
 momentum are raised on all.
+
+With local steps (`vote_every` above 1), what is saved are the weights that all ranks have. To save
+exchanges nothing, so it changes nothing in the run.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from hf_dlion.accelerate import is_sharded, replicas_of
 from hf_dlion.checkpoint import NAME, CheckpointError, find_optimizer, load_momentum, save_momentum
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.header import Kind
-from hf_dlion.trainer.callback import prepare, put_first, refuse
+from hf_dlion.trainer.callback import exchange_rest, prepare, put_first, refuse
 from hf_dlion.trainer.optim_args import (
     OPTIM_NAME,
     as_text,
@@ -157,7 +160,13 @@ def _uses_lion(trainer: Trainer) -> bool:
 def _create_optimizer(
     trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Makes the optimizer vote between FSDP2's replicas, whose mesh the arguments don't know."""
+    """Makes the optimizer vote between FSDP2's replicas, whose mesh the arguments don't know.
+
+    Trainer calls this before it wraps the model, also if there is an optimizer.
+    """
+    if (lion := find_optimizer(trainer.optimizer)) is not None:
+        # After "out of memory" Trainer makes a new DDP wrapper, which copies rank 0's weights.
+        lion.detach()
     replicas = replicas_of(trainer.accelerator)
     if replicas is None or trainer.optimizer is not None or not _uses_lion(trainer):
         return original(*args, **kwargs)
@@ -233,7 +242,8 @@ def _save_checkpoint(
         return
     _told[trainer], failure = False, None
     try:
-        original(*args, **kwargs)
+        with lion.common_weights():
+            original(*args, **kwargs)
         if trainer.args.enable_jit_checkpoint:
             # Every rank's just-in-time callback has made this file, and fails if another rank
             # removes it between its look and its own removal.
@@ -257,8 +267,12 @@ def _save_model(
     **kwargs: Any,
 ) -> None:
     lion, failure = find_optimizer(trainer.optimizer), None
-    if lion is None or trainer not in _told or output_dir is None:
+    if lion is None:
         original(output_dir, *args, **kwargs)
+        return
+    if trainer not in _told or output_dir is None:
+        with lion.common_weights():  # Meets nobody: a user may save on rank 0 alone.
+            original(output_dir, *args, **kwargs)
         return
     try:
         # Trainer calls a checkpoint the best if its folder exists, which all ranks must find.
@@ -338,6 +352,13 @@ def _load_scaler(
         scaler.load_state_dict(state)  # Trainer has given rank 0's to every rank.
 
 
+def _load_best_model(trainer: Trainer, original: Callable[[], None]) -> None:
+    if (lion := find_optimizer(trainer.optimizer)) is not None:
+        exchange_rest(lion)  # The load may find no file, and then this model stays.
+        lion.detach()  # Anchors that are kept would later replace what is loaded.
+    original()
+
+
 def _holds(folder: str, name: str) -> bool:
     return any(entry.startswith(name) for entry in os.listdir(folder))
 
@@ -354,4 +375,5 @@ _AROUND: dict[str, Callable[..., Any]] = {
     "_save_rng_state": _save_rng_state,
     "_load_optimizer_and_scheduler": _load_optimizer_and_scheduler,
     "_load_scaler": _load_scaler,
+    "_load_best_model": _load_best_model,
 }

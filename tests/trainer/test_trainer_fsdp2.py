@@ -80,12 +80,14 @@ def train(
         return [param.detach().full_tensor().clone() for param in params], told
 
 
+# With three local steps the checkpoint that is resumed from lies within a period.
 @pytest.mark.slow
+@pytest.mark.parametrize("local", ["", ",vote_every=3"], ids=["votes", "local"])
 def test_replicas_vote_on_their_shards_and_resume_bit_for_bit(
-    pools: RankPools, tmp_path: Path
+    pools: RankPools, tmp_path: Path, local: str
 ) -> None:
     changes: dict[str, Any] = {
-        "optim_args": "bits=2,full_precision=*norm*",
+        "optim_args": f"bits=2,full_precision=*norm*{local}",
         "gradient_accumulation_steps": 2,
         **{"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True},
     }

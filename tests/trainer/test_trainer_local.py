@@ -1,0 +1,216 @@
+"""Trainer with local steps: what is evaluated, saved, resumed and returned is all ranks' own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Trainer, TrainerCallback
+
+import hf_dlion
+import hf_dlion.trainer.callback as callback
+from hf_dlion.exchange.wire import Pending
+from tests.support.spawn import RankPools
+from tests.support.tiny import (
+    StopAt,
+    tiny_args,
+    tiny_data,
+    tiny_llama,
+    tiny_trainer,
+    weights_digest,
+)
+
+pytestmark = pytest.mark.multiproc
+
+
+def file_digest(folder: Path) -> str:
+    """Returns the hash of the weights in a folder, as of a model that has them."""
+    model = tiny_llama()
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    return weights_digest(model)
+
+
+class Watch(TrainerCallback):
+    """Notes what the model holds; saves it at step 5, on one rank alone."""
+
+    def __init__(self, folder: str | None = None) -> None:
+        self.folder, self.trainer = folder, None
+        self.own: dict[int, str] = {}
+        self.evaluated: dict[int, str] = {}
+        self.sent: dict[int, int] = {}
+
+    def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
+        if self.folder is not None and state.global_step == 5 and state.is_world_process_zero:
+            self.trainer.save_model(self.folder)
+        self.own[state.global_step] = weights_digest(model)
+        self.sent[state.global_step] = optimizer.optimizer.wire.bytes_sent
+
+    def on_evaluate(self, args, state, control, model=None, **kwargs):
+        self.evaluated[state.global_step] = weights_digest(model)
+
+
+def watched(folder: str, watch: Watch, **changes: Any) -> Trainer:
+    hf_dlion.register()
+    changes = {
+        **{"optim_args": "vote_every=4", "max_steps": 10, "gradient_accumulation_steps": 2},
+        **{"logging_steps": 3, **changes},
+    }
+    trainer = tiny_trainer(
+        tiny_args(folder, **changes),
+        model=tiny_llama(attention_dropout=0.0),  # An evaluation draws random numbers.
+        **{"eval_dataset": tiny_data(8), "callbacks": [watch]},
+    )
+    watch.trainer = trainer
+    trainer.train()
+    return trainer
+
+
+def evaluate_and_save(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    said: list[str] = []
+    every = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
+    watch = Watch(f"{folder}/alone")
+    with mock.patch.object(callback.logger, "warning_once", said.append):
+        trainer = watched(folder, watch, save_total_limit=3, **every)
+        plain = watched(folder, Watch(), average_tokens_across_devices=False)
+    trainer.save_model(f"{folder}/end")
+    return {
+        **{"own": watch.own, "evaluated": watch.evaluated, "sent": watch.sent, "said": said},
+        "end": weights_digest(trainer.model),
+        "exchanges": trainer.optimizer.optimizer.wire.exchanges,
+        "losses": [e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e],
+        "logged": [e for e in trainer.state.log_history if "loss" in e],
+        # The token count changes the loss, so a run that differs in saves alone is a third one.
+        "plain": weights_digest(plain.model),
+    }
+
+
+def train_silently(rank: int, world_size: int, folder: str) -> str:
+    return weights_digest(watched(folder, Watch()).model)
+
+
+@pytest.mark.smoke
+def test_evaluations_and_saves_have_common_weights_and_change_nothing(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    left, right = pools(2).run(evaluate_and_save, str(tmp_path))
+    own = [step for step in left["own"] if left["own"][step] != right["own"][step]]
+    assert own == list(range(1, 11))  # What an exchange leaves out stays in a rank's weights.
+    for name in ("evaluated", "losses", "end", "plain"):
+        assert left[name] == right[name], name
+    assert list(left["evaluated"]) == [3, 6, 9, 10]
+    assert file_digest(tmp_path / "checkpoint-6") == left["evaluated"][6]
+    assert file_digest(tmp_path / "alone") == left["evaluated"][6]
+    # What lags is the ninth step's. After the last one there is another exchange.
+    assert file_digest(tmp_path / "checkpoint-9") == left["evaluated"][9]
+    assert left["exchanges"] == 3
+    assert left["end"] == left["evaluated"][10] != left["evaluated"][9]
+    assert file_digest(tmp_path / "checkpoint-10") == left["end"]
+    assert file_digest(tmp_path / "end") == left["end"]
+    assert pools(2).run(train_silently, str(tmp_path / "silent")) == [left["end"]] * 2
+
+    # A period that isn't over is in no entry.
+    key = "dlion/wire_mb_per_step"
+    assert [key in entry for entry in left["logged"]] == [False, True, True]
+    sent = sum(4 * entry[key] for entry in left["logged"][1:])
+    assert sent * 1e6 == pytest.approx(left["sent"][8])
+    assert len(left["said"]) == 1
+    assert "set average_tokens_across_devices=False" in left["said"][0]
+    assert right["said"] == []
+
+
+def end_within_a_period(rank: int, world_size: int, folder: str) -> tuple[str, str, str, int]:
+    class Failing(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 6:
+                self.own = weights_digest(model)
+                raise KeyError("of the user's callback")
+
+    hf_dlion.register()
+    args, failing = tiny_args(folder, max_steps=8, optim_args="vote_every=4"), Failing()
+    trainer = tiny_trainer(args, callbacks=[failing])
+    with pytest.raises(KeyError, match="of the user's callback"):
+        trainer.train()
+    failed = weights_digest(trainer.model)
+    trainer = tiny_trainer(args, callbacks=[StopAt(6)])
+    trainer.train()
+    exchanges = trainer.optimizer.optimizer.wire.exchanges
+    return failing.own, failed, weights_digest(trainer.model), exchanges
+
+
+def test_a_training_that_fails_or_stops_within_a_period_leaves_common_weights(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    left, right = pools(2).run(end_within_a_period, str(tmp_path))
+    assert left[0] != right[0]
+    assert left[1:] == right[1:]
+    assert left[1] != left[2]  # Who stops early keeps the last two steps.
+    assert left[3] == 2
+
+
+def resume(rank: int, world_size: int, folder: str, dtype: torch.dtype) -> list[Any]:
+    hf_dlion.register()
+    args = tiny_args(
+        folder, max_steps=8, optim_args="vote_every=3", save_strategy="steps", save_steps=4,
+        max_grad_norm=0.0,
+    )  # fmt: skip
+
+    def outcome(trainer: Trainer) -> Any:
+        momenta = [s["exp_avg"].clone() for s in trainer.optimizer.optimizer.state.values()]
+        return weights_digest(trainer.model), momenta, trainer.optimizer.optimizer.steps
+
+    def made() -> Trainer:
+        return tiny_trainer(args, model=tiny_llama().to(dtype), eval_dataset=tiny_data(4))
+
+    trainer = made()
+    trainer.train()
+    ends = [outcome(trainer)]
+    trainer.evaluate()
+    for again in (trainer, made()):
+        again.train(resume_from_checkpoint=f"{folder}/checkpoint-4")
+        ends.append(outcome(again))
+    return ends
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_run_resumed_within_a_period_equals_the_run_that_saved(
+    pools: RankPools, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    left, right = pools(2).run(resume, str(tmp_path), dtype)
+    for ends in (left, right):
+        for digest, momenta, steps in ends:
+            assert digest == left[0][0]
+            assert steps == 8
+            assert all(map(torch.equal, momenta, ends[0][1]))
+    assert not all(map(torch.equal, left[0][1], right[0][1]))
+
+
+def hear_a_hint(rank: int, world_size: int, folder: str) -> list[str]:
+    hf_dlion.register()
+    said: list[str] = []
+    wait = Pending.wait
+
+    def slow(pending: Pending) -> None:
+        wait(pending)
+        callback.time.sleep(0.003)
+
+    with mock.patch.object(callback.logger, "info", said.append):
+        with mock.patch.object(Pending, "wait", slow):
+            tiny_trainer(tiny_args(folder, max_steps=52, logging_steps=100)).train()
+        tiny_trainer(tiny_args(folder, max_steps=49, logging_steps=100)).train()
+    return [text for text in said if "vote_every" in text]
+
+
+def test_a_slow_exchange_is_told_once_with_what_would_hide_it(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    told, silent = pools(2).run(hear_a_hint, str(tmp_path))
+    assert len(told) == 1
+    assert "medians of 50 steps" in told[0]
+    assert silent == []
+    # 90 ms of computing and 10 of exchange are 10%; 10 ms more need nearly twice the steps.
+    pairs = [(0.1, 0.01), (0.1, 0.011), (0.11, 0.02), (0.2, 0.1), (2.0, 1.0), (0.1, 0.0)]
+    assert [callback.vote_every_for(*pair) for pair in pairs] == [1, 2, 2, 16, 16, 1]
