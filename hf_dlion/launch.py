@@ -1,4 +1,4 @@
-"""Runs an unedited script after `hf_dlion.register()`, so `--optim dlion` works in it.
+"""Runs an unedited script after `hf_dlion.register()`, so `optim="dlion"` works in it.
 
 usage: python -m hf_dlion.launch SCRIPT [ARGS...]
        python -m hf_dlion.launch -m MODULE [ARGS...]

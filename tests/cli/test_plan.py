@@ -250,6 +250,11 @@ def test_a_busy_machine_is_said_and_where_the_verdict_depends_on_it_so_is_that(
     clock(1.0, others=0.5)
     result = json.loads(run(capsys, "29.5m", "--link=1gbit", "--format=json"))
     assert "other work seems to use this machine's cores" in result["warning"]
+    assert result["advice"].startswith("DistributedLion pays: ")
+    text = run(capsys, "29.5m", "--link=10gbit")
+    assert "\nCannot tell whether DistributedLion pays, because other work slows" in text
+    clock(1.0)
+    assert "\nDistributedLion does not pay: " in run(capsys, "29.5m", "--link=10gbit")
 
 
 def test_the_cores_that_others_use_are_counted_without_ones_own(

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         notes.append(f"shapes: assumed, {work.note}")
     if case.per_node > 1:
         notes.append("traffic inside a node: not counted")
-    warned, told = warning(found, others), advice(case, found)
+    warned, told = warning(found, others), advice(case, found, others)
     if args.format == "json":
         result = _result(case, found[0])
         print(

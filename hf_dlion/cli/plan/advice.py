@@ -24,13 +24,14 @@ class _Verdict(NamedTuple):
     why: str
 
 
-def advice(case: Case, measured: Sequence[Predictions]) -> str:
+def advice(case: Case, measured: Sequence[Predictions], others: float = 0.0) -> str:
     """Returns whether the exchange of votes pays, in a sentence or two.
 
     Args:
         case: The case.
         measured: Predictions by the shortest times, and by the longest if this machine was
             measured.
+        others: Share of this machine's cores that other processes used meanwhile.
     """
     predictions, verdicts = measured[0], [_verdict(own) for own in measured]
     pays, best, why = verdicts[0]
@@ -38,6 +39,12 @@ def advice(case: Case, measured: Sequence[Predictions]) -> str:
         told = (
             f"Cannot tell whether {DLION} pays, because measurements of this machine differ. By "
             f"the shortest times, {why}. By the longest times, {verdicts[-1].why}"
+        )
+    elif not pays and others > BUSY:
+        # What slows a rank's own work hides the network, even from the shortest times.
+        told = (
+            f"Cannot tell whether {DLION} pays, because other work slows this machine down. By "
+            f"the shortest times, {why}"
         )
     else:
         told = why if pays else f"{why}. Use {best}"
@@ -56,12 +63,7 @@ def advice(case: Case, measured: Sequence[Predictions]) -> str:
 
 
 def warning(measured: Sequence[Predictions], others: float) -> str:
-    """Returns what to say if other processes disturbed the measurement, or "".
-
-    Args:
-        measured: As in `advice`.
-        others: Share of this machine's cores that other processes used.
-    """
+    """Returns what to say if other processes disturbed the measurement, or ""."""
     times = [own[DLION].step_s - own[DLION].parts["network"] for own in measured]
     short, long = times[0], times[-1]
     if long <= SPREAD * short and others <= BUSY:
