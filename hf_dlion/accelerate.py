@@ -4,11 +4,12 @@
     hf_dlion.accelerate.attach(accelerator, model)
 
 `attach` keeps gradients local to their rank, and makes `save_state` and `load_state` keep the
-momentum of every rank.
+momentum of every rank, and with `vote_every` above 1 its own weights.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import warnings
@@ -48,6 +49,11 @@ def attach(accelerator: Accelerator, model: nn.Module) -> None:
     `step()` then exchanges votes instead of averaged gradients, `save_state` also writes every
     rank's momentum and GradScaler, and `load_state` reads them. What fails on one rank in
     `save_state` is raised on all of them; with FSDP2 that holds for the momenta only.
+
+    With `vote_every` above 1, `save_state` saves the model with the weights that all ranks have,
+    and each rank's own beside its momentum; it exchanges nothing and changes nothing. Before
+    `accelerator.save_model` and `get_state_dict`, call `optimizer.eval()`, and `optimizer.train()`
+    after it.
 
     Args:
         accelerator: The accelerator.
@@ -267,7 +273,10 @@ def _save_state(accelerator: Accelerator, original: Callable[[], Any]) -> Any:
         try:
             if not is_sharded(accelerator):
                 accelerator.wait_for_everyone = meet_and_wait
-            saved = original()
+            with contextlib.ExitStack() as swapped:
+                for _, lion in lions:
+                    swapped.enter_context(lion.common_weights())
+                saved = original()
         except BaseException as error:
             # Other ranks know already, or are in collectives of FSDP, where nobody meets them.
             if told or is_sharded(accelerator):

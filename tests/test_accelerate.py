@@ -74,6 +74,10 @@ class Loop:
                 self.optimizer.zero_grad()
         return [p.detach().clone() for p in self.model.parameters()]
 
+    def common(self) -> list[Tensor]:
+        with self.lion.common_weights():
+            return [p.detach().clone() for p in self.model.parameters()]
+
     def momenta(self) -> list[Tensor]:
         return [self.lion.state[p]["exp_avg"].clone() for p in self.model.parameters()]
 
@@ -143,40 +147,51 @@ def test_a_wrapped_optimizer_steps_with_a_scaler(pools: RankPools, clip: bool) -
     assert pools(2).run(scaled, clip) == [[1024.0] * 3, [1024.0, 512.0, 512.0]]
 
 
-def saves(rank: int, world_size: int, folder: str) -> list[list[Tensor]]:
-    loop = Loop()
-    loop.train(3)
+def saves(rank: int, world_size: int, folder: str, every: int) -> list[list[Tensor]]:
+    loop = Loop(vote_every=every)
+    kept = loop.train(3)
     loop.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (3 + rank))
     loop.accelerator.scaler.scale(torch.ones(()))
     loop.accelerator.save_state(folder)
     loop.accelerator.scaler = None
-    found = [loop.momenta(), loop.train(4), loop.momenta()]
+    assert same(kept, [p.detach() for p in loop.model.parameters()])
+    found = [loop.momenta(), loop.common(), loop.train(4), loop.momenta(), loop.common()]
+    loop.close()
+    loop = Loop(vote_every=every)
+    loop.train(3)
+    assert same(found[2], loop.train(4))  # Saving changes nothing.
     loop.close()
     return found
 
 
-def loads(rank: int, world_size: int, folder: str) -> tuple[list[list[Tensor]], float, list[str]]:
-    loop = Loop()
+def loads(
+    rank: int, world_size: int, folder: str, every: int
+) -> tuple[list[list[Tensor]], float, list[str]]:
+    loop = Loop(vote_every=every)
     loop.accelerator.scaler = torch.amp.GradScaler("cpu")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loop.accelerator.load_state(folder)
     scale = loop.accelerator.scaler.state_dict()["scale"]
     loop.accelerator.scaler = None
-    found = [loop.momenta(), loop.train(4), loop.momenta()]
+    found = [loop.momenta(), loop.common(), loop.train(4), loop.momenta(), loop.common()]
+    loop.accelerator.load_state(folder)  # In the midst of a run.
+    assert all(map(same, found, [loop.momenta(), loop.common(), loop.train(4), loop.momenta()]))
     said = [str(warning.message) for warning in caught if "ranks" in str(warning.message)]
     loop.close()
     return found, scale, said
 
 
 @multiproc
-@pytest.mark.smoke
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.smoke), 4])
 def test_a_loaded_state_equals_the_saved_one_on_every_rank(
-    pools: RankPools, tmp_path: Path
+    pools: RankPools, tmp_path: Path, every: int
 ) -> None:
-    saved = pools(2).run(saves, str(tmp_path))
-    loaded = pools(2).run(loads, str(tmp_path))
+    saved = pools(2).run(saves, str(tmp_path), every)
+    loaded = pools(2).run(loads, str(tmp_path), every)
     assert not same(saved[0][0], saved[1][0])
+    assert same(saved[0][2], saved[1][2]) == (every == 1)
+    assert same(saved[0][4], saved[1][4])
     for rank in range(2):
         found, scale, said = loaded[rank]
         assert all(map(same, found, saved[rank]))
@@ -185,10 +200,37 @@ def test_a_loaded_state_equals_the_saved_one_on_every_rank(
     # One rank alone continues from the first file.
     hf_dlion.accelerate._say_alone.cache_clear()
     with pytest.warns(UserWarning, match="this process trains alone"):
-        loop = Loop()
+        loop = Loop(vote_every=every)
     with pytest.warns(UserWarning, match="was saved by 2 ranks and is loaded by 1"):
         loop.accelerator.load_state(str(tmp_path))
     assert same(loop.momenta(), saved[0][0])
+    assert same(loop.train(0), saved[0][1])
+
+
+def evaluates(rank: int, world_size: int) -> list[float]:
+    """Returns losses between two exchanges and at the end of training."""
+    loop, losses = Loop(vote_every=2), []
+    x, y = torch.ones(8, 6), torch.zeros(8, 3)
+    kept = loop.train(3)
+    loop.optimizer.eval()
+    losses.append(float(nn.functional.mse_loss(loop.wrapped(x), y)))
+    with pytest.raises(RuntimeError, match=r"call optimizer.train\(\) before you train"):
+        loop.train(1)
+    loop.optimizer.train()
+    assert same(kept, loop.train(0))
+    # As a loop ends; the wrapper has no `exchange_now`.
+    loop.lion.exchange_now()
+    loop.optimizer.eval()
+    losses.append(float(nn.functional.mse_loss(loop.wrapped(x), y)))
+    loop.close()
+    return losses
+
+
+@multiproc
+def test_ranks_evaluate_the_same_model_between_two_exchanges(pools: RankPools) -> None:
+    first, second = pools(2).run(evaluates)
+    assert first == second
+    assert first[0] != first[1]
 
 
 def automatic(rank: int, world_size: int, folder: str) -> list[str]:
@@ -327,7 +369,7 @@ def as_if_on_gpus() -> Iterator[None]:
         GradientState._reset_state()
 
 
-def sharding(kind: str) -> tuple[Accelerator, Any, DistributedLion]:
+def sharding(kind: str, **options: Any) -> tuple[Accelerator, Any, DistributedLion]:
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="NO_WRAP",
@@ -341,7 +383,8 @@ def sharding(kind: str) -> tuple[Accelerator, Any, DistributedLion]:
         LASTING.update(own.get_all_groups())  # torch takes equal meshes for one and the same.
     torch.manual_seed(0)
     alone = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
-    lion = DistributedLion(alone.named_parameters(), lr=1e-2, replicate=mesh["dp_replicate"])
+    options["replicate"] = mesh["dp_replicate"]
+    lion = DistributedLion(alone.named_parameters(), lr=1e-2, **options)
     model, _ = accelerator.prepare(alone, lion)
     attach(accelerator, model)
     return accelerator, model, lion
@@ -356,18 +399,20 @@ def train(rank: int, model: nn.Module, lion: DistributedLion, steps: range) -> l
     return [p.full_tensor().clone() for p in model.parameters()]  # type: ignore[operator]
 
 
-def shards(rank: int, world_size: int, folder: str, kind: str) -> str:
+def shards(rank: int, world_size: int, folder: str, kind: str, every: int) -> str:
     with as_if_on_gpus():
-        accelerator, model, lion = sharding(kind)
-        train(rank, model, lion, range(2))
+        accelerator, model, lion = sharding(kind, vote_every=every)
+        kept = train(rank, model, lion, range(1 + every))
         accelerator.save_state(folder)
-        straight = train(rank, model, lion, range(2, 4))
+        assert same(kept, train(rank, model, lion, range(0)))
+        straight = train(rank, model, lion, range(1 + every, 3 + every))
         with pytest.raises(NotImplementedError, match="SGD doesn't work with"):
             accelerator.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     with as_if_on_gpus():
-        accelerator, model, lion = sharding(kind)
+        accelerator, model, lion = sharding(kind, vote_every=every)
         accelerator.load_state(folder)
-        assert same(straight, train(rank, model, lion, range(2, 4)))
+        assert same(kept, train(rank, model, lion, range(0)))
+        assert same(straight, train(rank, model, lion, range(1 + every, 3 + every)))
     with as_if_on_gpus():
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
         try:
@@ -378,11 +423,12 @@ def shards(rank: int, world_size: int, folder: str, kind: str) -> str:
 
 
 @multiproc
+@pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 def test_fsdp2_inside_replicas_saves_and_resumes(
-    pools: RankPools, tmp_path: Path, kind: str
+    pools: RankPools, tmp_path: Path, kind: str, every: int
 ) -> None:
-    for said in pools(4).run(shards, str(tmp_path), kind):
+    for said in pools(4).run(shards, str(tmp_path), kind, every):
         assert "FSDP2 inside each replica with hf_dlion.accelerate.parallelism_config" in said
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import os
 import pickle
 import resource
@@ -29,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hf_dlion.checkpoint as checkpoint
 from hf_dlion import CheckpointError, DistributedLion, load_momentum, save_momentum
+from hf_dlion.ranks.agreement import Disagreement
 from tests.support.spawn import LASTING, RankPools, RanksFailedError
 
 multiproc = pytest.mark.multiproc
@@ -50,12 +52,16 @@ def train(model: nn.Module, optimizer: DistributedLion, steps: range, rank: int)
         x = torch.randn(4, 64, generator=torch.Generator().manual_seed(100 * step + rank))
         model(x.to(dtype)).square().sum().backward()
         optimizer.step()
-    return [p.detach().clone() for p in model.parameters()]
+    return weights_of(model)
 
 
 def momenta_of(optimizer: DistributedLion) -> list[Tensor]:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     return [optimizer.state[p]["exp_avg"].clone() for p in params if optimizer.state[p]]
+
+
+def weights_of(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
 
 
 def same(left: list[Tensor], right: list[Tensor]) -> bool:
@@ -70,8 +76,9 @@ def save(model: nn.Module, optimizer: DistributedLion, folder: str, rank: int, *
     """Saves what a loop saves, rank 0's common state first."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     if rank == 0:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save(state, f"{folder}/state.bin")
+        with optimizer.common_weights():
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state, f"{folder}/state.bin")
     save_momentum(optimizer, folder, **more)
 
 
@@ -119,48 +126,46 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
 
 
 def resumed_amid_a_period(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> None:
-    """Saves two steps after an exchange, resumes evaluating or not, and ends with an exchange."""
+    """Saves two steps after an exchange; then come an exchange at once, or more steps."""
     dtype = options.pop("dtype")
 
     def made(seed: int) -> tuple[nn.Module, DistributedLion]:
         model = model_of(seed).to(dtype)
+        if rank == 1:  # Rank 0 alone uses this parameter.
+            model[1].bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         return model, optimizer_of(model, **options)
 
-    model, optimizer = made(0)
-    if rank == 1:  # Which the other rank uses alone, and this one never.
-        model[1].bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    train(model, optimizer, range(2 + options["vote_every"]), rank)
-    kept = [p.detach().clone() for p in model.parameters()]
-    with optimizer.common_weights():
-        save(model, optimizer, f"{folder}/common", rank)
-        common = [p.detach().clone() for p in model.parameters()]
-    save_momentum(optimizer, f"{folder}/own")
-    assert same(kept, [p.detach().clone() for p in model.parameters()])
-    assert not same(kept, common)
-    for name in ("common", "own"):
-        tensors = (load_file(file_of(f"{folder}/{name}", rank, 2)) for name in ("common", "own"))
-        assert all(map(torch.equal, *(own.values() for own in tensors)))
-
-    def end(model: nn.Module, optimizer: DistributedLion) -> list[Tensor]:
-        ends = train(model, optimizer, range(optimizer.steps, optimizer.steps + 4), rank)
+    def end(model: nn.Module, optimizer: DistributedLion, more: int) -> list[Tensor]:
+        ends = train(model, optimizer, range(optimizer.steps, optimizer.steps + more), rank)
         optimizer.exchange_now()
+        ends += weights_of(model)
         optimizer.eval()
-        return [*ends, *(p.detach().clone() for p in model.parameters())]
+        return [*ends, *weights_of(model)]
 
-    straight = end(model, optimizer)
-    for evaluating in (False, True):
-        model, optimizer = made(1)
-        if rank == 1:
-            model[1].bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-        if evaluating:
-            optimizer.eval()
-        load(model, optimizer, f"{folder}/common")
-        if evaluating:
-            assert same(common, [p.detach().clone() for p in model.parameters()])
-            optimizer.train()
-        assert same(kept, [p.detach().clone() for p in model.parameters()])
-        assert optimizer._local.exchanges == 1
-        assert same(straight, end(model, optimizer))
+    for more in (0, 4):
+        model, optimizer = made(0)
+        train(model, optimizer, range(2 + options["vote_every"]), rank)
+        kept = weights_of(model)
+        save(model, optimizer, f"{folder}/own", rank)
+        assert same(kept, weights_of(model))
+        with optimizer.common_weights():
+            common = weights_of(model)
+            save_momentum(optimizer, f"{folder}/common")
+        files = [load_file(file_of(f"{folder}/{name}", rank, 2)) for name in ("own", "common")]
+        assert files[0].keys() == files[1].keys()
+        assert all(torch.equal(own, files[1][key]) for key, own in files[0].items())
+        straight = end(model, optimizer, more)
+        for evaluating in (False, True):
+            model, optimizer = made(1)
+            if evaluating:
+                optimizer.eval()
+            load(model, optimizer, f"{folder}/own")
+            if evaluating:
+                assert same(common, weights_of(model))
+                optimizer.train()
+            assert same(kept, weights_of(model))
+            assert not same(kept, common)
+            assert same(straight, end(model, optimizer, more))
 
 
 @multiproc
@@ -204,58 +209,161 @@ def test_a_parameter_without_momentum_has_none_after_loading(
     assert pools(2).run(partly_stepped, str(tmp_path)) == [[0, 4], [0, 3]]
 
 
-def saves(rank: int, world_size: int, folder: str) -> list[Tensor]:
+def saves(rank: int, world_size: int, folder: str, every: int) -> list[list[Tensor]]:
     model = model_of()
-    optimizer = optimizer_of(model)
-    train(model, optimizer, range(2), rank)
+    optimizer = optimizer_of(model, vote_every=every)
+    train(model, optimizer, range(2 + every), rank)
     save(model, optimizer, folder, rank, scaler={"scale": 2.0**rank})
-    return momenta_of(optimizer)
+    optimizer.eval()
+    return [momenta_of(optimizer), weights_of(model)]
 
 
-def loads(rank: int, world_size: int, folder: str) -> tuple[list[Tensor], list[str]]:
+def loads(
+    rank: int, world_size: int, folder: str, every: int
+) -> tuple[list[list[Tensor]], list[str]]:
     model = model_of(1)
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(model, vote_every=every)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert load(model, optimizer, folder) is not None
-    kept = momenta_of(optimizer)
-    train(model, optimizer, range(2, 3), rank)
+    kept = [momenta_of(optimizer), weights_of(model)]
+    assert optimizer._local.exchanges == int(every > 1)
+    assert not optimizer._local.anchors
+    train(model, optimizer, range(2, 3 + every), rank)
     return kept, [str(warning.message) for warning in caught]
 
 
 @multiproc
+@pytest.mark.parametrize("every", [1, 3])
 def test_other_numbers_of_ranks_share_the_files_out_with_a_warning(
-    pools: RankPools, tmp_path: Path
+    pools: RankPools, tmp_path: Path, every: int
 ) -> None:
     folder = str(tmp_path)
-    saved = pools(2).run(saves, folder)
+    saved = pools(2).run(saves, folder, every)
     for world_size in (1, 3):
-        for rank, (kept, said) in enumerate(pools(world_size).run(loads, folder)):
-            assert same(kept, saved[rank % 2])
+        for rank, (kept, said) in enumerate(pools(world_size).run(loads, folder, every)):
+            assert all(map(same, kept, saved[rank % 2]))
             assert len(said) == (rank == 0)
-            assert all(f"saved by 2 ranks and is loaded by {world_size}" in text for text in said)
+            for text in said:
+                assert f"saved by 2 ranks and is loaded by {world_size}" in text
+                assert ("all ranks with the weights of the last exchange" in text) == (every > 1)
     # A save of another number of ranks leaves no file that could be taken for its own.
-    pools(3).run(saves, folder)
+    pools(3).run(saves, folder, every)
     assert sorted(tmp_path.glob("*.safetensors")) == [file_of(folder, r, 3) for r in range(3)]
 
 
-def nodes(rank: int, world_size: int, folder: str) -> None:
+def other_vote_every(rank: int, world_size: int, folder: str) -> None:
+    """Local steps that end, that begin, and that a voter alone doesn't take."""
+    local, every_step, one_voter = {"vote_every": 3}, {"vote_every": 1}, {"local_group": 2}
+    for saving, loading in (
+        (local, every_step),
+        (every_step, local),
+        (local, {**local, **one_voter}),
+    ):
+        model = model_of()
+        optimizer = optimizer_of(model, **saving)
+        train(model, optimizer, range(5), rank)
+        save(model, optimizer, folder, rank)
+        optimizer.eval()
+        kept = weights_of(model)
+        keys = load_file(file_of(folder, rank, 2))
+        assert sum(key.startswith("own.") for key in keys) == (4 if saving is local else 0)
+        model = model_of(1)
+        optimizer = optimizer_of(model, **loading)
+        load(model, optimizer, folder)
+        assert same(kept, weights_of(model))
+        assert not optimizer._local.anchors
+        assert optimizer._local.period.steps == 0
+        if "local_group" not in loading:
+            train(model, optimizer, range(5, 9), rank)
+
+
+@multiproc
+def test_without_own_weights_or_local_steps_ranks_continue_with_the_models_weights(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    pools(2).run(other_vote_every, str(tmp_path))
+
+
+def other_bits(rank: int, world_size: int, folder: str) -> None:
+    """The limit of a largest displacement is none of a sum."""
+    model = model_of()
+    optimizer = optimizer_of(model, vote_every=3, bits=8)
+    train(model, optimizer, range(5), rank)
+    save(model, optimizer, folder, rank)
+    kept = weights_of(model)
+    optimizer = optimizer_of(model, vote_every=3, bits=1)
+    load(model, optimizer, folder)
+    assert same(kept, weights_of(model))
+    train(model, optimizer, range(5, 13), rank)
+    assert optimizer._local.exchanges == 4
+
+
+@multiproc
+def test_own_weights_continue_with_other_bits(pools: RankPools, tmp_path: Path) -> None:
+    pools(2).run(other_bits, str(tmp_path))
+
+
+def careless(rank: int, world_size: int, folder: str) -> list[str]:
+    """Loads a part of a checkpoint between two exchanges."""
+    model = model_of()
+    optimizer = optimizer_of(model, vote_every=4)
+    train(model, optimizer, range(2), rank)
+    save(model, optimizer, folder, rank)
+    kept, said, state = weights_of(model), [], optimizer.state_dict()
+    try:
+        load_momentum(optimizer, folder)
+    except CheckpointError as error:
+        said.append(str(error))
+    assert same(kept, weights_of(model))
+    optimizer.load_state_dict(state)
+    assert same(kept, weights_of(model))
+    for goes_on in (
+        lambda: load_momentum(optimizer, folder),
+        lambda: train(model, optimizer, range(2, 3), rank),
+        optimizer.exchange_now,
+    ):
+        try:
+            goes_on()
+        except Disagreement as error:
+            said.append(str(error))
+    # In the weights of all ranks, the state may be loaded alone.
+    load(model, optimizer, folder)
+    optimizer.eval()
+    optimizer.load_state_dict(state)
+    optimizer.train()
+    train(model, optimizer, range(2, 8), rank)
+    return said
+
+
+@multiproc
+def test_the_optimizers_state_alone_is_refused_between_two_exchanges(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    for first, *others in pools(2).run(careless, str(tmp_path)):
+        assert_matches("load the model and the optimizer's state_dict.. of the same", first)
+        assert len(others) == 3
+        for said in others:
+            assert_matches("hashes of parameter values, .*load the model, too, before you", said)
+
+
+def nodes(rank: int, world_size: int, folder: str, every: int) -> None:
     """Two nodes of two ranks; the second ranks' own files are lost."""
     ends = []
     for interrupted in (False, True):
         model = model_of(int(interrupted))
         ddp = DistributedDataParallel(model)
-        optimizer = optimizer_of(model, local_group=2)
+        optimizer = optimizer_of(model, local_group=2, vote_every=every)
         optimizer.attach(ddp)
         if interrupted:
             load(model, optimizer, folder)
         else:
-            train(ddp, optimizer, range(2), rank)
+            train(ddp, optimizer, range(1 + every), rank)
             save(model, optimizer, folder, rank)
             if rank == 0:
                 for other in (1, 3):
                     file_of(folder, other, 4).unlink()
-        ends.append(train(ddp, optimizer, range(2, 4), rank))
+        ends.append(train(ddp, optimizer, range(1 + every, 3 + every), rank))
         optimizer.detach()
         del ddp
         gc.collect()
@@ -263,40 +371,44 @@ def nodes(rank: int, world_size: int, folder: str) -> None:
 
 
 @multiproc
+@pytest.mark.parametrize("every", [1, 3])
 def test_the_ranks_of_a_node_load_their_first_ranks_momentum(
-    pools: RankPools, tmp_path: Path
+    pools: RankPools, tmp_path: Path, every: int
 ) -> None:
-    pools(4).run(nodes, str(tmp_path))
+    pools(4).run(nodes, str(tmp_path), every)
 
 
-def sharded(shape: tuple[int, int], seed: int) -> tuple[nn.Module, DistributedLion]:
+def sharded(shape: tuple[int, int], seed: int, **options: Any) -> tuple[nn.Module, DistributedLion]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     for own in (mesh, mesh["replicate"], mesh["shard"]):
         LASTING.update(own.get_all_groups())  # torch takes equal meshes for one and the same.
     model = model_of(seed)
     fully_shard(model, mesh=mesh["shard"])
-    optimizer = optimizer_of(model, replicate=mesh["replicate"])
+    optimizer = optimizer_of(model, replicate=mesh["replicate"], **options)
     optimizer.attach(model)
     return model, optimizer
 
 
-def shards(rank: int, world_size: int, folder: str) -> None:
+def shards(rank: int, world_size: int, folder: str, every: int) -> None:
     """A new optimizer continues from the momenta and their step; the model is saved by torch."""
-    model, optimizer = sharded((2, 2), 0)
-    train(model, optimizer, range(2), rank)
-    dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/model")
+    model, optimizer = sharded((2, 2), 0, vote_every=every)
+    train(model, optimizer, range(1 + every), rank)
+    with optimizer.common_weights():
+        dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/model")
     save_momentum(optimizer, folder)
     kept = [momentum.to_local() for momentum in momenta_of(optimizer)]
-    end = train(model, optimizer, range(2, 4), rank)
+    straight = train(model, optimizer, range(1 + every, 3 + every), rank)
 
-    other, resumed = sharded((2, 2), 0)
-    state = {"model": other.state_dict()}
+    model, optimizer = sharded((2, 2), 0, vote_every=every)
+    state = {"model": model.state_dict()}
     dcp.load(state, checkpoint_id=f"{folder}/model")
-    other.load_state_dict(state["model"])
-    load_momentum(resumed, folder)
-    assert resumed.steps == 2
-    assert same(kept, [momentum.to_local() for momentum in momenta_of(resumed)])
-    ends = end, train(other, resumed, range(2, 4), rank)
+    model.load_state_dict(state["model"])
+    with torch.no_grad():
+        model(torch.zeros(1, 64))  # Leaves gathered parameters, which are out of date next.
+    load_momentum(optimizer, folder)
+    assert optimizer.steps == 1 + every
+    assert same(kept, [momentum.to_local() for momentum in momenta_of(optimizer)])
+    ends = straight, train(model, optimizer, range(1 + every, 3 + every), rank)
     assert same(*([p.to_local() for p in own] for own in ends))
 
 
@@ -314,9 +426,12 @@ def other_shards(rank: int, world_size: int, folder: str, shape: tuple[int, int]
 
 
 @multiproc
-def test_shards_of_fsdp2_resume_on_as_many_shards(pools: RankPools, tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [1, 3])
+def test_shards_of_fsdp2_resume_on_as_many_shards(
+    pools: RankPools, tmp_path: Path, every: int
+) -> None:
     folder = str(tmp_path)
-    pools(4).run(shards, folder)
+    pools(4).run(shards, folder, every)
     for shape in ((2, 1), (1, 4)):
         for said in pools(shape[0] * shape[1]).run(other_shards, folder, shape):
             assert "holds shard [" in said
@@ -474,7 +589,7 @@ def metadata_of(path: Path) -> dict[str, str]:
         return file.metadata()
 
 
-def rewrite(path: Path, change: Callable[[dict[str, Tensor]], None], **metadata: str) -> None:
+def rewrite(path: Path, change: Callable[[dict[str, Tensor]], Any], **metadata: str) -> None:
     tensors, kept = load_file(path), metadata_of(path)
     change(tensors)
     save_file(tensors, path, {**kept, **metadata})
@@ -506,6 +621,18 @@ def damage(path: Path, case: str) -> None:
         rewrite(path, lambda own: own.update({"1": torch.zeros(10, dtype=torch.int64)}))
     elif case == "key":
         rewrite(path, lambda own: own.update({"9": own.pop("1")}))
+    elif case == "own shape":
+        rewrite(path, lambda own: own.update({"own.1": torch.zeros(11)}))
+    elif case == "own dtype":
+        rewrite(path, lambda own: own.update({"own.1": own["own.1"].bfloat16()}))
+    elif case == "own key":
+        rewrite(path, lambda own: own.update({"own.9": own.pop("own.1")}))
+    elif case == "own missing":
+        rewrite(path, lambda own: [own.pop(f"own.{number}") for number in range(4)])
+    elif case == "own planted":
+        header = json.loads(metadata_of(path)["hf_dlion momentum 1"])
+        header["local"]["period"]["decays"] = "x"
+        rewrite(path, lambda own: None, **{"hf_dlion momentum 1": json.dumps(header)})
     elif case == "foreign":
         save_file({"1": torch.zeros(10)}, path)
     elif case == "header":
@@ -528,7 +655,7 @@ def damage(path: Path, case: str) -> None:
 
 def failing_load(rank: int, world_size: int, folder: str, case: str) -> str:
     model = model_of()
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(model, vote_every=3 if case.startswith("own") else 1)
     train(model, optimizer, range(2), rank)
     save(model, optimizer, f"{folder}/new", rank)
     save(model, optimizer, f"{folder}/other", rank)
@@ -537,7 +664,7 @@ def failing_load(rank: int, world_size: int, folder: str, case: str) -> str:
     state = torch.load(f"{folder}/new/state.bin", weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    kept = momenta_of(optimizer)
+    kept = [*momenta_of(optimizer), *weights_of(model)]
     dist.barrier()
     if rank == 1:
         damage(file_of(f"{folder}/new", 1, 2), case)
@@ -555,7 +682,8 @@ def failing_load(rank: int, world_size: int, folder: str, case: str) -> str:
         else:
             load_momentum(optimizer, f"{folder}/new")
     except BaseException as error:
-        assert same(kept, momenta_of(optimizer))
+        assert same(kept, [*momenta_of(optimizer), *weights_of(model)])
+        assert not optimizer._local.anchors
         # All ranks go on together.
         load(model, optimizer, f"{folder}/later")
         return f"{type(error).__name__}: {error}"
@@ -576,6 +704,14 @@ FILE = r"dlion_momentum_1_of_2\.safetensors"
         ("shape", rf"{FILE} holds a momentum of \(11,\) torch.float32 for parameter 1, which"),
         ("dtype", rf"{FILE} holds a momentum of \(10,\) torch.int64 for parameter 1, which"),
         ("key", rf"{FILE} holds momenta \['0', '2', '3', '9'\], but .* has 4 parameters"),
+        ("own shape", rf"{FILE} holds own weights of \(11,\) torch.float32 for parameter 1, which"),
+        ("own dtype", rf"{FILE} holds own weights of \(10,\) torch.bfloat16 for parameter 1, wh"),
+        ("own key", rf"{FILE} holds momenta .*'own.9'\], but the optimizer has 4 parameters"),
+        (
+            "own missing",
+            rf"{FILE} holds own weights of .* \[\], but .* \[0, 1, 2, 3\]: load",
+        ),
+        ("own planted", rf"{FILE} is not a momentum file of this hf_dlion \(ValueError"),
         ("foreign", rf"{FILE} is not a momentum file of this hf_dlion .*: load an older"),
         ("header", rf"{FILE} is not a momentum file of this hf_dlion .*: load an older"),
         ("renamed", rf"{FILE} holds the momentum of rank 0 of 2: restore"),

@@ -156,18 +156,18 @@ def test_the_commands_of_a_page_are_those_that_the_tools_take(page: Path) -> Non
                 importlib.import_module(module)._parser().parse_args(words)
 
 
-def save_and_load(rank: int, world_size: int, folder: str) -> tuple[Any, ...]:
+def save_and_load(rank: int, world_size: int, folder: str, every: int) -> tuple[Any, ...]:
     """Trains, and calls the functions of the page of checkpoints as a rank would."""
-    (code,) = blocks(DOCS / "guides" / "checkpoints.md", "python")
+    code, end = blocks(DOCS / "guides" / "checkpoints.md", "python")
     names: dict[str, Any] = {}
     exec(code, names)
 
     def trained(steps: int) -> tuple[torch.nn.Linear, DistributedLion]:
         torch.manual_seed(0)
         model = torch.nn.Linear(3, 2)
-        optimizer = DistributedLion(model.named_parameters(), lr=0.1)
+        optimizer = DistributedLion(model.named_parameters(), lr=0.1, vote_every=every)
         for step in range(steps):
-            model(torch.full((1, 3), 1.0 + rank + step)).sum().backward()
+            model(torch.full((1, 3), (1.0 + step) * (1 - 3 * rank))).sum().backward()
             optimizer.step()
         return model, optimizer
 
@@ -177,11 +177,17 @@ def save_and_load(rank: int, world_size: int, folder: str) -> tuple[Any, ...]:
         names[call](model, optimizer, folder)
         momentum = optimizer.state_dict()["state"][0]["exp_avg"]
         found.append((optimizer.steps, model.weight.tolist(), momentum.tolist()))
-    return tuple(found)
+    exec(end, {"optimizer": optimizer})
+    return *found, model.weight.tolist()
 
 
 @pytest.mark.multiproc
-def test_the_page_of_checkpoints_saves_and_goes_on(pools: RankPools, tmp_path: Path) -> None:
-    (first, loaded), (second, again) = pools(2).run(save_and_load, str(tmp_path))
-    assert (first, second) == (loaded, again)
+@pytest.mark.parametrize("every", [1, 3])
+def test_the_page_of_checkpoints_saves_and_goes_on(
+    pools: RankPools, tmp_path: Path, every: int
+) -> None:
+    ranks = pools(2).run(save_and_load, str(tmp_path), every)
+    (first, loaded, end), (second, again, other_end) = ranks
+    assert (first, second, end) == (loaded, again, other_end)
+    assert (first[1] == second[1]) == (every == 1)
     assert first[2] != second[2]  # Each rank has a momentum of its own.
