@@ -195,12 +195,12 @@ def hear_a_hint(rank: int, world_size: int, folder: str) -> list[str]:
 
     def slow(pending: Pending) -> None:
         wait(pending)
-        callback.time.sleep(0.003)
+        callback.time.sleep(0.01)
 
-    with mock.patch.object(callback.logger, "info", said.append):
-        with mock.patch.object(Pending, "wait", slow):
-            tiny_trainer(tiny_args(folder, max_steps=52, logging_steps=100)).train()
-        tiny_trainer(tiny_args(folder, max_steps=49, logging_steps=100)).train()
+    info = mock.patch.object(callback.logger, "info", said.append)
+    with info, mock.patch.object(Pending, "wait", slow):
+        for steps in (52, 49):
+            tiny_trainer(tiny_args(folder, max_steps=steps, logging_steps=100)).train()
     return [text for text in said if "vote_every" in text]
 
 
