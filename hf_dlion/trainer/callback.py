@@ -26,6 +26,8 @@ MEGABYTE = 1e6
 # Steps after which a training with vote_every=1 is told what its exchange costs, and the share of
 # the time from which on a larger vote_every is named.
 MEASURED_STEPS, COSTLY = 50, 0.1
+# What TrainingArguments has if nobody sets it: a learning rate for AdamW.
+_UNTOUCHED_LR = 5e-5
 _ALONE = (
     "DistributedLion exchanges nothing between nodes and is plain Lion, because {}. Start several "
     "processes with torchrun or accelerate launch --multi_gpu"
@@ -80,6 +82,11 @@ class DistributedLionCallback(TrainerCallback):
             return
         prepare(lion, trainer)
         _warn_of_token_counts(lion, trainer)
+        if trainer.args.learning_rate == _UNTOUCHED_LR and trainer.is_world_process_zero():
+            logger.warning_once(
+                "learning_rate=5e-5 is Trainer's default, which is meant for AdamW: with Lion, "
+                "start with a third of your AdamW learning rate, and three times its weight_decay"
+            )
         self._steps, self._abstentions = lion._local.period.steps, lion.wire.abstentions
         self._period_end = self._logged = (0, dataclasses.replace(lion.wire))
         self._means, self._times = {}, []

@@ -252,6 +252,15 @@ def test_one_process_says_that_it_exchanges_nothing(tmp_path: Path, said: list[s
     ]
 
 
+@pytest.mark.parametrize(("rate", "optim"), [(5e-5, "dlion"), (5e-5, "sgd"), (2e-5, "dlion")])
+def test_a_learning_rate_that_nobody_chose_is_said_with_where_to_start(
+    tmp_path: Path, said: list[str], rate: float, optim: str
+) -> None:
+    tiny_trainer(tiny_args(tmp_path, optim=optim, learning_rate=rate, max_steps=1)).train()
+    hints = [text for text in said if "start with a third of your AdamW" in text]
+    assert len(hints) == (rate == 5e-5 and optim == "dlion")
+
+
 @pytest.mark.parametrize(("first", "second"), [("adamw_torch", "dlion"), ("dlion", "adamw_torch")])
 def test_a_checkpoint_of_the_other_optimizer_is_refused_with_what_to_do(
     tmp_path: Path, first: str, second: str
