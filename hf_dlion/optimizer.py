@@ -172,12 +172,31 @@ class DistributedLion(LionState):
         if fsdp.is_fsdp(model):
             self._fsdp_model = model
         else:
+            self._check_wrapper(model)
             ddp.attach(model, self)
-        # Weights may have changed on a rank since the last training.
+        self._compare_again()
+
+    def _compare_again(self) -> None:
+        """Has the next step compare weights, which may have changed on a rank."""
         self._attaches += 1
         self._meets_next = True
         if self._meetings is not None:
             self._meetings.compare_again()
+
+    def _check_wrapper(self, model: nn.Module) -> None:
+        """Refuses a wrapper that was made amid local steps.
+
+        Raises:
+            RuntimeError: If it isn't the attached one: DDP gave all ranks rank 0's own weights.
+        """
+        attached = ddp.attached_wrapper(self)
+        if self._local.anchors and not self._local.swapped:
+            if attached is not getattr(model, "_orig_mod", model):
+                raise RuntimeError(
+                    "attach() of another DDP wrapper after local steps: DDP gives every rank the "
+                    "own weights of rank 0. Call optimizer.detach() before you wrap the model, and "
+                    "optimizer.attach(model) before you load momenta"
+                )
 
     def detach(self) -> None:
         """Lets the attached DDP wrappers average gradients again; call it on every rank.
@@ -186,6 +205,7 @@ class DistributedLion(LionState):
         this rank was moved since then is lost; `exchange_now` before it keeps that.
         """
         ddp.detach(self)
+        self._compare_again()
         if self._local.anchors:
             self._show_anchors()
         self._local = LocalSteps(self.options.bits, exchanges=self._local.exchanges)
@@ -234,7 +254,9 @@ class DistributedLion(LionState):
             return
         ranks, failure, used = self._topology(), None, Tensors()
         try:
-            used = self._used(self._planned()[1])
+            plan, whole, params = self._flat()
+            used = self._used(whole)
+            self._local.check(whole, params, plan, self._last_turn())
         except Exception as error:  # The other ranks wait for a header.
             failure = error
         agreed = self._meet(Kind.EXCHANGE, failure, used)
@@ -258,8 +280,8 @@ class DistributedLion(LionState):
         """Takes one step, together with all ranks of the process group.
 
         A rank whose gradients hold a NaN or an Inf abstains and keeps its momentum; if all do,
-        nothing changes and the step is not counted. Bytes: see `exchange.routes`, and 64 (N - 1)
-        for the header.
+        nothing changes and the step is not counted (but local steps are). Bytes: see
+        `exchange.routes`, and 64 (N - 1) for the header.
 
         Args:
             closure: Reevaluates the model and returns the loss.
@@ -269,7 +291,8 @@ class DistributedLion(LionState):
 
         Raises:
             Disagreement: On every rank, before anything moves, if the ranks differ in what must be
-                equal, or one of them failed; that one raises its own error.
+                equal, or one of them failed; that one raises its own error. With local steps, at
+                the next exchange.
             LostRank: If another rank ended or stalled.
             RuntimeError: On every rank, if one abstained `max_abstained_steps` times in a row;
                 or after `eval()`, without `train()`.
@@ -395,14 +418,16 @@ class DistributedLion(LionState):
         """Returns the period with this step.
 
         Raises:
-            RuntimeError: If `eval()` was called, or, where all ranks meet, if this rank's gradients
-                were not finite for too long.
+            RuntimeError: If `eval()` was called; if weights were changed as local steps can't
+                follow; or, where all ranks meet, if gradients were not finite for too long.
         """
-        if self._local.evaluating:
+        if self._local.swapped:
             raise RuntimeError(
-                "step() after optimizer.eval(), which put common weights into the model: call "
-                "optimizer.train() before you train"
+                "step() after optimizer.eval() or in common_weights(), which put common weights "
+                "into the model: call optimizer.train() before you train"
             )
+        plan, whole, params = self._flat()
+        self._local.check(whole, params, plan, self._last_turn())
         if kind is not None:  # In a local step nobody would hear of it.
             self._abstentions.check()
         return self._local.period.and_a_step(self.param_groups)
@@ -461,7 +486,8 @@ class DistributedLion(LionState):
 
     def _show_anchors(self) -> None:
         """Puts anchors into the model."""
-        _, whole, params = self._flat()
+        plan, whole, params = self._flat()
+        self._local.check(whole, params, plan, self._last_turn())
         with torch.no_grad():
             self._local.show_anchors(whole, params)
 
@@ -585,7 +611,7 @@ class DistributedLion(LionState):
         options: dict[str, object] = {
             **self._compared,
             "calls of load_state_dict": self._loads,
-            "calls of attach": self._attaches,
+            "calls of attach and detach": self._attaches,
         }
         if self.options.vote_every > 1:
             period = period or self._local.period

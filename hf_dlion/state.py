@@ -114,7 +114,8 @@ class LionState(torch.optim.Optimizer):
         trainable = groups.trainable(self.param_groups)
         params = [fsdp.local_part(p.detach()) for p in trainable]
         shapes = local.shapes_of(params, self.param_groups)
-        if self._plan is None or self._plan.shapes != shapes:
+        identities = list(map(id, trainable))
+        if self._plan is None or self._plan.shapes != shapes or self._plan.identities != identities:
             named = [(n, p) for n, p in groups.named(self.param_groups) if p.requires_grad]
             fsdp.check_sharding(named, self._replicate)
             full = groups.selection(self.param_groups, self.options, "full_precision")
@@ -123,7 +124,8 @@ class LionState(torch.optim.Optimizer):
                 for f, (_, p) in zip(full, groups.named(self.param_groups), strict=True)
                 if p.requires_grad
             ]
-            self._plan, self._meets_next = Plan.of(params, self.param_groups, own), True
+            self._plan = Plan.of(params, self.param_groups, own)
+            self._plan.identities, self._meets_next = identities, True
             for p in self._local.anchors.keys() - set(trainable):  # Nobody moves them any more.
                 with torch.no_grad():
                     self._local.drop(p, local.flat_view(fsdp.local_part(p.detach())))

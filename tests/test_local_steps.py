@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.exchange.wire import LostRank
 from hf_dlion.optimizer import DistributedLion
+from hf_dlion.ranks.agreement import Disagreement
 from hf_dlion.vote import message
 from tests.support.local_definition import LocalLions
 from tests.support.spawn import LASTING, RankPools, run_script
@@ -322,7 +323,7 @@ def fails(rank: int, world_size: int, what: str) -> list[str]:
     """Steps with vote_every=4 until something is wrong on the last rank; returns each error."""
     last = rank == world_size - 1
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if what == "changed" else torch.float32
+    dtype = torch.bfloat16 if what in ("changed", "one") else torch.float32
     model = nn.Linear(64, 3, dtype=dtype)
     every = 8 if what == "every" and last else 4
     optimizer = DistributedLion(
@@ -341,6 +342,11 @@ def fails(rank: int, world_size: int, what: str) -> list[str]:
             optimizer.param_groups[0]["lr"] = 0.02 if last and step == 1 else 0.01
         if step == 5 and what in ("replaced", "changed") and (last or what == "changed"):
             model.load_state_dict({name: p + 1 for name, p in model.state_dict().items()})
+        if what == "one" and last and step == 7:
+            with torch.no_grad():
+                model.weight.clamp_(max=0.0)
+        if what == "layout" and step == 5:
+            model.weight.data = model.weight.data.t().contiguous().t()
         if what == "eval" and last and step == 3:
             optimizer.eval()
         if what == "closure" and last and step == 3:
@@ -369,7 +375,13 @@ def fails(rank: int, world_size: int, what: str) -> list[str]:
             "3 Disagreement: exchange failed",
         ),
         ("replaced", "7 Disagreement: the weights of 'weight' on rank 1 are farther from", ""),
-        ("changed", "5 RuntimeError: a torch.bfloat16 parameter of shape (3, 64) was changed", ""),
+        ("changed", "5 RuntimeError: a torch.bfloat16 parameter of shape (3, 64) has local", ""),
+        (
+            "one",
+            "7 RuntimeError: a torch.bfloat16 parameter of shape (3, 64) has",
+            "7 Disagreement: ",
+        ),
+        ("layout", "5 RuntimeError: a torch.float32 parameter of shape (3, 64) has local", ""),
         (
             "eval",
             "3 RuntimeError: step() after optimizer.eval()",
@@ -438,6 +450,92 @@ def test_parameters_may_freeze_join_and_break_amid_a_period(pools: RankPools) ->
     assert first == []
     assert len(second) == 1
     assert "the weights of '1' were not finite on rank 1" in second[0]
+
+
+def rotates(rank: int, world_size: int) -> None:
+    """Two tensors of one shape are trained in turns, as some low-memory recipes do."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(2, 64)) for _ in range(2)]
+    optimizer = DistributedLion(params, lr=0.01, vote_every=3, check_replicas_every=1)
+    for step in range(8):
+        trained, frozen = params if step < 4 else params[::-1]
+        trained.requires_grad_(True)
+        frozen.requires_grad_(False)
+        random = torch.Generator().manual_seed(10 * step + rank)
+        trained.grad, frozen.grad = torch.randn(2, 64, generator=random), None
+        optimizer.step()
+    optimizer.eval()
+    for p in params:
+        assert all(torch.equal(p, own) for own in everyones(p))
+
+
+def test_tensors_of_one_shape_may_take_turns(pools: RankPools) -> None:
+    pools(2).run(rotates)
+
+
+def in_wrong_order(rank: int, world_size: int) -> list[str]:
+    """What `attach`, `detach` and `step` say after local steps."""
+    said = []
+    model = model_of()
+    optimizer = DistributedLion(model.named_parameters(), lr=0.01, vote_every=3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(batch(0, rank)).square().sum().backward()
+        optimizer.step()
+
+    step()
+    with pytest.raises(RuntimeError) as caught, optimizer.common_weights():
+        step()
+    said.append(str(caught.value))
+    ddp = DistributedDataParallel(model)  # gives rank 1 the own weights of rank 0
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.attach(ddp)
+    said.append(str(caught.value))
+    optimizer.detach()
+    with torch.no_grad():
+        model[0].weight[0, 0] = rank  # type: ignore[index]
+    with pytest.raises(Disagreement) as disagreed:
+        step()
+    said.append(str(disagreed.value))
+    del ddp
+    gc.collect()
+    return said
+
+
+def test_a_wrong_order_of_calls_is_refused(pools: RankPools) -> None:
+    for swapped, wrapped, differs in pools(2).run(in_wrong_order):
+        assert "in common_weights()" in swapped
+        assert "attach() of another DDP wrapper after local steps" in wrapped
+        assert "hashes of parameter values, first in '0.weight'" in differs
+
+
+def breaks_in_a_node(rank: int, world_size: int) -> str:
+    """All gradients of the first step are NaN; later rank 2's weights are replaced."""
+    ddp = DistributedDataParallel(model_of())
+    optimizer = DistributedLion(ddp.named_parameters(), lr=0.01, local_group=2, vote_every=3)
+    optimizer.attach(ddp)
+    said = ""
+    for step in range(8):
+        optimizer.zero_grad()
+        ddp(batch(step, rank) * (torch.nan if step == 0 else 1.0)).square().sum().backward()
+        if step == 5 and rank == 2:
+            with torch.no_grad():
+                next(ddp.parameters()).add_(1.0)
+        try:
+            optimizer.step()
+        except Disagreement as error:
+            said = f"{step}: {error}"
+            break
+    optimizer.detach()
+    del ddp
+    gc.collect()
+    return said
+
+
+def test_replaced_weights_in_a_node_end_all_ranks(pools: RankPools) -> None:
+    for said in pools(4).run(breaks_in_a_node, timeout=60):
+        assert said.startswith("6: the weights of some parameters on rank 2 are farther"), said
 
 
 def beside(rank: int, world_size: int) -> None:

@@ -26,7 +26,9 @@ class Abstentions:
             finite: By rank, whether its gradients are finite.
         """
         missing = list(finite).count(False)
-        before = self._in_a_row or [0] * len(finite)
+        # Voters where ranks meet, ranks in local steps.
+        same = len(self._in_a_row) == len(finite)
+        before = self._in_a_row if same else [0] * len(finite)
         self._in_a_row = [0 if ok else n + 1 for ok, n in zip(finite, before, strict=True)]
         return missing
 

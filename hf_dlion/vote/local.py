@@ -27,6 +27,7 @@ class Plan:
         lines: A line per trainable tensor, for the comparison between ranks.
         full_set: Indices of the tensors in `full`.
         full_momenta_equal: Whether their momenta are known to be equal on all voters.
+        identities: `id` of each parameter, since another one may have the same shape.
     """
 
     shapes: tuple[Shape, ...]
@@ -35,6 +36,7 @@ class Plan:
     lines: list[Line]
     full_set: frozenset[int]
     full_momenta_equal: bool = False
+    identities: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, params: Sequence[Tensor], groups: Groups, full: Sequence[bool]) -> Plan:

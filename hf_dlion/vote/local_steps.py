@@ -13,6 +13,7 @@ import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -47,6 +48,10 @@ from hf_dlion.vote.update import (
 
 # What a rank sends for a parameter that somebody replaced, in the place of a mean.
 _REPLACED = -1.0
+_REMEDY = (
+    "Before you change weights, call optimizer.detach() on every rank; with DDP or FSDP2, call "
+    "optimizer.attach(model) after it"
+)
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,44 @@ class LocalSteps:
     swapped: bool = False
     evaluating: bool = False
     _versions: dict[Tensor, int] = field(default_factory=dict)
+    _layouts: dict[Tensor, tuple[object, ...]] = field(default_factory=dict)
+
+    def check(
+        self, whole: Sequence[Tensor], params: Sequence[Tensor], plan: Plan, turn: Turn
+    ) -> None:
+        """Refuses what somebody did to parameters that steps would undo or mix up.
+
+        Args:
+            whole: The trainable parameters.
+            params: Their flat tensors.
+            plan: Of those parameters.
+            turn: The last step.
+
+        Raises:
+            RuntimeError: If a parameter has another dtype or memory layout than its anchor, or one
+                of 16 bits has other values than the last step gave it.
+        """
+        for p in whole:
+            if self._layouts.get(p, _layout(p)) != _layout(p):
+                raise _changed(p, "its dtype or memory layout was changed")
+        if self.swapped:
+            return
+        touched = [
+            p in self.displacements and p._version != self._versions.get(p, p._version)
+            for p in whole
+        ]
+        if any(touched):
+            held = [
+                flat.clone() if own else None for flat, own in zip(params, touched, strict=True)
+            ]
+            weights = self._weights(whole, params, touched)
+            for message in (*plan.messages, *plan.full):
+                for piece in message.pieces:
+                    _round_own(piece, weights, turn)
+            for p, flat, own in zip(whole, params, held, strict=True):
+                if own is not None and not torch.equal(flat, own):
+                    raise _changed(p, "its values were changed between two steps")
+            self._note_versions(whole)
 
     def step(self, whole: Sequence[Tensor], tensors: Tensors, plan: Plan, turn: Turn) -> None:
         """Takes a step on this rank's gradients; communicates nothing.
@@ -137,17 +180,7 @@ class LocalSteps:
             tensors: Of this step; None for gradients that don't count.
             plan: Of those parameters.
             turn: The step.
-
-        Raises:
-            RuntimeError: If somebody changed a parameter of 16 bits, which the step would undo.
         """
-        for p in whole:
-            if p in self.displacements and p._version != self._versions.get(p, p._version):
-                raise RuntimeError(
-                    f"a {p.dtype} parameter of shape {tuple(p.shape)} was changed between two "
-                    f"steps, which a step with vote_every would undo: on every rank, call "
-                    f"optimizer.detach(), change it, and call optimizer.attach()"
-                )
         for p, flat, grad in zip(whole, tensors.params, tensors.grads, strict=True):
             if grad is not None:
                 self._use(p, flat)
@@ -183,7 +216,7 @@ class LocalSteps:
             Indices of parameters that were not finite on this rank, which got the anchor.
 
         Raises:
-            Disagreement: On every voter, before anything moves, if weights were replaced on one.
+            Disagreement: On every rank, before anchors move, if weights were replaced on one.
         """
         stats, voters, now = ranks.voters.stats, ranks.voters, time.perf_counter()
         ballot = replace(turn, step=self.exchanges + 1)
@@ -199,8 +232,13 @@ class LocalSteps:
             _give_up(k, weights)
             amounts[k] = 0.0
         means = [amount / count for amount, count in zip(amounts, counts, strict=True)]
-        for k in self._replaced(whole, amounts, plan, weights):
+        replaced = self._replaced(whole, amounts, plan, weights)
+        for k in replaced:
             means[k] = _REPLACED
+        if voters is not ranks.everyone:  # A rank's voters hear of its own shard or node only.
+            flags = ranks.everyone.gather_words([bool(replaced)], "replaced weights").view(-1)
+            if bool(flags.any()):
+                _raise_replaced("some parameters", flags.nonzero().view(-1).tolist())
         scales = _agreed_scales(means, plan, self.bits, voters)
 
         relative = [_number(s / 2 if self.bits == 8 else s) for s in scales]
@@ -280,7 +318,7 @@ class LocalSteps:
             own = self.anchors.get(p)
             if own is None:
                 continue
-            anchor = flat.clone()
+            anchor, self._layouts[p] = flat.clone(), _layout(p)
             if p not in self.displacements:
                 flat.copy_(own)
             own.copy_(anchor)
@@ -296,13 +334,13 @@ class LocalSteps:
         anchor = self.anchors.pop(param)
         if not self.swapped and anchor.numel() == flat.numel():
             flat.copy_(anchor)
-        for kept in (self.displacements, self.limits, self._versions):
+        for kept in (self.displacements, self.limits, self._versions, self._layouts):
             kept.pop(param, None)
         self.used.discard(param)
 
     def _use(self, param: Tensor, flat: Tensor) -> None:
         if param not in self.anchors:
-            self.anchors[param] = flat.clone()
+            self.anchors[param], self._layouts[param] = flat.clone(), _layout(param)
             if param.dtype in LOW_PRECISION:
                 self.displacements[param] = torch.zeros_like(flat)
 
@@ -447,18 +485,31 @@ def _agreed_scales(means: Sequence[float], plan: Plan, bits: int, voters: Wire) 
     for index in range(len(means)):
         ranks = [voters.ranks[v] for v, own in enumerate(table) if own[index] == _REPLACED]
         if ranks:
-            raise Disagreement(
-                f"the weights of {str(plan.lines[index][0])!r} on {named_ranks(ranks)} are farther "
-                f"from the last exchange's than steps can have moved them: something replaced "
-                f"them. Call optimizer.detach(), load the weights, and call optimizer.attach(), on "
-                f"every rank"
-            )
+            _raise_replaced(repr(plan.lines[index][0]), ranks)
     scales = []
     for own in zip(*table, strict=True):
         heard = [mean for mean in own if mean > 0.0]
         total = max(heard, default=0.0) if bits == 8 else sum(heard)
         scales.append(total if bits == 8 else total / max(len(heard), 1))
     return scales
+
+
+def _raise_replaced(what: str, ranks: Sequence[int]) -> NoReturn:
+    raise Disagreement(
+        f"the weights of {what} on {named_ranks(ranks)} are farther from the last exchange's than "
+        f"steps can have moved them: something replaced them. {_REMEDY}"
+    )
+
+
+def _changed(param: Tensor, how: str) -> RuntimeError:
+    return RuntimeError(
+        f"a {param.dtype} parameter of shape {tuple(param.shape)} has local steps, and {how}. "
+        f"{_REMEDY}"
+    )
+
+
+def _layout(param: Tensor) -> tuple[object, ...]:
+    return param.dtype, param.shape, param.stride()
 
 
 def _unit(scale: float, bits: int) -> float:
