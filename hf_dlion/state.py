@@ -13,8 +13,7 @@ from torch import Tensor, nn
 import hf_dlion.fsdp as fsdp
 from hf_dlion.exchange.wire import WireStats
 from hf_dlion.options import Options, check_group
-from hf_dlion.ranks.abstention import Abstentions
-from hf_dlion.ranks.agreement import Meetings
+from hf_dlion.ranks.agreement import Abstentions, Meetings
 from hf_dlion.ranks.fingerprint import fingerprints
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote import groups, local
