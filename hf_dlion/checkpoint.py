@@ -266,6 +266,12 @@ def load_momentum(
             lion.state[param]["exp_avg"] = loaded.momenta[param]
     if loaded.local is not None:
         lion._continue_from(loaded.local)
+    if header.local is not None and loaded.local is None and rank == 0:
+        warnings.warn(
+            f"{place} was saved amid local steps (vote_every above 1), which this training doesn't "
+            f"take: it continues with the weights of the last exchange",
+            stacklevel=2,
+        )
     if header.world_size != world_size and rank == 0:
         dropped = ""
         if loaded.local is not None and header.local is not None:

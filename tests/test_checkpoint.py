@@ -270,7 +270,11 @@ def other_vote_every(rank: int, world_size: int, folder: str) -> None:
         assert sum(key.startswith("own.") for key in keys) == (4 if saving is local else 0)
         model = model_of(1)
         optimizer = optimizer_of(model, **loading)
-        load(model, optimizer, folder)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            load(model, optimizer, folder)
+        told = [own for own in caught if "saved amid local steps" in str(own.message)]
+        assert len(told) == (saving is local and rank == 0)
         assert same(kept, weights_of(model))
         assert not optimizer._local.anchors
         assert optimizer._local.period.steps == 0
