@@ -266,7 +266,9 @@ def load_momentum(
             lion.state[param]["exp_avg"] = loaded.momenta[param]
     if loaded.local is not None:
         lion._continue_from(loaded.local)
-    if header.local is not None and loaded.local is None and rank == 0:
+    has_own = loaded.local is not None and bool(loaded.local.anchors)
+    had_own = header.local is not None and bool(header.local.used or header.local.limits)
+    if had_own and not has_own and header.world_size == world_size and rank == 0:
         warnings.warn(
             f"{place} was saved amid local steps (vote_every above 1), which this training doesn't "
             f"take: it continues with the weights of the last exchange",
