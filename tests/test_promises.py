@@ -183,7 +183,7 @@ def test_replicas_are_equal_on_other_instructions() -> None:
     assert first != second
     assert mine == theirs
     # The votes on the first parameter are the same whether the second one is averaged.
-    assert len(set(mine)) == 14
+    assert len(set(mine)) == 22
 
 
 if __name__ == "__main__":

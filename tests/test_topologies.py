@@ -362,7 +362,7 @@ def test_a_second_training_begins_with_equal_weights(pools: RankPools) -> None:
     for text in pools(2).run(attached_again, False):
         assert "first in 'module.0.weight'" in text
     for text in pools(2).run(attached_again, True):
-        assert "first in 'calls of attach and detach': rank 0: 1, rank 1: 2" in text
+        assert "first in 'calls of attach and detach': rank 0: 2, rank 1: 3" in text
 
 
 def copied(rank: int, world_size: int, whole: bool) -> list[str]:
