@@ -189,14 +189,13 @@ class DistributedLion(LionState):
         Raises:
             RuntimeError: If it isn't the attached one: DDP gave all ranks rank 0's own weights.
         """
-        attached = ddp.attached_wrapper(self)
-        if self._local.anchors and not self._local.swapped:
-            if attached is not getattr(model, "_orig_mod", model):
-                raise RuntimeError(
-                    "attach() of another DDP wrapper after local steps: DDP gives every rank the "
-                    "own weights of rank 0. Call optimizer.detach() before you wrap the model, and "
-                    "optimizer.attach(model) before you load momenta"
-                )
+        other = ddp.attached_wrapper(self) is not getattr(model, "_orig_mod", model)
+        if self._local.anchors and not self._local.swapped and other:
+            raise RuntimeError(
+                "attach() of another DDP wrapper after local steps: DDP gives every rank the own "
+                "weights of rank 0. Call optimizer.detach() before you wrap the model, and "
+                "optimizer.attach(model) before you load momenta"
+            )
 
     def detach(self) -> None:
         """Lets the attached DDP wrappers average gradients again; call it on every rank.
@@ -217,14 +216,11 @@ class DistributedLion(LionState):
         themselves. With `vote_every=1` a model always holds them, and this does nothing.
         """
         if self.options.vote_every > 1:
-            self._local.evaluating = True
             self._show_anchors()
 
     def train(self) -> None:
         """Puts this rank's own weights back after `eval`, bit for bit; call it before training."""
-        if self.options.vote_every > 1:
-            self._local.evaluating = False
-            self._show_own()
+        self._show_own()
 
     @contextlib.contextmanager
     def common_weights(self) -> Iterator[None]:
@@ -259,12 +255,16 @@ class DistributedLion(LionState):
             self._local.check(whole, params, plan, self._last_turn())
         except Exception as error:  # The other ranks wait for a header.
             failure = error
+        if self._stepped and ranks.node is not None:
+            # Not fine: a rank that exchanges in a step describes its gradients no further.
+            agree_in_node(ranks.node, Kind.EXCHANGE, False, [])
         agreed = self._meet(Kind.EXCHANGE, failure, used)
         ranks.form()
         if ranks.voters.world_size > 1:
+            swapped = self._local.swapped
             self._show_own()
             texts = self._exchange(agreed.moves, ranks)
-            if self._local.evaluating:
+            if swapped:
                 self._show_anchors()
             for text in texts:
                 warnings.warn(text, stacklevel=2)
@@ -439,7 +439,8 @@ class DistributedLion(LionState):
         ranks = self._topology()
         finite, present = tensors.finite, tensors.present
         if ranks.node is not None:
-            finite, present = agree_in_node(ranks.node, finite, present, failure)
+            fine = finite and failure is None
+            finite, present = agree_in_node(ranks.node, kind or Kind.STEP, fine, present)
         tensors.abstain(finite, present)
         used_anywhere: list[bool] = []
         if kind is Kind.EXCHANGE:
@@ -486,10 +487,11 @@ class DistributedLion(LionState):
 
     def _show_anchors(self) -> None:
         """Puts anchors into the model."""
-        plan, whole, params = self._flat()
-        self._local.check(whole, params, plan, self._last_turn())
-        with torch.no_grad():
-            self._local.show_anchors(whole, params)
+        if not self._local.swapped:
+            plan, whole, params = self._flat()
+            self._local.check(whole, params, plan, self._last_turn())
+            with torch.no_grad():
+                self._local.show_anchors(whole, params)
 
     def _show_own(self) -> None:
         """Puts this rank's own weights into the model."""
@@ -504,9 +506,9 @@ class DistributedLion(LionState):
         Args:
             local: As after `eval`, with own weights in the place of anchors.
         """
-        local.evaluating = self._local.evaluating
+        swapped = self._local.swapped
         self._local = local
-        if not local.evaluating:
+        if not swapped:
             self._show_own()
 
     def _after(self, count: int, ranks: Topology) -> None:

@@ -214,9 +214,7 @@ class LionState(torch.optim.Optimizer):
                 momentum = saved["exp_avg"].to(device=param.device, dtype=dtype, copy=True)
                 self.state[param]["exp_avg"] = momentum
         self._plan = None
-        self._local = LocalSteps(
-            self.options.bits, evaluating=self._local.evaluating, swapped=self._local.swapped
-        )
+        self._local = LocalSteps(self.options.bits, swapped=self._local.swapped)
         self._loads += 1
         if self._meetings is not None and self.options.vote_every > 1:
             # Without loading the model, too, each rank goes on with its own weights.

@@ -8,7 +8,6 @@ import sys
 import warnings
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,35 +20,11 @@ from hf_dlion.exchange.wire import LostRank
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.agreement import Disagreement
 from hf_dlion.vote import message
+from tests.support.gradients import KINDS, SHAPES, gradients
 from tests.support.local_definition import LocalLions
 from tests.support.spawn import LASTING, RankPools, run_script
 
 pytestmark = pytest.mark.multiproc
-
-SHAPES = [(3, 64), (5,), (), (0, 4), (130, 128), (7, 3), (2, 200), (300, 64), (70,), (1, 64)]
-KINDS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-
-
-def gradients(
-    seed: int, ranks: int, dtypes: list[torch.dtype], faults: bool
-) -> list[list[torch.Tensor | None]]:
-    """Every rank's gradients, equal on all ranks: some missing, some rows of zeros, some NaN."""
-    random = np.random.default_rng(seed)
-    grads: list[list[torch.Tensor | None]] = []
-    for _ in range(ranks):
-        own: list[torch.Tensor | None] = []
-        for k, (shape, dtype) in enumerate(zip(SHAPES, dtypes, strict=True)):
-            grad = torch.from_numpy(np.asarray(random.normal(size=shape))).to(dtype)
-            kind = random.random()
-            if faults and grad.dim() and kind < 0.5:
-                grad[torch.from_numpy(random.random(shape[0]) < 0.5)] = 0.0
-            if faults and k == 0:
-                grad[2] = 0.0  # on all ranks, always
-            if faults and kind > 0.985 and grad.numel():
-                grad.view(-1)[-1] = torch.nan
-            own.append(None if faults and 0.5 < kind < 0.65 else grad)
-        grads.append(own)
-    return grads
 
 
 def equals_the_definition(
@@ -101,7 +76,7 @@ def equals_the_definition(
         for group, lr in zip(optimizer.param_groups, (0.1, 0.01), strict=True):
             group["lr"] = lr * scale
         lions.lrs = [scale * (0.1 if k < 4 else 0.01) for k in range(len(SHAPES))]
-        grads = gradients(seed + step, world_size, dtypes, faults)
+        grads = gradients(seed + step, world_size, dtypes, faults=faults)
         for param, grad in zip(params, grads[rank], strict=True):
             param.grad = None if grad is None else grad.clone()
         lions.step(grads)
@@ -433,7 +408,9 @@ def changes(rank: int, world_size: int) -> list[str]:
                 assert all(torch.equal(params[0], own) for own in everyones(params[0]))
                 assert params[0] not in optimizer._local.anchors
         said = [str(own.message) for own in caught]
-    optimizer.exchange_now()
+    with optimizer.common_weights():
+        optimizer.exchange_now()
+        assert all(torch.equal(p, own) for p in params for own in everyones(p))
     optimizer.eval()
     for p in params:
         assert bool(p.isfinite().all())
@@ -536,6 +513,35 @@ def breaks_in_a_node(rank: int, world_size: int) -> str:
 def test_replaced_weights_in_a_node_end_all_ranks(pools: RankPools) -> None:
     for said in pools(4).run(breaks_in_a_node, timeout=60):
         assert said.startswith("6: the weights of some parameters on rank 2 are farther"), said
+
+
+def exchanges_alone(rank: int, world_size: int) -> str:
+    """Rank 1 calls exchange_now in its third step, while the other rank of its node steps."""
+    ddp = DistributedDataParallel(model_of())
+    optimizer = DistributedLion(ddp.named_parameters(), lr=0.01, local_group=2, vote_every=9)
+    optimizer.attach(ddp)
+    said = ""
+    for step in range(3):
+        optimizer.zero_grad()
+        ddp(batch(step, rank)).square().sum().backward()
+        try:
+            if step == 2 and rank == 1:
+                optimizer.exchange_now()
+            optimizer.step()
+        except Disagreement as error:
+            said = str(error)
+            break
+    optimizer.detach()
+    del ddp
+    gc.collect()
+    return said
+
+
+def test_a_rank_that_exchanges_alone_hangs_nobody_of_its_node(pools: RankPools) -> None:
+    said = pools(4).run(exchanges_alone, timeout=60)
+    assert said[0] == said[1]
+    assert "rank 1 exchanges while rank 0 steps" in said[0]
+    assert said[2] == said[3] == ""
 
 
 def beside(rank: int, world_size: int) -> None:

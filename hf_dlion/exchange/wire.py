@@ -71,7 +71,8 @@ class WireStats:
         node_bytes_sent: Bytes that this rank sent to other ranks of its node.
         last_node_bytes_sent: Bytes that this rank sent inside its node in the last step.
         exchanges: Steps in which ranks exchanged votes.
-        abstentions: Ranks that abstained from a step, summed over ranks and steps.
+        abstentions: Ranks that abstained from a step, summed over ranks and steps; with local
+            steps, those in which this rank abstained.
         encode_s: Seconds spent on encoding votes and updating momenta.
         exchange_s: Seconds spent on waiting for collectives and counting votes.
         apply_s: Seconds spent on moving parameters.

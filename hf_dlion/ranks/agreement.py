@@ -381,16 +381,20 @@ def raise_together(failure: BaseException | None, wire: Wire, what: str) -> None
 
 
 def agree_in_node(
-    node: Wire, finite: bool, present: Sequence[bool], failure: BaseException | None
+    node: Wire, kind: Kind, finite: bool, present: Sequence[bool]
 ) -> tuple[bool, list[bool]]:
-    """Returns whether all ranks of a node are fine, and which gradients all of them have.
+    """Returns whether all ranks of a node have finite gradients, and which ones all of them have.
 
-    All ranks of the node must call this; a rank on which something failed is not fine. Bytes to
-    other ranks of the node: 16 (L - 1), and 8 (L - 1) ceil(P / 64) if their presence differs.
+    All ranks of the node must call this. Bytes to its other ranks: 24 (L - 1), and
+    8 (L - 1) ceil(P / 64) if their presence differs.
+
+    Raises:
+        Disagreement: On every rank of the node, if one exchanges and another doesn't.
     """
     packed = pack_bools(present)
-    words = [finite and failure is None, digest(packed)]
-    fine, hashes = node.gather_words(words, "the gradients of a node").t().tolist()
+    words = [kind, finite, digest(packed)]
+    kinds, fine, hashes = node.gather_words(words, "the gradients of a node").t().tolist()
+    check_kinds(kinds)
     if not all(fine) or len(set(hashes)) == 1:
         return all(fine), list(present)
     table = node.gather_words(packed, "which parameters have a gradient").tolist()

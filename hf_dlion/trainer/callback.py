@@ -19,13 +19,13 @@ from hf_dlion.accelerate import refuse_unsupported, replicas_of
 from hf_dlion.checkpoint import find_optimizer
 from hf_dlion.exchange.wire import WireStats
 from hf_dlion.optimizer import DistributedLion
+from hf_dlion.vote.local_steps import LOCAL_SHARE, vote_every_for
 
 logger = logging.get_logger(__name__)
 
 MEGABYTE = 1e6
-# Steps after which a training with vote_every=1 is told what its exchange costs, and the share of
-# the time from which on a larger vote_every is named.
-MEASURED_STEPS, COSTLY = 50, 0.1
+# Steps after which a training with vote_every=1 is told what its exchange costs.
+MEASURED_STEPS = 50
 # What TrainingArguments has if nobody sets it: a learning rate for AdamW.
 _UNTOUCHED_LR = 5e-5
 _ALONE = (
@@ -46,8 +46,8 @@ class DistributedLionCallback(TrainerCallback):
     - `dlion/node_mb_per_step`: Megabytes that it sent inside its node; with `local_group` only.
     - `dlion/encode_ms`, `dlion/exchange_ms`, `dlion/apply_ms`: Milliseconds per step for encoding
       votes, for waiting and counting, and for moving parameters, means since the last entry.
-    - `dlion/abstained`: Ranks that abstained because their gradients held a NaN or an Inf, summed
-      over the steps since the last entry.
+    - `dlion/abstained`: Ranks (with local steps: rank 0 alone) that abstained because their
+      gradients held a NaN or an Inf, summed over the steps since the last entry.
     - `dlion/agreement`: Share of this rank's votes that the verdict followed, in a sample of the
       last step; with `bits=1` and a majority only.
 
@@ -132,11 +132,11 @@ class DistributedLionCallback(TrainerCallback):
         if len(self._times) == MEASURED_STEPS and state.is_world_process_zero:
             # Medians, because evaluations and saves lie between some steps.
             step_s, exchange_s = map(statistics.median, zip(*self._times, strict=True))
-            if (hiding := vote_every_for(step_s, exchange_s)) > 1:
+            if (hiding := vote_every_for(step_s - exchange_s, exchange_s)) > 1:
                 logger.info(
                     f"a step takes {1e3 * step_s:.0f} ms, {1e3 * exchange_s:.0f} ms of them for "
                     f"the exchange (medians of {MEASURED_STEPS} steps); with vote_every={hiding} "
-                    f"the exchange would take at most {COSTLY:.0%} of the time"
+                    f"the exchange would take at most {LOCAL_SHARE:.0%} of the time"
                 )
 
     def on_train_end(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
@@ -179,19 +179,6 @@ class DistributedLionCallback(TrainerCallback):
         # Trainer puts a copy of `logs` there before it calls callbacks.
         if state.log_history and state.log_history[-1].get("loss") is logs["loss"]:
             state.log_history[-1].update(entries)
-
-
-def vote_every_for(step_s: float, exchange_s: float) -> int:
-    """Returns the smallest power of two k with which one exchange takes 10% of k steps at most.
-
-    Args:
-        step_s: Seconds of a step with `vote_every=1`, with its exchange.
-        exchange_s: Seconds of its exchange.
-    """
-    k = 1
-    while exchange_s > COSTLY * (k * (step_s - exchange_s) + exchange_s) and k < 1024:
-        k *= 2
-    return k
 
 
 def exchange_rest(lion: DistributedLion) -> None:

@@ -10,6 +10,7 @@ What a message leaves out of w stays in p and is in the next one, so nothing is 
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -46,12 +47,25 @@ from hf_dlion.vote.update import (
     write,
 )
 
+# The share of the time that an exchange may take, where a number of local steps is proposed.
+LOCAL_SHARE = 0.1
 # What a rank sends for a parameter that somebody replaced, in the place of a mean.
 _REPLACED = -1.0
 _REMEDY = (
     "Before you change weights, call optimizer.detach() on every rank; with DDP or FSDP2, call "
     "optimizer.attach(model) after it"
 )
+
+
+def vote_every_for(step_s: float, exchange_s: float) -> int:
+    """Returns the smallest power of two k with which an exchange takes 10% of k steps at most.
+
+    Args:
+        step_s: Seconds of a step without exchange.
+        exchange_s: Seconds of an exchange.
+    """
+    steps = exchange_s / (LOCAL_SHARE * step_s)
+    return 1 << math.ceil(math.log2(max(steps, 1.0)))
 
 
 @dataclass(frozen=True)
@@ -119,8 +133,7 @@ class LocalSteps:
         displacements: x - p of parameters of 16 bits, in their dtype.
         limits: The largest sum of |x - p| that the last exchange may have left (8 bits: the
             largest |x - p|).
-        swapped: Whether the model holds the anchors.
-        evaluating: Whether `eval()` was called, and no `train()` since then.
+        swapped: Whether the model holds the anchors: between `eval()` and `train()`.
     """
 
     bits: int
@@ -131,7 +144,6 @@ class LocalSteps:
     displacements: dict[Tensor, Tensor] = field(default_factory=dict)
     limits: dict[Tensor, float] = field(default_factory=dict)
     swapped: bool = False
-    evaluating: bool = False
     _versions: dict[Tensor, int] = field(default_factory=dict)
     _layouts: dict[Tensor, tuple[object, ...]] = field(default_factory=dict)
 
@@ -225,40 +237,17 @@ class LocalSteps:
                 self._use(p, flat)
         weights = self._weights(whole, params, used_anywhere)
         of = functools.partial(_displacement, weights=weights, scratch=turn.scratch)
-
-        amounts, counts = _amounts(plan, weights, of, ballot)
-        lost = [k for k, amount in enumerate(amounts) if not amount < float("inf")]
-        for k in lost:
-            _give_up(k, weights)
-            amounts[k] = 0.0
-        means = [amount / count for amount, count in zip(amounts, counts, strict=True)]
-        replaced = self._replaced(whole, amounts, plan, weights)
-        for k in replaced:
-            means[k] = _REPLACED
-        if voters is not ranks.everyone:  # A rank's voters hear of its own shard or node only.
-            flags = ranks.everyone.gather_words([bool(replaced)], "replaced weights").view(-1)
-            if bool(flags.any()):
-                _raise_replaced("some parameters", flags.nonzero().view(-1).tolist())
-        scales = _agreed_scales(means, plan, self.bits, voters)
+        lost, limits, scales = self._scales(whole, plan, weights, of, ballot, ranks)
 
         relative = [_number(s / 2 if self.bits == 8 else s) for s in scales]
-        under_way, sent = [], []
-        for message in plan.messages:
-            sent.append(votes_by(of, message, ballot, relative))
-            under_way.append(
-                routes.start(
-                    sent[-1],
-                    turn.exchange,
-                    voters,
-                    Average(voters.world_size, self.bits),
-                    ballot.step,
-                    ranks.node,
-                )
-            )
+        sent = [votes_by(of, message, ballot, relative) for message in plan.messages]
+        mean = Average(voters.world_size, self.bits)
+        under_way = [
+            routes.start(votes, turn.exchange, voters, mean, ballot.step, ranks.node)
+            for votes in sent
+        ]
         now = stats.add("encode_s", now)
-        settle = functools.partial(
-            _settle, weights=weights, decays=self.period.decays, turn=turn, ballot=ballot
-        )
+        decays = self.period.decays
         units = [_number(_unit(s, self.bits)) for s in scales]
         for message, votes, verdict in zip(
             plan.messages, sent, routes.complete(under_way), strict=True
@@ -266,31 +255,59 @@ class LocalSteps:
             now = stats.add("exchange_s", now)
             for piece in message.pieces:
                 if takes_part(piece, weights.any):
-                    settle(piece, _heard(piece, votes, verdict, units, turn, voters.world_size))
+                    heard = _heard(piece, votes, verdict, units, turn, voters.world_size)
+                    _settle(piece, heard, weights, decays, turn, ballot)
             now = stats.add("apply_s", now)
         for message in plan.full:
-            moved = _moved(message, weights)
-            sums = sum_over_voters(message, weights.any, moved, voters)
+            sums = sum_over_voters(message, weights.any, _moved(message, weights), voters)
+            means = [None if own is None else own.div_(voters.world_size) for own in sums]
             now = stats.add("exchange_s", now)
-            means_of = [None if own is None else own.div_(voters.world_size) for own in sums]
             for piece in message.pieces:
                 if takes_part(piece, weights.any):
-                    settle(piece, _Heard(read(piece, means_of, "direction", turn.scratch)))
+                    heard = _Heard(read(piece, means, "direction", turn.scratch))
+                    _settle(piece, heard, weights, decays, turn, ballot)
             now = stats.add("apply_s", now)
 
-        for k, p in enumerate(whole):
-            if used_anywhere[k]:
-                self.limits[p] = amounts[k] + scales[k] * counts[k]
+        self.limits |= {p: limits[k] for k, p in enumerate(whole) if used_anywhere[k]}
         self._note_versions(whole)
         self.used, self.period = set(), Period()
         self.exchanges += 1
         stats.exchanges += 1
         return lost
 
+    def _scales(
+        self,
+        whole: Sequence[Tensor],
+        plan: Plan,
+        weights: _Weights,
+        of: functools.partial[Tensor],
+        ballot: Turn,
+        ranks: Topology,
+    ) -> tuple[list[int], list[float], list[float]]:
+        """Returns lost parameters, and each tensor's limit after the exchange, and its scale.
+
+        Every rank must call this. What isn't finite on this rank gets the anchor.
+        """
+        amounts, counts = _amounts(plan, weights, of, ballot)
+        lost = [k for k, amount in enumerate(amounts) if not math.isfinite(amount)]
+        for k in lost:
+            _give_up(k, weights)
+            amounts[k] = 0.0
+        replaced = self._replaced(whole, amounts, plan, weights)
+        if ranks.voters is not ranks.everyone:  # Voters hear of their own shard or place only.
+            flags = ranks.everyone.gather_words([bool(replaced)], "replaced weights").view(-1)
+            if bool(flags.any()):
+                _raise_replaced("some parameters", flags.nonzero().view(-1).tolist())
+        means = [
+            _REPLACED if k in replaced else amount / count
+            for k, (amount, count) in enumerate(zip(amounts, counts, strict=True))
+        ]
+        scales = _agreed_scales(means, plan, self.bits, ranks.voters)
+        limits = [a + s * n for a, s, n in zip(amounts, scales, counts, strict=True)]
+        return lost, limits, scales
+
     def show_anchors(self, whole: Sequence[Tensor], params: Sequence[Tensor]) -> None:
         """Puts the anchors into the parameters, and keeps the own weights."""
-        if self.swapped:
-            return
         for p, flat in zip(whole, params, strict=True):
             anchor = self.anchors.get(p)
             if anchor is None:
@@ -312,8 +329,6 @@ class LocalSteps:
             plan: Of those parameters.
             turn: The last step.
         """
-        if not self.swapped:
-            return
         for p, flat in zip(whole, params, strict=True):
             own = self.anchors.get(p)
             if own is None:
@@ -541,7 +556,6 @@ def _heard(
 def _settle(
     piece: Piece,
     heard: _Heard,
-    *,
     weights: _Weights,
     decays: Sequence[float],
     turn: Turn,

@@ -14,6 +14,7 @@ from transformers import Trainer, TrainerCallback
 import hf_dlion
 import hf_dlion.trainer.callback as callback
 from hf_dlion.exchange.wire import Pending
+from hf_dlion.vote.local_steps import vote_every_for
 from tests.support.spawn import RankPools
 from tests.support.tiny import (
     StopAt,
@@ -211,6 +212,6 @@ def test_a_slow_exchange_is_told_once_with_what_would_hide_it(
     assert len(told) == 1
     assert "medians of 50 steps" in told[0]
     assert silent == []
-    # 90 ms of computing and 10 of exchange are 10%; 10 ms more need nearly twice the steps.
-    pairs = [(0.1, 0.01), (0.1, 0.011), (0.11, 0.02), (0.2, 0.1), (2.0, 1.0), (0.1, 0.0)]
-    assert [callback.vote_every_for(*pair) for pair in pairs] == [1, 2, 2, 16, 16, 1]
+    # 10 ms of exchange are 10% of a step of 100 ms; more need more steps.
+    pairs = [(0.1, 0.01), (0.1, 0.011), (0.1, 0.021), (0.1, 0.1), (1.0, 1.0), (0.1, 0.0)]
+    assert [vote_every_for(*pair) for pair in pairs] == [1, 2, 4, 16, 16, 1]

@@ -19,6 +19,7 @@ from hf_dlion.cli.plan.machine import BITS, POWER_RANK, Machine
 from hf_dlion.cli.plan.workload import Workload
 from hf_dlion.exchange.routes import wire_bytes
 from hf_dlion.vote.codec import WORD
+from hf_dlion.vote.local_steps import vote_every_for
 from hf_dlion.vote.message import Shape, messages
 
 # Backward computes two products for each one of forward.
@@ -30,8 +31,6 @@ POWER = f"AdamW with PowerSGD rank {POWER_RANK}"
 NODE = f'{DLION}, local_group="node"'
 # Bytes of a header for every other rank.
 _HEADER_BYTES = 64
-# The share of a step that the exchange of local steps may take, where `plan` chooses their number.
-LOCAL_SHARE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,8 +193,7 @@ def _local_steps(case: Case, ranks: int, share: int) -> tuple[int, int, dict[str
     lion = case.work_s(machine.lion_s)
     every = case.vote_every
     if every is None:
-        steps = (network + work) / (LOCAL_SHARE * (case.compute_s + lion))
-        every = 1 << max(math.ceil(math.log2(steps)), 1)
+        every = max(vote_every_for(case.compute_s + lion, network + work), 2)
     parts = {
         "compute": case.compute_s,
         "network": network / every,
