@@ -292,9 +292,9 @@ def _apply(piece: Piece, p: Tensor, delta: Tensor, params: Flat, turn: Turn) -> 
 
 def read(piece: Piece, tensors: Flat, name: str, scratch: Scratch) -> Tensor:
     """Returns a piece's elements: a view of the tensor where possible, else scratch."""
-    whole = _whole(piece, tensors)
-    if whole is not None:
-        return whole
+    if _is_view(piece, tensors):
+        part = piece.parts[0]
+        return tensors[part.tensor][part.start : part.stop]  # type: ignore[index]
     flat = scratch(name, piece.size, piece.dtype, piece.device)
     places, values, _ = _parts(piece, flat, tensors)
     if sum([place.numel() for place in places]) < piece.size:
@@ -306,8 +306,8 @@ def read(piece: Piece, tensors: Flat, name: str, scratch: Scratch) -> Tensor:
 
 def write(piece: Piece, flat: Tensor, tensors: Flat, turn: Turn, stream: int) -> None:
     """Writes a piece's elements back, rounded where the tensors have less precision."""
-    if _whole(piece, tensors) is not None:
-        return  # `read` gave a view.
+    if _is_view(piece, tensors):
+        return  # `read` gave the tensor's own elements.
     values, places, parts = _parts(piece, flat, tensors)
     for dtype in {place.dtype for place in places}.intersection(LOW_PRECISION):
         random = turn.scratch("random", piece.size, torch.int32, flat.device)
@@ -324,15 +324,12 @@ def write(piece: Piece, flat: Tensor, tensors: Flat, turn: Turn, stream: int) ->
         torch._foreach_copy_(places, values)
 
 
-def _whole(piece: Piece, tensors: Flat) -> Tensor | None:
-    """Returns the stretch of the one tensor that a piece is, if it needs no conversion."""
+def _is_view(piece: Piece, tensors: Flat) -> bool:
+    """Returns whether a piece is a stretch of one tensor that needs no conversion."""
     if not piece.is_whole:
-        return None
-    part = piece.parts[0]
-    tensor = tensors[part.tensor]
-    if tensor is None or tensor.dtype != piece.dtype:
-        return None
-    return tensor[part.start : part.stop]
+        return False
+    tensor = tensors[piece.parts[0].tensor]
+    return tensor is not None and tensor.dtype == piece.dtype
 
 
 def _parts(
