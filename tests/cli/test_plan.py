@@ -26,7 +26,7 @@ from hf_dlion.cli.plan.workload import Workload, usual_shapes, workload
 from tests.support.spawn import RankPools
 
 FP32, HOOK = "AdamW with DDP fp32", "AdamW with DDP bf16 hook"
-# One core of the machine of the tables in docs/results/network.md.
+# One core of the machine of the tables in docs/research/network.md.
 CPU = Machine(
     adamw_s=1.23e-9, copy_s=0.6e-9, cast_s=2.7e-9, power_s=5.5e-9, move_s=0.6e-9,
     lion_s=0.9e-9,
