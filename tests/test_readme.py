@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 DOCS = ROOT / "docs"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
+GUIDES = [page for page in sorted(DOCS.rglob("*.md")) if page.parent.name != "api"]
 PARAMETERS = inspect.signature(DistributedLion).parameters
 DEFAULTS = {name: p.default for name, p in PARAMETERS.items() if name != "params"}
 
@@ -70,6 +71,54 @@ def test_the_quick_start_trains_as_it_stands(tmp_path: Path) -> None:
     done = run_script(2, [tmp_path / "train.py"], cwd=tmp_path, env={"HF_HUB_OFFLINE": "1"})
     assert "dlion/wire_mb_per_step" in done.stdout + done.stderr
     assert (tmp_path / "out").is_dir()
+
+
+def test_the_pages_are_short_enough_to_be_read():
+    """Counts words, not the bars and dashes of tables."""
+    texts = [page.read_text() for page in (ROOT / "README.md", ROOT / "CHANGELOG.md", *GUIDES)]
+    assert sum(bool(re.search(r"\w", word)) for text in texts for word in text.split()) <= 18_000
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=identity)
+def test_a_page_begins_with_its_readers_and_ends_with_the_next_step(page: Path) -> None:
+    title, first, *_, last = page.read_text().strip().split("\n\n")
+    assert title.startswith("# ")
+    assert re.match(r"(For|These notes are for) [a-z`]", first), first
+    assert page.name == "index.md" or last.startswith("Next: "), last
+
+
+# What the pages and the code said once, and what they say now: a reminder of docs written plainly.
+PHRASES = {
+    "in vain": "without result",
+    "for want of": "because there is no",
+    "page-locked": "pinned",
+    "half a file": "a partial file",
+    "anew": "again",
+    "nobody": "no rank, or say who does",
+    "goes on": "continues",
+    "several machines": "several nodes",
+    "rivals": "baselines",
+    "the whole of": "all of",
+    "are not concerned": "aren't affected",
+    "for ever": "forever",
+    "voted alike": "sent identical votes",
+    "so it is told": "say who changes what",
+    "what one would otherwise take": "baselines",
+    "is no count": "is not a count",
+    "is no link": "invalid --link",
+    "Is the machine fit": "Check your setup",
+    "Of the parameter.": "Index of the parameter.",
+    "Of a vote.": "Bits per vote.",
+}
+
+
+@pytest.mark.parametrize("phrase", PHRASES)
+def test_a_phrase_that_readers_stumbled_over_is_gone(phrase: str) -> None:
+    folders = [ROOT / name for name in ("hf_dlion", "benchmarks", "examples")]
+    sources = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    word = re.compile(rf"(?<!\w){re.escape(phrase)}(?!\w)")
+    found = [identity(path) for path in (*PAGES, *sources) if word.search(path.read_text())]
+    assert not found, f"write {PHRASES[phrase]!r} instead"
 
 
 def test_every_option_is_in_the_table_with_its_default():
@@ -168,7 +217,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize("page", PAGES, ids=identity)
 def test_the_commands_of_a_page_are_those_that_the_tools_take(page: Path) -> None:
-    for line in "\n".join(blocks(page, "bash")).splitlines():
+    for line in "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines():
         for start, module in COMMANDS.items():
             if line.startswith(f"{start} "):
                 words = shlex.split(line.removeprefix(start).partition("$")[0], comments=True)
