@@ -28,8 +28,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import hf_dlion.checkpoint as checkpoint
 from hf_dlion import CheckpointError, DistributedLion, load_momentum, save_momentum
+from hf_dlion.checkpoint import find_optimizer, momentum_file
 from hf_dlion.ranks.agreement import Disagreement
 from tests.support.spawn import LASTING, RankPools, RanksFailedError
 
@@ -126,12 +126,14 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
 
 
 def slow_down(optimizer: DistributedLion) -> None:
-    """Makes what steps move small beside what the last exchange left."""
+    """Makes later moves small compared with what the last exchange left."""
     for group in optimizer.param_groups:
         group["lr"] = 1e-6
 
 
-def resumed_amid_a_period(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> None:
+def resumed_between_two_exchanges(
+    rank: int, world_size: int, folder: str, options: dict[str, Any]
+) -> None:
     """Saves two steps after an exchange; then come an exchange at once, or more steps."""
     dtype = options.pop("dtype")
 
@@ -191,7 +193,7 @@ def resumed_amid_a_period(rank: int, world_size: int, folder: str, options: dict
 def test_a_run_resumed_between_two_exchanges_equals_the_uninterrupted_one(
     pools: RankPools, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    pools(2).run(resumed_amid_a_period, str(tmp_path), options)
+    pools(2).run(resumed_between_two_exchanges, str(tmp_path), options)
 
 
 def partly_stepped(rank: int, world_size: int, folder: str) -> list[int]:
@@ -244,7 +246,7 @@ def loads(
 
 @multiproc
 @pytest.mark.parametrize("every", [1, 3])
-def test_other_numbers_of_ranks_share_the_files_out_with_a_warning(
+def test_another_number_of_ranks_shares_the_files_with_a_warning(
     pools: RankPools, tmp_path: Path, every: int
 ) -> None:
     folder = str(tmp_path)
@@ -255,8 +257,8 @@ def test_other_numbers_of_ranks_share_the_files_out_with_a_warning(
             assert len(said) == (rank == 0)
             for text in said:
                 assert f"saved by 2 ranks and is loaded by {world_size}" in text
-                assert ("all ranks with the weights of the last exchange" in text) == (every > 1)
-    # A save of another number of ranks leaves no file that could be taken for its own.
+                assert ("and with the weights of the last exchange" in text) == (every > 1)
+    # A save of another number of ranks leaves no file that a later load could use.
     pools(3).run(saves, folder, every)
     assert sorted(tmp_path.glob("*.safetensors")) == [file_of(folder, r, 3) for r in range(3)]
 
@@ -282,8 +284,9 @@ def other_vote_every(rank: int, world_size: int, folder: str) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             load(model, optimizer, folder)
-        told = [own for own in caught if "saved amid local steps" in str(own.message)]
-        assert len(told) == (saving is local and rank == 0)
+        texts = [str(warning.message) for warning in caught]
+        found = [text for text in texts if "saved between two exchanges of local steps" in text]
+        assert len(found) == (saving is local and rank == 0)
         assert same(kept, weights_of(model))
         assert not optimizer._local.anchors
         assert optimizer._local.period.steps == 0
@@ -299,7 +302,7 @@ def test_without_own_weights_or_local_steps_ranks_continue_with_the_models_weigh
 
 
 def other_bits(rank: int, world_size: int, folder: str) -> None:
-    """The limit of a largest displacement is none of a sum."""
+    """The limit of the largest displacement doesn't limit the sum of displacements."""
     torch.manual_seed(0)
     model = nn.Linear(64, 100)
     optimizer = optimizer_of(model, vote_every=3, bits=8)
@@ -334,13 +337,13 @@ def careless(rank: int, world_size: int, folder: str) -> list[str]:
     assert same(kept, weights_of(model))
     optimizer.load_state_dict(state)
     assert same(kept, weights_of(model))
-    for goes_on in (
+    for continue_training in (
         lambda: load_momentum(optimizer, folder),
         lambda: train(model, optimizer, range(2, 3), rank),
         optimizer.exchange_now,
     ):
         try:
-            goes_on()
+            continue_training()
         except Disagreement as error:
             said.append(str(error))
     # In the weights of all ranks, the state may be loaded alone.
@@ -527,7 +530,7 @@ def failing_save(rank: int, world_size: int, folder: str, case: str) -> list[str
             with disk_of(100):
                 save_momentum(optimizer, new)
         elif case == "interrupt" and rank == 1:
-            with mock.patch.object(checkpoint, "save_file", interrupted):
+            with mock.patch.object(momentum_file, "save_file", interrupted):
                 save_momentum(optimizer, new)
         elif case == "failed before" and rank == 1:
             save_momentum(optimizer, new, failure=OSError(errno.ENOSPC, "full"))
@@ -560,7 +563,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(
     results = pools(2).run(failing_save, str(tmp_path), case)
     for (said, *files), pattern in zip(results, (first, second), strict=True):
         assert_matches(pattern, said)
-        # Only rank 0 has written, where ranks fail amid writing.
+        # Only rank 0 has written, where ranks fail while they write.
         wrote = case in ("full disk", "interrupt")
         assert files == ([file_of("", 0, 2).name] if wrote else [])
     if case == "full disk":
@@ -573,7 +576,7 @@ def assert_matches(pattern: str, text: str) -> None:
         raise RuntimeError(text)
 
 
-def dies_amid_a_save(rank: int, world_size: int, folder: str) -> None:
+def dies_in_a_save(rank: int, world_size: int, folder: str) -> None:
     model = model_of()
     optimizer = optimizer_of(model)
     train(model, optimizer, range(2), rank)
@@ -582,7 +585,7 @@ def dies_amid_a_save(rank: int, world_size: int, folder: str) -> None:
         Path(path).write_bytes(b"part")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with mock.patch.object(checkpoint, "save_file", die if rank == 1 else save_file):
+    with mock.patch.object(momentum_file, "save_file", die if rank == 1 else save_file):
         try:
             save_momentum(optimizer, folder)
         except Exception as error:
@@ -590,11 +593,11 @@ def dies_amid_a_save(rank: int, world_size: int, folder: str) -> None:
 
 
 @multiproc
-def test_a_rank_that_dies_amid_a_save_leaves_a_temporary_file(
+def test_a_rank_that_dies_in_a_save_leaves_a_temporary_file(
     pools: RankPools, tmp_path: Path
 ) -> None:
     with pytest.raises(RanksFailedError):
-        pools(2).run(dies_amid_a_save, str(tmp_path))
+        pools(2).run(dies_in_a_save, str(tmp_path))
     assert_matches("LostRank: .*rank 1", (tmp_path / "said_0").read_text())
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {file_of("", 0, 2).name, f"{file_of('', 1, 2).name}.tmp", "said_0"}
@@ -693,14 +696,14 @@ def failing_load(rank: int, world_size: int, folder: str, case: str) -> str:
         elif case == "alone" and rank == 1:
             train(model, optimizer, range(2, 3), rank)
         elif case == "interrupt" and rank == 1:
-            with mock.patch.object(checkpoint, "safe_open", interrupted):
+            with mock.patch.object(momentum_file, "safe_open", interrupted):
                 load_momentum(optimizer, f"{folder}/new")
         else:
             load_momentum(optimizer, f"{folder}/new")
     except BaseException as error:
         assert same(kept, [*momenta_of(optimizer), *weights_of(model)])
         assert not optimizer._local.anchors
-        # All ranks go on together.
+        # All ranks continue together.
         load(model, optimizer, f"{folder}/later")
         return f"{type(error).__name__}: {error}"
     return ""
@@ -727,14 +730,17 @@ FILE = r"dlion_momentum_1_of_2\.safetensors"
             "own missing",
             rf"{FILE} holds own weights of .* \[\], but .* \[0, 1, 2, 3\]: load",
         ),
-        ("own planted", rf"{FILE} is not a momentum file of this hf_dlion \(ValueError"),
-        ("foreign", rf"{FILE} is not a momentum file of this hf_dlion .*: load an older"),
-        ("header", rf"{FILE} is not a momentum file of this hf_dlion .*: load an older"),
+        ("own planted", rf"{FILE} is not a momentum file that this hf_dlion can read \(ValueError"),
+        (
+            "foreign",
+            rf"{FILE} is not a momentum file that this hf_dlion can read .*: load an",
+        ),
+        ("header", rf"{FILE} is not a momentum file that this hf_dlion can read .*: load an"),
         ("renamed", rf"{FILE} holds the momentum of rank 0 of 2: restore"),
         ("other run", rf"rank 0: .*/new/.*; rank 1: .*/new/{FILE} of save .*: load an older"),
         ("other step", rf"{FILE} was saved after step 3, but the optimizer is at step 2: first"),
         ("earlier format", r"only \.pt files of an earlier hf_dlion, which this version cannot"),
-        ("none", r"dlion_momentum_[01]_of_2\.safetensors: its momenta were not saved\. Save with"),
+        ("none", r"dlion_momentum_[01]_of_2\.safetensors: momenta were not saved\. Save with"),
         ("no folder", "finds no folder .*/new: check the path"),
         ("other folders", r"rank 0: '.*/new', rank 1: '.*/other'\): pass the same path"),
         ("failed before", "ValueError: no model"),
@@ -766,7 +772,7 @@ def test_a_process_alone_saves_and_loads(tmp_path: Path) -> None:
     held.zero_()
     assert load_momentum(optimizer, tmp_path / "a" / "b") is None
     assert same(kept, momenta_of(optimizer))
-    assert not held.any()  # Replaced: the old tensor may be somebody else's.
+    assert not held.any()  # Replaced: other objects may share the old tensor.
     with disk_of(100), pytest.raises(CheckpointError, match=r"rank 0 cannot write .* Free space"):
         save_momentum(optimizer, tmp_path / "a" / "b")
     assert load_momentum(optimizer, tmp_path / "a" / "b") is None
@@ -779,10 +785,10 @@ def test_the_optimizer_may_be_wrapped_but_must_be_ours(tmp_path: Path) -> None:
             self.optimizer = optimizer
 
     optimizer = optimizer_of(model_of())
-    assert checkpoint.find_optimizer(Wrapper(Wrapper(optimizer))) is optimizer
+    assert find_optimizer(Wrapper(Wrapper(optimizer))) is optimizer
     sgd = torch.optim.SGD(model_of().parameters(), lr=0.1)
-    assert checkpoint.find_optimizer(Wrapper(sgd)) is None
-    assert checkpoint.find_optimizer(mock.MagicMock()) is None
+    assert find_optimizer(Wrapper(sgd)) is None
+    assert find_optimizer(mock.MagicMock()) is None
     with pytest.raises(TypeError, match=r"must be a DistributedLion \(got SGD\)"):
         save_momentum(sgd, tmp_path)
     with pytest.raises(TypeError, match=r"must be a DistributedLion \(got SGD\)"):
