@@ -1,4 +1,4 @@
-"""A momentum file per rank: bit-equal resumption, and what all ranks raise together."""
+"""A momentum file per rank: resumed runs are bit-equal, and all ranks raise together."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def resumed(rank: int, world_size: int, folder: str, dtype: torch.dtype) -> None
         optimizer = optimizer_of(model, momentum_dtype=dtype)
         train(model, optimizer, range(3), rank)
         if interrupted:
-            # A checkpoint's folder need not exist, nor need ranks have met.
+            # The folder needn't exist.
             save(model, optimizer, f"{folder}/new", rank, scaler={"scale": 2.0**rank})
             kept = momenta_of(optimizer)
             model, optimizer = model_of(1).bfloat16(), None
@@ -252,10 +252,10 @@ def test_another_number_of_ranks_shares_the_files_with_a_warning(
     folder = str(tmp_path)
     saved = pools(2).run(saves, folder, every)
     for world_size in (1, 3):
-        for rank, (kept, said) in enumerate(pools(world_size).run(loads, folder, every)):
+        for rank, (kept, messages) in enumerate(pools(world_size).run(loads, folder, every)):
             assert all(map(same, kept, saved[rank % 2]))
-            assert len(said) == (rank == 0)
-            for text in said:
+            assert len(messages) == (rank == 0)
+            for text in messages:
                 assert f"saved by 2 ranks and is loaded by {world_size}" in text
                 assert ("and with the weights of the last exchange" in text) == (every > 1)
     # A save of another number of ranks leaves no file that a later load could use.
@@ -323,17 +323,17 @@ def test_own_weights_continue_with_other_bits(pools: RankPools, tmp_path: Path) 
     pools(2).run(other_bits, str(tmp_path))
 
 
-def careless(rank: int, world_size: int, folder: str) -> list[str]:
+def loads_in_part(rank: int, world_size: int, folder: str) -> list[str]:
     """Loads a part of a checkpoint between two exchanges."""
     model = model_of()
     optimizer = optimizer_of(model, vote_every=4)
     train(model, optimizer, range(2), rank)
     save(model, optimizer, folder, rank)
-    kept, said, state = weights_of(model), [], optimizer.state_dict()
+    kept, messages, state = weights_of(model), [], optimizer.state_dict()
     try:
         load_momentum(optimizer, folder)
     except CheckpointError as error:
-        said.append(str(error))
+        messages.append(str(error))
     assert same(kept, weights_of(model))
     optimizer.load_state_dict(state)
     assert same(kept, weights_of(model))
@@ -345,25 +345,25 @@ def careless(rank: int, world_size: int, folder: str) -> list[str]:
         try:
             continue_training()
         except Disagreement as error:
-            said.append(str(error))
-    # In the weights of all ranks, the state may be loaded alone.
+            messages.append(str(error))
+    # With common weights in the model, the optimizer's state may be loaded alone.
     load(model, optimizer, folder)
     optimizer.eval()
     optimizer.load_state_dict(state)
     optimizer.train()
     train(model, optimizer, range(2, 8), rank)
-    return said
+    return messages
 
 
 @multiproc
 def test_the_optimizers_state_alone_is_refused_between_two_exchanges(
     pools: RankPools, tmp_path: Path
 ) -> None:
-    for first, *others in pools(2).run(careless, str(tmp_path)):
+    for first, *others in pools(2).run(loads_in_part, str(tmp_path)):
         assert_matches("load the model and the optimizer's state_dict.. of the same", first)
         assert len(others) == 3
-        for said in others:
-            assert_matches("hashes of parameter values, .*load the model, too, before you", said)
+        for message in others:
+            assert_matches("hashes of parameter values, .*load the model, too, before you", message)
 
 
 def nodes(rank: int, world_size: int, folder: str, every: int) -> None:
@@ -399,8 +399,8 @@ def test_the_ranks_of_a_node_load_their_first_ranks_momentum(
 
 def sharded(shape: tuple[int, int], seed: int, **options: Any) -> tuple[nn.Module, DistributedLion]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    for own in (mesh, mesh["replicate"], mesh["shard"]):
-        LASTING.update(own.get_all_groups())  # torch takes equal meshes for one and the same.
+    for part in (mesh, mesh["replicate"], mesh["shard"]):
+        LASTING.update(part.get_all_groups())  # torch takes equal meshes for one and the same.
     model = model_of(seed)
     fully_shard(model, mesh=mesh["shard"])
     optimizer = optimizer_of(model, replicate=mesh["replicate"], **options)
@@ -452,9 +452,9 @@ def test_shards_of_fsdp2_resume_on_as_many_shards(
     folder = str(tmp_path)
     pools(4).run(shards, folder, every)
     for shape in ((2, 1), (1, 4)):
-        for said in pools(shape[0] * shape[1]).run(other_shards, folder, shape):
-            assert "holds shard [" in said
-            assert "the mesh that they were saved with" in said
+        for message in pools(shape[0] * shape[1]).run(other_shards, folder, shape):
+            assert "holds shard [" in message
+            assert "the mesh that they were saved with" in message
     # One replica of as many shards.
     first, _ = pools(2).run(other_shards, folder, (1, 2))
     assert "was saved by 4 ranks and is loaded by 2" in first
@@ -520,7 +520,7 @@ def failing_save(rank: int, world_size: int, folder: str, case: str) -> list[str
     train(model, optimizer, range(2), rank)
     save(model, optimizer, f"{folder}/old", rank)
     train(model, optimizer, range(2, 4), rank)
-    kept, new, said = momenta_of(optimizer), f"{folder}/new", ""
+    kept, new, message = momenta_of(optimizer), f"{folder}/new", ""
     try:
         if case == "alone" and rank == 1:
             train(model, optimizer, range(4, 5), rank)
@@ -537,13 +537,13 @@ def failing_save(rank: int, world_size: int, folder: str, case: str) -> list[str
         else:
             save_momentum(optimizer, new)
     except BaseException as error:
-        said = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
     assert same(kept, momenta_of(optimizer))
     dist.barrier()
     files = sorted(os.listdir(new)) if Path(new).is_dir() else []
     load(model, optimizer, f"{folder}/old")
     save_momentum(optimizer, f"{folder}/again")
-    return [said, *files]
+    return [message, *files]
 
 
 @multiproc
@@ -561,8 +561,8 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(
     pools: RankPools, tmp_path: Path, case: str, first: str, second: str
 ) -> None:
     results = pools(2).run(failing_save, str(tmp_path), case)
-    for (said, *files), pattern in zip(results, (first, second), strict=True):
-        assert_matches(pattern, said)
+    for (message, *files), pattern in zip(results, (first, second), strict=True):
+        assert_matches(pattern, message)
         # Only rank 0 has written, where ranks fail while they write.
         wrote = case in ("full disk", "interrupt")
         assert files == ([file_of("", 0, 2).name] if wrote else [])
@@ -589,7 +589,7 @@ def dies_in_a_save(rank: int, world_size: int, folder: str) -> None:
         try:
             save_momentum(optimizer, folder)
         except Exception as error:
-            Path(folder, f"said_{rank}").write_text(f"{type(error).__name__}: {error}")
+            Path(folder, f"message_{rank}").write_text(f"{type(error).__name__}: {error}")
 
 
 @multiproc
@@ -598,9 +598,9 @@ def test_a_rank_that_dies_in_a_save_leaves_a_temporary_file(
 ) -> None:
     with pytest.raises(RanksFailedError):
         pools(2).run(dies_in_a_save, str(tmp_path))
-    assert_matches("LostRank: .*rank 1", (tmp_path / "said_0").read_text())
+    assert_matches("LostRank: .*rank 1", (tmp_path / "message_0").read_text())
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {file_of("", 0, 2).name, f"{file_of('', 1, 2).name}.tmp", "said_0"}
+    assert left == {file_of("", 0, 2).name, f"{file_of('', 1, 2).name}.tmp", "message_0"}
 
 
 def metadata_of(path: Path) -> dict[str, str]:
@@ -635,27 +635,27 @@ def damage(path: Path, case: str) -> None:
     elif case == "pickle":
         path.write_bytes(pickle.dumps(Planted(path.parent / "unpickled")))
     elif case == "shape":
-        rewrite(path, lambda own: own.update({"1": torch.zeros(11)}))
+        rewrite(path, lambda tensors: tensors.update({"1": torch.zeros(11)}))
     elif case == "dtype":
-        rewrite(path, lambda own: own.update({"1": torch.zeros(10, dtype=torch.int64)}))
+        rewrite(path, lambda tensors: tensors.update({"1": torch.zeros(10, dtype=torch.int64)}))
     elif case == "key":
-        rewrite(path, lambda own: own.update({"9": own.pop("1")}))
+        rewrite(path, lambda tensors: tensors.update({"9": tensors.pop("1")}))
     elif case == "own shape":
-        rewrite(path, lambda own: own.update({"own.1": torch.zeros(11)}))
+        rewrite(path, lambda tensors: tensors.update({"own.1": torch.zeros(11)}))
     elif case == "own dtype":
-        rewrite(path, lambda own: own.update({"own.1": own["own.1"].bfloat16()}))
+        rewrite(path, lambda tensors: tensors.update({"own.1": tensors["own.1"].bfloat16()}))
     elif case == "own key":
-        rewrite(path, lambda own: own.update({"own.9": own.pop("own.1")}))
+        rewrite(path, lambda tensors: tensors.update({"own.9": tensors.pop("own.1")}))
     elif case == "own missing":
-        rewrite(path, lambda own: [own.pop(f"own.{number}") for number in range(4)])
+        rewrite(path, lambda tensors: [tensors.pop(f"own.{number}") for number in range(4)])
     elif case == "own planted":
         header = json.loads(metadata_of(path)["hf_dlion momentum 1"])
         header["local"]["period"]["decays"] = "x"
-        rewrite(path, lambda own: None, **{"hf_dlion momentum 1": json.dumps(header)})
+        rewrite(path, lambda tensors: None, **{"hf_dlion momentum 1": json.dumps(header)})
     elif case == "foreign":
         save_file({"1": torch.zeros(10)}, path)
     elif case == "header":
-        rewrite(path, lambda own: None, **{"hf_dlion momentum 1": '{"rank": "x"}'})
+        rewrite(path, lambda tensors: None, **{"hf_dlion momentum 1": '{"rank": "x"}'})
     elif case == "renamed":
         path.write_bytes(file_of(path.parent, 0, 2).read_bytes())
     elif case == "other run":
@@ -751,10 +751,10 @@ FILE = r"dlion_momentum_1_of_2\.safetensors"
 def test_a_load_that_fails_on_one_rank_changes_nothing_and_fails_on_all(
     pools: RankPools, tmp_path: Path, case: str, pattern: str
 ) -> None:
-    for rank, said in enumerate(pools(2).run(failing_load, str(tmp_path), case)):
-        assert_matches(pattern, said)
+    for rank, message in enumerate(pools(2).run(failing_load, str(tmp_path), case)):
+        assert_matches(pattern, message)
         everywhere = ("other run", "earlier format", "none", "no folder", "other folders", "alone")
-        assert rank == 1 or case in everywhere or "rank 1: " in said
+        assert rank == 1 or case in everywhere or "rank 1: " in message
     assert not (tmp_path / "new" / "unpickled").exists()
 
 
