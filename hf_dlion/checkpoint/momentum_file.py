@@ -275,8 +275,10 @@ def read(path: Path, lion: DistributedLion, local_world_size: int | None) -> Loa
         momentum = momentum.to(device=part.device, dtype=dtype, copy=True)
         loaded.momenta[param] = fsdp.with_local_part(param, momentum)
     if lion.options.vote_every > 1:
-        own = {int(key.removeprefix(_OWN)): saved[key] for key in saved if key.startswith(_OWN)}
-        loaded.local = _local_steps(path, lion, header.local, own if continues else None)
+        own_weights = {
+            int(key.removeprefix(_OWN)): saved[key] for key in saved if key.startswith(_OWN)
+        }
+        loaded.local = _local_steps(path, lion, header.local, own_weights if continues else None)
     return loaded
 
 
@@ -325,7 +327,10 @@ def _check_state(path: Path, header: Header, lion: DistributedLion) -> None:
 
 
 def _local_steps(
-    path: Path, lion: DistributedLion, saved: _LocalHeader | None, own: dict[int, Tensor] | None
+    path: Path,
+    lion: DistributedLion,
+    saved: _LocalHeader | None,
+    own_weights: dict[int, Tensor] | None,
 ) -> LocalSteps:
     """Returns the state of local steps, checked; without own weights a period begins.
 
@@ -335,16 +340,16 @@ def _local_steps(
     local = LocalSteps(lion.options.bits, swapped=True)
     if saved is not None:
         local.exchanges = saved.exchanges
-    if saved is None or own is None:
+    if saved is None or own_weights is None:
         return local
     params = _params(lion)
     expected = {*saved.used, *saved.limits}
-    if own.keys() != expected:
+    if own_weights.keys() != expected:
         raise CheckpointError(
-            f"{path} holds own weights of parameters {sorted(own)}, but should hold those of "
-            f"{sorted(expected)}: {LOAD_OLDER}"
+            f"{path} holds own weights of parameters {sorted(own_weights)}, but should hold those "
+            f"of {sorted(expected)}: {LOAD_OLDER}"
         )
-    for number, weights in own.items():
+    for number, weights in own_weights.items():
         param, part = params[number], fsdp.local_part(params[number].detach())
         if weights.shape != part.shape or weights.dtype != part.dtype:
             raise _other_model(path, "own weights", weights, number, part)
@@ -364,16 +369,16 @@ def _local_steps(
 
 
 def _own_weights(lion: DistributedLion) -> dict[str, Tensor]:
-    """Returns this rank's own weights; for those of 16 bits displacements, which lose no bits."""
-    local, own = lion._local, {}
+    """Returns this rank's own weights, or displacements of 16 bits, which lose no bits."""
+    local, own_weights = lion._local, {}
     for number, param in enumerate(_params(lion)):
         if param in local.anchors:
             part = fsdp.local_part(param.detach())
             if param in local.displacements or local.swapped:
                 flat = local.displacements.get(param, local.anchors[param])
                 part = flat.as_strided(part.size(), part.stride())
-            own[f"{_OWN}{number}"] = part
-    return own
+            own_weights[f"{_OWN}{number}"] = part
+    return own_weights
 
 
 def _params(lion: DistributedLion) -> list[Tensor]:

@@ -244,8 +244,8 @@ def _save_checkpoint(
         with lion.common_weights():
             original(*args, **kwargs)
         if trainer.args.enable_jit_checkpoint:
-            # Every rank's just-in-time callback has made this file, and fails if another rank
-            # removes it after this rank has found it and before it removes it.
+            # Every rank's just-in-time callback makes this file and later removes it, which can
+            # fail if two ranks remove it at the same time. So each rank removes it before.
             step = f"checkpoint-{trainer.state.global_step}"
             mark = Path(trainer._get_output_dir(trial=None), step, "checkpoint-is-incomplete.txt")
             mark.unlink(missing_ok=True)
@@ -260,7 +260,7 @@ def _save_checkpoint(
 
 @contextlib.contextmanager
 def _meeting(trainer: Trainer) -> Iterator[None]:
-    """Notes an error as one that all ranks raise, so `_save_checkpoint` holds no other meeting."""
+    """Notes an error that all ranks raise, for which `_save_checkpoint` needs no other meeting."""
     try:
         yield
     except BaseException:
@@ -295,7 +295,8 @@ def _save_model(
         if is_sharded(trainer.accelerator):
             raise
         failure = error
-    # Now, because ranks may wait in a barrier of Trainer's next, where they can't meet this one.
+    # Now, because the other ranks may next wait at a barrier of Trainer, where they can't meet
+    # this one.
     with _meeting(trainer):
         lion.meet(Kind.WEIGHTS, failure)
 
