@@ -3,8 +3,8 @@
     model, optimizer, data = accelerator.prepare(model, optimizer, data)
     hf_dlion.accelerate.attach(accelerator, model)
 
-`attach` keeps gradients local to their rank, and makes `save_state` and `load_state` keep the
-momentum of every rank, and with `vote_every` above 1 its own weights.
+`attach` keeps gradients local to their rank. It also makes `save_state` and `load_state` keep what
+differs between ranks: momenta and, with `vote_every` above 1, weights.
 """
 
 from __future__ import annotations
@@ -30,51 +30,51 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 _ATTACHED = "_hf_dlion_attached"
-# What is used of an Accelerator that Accelerate does not document.
+# Undocumented attributes of an Accelerator that are used here.
 _INTERNALS = ("_optimizers", "project_configuration", "scaler")
-# Values of accelerate.DistributedType with which a rank has no gradient of its own.
+# Names of the accelerate.DistributedTypes with which a rank has no gradient of its own.
 _UNSUPPORTED = {
     "FSDP": "FSDP",
     "DEEPSPEED": "DeepSpeed",
     "MEGATRON_LM": "Megatron-LM",
     "XLA": "torch_xla",
 }
-_OTHER_SIZES = ("tp_size", "cp_size", "sp_size")
-_REPLICAS = "dp_replicate"  # Accelerate's name of the mesh's dimension.
+# Sizes in a ParallelismConfig with which a rank has no gradient of its own.
+_UNSUPPORTED_SIZES = ("tp_size", "cp_size", "sp_size", "dp_shard_size")
+_REPLICAS = "dp_replicate"  # Accelerate's name for the mesh's dimension.
 
 
 def attach(accelerator: Accelerator, model: nn.Module) -> None:
     """Attaches the accelerator's DistributedLions to a model; every rank must call this.
 
     `step()` then exchanges votes instead of averaged gradients, `save_state` also writes every
-    rank's momentum and GradScaler, and `load_state` reads them. What fails on one rank in
-    `save_state` is raised on all of them; with FSDP2 that holds for the momenta only.
+    rank's momentum and GradScaler, and `load_state` reads them. If `save_state` fails on one rank,
+    all ranks raise. With FSDP2, that holds for the momenta only.
 
     With `vote_every` above 1, `save_state` saves the model with the weights that all ranks have,
-    and each rank's own beside its momentum; it exchanges nothing and changes nothing. Before
-    `accelerator.save_model` and `get_state_dict`, call `optimizer.eval()`, and `optimizer.train()`
-    after it.
+    and each rank's own weights with its momentum. Saving exchanges nothing and doesn't change the
+    run. Call `optimizer.eval()` before `accelerator.save_model` and `get_state_dict`, and
+    `optimizer.train()` after them.
 
     Args:
-        accelerator: The accelerator.
-        model: What `accelerator.prepare` returned for the model; call `attach` again for a second
-            model.
+        accelerator: The accelerator, after `prepare`.
+        model: Model that `accelerator.prepare` returned. Call `attach` again for a second model.
 
     Raises:
-        NotImplementedError: If the accelerator trains with DeepSpeed, Megatron-LM, FSDP1, tensor
-            parallelism, or FSDP2 without `parallelism_config`.
+        NotImplementedError: If the accelerator trains with DeepSpeed, Megatron-LM, torch_xla,
+            FSDP1, tensor parallelism, or FSDP2 without `parallelism_config`.
         ValueError: If the accelerator has no DistributedLion with parameters of the model.
         TypeError: If the model is not the wrapper that `prepare` returned.
         RuntimeError: If there are more ranks than the accelerator knows of, or this version of
-            Accelerate has changed.
+            Accelerate lacks an attribute that is used here.
     """
     refuse_unsupported(accelerator)
     for name in _INTERNALS:
         if not hasattr(accelerator, name):
             raise RuntimeError(
                 f"hf_dlion needs Accelerator().{name}, which accelerate {version('accelerate')} "
-                f"doesn't have. Without Accelerate, use DistributedLion in a loop of your own, "
-                f"with optimizer.attach(ddp_model) and hf_dlion.save_momentum"
+                f"doesn't have. Use another version, or a loop without Accelerate, with "
+                f"optimizer.attach(ddp_model) and hf_dlion.save_momentum"
             )
     params = set(model.parameters())
     lions = [
@@ -92,12 +92,12 @@ def attach(accelerator: Accelerator, model: nn.Module) -> None:
     if launched > accelerator.num_processes:
         raise RuntimeError(
             f"WORLD_SIZE={launched}, but the Accelerator knows of {accelerator.num_processes} "
-            f"process and gives every process all of the data: without GPUs, use "
-            f"Accelerator(cpu=True); with GPUs, start the ranks with torchrun or accelerate launch "
+            f"process and gives every process all of the data. Without GPUs, use "
+            f"Accelerator(cpu=True). With GPUs, start the ranks with torchrun or accelerate launch "
             f"--multi_gpu"
         )
     if accelerator.num_processes == 1:
-        _say_alone()
+        _warn_alone()
     else:
         for lion in lions:
             lion.attach(model)
@@ -108,17 +108,17 @@ def attach(accelerator: Accelerator, model: nn.Module) -> None:
 def parallelism_config(*, dp_replicate_size: int, dp_shard_size: int) -> ParallelismConfig:
     """Returns Accelerate's ParallelismConfig for FSDP2 inside each replica and votes between them.
 
-    Accelerate's own has FSDP average gradients between replicas as well (HSDP). In a loop of your
-    own, make the optimizer with `replicate=accelerator.torch_device_mesh["dp_replicate"]`. Trainer
+    With Accelerate's own class, FSDP also averages gradients between replicas (HSDP). In your own
+    loop, make the optimizer with `replicate=accelerator.torch_device_mesh["dp_replicate"]`. Trainer
     does that for you, with `TrainingArguments(parallelism_config=...)`.
 
     Args:
         dp_replicate_size: Number of replicas, at least 2.
-        dp_shard_size: Ranks of each replica, at least 2.
+        dp_shard_size: Number of ranks in each replica, at least 2.
 
     Raises:
-        ValueError: If there is nothing to vote on, or nothing to shard.
-        ImportError: If Accelerate has no ParallelismConfig; 1.10 and later have it.
+        ValueError: If a size is below 2.
+        ImportError: If Accelerate is older than 1.10, which brought ParallelismConfig.
     """
     from accelerate.parallelism_config import ParallelismConfig
 
@@ -126,12 +126,12 @@ def parallelism_config(*, dp_replicate_size: int, dp_shard_size: int) -> Paralle
     for name, size in sizes.items():
         if size < 2:
             raise ValueError(
-                f"{name} must be at least 2 (got {size}); if every rank can hold the whole model, "
-                f"use DDP, without a ParallelismConfig"
+                f"{name} must be at least 2 (got {size}). If every rank can hold the full model, "
+                f"use DDP without a ParallelismConfig"
             )
 
     class VotingReplicas(ParallelismConfig):  # type: ignore[misc]
-        """FSDP's mesh has the ranks of one replica."""
+        """A ParallelismConfig whose FSDP mesh has the ranks of one replica."""
 
         votes_between_replicas = True
 
@@ -152,18 +152,18 @@ def parallelism_config(*, dp_replicate_size: int, dp_shard_size: int) -> Paralle
 
 
 def replicas_of(accelerator: Any) -> DeviceMesh | None:
-    """Returns the mesh between replicas if `parallelism_config` made the accelerator's, or None.
+    """Returns the mesh between replicas, None without a config from `parallelism_config`.
 
     Raises:
-        RuntimeError: If it did, and the model isn't sharded with FSDP2.
+        RuntimeError: If there is such a config, and FSDP2 is off.
     """
     config = getattr(accelerator, "parallelism_config", None)
     if not getattr(config, "votes_between_replicas", False):
         return None
     if getattr(getattr(accelerator.state, "fsdp_plugin", None), "fsdp_version", None) != 2:
         raise RuntimeError(
-            "hf_dlion.accelerate.parallelism_config needs FSDP2, which is off: set fsdp=True and "
-            'fsdp_config={"version": 2} in TrainingArguments, or fsdp_version: 2 in the file of '
+            "hf_dlion.accelerate.parallelism_config needs FSDP2, which is off. Set fsdp=True and "
+            'fsdp_config={"version": 2} in TrainingArguments, or fsdp_version: 2 in the config of '
             "accelerate launch. Accelerate shards on GPUs only"
         )
     mesh: DeviceMesh = accelerator.torch_device_mesh[_REPLICAS]
@@ -174,12 +174,12 @@ def refuse_unsupported(accelerator: Any) -> None:
     """Refuses an accelerator that leaves a rank without gradients of its own.
 
     Raises:
-        NotImplementedError: Naming what it uses, and what works instead.
-        RuntimeError: As `replicas_of`.
+        NotImplementedError: If it does; the message says what works instead.
+        RuntimeError: If `parallelism_config` is used without FSDP2.
     """
     kind = _UNSUPPORTED.get(getattr(accelerator.distributed_type, "value", ""), "")
     config = getattr(accelerator, "parallelism_config", None)
-    for name in (*_OTHER_SIZES, "dp_shard_size"):
+    for name in _UNSUPPORTED_SIZES:
         if (getattr(config, name, None) or 1) > 1:
             kind = f"{name}={getattr(config, name)} in a ParallelismConfig"
     if kind and replicas_of(accelerator) is None:
@@ -191,7 +191,7 @@ def refuse_unsupported(accelerator: Any) -> None:
 
 
 def _refuse_other_optimizers(accelerator: Accelerator) -> None:
-    """Makes `prepare` refuse an optimizer with which replicas would drift apart."""
+    """Makes `prepare` refuse other optimizers, with which replicas would drift apart."""
     original = accelerator.prepare_optimizer
 
     @functools.wraps(original)
@@ -208,7 +208,7 @@ def _refuse_other_optimizers(accelerator: Accelerator) -> None:
 
 
 @functools.cache
-def _say_alone() -> None:
+def _warn_alone() -> None:
     warnings.warn(
         "this process trains alone, so DistributedLion exchanges nothing and is plain Lion. Start "
         "several processes with torchrun or accelerate launch --multi_gpu",
@@ -217,7 +217,7 @@ def _say_alone() -> None:
 
 
 def _lions(accelerator: Accelerator) -> list[tuple[str, DistributedLion]]:
-    """Returns names of momentum files, and the accelerator's optimizers that they belong to."""
+    """Returns the accelerator's DistributedLions, each with the name of its momentum files."""
     return [
         (f"{NAME}_{index}" if index else NAME, lion)
         for index, optimizer in enumerate(accelerator._optimizers)
@@ -230,7 +230,7 @@ def _wrap(accelerator: Accelerator) -> None:
     folders: list[str] = []
 
     def note_folder(models: list[Any], input_dir: str) -> None:
-        # Too early to load: the state that rank 0 saved comes after this hook.
+        # Too early to load momenta: Accelerate loads rank 0's state after this hook.
         folders[:] = [str(input_dir)]
 
     accelerator.register_load_state_pre_hook(note_folder)
@@ -255,17 +255,18 @@ def _save_state(accelerator: Accelerator, original: Callable[[], Any]) -> Any:
     lions, project = _lions(accelerator), accelerator.project_configuration
     if not lions:  # free_memory() was called.
         return original()
-    saved, scaler = "", accelerator.scaler
+    folder, scaler = "", accelerator.scaler
     failure: BaseException | None = None
-    told: list[BaseException] = []
+    all_know = False  # Whether all ranks have raised because one failed.
     iteration, wait = project.iteration, accelerator.wait_for_everyone
 
     def meet_and_wait() -> None:
         # A rank that has failed is not at Accelerate's barrier, but in `save_momentum`.
+        nonlocal all_know
         try:
             lions[0][1].meet(Kind.SAVE, None)
-        except BaseException as error:
-            told.append(error)
+        except BaseException:
+            all_know = True
             raise
         wait()
 
@@ -273,41 +274,43 @@ def _save_state(accelerator: Accelerator, original: Callable[[], Any]) -> Any:
         try:
             if not is_sharded(accelerator):
                 accelerator.wait_for_everyone = meet_and_wait
-            with contextlib.ExitStack() as swapped:
+            with contextlib.ExitStack() as stack:
                 for _, lion in lions:
-                    swapped.enter_context(lion.common_weights())
-                saved = original()
+                    stack.enter_context(lion.common_weights())
+                folder = original()
         except BaseException as error:
-            # Other ranks know already, or are in collectives of FSDP, where nobody meets them.
-            if told or is_sharded(accelerator):
+            # With FSDP the other ranks may be in its collectives, where they can't meet this one.
+            if all_know or is_sharded(accelerator):
                 raise
             failure = error
         finally:
             accelerator.wait_for_everyone = wait
         for name, lion in lions:
             state = None if scaler is None else scaler.state_dict()
-            save_momentum(lion, saved, scaler=state, failure=failure, name=name)
+            save_momentum(lion, folder, scaler=state, failure=failure, name=name)
     except BaseException:
-        # Some ranks have counted this state, so all do; the next one has a new name.
+        # Some ranks have counted this state, so all do, and the next state has a new name.
         project.iteration = iteration + 1
         raise
-    return saved
+    return folder
 
 
 def _load_state(accelerator: Accelerator, original: Callable[[], None], folders: list[str]) -> None:
     lions = _lions(accelerator)
+    if not lions:  # free_memory() was called.
+        original()
+        return
     failure: BaseException | None = None
     try:
         original()
     except BaseException as error:
-        if not lions or is_sharded(accelerator):  # As in _save_state.
+        if is_sharded(accelerator):  # As in _save_state.
             raise
         failure = error
     states = [load_momentum(lion, folders[0], failure=failure, name=name) for name, lion in lions]
-    for state in states[:1]:
-        if state is not None and accelerator.scaler is not None:
-            # Accelerate has given rank 0's to every rank.
-            accelerator.scaler.load_state_dict(state)
+    if states[0] is not None and accelerator.scaler is not None:
+        # Replaces rank 0's state, which Accelerate gave to every rank.
+        accelerator.scaler.load_state_dict(states[0])
 
 
 def is_sharded(accelerator: Accelerator) -> bool:

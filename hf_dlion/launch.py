@@ -8,10 +8,10 @@ Put "torchrun ..." or "accelerate launch ..." in place of "python". Examples:
     torchrun --nproc_per_node 2 -m hf_dlion.launch run_clm.py --optim dlion ...
     accelerate launch --multi_gpu --num_processes 2 -m hf_dlion.launch run_clm.py --optim dlion ...
 
-The script gets the command line, `sys.path`, and `__main__` that `python SCRIPT ...` would give it.
-On several nodes, `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME` are set to the network interface
-that leads to `MASTER_ADDR` if they are unset, and rank 0 of each node prints it. transformers is
-imported before the script, so set variables such as `HF_HOME` outside of it.
+The script sees the command line, `sys.path`, and `__main__` of `python SCRIPT ...`. On several
+nodes, if `GLOO_SOCKET_IFNAME` or `NCCL_SOCKET_IFNAME` is unset, it is set to the network interface
+that leads to `MASTER_ADDR`, and rank 0 of each node prints it. transformers is imported before the
+script, so set variables such as `HF_HOME` outside of it.
 """
 
 from __future__ import annotations
@@ -28,24 +28,29 @@ from typing import NamedTuple, NoReturn
 import psutil
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-# Any other machine, if none is known: an address reserved for documentation (RFC 5737).
+# Address that stands for any other node; reserved for documentation (RFC 5737).
 ANYWHERE = "192.0.2.1"
 
 
 class Route(NamedTuple):
-    """How this machine reaches another one."""
+    """How this node reaches another one.
 
-    interface: str  # Name of its network interface, for example "eth0".
-    address: str  # Its address on that interface.
+    Attributes:
+        interface: Name of this node's network interface, for example "eth0".
+        address: This node's address on that interface.
+    """
+
+    interface: str
+    address: str
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it leads no further than this machine."""
+        """Whether the route ends on this node."""
         return ipaddress.ip_address(self.address).is_loopback
 
 
 def interfaces() -> dict[str, list[str]]:
-    """Returns the addresses of every network interface, by its name."""
+    """Returns the IP addresses of every network interface, by the interface's name."""
     kinds = (socket.AF_INET, socket.AF_INET6)
     return {
         name: [entry.address.partition("%")[0] for entry in entries if entry.family in kinds]
@@ -54,64 +59,68 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def route_to(host: str) -> Route:
-    """Returns how this machine reaches a host; asks the kernel and sends nothing.
+    """Returns how this node reaches a host; asks the kernel and sends nothing.
 
     Raises:
-        OSError: If the name is unknown, or no route leads there.
+        OSError: If the host's name is unknown, or there is no route to it.
     """
     failure = OSError(f"{host} has no address")
-    for family, kind, protocol, _, where in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
         try:
             with socket.socket(family, kind, protocol) as probe:
-                probe.connect(where)
-                own = probe.getsockname()[0].partition("%")[0]
+                probe.connect(address)
+                local = probe.getsockname()[0].partition("%")[0]
         except OSError as error:
             failure = error
             continue
         for name, addresses in interfaces().items():
-            if own in addresses:
-                return Route(name, own)
+            if local in addresses:
+                return Route(name, local)
     raise failure
 
 
 def name_interface(environment: MutableMapping[str, str] = os.environ) -> str:
     """Sets the interface that gloo and NCCL use between nodes, if the user set none.
 
-    gloo otherwise binds to the address of the machine's own name, which often is the loopback.
-    Call it before torch.distributed is initialized. Changes nothing if all ranks are on one node.
+    Otherwise gloo binds to the address of the node's own name, which is often the loopback address.
+    Call this function before torch.distributed is initialized. It does nothing if all ranks are on
+    one node.
+
+    Args:
+        environment: Variables to read and to set (default: those of this process).
 
     Returns:
-        What was set and why, for a user to read; "" if nothing was.
+        A line for the user with what was set and why, or "" if no variable was set.
     """
     unset = [name for name in VARIABLES if name not in environment]
     host = environment.get("MASTER_ADDR", "")
-    ranks, here = (environment.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    if not unset or not host or ranks == here:
+    sizes = {environment.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    if not unset or not host or len(sizes) == 1:
         return ""
     for target in (host, ANYWHERE):
         try:
             route = route_to(target)
-        except OSError:  # torch.distributed will say that it cannot connect.
+        except OSError:  # torch.distributed will report that it cannot connect.
             continue
-        # On rank 0's node its own name may stand for a loopback address.
+        # On rank 0's node MASTER_ADDR may be a loopback address.
         if not route.is_loopback:
             environment.update(dict.fromkeys(unset, route.interface))
             names = " ".join(f"{name}={route.interface}" for name in unset)
-            destination = host if target == host else "other machines"
-            return f"set {names}, which leads to {destination}; to use another one, export it"
+            destination = host if target == host else "other nodes"
+            return f"set {names}, which leads to {destination}. To use another one, export it"
     return ""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Registers, then runs the script or module that `argv` names.
+    """Calls `hf_dlion.register()`, then runs a script or module.
 
     Args:
         argv: Script and its arguments, or "-m", module and its arguments (default: those of this
             process).
 
     Raises:
-        SystemExit: With code 2 and the usage, if `argv` names nothing that can be run; with code 2
-            and one line, if `optim_args` is wrong; otherwise as the script does.
+        SystemExit: With code 2 and the usage, if there is no such script; with code 2 and one line,
+            if `optim_args` is wrong; otherwise with the script's own code.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     first = argv[0] if argv else ""
@@ -124,23 +133,23 @@ def main(argv: list[str] | None = None) -> None:
         if len(argv) < 2:
             _fail("no module given after -m")
     elif first.startswith("-"):
-        _fail(f"{first} comes before the script; put the script's options after its name")
+        _fail(f"{first} comes before the script: put options after the script's name")
     elif not os.path.isfile(first):
         _fail(f"{first}: no such script")
-    for told in (name_interface(), _alone()):
-        if told and os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"hf_dlion.launch: {told}", file=sys.stderr)
+    for note in (name_interface(), _note_alone()):
+        if note and os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"hf_dlion.launch: {note}", file=sys.stderr)
     import torch.distributed as dist
 
-    import hf_dlion  # Takes seconds, which a usage error doesn't need.
+    import hf_dlion  # Not earlier: it takes seconds, and a usage error doesn't need it.
 
     hf_dlion.register()
     code: object = None
     try:
         _run(argv)
     except (TypeError, ValueError, NotImplementedError) as error:
-        # Errors about `optim_args` begin so; no line of the script is to blame for them. Every rank
-        # prints one, because a launcher ends all ranks as soon as one has ended.
+        # The user's options are wrong, so the script's traceback wouldn't help. Every rank prints
+        # the line, because a launcher ends all ranks as soon as one has ended.
         if not str(error).startswith("optim_args"):
             raise
         print(f"hf_dlion.launch: {error}", file=sys.stderr)
@@ -164,14 +173,14 @@ def _run(argv: list[str]) -> None:
         return
     sys.argv = argv
     if not sys.flags.safe_path:
-        # What `python script` puts there; -m left the current folder.
+        # As `python SCRIPT` does; -m put the current folder there.
         sys.path[0] = os.path.dirname(os.path.realpath(argv[0]))
     runpy.run_path(argv[0], run_name="__main__")
 
 
-def _alone() -> str:
-    """Returns what to say if Accelerate was asked for several processes and started one."""
-    # It names an address only if it was asked for several processes or nodes.
+def _note_alone() -> str:
+    """Returns a line for the user if Accelerate started one process instead of several, else ""."""
+    # Accelerate sets MASTER_ADDR only if it was asked for several processes or nodes.
     asked = {"ACCELERATE_DYNAMO_BACKEND", "MASTER_ADDR"} <= os.environ.keys()
     if not asked or "WORLD_SIZE" in os.environ:
         return ""

@@ -31,7 +31,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accelerate
 import hf_dlion.accelerate
-import hf_dlion.checkpoint
 from accelerate import Accelerator, PartialState
 from hf_dlion import CheckpointError, DistributedLion
 from hf_dlion.accelerate import attach, parallelism_config
@@ -177,9 +176,9 @@ def loads(
     found = [loop.momenta(), loop.common(), loop.train(4), loop.momenta(), loop.common()]
     loop.accelerator.load_state(folder)  # In the midst of a run.
     assert all(map(same, found, [loop.momenta(), loop.common(), loop.train(4), loop.momenta()]))
-    said = [str(warning.message) for warning in caught if "ranks" in str(warning.message)]
+    messages = [str(warning.message) for warning in caught if "ranks" in str(warning.message)]
     loop.close()
-    return found, scale, said
+    return found, scale, messages
 
 
 @multiproc
@@ -193,12 +192,12 @@ def test_a_loaded_state_equals_the_saved_one_on_every_rank(
     assert same(saved[0][2], saved[1][2]) == (every == 1)
     assert same(saved[0][4], saved[1][4])
     for rank in range(2):
-        found, scale, said = loaded[rank]
+        found, scale, messages = loaded[rank]
         assert all(map(same, found, saved[rank]))
         assert scale == 2.0 ** (3 + rank)
-        assert said == []
+        assert messages == []
     # One rank alone continues from the first file.
-    hf_dlion.accelerate._say_alone.cache_clear()
+    hf_dlion.accelerate._warn_alone.cache_clear()
     with pytest.warns(UserWarning, match="this process trains alone"):
         loop = Loop(vote_every=every)
     with pytest.warns(UserWarning, match="was saved by 2 ranks and is loaded by 1"):
@@ -246,31 +245,31 @@ def automatic(rank: int, world_size: int, folder: str) -> list[str]:
     loop.accelerator.load_state()
     assert same(saved, loop.momenta())
     # A failure on one rank, before and after Accelerate's barrier, and while momenta are written.
-    said = []
-    for place in ("accelerate.accelerator.shutil.rmtree", "torch.save", "safetensors.torch"):
-        name = "hf_dlion.checkpoint.save_file" if place == "safetensors.torch" else place
-        fails = mock.patch(name, side_effect=OSError("broken"))
+    messages = []
+    momentum = "hf_dlion.checkpoint.momentum_file.save_file"
+    for place in ("accelerate.accelerator.shutil.rmtree", "torch.save", momentum):
+        fails = mock.patch(place, side_effect=OSError("broken"))
         with fails if rank == 0 else contextlib.nullcontext():
             try:
                 loop.accelerator.save_state()
             except Exception as error:
-                said.append(f"{type(error).__name__}: {error}")
+                messages.append(f"{type(error).__name__}: {error}")
     loop.accelerator.save_state()
     loop.accelerator.load_state()
     loop.close()
-    return said
+    return messages
 
 
 @multiproc
 def test_automatic_names_and_limits_work_and_survive_failures(
     pools: RankPools, tmp_path: Path
 ) -> None:
-    for rank, said in enumerate(pools(2).run(automatic, str(tmp_path))):
-        assert len(said) == 3
-        kinds = [text.split(":")[0] for text in said]
+    for rank, messages in enumerate(pools(2).run(automatic, str(tmp_path))):
+        assert len(messages) == 3
+        kinds = [text.split(":")[0] for text in messages]
         own = ["OSError", "OSError", "CheckpointError"]
         assert kinds == (own if rank == 0 else ["Disagreement"] * 3)
-        assert rank == 0 or all("rank 0: " in text and "broken" in text for text in said)
+        assert rank == 0 or all("rank 0: " in text and "broken" in text for text in messages)
     folders = sorted(os.listdir(tmp_path / "checkpoints"))
     assert len(folders) == 2
     momenta = sorted(os.listdir(tmp_path / "checkpoints" / folders[-1]))
@@ -286,23 +285,23 @@ def refused(rank: int, world_size: int, folder: str) -> list[str]:
     if rank == 0:
         Path(folder, "dlion_momentum_1_of_2.safetensors").unlink()
     loop.accelerator.wait_for_everyone()
-    said = []
+    messages = []
     try:
         loop.accelerator.save_state(f"{folder}/{rank}")
     except CheckpointError as error:
-        said.append(str(error))
+        messages.append(str(error))
     for place in (folder, folder if rank == 0 else "/nonexistent"):
         try:
             loop.accelerator.load_state(place)
         except Exception as error:
-            said.append(f"{type(error).__name__}: {error}")
+            messages.append(f"{type(error).__name__}: {error}")
         assert same(kept, loop.momenta()) or rank == 1
     loop.close()
-    return said
+    return messages
 
 
 @multiproc
-def test_what_fails_on_one_rank_is_raised_on_all(pools: RankPools, tmp_path: Path) -> None:
+def test_an_error_on_one_rank_is_raised_on_all(pools: RankPools, tmp_path: Path) -> None:
     first, second = pools(2).run(refused, str(tmp_path))
     assert "Disagreement: load failed on 1 of 2 ranks: rank 1: CheckpointError" in first[1]
     assert "dlion_momentum_1_of_2.safetensors, the momentum of rank 1, is missing" in second[1]
@@ -428,8 +427,8 @@ def shards(rank: int, world_size: int, folder: str, kind: str, every: int) -> st
 def test_fsdp2_inside_replicas_saves_and_resumes(
     pools: RankPools, tmp_path: Path, kind: str, every: int
 ) -> None:
-    for said in pools(4).run(shards, str(tmp_path), kind, every):
-        assert "FSDP2 inside each replica with hf_dlion.accelerate.parallelism_config" in said
+    for message in pools(4).run(shards, str(tmp_path), kind, every):
+        assert "FSDP2 inside each replica with hf_dlion.accelerate.parallelism_config" in message
 
 
 def test_fsdp_uses_the_ranks_of_one_replica() -> None:
@@ -501,11 +500,12 @@ def launch(*argv: str) -> list[str]:
 @multiproc
 @pytest.mark.slow
 def test_accelerates_training_check_passes() -> None:
-    said = launch("test_script")
+    lines = launch("test_script")
     # One process of the whole batch, two, two with split batches, bf16, fp16; two samplers.
-    votes = [line for line in said if "exchanged votes" in line]
+    votes = [line for line in lines if "exchanged votes" in line]
     assert votes == [f"rank {r}: 10 of 10 optimizers exchanged votes" for r in (0, 1)]
-    assert any("same results on one CPU or distributed setup with batch split" in s for s in said)
+    same_results = "same results on one CPU or distributed setup with batch split"
+    assert any(same_results in line for line in lines)
 
 
 @multiproc

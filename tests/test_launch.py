@@ -111,14 +111,14 @@ def test_what_cannot_run_ends_with_the_usage(
     with pytest.raises(SystemExit) as caught:
         launch.main(argv)
     assert caught.value.code == 2
-    said = capsys.readouterr().err
-    assert reason in said
-    assert "usage: python -m hf_dlion.launch SCRIPT" in said
+    output = capsys.readouterr().err
+    assert reason in output
+    assert "usage: python -m hf_dlion.launch SCRIPT" in output
     launch.main(["--help"])
     assert capsys.readouterr().out.count("--optim dlion") == 2
 
 
-def test_accelerate_that_started_one_process_of_several_is_told(
+def test_one_process_that_accelerate_started_instead_of_several_is_reported(
     recorder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -223,11 +223,11 @@ def test_the_interface_of_each_of_this_machines_addresses_is_found() -> None:
         route_to("no-such-host.invalid")
 
 
-def test_what_is_unset_is_named_and_what_is_set_stays(routes: dict[str, Route]) -> None:
+def test_unset_interfaces_are_set_and_set_ones_stay(routes: dict[str, Route]) -> None:
     environment = dict(SEVERAL)
-    said = name_interface(environment)
+    output = name_interface(environment)
     assert environment["GLOO_SOCKET_IFNAME"] == environment["NCCL_SOCKET_IFNAME"] == "eth1"
-    assert "GLOO_SOCKET_IFNAME=eth1 NCCL_SOCKET_IFNAME=eth1, which leads to 10.0.0.1" in said
+    assert "GLOO_SOCKET_IFNAME=eth1 NCCL_SOCKET_IFNAME=eth1, which leads to 10.0.0.1" in output
     environment = {**SEVERAL, "GLOO_SOCKET_IFNAME": "ib0"}
     assert "set NCCL_SOCKET_IFNAME=eth1, " in name_interface(environment)
     assert environment["GLOO_SOCKET_IFNAME"] == "ib0"
@@ -235,7 +235,7 @@ def test_what_is_unset_is_named_and_what_is_set_stays(routes: dict[str, Route]) 
 
 
 @pytest.mark.parametrize("changes", [{"LOCAL_WORLD_SIZE": "4"}, {"MASTER_ADDR": "nowhere"}])
-def test_on_one_node_and_without_a_route_nothing_is_named(
+def test_on_one_node_and_without_a_route_no_interface_is_set(
     changes: dict[str, str], routes: dict[str, Route]
 ) -> None:
     environment = {**SEVERAL, **changes}
@@ -243,12 +243,12 @@ def test_on_one_node_and_without_a_route_nothing_is_named(
     assert environment == {**SEVERAL, **changes}
 
 
-def test_if_rank_0s_name_is_a_loopback_address_the_way_out_is_named(
+def test_if_rank_0s_name_is_a_loopback_address_the_interface_to_other_nodes_is_set(
     routes: dict[str, Route],
 ) -> None:
     routes.update({"10.0.0.1": Route("lo", "127.0.1.1"), ANYWHERE: Route("wlan0", "192.168.1.2")})
     environment = dict(SEVERAL)
-    assert "which leads to other machines" in name_interface(environment)
+    assert "which leads to other nodes" in name_interface(environment)
     assert environment["GLOO_SOCKET_IFNAME"] == "wlan0"
 
 
@@ -298,9 +298,9 @@ def test_the_lines_of_the_page_train_on_two_nodes(tmp_path: Path, launcher: str)
             command = [*ACCELERATE, *there, *words[1:], "--epochs", "1"]
         return run_command(command, env=environment, cwd=tmp_path, timeout=240).stdout
 
-    said = on_both(run)[0]
-    assert "held-out loss" in said
-    sent = re.search(r"rank 0 sent ([\d,]+) bytes in the last step", said)
+    output = on_both(run)[0]
+    assert "held-out loss" in output
+    sent = re.search(r"rank 0 sent ([\d,]+) bytes in the last step", output)
     assert sent is not None
     assert int(sent[1].replace(",", "")) > 1000
 
@@ -353,7 +353,7 @@ def nodes() -> Iterator[list[str]]:
 @pytest.mark.multiproc
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="network namespaces")
-def test_between_two_nodes_the_interface_is_named_and_the_doctor_measures_the_link(
+def test_between_two_nodes_the_interface_is_set_and_the_doctor_measures_the_link(
     nodes: list[str], tmp_path: Path
 ) -> None:
     script = tmp_path / "script.py"
@@ -370,6 +370,6 @@ def test_between_two_nodes_the_interface_is_named_and_the_doctor_measures_the_li
     for text in on_both(lambda rank: run(rank, ["hf_dlion.launch", str(script)])):
         assert "GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0, which leads to 10.9.0.1" in text
         assert "took eth0" in text
-    said = on_both(lambda rank: run(rank, ["hf_dlion", "doctor"]))[0]
-    assert "all ranks are on one node" not in said
-    assert re.search(r"slowest link +rank \d to rank \d: [\d,]+ Mbit/s\n\nready to train", said)
+    output = on_both(lambda rank: run(rank, ["hf_dlion", "doctor"]))[0]
+    assert "all ranks are on one node" not in output
+    assert re.search(r"slowest link +rank \d to rank \d: [\d,]+ Mbit/s\n\nready to train", output)

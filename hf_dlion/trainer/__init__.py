@@ -1,14 +1,14 @@
 """`DistributedLion` in `transformers.Trainer`.
 
-    hf_dlion.register()                                    # before the arguments are parsed
+    hf_dlion.register()                                    # before arguments are made or parsed
     args = TrainingArguments(..., optim="dlion", optim_args="bits=2")
 
     Trainer(..., optimizer_cls_and_kwargs=hf_dlion.optimizer_cls_and_kwargs(args, bits=2))
     Trainer(..., optimizers=(DistributedLion(...), None), callbacks=[DistributedLionCallback()])
 
-All three attach the optimizer, log what it sends, and keep every rank's momentum in checkpoints.
-Importing this package wraps methods of Trainer and TrainingArguments; the wrappers do nothing for
-other optimizers.
+All three ways attach the optimizer, log what it sends, and keep every rank's momentum in
+checkpoints. Importing this package wraps methods of Trainer and TrainingArguments. The wrappers
+do nothing for other optimizers.
 """
 
 from hf_dlion.trainer.callback import DistributedLionCallback

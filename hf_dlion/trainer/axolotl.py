@@ -1,4 +1,4 @@
-"""A plugin of axolotl, which makes `optimizer: dlion` known when it reads its YAML file.
+"""A plugin for axolotl, with which its YAML file may say `optimizer: dlion`.
 
 plugins: [hf_dlion.trainer.axolotl.DistributedLionPlugin]
 optimizer: dlion

@@ -1,8 +1,7 @@
-"""`TrainingArguments(optim_args="bits=2,momentum_dtype=bfloat16")` as options, checked."""
+"""Turns `TrainingArguments(optim_args="bits=2,momentum_dtype=bfloat16")` into checked options."""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import re
 from collections.abc import Mapping, Sequence
@@ -14,8 +13,9 @@ from hf_dlion.options import Options
 
 OPTIM_NAME = "dlion"
 
-_KINDS = {name: get_args(kind) or (kind,) for name, kind in get_type_hints(Options).items()}
-# What TrainingArguments or another place sets.
+# Names of the options, with the types of each.
+_TYPES = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(Options).items()}
+# Names that are set elsewhere, and where.
 _ELSEWHERE = {
     "lr": "set TrainingArguments(learning_rate=...)",
     "learning_rate": "set TrainingArguments(learning_rate=...)",
@@ -24,13 +24,13 @@ _ELSEWHERE = {
     "replicate": "set TrainingArguments(parallelism_config=...), see docs/guides/fsdp2.md",
     "eps": "Lion has no epsilon",
 }
-# Options that another optimizer of transformers has as well.
+# Options that another optimizer of transformers also has.
 _SHARED = ("momentum_dtype",)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def as_text(optim_args: Mapping[str, Any]) -> str:
-    """Returns the text that stands for a dict of options: lists become parts with semicolons."""
+    """Returns a dict of options as text: items with commas, parts of a list with semicolons."""
 
     def value_text(value: Any) -> str:
         return ";".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
@@ -38,34 +38,31 @@ def as_text(optim_args: Mapping[str, Any]) -> str:
     return ",".join(f"{name}={value_text(value)}" for name, value in optim_args.items())
 
 
-def parse_optim_args(
-    text: str | None, defaults: Mapping[str, Any], chosen: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Returns the keyword arguments that `optim_args` asks for.
+def parse_optim_args(text: str | None, chosen: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns the keyword arguments in an `optim_args`.
 
     Args:
         text: Any option of `Options`, `beta1`, `beta2`, or `betas=0.9;0.99`, separated by commas.
             Semicolons separate the parts of a list.
-        defaults: Options that hold unless the text sets them.
-        chosen: Options that win over the text. All of them together are checked (default: none).
+        chosen: Options that override the text and are checked together with it (default: none).
 
     Returns:
-        Options by name, and "beta1" and "beta2" as floats.
+        The text's options by name, and "beta1" and "beta2" as floats.
 
     Raises:
-        ValueError: If an item is not name=value, is unknown or given twice, or has a bad value.
+        ValueError: If an item is not name=value, is unknown or set twice, or has a bad value.
         TypeError: If a value has the wrong type.
         NotImplementedError: If options don't work together yet.
     """
     parsed: dict[str, Any] = {}
     for name, value in _items(text):
         new = _converted(name, value)
-        if twice := parsed.keys() & new.keys():
-            raise ValueError(f"optim_args={text!r}: {min(twice)} is given twice; keep one of them")
+        if repeated := parsed.keys() & new.keys():
+            raise ValueError(f"optim_args={text!r}: {min(repeated)} is set twice: keep one of them")
         parsed |= new
-    options = {name: value for name, value in parsed.items() if name in _KINDS}
+    options = {name: value for name, value in parsed.items() if name in _TYPES}
     try:
-        Options(**{**defaults, **options, **(chosen or {})})
+        Options(**{**options, **(chosen or {})})
     except (TypeError, ValueError, NotImplementedError) as error:
         if not options:
             raise
@@ -73,16 +70,22 @@ def parse_optim_args(
     return parsed
 
 
-def check_known(name: str, known: Sequence[str], where: str) -> None:
+def check_known(name: str, others: Sequence[str], where: str) -> None:
     """Refuses an unknown option.
 
+    Args:
+        name: Name of the option.
+        others: Names that are allowed in addition to those in `Options`.
+        where: Place where the option was set, for the message.
+
     Raises:
-        ValueError: Naming the closest option, or where to set it.
+        ValueError: If the name is unknown; the message has the closest one, or where to set it.
     """
+    known = [*_TYPES, *others]
     if name in known:
         return
     if name in _ELSEWHERE:
-        raise ValueError(f"{where}: {name} is not an option here; {_ELSEWHERE[name]}")
+        raise ValueError(f"{where}: {name} is not an option here: {_ELSEWHERE[name]}")
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
     raise ValueError(
         f"{where}: there is no option {name!r}, did you mean {close!r}? Options: {', '.join(known)}"
@@ -90,14 +93,14 @@ def check_known(name: str, known: Sequence[str], where: str) -> None:
 
 
 def check_optim_name(optim: str, known: Sequence[str]) -> None:
-    """Refuses a name that means "dlion" but isn't it, or that `register()` would make known.
+    """Refuses a name that is close to "dlion", and "dlion" without `register()`.
 
     Args:
-        optim: What TrainingArguments was given.
-        known: Names that transformers knows; it refuses other names itself.
+        optim: Name that was passed to TrainingArguments.
+        known: Names that transformers knows. It refuses other names itself.
 
     Raises:
-        ValueError: Saying what to write or to call.
+        ValueError: If the name is refused; the message says what to write or to call.
     """
     if optim in known:
         return
@@ -114,25 +117,20 @@ def check_optim_name(optim: str, known: Sequence[str]) -> None:
 
 
 def only_ours(text: str | None) -> list[str]:
-    """Returns the names in an `optim_args` that only DistributedLion has."""
+    """Returns the options in an `optim_args` that only DistributedLion has."""
     names = [item.partition("=")[0].strip() for item in (text or "").split(",")]
-    return [name for name in names if name in _KINDS and name not in _SHARED]
-
-
-def option_names() -> list[str]:
-    """Returns the names of the options."""
-    return [field.name for field in dataclasses.fields(Options)]
+    return [name for name in names if name in _TYPES and name not in _SHARED]
 
 
 def _items(text: str | None) -> list[tuple[str, str]]:
-    # Trainer drops all spaces before it splits.
-    squeezed = (text or "").replace(" ", "")
+    # Without spaces, as Trainer splits it for other optimizers.
+    text_items = (text or "").replace(" ", "")
     items = []
-    for item in squeezed.split(",") if squeezed else []:
+    for item in text_items.split(",") if text_items else []:
         name, equals, value = item.partition("=")
         if not (name and equals and value) or "=" in value:
             raise ValueError(
-                f"optim_args={text!r}: {item!r} is not name=value; separate options by commas and "
+                f"optim_args={text!r}: {item!r} is not name=value. Separate options by commas and "
                 f"the parts of a list by semicolons, for example 'bits=2,betas=0.9;0.98'"
             )
         items.append((name, value))
@@ -147,7 +145,7 @@ def _converted(name: str, value: str) -> dict[str, Any]:
         return {f"beta{k}": _beta(f"beta{k}", part) for k, part in enumerate(parts, 1)}
     if name in ("beta1", "beta2"):
         return {name: _beta(name, value)}
-    check_known(name, [*option_names(), "beta1", "beta2", "betas"], "optim_args")
+    check_known(name, ("beta1", "beta2", "betas"), "optim_args")
     return {name: _option(name, value)}
 
 
@@ -162,22 +160,22 @@ def _beta(name: str, value: str) -> float:
 
 
 def _option(name: str, value: str) -> Any:
-    """Returns a value as one of the types that the option has; Options checks if it is allowed."""
-    kinds = _KINDS[name]
-    if value.lower() == "none" and type(None) in kinds:
+    """Returns a value in a type that the option has; Options checks whether it is allowed."""
+    types = _TYPES[name]
+    if value.lower() == "none" and type(None) in types:
         return None
-    if torch.dtype in kinds:
+    if torch.dtype in types:
         dtype = _DTYPES.get(value.lower()) or getattr(torch, value.removeprefix("torch."), None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(
                 f"optim_args: {name}={value} is not a dtype; use float32, bfloat16 or float16"
             )
         return dtype
-    if int in kinds:
+    if int in types:
         try:
             return int(value)
         except ValueError:
-            if not set(kinds) <= {int, type(None)}:
+            if not set(types) <= {int, type(None)}:
                 return value  # "node", for example.
             raise ValueError(f"optim_args: {name}={value} must be an integer") from None
     return value

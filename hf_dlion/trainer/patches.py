@@ -1,7 +1,7 @@
-"""The wrappers around methods of Trainer and TrainingArguments.
+"""Wrappers around methods of Trainer and TrainingArguments.
 
 Every rank enters these methods, so the ranks can meet in them. The wrappers do nothing if the
-Trainer's optimizer is not a DistributedLion. A save with its meetings, in which a failure on one
+Trainer's optimizer is not a DistributedLion. A save has these meetings, in which a failure on one
 rank is raised on all:
 
     _save_checkpoint
@@ -11,23 +11,23 @@ rank is raised on all:
       ...                             rank 0 writes trainer_state.json and
                                       deletes older checkpoints                     meeting
 
-With FSDP2, ranks that wait for one another's shards don't meet, and only failures in writing the
-momentum are raised on all.
+With FSDP2, ranks wait for one another's shards and can't meet, so only a failure to write momenta
+is raised on all of them.
 
-With local steps (`vote_every` above 1), what is saved are the weights that all ranks have. To save
-exchanges nothing, so it changes nothing in the run.
+With local steps (`vote_every` above 1), a save contains the weights that all ranks have. Saving
+exchanges nothing and doesn't change the run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pkgutil
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import transformers
 from accelerate.utils import gather_object
@@ -38,7 +38,7 @@ from hf_dlion.accelerate import is_sharded, replicas_of
 from hf_dlion.checkpoint import NAME, CheckpointError, find_optimizer, load_momentum, save_momentum
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.header import Kind
-from hf_dlion.trainer.callback import exchange_rest, prepare, put_first, refuse
+from hf_dlion.trainer.callback import exchange_rest, put_first
 from hf_dlion.trainer.optim_args import (
     OPTIM_NAME,
     as_text,
@@ -46,31 +46,31 @@ from hf_dlion.trainer.optim_args import (
     only_ours,
     parse_optim_args,
 )
+from hf_dlion.trainer.prepare import prepare, refuse
 
 logger = logging.get_logger(__name__)
 
-# What transformers writes last into a checkpoint.
+# The file that transformers writes last into a checkpoint.
 TRAINER_STATE = "trainer_state.json"
 _INSTALLED = "_hf_dlion_installed"
 
-# Trainers in a save, and whether the other ranks know of a failure in it.
-_told: WeakKeyDictionary[Trainer, bool] = WeakKeyDictionary()
+# Trainers that are saving a checkpoint, and whether a meeting has raised on all ranks.
+_saving: dict[Trainer, bool] = {}
 
 
 def missing(what: str) -> RuntimeError:
     """Returns the error for a version of transformers that lacks `what`."""
     return RuntimeError(
-        f"hf_dlion needs {what}, which transformers {transformers.__version__} doesn't have; it "
-        f"works with transformers 5.2 to 5.23. Without Trainer, use DistributedLion with "
-        f"Accelerate or in a loop of your own"
+        f"hf_dlion needs {what}, which transformers {transformers.__version__} doesn't have. Use "
+        f"transformers 5.2 to 5.23, or DistributedLion in an Accelerate or torch loop"
     )
 
 
 def internal(path: str) -> Any:
-    """Returns what "module:name" is in transformers.
+    """Returns the object at "module:name" in transformers.
 
     Raises:
-        RuntimeError: If it isn't there.
+        RuntimeError: If this version of transformers doesn't have it.
     """
     try:
         return pkgutil.resolve_name(f"transformers.{path}")
@@ -82,7 +82,7 @@ def install() -> None:
     """Wraps the methods, once per process.
 
     Raises:
-        RuntimeError: If this version of transformers lacks one of them; nothing is wrapped then.
+        RuntimeError: If this version of transformers lacks one of them. No method is wrapped then.
     """
     if hasattr(Trainer, _INSTALLED):
         return
@@ -114,11 +114,11 @@ def _check_arguments(args: TrainingArguments, original: Callable[[], None]) -> N
 
 
 def _check_optim_args(args: TrainingArguments) -> None:
-    given: Any = args.optim_args
-    if isinstance(given, Mapping):
-        args.optim_args = as_text(given)
+    options: Any = args.optim_args
+    if isinstance(options, Mapping):
+        args.optim_args = as_text(options)
     if args.optim == OPTIM_NAME:
-        parse_optim_args(args.optim_args, {})
+        parse_optim_args(args.optim_args)
 
 
 def _train(
@@ -128,7 +128,7 @@ def _train(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    # For every Trainer: a subclass may make its optimizer only later.
+    # For every Trainer, because a subclass may make its optimizer only later.
     put_first(trainer)
     _check_optim_args(trainer.args)  # They may have changed since they were made.
     if _uses_lion(trainer):
@@ -136,9 +136,9 @@ def _train(
         resume_from_checkpoint = _agreed_checkpoint(trainer, resume_from_checkpoint)
     elif idle := only_ours(trainer.args.optim_args):
         logger.warning_once(
-            f"optim_args={trainer.args.optim_args!r} with optim={str(trainer.args.optim)!r}: only "
-            f"DistributedLion has {', '.join(idle)}, so this has no effect; set "
-            f"optim={OPTIM_NAME!r} to use it"
+            f"optim={str(trainer.args.optim)!r} ignores {', '.join(idle)} in "
+            f"optim_args={trainer.args.optim_args!r}. To use DistributedLion, set "
+            f"optim={OPTIM_NAME!r}"
         )
     try:
         return original(resume_from_checkpoint, *args, **kwargs)
@@ -160,9 +160,9 @@ def _uses_lion(trainer: Trainer) -> bool:
 def _create_optimizer(
     trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Makes the optimizer vote between FSDP2's replicas, whose mesh the arguments don't know.
+    """Makes the optimizer vote between FSDP2's replicas, whose mesh isn't in the arguments.
 
-    Trainer calls this before it wraps the model, also if there is an optimizer.
+    Trainer calls this before it wraps the model, even if there is an optimizer.
     """
     if (lion := find_optimizer(trainer.optimizer)) is not None:
         # After "out of memory" Trainer makes a new DDP wrapper, which copies rank 0's weights.
@@ -170,21 +170,21 @@ def _create_optimizer(
     replicas = replicas_of(trainer.accelerator)
     if replicas is None or trainer.optimizer is not None or not _uses_lion(trainer):
         return original(*args, **kwargs)
-    given = trainer.optimizer_cls_and_kwargs
-    cls, options = given or trainer.get_optimizer_cls_and_kwargs(trainer.args)
+    chosen = trainer.optimizer_cls_and_kwargs
+    cls, options = chosen or trainer.get_optimizer_cls_and_kwargs(trainer.args)
     trainer.optimizer_cls_and_kwargs = cls, {**options, "replicate": replicas}
     try:
         return original(*args, **kwargs)
     finally:  # The next training may have other arguments.
-        trainer.optimizer_cls_and_kwargs = given
+        trainer.optimizer_cls_and_kwargs = chosen
 
 
 def _agreed_checkpoint(trainer: Trainer, resume: str | bool | None) -> str | None:
-    """Returns the folder to resume from, the same on all ranks, which all call this.
+    """Returns the folder to resume from; every rank must call this.
 
     Raises:
-        CheckpointError: If it isn't the same, or `output_dir` isn't; ranks would mix up the
-            collectives that follow.
+        CheckpointError: If the ranks have different folders to resume from, with which they would
+            mix up the collectives that follow, or to save to.
         ValueError: If `resume` is True, and no checkpoint is complete.
     """
     folder, failure = str(resume) if resume else None, None
@@ -193,25 +193,24 @@ def _agreed_checkpoint(trainer: Trainer, resume: str | bool | None) -> str | Non
             folder = _newest_complete(str(trainer.args.output_dir))
         except ValueError as error:
             failure = error
-    # Also where the first save would fail, which may be hours away.
-    output = trainer.args.output_dir if trainer.args.save_strategy != "no" else ""
-    places = gather_object([str(output)])
-    if len(set(places)) > 1:
-        ranks = "; ".join(f"rank {rank}: {own}" for rank, own in enumerate(places))
-        raise CheckpointError(
-            f"ranks have different output_dirs ({ranks}), and save one checkpoint together: pass "
-            f"the same path on every rank"
-        )
-    told = gather_object([str(failure or folder)])
-    if len(set(told)) > 1:
-        ranks = "; ".join(f"rank {rank}: {own}" for rank, own in enumerate(told))
-        raise CheckpointError(
-            f"ranks were told to resume differently ({ranks}): pass the same "
-            f"resume_from_checkpoint on every rank, and use an output_dir that all nodes share"
-        )
+    # Checked now, because the first save may be hours away.
+    output_dir = trainer.args.output_dir if trainer.args.save_strategy != "no" else ""
+    _check_equal("output_dir", str(output_dir), "pass the same path on every rank")
+    _check_equal(
+        "resume_from_checkpoint",
+        str(failure or folder),
+        "pass the same value on every rank, and use an output_dir that all nodes share",
+    )
     if failure is not None:
         raise failure
     return folder
+
+
+def _check_equal(name: str, value: str, remedy: str) -> None:
+    values = gather_object([value])
+    if len(set(values)) > 1:
+        by_rank = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+        raise CheckpointError(f"{name} differs between ranks ({by_rank}): {remedy}")
 
 
 def _newest_complete(folder: str) -> str:
@@ -240,23 +239,34 @@ def _save_checkpoint(
     if lion is None:
         original(*args, **kwargs)
         return
-    _told[trainer], failure = False, None
+    _saving[trainer], failure = False, None
     try:
         with lion.common_weights():
             original(*args, **kwargs)
         if trainer.args.enable_jit_checkpoint:
-            # Every rank's just-in-time callback has made this file, and fails if another rank
-            # removes it between its look and its own removal.
+            # Every rank's just-in-time callback makes this file and later removes it, which can
+            # fail if two ranks remove it at the same time. So each rank removes it before.
             step = f"checkpoint-{trainer.state.global_step}"
             mark = Path(trainer._get_output_dir(trial=None), step, "checkpoint-is-incomplete.txt")
             mark.unlink(missing_ok=True)
     except BaseException as error:
-        if _told[trainer] or is_sharded(trainer.accelerator):
+        if _saving[trainer] or is_sharded(trainer.accelerator):
             raise
         failure = error
     finally:
-        del _told[trainer]
+        del _saving[trainer]
     lion.meet(Kind.SAVE, failure)
+
+
+@contextlib.contextmanager
+def _meeting(trainer: Trainer) -> Iterator[None]:
+    """Notes an error that all ranks raise, for which `_save_checkpoint` needs no other meeting."""
+    try:
+        yield
+    except BaseException:
+        if trainer in _saving:
+            _saving[trainer] = True
+        raise
 
 
 def _save_model(
@@ -270,25 +280,25 @@ def _save_model(
     if lion is None:
         original(output_dir, *args, **kwargs)
         return
-    if trainer not in _told or output_dir is None:
-        with lion.common_weights():  # Meets nobody: a user may save on rank 0 alone.
+    if trainer not in _saving or output_dir is None:
+        with lion.common_weights():  # No meeting, because a user may save on rank 0 alone.
             original(output_dir, *args, **kwargs)
         return
     try:
-        # Trainer calls a checkpoint the best if its folder exists, which all ranks must find.
+        # Trainer calls a checkpoint the best if its folder exists, so all ranks must find it.
         os.makedirs(output_dir, exist_ok=True)
         if trainer.args.should_save:
-            # That of an earlier save must not call a partial one complete.
+            # The file of an earlier save would make a partial checkpoint look complete.
             Path(output_dir, TRAINER_STATE).unlink(missing_ok=True)
         original(output_dir, *args, **kwargs)
     except BaseException as error:
         if is_sharded(trainer.accelerator):
             raise
         failure = error
-    # Now, because Trainer may have a barrier next, where nobody would hear of a failure.
-    _told[trainer] = True
-    lion.meet(Kind.WEIGHTS, failure)
-    _told[trainer] = False
+    # Now, because the other ranks may next wait at a barrier of Trainer, where they can't meet
+    # this one.
+    with _meeting(trainer):
+        lion.meet(Kind.WEIGHTS, failure)
 
 
 def _save_rng_state(trainer: Trainer, original: Callable[[str], None], output_dir: str) -> None:
@@ -302,11 +312,8 @@ def _save_rng_state(trainer: Trainer, original: Callable[[str], None], output_di
         failure = error
     scaler = _scaler(trainer)
     state = None if scaler is None else scaler.state_dict()
-    if trainer in _told:
-        _told[trainer] = True
-    save_momentum(lion, output_dir, scaler=state, failure=failure)
-    if trainer in _told:
-        _told[trainer] = False
+    with _meeting(trainer):
+        save_momentum(lion, output_dir, scaler=state, failure=failure)
 
 
 def _load_optimizer_and_scheduler(
@@ -316,12 +323,12 @@ def _load_optimizer_and_scheduler(
     if lion is None and checkpoint is not None and _holds(checkpoint, NAME):
         raise CheckpointError(
             f"{checkpoint} was saved with DistributedLion, whose state "
-            f"{type(trainer.optimizer).__name__} can't load: resume with optim={OPTIM_NAME!r}, or "
+            f"{type(trainer.optimizer).__name__} can't load. Resume with optim={OPTIM_NAME!r}, or "
             f"load the model's weights from there and train without resume_from_checkpoint. If "
             f"another optimizer saved there later, delete its {NAME}_* files"
         )
     if lion is not None:
-        prepare(lion, trainer)  # Loading meets, and with FSDP2 it takes a step.
+        prepare(lion, trainer)  # Ranks meet in loading, and with FSDP2 loading takes a step.
     try:
         original(checkpoint)
     except BaseException as error:
@@ -349,13 +356,13 @@ def _load_scaler(
         return
     state, scaler = load_momentum(lion, checkpoint, failure=failure), _scaler(trainer)
     if state is not None and scaler is not None:
-        scaler.load_state_dict(state)  # Trainer has given rank 0's to every rank.
+        scaler.load_state_dict(state)  # Replaces rank 0's, which Trainer gave to every rank.
 
 
 def _load_best_model(trainer: Trainer, original: Callable[[], None]) -> None:
     if (lion := find_optimizer(trainer.optimizer)) is not None:
-        exchange_rest(lion)  # The load may find no file, and then this model stays.
-        lion.detach()  # Anchors that are kept would later replace what is loaded.
+        exchange_rest(lion)  # If there is no file to load, this model stays.
+        lion.detach()  # Otherwise the optimizer would later overwrite the loaded weights.
     original()
 
 

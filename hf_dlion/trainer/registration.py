@@ -1,4 +1,4 @@
-"""How a Trainer's arguments become a DistributedLion: `optim="dlion"`, or class and options."""
+"""Makes a DistributedLion from a Trainer's arguments: `optim="dlion"`, or class and options."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.trainer.optim_args import OPTIM_NAME, check_known, option_names, parse_optim_args
+from hf_dlion.trainer.optim_args import OPTIM_NAME, check_known, parse_optim_args
 from hf_dlion.trainer.patches import internal, missing
 
 logger = logging.get_logger(__name__)
 
-# Defaults of TrainingArguments, which are AdamW's: a run that has them didn't choose them.
+# Defaults of TrainingArguments, which are AdamW's. A run that has them didn't choose them.
 ADAM_BETAS = (0.9, 0.999)
 LION_BETAS = (0.9, 0.99)
-# A Trainer runs unattended, and one comparison in 100 steps costs little.
+# Trainer runs unattended, and one comparison in 100 steps costs little.
 DEFAULTS = {"check_replicas_every": 100}
 
 
 def register() -> None:
     """Makes `TrainingArguments(optim="dlion")` train with a `DistributedLion`.
 
-    Call it in every process before arguments are made or parsed, and before a `training_args.bin`
-    of such a run is loaded. A second call does nothing.
+    Call it in every process before arguments are made or parsed, and before the
+    `training_args.bin` of such a run is loaded. A second call does nothing.
 
     Raises:
         RuntimeError: If this version of transformers has no table of optimizers to add to.
@@ -39,15 +39,15 @@ def register() -> None:
 def optimizer_cls_and_kwargs(
     args: TrainingArguments, **options: Any
 ) -> tuple[type[DistributedLion], dict[str, Any]]:
-    """Returns what `Trainer(optimizer_cls_and_kwargs=...)` takes; needs no `register()`.
+    """Returns the value for `Trainer(optimizer_cls_and_kwargs=...)`; needs no `register()`.
 
-    Learning rate, weight decay, betas, and `optim_args` come from `args`, and Trainer makes its
-    groups with and without weight decay. AdamW's default betas count as unset. Replicas are
-    compared every 100 steps by default.
+    Learning rate, weight decay, betas, and `optim_args` come from `args`, and Trainer makes groups
+    with and without weight decay. AdamW's default betas count as unset. Replicas are compared every
+    100 steps by default.
 
     Args:
-        args: The Trainer's arguments.
-        options: Keyword arguments of `DistributedLion`, which win over `args`.
+        args: Arguments of the Trainer.
+        options: Keyword arguments of `DistributedLion`, which override `args`.
 
     Raises:
         TypeError: If an option has the wrong type.
@@ -62,9 +62,9 @@ def optimizer_cls_and_kwargs(
         ('DistributedLion', 0.0001, (0.9, 0.99), 2)
     """
     for name in options:
-        check_known(name, [*option_names(), "lr", "betas"], "optimizer_cls_and_kwargs")
-    own = {name: value for name, value in options.items() if name not in ("lr", "betas")}
-    kwargs = DEFAULTS | parse_optim_args(args.optim_args, DEFAULTS, own)
+        check_known(name, ("lr", "betas"), "optimizer_cls_and_kwargs")
+    chosen = {name: value for name, value in options.items() if name not in ("lr", "betas")}
+    kwargs = DEFAULTS | parse_optim_args(args.optim_args, chosen)
     betas = []
     for k, adam in enumerate((args.adam_beta1, args.adam_beta2)):
         beta = kwargs.pop(f"beta{k + 1}", None)
@@ -77,12 +77,12 @@ def optimizer_cls_and_kwargs(
 
 
 def _handle(context: Any) -> tuple[type[DistributedLion], dict[str, Any]]:
-    """Returns the class, because a Trainer with a `create_optimizer` of its own calls it."""
+    """Returns class and options, which a subclass's own `create_optimizer` may also ask for."""
     return optimizer_cls_and_kwargs(context.args)
 
 
 def _add_name() -> Any:
-    """Returns a new member of transformers' enum, which Python has no public way to add."""
+    """Adds a member to transformers' enum, for which Python has no public way, and returns it."""
     names: Any = internal("training_args:OptimizerNames")
     key = OPTIM_NAME.upper()
     member = str.__new__(names, OPTIM_NAME)

@@ -28,10 +28,10 @@ def _registered() -> None:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Warnings that the integration logs, each of which it gives once in a process."""
     texts: list[str] = []
-    for name in ("callback", "patches"):
+    for name in ("callback", "patches", "prepare"):
         logger = getattr(hf_dlion.trainer, name).logger
         monkeypatch.setattr(logger, "warning_once", texts.append, raising=False)
     return texts
@@ -125,7 +125,7 @@ def test_optim_args_reach_the_optimizer_by_the_names_of_the_model(
         ("local_group=nodes", 'local_group must be "node" or an int'),
         ("lr=1", "set TrainingArguments(learning_rate=...)"),
         ("momentum_dtype=float7", "is not a dtype"),
-        ("bits=2,bits=4", "bits is given twice"),
+        ("bits=2,bits=4", "bits is set twice"),
     ],
 )
 def test_bad_optim_args_are_refused_when_the_arguments_are_made(
@@ -207,7 +207,7 @@ class Recorder(TrainerCallback):
 
 
 @pytest.mark.parametrize("how", ["groups", "subclass", "passed"])
-def test_an_optimizer_of_the_users_own_making_is_named_logged_and_saved(
+def test_an_optimizer_that_the_user_made_is_named_logged_and_saved(
     tmp_path: Path, how: str
 ) -> None:
     model, recorder, ours = tiny_llama(), Recorder(), DistributedLionCallback()
@@ -231,8 +231,8 @@ def test_an_optimizer_of_the_users_own_making_is_named_logged_and_saved(
     assert (tmp_path / "checkpoint-4" / "dlion_momentum_0_of_1.safetensors").is_file()
 
 
-def test_other_optimizers_are_left_alone_but_our_options_are_warned_of(
-    tmp_path: Path, said: list[str]
+def test_other_optimizers_train_as_before_and_our_options_warn(
+    tmp_path: Path, warned: list[str]
 ) -> None:
     args = tiny_args(tmp_path, optim="sgd", optim_args="momentum=0.9,bits=2", save_strategy="steps")
     trainer = tiny_trainer(args)
@@ -240,24 +240,24 @@ def test_other_optimizers_are_left_alone_but_our_options_are_warned_of(
     assert type(trainer.optimizer.optimizer) is torch.optim.SGD
     assert not list(tmp_path.rglob("*momentum*"))
     assert "dlion/abstained" not in trainer.state.log_history[0]
-    (text,) = said
-    assert "only DistributedLion has bits, so this has no effect" in text
+    (text,) = warned
+    assert "ignores bits in optim_args='momentum=0.9,bits=2'. To use DistributedLion, set" in text
 
 
-def test_one_process_says_that_it_exchanges_nothing(tmp_path: Path, said: list[str]) -> None:
+def test_one_process_warns_that_it_exchanges_nothing(tmp_path: Path, warned: list[str]) -> None:
     tiny_trainer(tiny_args(tmp_path)).train()
-    assert [text.partition(". ")[0] for text in said] == [
+    assert [text.partition(". ")[0] for text in warned] == [
         "DistributedLion exchanges nothing between nodes and is plain Lion, because one process "
         "trains alone"
     ]
 
 
 @pytest.mark.parametrize(("rate", "optim"), [(5e-5, "dlion"), (5e-5, "sgd"), (2e-5, "dlion")])
-def test_a_learning_rate_that_nobody_chose_is_said_with_where_to_start(
-    tmp_path: Path, said: list[str], rate: float, optim: str
+def test_the_default_learning_rate_warns_with_where_to_start(
+    tmp_path: Path, warned: list[str], rate: float, optim: str
 ) -> None:
     tiny_trainer(tiny_args(tmp_path, optim=optim, learning_rate=rate, max_steps=1)).train()
-    hints = [text for text in said if "start with a third of your AdamW" in text]
+    hints = [text for text in warned if "start with a third of your AdamW" in text]
     assert len(hints) == (rate == 5e-5 and optim == "dlion")
 
 
@@ -275,14 +275,14 @@ def test_a_checkpoint_of_the_other_optimizer_is_refused_with_what_to_do(
 
 def test_true_resumes_from_the_newest_checkpoint_that_a_save_completed(tmp_path: Path) -> None:
     changes = {"save_strategy": "steps", "save_steps": 2}
-    whole = tiny_trainer(tiny_args(tmp_path, **changes))
+    uninterrupted = tiny_trainer(tiny_args(tmp_path, **changes))
     with pytest.raises(ValueError, match="no complete checkpoint"):
-        whole.train(resume_from_checkpoint=True)
-    whole.train()
+        uninterrupted.train(resume_from_checkpoint=True)
+    uninterrupted.train()
     (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
     resumed = tiny_trainer(tiny_args(tmp_path, **changes))
     resumed.train(resume_from_checkpoint=True)
-    assert weights_digest(resumed.model) == weights_digest(whole.model)
+    assert weights_digest(resumed.model) == weights_digest(uninterrupted.model)
     assert resumed.optimizer.optimizer.steps == 4
 
 

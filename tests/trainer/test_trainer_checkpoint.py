@@ -25,6 +25,7 @@ from tests.support.tiny import StopAt, tiny_args, tiny_data, tiny_trainer, weigh
 pytestmark = pytest.mark.multiproc
 
 STEPS, HALF = 8, 4
+SAVE_FILE = "hf_dlion.checkpoint.momentum_file.save_file"
 LONG = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": HALF}
 
 
@@ -54,8 +55,8 @@ def train(
         trainer.train(resume_from_checkpoint=how.get("resume"))
     lion = trainer.optimizer.optimizer
     momenta = [state["exp_avg"].clone() for state in lion.state.values()]
-    said = [str(w.message) for w in caught if "moment" in str(w.message)]
-    return weights_digest(trainer.model), momenta, said, lion.steps
+    messages = [str(w.message) for w in caught if "moment" in str(w.message)]
+    return weights_digest(trainer.model), momenta, messages, lion.steps
 
 
 def run_rest(rank: int, world_size: int, folder: str, changes: dict[str, Any] = LONG) -> Any:
@@ -63,29 +64,29 @@ def run_rest(rank: int, world_size: int, folder: str, changes: dict[str, Any] = 
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, pools: RankPools) -> tuple[Path, Any]:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, pools: RankPools) -> tuple[Path, Any]:
     """A run on two ranks with a checkpoint in the middle, never interrupted."""
-    folder = tmp_path_factory.mktemp("whole")
+    folder = tmp_path_factory.mktemp("uninterrupted")
     return folder, pools(2).run(train, str(folder), LONG)
 
 
 @pytest.fixture
-def half(whole: tuple[Path, Any], tmp_path: Path) -> Path:
+def half(uninterrupted: tuple[Path, Any], tmp_path: Path) -> Path:
     """What a run that was killed after its checkpoint has left."""
-    shutil.copytree(whole[0] / f"checkpoint-{HALF}", tmp_path / f"checkpoint-{HALF}")
+    shutil.copytree(uninterrupted[0] / f"checkpoint-{HALF}", tmp_path / f"checkpoint-{HALF}")
     return tmp_path
 
 
 @pytest.mark.smoke
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
-    whole: tuple[Path, Any], half: Path, pools: RankPools
+    uninterrupted: tuple[Path, Any], half: Path, pools: RankPools
 ) -> None:
-    straight = whole[1]
+    straight = uninterrupted[1]
     assert not all(map(torch.equal, straight[0][1], straight[1][1]))  # Momenta differ.
-    for rank, (digest, momenta, said, steps) in enumerate(pools(2).run(run_rest, str(half))):
+    for rank, (digest, momenta, messages, steps) in enumerate(pools(2).run(run_rest, str(half))):
         assert digest == straight[0][0] == straight[1][0]
         assert all(map(torch.equal, momenta, straight[rank][1]))
-        assert not said
+        assert not messages
         assert steps == STEPS
     assert saved(half) == names([HALF, STEPS])
 
@@ -101,9 +102,9 @@ def train_without_a_save(rank: int, world_size: int, folder: str) -> tuple[str, 
 
 
 def test_saving_changes_nothing_and_a_trainer_goes_back_to_its_checkpoint(
-    whole: tuple[Path, Any], half: Path, pools: RankPools
+    uninterrupted: tuple[Path, Any], half: Path, pools: RankPools
 ) -> None:
-    expected = whole[1][0][0]
+    expected = uninterrupted[1][0][0]
     assert pools(2).run(train_without_a_save, str(half)) == [(expected, expected)] * 2
 
 
@@ -113,7 +114,7 @@ def test_another_number_of_ranks_resumes_with_a_warning(
 ) -> None:
     results = pools(world_size).run(run_rest, str(half))
     assert len({digest for digest, *_ in results}) == 1
-    assert [len(said) for _, _, said, _ in results] == [1] + [0] * (world_size - 1)
+    assert [len(messages) for _, _, messages, _ in results] == [1] + [0] * (world_size - 1)
     assert "was saved by 2 ranks" in results[0][2][0]
     assert {steps for *_, steps in results} == {STEPS}
 
@@ -172,7 +173,7 @@ def ranks_that_differ(rank: int, world_size: int, folder: str, how: str) -> tupl
     if how == "weights":  # Rank 1 has a copy of the weights and nothing else.
         trainer = tiny_trainer(tiny_args(place, max_steps=4))
         resume = Path(place, "checkpoint-2")
-        shutil.copytree(Path(folder, "whole", "checkpoint-2"), resume)
+        shutil.copytree(Path(folder, "uninterrupted", "checkpoint-2"), resume)
         for path in resume.glob("*") if rank else ():
             if path.name.startswith(("dlion", "optimizer", "scheduler")):
                 path.unlink()
@@ -192,13 +193,15 @@ def test_ranks_that_differ_around_a_checkpoint_raise_together(
 ) -> None:
     for step, text in pools(2).run(ranks_that_differ, str(tmp_path), "output_dir"):
         assert step == 0
-        assert f"different output_dirs (rank 0: {tmp_path}/0; rank 1: {tmp_path}/1)" in text
+        assert (
+            f"output_dir differs between ranks (rank 0: {tmp_path}/0; rank 1: {tmp_path}/1)" in text
+        )
     for step, text in pools(2).run(ranks_that_differ, str(tmp_path), "save_model"):
         assert step == 2
         assert "rank 1 saves while rank 0 saves the model" in text
     for _, text in pools(2).run(ranks_that_differ, str(tmp_path), "drift"):
         assert "ranks differ in hashes of parameter values" in text
-    pools(2).run(train, str(tmp_path / "whole"), {**LONG, "max_steps": 2, "save_steps": 2})
+    pools(2).run(train, str(tmp_path / "uninterrupted"), {**LONG, "max_steps": 2, "save_steps": 2})
     for _, text in pools(2).run(ranks_that_differ, str(tmp_path), "weights"):
         assert "ranks are at different steps: rank 0: 2, rank 1: 0" in text
 
@@ -273,17 +276,15 @@ def save_somehow(rank: int, world_size: int, folder: str) -> dict[str, tuple[int
 def resume_weights_only(rank: int, world_size: int, folder: str) -> tuple[str, int]:
     import hf_dlion.trainer.patches as patches
 
-    said: list[str] = []
-    with mock.patch.object(patches.logger, "warning_once", said.append):
+    messages: list[str] = []
+    with mock.patch.object(patches.logger, "warning_once", messages.append):
         digest, _, _, steps = train(rank, world_size, folder, {}, resume=f"{folder}/checkpoint-2")
-    assert "holds weights only" in said[0]
+    assert "holds weights only" in messages[0]
     return digest, steps
 
 
 @pytest.mark.slow
-def test_a_momentum_is_saved_whatever_asks_for_a_checkpoint(
-    pools: RankPools, tmp_path: Path
-) -> None:
+def test_momenta_are_saved_with_every_kind_of_checkpoint(pools: RankPools, tmp_path: Path) -> None:
     left, right = pools(2).run(save_somehow, str(tmp_path), timeout=120)
     assert left == right
     assert saved(tmp_path / "epoch") == names([6, 12])
@@ -325,7 +326,7 @@ FAILURES: dict[str, tuple[int, str]] = {
     "weights": (0, "transformers.Trainer._save"),
     "state": (0, "transformers.Trainer._save_scaler"),
     "random state": (1, "torch.random.get_rng_state"),
-    "momentum": (1, "hf_dlion.checkpoint.save_file"),
+    "momentum": (1, SAVE_FILE),
     "end": (0, "transformers.TrainerState.save_to_json"),
     "rotation": (0, "transformers.trainer.rotate_checkpoints"),
 }
@@ -390,7 +391,7 @@ def overwrite(rank: int, world_size: int, folder: str) -> bool:
     state = Path(folder, "checkpoint-2", "trainer_state.json")
     assert state.exists() or rank == 1
     again: Callable[[], Any] = tiny_trainer(tiny_args(folder, **changes)).train
-    with mock.patch("hf_dlion.checkpoint.save_file", _full), pytest.raises(CheckpointError):
+    with mock.patch(SAVE_FILE, _full), pytest.raises(CheckpointError):
         again()
     return state.exists()
 

@@ -71,13 +71,13 @@ def train(
         lion = trainer.optimizer.optimizer
         params = [param for group in lion.param_groups for param in group["params"]]
         assert all(isinstance(param, DTensor) for param in params)
-        told = {
+        found = {
             "bytes": lion.wire.last_bytes_sent,
             "names": lion.param_groups[0]["param_names"],
             "steps": lion.steps,
             "numel": sum(param.numel() for param in params),
         }
-        return [param.detach().full_tensor().clone() for param in params], told
+        return [param.detach().full_tensor().clone() for param in params], found
 
 
 # With three local steps the checkpoint that is resumed from lies within a period.
@@ -91,15 +91,15 @@ def test_replicas_vote_on_their_shards_and_resume_bit_for_bit(
         "gradient_accumulation_steps": 2,
         **{"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True},
     }
-    whole = pools(4).run(train, str(tmp_path), changes, False, timeout=120)
-    for params, told in whole:
-        assert all(map(torch.equal, params, whole[0][0]))
-        assert "model.embed_tokens.weight" in told["names"]
+    uninterrupted = pools(4).run(train, str(tmp_path), changes, False, timeout=120)
+    for params, found in uninterrupted:
+        assert all(map(torch.equal, params, uninterrupted[0][0]))
+        assert "model.embed_tokens.weight" in found["names"]
         # Two bits of this rank's half of the parameters, one way each.
-        assert told["bytes"] < 2 * 2 * told["numel"] / 8
+        assert found["bytes"] < 2 * 2 * found["numel"] / 8
     rest = pools(4).run(train, str(tmp_path), changes, True, timeout=120)
-    for (straight, _), (resumed, told) in zip(whole, rest, strict=True):
-        assert told["steps"] == 4
+    for (straight, _), (resumed, found) in zip(uninterrupted, rest, strict=True):
+        assert found["steps"] == 4
         assert all(map(torch.equal, straight, resumed))
 
 

@@ -1,4 +1,4 @@
-"""Trainer with local steps: what is evaluated, saved, resumed and returned is all ranks' own."""
+"""Trainer with local steps: evaluations, saves, resumed runs, and results have common weights."""
 
 from __future__ import annotations
 
@@ -71,15 +71,16 @@ def watched(folder: str, watch: Watch, **changes: Any) -> Trainer:
 
 
 def evaluate_and_save(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    said: list[str] = []
+    messages: list[str] = []
     every = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
     watch = Watch(f"{folder}/alone")
-    with mock.patch.object(callback.logger, "warning_once", said.append):
+    with mock.patch.object(callback.logger, "warning_once", messages.append):
         trainer = watched(folder, watch, save_total_limit=3, **every)
         plain = watched(folder, Watch(), average_tokens_across_devices=False)
     trainer.save_model(f"{folder}/end")
     return {
-        **{"own": watch.own, "evaluated": watch.evaluated, "sent": watch.sent, "said": said},
+        **{"own": watch.own, "evaluated": watch.evaluated, "sent": watch.sent},
+        "messages": messages,
         "end": weights_digest(trainer.model),
         "exchanges": trainer.optimizer.optimizer.wire.exchanges,
         "losses": [e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e],
@@ -89,7 +90,7 @@ def evaluate_and_save(rank: int, world_size: int, folder: str) -> dict[str, Any]
     }
 
 
-def train_silently(rank: int, world_size: int, folder: str) -> str:
+def train_without_saves(rank: int, world_size: int, folder: str) -> str:
     return weights_digest(watched(folder, Watch()).model)
 
 
@@ -111,16 +112,16 @@ def test_evaluations_and_saves_have_common_weights_and_change_nothing(
     assert left["end"] == left["evaluated"][10] != left["evaluated"][9]
     assert file_digest(tmp_path / "checkpoint-10") == left["end"]
     assert file_digest(tmp_path / "end") == left["end"]
-    assert pools(2).run(train_silently, str(tmp_path / "silent")) == [left["end"]] * 2
+    assert pools(2).run(train_without_saves, str(tmp_path / "silent")) == [left["end"]] * 2
 
     # A period that isn't over is in no entry.
     key = "dlion/wire_mb_per_step"
     assert [key in entry for entry in left["logged"]] == [False, True, True]
     sent = sum(4 * entry[key] for entry in left["logged"][1:])
     assert sent * 1e6 == pytest.approx(left["sent"][8])
-    assert len(left["said"]) == 1
-    assert "set average_tokens_across_devices=False" in left["said"][0]
-    assert right["said"] == []
+    assert len(left["messages"]) == 1
+    assert "set average_tokens_across_devices=False" in left["messages"][0]
+    assert right["messages"] == []
 
 
 def end_within_a_period(rank: int, world_size: int, folder: str) -> tuple[str, str, str, int]:
@@ -189,28 +190,28 @@ def test_a_run_resumed_within_a_period_equals_the_run_that_saved(
     assert not all(map(torch.equal, left[0][1], right[0][1]))
 
 
-def hear_a_hint(rank: int, world_size: int, folder: str) -> list[str]:
+def logs_a_hint(rank: int, world_size: int, folder: str) -> list[str]:
     hf_dlion.register()
-    said: list[str] = []
+    messages: list[str] = []
     wait = Pending.wait
 
     def slow(pending: Pending) -> None:
         wait(pending)
         callback.time.sleep(0.01)
 
-    info = mock.patch.object(callback.logger, "info", said.append)
+    info = mock.patch.object(callback.logger, "info", messages.append)
     with info, mock.patch.object(Pending, "wait", slow):
         for steps in (52, 49):
             tiny_trainer(tiny_args(folder, max_steps=steps, logging_steps=100)).train()
-    return [text for text in said if "vote_every" in text]
+    return [text for text in messages if "vote_every" in text]
 
 
-def test_a_slow_exchange_is_told_once_with_what_would_hide_it(
+def test_a_slow_exchange_is_logged_once_with_what_would_hide_it(
     pools: RankPools, tmp_path: Path
 ) -> None:
-    told, silent = pools(2).run(hear_a_hint, str(tmp_path))
-    assert len(told) == 1
-    assert "medians of 50 steps" in told[0]
+    logged, silent = pools(2).run(logs_a_hint, str(tmp_path))
+    assert len(logged) == 1
+    assert "medians of 50 steps" in logged[0]
     assert silent == []
     # 10 ms of exchange are 10% of a step of 100 ms; more need more steps.
     pairs = [(0.1, 0.01), (0.1, 0.011), (0.1, 0.021), (0.1, 0.1), (1.0, 1.0), (0.1, 0.0)]

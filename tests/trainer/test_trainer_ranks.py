@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ CASES: list[dict[str, Any]] = [
 
 
 @pytest.mark.slow
-def test_replicas_stay_equal_whatever_trainer_is_told(pools: RankPools, tmp_path: Path) -> None:
+def test_replicas_stay_equal_with_any_trainer_options(pools: RankPools, tmp_path: Path) -> None:
     left, right = pools(2).run(train_all, str(tmp_path), CASES, timeout=240)
     for changes, (digest, entries, wire), (other, _, _) in zip(CASES, left, right, strict=True):
         assert digest == other, changes
@@ -66,7 +67,7 @@ def test_replicas_stay_equal_whatever_trainer_is_told(pools: RankPools, tmp_path
 
 
 @pytest.mark.smoke
-def test_the_log_says_what_the_wire_says(pools: RankPools, tmp_path: Path) -> None:
+def test_the_log_shows_what_the_wire_counts(pools: RankPools, tmp_path: Path) -> None:
     cases = [{"logging_steps": 2}]
     results = [results[0] for results in pools(2).run(train_all, str(tmp_path), cases)]
     assert results[0][0] == results[1][0]
@@ -181,7 +182,7 @@ def evaluate_first(rank: int, world_size: int, folder: str, first: bool) -> Any:
     set_seed(0)  # The evaluation drew random numbers.
     trainer.train()
     wrapped = isinstance(trainer.model_wrapped, DistributedDataParallel)
-    said = ""
+    message = ""
     if first:
         other = tiny_trainer(
             tiny_args(folder, optim_args="local_group=2"), eval_dataset=tiny_data(8)
@@ -191,8 +192,9 @@ def evaluate_first(rank: int, world_size: int, folder: str, first: bool) -> Any:
             RuntimeError, match="local_group=2 needs a model that Trainer wraps"
         ) as e:
             other.train()
-        said = str(e.value)
-    return weights_digest(trainer.model), wrapped, trainer.optimizer.optimizer.wire.exchanges, said
+        message = str(e.value)
+    exchanges = trainer.optimizer.optimizer.wire.exchanges
+    return weights_digest(trainer.model), wrapped, exchanges, message
 
 
 def test_evaluate_before_train_leaves_no_ddp_and_trains_equally(
@@ -226,7 +228,7 @@ def find_batch_size(rank: int, world_size: int, folder: str, optim_args: str | N
 
 
 @pytest.mark.parametrize(("optim_args", "exchanges"), [(None, 5), ("vote_every=2", 2)])
-def test_a_smaller_batch_after_out_of_memory_trains_on_with_a_new_wrapper(
+def test_a_smaller_batch_after_out_of_memory_continues_with_a_new_wrapper(
     pools: RankPools, tmp_path: Path, optim_args: str | None, exchanges: int
 ) -> None:
     results = pools(2).run(find_batch_size, str(tmp_path), optim_args)
@@ -238,23 +240,23 @@ def test_a_smaller_batch_after_out_of_memory_trains_on_with_a_new_wrapper(
 
 def refused(rank: int, world_size: int, folder: str) -> list[str]:
     hf_dlion.register()
-    said = []
+    messages = []
     args = tiny_args(folder, fsdp="full_shard", ddp_find_unused_parameters=None)
     with pytest.raises(NotImplementedError, match="doesn't work with FSDP") as fsdp:
         tiny_trainer(args).train()
-    said.append(str(fsdp.value))
+    messages.append(str(fsdp.value))
     # The options differ, and then the weights, which no DDP makes equal after an evaluation.
     with pytest.raises(hf_dlion.Disagreement, match="'seed'") as options:
         tiny_trainer(tiny_args(folder, optim_args=f"seed={rank}")).train()
-    said.append(str(options.value))
+    messages.append(str(options.value))
     model = tiny_llama()
     torch.nn.init.constant_(model.lm_head.weight, float(rank))
     trainer = tiny_trainer(tiny_args(folder), model=model, eval_dataset=tiny_data(8))
     trainer.evaluate()
     with pytest.raises(hf_dlion.Disagreement, match="lm_head") as weights:
         trainer.train()
-    said.append(str(weights.value))
-    return said
+    messages.append(str(weights.value))
+    return messages
 
 
 def test_what_would_train_wrongly_is_refused_on_every_rank(
@@ -265,24 +267,21 @@ def test_what_would_train_wrongly_is_refused_on_every_rank(
 
 
 def one_node(rank: int, world_size: int, folder: str) -> Any:
-    import hf_dlion.trainer.callback as callback
+    from hf_dlion.trainer import prepare
 
     hf_dlion.register()
-    said: list[str] = []
-    original, callback.logger.warning_once = callback.logger.warning_once, said.append
-    try:
+    messages: list[str] = []
+    with mock.patch.object(prepare.logger, "warning_once", messages.append):
         trainer = tiny_trainer(tiny_args(folder, optim_args="local_group=node"))
         trainer.train()
-    finally:
-        callback.logger.warning_once = original
-    return *outcome(trainer), said
+    return *outcome(trainer), messages
 
 
-def test_nodes_vote_as_one_and_a_single_node_is_told(pools: RankPools, tmp_path: Path) -> None:
-    (digest, entries, _, said), (other, _, _, silent) = pools(2).run(one_node, str(tmp_path))
+def test_nodes_vote_as_one_and_a_single_node_is_warned(pools: RankPools, tmp_path: Path) -> None:
+    (digest, entries, _, messages), (other, _, _, silent) = pools(2).run(one_node, str(tmp_path))
     assert digest == other
     assert "dlion/node_mb_per_step" in entries[0]
-    assert "puts all 2 ranks into one node" in said[0]
+    assert "puts all 2 ranks into one node" in messages[0]
     assert silent == []
 
 
@@ -346,8 +345,8 @@ def test_a_peft_model_by_the_class_route_trains_saves_and_resumes(
     pools: RankPools, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     results = pools(2).run(by_class_with_lora, str(tmp_path), options)
-    for (whole, entries, wire), (resumed, _, _) in results:
-        assert whole == resumed == results[0][0][0]
+    for (uninterrupted, entries, wire), (resumed, _, _) in results:
+        assert uninterrupted == resumed == results[0][0][0]
         assert "dlion/abstained" in entries[0]
         # Only votes of the adapter travel, two bits of each with a majority that may be zero.
         assert 0 <= wire.last_bytes_sent < 300
@@ -396,12 +395,12 @@ def test_trls_own_script_trains_saves_and_resumes(
         command += [f"--{name}", str(value)]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     weights = "adapter_model.safetensors" if lora else "model.safetensors"
-    said = run_script(2, command, env=offline, timeout=240).stdout
-    assert "dlion/wire_mb_per_step" in said
+    output = run_script(2, command, env=offline, timeout=240).stdout
+    assert "dlion/wire_mb_per_step" in output
     last = tmp_path / "out" / f"checkpoint-{steps}"
-    whole = (last / weights).read_bytes()
+    uninterrupted = (last / weights).read_bytes()
     assert (last / "dlion_momentum_1_of_2.safetensors").exists()
     (last / "trainer_state.json").unlink()
     command += ["--resume_from_checkpoint", str(tmp_path / "out" / f"checkpoint-{steps // 2}")]
     run_script(2, command, env=offline, timeout=240)
-    assert (last / weights).read_bytes() == whole
+    assert (last / weights).read_bytes() == uninterrupted

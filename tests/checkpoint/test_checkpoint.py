@@ -1,4 +1,4 @@
-"""A momentum file per rank: bit-equal resumption, and what all ranks raise together."""
+"""A momentum file per rank: resumed runs are bit-equal, and all ranks raise together."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import hf_dlion.checkpoint as checkpoint
 from hf_dlion import CheckpointError, DistributedLion, load_momentum, save_momentum
+from hf_dlion.checkpoint import find_optimizer, momentum_file
 from hf_dlion.ranks.agreement import Disagreement
 from tests.support.spawn import LASTING, RankPools, RanksFailedError
 
@@ -96,7 +96,7 @@ def resumed(rank: int, world_size: int, folder: str, dtype: torch.dtype) -> None
         optimizer = optimizer_of(model, momentum_dtype=dtype)
         train(model, optimizer, range(3), rank)
         if interrupted:
-            # A checkpoint's folder need not exist, nor need ranks have met.
+            # The folder needn't exist.
             save(model, optimizer, f"{folder}/new", rank, scaler={"scale": 2.0**rank})
             kept = momenta_of(optimizer)
             model, optimizer = model_of(1).bfloat16(), None
@@ -126,12 +126,14 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
 
 
 def slow_down(optimizer: DistributedLion) -> None:
-    """Makes what steps move small beside what the last exchange left."""
+    """Makes later moves small compared with what the last exchange left."""
     for group in optimizer.param_groups:
         group["lr"] = 1e-6
 
 
-def resumed_amid_a_period(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> None:
+def resumed_between_two_exchanges(
+    rank: int, world_size: int, folder: str, options: dict[str, Any]
+) -> None:
     """Saves two steps after an exchange; then come an exchange at once, or more steps."""
     dtype = options.pop("dtype")
 
@@ -191,7 +193,7 @@ def resumed_amid_a_period(rank: int, world_size: int, folder: str, options: dict
 def test_a_run_resumed_between_two_exchanges_equals_the_uninterrupted_one(
     pools: RankPools, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    pools(2).run(resumed_amid_a_period, str(tmp_path), options)
+    pools(2).run(resumed_between_two_exchanges, str(tmp_path), options)
 
 
 def partly_stepped(rank: int, world_size: int, folder: str) -> list[int]:
@@ -244,19 +246,19 @@ def loads(
 
 @multiproc
 @pytest.mark.parametrize("every", [1, 3])
-def test_other_numbers_of_ranks_share_the_files_out_with_a_warning(
+def test_another_number_of_ranks_shares_the_files_with_a_warning(
     pools: RankPools, tmp_path: Path, every: int
 ) -> None:
     folder = str(tmp_path)
     saved = pools(2).run(saves, folder, every)
     for world_size in (1, 3):
-        for rank, (kept, said) in enumerate(pools(world_size).run(loads, folder, every)):
+        for rank, (kept, messages) in enumerate(pools(world_size).run(loads, folder, every)):
             assert all(map(same, kept, saved[rank % 2]))
-            assert len(said) == (rank == 0)
-            for text in said:
+            assert len(messages) == (rank == 0)
+            for text in messages:
                 assert f"saved by 2 ranks and is loaded by {world_size}" in text
-                assert ("all ranks with the weights of the last exchange" in text) == (every > 1)
-    # A save of another number of ranks leaves no file that could be taken for its own.
+                assert ("and with the weights of the last exchange" in text) == (every > 1)
+    # A save of another number of ranks leaves no file that a later load could use.
     pools(3).run(saves, folder, every)
     assert sorted(tmp_path.glob("*.safetensors")) == [file_of(folder, r, 3) for r in range(3)]
 
@@ -282,8 +284,9 @@ def other_vote_every(rank: int, world_size: int, folder: str) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             load(model, optimizer, folder)
-        told = [own for own in caught if "saved amid local steps" in str(own.message)]
-        assert len(told) == (saving is local and rank == 0)
+        texts = [str(warning.message) for warning in caught]
+        found = [text for text in texts if "saved between two exchanges of local steps" in text]
+        assert len(found) == (saving is local and rank == 0)
         assert same(kept, weights_of(model))
         assert not optimizer._local.anchors
         assert optimizer._local.period.steps == 0
@@ -299,7 +302,7 @@ def test_without_own_weights_or_local_steps_ranks_continue_with_the_models_weigh
 
 
 def other_bits(rank: int, world_size: int, folder: str) -> None:
-    """The limit of a largest displacement is none of a sum."""
+    """The limit of the largest displacement doesn't limit the sum of displacements."""
     torch.manual_seed(0)
     model = nn.Linear(64, 100)
     optimizer = optimizer_of(model, vote_every=3, bits=8)
@@ -320,47 +323,47 @@ def test_own_weights_continue_with_other_bits(pools: RankPools, tmp_path: Path) 
     pools(2).run(other_bits, str(tmp_path))
 
 
-def careless(rank: int, world_size: int, folder: str) -> list[str]:
+def loads_in_part(rank: int, world_size: int, folder: str) -> list[str]:
     """Loads a part of a checkpoint between two exchanges."""
     model = model_of()
     optimizer = optimizer_of(model, vote_every=4)
     train(model, optimizer, range(2), rank)
     save(model, optimizer, folder, rank)
-    kept, said, state = weights_of(model), [], optimizer.state_dict()
+    kept, messages, state = weights_of(model), [], optimizer.state_dict()
     try:
         load_momentum(optimizer, folder)
     except CheckpointError as error:
-        said.append(str(error))
+        messages.append(str(error))
     assert same(kept, weights_of(model))
     optimizer.load_state_dict(state)
     assert same(kept, weights_of(model))
-    for goes_on in (
+    for continue_training in (
         lambda: load_momentum(optimizer, folder),
         lambda: train(model, optimizer, range(2, 3), rank),
         optimizer.exchange_now,
     ):
         try:
-            goes_on()
+            continue_training()
         except Disagreement as error:
-            said.append(str(error))
-    # In the weights of all ranks, the state may be loaded alone.
+            messages.append(str(error))
+    # With common weights in the model, the optimizer's state may be loaded alone.
     load(model, optimizer, folder)
     optimizer.eval()
     optimizer.load_state_dict(state)
     optimizer.train()
     train(model, optimizer, range(2, 8), rank)
-    return said
+    return messages
 
 
 @multiproc
 def test_the_optimizers_state_alone_is_refused_between_two_exchanges(
     pools: RankPools, tmp_path: Path
 ) -> None:
-    for first, *others in pools(2).run(careless, str(tmp_path)):
+    for first, *others in pools(2).run(loads_in_part, str(tmp_path)):
         assert_matches("load the model and the optimizer's state_dict.. of the same", first)
         assert len(others) == 3
-        for said in others:
-            assert_matches("hashes of parameter values, .*load the model, too, before you", said)
+        for message in others:
+            assert_matches("hashes of parameter values, .*load the model, too, before you", message)
 
 
 def nodes(rank: int, world_size: int, folder: str, every: int) -> None:
@@ -396,8 +399,8 @@ def test_the_ranks_of_a_node_load_their_first_ranks_momentum(
 
 def sharded(shape: tuple[int, int], seed: int, **options: Any) -> tuple[nn.Module, DistributedLion]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    for own in (mesh, mesh["replicate"], mesh["shard"]):
-        LASTING.update(own.get_all_groups())  # torch takes equal meshes for one and the same.
+    for part in (mesh, mesh["replicate"], mesh["shard"]):
+        LASTING.update(part.get_all_groups())  # torch takes equal meshes for one and the same.
     model = model_of(seed)
     fully_shard(model, mesh=mesh["shard"])
     optimizer = optimizer_of(model, replicate=mesh["replicate"], **options)
@@ -449,9 +452,9 @@ def test_shards_of_fsdp2_resume_on_as_many_shards(
     folder = str(tmp_path)
     pools(4).run(shards, folder, every)
     for shape in ((2, 1), (1, 4)):
-        for said in pools(shape[0] * shape[1]).run(other_shards, folder, shape):
-            assert "holds shard [" in said
-            assert "the mesh that they were saved with" in said
+        for message in pools(shape[0] * shape[1]).run(other_shards, folder, shape):
+            assert "holds shard [" in message
+            assert "the mesh that they were saved with" in message
     # One replica of as many shards.
     first, _ = pools(2).run(other_shards, folder, (1, 2))
     assert "was saved by 4 ranks and is loaded by 2" in first
@@ -517,7 +520,7 @@ def failing_save(rank: int, world_size: int, folder: str, case: str) -> list[str
     train(model, optimizer, range(2), rank)
     save(model, optimizer, f"{folder}/old", rank)
     train(model, optimizer, range(2, 4), rank)
-    kept, new, said = momenta_of(optimizer), f"{folder}/new", ""
+    kept, new, message = momenta_of(optimizer), f"{folder}/new", ""
     try:
         if case == "alone" and rank == 1:
             train(model, optimizer, range(4, 5), rank)
@@ -527,20 +530,20 @@ def failing_save(rank: int, world_size: int, folder: str, case: str) -> list[str
             with disk_of(100):
                 save_momentum(optimizer, new)
         elif case == "interrupt" and rank == 1:
-            with mock.patch.object(checkpoint, "save_file", interrupted):
+            with mock.patch.object(momentum_file, "save_file", interrupted):
                 save_momentum(optimizer, new)
         elif case == "failed before" and rank == 1:
             save_momentum(optimizer, new, failure=OSError(errno.ENOSPC, "full"))
         else:
             save_momentum(optimizer, new)
     except BaseException as error:
-        said = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
     assert same(kept, momenta_of(optimizer))
     dist.barrier()
     files = sorted(os.listdir(new)) if Path(new).is_dir() else []
     load(model, optimizer, f"{folder}/old")
     save_momentum(optimizer, f"{folder}/again")
-    return [said, *files]
+    return [message, *files]
 
 
 @multiproc
@@ -558,9 +561,9 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(
     pools: RankPools, tmp_path: Path, case: str, first: str, second: str
 ) -> None:
     results = pools(2).run(failing_save, str(tmp_path), case)
-    for (said, *files), pattern in zip(results, (first, second), strict=True):
-        assert_matches(pattern, said)
-        # Only rank 0 has written, where ranks fail amid writing.
+    for (message, *files), pattern in zip(results, (first, second), strict=True):
+        assert_matches(pattern, message)
+        # Only rank 0 has written, where ranks fail while they write.
         wrote = case in ("full disk", "interrupt")
         assert files == ([file_of("", 0, 2).name] if wrote else [])
     if case == "full disk":
@@ -573,7 +576,7 @@ def assert_matches(pattern: str, text: str) -> None:
         raise RuntimeError(text)
 
 
-def dies_amid_a_save(rank: int, world_size: int, folder: str) -> None:
+def dies_in_a_save(rank: int, world_size: int, folder: str) -> None:
     model = model_of()
     optimizer = optimizer_of(model)
     train(model, optimizer, range(2), rank)
@@ -582,22 +585,22 @@ def dies_amid_a_save(rank: int, world_size: int, folder: str) -> None:
         Path(path).write_bytes(b"part")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with mock.patch.object(checkpoint, "save_file", die if rank == 1 else save_file):
+    with mock.patch.object(momentum_file, "save_file", die if rank == 1 else save_file):
         try:
             save_momentum(optimizer, folder)
         except Exception as error:
-            Path(folder, f"said_{rank}").write_text(f"{type(error).__name__}: {error}")
+            Path(folder, f"message_{rank}").write_text(f"{type(error).__name__}: {error}")
 
 
 @multiproc
-def test_a_rank_that_dies_amid_a_save_leaves_a_temporary_file(
+def test_a_rank_that_dies_in_a_save_leaves_a_temporary_file(
     pools: RankPools, tmp_path: Path
 ) -> None:
     with pytest.raises(RanksFailedError):
-        pools(2).run(dies_amid_a_save, str(tmp_path))
-    assert_matches("LostRank: .*rank 1", (tmp_path / "said_0").read_text())
+        pools(2).run(dies_in_a_save, str(tmp_path))
+    assert_matches("LostRank: .*rank 1", (tmp_path / "message_0").read_text())
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {file_of("", 0, 2).name, f"{file_of('', 1, 2).name}.tmp", "said_0"}
+    assert left == {file_of("", 0, 2).name, f"{file_of('', 1, 2).name}.tmp", "message_0"}
 
 
 def metadata_of(path: Path) -> dict[str, str]:
@@ -632,27 +635,27 @@ def damage(path: Path, case: str) -> None:
     elif case == "pickle":
         path.write_bytes(pickle.dumps(Planted(path.parent / "unpickled")))
     elif case == "shape":
-        rewrite(path, lambda own: own.update({"1": torch.zeros(11)}))
+        rewrite(path, lambda tensors: tensors.update({"1": torch.zeros(11)}))
     elif case == "dtype":
-        rewrite(path, lambda own: own.update({"1": torch.zeros(10, dtype=torch.int64)}))
+        rewrite(path, lambda tensors: tensors.update({"1": torch.zeros(10, dtype=torch.int64)}))
     elif case == "key":
-        rewrite(path, lambda own: own.update({"9": own.pop("1")}))
+        rewrite(path, lambda tensors: tensors.update({"9": tensors.pop("1")}))
     elif case == "own shape":
-        rewrite(path, lambda own: own.update({"own.1": torch.zeros(11)}))
+        rewrite(path, lambda tensors: tensors.update({"own.1": torch.zeros(11)}))
     elif case == "own dtype":
-        rewrite(path, lambda own: own.update({"own.1": own["own.1"].bfloat16()}))
+        rewrite(path, lambda tensors: tensors.update({"own.1": tensors["own.1"].bfloat16()}))
     elif case == "own key":
-        rewrite(path, lambda own: own.update({"own.9": own.pop("own.1")}))
+        rewrite(path, lambda tensors: tensors.update({"own.9": tensors.pop("own.1")}))
     elif case == "own missing":
-        rewrite(path, lambda own: [own.pop(f"own.{number}") for number in range(4)])
+        rewrite(path, lambda tensors: [tensors.pop(f"own.{number}") for number in range(4)])
     elif case == "own planted":
         header = json.loads(metadata_of(path)["hf_dlion momentum 1"])
         header["local"]["period"]["decays"] = "x"
-        rewrite(path, lambda own: None, **{"hf_dlion momentum 1": json.dumps(header)})
+        rewrite(path, lambda tensors: None, **{"hf_dlion momentum 1": json.dumps(header)})
     elif case == "foreign":
         save_file({"1": torch.zeros(10)}, path)
     elif case == "header":
-        rewrite(path, lambda own: None, **{"hf_dlion momentum 1": '{"rank": "x"}'})
+        rewrite(path, lambda tensors: None, **{"hf_dlion momentum 1": '{"rank": "x"}'})
     elif case == "renamed":
         path.write_bytes(file_of(path.parent, 0, 2).read_bytes())
     elif case == "other run":
@@ -693,14 +696,14 @@ def failing_load(rank: int, world_size: int, folder: str, case: str) -> str:
         elif case == "alone" and rank == 1:
             train(model, optimizer, range(2, 3), rank)
         elif case == "interrupt" and rank == 1:
-            with mock.patch.object(checkpoint, "safe_open", interrupted):
+            with mock.patch.object(momentum_file, "safe_open", interrupted):
                 load_momentum(optimizer, f"{folder}/new")
         else:
             load_momentum(optimizer, f"{folder}/new")
     except BaseException as error:
         assert same(kept, [*momenta_of(optimizer), *weights_of(model)])
         assert not optimizer._local.anchors
-        # All ranks go on together.
+        # All ranks continue together.
         load(model, optimizer, f"{folder}/later")
         return f"{type(error).__name__}: {error}"
     return ""
@@ -727,14 +730,17 @@ FILE = r"dlion_momentum_1_of_2\.safetensors"
             "own missing",
             rf"{FILE} holds own weights of .* \[\], but .* \[0, 1, 2, 3\]: load",
         ),
-        ("own planted", rf"{FILE} is not a momentum file of this hf_dlion \(ValueError"),
-        ("foreign", rf"{FILE} is not a momentum file of this hf_dlion .*: load an older"),
-        ("header", rf"{FILE} is not a momentum file of this hf_dlion .*: load an older"),
+        ("own planted", rf"{FILE} is not a momentum file that this hf_dlion can read \(ValueError"),
+        (
+            "foreign",
+            rf"{FILE} is not a momentum file that this hf_dlion can read .*: load an",
+        ),
+        ("header", rf"{FILE} is not a momentum file that this hf_dlion can read .*: load an"),
         ("renamed", rf"{FILE} holds the momentum of rank 0 of 2: restore"),
         ("other run", rf"rank 0: .*/new/.*; rank 1: .*/new/{FILE} of save .*: load an older"),
         ("other step", rf"{FILE} was saved after step 3, but the optimizer is at step 2: first"),
         ("earlier format", r"only \.pt files of an earlier hf_dlion, which this version cannot"),
-        ("none", r"dlion_momentum_[01]_of_2\.safetensors: its momenta were not saved\. Save with"),
+        ("none", r"dlion_momentum_[01]_of_2\.safetensors: momenta were not saved\. Save with"),
         ("no folder", "finds no folder .*/new: check the path"),
         ("other folders", r"rank 0: '.*/new', rank 1: '.*/other'\): pass the same path"),
         ("failed before", "ValueError: no model"),
@@ -745,10 +751,10 @@ FILE = r"dlion_momentum_1_of_2\.safetensors"
 def test_a_load_that_fails_on_one_rank_changes_nothing_and_fails_on_all(
     pools: RankPools, tmp_path: Path, case: str, pattern: str
 ) -> None:
-    for rank, said in enumerate(pools(2).run(failing_load, str(tmp_path), case)):
-        assert_matches(pattern, said)
+    for rank, message in enumerate(pools(2).run(failing_load, str(tmp_path), case)):
+        assert_matches(pattern, message)
         everywhere = ("other run", "earlier format", "none", "no folder", "other folders", "alone")
-        assert rank == 1 or case in everywhere or "rank 1: " in said
+        assert rank == 1 or case in everywhere or "rank 1: " in message
     assert not (tmp_path / "new" / "unpickled").exists()
 
 
@@ -766,7 +772,7 @@ def test_a_process_alone_saves_and_loads(tmp_path: Path) -> None:
     held.zero_()
     assert load_momentum(optimizer, tmp_path / "a" / "b") is None
     assert same(kept, momenta_of(optimizer))
-    assert not held.any()  # Replaced: the old tensor may be somebody else's.
+    assert not held.any()  # Replaced: other objects may share the old tensor.
     with disk_of(100), pytest.raises(CheckpointError, match=r"rank 0 cannot write .* Free space"):
         save_momentum(optimizer, tmp_path / "a" / "b")
     assert load_momentum(optimizer, tmp_path / "a" / "b") is None
@@ -779,10 +785,10 @@ def test_the_optimizer_may_be_wrapped_but_must_be_ours(tmp_path: Path) -> None:
             self.optimizer = optimizer
 
     optimizer = optimizer_of(model_of())
-    assert checkpoint.find_optimizer(Wrapper(Wrapper(optimizer))) is optimizer
+    assert find_optimizer(Wrapper(Wrapper(optimizer))) is optimizer
     sgd = torch.optim.SGD(model_of().parameters(), lr=0.1)
-    assert checkpoint.find_optimizer(Wrapper(sgd)) is None
-    assert checkpoint.find_optimizer(mock.MagicMock()) is None
+    assert find_optimizer(Wrapper(sgd)) is None
+    assert find_optimizer(mock.MagicMock()) is None
     with pytest.raises(TypeError, match=r"must be a DistributedLion \(got SGD\)"):
         save_momentum(sgd, tmp_path)
     with pytest.raises(TypeError, match=r"must be a DistributedLion \(got SGD\)"):

@@ -1,0 +1,6 @@
+"""Saves and loads what differs between ranks: momenta and, with local steps, weights."""
+
+from hf_dlion.checkpoint.momentum_file import NAME, CheckpointError
+from hf_dlion.checkpoint.save_load import find_optimizer, load_momentum, save_momentum
+
+__all__ = ["NAME", "CheckpointError", "find_optimizer", "load_momentum", "save_momentum"]

@@ -1,0 +1,401 @@
+"""The file of one rank: its name, its content, and what is checked when it is read.
+
+dlion_momentum_{rank}_of_{world_size}.safetensors
+
+tensors     "{k}"      momentum of parameter k, as torch's `state_dict()` numbers parameters
+"own.{k}"  this rank's own weights of it, between two exchanges of local steps
+metadata    the header as JSON: save, step, rank, shard, GradScaler, local steps
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+import hf_dlion.fsdp as fsdp
+from hf_dlion.optimizer import DistributedLion
+from hf_dlion.vote.local import flat_view
+from hf_dlion.vote.local_steps import LocalSteps, Period
+from hf_dlion.vote.update import LOW_PRECISION
+
+# Prefix of the files' names. An integration that saves several optimizers appends a number.
+NAME = "dlion_momentum"
+LOAD_OLDER = "load an older checkpoint, or restore this one from a copy"
+# Prefix of the keys of own weights; the keys of momenta are numbers alone.
+_OWN = "own."
+# Key of the header in the file's metadata, whose values are strings; 1 is the format's version.
+_HEADER = "hf_dlion momentum 1"
+
+
+class CheckpointError(RuntimeError):
+    """Momentum files could not be written, or are missing, damaged, or from another run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LocalHeader:
+    """The header's part about local steps; parameters are numbers.
+
+    Attributes:
+        bits: Bits of a message, which decide what the limits mean.
+        exchanges: Number of exchanges so far.
+        period: Steps since the last exchange.
+        used: Parameters that this rank used in these steps.
+        limits: Limits of the parameters that took part in an exchange.
+    """
+
+    bits: int
+    exchanges: int
+    period: Period
+    used: list[int]
+    limits: dict[int, float]
+
+    @classmethod
+    def of(cls, lion: DistributedLion) -> _LocalHeader | None:
+        """Returns what an optimizer's file says; None with `vote_every=1`."""
+        if lion.options.vote_every == 1:
+            return None
+        local = lion._local
+        numbers = {param: number for number, param in enumerate(_params(lion))}
+        return cls(
+            bits=local.bits,
+            exchanges=local.exchanges,
+            period=local.period,
+            used=sorted(numbers[param] for param in local.used),
+            limits={numbers[param]: limit for param, limit in local.limits.items()},
+        )
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> _LocalHeader:
+        """Returns what JSON made of it, checked.
+
+        Raises:
+            KeyError, TypeError, ValueError: If the values are something else.
+        """
+        period = dict(values["period"])
+        for name in ("decays", "paths"):
+            period[name] = tuple(float(value) for value in period[name])
+        return cls(
+            bits=int(values["bits"]),
+            exchanges=int(values["exchanges"]),
+            period=Period(**period),
+            used=[int(number) for number in values["used"]],
+            # Keys in JSON are strings.
+            limits={int(number): float(limit) for number, limit in values["limits"].items()},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a file says about its momenta and own weights.
+
+    Attributes:
+        save: Id of the save, the same in the files of all ranks.
+        step: Number of the last step before the save.
+        rank: Rank that wrote the file.
+        world_size: Number of ranks that saved.
+        shard: Index of the rank's FSDP2 shard, and number of shards; None without FSDP2.
+        scaler: State of the rank's GradScaler.
+        local: State of local steps; None with `vote_every=1`.
+    """
+
+    save: str
+    step: int
+    rank: int
+    world_size: int
+    shard: list[int] | None
+    scaler: dict[str, Any] | None
+    local: _LocalHeader | None = None
+
+    @property
+    def has_own_weights(self) -> bool:
+        """Whether the file was saved with weights that differ between ranks."""
+        return self.local is not None and bool(self.local.used or self.local.limits)
+
+
+@dataclass
+class Loaded:
+    """A file's content for this rank, on its device.
+
+    Attributes:
+        header: Header of the file.
+        momenta: Momenta by parameter, in the parameter's shape.
+        local: Local steps as after `eval()`, with own weights in the place of anchors; None with
+            `vote_every=1`.
+    """
+
+    header: Header
+    momenta: dict[Tensor, Tensor] = field(default_factory=dict)
+    local: LocalSteps | None = None
+
+
+def file_name(name: str, rank: int, world_size: int) -> str:
+    """Returns the name of a rank's file."""
+    return f"{name}_{rank}_of_{world_size}.safetensors"
+
+
+def files_in(folder: Path, name: str, ending: str = "safetensors") -> list[tuple[int, int]]:
+    """Returns rank and number of ranks of every momentum file in a folder."""
+    pattern = re.compile(rf"{re.escape(name)}_(\d+)_of_(\d+)\.{ending}")
+    found = (pattern.fullmatch(entry) for entry in sorted(os.listdir(folder)))
+    return [(int(match[1]), int(match[2])) for match in found if match]
+
+
+def write(
+    path: Path, lion: DistributedLion, save: str, rank: int, world_size: int, scaler: Any
+) -> None:
+    """Writes a rank's file, which is complete after a crash or has a temporary name.
+
+    Args:
+        path: Path of the file; its folder is created.
+        lion: The optimizer.
+        save: Id of the save.
+        rank: This rank.
+        world_size: Number of ranks.
+        scaler: State of the GradScaler, or None.
+    """
+    header = Header(
+        save=save,
+        step=lion.steps,
+        rank=rank,
+        world_size=world_size,
+        shard=_shard(lion),
+        scaler=None if scaler is None else dict(scaler),
+        local=_LocalHeader.of(lion),
+    )
+    momenta = {
+        str(number): fsdp.local_part(lion.state[param]["exp_avg"].detach())
+        for number, param in enumerate(_params(lion))
+        if "exp_avg" in lion.state.get(param, {})
+    }
+    kept = {**momenta, **_own_weights(lion)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        tensors = {key: tensor.cpu().contiguous() for key, tensor in kept.items()}
+        save_file(tensors, temporary, {_HEADER: json.dumps(asdict(header))})
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if os.name == "posix":  # The new name is on the disk once the folder is.
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def find_file(rank: int, world_size: int, folder: Path, name: str) -> Path:
+    """Returns the path of the file that a rank loads.
+
+    Raises:
+        CheckpointError: If the folder doesn't hold the file.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"rank {rank} finds no folder {folder}: check the path")
+    files = files_in(folder, name)
+    counts = sorted({count for _, count in files})
+    if not counts:
+        missing = f"{folder} holds no {file_name(name, rank, world_size)}"
+        if files_in(folder, name, "pt"):
+            raise CheckpointError(
+                f"{missing}, only .pt files of an earlier hf_dlion, which this version cannot "
+                f"read: finish that run with the version that saved it"
+            )
+        raise CheckpointError(
+            f"{missing}: momenta were not saved. Save with Trainer, hf_dlion.accelerate.attach, or "
+            f"hf_dlion.save_momentum on every rank. To continue with rank 0's momentum on every "
+            f"rank, load without load_momentum, or before hf_dlion.accelerate.attach"
+        )
+    if world_size not in counts and len(counts) > 1:
+        raise CheckpointError(
+            f"{folder} holds momenta of several saves, by {counts} ranks, and none by "
+            f"{world_size}: keep the files of one save and delete the others"
+        )
+    saved = world_size if world_size in counts else counts[0]
+    path = folder / file_name(name, rank % saved, saved)
+    if (rank % saved, saved) not in files:
+        raise CheckpointError(
+            f"{path}, the momentum of rank {rank % saved}, is missing: {LOAD_OLDER}. If every node "
+            f"has its own disk, copy all files of the checkpoint to this rank's node"
+        )
+    return path
+
+
+def read(path: Path, lion: DistributedLion, local_world_size: int | None) -> Loaded:
+    """Returns a file's content, checked against the optimizer.
+
+    Args:
+        path: Path of the file.
+        lion: The optimizer.
+        local_world_size: Number of ranks if they can take local steps, else None.
+
+    Raises:
+        CheckpointError: If the file is damaged or doesn't fit.
+    """
+    params = _params(lion)
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = _read_header(path, file.metadata())
+            keys = set(file.keys())
+            known = {str(number) for number in range(len(params))}
+            if not {key.removeprefix(_OWN) for key in keys} <= known:
+                raise CheckpointError(
+                    f"{path} holds momenta {sorted(keys)}, but the optimizer has {len(params)} "
+                    f"parameters: it was saved with another model"
+                )
+            continues = header.local is not None and header.world_size == local_world_size
+            saved = {
+                key: file.get_tensor(key) for key in keys if continues or not key.startswith(_OWN)
+            }
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}): {LOAD_OLDER}") from error
+    _check_state(path, header, lion)
+    loaded = Loaded(header)
+    for number, param in enumerate(params):
+        if (momentum := saved.get(str(number))) is None:
+            continue
+        part = fsdp.local_part(param.detach())
+        if momentum.shape != part.shape or not momentum.is_floating_point():
+            raise _other_model(path, "a momentum", momentum, number, part)
+        dtype = lion.options.momentum_dtype or param.dtype
+        # A copy, because what safetensors returns is still mapped to the file.
+        momentum = momentum.to(device=part.device, dtype=dtype, copy=True)
+        loaded.momenta[param] = fsdp.with_local_part(param, momentum)
+    if lion.options.vote_every > 1:
+        own_weights = {
+            int(key.removeprefix(_OWN)): saved[key] for key in saved if key.startswith(_OWN)
+        }
+        loaded.local = _local_steps(path, lion, header.local, own_weights if continues else None)
+    return loaded
+
+
+def _read_header(path: Path, metadata: Mapping[str, str] | None) -> Header:
+    try:
+        values = json.loads((metadata or {})[_HEADER])
+        if values.get("local") is not None:
+            values["local"] = _LocalHeader.from_json(values["local"])
+        header = Header(**values)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is not a momentum file that this hf_dlion can read ({type(error).__name__}: "
+            f"{error}): {LOAD_OLDER}"
+        ) from error
+    if not path.name.endswith(file_name("", header.rank, header.world_size)):
+        raise CheckpointError(
+            f"{path} holds the momentum of rank {header.rank} of {header.world_size}: restore the "
+            f"file's name"
+        )
+    return header
+
+
+def _check_state(path: Path, header: Header, lion: DistributedLion) -> None:
+    """Refuses a file that doesn't belong to the state that the optimizer has loaded.
+
+    Raises:
+        CheckpointError: If step or shard differ, or the optimizer is between two exchanges.
+    """
+    # A new optimizer continues from the file's step.
+    if header.step != lion.steps and (lion.steps or lion.state):
+        raise CheckpointError(
+            f"{path} was saved after step {header.step}, but the optimizer is at step "
+            f"{lion.steps}: first load the optimizer's state_dict() of the same checkpoint"
+        )
+    if lion._local.anchors:
+        raise CheckpointError(
+            f"the optimizer still has own weights of its local steps: load the model and the "
+            f"optimizer's state_dict() of the same checkpoint before you load {path}"
+        )
+    if header.shard != _shard(lion):
+        raise CheckpointError(
+            f"{path} holds shard {header.shard} of the momentum (index, number of shards), but "
+            f"this rank has shard {_shard(lion)}: load FSDP2 checkpoints with the mesh that they "
+            f"were saved with"
+        )
+
+
+def _local_steps(
+    path: Path,
+    lion: DistributedLion,
+    saved: _LocalHeader | None,
+    own_weights: dict[int, Tensor] | None,
+) -> LocalSteps:
+    """Returns the state of local steps, checked; without own weights a period begins.
+
+    Raises:
+        CheckpointError: If own weights are missing or don't fit.
+    """
+    local = LocalSteps(lion.options.bits, swapped=True)
+    if saved is not None:
+        local.exchanges = saved.exchanges
+    if saved is None or own_weights is None:
+        return local
+    params = _params(lion)
+    expected = {*saved.used, *saved.limits}
+    if own_weights.keys() != expected:
+        raise CheckpointError(
+            f"{path} holds own weights of parameters {sorted(own_weights)}, but should hold those "
+            f"of {sorted(expected)}: {LOAD_OLDER}"
+        )
+    for number, weights in own_weights.items():
+        param, part = params[number], fsdp.local_part(params[number].detach())
+        if weights.shape != part.shape or weights.dtype != part.dtype:
+            raise _other_model(path, "own weights", weights, number, part)
+        flat = flat_view(torch.empty_like(part).copy_(weights))
+        if param.dtype in LOW_PRECISION:
+            local.displacements[param] = flat
+            flat = torch.empty_like(flat)  # Own weights follow from anchors and displacements.
+        local.anchors[param] = flat
+    local.period = saved.period
+    local.used = {params[number] for number in saved.used}
+    # With 8 bits a limit is one of the largest displacement, otherwise one of a sum.
+    comparable = (saved.bits == 8) == (lion.options.bits == 8)
+    local.limits = {
+        params[number]: limit if comparable else math.inf for number, limit in saved.limits.items()
+    }
+    return local
+
+
+def _own_weights(lion: DistributedLion) -> dict[str, Tensor]:
+    """Returns this rank's own weights, or displacements of 16 bits, which lose no bits."""
+    local, own_weights = lion._local, {}
+    for number, param in enumerate(_params(lion)):
+        if param in local.anchors:
+            part = fsdp.local_part(param.detach())
+            if param in local.displacements or local.swapped:
+                flat = local.displacements.get(param, local.anchors[param])
+                part = flat.as_strided(part.size(), part.stride())
+            own_weights[f"{_OWN}{number}"] = part
+    return own_weights
+
+
+def _params(lion: DistributedLion) -> list[Tensor]:
+    """Returns the parameters in the order in which torch's `state_dict()` numbers them."""
+    return [param for group in lion.param_groups for param in group["params"]]
+
+
+def _shard(lion: DistributedLion) -> list[int] | None:
+    """Returns the index of this rank's FSDP2 shard and the number of shards."""
+    shards = [fsdp.shard_index(param) for param in _params(lion)]
+    return next((list(shard) for shard in shards if shard is not None), None)
+
+
+def _other_model(
+    path: Path, what: str, found: Tensor, number: int, expected: Tensor
+) -> CheckpointError:
+    return CheckpointError(
+        f"{path} holds {what} of {tuple(found.shape)} {found.dtype} for parameter {number}, which "
+        f"is {tuple(expected.shape)} {expected.dtype} on this rank: it was saved with another model"
+    )

@@ -1,0 +1,246 @@
+"""Saves and loads the momenta of all ranks together: it succeeds or fails on all of them.
+
+Momenta differ between ranks, and rank 0's `optimizer.state_dict()` holds one of them. With
+`vote_every` above 1, weights differ, too. So each rank also writes a file of its own:
+
+    every rank:  save_momentum(optimizer, folder)      rank 0:  torch.save(optimizer.state_dict())
+    every rank:  optimizer.load_state_dict(...)        then:    load_momentum(optimizer, folder)
+
+All ranks of a save write the same random id. Files with different ids don't belong together, even
+if they were saved after the same step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from hf_dlion.checkpoint.momentum_file import (
+    LOAD_OLDER,
+    NAME,
+    CheckpointError,
+    Loaded,
+    file_name,
+    files_in,
+    find_file,
+    read,
+    write,
+)
+from hf_dlion.optimizer import DistributedLion
+from hf_dlion.ranks.header import Kind
+from hf_dlion.ranks.topology import Topology
+
+
+def find_optimizer(optimizer: object) -> DistributedLion | None:
+    """Returns the DistributedLion in a wrapper such as Accelerate's, None if there is none."""
+    for _ in range(4):  # Not forever: a mock has an optimizer of an optimizer, and so on.
+        if isinstance(optimizer, DistributedLion):
+            return optimizer
+        optimizer = getattr(optimizer, "optimizer", None)
+    return None
+
+
+def save_momentum(
+    optimizer: object,
+    folder: str | os.PathLike[str],
+    *,
+    scaler: Mapping[str, Any] | None = None,
+    failure: BaseException | None = None,
+    name: str = NAME,
+) -> None:
+    """Writes this rank's momentum to `folder`; every rank must call this after the same step.
+
+    The file is `dlion_momentum_{rank}_of_{world_size}.safetensors`. If the save fails on one rank,
+    all ranks raise. Files in the folder that were saved by another number of ranks are deleted.
+
+    With `vote_every` above 1 the file also holds this rank's own weights and the state of its
+    local steps. It makes no difference whether `optimizer.eval()` was called.
+
+    Args:
+        optimizer: A DistributedLion, or Accelerate's wrapper of one.
+        folder: Folder of the checkpoint, the same path on every rank; created if it doesn't exist.
+        scaler: State dict of this rank's GradScaler, to keep it (default: None).
+        failure: Error with which this rank failed to save the rest of the checkpoint. All ranks
+            then raise, and no file is written (default: None).
+        name: Prefix of the file's name, for a second optimizer in one folder.
+
+    Raises:
+        TypeError: If `optimizer` isn't a DistributedLion.
+        CheckpointError: If this rank cannot write its file, or the ranks were given different
+            folders.
+        Disagreement: If the save failed on another rank, or another rank doesn't save.
+        LostRank: If another rank ended or stalled.
+        BaseException: `failure`.
+    """
+    lion = _unwrapped(optimizer)
+    ranks, save_id = _begin(lion, Kind.SAVE, folder, failure)
+    rank, world_size = _position(ranks)
+    path = Path(folder, file_name(name, rank, world_size))
+    try:
+        write(path, lion, save_id, rank, world_size, scaler)
+    except (OSError, SafetensorError) as error:
+        failure = CheckpointError(
+            f"rank {rank} cannot write {path}: {error}. This checkpoint is incomplete. Free space "
+            f"or check permissions, and save again"
+        )
+        failure.__cause__ = error
+    except BaseException as error:  # The other ranks wait, for an interrupted rank as well.
+        failure = error
+    lion.meet(Kind.SAVE, failure)
+    for other_rank, count in files_in(path.parent, name):
+        if count != world_size:
+            with contextlib.suppress(OSError):  # Another rank may have been faster.
+                path.with_name(file_name(name, other_rank, count)).unlink()
+
+
+def load_momentum(
+    optimizer: object,
+    folder: str | os.PathLike[str],
+    *,
+    failure: BaseException | None = None,
+    name: str = NAME,
+) -> dict[str, Any] | None:
+    """Loads this rank's momentum from `folder`; every rank must call this.
+
+    Load the rest of the checkpoint first: the model, and `optimizer.load_state_dict`. A new
+    optimizer without loaded state continues from the files' step, with its own hyperparameters.
+    The optimizer changes only after all ranks have read and checked their files. If another number
+    of ranks saved, rank r uses file r modulo that number, and rank 0 warns. With `local_group`, the
+    ranks of a node use the file of their first rank.
+
+    With `vote_every` above 1 the model must hold the weights that all ranks have, as they are saved
+    after `optimizer.eval()` or in `with optimizer.common_weights()`. It then gets this rank's own
+    weights from the file. After `optimizer.eval()`, it gets them in `optimizer.train()`. All ranks
+    continue with the weights in the model if another number of ranks saved, or if `vote_every` is
+    or was 1.
+
+    Args:
+        optimizer: A DistributedLion, or Accelerate's wrapper of one.
+        folder: Folder that was given to `save_momentum`, the same path on every rank.
+        failure: Error with which this rank failed to load the rest of the checkpoint. All ranks
+            then raise (default: None).
+        name: Prefix of the file's name, as in `save_momentum`.
+
+    Returns:
+        The GradScaler's state that was saved with the momentum, or None.
+
+    Raises:
+        TypeError: If `optimizer` isn't a DistributedLion.
+        CheckpointError: If this rank's file is missing or damaged, or belongs to another step or
+            model; or the files of all ranks don't belong to one save.
+        Disagreement: If loading failed on another rank, or another rank doesn't load.
+        LostRank: If another rank ended or stalled.
+        BaseException: `failure`.
+    """
+    lion = _unwrapped(optimizer)
+    ranks, _ = _begin(lion, Kind.LOAD, folder, failure)
+    rank, world_size = _position(ranks)
+    path, loaded = Path(folder), None
+    try:
+        first_of_node = rank - rank % (1 if ranks is None else ranks.local_size)
+        path = find_file(first_of_node, world_size, path, name)
+        # One voter takes no local steps.
+        voters = 1 if ranks is None else ranks.voters.world_size
+        loaded = read(path, lion, world_size if voters > 1 else None)
+    except BaseException as error:  # As in save_momentum.
+        failure = error
+    lion.meet(Kind.LOAD, failure)
+    assert loaded is not None
+    _check_one_save(_gathered(ranks, (str(path), loaded.header.save)))
+    _apply(lion, loaded)
+    if rank == 0 and (text := _difference(Path(folder), loaded, world_size)):
+        warnings.warn(text, stacklevel=2)
+    return loaded.header.scaler
+
+
+def _unwrapped(optimizer: object) -> DistributedLion:
+    lion = find_optimizer(optimizer)
+    if lion is None:
+        raise TypeError(f"optimizer must be a DistributedLion (got {type(optimizer).__name__})")
+    return lion
+
+
+def _begin(
+    lion: DistributedLion,
+    kind: Kind,
+    folder: str | os.PathLike[str],
+    failure: BaseException | None,
+) -> tuple[Topology | None, str]:
+    """Meets all ranks; returns who is where, and a random id that is the same on all of them.
+
+    Raises:
+        CheckpointError: If the ranks were given different folders.
+    """
+    ranks = lion.meet(kind, failure)
+    folders, ids = zip(*_gathered(ranks, (str(folder), secrets.token_hex(8))), strict=True)
+    if len(set(folders)) > 1:
+        by_rank = ", ".join(f"rank {rank}: {path!r}" for rank, path in enumerate(folders))
+        raise CheckpointError(
+            f"ranks were given different folders for one checkpoint ({by_rank}): pass the same "
+            f"path on every rank"
+        )
+    return ranks, ids[0]
+
+
+def _gathered(ranks: Topology | None, value: object) -> list[Any]:
+    return [value] if ranks is None else ranks.everyone.gather_objects(value)
+
+
+def _position(ranks: Topology | None) -> tuple[int, int]:
+    return (0, 1) if ranks is None else (ranks.everyone.rank, ranks.everyone.world_size)
+
+
+def _check_one_save(files: list[tuple[str, str]]) -> None:
+    """Refuses files of different saves.
+
+    Args:
+        files: Path and id of the save, by rank.
+
+    Raises:
+        CheckpointError: On every rank, if the ids differ.
+    """
+    if len({save_id for _, save_id in files}) > 1:
+        by_rank = "; ".join(
+            f"rank {rank}: {path} of save {save_id}" for rank, (path, save_id) in enumerate(files)
+        )
+        raise CheckpointError(
+            f"the ranks' momentum files are from different saves ({by_rank}): {LOAD_OLDER}"
+        )
+
+
+def _apply(lion: DistributedLion, loaded: Loaded) -> None:
+    """Gives the optimizer what its file holds."""
+    for group in lion.param_groups:
+        group["step"] = loaded.header.step
+        for param in group["params"]:
+            # Replaced: after torch's load_state_dict other objects may share the old tensor.
+            lion.state[param].pop("exp_avg", None)
+            if param in loaded.momenta:
+                lion.state[param]["exp_avg"] = loaded.momenta[param]
+    if loaded.local is not None:
+        lion._continue_from(loaded.local)
+
+
+def _difference(folder: Path, loaded: Loaded, world_size: int) -> str:
+    """Returns how the run will differ from the one that saved, or "" if it won't."""
+    header, local = loaded.header, loaded.local
+    if header.world_size != world_size:
+        weights = ", and with the weights of the last exchange" if local and header.local else ""
+        return (
+            f"{folder} was saved by {header.world_size} ranks and is loaded by {world_size}. Rank "
+            f"r continues with the momentum of saved rank r modulo {header.world_size}{weights}, "
+            f"so training differs from an uninterrupted run"
+        )
+    if header.has_own_weights and not (local and local.anchors):
+        return (
+            f"{folder} was saved between two exchanges of local steps (vote_every above 1), which "
+            f"this run doesn't take: it continues with the weights of the last exchange"
+        )
+    return ""

@@ -1,0 +1,106 @@
+"""Refuses a Trainer that doesn't work with DistributedLion, and attaches the optimizer."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer
+from transformers.utils import logging
+
+import hf_dlion.fsdp as fsdp
+from hf_dlion.accelerate import refuse_unsupported, replicas_of
+from hf_dlion.optimizer import DistributedLion
+
+logger = logging.get_logger(__name__)
+
+
+def refuse(trainer: Trainer) -> None:
+    """Refuses a Trainer with which DistributedLion would train wrongly, on every rank.
+
+    Raises:
+        NotImplementedError: If the ranks have no gradients of their own.
+        RuntimeError: If there are more ranks than the arguments know of.
+    """
+    args, model = trainer.args, trainer.model
+    ways = {
+        "DeepSpeed": trainer.is_deepspeed_enabled,
+        "tensor parallelism": (getattr(model, "tp_size", None) or 1) > 1,
+        "a model that is sharded while it is loaded": getattr(
+            trainer, "is_distributed_loading_by_transformers", False
+        ),
+        f"one process that drives {args.n_gpu} GPUs (nn.DataParallel)": args.n_gpu > 1,
+    }
+    if replicas_of(trainer.accelerator) is None:
+        ways["FSDP"] = bool(trainer.is_fsdp_enabled or args.fsdp)
+    for way, used in ways.items():
+        if used:
+            raise NotImplementedError(
+                f"DistributedLion doesn't work with {way}: every rank needs gradients of its own. "
+                f"Start one process per GPU with torchrun or accelerate launch --multi_gpu. Use "
+                f"DDP, or FSDP2 inside each replica with hf_dlion.accelerate.parallelism_config"
+            )
+    refuse_unsupported(trainer.accelerator)
+    launched, found = 1, ""
+    if dist.is_available() and dist.is_initialized():
+        launched = dist.get_world_size()
+        found = f"torch.distributed has {launched} ranks"
+    elif os.environ.get("WORLD_SIZE", "").isdigit():
+        launched = int(os.environ["WORLD_SIZE"])
+        found = f"WORLD_SIZE={launched}"
+    if launched > args.world_size:
+        raise RuntimeError(
+            f"{found}, but TrainingArguments knows of {args.world_size} and gives every process "
+            f"all of the data. Without GPUs, set TrainingArguments(use_cpu=True) or --use_cpu "
+            f"True. To train with one process, unset WORLD_SIZE"
+        )
+
+
+def prepare(lion: DistributedLion, trainer: Trainer) -> None:
+    """Names the optimizer's parameters and attaches it; warns if it has no votes to exchange.
+
+    Raises:
+        NotImplementedError: If `refuse` raises it.
+        RuntimeError: If `refuse` raises it, or `local_group` has no DDP wrapper.
+    """
+    refuse(trainer)
+    _name_parameters(lion, trainer)
+    model = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)
+    ranks, local_group = trainer.args.world_size, lion.options.local_group
+    if isinstance(model, DistributedDataParallel) or fsdp.is_fsdp(model):
+        lion.attach(model)
+    elif ranks > 1 and local_group not in (None, 1):
+        raise RuntimeError(
+            f"local_group={local_group!r} needs a model that Trainer wraps in "
+            f"DistributedDataParallel, but evaluate() or predict() before train() leaves it "
+            f"unwrapped. Call train() first, or evaluate with another Trainer"
+        )
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if local_group == "node" else local_group
+    alone = "DistributedLion exchanges nothing between nodes and is plain Lion, because"
+    if ranks == 1:
+        logger.warning_once(
+            f"{alone} one process trains alone. Start several processes with torchrun or "
+            f"accelerate launch --multi_gpu"
+        )
+    elif node is not None and node >= ranks and trainer.is_world_process_zero():
+        logger.warning_once(
+            f"{alone} local_group={local_group!r} puts all {ranks} ranks into one node. Start "
+            f"ranks on several nodes, or leave out local_group"
+        )
+
+
+def _name_parameters(lion: DistributedLion, trainer: Trainer) -> None:
+    """Gives the model's names to groups without names, as Trainer makes them.
+
+    Options select parameters by name.
+    """
+    model: Any = trainer.model
+    names = {param: name for name, param in model.named_parameters()}
+    groups = lion.param_groups
+    if all("param_names" not in group for group in groups) and all(
+        param in names for group in groups for param in group["params"]
+    ):
+        for group in groups:
+            group["param_names"] = [names[param] for param in group["params"]]
