@@ -91,7 +91,7 @@ class Sparse(Compressor):
         self.residual = torch.zeros(workers, sum(sizes))
 
     def send(self, chosen: Tensor) -> Tensor:
-        """Returns the chosen elements of the residual, and zeros elsewhere; sets the chosen to 0."""
+        """Returns the chosen elements of the residual, zeros elsewhere, and sets them to 0."""
         message = self.residual * chosen
         self.residual[chosen] = 0.0
         self.bytes_sent += 8 * (self.workers - 1) * int(chosen[0].sum())

@@ -173,20 +173,22 @@ class Votes(Separate):
         options, ranks = self._optimizer.options, len(self.workers)
         average = options.aggregation == "average"
         rule = Average(ranks, options.bits) if average else Majority(options.ties)
-        grads = [self._of_rank(own) for own in self.grads]
+        grads = [self._flat_grads(rank_grads) for rank_grads in self.grads]
         momenta = [
-            [None if grad is None else m for grad, m in zip(own, held, strict=True)]
-            for own, held in zip(grads, self._momenta, strict=True)
+            [None if grad is None else m for grad, m in zip(rank_grads, kept, strict=True)]
+            for rank_grads, kept in zip(grads, self._momenta, strict=True)
         ]
-        seen = [any(own[k] is not None for own in grads) for k in range(len(self.params))]
-        params = [flat if own else None for flat, own in zip(self._flat, seen, strict=True)]
+        seen = [
+            any(rank_grads[k] is not None for rank_grads in grads) for k in range(len(self.params))
+        ]
+        params = [flat if used else None for flat, used in zip(self._flat, seen, strict=True)]
         turns = [self._turn(rank) for rank in self.workers]
         for message in self._messages:
             everyone = zip(grads, momenta, turns, strict=True)
             votes = [encode(message, g, m, turn, ()) for g, m, turn in everyone]
-            voters = torch.stack([own.active for own in votes]).sum(dim=0)
+            voters = torch.stack([vote.active for vote in votes]).sum(dim=0)
             total = voters[message.rows.of_word] * TOP[options.bits]
-            sums = tally([list(own.planes) for own in votes], options.bits)
+            sums = tally([list(vote.planes) for vote in votes], options.bits)
             planes = (ranks * TOP[options.bits]).bit_length()
             verdict = rule.decide(sums, spread(total, planes), self._step)
             move(message, params, verdict, voters, rule, turns[0])
@@ -198,7 +200,7 @@ class Votes(Separate):
             self._average_momenta(options.momentum_sync_every)
         self.grads = []
 
-    def _of_rank(self, grads: list[Tensor | None]) -> list[Tensor | None]:
+    def _flat_grads(self, grads: list[Tensor | None]) -> list[Tensor | None]:
         """Returns a rank's flat gradients, all None if it abstains."""
         finite = all_finite([grad for grad in grads if grad is not None])
         pairs = zip(grads, self.params, strict=True)
@@ -216,13 +218,13 @@ class Votes(Separate):
         """Averages momenta the way `hf_dlion.vote.momentum_sync` does between ranks."""
         flat = [torch.cat(held) for held in self._momenta]
         start, stop = slice_of(flat[0].numel(), every, self._step)
-        parts = [own[start:stop] for own in flat]
+        parts = [momentum[start:stop] for momentum in flat]
         rounded = torch.stack([part.bfloat16() for part in parts]).float()
         mean = rounded.mean(dim=0).bfloat16().float()
         for part, old in zip(parts, rounded, strict=True):
             part.copy_(mean + (part - old))
         sizes = [m.numel() for m in self._flat]
-        self._momenta = [list(own.split(sizes)) for own in flat]
+        self._momenta = [list(momentum.split(sizes)) for momentum in flat]
         self.bytes_sent += ring_bytes(stop - start, 2, len(parts))
 
 
@@ -244,10 +246,10 @@ class SignMuon(Separate):
         beta1, beta2 = self.setting.betas
         self.bytes_sent += (len(self.workers) - 1) * sum(map(Tensor.numel, self.params)) / 8
         for k, (param, momentum) in enumerate(zip(self.params, self._momenta, strict=True)):
-            own = [grads[k] for grads in self.grads]
-            if all(grad is None for grad in own):
+            found = [grads[k] for grads in self.grads]
+            if all(grad is None for grad in found):
                 continue
-            grads = torch.stack([torch.zeros_like(param) if g is None else g for g in own])
+            grads = torch.stack([torch.zeros_like(param) if g is None else g for g in found])
             directions = torch.lerp(grads, momentum, beta1)
             momentum.lerp_(grads, 1.0 - beta2)
             if param.dim() == 2:

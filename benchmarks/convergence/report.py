@@ -140,19 +140,19 @@ def _points(
 ) -> Path:
     """Draws the last loss of each method against the number that `place` returns."""
     drawn, panels = figure(1)
-    drawable = [own for own in found if all(map(math.isfinite, own.losses.values()))]
-    means = {id(own): statistics.fmean(own.losses.values()) for own in drawable}
-    for method in dict.fromkeys(own.setting.method for own in drawable):
-        line = sorted((own for own in drawable if own.setting.method == method), key=place)
-        how, deviations = look(method), [spread(own.losses.values()) for own in line]
+    drawable = [result for result in found if all(map(math.isfinite, result.losses.values()))]
+    means = {id(result): statistics.fmean(result.losses.values()) for result in drawable}
+    for method in dict.fromkeys(result.setting.method for result in drawable):
+        line = sorted((result for result in drawable if result.setting.method == method), key=place)
+        how, deviations = look(method), [spread(result.losses.values()) for result in line]
         panels[0].errorbar(
-            [*map(place, line)], [means[id(own)] for own in line], deviations,
+            [*map(place, line)], [means[id(result)] for result in line], deviations,
             fmt=f"o{how.dash}", color=how.color, capsize=3, label=how.label, mfc=how.face,
         )  # fmt: skip
     panels[0].set_xlabel(label)
     logarithmic(panels[0], "x")
     if label == "workers":
-        places = sorted({place(own) for own in found})
+        places = sorted({place(result) for result in found})
         panels[0].set_xticks(places, [f"{number:g}" for number in places])
     if means and 0.0 < FLAT * min(means.values()) < max(means.values()):
         logarithmic(panels[0], "y")

@@ -34,14 +34,14 @@ from hf_dlion.optimizer import DistributedLion
 PACKAGES = ("torch", "numpy", "transformers", "accelerate", "datasets", "trl", "peft", "triton")
 # How long the ranks wait for one another.
 PATIENCE = timedelta(minutes=2)
-# A link's first message, and how long and how large the one is that is timed.
+# Size of a link's first message; time and largest size of the message that is measured.
 FIRST_BYTES, TIMED_S, MOST_BYTES = 1 << 20, 0.5, 256 << 20
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 
 
 class Report:
-    """Prints findings of rank 0 as they come, and failures of other ranks to stderr."""
+    """Prints findings of rank 0 immediately, and failures of other ranks to stderr."""
 
     def __init__(self) -> None:
         """Starts an empty report."""
@@ -49,7 +49,7 @@ class Report:
         self._rank = int(os.environ.get("RANK", "0"))
 
     def add(self, grade: str, what: str, text: str) -> None:
-        """Adds a line: OK, WARN, or FAIL, what was checked, what was found and what to do."""
+        """Prints a line: a grade, what was checked, and what was found and what to do."""
         self.failed |= grade == FAIL
         if self._rank == 0:
             print(f"{grade:4}  {what:14}  {text}", flush=True)
@@ -58,7 +58,7 @@ class Report:
             print(line, file=sys.stderr, flush=True)
 
     def check(self, what: str, look: Callable[[], tuple[str, str]]) -> None:
-        """Adds what a check found; an exception is a failure, and doesn't end the report."""
+        """Prints what a check found. An exception is a failure, and the report continues."""
         try:
             grade, text = look()
         except Exception as error:
@@ -117,7 +117,7 @@ def _device_found() -> tuple[str, str]:
 
 
 def _network(named: str) -> tuple[str, str]:
-    """Looks at the interface through which this machine reaches rank 0's."""
+    """Checks the interface through which this machine reaches rank 0's machine."""
     known, gloo = interfaces(), VARIABLES[0]
     # NCCL's variable may be a list of beginnings of names.
     chosen = os.environ.get(gloo, "")
@@ -146,7 +146,7 @@ def _two_ranks() -> tuple[str, str]:
 
 
 def _rank(rank: int, meeting: str) -> None:
-    """Is one of two ranks of this machine."""
+    """Takes steps as one of two ranks of this machine."""
     if platform.system() == "Linux":
         os.environ[VARIABLES[0]] = "lo"
     torch.set_num_threads(1)
@@ -179,7 +179,7 @@ def _steps(device: torch.device) -> int:
 
 
 def _among_ranks(report: Report) -> None:
-    """Lets the ranks of a launcher report, take steps, and measure their links."""
+    """Prints what each rank has, takes steps with all ranks, and measures their links."""
     device, backend, advice = torch.device("cpu"), "gloo", ""
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

@@ -72,18 +72,18 @@ def _check_memory(work: Workload, dtype: torch.dtype, shard: int) -> None:
     if device.type == "cpu" and needed > memory:
         raise ValueError(
             f"training {work.name} needs {needed / 1e9:,.0f} GB per rank even with Lion, and this "
-            f"machine has {memory / 1e9:,.0f} GB and no GPU, so its CPU says nothing about the "
-            f"time of a step. Pass the GPU that you will train on, such as --gpu h100, or run this "
-            f"command there"
+            f"machine has {memory / 1e9:,.0f} GB and no GPU, so its CPU cannot predict the time of "
+            f"a step. Pass the GPU that you will train on, such as --gpu h100, or run this command "
+            f"on the machine that trains."
         )
 
 
 def _assumptions(case: Case, given: bool) -> list[str]:
-    compute, others = case.machine.sources
+    compute, votes = case.machine.sources
     ms, note = f"{1e3 * case.machine.compute_s:,.0f} ms", case.work.note
     return [
         f"forward and backward: {ms} ({'given' if given else compute})",
-        f"optimizer and votes: {others}",
+        f"optimizer and votes: {votes}",
         *([f"shapes: assumed, {note}"] if note else []),
         *(["traffic inside a node: not counted"] if case.per_node > 1 else []),
     ]
@@ -137,7 +137,7 @@ def _table(result: dict[str, Any], *, markdown: bool) -> Table:
 
 
 def _print(what: Table | str) -> None:
-    """Prints to a terminal as wide as it is; elsewhere nothing is cut or wrapped."""
+    """Prints in the width of the terminal, or without cuts and wraps into a file or pipe."""
     console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False, markup=False)
     if isinstance(what, Table) and not sys.stdout.isatty():
         console.width = 200

@@ -1,8 +1,8 @@
-"""What a plan says in words: first what doesn't fit into memory, then whether the exchange pays."""
+"""The advice of a plan: first what doesn't fit into memory, then whether the exchange pays."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from hf_dlion.cli.plan.methods import DLION, NODE, NONE, POWER, Case, Prediction
@@ -55,7 +55,7 @@ def advice(case: Case, measured: Sequence[Predictions], busy: float = 0.0) -> st
 
 
 def warning(measured: Sequence[Predictions], busy: float) -> str:
-    """Returns what to say if other processes disturbed the measurement, or ""."""
+    """Returns a warning if other processes disturbed the measurement, or ""."""
     times = [found[DLION].step_s - found[DLION].parts["network"] for found in measured]
     short, long = times[0], times[-1]
     if long <= SPREAD * short and busy <= BUSY:
@@ -68,12 +68,13 @@ def warning(measured: Sequence[Predictions], busy: float) -> str:
 
 
 def _verdict(predictions: Predictions) -> _Verdict:
-    def fastest(*beginnings: str) -> str:
-        names = [name for name in predictions if name.startswith(beginnings)]
+    def fastest(names: Iterable[str]) -> str:
         return min(names, key=lambda name: predictions[name].step_s)
 
-    baseline = fastest("AdamW with DDP", "AdamW with FSDP2")
-    ours = min((n for n in (DLION, NODE) if n in predictions), key=lambda n: predictions[n].step_s)
+    baseline = fastest(
+        n for n in predictions if n.startswith(("AdamW with DDP", "AdamW with FSDP2"))
+    )
+    ours = fastest(n for n in (DLION, NODE) if n in predictions)
     step_s, waits_s = predictions[baseline].step_s, predictions[baseline].parts["network"]
     gain = step_s / predictions[ours].step_s
     waits = f"{_ms(waits_s)} of {_ms(step_s)} per step of {baseline} wait for the network"
@@ -87,7 +88,7 @@ def _verdict(predictions: Predictions) -> _Verdict:
 
 
 def _memory(case: Case, predictions: Predictions) -> str:
-    """Returns what doesn't fit, as the begin of the advice, or ""."""
+    """Returns the beginning of the advice if something doesn't fit, or ""."""
     has, needed = case.machine.memory_bytes, predictions[DLION].memory_bytes
     adamw = predictions[NONE].memory_bytes
     if adamw <= has:

@@ -27,13 +27,13 @@ BYTES = {
     "adamw": (28.0, 14.0),  # A fused step of AdamW.
     "copy": (8.0, 4.0),  # A gradient into DDP's bucket, or out of it.
     "cast": (16.0, 8.0),  # A float32 gradient to bfloat16 and back.
-    "power": (44.13, 22.13),  # PowerSGD's products, error, and decompression.
+    "power": (44.125, 22.125),  # PowerSGD's products, error, and decompression.
     "lion": (60.0, 470.0),  # A step of plain Lion.
-    "move": (36.13, 238.13),  # Moving parameters by a verdict.
-    "encode 1": (38.89, 246.89),  # Votes of 1 bit, and the momentum.
-    "encode 2": (116.89, 324.89),
-    "encode 4": (133.22, 341.22),
-    "encode 8": (163.22, 371.22),
+    "move": (36.125, 238.125),  # Moving parameters by a verdict.
+    "encode 1": (38.893, 246.893),  # Votes of 1 bit, and the momentum.
+    "encode 2": (116.893, 324.893),
+    "encode 4": (133.221, 341.221),
+    "encode 8": (163.221, 371.221),
     "count 1 of 2": (3.625, 3.625),  # Counting the votes of 1 bit of 2 ranks.
     "count 1 of 4": (8.375, 8.375),
     "count 2 of 2": (5.875, 5.875),
@@ -199,7 +199,7 @@ def _votes(param: Tensor, bits: int) -> Calls:
     votes: list[list[Tensor]] = []
 
     def encode_all() -> None:
-        votes[:] = [list(encode(own, grads, momenta, turn, ()).planes) for own in layout]
+        votes[:] = [list(encode(message, grads, momenta, turn, ()).planes) for message in layout]
 
     def count(ranks: int) -> None:
         for planes in votes:
@@ -269,11 +269,11 @@ def _share_of_other_processes() -> Callable[[], float]:
 
     The load average won't do: it still counts an earlier run of this command.
     """
-    own = psutil.Process()
+    process = psutil.Process()
     psutil.cpu_percent()
-    own.cpu_percent()
+    process.cpu_percent()
     cores = psutil.cpu_count() or 1
-    return lambda: (psutil.cpu_percent() - own.cpu_percent() / cores) / 100
+    return lambda: (psutil.cpu_percent() - process.cpu_percent() / cores) / 100
 
 
 def _line(*points: tuple[float, float]) -> tuple[float, float]:

@@ -38,11 +38,11 @@ Cost = tuple[int, dict[str, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What joins a node to the others."""
+    """The network between nodes."""
 
-    bits_per_s: float  # Of a node's network card, each way.
-    latency_s: float = 1e-4  # Of a message without size from one rank to another.
-    efficiency: float = 0.94  # The share of the rate that carries payload.
+    bits_per_s: float  # Rate of a node's network card, each way.
+    latency_s: float = 1e-4  # Time of an empty message from one rank to another.
+    efficiency: float = 0.94  # Share of the rate that carries payload.
 
     def seconds(self, sent_bytes: float, rounds: int) -> float:
         """Returns the time of a collective.
@@ -58,7 +58,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """All that a prediction needs."""
+    """Everything that a prediction depends on."""
 
     work: Workload
     ranks: int
@@ -66,7 +66,7 @@ class Case:
     shard: int = 1  # Ranks that shard a model with FSDP2: 1 or `per_node`.
     link: Link
     machine: Machine
-    dtype: torch.dtype = torch.float32  # Of weights and gradients.
+    dtype: torch.dtype = torch.float32  # Dtype of weights and gradients.
     vote_every: int | None = None  # Local steps; None: as many as hide the exchange.
 
     def __post_init__(self) -> None:
@@ -123,11 +123,11 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What one method costs per step of a rank."""
+    """Bytes, time, and memory of a rank's step with one method."""
 
-    wire_bytes: int  # That a rank sends; if nodes vote as one, to other nodes.
+    wire_bytes: int  # Bytes that a rank sends; with one vote per node, to other nodes.
     parts: dict[str, float]  # Seconds by part; "network" is what no work hides.
-    memory_bytes: float  # Of weights, gradients, and optimizer state.
+    memory_bytes: float  # Weights, gradients, and optimizer state.
 
     @property
     def step_s(self) -> float:
@@ -140,11 +140,11 @@ class _Clock:
 
     def __init__(self) -> None:
         self._now = self._wire_free = 0.0
-        self._sent, self._own = 0, dict[str, float]()
+        self._sent, self._worked = 0, dict[str, float]()
 
     def work(self, part: str, seconds: float) -> None:
-        """Lets the rank work."""
-        self._own[part] = self._own.get(part, 0.0) + seconds
+        """Adds work of the rank."""
+        self._worked[part] = self._worked.get(part, 0.0) + seconds
         self._now += seconds
 
     def send(self, sent_bytes: int, seconds: float) -> float:
@@ -154,18 +154,18 @@ class _Clock:
         return self._wire_free
 
     def wait(self, time: float) -> None:
-        """Lets the rank wait until that time, if it is still to come."""
+        """Makes the rank wait until a time, unless it has passed."""
         self._now = max(self._now, time)
 
     def cost(self) -> Cost:
-        """Returns what the step costs; "network" is the time that the rank has waited."""
+        """Returns the cost of the step, in which "network" is the time that the rank waited."""
         # Sums that are equal may differ by a rounding.
-        waited = max(self._now - sum(self._own.values()), 0.0)
-        return self._sent, {"compute": self._own["compute"], "network": waited} | self._own
+        waited = max(self._now - sum(self._worked.values()), 0.0)
+        return self._sent, {"compute": self._worked["compute"], "network": waited} | self._worked
 
 
 def predict(case: Case) -> dict[str, Prediction]:
-    """Returns a prediction by method, the step without communication first."""
+    """Returns the prediction of each method; the first is a step without communication."""
     sharded, size, voters = case.shard > 1, case.dtype.itemsize, case
     if sharded:
         # Each rank exchanges its part of the model with the ranks that hold the same part.
@@ -175,7 +175,7 @@ def predict(case: Case) -> dict[str, Prediction]:
     found: dict[str, Prediction] = {}
 
     def add(name: str, cost: Cost, kept: int) -> None:
-        """Adds a method that keeps so many numbers per trained parameter, its gradient included."""
+        """Adds a method with `kept` numbers per trained parameter, including the gradient."""
         memory = weights + kept * trained
         found[name] = Prediction(wire_bytes=cost[0], parts=cost[1], memory_bytes=memory)
 
@@ -258,7 +258,7 @@ def _power_numel(shape: Sequence[int]) -> int:
 def _votes(
     case: Case, ranks: int, bits: int, *, share: int = 1, planes: int = 1, inside_s: float = 0.0
 ) -> Cost:
-    """Returns the cost of a step as `DistributedLion.step` takes it.
+    """Returns the cost of a step of `DistributedLion`.
 
     All messages are encoded and sent, one after another. Then each is counted, where two_phase
     sends a verdict, and then each is applied.
@@ -311,7 +311,7 @@ def _messages(case: Case) -> list[tuple[int, int]]:
     device = torch.device(case.machine.device)
     tensors = [torch.empty(shape, dtype=case.dtype, device="meta") for shape in case.work.shapes]
     cut = messages([replace(Shape.of(tensor, 0), device=device) for tensor in tensors])
-    return [(own.words, sum(words // row for _, _, words, row in own.spans)) for own in cut]
+    return [(m.words, sum(words // row for _, _, words, row in m.spans)) for m in cut]
 
 
 def _local_steps(case: Case, ranks: int, share: int, inside_s: float) -> tuple[int, Cost]:
