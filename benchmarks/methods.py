@@ -229,7 +229,7 @@ class DeMo(Rank):
         super().__init__(model, demo)
 
     def _sent(self) -> float:
-        # It counts one copy of what it sends.
+        # DeMo counts one copy of its data, which goes to every other rank.
         return (dist.get_world_size() - 1) * float(self.optimizer.data_transmit)
 
 

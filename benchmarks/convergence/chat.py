@@ -1,4 +1,4 @@
-"""Fine-tuning of a pretrained LLM, SmolLM2, on what the standard library's functions do."""
+"""Fine-tuning of a pretrained LLM, SmolLM2, on descriptions of library functions."""
 
 from __future__ import annotations
 

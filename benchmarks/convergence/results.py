@@ -151,7 +151,7 @@ class Trial:
 
 
 def results(trials: Sequence[Trial], records: Records) -> list[list[Result]]:
-    """Returns the results of all trials, grouped by what is compared."""
+    """Returns the results of all trials; each list has the results of one comparison."""
     found: dict[Setting, list[Result]] = {}
     for trial in trials:
         if (result := trial.result(records)) is not None:

@@ -25,7 +25,7 @@ TASKS = {
         "Fine-tuning of a base trained on library code, on docstrings",
     ),
     "lora": ("text:LowRank", "The task finetune with LoRA"),
-    "smollm2": ("chat:Chat", "Fine-tuning of SmolLM2-135M-Instruct on what functions do"),
+    "smollm2": ("chat:Chat", "Fine-tuning of SmolLM2-135M-Instruct on descriptions of functions"),
     "smollm2-lora": ("chat:ChatLoRA", "The task smollm2 with LoRA"),
     "vision": (
         "vision:Digits",

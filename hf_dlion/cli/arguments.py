@@ -15,7 +15,10 @@ from typing import Any, NoReturn
 
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _RATES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16"}
+_DTYPES = {
+    **dict.fromkeys(("float32", "fp32", "float"), "float32"),
+    **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
+}
 GPUS = ("h200", "h100", "a100", "rtx4090")
 
 
@@ -95,10 +98,9 @@ def rate(text: str) -> float:
 def dtype(text: str) -> str:
     """Returns "float32" or "bfloat16"."""
     name = text.lower().removeprefix("torch.")
-    name = _DTYPES.get(name, name)
-    if name in _DTYPES.values():
-        return name
-    raise argparse.ArgumentTypeError(f"{text!r} is unknown; use float32 (fp32), bfloat16 (bf16)")
+    if name not in _DTYPES:
+        raise argparse.ArgumentTypeError(f"{text!r} is unknown; use float32 (fp32), bfloat16 (bf16)")
+    return _DTYPES[name]
 
 
 def gpu(text: str) -> str:
