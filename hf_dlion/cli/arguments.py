@@ -98,9 +98,10 @@ def rate(text: str) -> float:
 def dtype(text: str) -> str:
     """Returns "float32" or "bfloat16"."""
     name = text.lower().removeprefix("torch.")
-    if name not in _DTYPES:
-        raise argparse.ArgumentTypeError(f"{text!r} is unknown; use float32 (fp32), bfloat16 (bf16)")
-    return _DTYPES[name]
+    if name in _DTYPES:
+        return _DTYPES[name]
+    known = "float32 (fp32), bfloat16 (bf16)"
+    raise argparse.ArgumentTypeError(f"{text!r} is unknown; use {known}")
 
 
 def gpu(text: str) -> str:
