@@ -1,7 +1,7 @@
-"""Times a rank's own work in a step of DistributedLion: encode, tally, and move.
+"""Times the local work of a rank in a step of DistributedLion: encode, tally, and move.
 
 A fused AdamW step, a copy, and a hash of all parameters are timed in the same run. Each row also
-has the operations that one message of 24 tensors takes without a CPU, where each is a launch.
+has the number of operations of one message of 24 tensors on a GPU, each of which is a launch.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # A script's own folder is t
 
 from benchmarks.command import (
     TIMES,
+    add_result_options,
     environment,
+    exit_code_of,
     parser_of,
     positive,
     publish,
     summary,
-    told,
     track,
 )
 from hf_dlion.cli.plan.machine import seconds_of
@@ -47,17 +48,17 @@ COLUMNS = {
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ROW, LARGEST = 1024, 4096 * 1024
 GROUP = {"lr": 1e-4, "weight_decay": 0.1, "betas": (0.9, 0.99)}
-# Views and allocations, which launch nothing.
+# Views and allocations, which launch no kernel.
 FREE = ("empty", "new_empty", "_reshape_alias", "_unsafe_view", "alias", "detach", "lift_fresh")
 
 
 class Work:
-    """One rank's work of one step, without the network.
+    """The work of one rank in one step, without the network.
 
     Args:
-        params: Parameters with gradients on one device; `move` moves them.
-        bits: Bits of a vote.
-        ranks: Ranks whose votes are counted; the votes are random.
+        params: Parameters with gradients on one device; `move` updates them.
+        bits: Bits per vote.
+        ranks: Number of ranks whose votes are counted; the votes are random.
     """
 
     def __init__(self, params: Sequence[Tensor], bits: int, ranks: int) -> None:
@@ -76,7 +77,7 @@ class Work:
             shape = ranks, bits, message.words
             votes = torch.empty(shape, dtype=torch.int64, device=device).random_(-(2**62), 2**62)
             self._votes.append([list(planes) for planes in votes])
-            # Without a CPU, looking whether all ranks vote would wait, so rows are counted.
+            # On a GPU, checking whether all ranks vote would synchronize, so rows are counted.
             voters, total = None, ranks * TOP[bits]
             if device.type != "cpu":
                 voters = torch.full((message.rows.count,), ranks, device=device)
@@ -85,12 +86,12 @@ class Work:
             self._totals.append(total)
 
     def encode(self) -> None:
-        """Encodes all gradients, and moves the momenta."""
+        """Encodes all gradients, and updates the momenta."""
         for message in self._messages:
             encode(message, self._grads, self._momenta, self._turn, ())
 
     def tally(self) -> None:
-        """Counts all ranks' votes."""
+        """Counts the votes of all ranks."""
         self._verdicts = []
         columns = zip(self._messages, self._votes, self._voters, self._totals, strict=True)
         for message, votes, voters, total in columns:
@@ -100,7 +101,7 @@ class Work:
             self._verdicts.append(self._rule.decide(tally(votes, self._bits), total, 1))
 
     def move(self) -> None:
-        """Moves all parameters by the verdict."""
+        """Updates all parameters by the verdict."""
         for message, planes, voters in zip(
             self._messages, self._verdicts, self._voters, strict=True
         ):
@@ -108,7 +109,7 @@ class Work:
 
 
 class Counting(TorchDispatchMode):
-    """Counts what is asked of a device."""
+    """Counts the kernels that a device launches."""
 
     launches = 0
 
@@ -118,7 +119,7 @@ class Counting(TorchDispatchMode):
 
 
 def launches(bits: int, ranks: int, dtype: torch.dtype) -> int:
-    """Returns the operations that one message of 24 tensors takes on a GPU."""
+    """Returns the number of launches of one message of 24 tensors on a GPU."""
     shapes = 4 * [(512, 2048), (2048,), (2048, 512), (512,), (512, 512), (512,)]
     params = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
     for param in params:
@@ -131,14 +132,14 @@ def launches(bits: int, ranks: int, dtype: torch.dtype) -> int:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measures, prints and writes."""
-    # Refused now rather than after minutes.
+    """Measures, prints, and writes the result."""
+    # Fails now rather than after minutes.
     Path(args.json).parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda needs a GPU that torch can use")
+        raise ValueError("--device cuda needs a GPU, but torch finds none; use --device cpu")
     before = environment()
     rows = [row for name in DTYPES for row in _rows_of(name, args, device)]
     config = {key: getattr(args, key) for key in ("parameters", "repeats", "threads", "device")}
@@ -162,7 +163,7 @@ def _rows_of(name: str, args: argparse.Namespace, device: torch.device) -> list[
         case, work = f"{bits} bit{'s' * (bits > 1)}, {ranks} ranks", Work(params, bits, ranks)
         tasks[case], counts[case] = [getattr(work, part) for part in PARTS], (bits, ranks)
     laps: dict[str, list[list[float]]] = {task: [] for task in tasks}
-    # In turns, so all tasks see the same load of the machine. The first round warms up.
+    # Tasks take turns, so all see the same load of the machine. The first round warms up.
     for turn in track(range(1 + args.repeats), name):
         for task, calls in tasks.items():
             lap = [seconds_of(call, device) for call in calls]
@@ -196,21 +197,25 @@ def shapes(parameters: int) -> list[tuple[int, ...]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_of("codec", __doc__)
+    examples = ("--bits 1 --ranks 2 8", "--device cuda --json outputs/codec_gpu.json")
+    parser = parser_of("codec", __doc__ or "", examples)
+    add_result_options(parser, "codec")
     add = parser.add_argument
-    add("--parameters", type=positive, default=50_000_000, help="Elements (default: 50,000,000).")
-    add("--repeats", type=positive, default=7, help="Rounds (default: 7).")
+    elements = "Number of parameters (default: 50000000)."
+    add("--parameters", type=positive, default=50_000_000, help=elements)
+    add("--repeats", type=positive, default=7, help="Measured rounds (default: 7).")
     add("--device", default="cpu", choices=("cpu", "cuda"), help="Device (default: cpu).")
-    bits = "Bits of a vote (default: all)."
+    bits = "Bits per vote (default: 1 2 4 8)."
     add("--bits", type=int, nargs="+", choices=list(TOP), default=list(TOP), help=bits)
-    add("--ranks", type=positive, nargs="+", default=[2], help="Ranks that vote (default: 2).")
+    ranks = "Numbers of ranks whose votes are counted (default: 2)."
+    add("--ranks", type=positive, nargs="+", default=[2], help=ranks)
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
-    return told(parser, lambda: run(args))
+    return exit_code_of(parser, lambda: run(args))
 
 
 if __name__ == "__main__":

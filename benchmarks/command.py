@@ -1,4 +1,4 @@
-"""What the benchmarks' command lines share, and what they print and write."""
+"""Shared parts of the benchmarks' command lines: options, tables, and result files."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ import torch
 T = TypeVar("T")
 # Titles of the columns of a `summary`.
 TIMES = {"median_ms": "median ms", "mean_ms": "mean ms", "min_ms": "min", "max_ms": "max"}
-# Errors that a user can fix: one line instead of a traceback.
-TOLD = (ImportError, OSError, ValueError)
+# Errors that a user can fix. They are printed in one line, without a traceback.
+USER_ERRORS = (ImportError, OSError, ValueError)
 
 
 def checked(kind: Callable[[str], T], holds: Callable[[T], bool], rule: str) -> Callable[[str], T]:
     """Returns a type for argparse that refuses values which break a rule.
 
     Args:
-        kind: Makes the value of a word.
-        holds: Whether a value follows the rule.
-        rule: Follows the word in the error message, for example "must be at least 1".
+        kind: Function that converts a text to a value.
+        holds: Function that returns whether a value follows the rule.
+        rule: End of the error message, for example "must be at least 1".
     """
 
     def value_of(text: str) -> T:
@@ -47,26 +47,45 @@ def checked(kind: Callable[[str], T], holds: Callable[[T], bool], rule: str) -> 
 positive = checked(int, lambda value: value >= 1, "must be at least 1")
 
 
-def parser_of(name: str, about: str | None) -> argparse.ArgumentParser:
-    """Returns the options that codec.py and step_time.py share."""
-    parser = argparse.ArgumentParser(prog=f"benchmarks/{name}.py", description=about)
+def parser_of(name: str, about: str, examples: Sequence[str]) -> argparse.ArgumentParser:
+    """Returns a parser without options.
+
+    Args:
+        name: Name of the script in benchmarks, without ".py".
+        about: Description for --help.
+        examples: Arguments of example commands, for the end of --help.
+    """
+    lines = [
+        "examples:",
+        *(f"  python benchmarks/{name}.py {words}".rstrip() for words in examples),
+    ]
+    return argparse.ArgumentParser(
+        prog=f"benchmarks/{name}.py",
+        description=about,
+        epilog="\n".join(lines),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_result_options(parser: argparse.ArgumentParser, name: str) -> None:
+    """Adds the options of scripts that measure."""
     out = f"outputs/bench_{name}.json"
     parser.add_argument("--json", default=out, help=f"Result file (default: {out}).")
-    parser.add_argument("--threads", type=positive, default=1, help="Threads (default: 1).")
-    return parser
+    threads = "Threads of a rank (default: 1)."
+    parser.add_argument("--threads", type=positive, default=1, help=threads)
 
 
-def told(parser: argparse.ArgumentParser, run: Callable[[], int | None]) -> int:
-    """Returns the exit code of `run`: 2 after an error that a user can fix."""
+def exit_code_of(parser: argparse.ArgumentParser, run: Callable[[], int | None]) -> int:
+    """Calls `run` and returns the exit code: 2 after an error that a user can fix."""
     try:
         return run() or 0
-    except TOLD as error:
+    except USER_ERRORS as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
 
 
 def track(items: Sequence[T], text: str) -> Iterator[T]:
-    """Yields the items; rank 0 shows on a terminal how many are done."""
+    """Yields the items; rank 0 prints the progress on a terminal."""
     shown = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
     for number, item in enumerate(items, 1):
         if shown:
@@ -77,7 +96,7 @@ def track(items: Sequence[T], text: str) -> Iterator[T]:
 
 
 def environment() -> dict[str, Any]:
-    """Returns the hardware and the versions of this process."""
+    """Returns the hardware and the versions that this process runs on."""
     processor = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
@@ -135,7 +154,7 @@ def publish(
     """Writes the rows as JSON and prints them as a table."""
     load = list(os.getloadavg())
     result = {"bench": name, "config": config, "environment": before, "load_average_after": load}
-    # Written first: a closed terminal must not cost the measurement.
+    # Write first, so a closed terminal doesn't lose the measurement.
     write_json(args.json, result | {"rows": rows})
     print_table(columns, rows)
     print(f"{before['processor']}, {before['usable_cores']} cores, torch {before['torch']}")
@@ -144,11 +163,11 @@ def publish(
 
 
 def print_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Prints rows as a Markdown table, without columns that have no value.
+    """Prints rows as a Markdown table, leaving out empty columns.
 
     Args:
-        columns: Titles by the rows' keys.
-        rows: One mapping per line.
+        columns: Titles of the columns, by the keys of the rows.
+        rows: One mapping per row.
     """
     rows = list(rows)
     kept = [
@@ -158,8 +177,8 @@ def print_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -
     ]
     widths = [max(map(len, column)) for column in kept]
     for number, cells in enumerate(zip(*kept, strict=True)):
-        first, *others = zip(cells, widths, strict=True)
-        padded = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
+        first, *rest = zip(cells, widths, strict=True)
+        padded = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]
         print(f"| {' | '.join(padded)} |")
         if not number:
             rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]

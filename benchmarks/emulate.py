@@ -1,11 +1,11 @@
-"""A slow network on one Linux machine: hosts are network namespaces, a bridge is their switch.
+"""Emulates a slow network on one Linux machine: network namespaces are hosts, a bridge a switch.
 
     host 0  eth0 --- p0 \
                          bridge        every line is a veth pair with `tc tbf` on both ends
     host 1  eth0 --- p1 /
 
-The bridge has a namespace of its own, so no interface of the machine takes part. Names contain the
-process that made them, so the next start removes what a killed process left.
+The bridge has a separate namespace, so the machine's own interfaces are not involved. Names contain
+the id of the process that created them, so the next start removes what a killed process left.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
 def bits_per_s(rate: str) -> float:
-    """Returns the number that a rate such as "2.5gbit" stands for.
+    """Returns the bits per second of a rate such as "2.5gbit".
 
     Raises:
-        ValueError: If the text is no rate above 0.
+        ValueError: If the text is not a rate above 0.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate.lower())
     if found is None or not float(found[1]):
-        raise ValueError(f"{rate!r} is no rate: use kbit, mbit or gbit, for example 100mbit")
+        raise ValueError(f"{rate!r} is not a rate; use kbit, mbit, or gbit, for example 100mbit")
     return float(found[1]) * _UNITS[found[2]]
 
 
@@ -44,7 +44,7 @@ class Network:
 
     Attributes:
         hosts: Number of hosts.
-        rate: Rate as `tc` writes it, for example "100mbit".
+        rate: Rate in the notation of `tc`, for example "100mbit".
     """
 
     hosts: int
@@ -55,29 +55,29 @@ class Network:
 
     @staticmethod
     def parse(text: str) -> Network:
-        """Returns the network that "2x100mbit" stands for; "100mbit" has two hosts.
+        """Returns the network of a text such as "2x100mbit"; "100mbit" has two hosts.
 
         Raises:
-            ValueError: If the text is no network.
+            ValueError: If the text is not a network.
         """
         hosts, cross, rate = text.lower().rpartition("x")
         hosts = hosts if cross else "2"
         if not hosts.isdecimal() or not 2 <= int(hosts) <= 64:
-            raise ValueError(f"{text!r} is no network: use 2 to 64 hosts, for example 2x100mbit")
+            raise ValueError(f"{text!r} is not a network; use 2 to 64 hosts, for example 2x100mbit")
         bits_per_s(rate)
         return Network(int(hosts), rate)
 
 
 def address(host: int) -> str:
-    """Returns a host's address."""
+    """Returns the address of a host."""
     return f"10.9.0.{host + 1}"
 
 
 def check_possible() -> None:
-    """Checks that this process may build a network.
+    """Checks that this process can create a network.
 
     Raises:
-        OSError: If it may not.
+        OSError: If it can't.
     """
     reason = ""
     if sys.platform != "linux":
@@ -85,16 +85,16 @@ def check_possible() -> None:
     elif os.geteuid() != 0:
         reason = "creates network namespaces and needs root"
     elif missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
-        reason = f"needs {' and '.join(missing)}: install iproute2"
+        reason = f"needs {' and '.join(missing)}, so install iproute2"
     if reason:
-        raise OSError(f"--emulate {reason}; leave it out, or use torchrun on real hosts")
+        raise OSError(f"--emulate {reason}; run without --emulate, or with torchrun on real hosts")
 
 
 class Emulation:
-    """The namespaces of a network while the context lasts.
+    """Context in which the namespaces of a network exist.
 
     Attributes:
-        namespaces: Their names, one per host.
+        namespaces: Names of the namespaces, one per host.
     """
 
     def __init__(self, network: Network) -> None:
@@ -102,10 +102,10 @@ class Emulation:
         self.namespaces = [f"{self._stem}-h{host}" for host in range(network.hosts)]
 
     def __enter__(self) -> Emulation:
-        """Removes what dead processes left, and builds.
+        """Removes networks of dead processes, and creates this one.
 
         Raises:
-            OSError: If the network cannot be built here.
+            OSError: If the network cannot be created here.
         """
         check_possible()
         remove_stale()
@@ -140,14 +140,14 @@ class Emulation:
             _run("ip", "-n", name, "addr", "add", f"{address(host)}/24", "dev", INTERFACE)
             _run("ip", "-n", name, "link", "set", INTERFACE, "up")
             _run("ip", "-n", name, "link", "set", "lo", "up")
-            # Linux's default, whatever this machine prefers: bbr's probing does not suit bursts.
+            # Use Linux's default congestion control; bbr's probing does not suit bursts.
             route = ["10.9.0.0/24", "dev", INTERFACE, "congctl", "cubic"]
             _run("ip", "-n", name, "route", "replace", *route)
             self._limit(name, INTERFACE)
             self._limit(switch, port)
 
     def _limit(self, namespace: str, device: str) -> None:
-        # The bucket must hold what arrives between two ticks of a slow kernel clock.
+        # The bucket must hold the bytes between two ticks of a slow kernel clock.
         rate = self._network.rate
         burst = max(64 * 1024, int(bits_per_s(rate) / 8 * 0.004))
         limit = ["tbf", "rate", rate, "burst", str(burst), "latency", "50ms"]
@@ -155,13 +155,13 @@ class Emulation:
 
 
 def namespaces(prefix: str = PREFIX + "-") -> list[str]:
-    """Returns the names of the namespaces that begin with `prefix`."""
+    """Returns the names of namespaces that begin with `prefix`."""
     lines = _run("ip", "netns", "list").splitlines()
     return [line.split()[0] for line in lines if line.startswith(prefix)]
 
 
 def remove_stale() -> None:
-    """Removes the namespaces of processes that ended, and kills what runs inside."""
+    """Removes the namespaces of processes that ended, and kills the processes inside."""
     for name in namespaces():
         if not Path("/proc", name.split("-")[1]).exists():
             _remove(name)

@@ -1,4 +1,4 @@
-"""Methods that run on real ranks: ours, DDP's, and the alternatives for slow networks.
+"""Methods that run on real ranks: DistributedLion, DDP, and alternatives for slow networks.
 
 `step_time.py` times them, and `convergence --real` trains with them. The alternatives come from
 torch, torchft, and pytorch-optimizer.
@@ -33,7 +33,7 @@ POWER_RANK = 4
 # PowerSGD's warm start needs two plain steps before the first compressed one.
 POWER_START = 2
 ONE_BUCKET_MB = 1 << 20
-# What to install for a module that comes with neither torch nor transformers.
+# Packages to install, by the module that a method imports.
 PACKAGES = {"torchft": "torchft", "pytorch_optimizer": "pytorch-optimizer einops"}
 
 
@@ -44,11 +44,11 @@ class Hyper:
     Attributes:
         lr: Peak learning rate.
         weight_decay: Decoupled weight decay, multiplied by the learning rate.
-        betas: Lion's betas; AdamW has torch's.
+        betas: Betas of Lion; AdamW uses torch's defaults.
         seed: Seed of weights and batches, and of DistributedLion.
-        steps: Length of the run; 0 if unknown.
-        lr_factors: Patterns of parameter names, and what their learning rate is multiplied by; the
-            first that matches counts.
+        steps: Number of steps of the run; 0 if unknown.
+        lr_factors: Patterns of parameter names, each with the factor of their learning rate; the
+            first match counts.
     """
 
     lr: float = 1e-4
@@ -63,8 +63,8 @@ class Rank:
     """One rank of a method; all ranks begin with the same model.
 
     Attributes:
-        model: The loop calls its forward and backward.
-        optimizer: The loop sets its learning rate.
+        model: Model whose forward and backward the loop calls.
+        optimizer: Optimizer whose learning rate the loop sets.
         bytes_sent: Bytes that this rank has sent so far; an all-reduce counts as a ring.
     """
 
@@ -75,7 +75,7 @@ class Rank:
         self._bytes_per_step, self._taken = bytes_per_step, 0
 
     def step(self) -> None:
-        """Moves the parameters and drops the gradients."""
+        """Updates the parameters and drops the gradients."""
         self.optimizer.step()
         self._taken += 1
         self.bytes_sent += self._sent()
@@ -85,7 +85,7 @@ class Rank:
         return self._bytes_per_step
 
     def close(self) -> None:
-        """Ends what the method started."""
+        """Stops what the method started."""
 
 
 class Voting(Rank):
@@ -123,7 +123,7 @@ class Sharded(Voting):
 
 
 class PowerSGD(Rank):
-    """AdamW on what torch's PowerSGD hook makes of the gradients (Vogels et al. 2019)."""
+    """AdamW on low-rank gradients from torch's PowerSGD hook (Vogels et al. 2019)."""
 
     def __init__(self, model: nn.Module, hyper: Hyper) -> None:
         # One bucket, because several deadlock on gloo.
@@ -139,10 +139,10 @@ class PowerSGD(Rank):
 
 
 class LocalSGD(Rank):
-    """AdamW on each rank's own gradient; after k steps and at the end ranks take the mean.
+    """AdamW on each rank's local gradient; parameters are averaged every k steps and at the end.
 
-    Of the trained parameters: torch's average, as its PeriodicModelAverager and Accelerate's
-    LocalSGD take it. With a dtype, the mean of how far they moved, which is rounded to it.
+    This is torch's average, which its PeriodicModelAverager and Accelerate's LocalSGD use. With a
+    dtype, the changes since the last average are rounded to that dtype and averaged instead.
     """
 
     def __init__(
@@ -172,8 +172,8 @@ class LocalSGD(Rank):
 class DiLoCo(Rank):
     """torchft's DiLoCo (Douillard et al. 2023, arXiv 2311.08105): each rank is a replica.
 
-    AdamW inside; every H steps SGD with Nesterov momentum moves the common parameters by the mean
-    of what the ranks moved. After the last of these meetings the ranks differ.
+    Ranks train with AdamW. Every H steps, SGD with Nesterov momentum updates the common parameters
+    by the mean change of the ranks. After the last exchange, the ranks differ.
     """
 
     def __init__(self, model: nn.Module, hyper: Hyper, *, every: int) -> None:
@@ -186,7 +186,7 @@ class DiLoCo(Rank):
         rank, ranks, patience = dist.get_rank(), dist.get_world_size(), datetime.timedelta(hours=1)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
-            host = probe.getsockname()[0]  # Where the other ranks reach this one.
+            host = probe.getsockname()[0]  # The address at which other ranks reach this one.
         self._lighthouse = LighthouseServer(f"{host}:0", ranks) if rank == 0 else None
         found: list[str | None] = [None]
         if self._lighthouse is not None:
@@ -229,7 +229,7 @@ class DeMo(Rank):
         super().__init__(model, demo)
 
     def _sent(self) -> float:
-        # It counts one copy of what it sends.
+        # DeMo counts one copy of its data, which goes to every other rank.
         return (dist.get_world_size() - 1) * float(self.optimizer.data_transmit)
 
 
@@ -241,7 +241,7 @@ def _reduced(
     itemsize: int = 4,
     make: Callable[[nn.Module, Hyper], Optimizer] | None = None,
 ) -> Rank:
-    """Returns an optimizer on the gradients that DDP has averaged."""
+    """Returns a rank whose optimizer uses gradients averaged by DDP."""
     ddp = DistributedDataParallel(model, init_sync=False)  # All ranks set the same seed.
     if hook is not None:
         ddp.register_comm_hook(None, hook)
@@ -249,7 +249,7 @@ def _reduced(
     return Rank(ddp, (make or adamw)(model, hyper), sent)
 
 
-# DDP compares the annotations of hooks with classes, so these two have none.
+# DDP rejects hooks with postponed annotations, so these two have no annotations.
 def _keep(state, bucket):  # type: ignore[no-untyped-def]
     future = torch.futures.Future()
     future.set_result(bucket.buffer())
@@ -257,7 +257,7 @@ def _keep(state, bucket):  # type: ignore[no-untyped-def]
 
 
 def _in_bf16(state, bucket):  # type: ignore[no-untyped-def]
-    # Under its own name, DDP refuses torch's hook on gloo.
+    # DDP refuses torch's hook on gloo unless it has another name.
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
@@ -278,12 +278,12 @@ def _plain_lion(model: nn.Module, hyper: Hyper) -> DistributedLion:
 
 
 def _alone(make: Callable[[nn.Module, Hyper], Optimizer]) -> Callable[[nn.Module, Hyper], Rank]:
-    """Returns how to make an optimizer on a rank's own gradients."""
+    """Returns a function that makes a rank whose optimizer uses its local gradients."""
     return lambda model, hyper: Rank(model, make(model, hyper))
 
 
 def groups_of(model: nn.Module, hyper: Hyper) -> list[dict[str, Any]]:
-    """Returns named trainable parameters, in a parameter group for each factor of `lr_factors`.
+    """Returns named trainable parameters, in one parameter group per factor of `lr_factors`.
 
     Raises:
         ValueError: If a pattern matches no name.
@@ -291,7 +291,7 @@ def groups_of(model: nn.Module, hyper: Hyper) -> list[dict[str, Any]]:
     pairs = [pair for pair in model.named_parameters() if pair[1].requires_grad]
     for pattern, _ in hyper.lr_factors:
         if not any(fnmatchcase(name, pattern) for name, _ in pairs):
-            raise ValueError(f"--lr-factors: no parameter has a name like {pattern}")
+            raise ValueError(f"--lr-factors: no parameter name matches {pattern}")
     found: dict[float, list[tuple[str, Tensor]]] = {}
     for name, param in pairs:
         factors = (k for pattern, k in hyper.lr_factors if fnmatchcase(name, pattern))
@@ -300,13 +300,13 @@ def groups_of(model: nn.Module, hyper: Hyper) -> list[dict[str, Any]]:
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Sets the learning rate of all groups, times their factors."""
+    """Sets the learning rate of all groups, multiplied by their factors."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_factor", 1.0)
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
-    """Returns the parameters that are trained."""
+    """Returns the trainable parameters."""
     return [param for param in model.parameters() if param.requires_grad]
 
 
@@ -331,17 +331,17 @@ def power_numel(shape: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Method:
-    """A way of training.
+    """A training method.
 
     Attributes:
-        title: Row of the tables.
-        about: What it does, in one line.
-        make: Makes this rank of it, from the model and the hyperparameters.
-        family: Learning rates to choose from: "adamw" or "lion".
-        options: Options of DistributedLion, if ranks vote.
-        every: Steps in which its ranks meet once, unless that is an option.
+        title: Name in tables and result files.
+        about: Explanation for --help, a noun phrase.
+        make: Function that returns a `Rank`, given the model and the hyperparameters.
+        family: Grid of learning rates, "adamw" or "lion".
+        options: Options of DistributedLion; None if ranks don't vote.
+        every: Number of steps per exchange, unless `options` has "vote_every".
         package: Module that it needs, a key of `PACKAGES`.
-        usual: Whether step_time.py measures it without being asked.
+        usual: Whether step_time.py measures it by default.
     """
 
     title: str
@@ -355,7 +355,7 @@ class Method:
 
     @property
     def period(self) -> int:
-        """Steps after which it repeats itself."""
+        """Number of steps per exchange."""
         return int((self.options or {}).get("vote_every", self.every))
 
 
@@ -369,50 +369,83 @@ def _plain(title: str, about: str, **options: Any) -> Method:
 
 def _local_sgd(k: int, dtype: torch.dtype | None = None) -> Method:
     name = f"LocalSGD, {k} steps of AdamW" + (", bf16" if dtype else "")
-    about = f"after {k} steps of AdamW the mean of {'moves in bfloat16' if dtype else 'parameters'}"
+    average = "mean of the changes in bfloat16" if dtype else "mean of the parameters"
+    about = f"LocalSGD: {average} every {k} steps of AdamW"
     return Method(name, about, partial(LocalSGD, every=k, dtype=dtype), every=k)
 
 
 def _diloco(k: int) -> Method:
-    name, about = f"DiLoCo, {k} steps of AdamW", f"after {k} steps of AdamW a Nesterov step"
+    name = f"DiLoCo, {k} steps of AdamW"
+    about = f"DiLoCo (torchft): outer Nesterov step every {k} steps of AdamW"
     return Method(name, about, partial(DiLoCo, every=k), every=k, package="torchft")
 
 
 DLION = "DistributedLion"
 METHODS: dict[str, Method] = {
-    "none": _plain("no communication, AdamW", "a hook that sends nothing", hook=_keep, itemsize=0),
+    "none": _plain(
+        "no communication, AdamW", "AdamW with DDP, without communication", hook=_keep, itemsize=0
+    ),
     "alone": Method(
-        "one host alone, Lion", "plain Lion, no DDP, no network", _alone(_plain_lion), usual=True
+        "one host alone, Lion", "Lion on one rank, without DDP", _alone(_plain_lion), usual=True
     ),
     "adamw-alone": Method(
-        "one host alone, AdamW", "AdamW, no DDP, no network", _alone(adamw), usual=True
+        "one host alone, AdamW", "AdamW on one rank, without DDP", _alone(adamw), usual=True
     ),
-    "adamw": _plain("DDP fp32, AdamW", "AdamW on the mean gradient"),
-    "bf16": _plain("DDP bf16 hook, AdamW", "torch's bf16_compress_hook", hook=_in_bf16, itemsize=2),
+    "adamw": _plain("DDP fp32, AdamW", "AdamW on the mean gradient, as with DDP in float32"),
+    "bf16": _plain(
+        "DDP bf16 hook, AdamW", "AdamW with torch's bf16_compress_hook", hook=_in_bf16, itemsize=2
+    ),
     "powersgd": Method(
-        f"PowerSGD rank {POWER_RANK}, AdamW", "torch's powerSGD_hook", PowerSGD, usual=True
+        f"PowerSGD rank {POWER_RANK}, AdamW",
+        f"AdamW with torch's powerSGD_hook, low-rank gradients of rank {POWER_RANK}",
+        PowerSGD,
+        usual=True,
     ),
-    "ddp-lion": _plain("DDP fp32, Lion", "plain Lion after DDP's all-reduce", make=_plain_lion),
-    "lion": _voting("Lion on the mean gradient", 'full_precision="*"', full_precision="*"),
-    "majority": _voting(DLION, "the majority of one-bit votes", usual=True),
-    "average": _voting(f"{DLION}, average", "the mean of one-bit votes", aggregation="average"),
-    "bits2": _voting(f"{DLION}, 2 bits", "votes of 2 bits", bits=2),
-    "bits4": _voting(f"{DLION}, 4 bits", "votes of 4 bits", bits=4),
-    "bits8": _voting(f"{DLION}, 8 bits", "votes of 8 bits", bits=8),
+    "ddp-lion": _plain("DDP fp32, Lion", "Lion with DDP in float32", make=_plain_lion),
+    "lion": _voting(
+        "Lion on the mean gradient", "Lion on the mean gradient, uncompressed", full_precision="*"
+    ),
+    "majority": _voting(DLION, "DistributedLion: majority of one-bit votes", usual=True),
+    "average": _voting(
+        f"{DLION}, average", "DistributedLion: mean of one-bit votes", aggregation="average"
+    ),
+    "bits2": _voting(f"{DLION}, 2 bits", "DistributedLion: votes of 2 bits", bits=2),
+    "bits4": _voting(f"{DLION}, 4 bits", "DistributedLion: votes of 4 bits", bits=4),
+    "bits8": _voting(f"{DLION}, 8 bits", "DistributedLion: votes of 8 bits", bits=8),
     "sync16": _voting(
-        f"{DLION}, momentum_sync_every=16", "momenta averaged (Lion Cub)", momentum_sync_every=16
+        f"{DLION}, momentum_sync_every=16",
+        "DistributedLion: momenta averaged once in 16 steps (Lion Cub)",
+        momentum_sync_every=16,
     ),
-    "every16": _voting(f"{DLION}, vote_every=16", "an exchange in 16 steps", vote_every=16),
-    "every32": _voting(f"{DLION}, vote_every=32", "an exchange in 32 steps", vote_every=32),
-    "node": _voting(f"{DLION}, a vote per node", 'local_group="node"', local_group="node"),
-    "fsdp2": Method(f"{DLION}, FSDP2 in the node", "shards vote", Sharded, "lion", {}),
+    "every16": _voting(
+        f"{DLION}, vote_every=16", "DistributedLion: votes after 16 local steps", vote_every=16
+    ),
+    "every32": _voting(
+        f"{DLION}, vote_every=32", "DistributedLion: votes after 32 local steps", vote_every=32
+    ),
+    "node": _voting(
+        f"{DLION}, a vote per node", "DistributedLion: one vote per node", local_group="node"
+    ),
+    "fsdp2": Method(
+        f"{DLION}, FSDP2 in the node",
+        "DistributedLion: FSDP2 inside each node",
+        Sharded,
+        "lion",
+        {},
+    ),
     "localsgd8": _local_sgd(8),
     "localsgd32": _local_sgd(32),
     "localsgd160": _local_sgd(160),
     "localsgd32-bf16": _local_sgd(32, torch.bfloat16),
     "diloco16": _diloco(16),
     "diloco50": _diloco(50),
-    "demo": Method("DeMo", "DCT of the momentum", DeMo, "lion", package="pytorch_optimizer"),
+    "demo": Method(
+        "DeMo",
+        "DeMo (pytorch-optimizer): largest DCT components of the momentum",
+        DeMo,
+        "lion",
+        package="pytorch_optimizer",
+    ),
 }
 
 
@@ -425,18 +458,20 @@ def method_of(name: str) -> Method:
     """
     key, _, text = name.partition(":")
     if key not in METHODS:
-        raise ValueError(f"unknown method {key!r}: there are {', '.join(METHODS)}")
+        raise ValueError(f"unknown method {key!r}; use one of {', '.join(METHODS)}")
     method = METHODS[key]
     if method.package and importlib.util.find_spec(method.package) is None:
         package = PACKAGES[method.package]
-        raise ImportError(f"{method.package} is not installed: pip install {package}")
+        raise ImportError(
+            f"{key} needs {method.package}, which is not installed: pip install {package}"
+        )
     if not text:
         return method
     if method.options is None:
-        raise ValueError(f"{name}: {key} has no options; those of DistributedLion have")
+        raise ValueError(f"{name}: only methods with DistributedLion take options, not {key}")
     options = dict(pair.partition("=")[::2] for pair in text.split(","))
     both = method.options | {option: _value(value) for option, value in options.items()}
-    # Refuses wrong ones before any rank starts.
+    # Raises for wrong options before any rank starts.
     DistributedLion([("parameter", torch.zeros(1))], **both)
     make = Sharded if key == "fsdp2" else Voting
     return Method(f"{method.title}, {text}", method.about, partial(make, **both), "lion", both)

@@ -1,6 +1,6 @@
-"""Draws what `step_time.py` wrote: the median step of each method, one panel per file.
+"""Draws the JSON files of step_time.py: the step time of each method, one panel per file.
 
-The pictures of `convergence` share its colors and its layout.
+The pictures of benchmarks.convergence have the same colors and layout.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # A script's own folder is there.
 
-from benchmarks.command import middle_ms, told
+from benchmarks.command import exit_code_of, middle_ms, parser_of
 from benchmarks.emulate import Network, bits_per_s
 from benchmarks.methods import METHODS
 
 
 @dataclass(frozen=True)
 class Look:
-    """How a method is drawn.
+    """Style of a method in pictures.
 
     Attributes:
-        label: Its name.
-        color: Color of its lines and points.
-        dash: Style of its lines.
+        label: Name of the method.
+        color: Color of lines and points.
+        dash: Style of lines.
     """
 
     label: str
@@ -38,11 +38,11 @@ class Look:
 
     @property
     def face(self) -> str:
-        """Color inside its points; a dashed line has hollow ones."""
+        """Color inside the points; points of dashed lines are hollow."""
         return self.color if self.dash == "-" else "white"
 
 
-# Grays are all-reduces, blues this package, and the rest others. By name of the method.
+# By name of the method. All-reduces are gray, this package is blue, others have other colors.
 LOOKS = {
     "none": Look("no communication", "#000000", ":"),
     "alone": Look("one host alone, Lion", "#6C757D"),
@@ -79,16 +79,16 @@ NONE = METHODS["none"].title
 
 
 def look(name: str) -> Look:
-    """Returns how a method is drawn.
+    """Returns the style of a method.
 
     Args:
-        name: A method's name, or a row of step_time.py.
+        name: Name of a method, or its title in a result of step_time.py.
     """
     return LOOKS.get(_NAMES.get(name, name), Look(name, "#9C6644"))
 
 
 def figure(count: int, height: float = 4.6, width: float = 3.4) -> tuple[Any, Any]:
-    """Returns a figure and its panels, side by side with one vertical axis; in inches.
+    """Returns a figure and its panels, which share one vertical axis; sizes are in inches.
 
     Raises:
         ImportError: If matplotlib is missing.
@@ -102,11 +102,11 @@ def figure(count: int, height: float = 4.6, width: float = 3.4) -> tuple[Any, An
 
 
 def logarithmic(panel: Any, which: str) -> None:
-    """Makes an axis logarithmic, with ticks that are plain numbers: 0.5, 20, 1,000.
+    """Makes an axis logarithmic, with plain numbers as ticks: 0.5, 20, 1,000.
 
     Args:
-        panel: With all that is drawn on it.
-        which: "x" or "y".
+        panel: Panel on which everything has been drawn.
+        which: Axis, "x" or "y".
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
@@ -124,11 +124,11 @@ def save(drawn: Any, panels: Any, title: str, path: Path, *, legend: bool = True
     """Adds title and legend, and writes the picture; returns its path.
 
     Args:
-        drawn: From `figure`.
-        panels: Its panels, which have the same methods.
+        drawn: Figure from `figure`.
+        panels: Panels of the figure, which show the same methods.
         title: Title of the picture.
-        path: Its ending decides on the format.
-        legend: Whether the methods are named below.
+        path: Path of the picture, whose suffix chooses the format.
+        legend: Whether to add a legend below the panels.
     """
     inches = drawn.get_size_inches()[0]
     for panel in panels:
@@ -146,7 +146,7 @@ def save(drawn: Any, panels: Any, title: str, path: Path, *, legend: bool = True
 
 
 def read(path: str) -> dict[str, Any]:
-    """Returns the JSON that step_time.py wrote.
+    """Returns the content of a JSON file of step_time.py.
 
     Raises:
         ValueError: If the file is something else.
@@ -157,24 +157,28 @@ def read(path: str) -> dict[str, Any]:
             return result
     except (ValueError, KeyError, TypeError):
         pass
-    raise ValueError(f"{path} is not the JSON of benchmarks/step_time.py")
+    raise ValueError(f"{path} is not a JSON file of benchmarks/step_time.py")
 
 
 def run(files: Sequence[str], path: Path) -> None:
-    """Reads, draws and writes."""
+    """Reads the files, draws, and writes the picture."""
     results = [read(file) for file in files]
     found = [{row["name"]: row for row in result["rows"]} for result in results]
     names = [name for name in {name: 0 for rows in found for name in rows} if name != NONE]
     if not names:
-        raise ValueError(f"{files[0]} has no row to compare: run step_time.py with --methods")
+        raise ValueError(
+            f"{files[0]} has no method to compare; run step_time.py with more --methods"
+        )
     drawn, panels = figure(len(results), height=1.6 + 0.42 * len(names), width=4.4)
     for panel, result, rows in zip(panels, results, found, strict=True):
-        # A dot at the median, or the mean of periods; a thin line from the smallest time on.
+        # A dot is the median, or the mean of periods; a line spans smallest to largest time.
         for place, name in enumerate(names):
             if name in rows:
-                row, own = rows[name], look(name)
-                panel.plot([row["min_ms"], row["max_ms"]], [place, place], color=own.color, lw=1.5)
-                panel.plot([middle_ms(row)], [place], "o", color=own.color, mfc=own.face, ms=8)
+                row, style = rows[name], look(name)
+                panel.plot(
+                    [row["min_ms"], row["max_ms"]], [place, place], color=style.color, lw=1.5
+                )
+                panel.plot([middle_ms(row)], [place], "o", color=style.color, mfc=style.face, ms=8)
                 panel.annotate(
                     f"{middle_ms(row):,.0f}", (middle_ms(row), place), (0, 8),
                     textcoords="offset points", ha="center", fontsize="small",
@@ -203,17 +207,18 @@ def run(files: Sequence[str], path: Path) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="benchmarks/plot.py", description=__doc__)
-    parser.add_argument("files", nargs="+", metavar="FILE", help="JSON of step_time.py.")
+    examples = ("outputs/bench_step_time.json", "slow.json fast.json --out outputs/networks.png")
+    parser = parser_of("plot", __doc__ or "", examples)
+    parser.add_argument("files", nargs="+", metavar="FILE", help="JSON file of step_time.py.")
     out = "outputs/step-time.png"
-    parser.add_argument("--out", default=out, help=f"The picture (default: {out}).")
+    parser.add_argument("--out", default=out, help=f"Path of the picture (default: {out}).")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
-    return told(parser, lambda: run(args.files, Path(args.out)))
+    return exit_code_of(parser, lambda: run(args.files, Path(args.out)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Starts a benchmark's ranks, or takes part where torchrun started them."""
+"""Starts the ranks of a benchmark, or joins the ranks that torchrun started."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ import torch.distributed as dist
 from benchmarks.emulate import INTERFACE, Emulation, Network, address
 from hf_dlion.cli.plan.machine import seconds_of
 
-# Ranks that `launch` started meet in this file.
+# Environment variable with the rendezvous file of ranks that `launch` started.
 RENDEZVOUS = "HF_DLION_BENCH_RENDEZVOUS"
-# Seconds in which the other ranks may end by themselves after one failed.
+# Seconds that other ranks have to end by themselves after one has failed.
 GRACE_S = 3.0
 
 
@@ -50,13 +50,13 @@ def device_of_rank() -> torch.device:
     """Returns this rank's GPU, or the CPU if there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    # Ranks that `launch` started are all on this machine, whatever node they stand for.
+    # Ranks that `launch` started are all on this machine, even if they emulate several nodes.
     place = "RANK" if RENDEZVOUS in os.environ else "LOCAL_RANK"
     return torch.device("cuda", int(os.environ.get(place, "0")) % torch.cuda.device_count())
 
 
 def slowest(call: Callable[[], object], device: torch.device) -> float:
-    """Returns the seconds of the slowest rank, the same on every rank; all must call this."""
+    """Returns the seconds of the slowest rank, equal on all ranks; all ranks must call this."""
     dist.barrier()
     taken = torch.tensor([seconds_of(call, device)], dtype=torch.float64)
     dist.all_reduce(taken, op=dist.ReduceOp.MAX)
@@ -66,7 +66,7 @@ def slowest(call: Callable[[], object], device: torch.device) -> float:
 def launch(
     command: Sequence[str], count: int, local_ranks: int, threads: int, network: Network | None
 ) -> int:
-    """Runs a command on every rank, and ends all of them whatever happens.
+    """Runs a command on every rank; all ranks have ended when this returns or raises.
 
     Returns:
         The first exit code that is not 0, or 0.
@@ -96,7 +96,7 @@ def launch(
 
 
 def _preparation(host: int | None) -> Callable[[], None] | None:
-    """Returns what a new process does first: choose its host's core, and die with its parent."""
+    """Returns a function for a new process: it pins its host's core, and dies with its parent."""
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None)

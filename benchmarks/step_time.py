@@ -1,4 +1,4 @@
-"""Times a training step with every method, in turns within one process group."""
+"""Times a training step with each method; methods take turns within one process group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from benchmarks.methods import METHODS, Hyper, method_of
 from benchmarks.ranks import RENDEZVOUS, device_of_rank, launch, slowest, take_part
 
 NONE = METHODS["none"].title
-PARTS = ("encode", "exchange", "apply")  # Seconds in `DistributedLion.wire`.
+PARTS = ("encode", "exchange", "apply")  # Names of seconds in `DistributedLion.wire`.
 COLUMNS = {
     "name": "method",
     **command.TIMES,
@@ -36,8 +36,8 @@ COLUMNS = {
 }
 VOCABULARY, WIDTH, INNER = 8192, 512, 1376
 LAYER = 4 * WIDTH**2 + 3 * WIDTH * INNER
-# A slow method may stop after so many repeats: the fewest that have a median and a spread. One with
-# periods takes at least so many of them.
+# Fewest measured steps of a slow method, enough for a median and a spread; and fewest measured
+# periods of a method that exchanges once per period.
 FEWEST, PERIODS = 3, 4
 
 
@@ -45,8 +45,8 @@ def model_of(parameters: int, name: str | None) -> nn.Module:
     """Returns a model with random weights, the same on every rank.
 
     Args:
-        parameters: Size of a Llama with layers 512 wide, tiny below one such layer.
-        name: A folder with a config.json, or a name on the Hugging Face hub, instead.
+        parameters: Size of a Llama with layers 512 wide; below one such layer the model is tiny.
+        name: Folder with a config.json, or name on the Hugging Face hub; replaces `parameters`.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -68,10 +68,10 @@ def model_of(parameters: int, name: str | None) -> nn.Module:
 
 
 class Timed:
-    """One method, its model, and what was measured.
+    """One method, its model, and its measurements.
 
     Attributes:
-        laps: Laps to time; a lap is a period of steps, in most methods one.
+        laps: Number of laps to time. A lap is one period of the method, mostly one step.
         times: Seconds of each lap.
     """
 
@@ -93,12 +93,12 @@ class Timed:
             self.rank.step()
 
     def warm_up(self, steps: int) -> None:
-        """Takes whole periods: DDP settles its buckets, and ranks meet for the first time."""
+        """Takes complete periods, in which DDP rebuilds its buckets and ranks first synchronize."""
         for _ in range(-(-steps // self._method.period)):
             self.lap()
 
     def measure(self, seconds: float) -> None:
-        """Times a lap, unless this method has had its share of time; all ranks must call this."""
+        """Times a lap, unless this method has used its time; all ranks must call this."""
         late = len(self.times) >= self._fewest and sum(self.times) > seconds
         if late or len(self.times) == self.laps:
             return
@@ -110,9 +110,9 @@ class Timed:
         self._parts.append([after - before for after, before in zip(now, parts, strict=True)])
 
     def row(self, emulated: bool) -> dict[str, Any]:
-        """Returns the row of the table; times and bytes of one step.
+        """Returns the row of the table, with times and bytes per step.
 
-        They are medians of steps, and means over whole periods.
+        These are medians over steps, or means over complete periods.
         """
         period = self._method.period
         middle = statistics.fmean if period > 1 else statistics.median
@@ -145,15 +145,15 @@ def run(args: argparse.Namespace) -> None:
     shape = (args.batch, args.sequence)
     tokens = torch.randint(vocabulary, shape, generator=generator).to(device_of_rank())
     timed = [Timed(name, args, tokens) for name in args.methods or usual_methods()]
-    for own in command.track(timed, "warming up"):
-        own.warm_up(args.warmup)
-    # In turns, so all methods see the same load of the machine.
-    for _ in command.track(range(max(own.laps for own in timed)), "steps"):
-        for own in timed:
-            own.measure(args.seconds)
-    rows = [own.row(args.emulate is not None) for own in timed]
-    for own in timed:
-        own.rank.close()
+    for method in command.track(timed, "warming up"):
+        method.warm_up(args.warmup)
+    # Methods take turns, so all see the same load of the machine.
+    for _ in command.track(range(max(method.laps for method in timed)), "steps"):
+        for method in timed:
+            method.measure(args.seconds)
+    rows = [method.row(args.emulate is not None) for method in timed]
+    for method in timed:
+        method.rank.close()
     timed.clear()
     gc.collect()
     free = next((middle_ms(row) for row in rows if row["name"] == NONE), None)
@@ -169,13 +169,13 @@ def run(args: argparse.Namespace) -> None:
 
 
 def usual_methods() -> list[str]:
-    """Returns the methods that need nothing but torch, and those for nodes if there are some."""
+    """Returns the methods that need only torch; with several nodes also those for nodes."""
     several = 1 < int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < dist.get_world_size()
-    return [name for name, own in METHODS.items() if own.usual] + ["node", "fsdp2"] * several
+    return [name for name, method in METHODS.items() if method.usual] + ["node", "fsdp2"] * several
 
 
 def _interface_bytes() -> int:
-    """Returns the bytes that have left the emulated host; 0 elsewhere."""
+    """Returns the bytes that the emulated host has sent; 0 without emulation."""
     try:
         lines = Path("/proc/self/net/dev").read_text().splitlines()
     except OSError:
@@ -185,26 +185,34 @@ def _interface_bytes() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = command.parser_of("step_time", __doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    lines = [f"  {name:16}{own.about}" for name, own in METHODS.items()]
-    parser.epilog = "\n".join(["methods:", *lines])
+    examples = (
+        "--ranks 2 --methods none adamw majority",
+        "--emulate 2x100mbit --methods none adamw majority:bits=4,ties=zero",
+    )
+    parser = command.parser_of("step_time", __doc__ or "", examples)
+    command.add_result_options(parser, "step_time")
+    lines = [f"  {name:17}{method.about}" for name, method in METHODS.items()]
+    parser.epilog = "\n".join(["methods:", *lines, "", parser.epilog or ""])
     add = parser.add_argument
-    add("--parameters", type=positive, default=29_500_000, help="Of a Llama (29,500,000).")
-    add("--model", help="A folder or hub name whose config replaces --parameters.")
-    add("--ranks", type=positive, help="Processes to start (default: 2).")
-    emulated = "Hosts and the rate of their links; needs root and Linux."
+    size = "Size of the Llama to train (default: 29500000)."
+    add("--parameters", type=positive, default=29_500_000, help=size)
+    model = "Model folder or hub name, whose config replaces --parameters (default: none)."
+    add("--model", help=model)
+    add("--ranks", type=positive, help="Number of processes to start (default: 2).")
+    emulated = (
+        "Hosts and rate of an emulated network, on Linux as root (default: no emulated network)."
+    )
     add("--emulate", type=_network, metavar="2x100mbit", help=emulated)
-    local = "Ranks on each emulated host, or of --ranks on each pretended node (default: 1)."
+    local = "Ranks per node or emulated host (default: all on one node, or 1 per host)."
     add("--local-ranks", type=positive, default=1, help=local)
     add("--batch", type=positive, default=1, help="Sequences per rank (default: 1).")
     add("--sequence", type=positive, default=128, help="Tokens of a sequence (default: 128).")
     add("--warmup", type=positive, default=2, help="Steps before the measured ones (default: 2).")
-    steps = "Measured steps, or periods of a method with periods, then at least 4 (default: 5)."
+    steps = "Measured steps; at least 4 periods if a method has periods (default: 5)."
     add("--steps", type=positive, default=5, help=steps)
-    stop = "A method stops beyond this time, after 3 steps or 4 periods (default: 25)."
+    stop = "Seconds after which a method stops, with at least 3 steps or 4 periods (default: 25)."
     add("--seconds", type=float, default=25.0, help=stop)
-    chosen = "Methods, see below; majority:bits=4,ties=zero gives options (default: torch's own)."
+    chosen = "Methods, with options as in majority:bits=4 (default: those that need only torch)."
     add("--methods", nargs="+", help=chosen)
     return parser
 
@@ -219,10 +227,12 @@ def _network(text: str) -> Network:
 def _main(args: argparse.Namespace, words: list[str]) -> int:
     if "RANK" in os.environ:
         if args.emulate is not None and RENDEZVOUS not in os.environ:
-            raise ValueError("--emulate starts its own ranks: don't use torchrun")
+            raise ValueError(
+                "--emulate starts its own ranks; run it with python instead of torchrun"
+            )
         take_part(functools.partial(run, args), args.threads)
         return 0
-    # Refused now rather than after minutes.
+    # Fails now rather than after minutes.
     Path(args.json).parent.mkdir(parents=True, exist_ok=True)
     for name in args.methods or ():
         method_of(name)
@@ -232,12 +242,14 @@ def _main(args: argparse.Namespace, words: list[str]) -> int:
     local_ranks = args.local_ranks
     if args.emulate is not None:
         if args.ranks is not None:
-            raise ValueError("--emulate has the number of hosts: use --local-ranks, not --ranks")
+            raise ValueError("--emulate sets the number of hosts; use --local-ranks, not --ranks")
         count = args.emulate.hosts * local_ranks
     else:
         count = args.ranks or 2
         if count % local_ranks:
-            raise ValueError(f"--ranks={count} must be a multiple of --local-ranks={local_ranks}")
+            raise ValueError(
+                f"--ranks ({count}) must be a multiple of --local-ranks ({local_ranks})"
+            )
         local_ranks = count if local_ranks == 1 else local_ranks
     rank = [sys.executable, __file__, *words]
     return launch(rank, count, local_ranks, args.threads, args.emulate)
@@ -247,7 +259,7 @@ def main(argv: list[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     args = parser.parse_args(words)
-    return command.told(parser, lambda: _main(args, words))
+    return command.exit_code_of(parser, lambda: _main(args, words))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A pretrained LLM, SmolLM2, learns to say what the standard library's functions do."""
+"""Fine-tuning of a pretrained LLM, SmolLM2, on descriptions of library functions."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from benchmarks.convergence.scenes import Scene, evaluating, generator, seeded, with_lora
 from benchmarks.convergence.setting import Setting
+from benchmarks.convergence.tasks import Task, evaluating, generator, seeded, with_lora
 from examples import smollm2
 
 VALIDATION_ROWS, VALIDATION_BATCH = 64, 16
-# Greedy answers to so many held-out questions, and how long they may get.
+# Number of held-out questions with greedy answers, and the longest answer.
 QUESTIONS, ANSWER_TOKENS = 48, 32
-IGNORED = -100  # By the losses of transformers.
+IGNORED = -100  # A label that the losses of transformers leave out.
 
 
-class Chat(Scene):
-    """All parameters of SmolLM2-135M-Instruct; only the answer's tokens count."""
+class Chat(Task):
+    """Trains all parameters of SmolLM2-135M-Instruct on the tokens of answers."""
 
     grids: ClassVar[dict[str, tuple[float, ...]]] = {
         "adamw": (3e-5, 1e-4, 3e-4),
@@ -36,7 +36,7 @@ class Chat(Scene):
         self._tokenizer: Any = None
 
     def prepare(self) -> None:
-        """Writes the base, unless the folder has it."""
+        """Writes the base, unless the folder already has it."""
         if self._base.exists():
             return
         smollm2.require_package()
@@ -52,7 +52,7 @@ class Chat(Scene):
         from transformers import AutoModelForCausalLM
 
         self.prepare()
-        with seeded(seed):  # transformers draws what it does not find in the file.
+        with seeded(seed):  # transformers draws weights that the file lacks.
             made = AutoModelForCausalLM.from_pretrained(self._base, dtype=torch.float32)
         model: nn.Module = made
         return model
@@ -68,29 +68,29 @@ class Chat(Scene):
         return loss
 
     def validation(self, model: nn.Module) -> float:
-        """Returns nats per token of the answers about modules that were not trained on."""
+        """Returns nats per token of answers about modules that are not in the training split."""
         rows = _spread(self._splits["validation"]["messages"], VALIDATION_ROWS)
         total, tokens = 0.0, 0
         with evaluating(model):
             for first in range(0, len(rows), VALIDATION_BATCH):
                 batch = self._batch_of(rows[first : first + VALIDATION_BATCH])
-                # A label is what the token before it predicts.
+                # Each token predicts the next label.
                 count = int((batch["labels"][:, 1:] != IGNORED).sum())
                 total += float(self.loss(model, batch)) * count
                 tokens += count
         return total / tokens
 
     def metrics(self, model: nn.Module) -> dict[str, float]:
-        """Returns the F1 of words of greedy answers to test questions, and the share of equal ones.
+        """Returns the word F1 of greedy answers to test questions, and the share of exact answers.
 
-        F1 is SQuAD's (Rajpurkar et al. 2016, arXiv 1606.05250), but articles count.
+        F1 is defined as in SQuAD (Rajpurkar et al. 2016, arXiv 1606.05250), but counts articles.
         """
         rows = _spread(self._splits["test"]["messages"], QUESTIONS)
         answers = self._answers(model, [row[:1] for row in rows])
-        pairs = [(said, row[1]["content"]) for said, row in zip(answers, rows, strict=True)]
+        pairs = [(answer, row[1]["content"]) for answer, row in zip(answers, rows, strict=True)]
         return {
-            "f1": sum(f1(said, right) for said, right in pairs) / len(pairs),
-            "exact": sum(_words(said) == _words(right) for said, right in pairs) / len(pairs),
+            "f1": sum(f1(answer, expected) for answer, expected in pairs) / len(pairs),
+            "exact": sum(_words(one) == _words(other) for one, other in pairs) / len(pairs),
         }
 
     def _tokens(self, turns: list[dict[str, str]], prompt: bool) -> list[int]:
@@ -109,7 +109,7 @@ class Chat(Scene):
         whole = [self._tokens(turns, prompt=False)[:length] for turns in rows]
         asked = [len(self._tokens(turns[:1], prompt=True)) for turns in rows]
         if not any(start < len(tokens) for tokens, start in zip(whole, asked, strict=True)):
-            raise ValueError(f"sequences of {length} tokens leave no room for an answer")
+            raise ValueError(f"--sequence {length} leaves no room for an answer; pass a larger one")
         shape = len(rows), max(map(len, whole))
         ids, labels = torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORED)
         mask = torch.zeros_like(ids)
@@ -128,16 +128,16 @@ class Chat(Scene):
                 asked = [self._tokens(turns, prompt=True) for turns in part]
                 batch = self._tokenizer.pad({"input_ids": asked}, return_tensors="pt")
                 pad = self._tokenizer.pad_token_id
-                said = model.generate(
+                output = model.generate(
                     **batch, max_new_tokens=ANSWER_TOKENS, do_sample=False, pad_token_id=pad
                 )
-                new = said[:, batch["input_ids"].shape[1] :]
+                new = output[:, batch["input_ids"].shape[1] :]
                 answers += self._tokenizer.batch_decode(new, skip_special_tokens=True)
         return answers
 
 
 class ChatLoRA(Chat):
-    """The same with LoRA on all linear layers."""
+    """Trains LoRA factors of all linear layers of SmolLM2-135M-Instruct."""
 
     grids: ClassVar[dict[str, tuple[float, ...]]] = {
         "adamw": (3e-4, 1e-3, 3e-3),
@@ -149,15 +149,15 @@ class ChatLoRA(Chat):
         return with_lora(super().model(seed), seed)
 
 
-def f1(said: str, right: str) -> float:
+def f1(answer: str, expected: str) -> float:
     """Returns the harmonic mean of precision and recall of words.
 
     >>> f1("Return the mean.", "return a mean of data")
     0.5
     """
-    mine, theirs = _words(said), _words(right)
-    common = sum((collections.Counter(mine) & collections.Counter(theirs)).values())
-    return 2 * common / (len(mine) + len(theirs)) if common else 0.0
+    words, right = _words(answer), _words(expected)
+    common = sum((collections.Counter(words) & collections.Counter(right)).values())
+    return 2 * common / (len(words) + len(right)) if common else 0.0
 
 
 def _words(text: str) -> list[str]:
@@ -165,6 +165,6 @@ def _words(text: str) -> list[str]:
 
 
 def _spread(rows: Any, count: int) -> list[Any]:
-    """Returns `count` rows from all over, all of them if there are fewer."""
+    """Returns `count` evenly spaced rows, or all rows if there are fewer."""
     rows = list(rows)
     return [rows[index * len(rows) // count] for index in range(min(count, len(rows)))]

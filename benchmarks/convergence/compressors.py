@@ -1,7 +1,7 @@
-"""Gradient compressors that the Distributed Lion paper compares with, as their papers define them.
+"""Gradient compressors that are baselines of the Distributed Lion paper.
 
-All workers are in this process. A message is kept as the dense gradient that it stands for, and its
-bytes are counted: every worker sends its own message to each of the others.
+All workers are in this process. A message is kept as the dense gradient that it encodes, and its
+bytes are counted: every worker sends its message to every other worker.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor
 
 from benchmarks.methods import ring_bytes
 
-# The share of elements that the Distributed Lion paper lets GradDrop and DGC send.
+# Share of elements that GradDrop and DGC send in the Distributed Lion paper.
 DENSITY = 0.04
 
 
 class Compressor(ABC):
-    """All workers of a run.
+    """Compresses the gradients of all workers of a run.
 
     Args:
-        sizes: Elements of each layer.
+        sizes: Number of elements of each layer.
         workers: Number of workers N.
-        seed: Of random draws.
-        steps: Length of the run.
+        seed: Seed of random numbers.
+        steps: Number of steps of the run.
 
     Attributes:
         bytes_sent: Bytes that a worker has sent so far.
@@ -39,10 +39,10 @@ class Compressor(ABC):
 
     @abstractmethod
     def messages(self, gradients: Tensor) -> Tensor:
-        """Returns what the workers' messages stand for, and counts their bytes.
+        """Returns the gradients that the workers' messages encode, and counts their bytes.
 
         Args:
-            gradients: float32, shape (N, elements of all layers); called once per step.
+            gradients: Gradients of one step, float32, shape (N, elements of all layers).
         """
 
     def mean(self, gradients: Tensor) -> Tensor:
@@ -53,11 +53,11 @@ class Compressor(ABC):
 
 
 class TernGrad(Compressor):
-    """Each element one of -s, 0, s, right in expectation (Wen et al. 2017, arXiv 1705.07878).
+    """Sends -s, 0, or s per element, without bias (TernGrad, Wen et al. 2017, arXiv 1705.07878).
 
     Layer by layer, g is clipped to 2.5 standard deviations, s is the largest |g| of all workers
-    (scaler sharing), and an element is s·sign(g) with probability |g| / s, else 0. It takes two
-    bits, as the paper packs it, and s one ring all-reduce.
+    (scaler sharing), and an element is s·sign(g) with probability |g| / s, else 0. An element takes
+    two bits, as in the paper, and s takes one ring all-reduce.
     """
 
     deviations = 2.5
@@ -78,10 +78,10 @@ class TernGrad(Compressor):
 
 
 class Sparse(Compressor):
-    """Sends elements as float32 values and int32 positions, and keeps the others back.
+    """Sends some elements as float32 values and int32 positions, and keeps the rest for later.
 
     Attributes:
-        residual: What has not been sent yet, float32, shape (N, elements).
+        residual: Sum of what has not been sent yet, float32, shape (N, elements).
     """
 
     density = DENSITY
@@ -91,7 +91,7 @@ class Sparse(Compressor):
         self.residual = torch.zeros(workers, sum(sizes))
 
     def send(self, chosen: Tensor) -> Tensor:
-        """Returns the chosen elements of the residual, which become 0, and zeros elsewhere."""
+        """Returns the chosen elements of the residual, zeros elsewhere, and sets them to 0."""
         message = self.residual * chosen
         self.residual[chosen] = 0.0
         self.bytes_sent += 8 * (self.workers - 1) * int(chosen[0].sum())
@@ -99,17 +99,17 @@ class Sparse(Compressor):
 
 
 def largest(values: Tensor, density: float) -> Tensor:
-    """Returns which share of each row has the largest magnitudes, at least one element; bool."""
+    """Returns a bool mask of the share of each row with the largest magnitudes."""
     count = min(values.shape[1], max(1, round(density * values.shape[1])))
     places = values.abs().topk(count, dim=1, sorted=False).indices
     return torch.zeros_like(values, dtype=torch.bool).scatter_(1, places, True)
 
 
 class GradDrop(Sparse):
-    """The largest elements of gradient and residual (Aji and Heafield 2017, arXiv 1704.05021).
+    """Sends the largest elements of gradient and residual (Aji and Heafield, arXiv 1704.05021).
 
-    One threshold for all parameters, which the paper prefers for models with layer normalization.
-    It is exact here, and estimated from a sample in the paper.
+    All parameters have one threshold, which the paper prefers for models with layer normalization.
+    The threshold is exact here, and estimated from a sample in the paper.
     """
 
     def messages(self, gradients: Tensor) -> Tensor:
@@ -127,8 +127,8 @@ class DGC(Sparse):
         send v, and v = u = 0                    where |v| is largest: momentum factor masking
 
     So the optimizer is SGD without momentum. The paper clips g / N, which it sums, to clip /
-    sqrt(N). During the first 4% of the run (the paper's four epochs of about ninety) the share that
-    is sent goes down by factors of four: 1/4, 1/16, ...
+    sqrt(N). During the first 4% of the run (the paper's four epochs of about ninety), the density
+    decreases by factors of four: 1/4, 1/16, ...
     """
 
     momentum, clip, warmup, epochs = 0.9, 1.0, 0.04, 4
@@ -138,7 +138,7 @@ class DGC(Sparse):
         self.velocity = torch.zeros_like(self.residual)
 
     def density_at(self, step: int) -> float:
-        """Returns the share that a step sends, counted from 0."""
+        """Returns the share of elements that a step (from 0) sends."""
         epoch = self.warmup * self.steps / self.epochs
         if step >= self.epochs * epoch:
             return self.density

@@ -1,4 +1,4 @@
-"""The methods as the study trains with them: N workers in this process, or one rank of N."""
+"""The methods of the study: N workers in this process, or one real rank of N."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from benchmarks.convergence.compressors import DGC, Compressor, GradDrop, TernGrad
-from benchmarks.convergence.scenes import Scene
 from benchmarks.convergence.setting import Setting
+from benchmarks.convergence.tasks import Task
 from benchmarks.methods import (
     METHODS,
     Hyper,
@@ -36,25 +36,25 @@ from hf_dlion.vote.update import Scratch, Turn, encode, move
 
 T = TypeVar("T")
 HEADER_BYTES = 64
-# The quintic of Muon, five times: https://kellerjordan.github.io/posts/muon.
+# Muon's quintic polynomial and its number of iterations: https://kellerjordan.github.io/posts/muon.
 QUINTIC, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
 
 
 class Workers(ABC):
-    """All workers of a run with one model, since theirs never differ; or one rank of them.
+    """All workers of a run, which share one model because their models are equal; or one rank.
 
     Attributes:
-        workers: The workers whose gradients this process computes.
-        model: Their model.
+        workers: Workers whose gradients this process computes.
+        model: Model of these workers.
         bytes_sent: Bytes that a rank has sent so far.
     """
 
     workers: Sequence[int]
     bytes_sent: float = 0.0
 
-    def __init__(self, scene: Scene, setting: Setting) -> None:
+    def __init__(self, task: Task, setting: Setting) -> None:
         self.setting, self.workers = setting, range(setting.workers)
-        self.model = scene.model(setting.seed)
+        self.model = task.model(setting.seed)
         self.params = trainable(self.model)
 
     def total(self, loss: float) -> float:
@@ -62,18 +62,18 @@ class Workers(ABC):
         return loss
 
     def collect(self) -> None:  # noqa: B027
-        """Takes the gradients that a worker's backward has just left in the model."""
+        """Collects the gradients in the model after a worker's backward."""
 
     @abstractmethod
     def step(self, lr: float) -> None:
-        """Moves the parameters and drops the gradients."""
+        """Updates the parameters and drops the gradients."""
 
-    def judged(self, judge: Callable[[nn.Module], T], otherwise: T) -> T:
-        """Returns what a scene says of the model; `otherwise` on ranks whose record isn't kept."""
-        return judge(self.model)
+    def evaluated(self, evaluate: Callable[[nn.Module], T], otherwise: T) -> T:
+        """Evaluates the model; returns `otherwise` on ranks whose record isn't kept."""
+        return evaluate(self.model)
 
     def close(self) -> None:  # noqa: B027
-        """Ends what the method started."""
+        """Stops what the method started."""
 
     def clip(self) -> None:
         """Clips the gradients in the model."""
@@ -85,9 +85,9 @@ class Averaged(Workers):
     """One optimizer on the mean gradient."""
 
     def __init__(
-        self, scene: Scene, setting: Setting, make: Callable[[nn.Module, Hyper], Optimizer]
+        self, task: Task, setting: Setting, make: Callable[[nn.Module, Hyper], Optimizer]
     ) -> None:
-        super().__init__(scene, setting)
+        super().__init__(task, setting)
         self._optimizer = make(self.model, setting)
 
     def step(self, lr: float) -> None:
@@ -110,12 +110,12 @@ class Compressed(Averaged):
 
     def __init__(
         self,
-        scene: Scene,
+        task: Task,
         setting: Setting,
         make: Callable[[nn.Module, Hyper], Optimizer],
         compressor: type[Compressor],
     ) -> None:
-        super().__init__(scene, setting, make)
+        super().__init__(task, setting, make)
         self._sizes = [param.numel() for param in self.params]
         self._compressor = compressor(self._sizes, setting.workers, setting.seed, setting.steps)
         self._gradients: list[Tensor] = []
@@ -133,11 +133,11 @@ class Compressed(Averaged):
         self.bytes_sent = float(self._compressor.bytes_sent)
 
 
-class Apart(Workers):
-    """Workers whose gradients stay apart, each clipped by itself."""
+class Separate(Workers):
+    """Workers whose gradients are kept separately and clipped separately."""
 
-    def __init__(self, scene: Scene, setting: Setting) -> None:
-        super().__init__(scene, setting)
+    def __init__(self, task: Task, setting: Setting) -> None:
+        super().__init__(task, setting)
         self.grads: list[list[Tensor | None]] = []
 
     def collect(self) -> None:
@@ -146,15 +146,15 @@ class Apart(Workers):
         self.model.zero_grad()
 
 
-class Votes(Apart):
-    """The step of DistributedLion, with the functions of the package but without its network.
+class Votes(Separate):
+    """The step of DistributedLion with the package's functions, without a network.
 
-    Real ranks give the same parameters bit for bit (a test compares them).
+    Real ranks have the same parameters bit for bit, which a test verifies.
     """
 
-    def __init__(self, scene: Scene, setting: Setting, **options: Any) -> None:
-        super().__init__(scene, setting)
-        # Holds the groups, and checks the options.
+    def __init__(self, task: Task, setting: Setting, **options: Any) -> None:
+        super().__init__(task, setting)
+        # Keeps the parameter groups, and checks the options.
         self._optimizer = distributed_lion(self.model, setting, **options)
         groups = self._optimizer.param_groups
         self.params = [param for group in groups for param in group["params"]]
@@ -173,20 +173,22 @@ class Votes(Apart):
         options, ranks = self._optimizer.options, len(self.workers)
         average = options.aggregation == "average"
         rule = Average(ranks, options.bits) if average else Majority(options.ties)
-        grads = [self._of_rank(own) for own in self.grads]
+        grads = [self._flat_grads(rank_grads) for rank_grads in self.grads]
         momenta = [
-            [None if grad is None else m for grad, m in zip(own, held, strict=True)]
-            for own, held in zip(grads, self._momenta, strict=True)
+            [None if grad is None else m for grad, m in zip(rank_grads, kept, strict=True)]
+            for rank_grads, kept in zip(grads, self._momenta, strict=True)
         ]
-        seen = [any(own[k] is not None for own in grads) for k in range(len(self.params))]
-        params = [flat if own else None for flat, own in zip(self._flat, seen, strict=True)]
+        seen = [
+            any(rank_grads[k] is not None for rank_grads in grads) for k in range(len(self.params))
+        ]
+        params = [flat if used else None for flat, used in zip(self._flat, seen, strict=True)]
         turns = [self._turn(rank) for rank in self.workers]
         for message in self._messages:
             everyone = zip(grads, momenta, turns, strict=True)
             votes = [encode(message, g, m, turn, ()) for g, m, turn in everyone]
-            voters = torch.stack([own.active for own in votes]).sum(dim=0)
+            voters = torch.stack([vote.active for vote in votes]).sum(dim=0)
             total = voters[message.rows.of_word] * TOP[options.bits]
-            sums = tally([list(own.planes) for own in votes], options.bits)
+            sums = tally([list(vote.planes) for vote in votes], options.bits)
             planes = (ranks * TOP[options.bits]).bit_length()
             verdict = rule.decide(sums, spread(total, planes), self._step)
             move(message, params, verdict, voters, rule, turns[0])
@@ -198,8 +200,8 @@ class Votes(Apart):
             self._average_momenta(options.momentum_sync_every)
         self.grads = []
 
-    def _of_rank(self, grads: list[Tensor | None]) -> list[Tensor | None]:
-        """Returns a rank's flat gradients, none if it abstains."""
+    def _flat_grads(self, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """Returns a rank's flat gradients, all None if it abstains."""
         finite = all_finite([grad for grad in grads if grad is not None])
         pairs = zip(grads, self.params, strict=True)
         return [flat_gradient("", g, p) if g is not None and finite else None for g, p in pairs]
@@ -213,28 +215,28 @@ class Votes(Apart):
         )  # fmt: skip
 
     def _average_momenta(self, every: int) -> None:
-        """Does what `hf_dlion.vote.momentum_sync` does among ranks."""
+        """Averages momenta the way `hf_dlion.vote.momentum_sync` does between ranks."""
         flat = [torch.cat(held) for held in self._momenta]
         start, stop = slice_of(flat[0].numel(), every, self._step)
-        parts = [own[start:stop] for own in flat]
+        parts = [momentum[start:stop] for momentum in flat]
         rounded = torch.stack([part.bfloat16() for part in parts]).float()
         mean = rounded.mean(dim=0).bfloat16().float()
         for part, old in zip(parts, rounded, strict=True):
             part.copy_(mean + (part - old))
         sizes = [m.numel() for m in self._flat]
-        self._momenta = [list(own.split(sizes)) for own in flat]
+        self._momenta = [list(momentum.split(sizes)) for momentum in flat]
         self.bytes_sent += ring_bytes(stop - start, 2, len(parts))
 
 
-class SignMuon(Apart):
-    """A vote on the sign of Lion's direction, which Muon's iteration orthogonalizes first.
+class SignMuon(Separate):
+    """A majority of the signs of Lion's direction, orthogonalized by Muon's iteration.
 
-    arXiv 2605.16311. Of matrices, an embedding among them; of other parameters as it is. Each
-    worker sends its vote to each of the others.
+    See arXiv 2605.16311. Matrices are orthogonalized, including the embedding; other parameters
+    are not. Each worker sends its vote to every other worker.
     """
 
-    def __init__(self, scene: Scene, setting: Setting) -> None:
-        super().__init__(scene, setting)
+    def __init__(self, task: Task, setting: Setting) -> None:
+        super().__init__(task, setting)
         self._momenta = [p.detach().new_zeros((setting.workers, *p.shape)) for p in self.params]
         self._step = 0
 
@@ -244,10 +246,10 @@ class SignMuon(Apart):
         beta1, beta2 = self.setting.betas
         self.bytes_sent += (len(self.workers) - 1) * sum(map(Tensor.numel, self.params)) / 8
         for k, (param, momentum) in enumerate(zip(self.params, self._momenta, strict=True)):
-            own = [grads[k] for grads in self.grads]
-            if all(grad is None for grad in own):
+            found = [grads[k] for grads in self.grads]
+            if all(grad is None for grad in found):
                 continue
-            grads = torch.stack([torch.zeros_like(param) if g is None else g for g in own])
+            grads = torch.stack([torch.zeros_like(param) if g is None else g for g in found])
             directions = torch.lerp(grads, momentum, beta1)
             momentum.lerp_(grads, 1.0 - beta2)
             if param.dim() == 2:
@@ -258,9 +260,9 @@ class SignMuon(Apart):
 
 
 def majority(wanted: Tensor, turn: int) -> Tensor:
-    """Returns the majority of the workers' signs, 0 where all are zero; shape without the first.
+    """Returns the majority of the workers' signs without the first dimension; 0 if all are zero.
 
-    A tie goes one way and the other in turns, over steps and elements.
+    Ties alternate between +1 and -1 over steps and elements.
     """
     signs = wanted.sign()
     total = signs.sum(dim=0).sign()
@@ -270,7 +272,7 @@ def majority(wanted: Tensor, turn: int) -> Tensor:
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Returns nearly the closest semi-orthogonal matrix, by Muon's iteration in bfloat16."""
+    """Returns roughly the closest semi-orthogonal matrix, by Muon's iteration in bfloat16."""
     a, b, c = QUINTIC
     tall = matrix.shape[0] > matrix.shape[1]
     x: Tensor = ((matrix.T if tall else matrix) / (matrix.norm() + 1e-7)).bfloat16()
@@ -281,10 +283,10 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 class RealRank(Workers):
-    """One real rank; a process group exists."""
+    """One real rank of an existing process group."""
 
-    def __init__(self, scene: Scene, setting: Setting) -> None:
-        super().__init__(scene, setting)
+    def __init__(self, task: Task, setting: Setting) -> None:
+        super().__init__(task, setting)
         self.workers = [dist.get_rank()]
         self._rank = method_of(setting.method).make(self.model, setting)
         self.model = self._rank.model
@@ -300,14 +302,14 @@ class RealRank(Workers):
         self._rank.step()
         self.bytes_sent = self._rank.bytes_sent
 
-    def judged(self, judge: Callable[[nn.Module], T], otherwise: T) -> T:
+    def evaluated(self, evaluate: Callable[[nn.Module], T], otherwise: T) -> T:
         if dist.get_rank():
             return otherwise
         model, optimizer = getattr(self.model, "module", self.model), self._rank.optimizer
         if not hasattr(optimizer, "eval"):
-            return judge(model)
+            return evaluate(model)
         optimizer.eval()
-        found = judge(model)
+        found = evaluate(model)
         optimizer.train()
         return found
 
@@ -316,12 +318,12 @@ class RealRank(Workers):
 
 
 def _sgd(model: nn.Module, hyper: Hyper) -> Optimizer:
-    # Without decay, which a learning rate that is a hundred times AdamW's would multiply.
+    # Without weight decay, because SGD's learning rate is a hundred times AdamW's.
     return SGD(groups_of(model, hyper), lr=hyper.lr)
 
 
 # Methods that run in this process.
-IN_PROCESS: dict[str, Callable[[Scene, Setting], Workers]] = {
+IN_PROCESS: dict[str, Callable[[Task, Setting], Workers]] = {
     "adamw": partial(Averaged, make=adamw),
     "lion": partial(Averaged, make=distributed_lion),  # One rank alone takes plain Lion.
     **{
@@ -333,19 +335,19 @@ IN_PROCESS: dict[str, Callable[[Scene, Setting], Workers]] = {
     "dgc": partial(Compressed, make=_sgd, compressor=DGC),
     "signmuon": SignMuon,
 }
-# Methods of step_time.py whose ranks don't train one model together, or only on several nodes.
+# Methods of step_time.py whose ranks don't train a common model, or that need several nodes.
 NOT_TRAINED = ("none", "alone", "adamw-alone", "ddp-lion", "node", "fsdp2")
-# Methods that run in this process only: whose learning rates they choose from, and what they do.
+# Methods that run only in this process: the family of learning rates, and a line for --help.
 ONLY_IN_PROCESS = {
-    "terngrad": ("adamw", "AdamW on ternary gradients (2 bits)"),
-    "graddrop": ("adamw", "AdamW on the largest 4% of gradient and residual"),
-    "dgc": ("sgd", "deep gradient compression: SGD with momentum, 4%"),
-    "signmuon": ("lion", "a vote on the sign of Muon's orthogonalized direction"),
+    "terngrad": ("adamw", "TernGrad: AdamW on gradients of three values (2 bits)"),
+    "graddrop": ("adamw", "GradDrop: AdamW on the largest 4% of gradient and residual"),
+    "dgc": ("sgd", "Deep gradient compression: SGD on the largest 4%, momentum corrected"),
+    "signmuon": ("lion", "SignMuon: majority of the signs of Muon's direction"),
 }
 
 
 def family(name: str) -> str:
-    """Returns whose learning rates a method chooses from: "adamw", "lion" or "sgd".
+    """Returns the family of a method's learning rates: "adamw", "lion", or "sgd".
 
     Raises:
         ValueError: If there is no such method.
@@ -356,23 +358,27 @@ def family(name: str) -> str:
     try:
         return method_of(name).family
     except ValueError as error:
+        if name.partition(":")[0] in METHODS:
+            raise
         raise ValueError(f"{error}, {', '.join(ONLY_IN_PROCESS)}") from None
 
 
 def check_method(setting: Setting) -> None:
-    """Checks before any work starts that a method can run as asked.
+    """Checks that a method supports a setting, before any work starts.
 
     Raises:
-        ValueError: If it can't.
+        ValueError: If it doesn't.
     """
     name = setting.method
     if name in NOT_TRAINED:
-        raise ValueError(f"{name!r} is for benchmarks/step_time.py")
+        raise ValueError(f"{name!r} trains no common model; use it in benchmarks/step_time.py")
     if setting.real and name in ONLY_IN_PROCESS:
-        raise ValueError(f"{name!r} runs in one process only: leave out --real")
+        raise ValueError(f"{name!r} runs in one process only; remove --real")
     if not setting.real and name not in IN_PROCESS:
-        raise ValueError(f"{name!r} runs on real ranks only: add --real")
+        raise ValueError(f"{name!r} runs on real ranks only; add --real")
     if setting.clip and name in ("terngrad", "graddrop", "dgc"):
-        raise ValueError(f"--clip doesn't work with {name}, which keeps gradients apart")
+        raise ValueError(f"--clip doesn't work with {name}; remove --clip, or the method")
     if setting.lr_factors and name in ("signmuon", "demo"):
-        raise ValueError(f"--lr-factors doesn't work with {name}, which has one rate")
+        raise ValueError(
+            f"--lr-factors doesn't work with {name}; remove --lr-factors, or the method"
+        )

@@ -15,27 +15,27 @@ from benchmarks.convergence.setting import WARMUP
 from benchmarks.emulate import bits_per_s
 from benchmarks.plot import figure, logarithmic, look, save
 
-# What Ethernet, IP and TCP leave of a link.
+# Share of a link's rate that Ethernet, IP, and TCP leave for payload.
 TCP_EFFICIENCY = 1448 / 1538
-# Losses further apart than by this factor are drawn on a logarithmic axis.
+# Losses that differ by more than this factor are drawn on a logarithmic axis.
 FLAT = 4.0
 
-# Seconds of a step of one of the results that are compared, by link.
+# Functions that return the seconds per step of a result, by link.
 StepTimes = Mapping[str, Callable[[Result], float]]
 
 
 def step_times(together: Sequence[Result], links: Sequence[str], gradient_s: float) -> StepTimes:
-    """Returns computed step times: a rank's gradient, then the bytes; nothing overlaps.
+    """Returns computed step times: forward and backward, then the bytes, without overlap.
 
-    Latencies and the optimizers' own work are left out.
+    Latencies and the work of the optimizer are left out.
 
     Args:
         together: Results that are compared.
-        links: Rates, for example "1gbit".
-        gradient_s: Seconds of a gradient; 0 uses the median of the runs.
+        links: Rates of the links, for example "1gbit".
+        gradient_s: Seconds of forward and backward; 0 uses the median of the runs.
     """
-    own = [1e-3 * run["gradient_ms"] for one in together for run in one.records.values()]
-    gradient_s = gradient_s or statistics.median(own)
+    runs = [run for result in together for run in result.records.values()]
+    gradient_s = gradient_s or statistics.median(1e-3 * run["gradient_ms"] for run in runs)
 
     def seconds(result: Result, rate: float) -> float:
         return gradient_s + 8 * result.average("bytes_per_step") / (rate * TCP_EFFICIENCY)
@@ -44,24 +44,24 @@ def step_times(together: Sequence[Result], links: Sequence[str], gradient_s: flo
 
 
 def title(together: Sequence[Result]) -> str:
-    """Returns what results that are compared have in common."""
-    own, (record, *_) = together[0].setting, together[0].records.values()
+    """Returns the settings that compared results have in common."""
+    common, (record, *_) = together[0].setting, together[0].records.values()
     workers = ", ".join(map(str, sorted({result.setting.workers for result in together})))
-    images = own.scene in ("vision", "cifar10")
+    images = common.task in ("vision", "cifar10")
     return (
-        f"{own.scene}: {record['parameters']:,} parameters, {workers} "
-        f"{'real ranks' if own.real else 'workers'}"
-        f" x {f'{own.batch} images' if images else f'{own.batch} x {own.sequence}'}, "
-        f"{own.steps} steps, betas {own.betas[0]:g} {own.betas[1]:g}, "
-        f"weight decay {own.weight_decay:g}"
-        + (f", clipped to {own.clip:g}" if own.clip else "")
-        + (f", warm-up {own.warmup:g}" if own.warmup != WARMUP else "")
-        + "".join(f", {pattern} x{factor:g}" for pattern, factor in own.lr_factors)
+        f"{common.task}: {record['parameters']:,} parameters, {workers} "
+        f"{'real ranks' if common.real else 'workers'}"
+        f" x {f'{common.batch} images' if images else f'{common.batch} x {common.sequence}'}, "
+        f"{common.steps} steps, betas {common.betas[0]:g} {common.betas[1]:g}, "
+        f"weight decay {common.weight_decay:g}"
+        + (f", clipped to {common.clip:g}" if common.clip else "")
+        + (f", warm-up {common.warmup:g}" if common.warmup != WARMUP else "")
+        + "".join(f", {pattern} x{factor:g}" for pattern, factor in common.lr_factors)
     )
 
 
 def print_tables(together: Sequence[Result], times: StepTimes) -> None:
-    """Prints losses, gaps to Lion on the mean gradient, bytes, times, and the learning rates."""
+    """Prints losses, gaps to Lion on the mean gradient, bytes, times, and learning rates."""
     columns = {"method": "method", "lr": "best lr", "seeds": "seeds", "loss": "validation loss"}
     columns |= {"gap": "to lion", "bits": "bits/param/step", "bytes": "bytes/step"}
     columns |= {link: f"ms at {link}, computed" for link in times}
@@ -94,24 +94,24 @@ def print_tables(together: Sequence[Result], times: StepTimes) -> None:
 
 def draw(found: Sequence[Sequence[Result]], times: Sequence[StepTimes], folder: Path) -> list[Path]:
     """Writes all pictures into a folder; returns their paths."""
-    written, apart = [], dict[Any, list[Result]]()
-    for together, own in zip(found, times, strict=True):
+    written, by_workers = [], dict[Any, list[Result]]()
+    for together, step_s in zip(found, times, strict=True):
         setting = together[0].setting
-        name = f"{setting.scene}-{setting.workers}x{setting.batch}.png"
-        written.append(_curves(together, own, folder / f"curves-{name}"))
+        name = f"{setting.task}-{setting.workers}x{setting.batch}.png"
+        written.append(_curves(together, step_s, folder / f"curves-{name}"))
         label, path = "bits per parameter, out of a rank", folder / f"bits-{name}"
-        written.append(_points(together, lambda own: own.bits_per_step, label, path))
+        written.append(_points(together, lambda result: result.bits_per_step, label, path))
         place = setting.replace(method="", lr=0.0, seed=0, workers=0)
-        apart.setdefault(place, []).extend(together)
-    for place, group in apart.items():
+        by_workers.setdefault(place, []).extend(together)
+    for place, group in by_workers.items():
         if len({result.setting.workers for result in group}) > 1:
-            path = folder / f"workers-{place.scene}-{place.batch}.png"
-            written.append(_points(group, lambda own: own.setting.workers, "workers", path))
+            path = folder / f"workers-{place.task}-{place.batch}.png"
+            written.append(_points(group, lambda result: result.setting.workers, "workers", path))
     return written
 
 
 def _curves(together: Sequence[Result], times: StepTimes, path: Path) -> Path:
-    """Draws loss against steps, bytes sent, and time at each link: the same losses in each."""
+    """Draws the losses in one panel each against steps, bytes sent, and time at each link."""
     axes: dict[str, Callable[[Result], float]] = {
         "steps": lambda result: 1.0,
         "MB sent by a rank": lambda result: 1e-6 * result.average("bytes_per_step"),
@@ -120,14 +120,14 @@ def _curves(together: Sequence[Result], times: StepTimes, path: Path) -> Path:
     drawn, panels = figure(len(axes))
     for panel, (label, per_step) in zip(panels, axes.items(), strict=True):
         for result in together:
-            # The loss before training has no place on a logarithmic axis.
+            # A logarithmic axis can't show the loss before training, at step 0.
             columns = result.curve()
             first = columns[0][:1] == [0]
             steps, losses, deviations = (column[first:] for column in columns)
             places, how = [per_step(result) * step for step in steps], look(result.setting.method)
             panel.plot(places, losses, how.dash, color=how.color, label=how.label)
             pairs = list(zip(losses, deviations, strict=True))
-            low, high = [loss - own for loss, own in pairs], [loss + own for loss, own in pairs]
+            low, high = [loss - dev for loss, dev in pairs], [loss + dev for loss, dev in pairs]
             panel.fill_between(places, low, high, color=how.color, alpha=0.15, linewidth=0)
         panel.set_xlabel(label)
         if label != "steps":
@@ -138,21 +138,21 @@ def _curves(together: Sequence[Result], times: StepTimes, path: Path) -> Path:
 def _points(
     found: Sequence[Result], place: Callable[[Result], float], label: str, path: Path
 ) -> Path:
-    """Draws the last loss of each method against a number."""
+    """Draws the last loss of each method against the number that `place` returns."""
     drawn, panels = figure(1)
-    drawable = [own for own in found if all(map(math.isfinite, own.losses.values()))]
-    means = {id(own): statistics.fmean(own.losses.values()) for own in drawable}
-    for method in dict.fromkeys(own.setting.method for own in drawable):
-        line = sorted((own for own in drawable if own.setting.method == method), key=place)
-        how, deviations = look(method), [spread(own.losses.values()) for own in line]
+    drawable = [result for result in found if all(map(math.isfinite, result.losses.values()))]
+    means = {id(result): statistics.fmean(result.losses.values()) for result in drawable}
+    for method in dict.fromkeys(result.setting.method for result in drawable):
+        line = sorted((result for result in drawable if result.setting.method == method), key=place)
+        how, deviations = look(method), [spread(result.losses.values()) for result in line]
         panels[0].errorbar(
-            [*map(place, line)], [means[id(own)] for own in line], deviations,
+            [*map(place, line)], [means[id(result)] for result in line], deviations,
             fmt=f"o{how.dash}", color=how.color, capsize=3, label=how.label, mfc=how.face,
         )  # fmt: skip
     panels[0].set_xlabel(label)
     logarithmic(panels[0], "x")
     if label == "workers":
-        places = sorted({place(own) for own in found})
+        places = sorted({place(result) for result in found})
         panels[0].set_xticks(places, [f"{number:g}" for number in places])
     if means and 0.0 < FLAT * min(means.values()) < max(means.values()):
         logarithmic(panels[0], "y")
@@ -162,6 +162,6 @@ def _points(
 def _finished(drawn: Any, panels: Any, found: Sequence[Result], path: Path) -> Path:
     panels[0].set_ylabel("validation loss")
     low, high = panels[0].get_ylim()
-    # One method that diverged must not flatten all others.
+    # A method that diverged must not flatten the curves of all other methods.
     panels[0].set_ylim(low, min(high, low + 4.0) if math.isfinite(high) else None)
     return save(drawn, panels, title(found), path)

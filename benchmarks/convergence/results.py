@@ -1,6 +1,6 @@
-"""Finished runs, and what the runs of a method say together.
+"""Records of finished runs, and the results of each method.
 
-A method's learning rate is chosen on the first seed; the other seeds follow with it.
+A method's learning rate is chosen on the first seed, and the other seeds use it.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ REFERENCE = "lion"
 
 
 class Records:
-    """A file of finished runs, one JSON line each, which need not run again."""
+    """A file of finished runs, one JSON line each. These runs are not made again."""
 
     def __init__(self, path: Path) -> None:
-        """Reads the file; a last line that a crash cut short is cut off."""
+        """Reads the file, and removes an incomplete last line that a crash left."""
         self.path, self._found = path, dict[str, Record]()
-        whole = path.read_bytes() if path.exists() else b""
-        end = whole.rfind(b"\n") + 1
-        if end < len(whole):
+        content = path.read_bytes() if path.exists() else b""
+        end = content.rfind(b"\n") + 1
+        if end < len(content):
             os.truncate(path, end)
-        for number, line in enumerate(whole[:end].splitlines(), 1):
+        for number, line in enumerate(content[:end].splitlines(), 1):
             try:
                 record = json.loads(line)
                 self._found[record["key"]] = record
             except (ValueError, KeyError, TypeError):
-                raise ValueError(f"{path}, line {number}: this is no record of a run") from None
+                raise ValueError(
+                    f"{path}, line {number} is not a record of a run; remove the line"
+                ) from None
 
     def __len__(self) -> int:
         return len(self._found)
@@ -45,7 +47,7 @@ class Records:
         return self._found.get(setting.key)
 
     def add(self, record: Record) -> None:
-        """Appends a record; it is on the disk when this returns."""
+        """Appends a record and waits until it is on the disk."""
         line = json.dumps(record, allow_nan=False) + "\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
@@ -60,10 +62,10 @@ class Result:
     """A method at its best learning rate.
 
     Attributes:
-        setting: The method's, with that learning rate; its seed does not count.
+        setting: Setting of the method with its best learning rate; the seed is ignored.
         grid: Loss by learning rate on the first seed; infinite if the run diverged.
-        records: Runs with that learning rate, by seed.
-        gaps: Difference to the loss of Lion on the mean gradient, by seed that both have.
+        records: Records of the runs with the best learning rate, by seed.
+        gaps: Loss minus the loss of Lion on the mean gradient, by common seed.
     """
 
     setting: Setting
@@ -78,7 +80,7 @@ class Result:
 
     @property
     def at_edge(self) -> bool:
-        """Whether a learning rate beyond the grid might be better still."""
+        """Whether the best learning rate is at an edge of the grid."""
         return len(self.grid) > 1 and self.setting.lr in (min(self.grid), max(self.grid))
 
     @property
@@ -95,11 +97,11 @@ class Result:
         """Returns the mean of each metric."""
         found = [record["metrics"] for record in self.records.values() if record["metrics"]]
         names = found[0] if found else ()
-        return {name: statistics.fmean(own[name] for own in found) for name in names}
+        return {name: statistics.fmean(values[name] for values in found) for name in names}
 
     def curve(self) -> tuple[list[int], list[float], list[float]]:
-        """Returns steps, the mean loss after each, and its standard deviation, 0 for one seed."""
-        curves = [own["curve"] for own in self.records.values() if own["failure"] is None]
+        """Returns steps, mean losses, and their standard deviations, which are 0 for one seed."""
+        curves = [run["curve"] for run in self.records.values() if run["failure"] is None]
         columns = [[list(point) for point in points] for points in zip(*curves, strict=False)]
         columns = [points for points in columns if all(loss is not None for _, loss in points)]
         losses = [[loss for _, loss in points] for points in columns]
@@ -112,11 +114,11 @@ class Result:
 
 @dataclass(frozen=True)
 class Trial:
-    """A method with everything else given.
+    """The runs of one method in one setting.
 
     Attributes:
-        setting: Its learning rate and its seed do not count.
-        lrs: The grid.
+        setting: Setting of the runs; learning rate and seed are ignored.
+        lrs: Learning rates to choose from.
         seeds: Number of seeds; seed 0 chooses the learning rate.
     """
 
@@ -125,40 +127,40 @@ class Trial:
     seeds: int
 
     def missing(self, records: Records) -> list[Setting]:
-        """Returns the runs that can be made now and have not been."""
+        """Returns the missing runs that can be made now."""
         grid = [self.setting.replace(lr=lr, seed=0) for lr in self.lrs]
         wanted = [run for run in grid if records.of(run) is None]
         if wanted:
             return wanted
         best = self._best(records)[0]
-        others = [self.setting.replace(lr=best, seed=seed) for seed in range(self.seeds)]
-        return [run for run in others if records.of(run) is None]
+        runs = [self.setting.replace(lr=best, seed=seed) for seed in range(self.seeds)]
+        return [run for run in runs if records.of(run) is None]
 
     def result(self, records: Records) -> Result | None:
-        """Returns the result of the runs that have been made, None if there are none."""
+        """Returns the result of the finished runs, or None if there are none."""
         best, grid = self._best(records)
         runs = [self.setting.replace(lr=best, seed=seed) for seed in range(self.seeds)]
         found = {run.seed: record for run in runs if (record := records.of(run)) is not None}
         return Result(self.setting.replace(lr=best), grid, found) if grid else None
 
     def _best(self, records: Records) -> tuple[float, dict[float, float]]:
-        """Returns the learning rate with the lowest loss, the smallest if equal, and all losses."""
+        """Returns the (smallest) learning rate with the lowest loss, and all losses."""
         runs = {lr: records.of(self.setting.replace(lr=lr, seed=0)) for lr in sorted(self.lrs)}
         grid = {lr: loss_of(record) for lr, record in runs.items() if record is not None}
         return min(grid, key=lambda lr: grid[lr], default=0.0), grid
 
 
 def results(trials: Sequence[Trial], records: Records) -> list[list[Result]]:
-    """Returns the results of all trials; those that are compared with one another are together."""
+    """Returns the results of all trials; each list has the results of one comparison."""
     found: dict[Setting, list[Result]] = {}
     for trial in trials:
         if (result := trial.result(records)) is not None:
             cell = trial.setting.replace(method="", lr=0.0, seed=0)
             found.setdefault(cell, []).append(result)
-    # Gaps are paired by seed: seeds differ by more than methods do.
+    # Gaps are paired by seed, because seeds differ by more than methods.
     for together in found.values():
-        for lion in [own for own in together if own.setting.method == REFERENCE]:
-            for result in (own for own in together if own is not lion):
+        for lion in [result for result in together if result.setting.method == REFERENCE]:
+            for result in (result for result in together if result is not lion):
                 for seed in result.losses.keys() & lion.losses.keys():
                     gap = result.losses[seed] - lion.losses[seed]
                     if math.isfinite(gap):

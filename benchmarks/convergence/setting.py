@@ -1,4 +1,4 @@
-"""What one run is: everything that its result depends on."""
+"""The setting of a run: everything that its result depends on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Self
 from benchmarks.methods import Hyper
 
 WARMUP = 0.05
-# Left out of a run's identity at these values, since older records don't have them.
+# Values that a run's identity leaves out, since older records don't have them.
 _LATER = {"clip": 0.0, "warmup": WARMUP, "lr_factors": ()}
 
 
@@ -21,23 +21,23 @@ class Setting(Hyper):
     """One run.
 
     Attributes:
-        scene: Task, a name in `scenes.SCENES`.
+        task: Name of a task in `tasks.TASKS`.
         method: Name of a method.
         workers: Number of ranks.
         batch: Sequences or images per rank and step.
         sequence: Tokens of a sequence.
         hidden: Width of the model.
         layers: Depth of the model.
-        evaluations: How often the validation loss is computed, the end included.
-        base_steps: Steps of AdamW that made the base of a fine-tuning; 0 in other scenes.
-        real: Whether the ranks are processes.
-        clip: Norm that gradients are clipped to: a rank's own if it votes on them, else their mean;
-            0 doesn't clip.
+        evaluations: Number of validation losses, including that at the end.
+        base_steps: Steps of AdamW that trained the base of a fine-tuning; 0 in other tasks.
+        real: Whether each rank is a process.
+        clip: Norm that gradients are clipped to, each rank's gradient if ranks vote, else the mean;
+            0 disables clipping.
         warmup: Share of the steps in which the learning rate rises.
-        folder: Folder of caches, which doesn't identify the run.
+        folder: Folder of caches. It doesn't identify the run.
     """
 
-    scene: str
+    task: str
     method: str
     workers: int
     batch: int
@@ -52,9 +52,13 @@ class Setting(Hyper):
     folder: str = dataclasses.field(default=".", compare=False)
 
     def identity(self) -> dict[str, Any]:
-        """Returns what decides on the result, as JSON keeps it."""
+        """Returns everything that the result depends on, as plain JSON data.
+
+        Records are found by a hash of it, so its keys and values must not change.
+        """
         values = dataclasses.asdict(self)
         del values["folder"]
+        values["scene"] = values.pop("task")  # The name of a task in all records.
         values["schedule"] = "cosine"  # Older records had a choice.
         kept = {k: v for k, v in values.items() if k not in _LATER or v != _LATER[k]}
         found: dict[str, Any] = json.loads(json.dumps(kept))
@@ -62,16 +66,16 @@ class Setting(Hyper):
 
     @property
     def key(self) -> str:
-        """A hash of the identity."""
+        """Hash of the identity."""
         text = json.dumps(self.identity(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def replace(self, **changes: Any) -> Self:
-        """Returns a setting with other values."""
+        """Returns a copy with some values changed."""
         return dataclasses.replace(self, **changes)
 
     def lr_at(self, step: int) -> float:
-        """Returns the learning rate of a step, counted from 0: linear warm-up, then a cosine."""
+        """Returns the learning rate of a step (from 0): a linear warm-up, then a cosine."""
         warmup = math.ceil(self.warmup * self.steps)
         if step < warmup:
             return self.lr * (step + 1) / (warmup + 1)

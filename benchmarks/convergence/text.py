@@ -1,4 +1,4 @@
-"""A small byte-level Llama on text that every Python has: its standard library."""
+"""Tasks with a small byte-level Llama on the source of Python's standard library."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from benchmarks.command import track
-from benchmarks.convergence.scenes import Scene, evaluating, generator, seeded, with_lora
 from benchmarks.convergence.setting import WARMUP, Setting
+from benchmarks.convergence.tasks import Task, evaluating, generator, seeded, with_lora
 
 Bytes = NDArray[np.uint8]
 HELD_OUT = ("argparse.py", "json/decoder.py", "statistics.py", "tarfile.py", "textwrap.py")
@@ -27,8 +27,8 @@ BASE_SEED, BASE_LR, BASE_BATCH = 1_000_003, 3e-3, 16
 HEAD = 32  # Elements of an attention head.
 
 
-class Pretraining(Scene):
-    """From random weights, on the source of the standard library."""
+class Pretraining(Task):
+    """Trains from random weights on the source of the standard library."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -43,13 +43,15 @@ class Pretraining(Scene):
         return corpus((0, 1), Path.read_bytes)
 
     def model(self, seed: int) -> nn.Module:
-        """Returns a new Llama whose tokens are bytes; the embedding is tied."""
+        """Returns a new Llama with bytes as tokens and tied embeddings."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
         hidden = self.setting.hidden
         heads = max(hidden // HEAD, 1)
         if hidden % (2 * heads):
-            raise ValueError(f"hidden={hidden} must be a multiple of {HEAD}, or even and below it")
+            raise ValueError(
+                f"--hidden must be a multiple of {HEAD}, or even and below {HEAD} (got {hidden})"
+            )
         config = LlamaConfig(
             vocab_size=256, hidden_size=hidden, intermediate_size=3 * hidden,
             num_hidden_layers=self.setting.layers, num_attention_heads=heads,
@@ -60,7 +62,7 @@ class Pretraining(Scene):
             return LlamaForCausalLM(config)
 
     def batch(self, worker: int, step: int, seed: int) -> Tensor:
-        """Returns int64 tokens, shape (batch, sequence), from anywhere in the text."""
+        """Returns random pieces of the text as int64 tokens, shape (batch, sequence)."""
         rng = generator(seed, worker, step)
         return _sequences(self._train, self.setting.batch, self.setting.sequence, rng)
 
@@ -76,22 +78,22 @@ class Pretraining(Scene):
 
 
 class FineTuning(Pretraining):
-    """A base that AdamW trained on library code learns the prose of docstrings."""
+    """Trains a base, which AdamW has trained on library code, on the prose of docstrings."""
 
     _base: nn.Module | None = None
 
     def _texts(self) -> tuple[Bytes, Bytes]:
-        return corpus((1,), docstrings)  # Of files that the base has not seen.
+        return corpus((1,), docstrings)  # From files that the base was not trained on.
 
     def prepare(self) -> None:
-        """Trains the base, unless the folder has it."""
+        """Trains the base, unless the folder already has it."""
         path = self._path
         if path.exists():
             return
         setting, text = self.setting, corpus((0,), Path.read_bytes)[0]
         model = Pretraining.model(self, BASE_SEED)
         optimizer = torch.optim.AdamW(model.parameters(), lr=BASE_LR, weight_decay=0.1)
-        # From the setting only what the file's name holds.
+        # Use only those values of the setting that are in the file's name.
         schedule = setting.replace(lr=BASE_LR, steps=setting.base_steps, warmup=WARMUP)
         for step in track(range(setting.base_steps), "training the base"):
             optimizer.param_groups[0]["lr"] = schedule.lr_at(step)
@@ -114,13 +116,13 @@ class FineTuning(Pretraining):
 
     @property
     def _path(self) -> Path:
-        own = self.setting
-        name = f"base-{own.hidden}x{own.layers}-{own.sequence}-{own.base_steps}.pt"
-        return Path(own.folder) / name
+        s = self.setting
+        name = f"base-{s.hidden}x{s.layers}-{s.sequence}-{s.base_steps}.pt"
+        return Path(s.folder) / name
 
 
 class LowRank(FineTuning):
-    """The same with LoRA."""
+    """Trains LoRA factors on the task of `FineTuning`."""
 
     grids: ClassVar[dict[str, tuple[float, ...]]] = {
         "adamw": (3e-3, 1e-2, 3e-2),
@@ -134,7 +136,7 @@ class LowRank(FineTuning):
 
 @functools.cache
 def corpus(halves: tuple[int, ...], text_of: Callable[[Path], bytes]) -> tuple[Bytes, Bytes]:
-    """Returns a text to learn from, of every other file or of all, and a held-out one."""
+    """Returns a training text of every other file (or of all files), and a held-out text."""
     root = Path(sysconfig.get_path("stdlib"))
     found = [*root.glob("*.py"), *(root / "json").glob("*.py"), *(root / "email").glob("*.py")]
     train, held_out = [], []
@@ -143,8 +145,10 @@ def corpus(halves: tuple[int, ...], text_of: Callable[[Path], bytes]) -> tuple[B
             held_out.append(text_of(path))
         elif number % 2 in halves:
             train.append(text_of(path))
-    one, other = (np.frombuffer(b"".join(part), np.uint8) for part in (train, held_out))
-    return one, other
+    train_bytes, held_out_bytes = (
+        np.frombuffer(b"".join(part), np.uint8) for part in (train, held_out)
+    )
+    return train_bytes, held_out_bytes
 
 
 def docstrings(path: Path) -> bytes:
@@ -156,6 +160,6 @@ def docstrings(path: Path) -> bytes:
 
 
 def _sequences(text: Bytes, count: int, length: int, rng: np.random.Generator) -> Tensor:
-    """Returns `count` pieces of a text, int64, shape (count, length)."""
+    """Returns random pieces of a text, int64, shape (count, length)."""
     starts = rng.integers(0, len(text) - length + 1, count)
     return torch.from_numpy(text[starts[:, None] + np.arange(length)].astype(np.int64))

@@ -1,4 +1,4 @@
-"""One run: N workers, their gradients, one method."""
+"""Trains one run: N workers, their gradients, one method."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.convergence.methods import IN_PROCESS, RealRank, Workers, check_method
-from benchmarks.convergence.scenes import Scene, scene_class
 from benchmarks.convergence.setting import Setting
+from benchmarks.convergence.tasks import Task, task_class
 
 
-def simulate(setting: Setting, scene: Scene | None = None) -> dict[str, Any]:
+def simulate(setting: Setting, task: Task | None = None) -> dict[str, Any]:
     """Trains with all workers in this process; returns the record of the run."""
     check_method(setting)
-    scene = scene or scene_class(setting.scene)(setting)
-    return train(setting, scene, IN_PROCESS[setting.method](scene, setting))
+    task = task or task_class(setting.task)(setting)
+    return train(setting, task, IN_PROCESS[setting.method](task, setting))
 
 
 def run_real(setting: Setting) -> dict[str, Any]:
     """Trains on `setting.workers` processes of this machine, with gloo; returns rank 0's record."""
     check_method(setting)
-    scene_class(setting.scene)(setting).prepare()
+    task_class(setting.task)(setting).prepare()
     with tempfile.TemporaryDirectory(prefix="hf_dlion_study_") as folder:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         spawn(_rank, (setting, folder), nprocs=setting.workers)
@@ -43,9 +43,9 @@ def _rank(rank: int, setting: Setting, folder: str) -> None:
     torch.set_num_threads(1)
     file = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", init_method=file, rank=rank, world_size=setting.workers)
-    scene = scene_class(setting.scene)(setting)
-    method = RealRank(scene, setting)
-    record = train(setting, scene, method)
+    task = task_class(setting.task)(setting)
+    method = RealRank(task, setting)
+    record = train(setting, task, method)
     method.close()
     if rank == 0:
         Path(folder, "record.json").write_text(json.dumps(record))
@@ -55,19 +55,19 @@ def _rank(rank: int, setting: Setting, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def train(setting: Setting, scene: Scene, method: Workers) -> dict[str, Any]:
+def train(setting: Setting, task: Task, method: Workers) -> dict[str, Any]:
     """Trains a method's model; returns the record, with None as the loss if it diverged."""
     evaluated_after = set(setting.evaluated_after())
-    curve = [(0, method.judged(scene.validation, math.nan))]
-    # Processor time: other work on the machine does not count.
+    curve = [(0, method.evaluated(task.validation, math.nan))]
+    # Processor time, which other work on the machine doesn't change.
     gradient_s, method_s = [], []
     begin, failure = time.perf_counter(), None
     for step in range(setting.steps):
         total = 0.0
         for worker in method.workers:
-            batch = scene.batch(worker, step, setting.seed)
+            batch = task.batch(worker, step, setting.seed)
             before = time.process_time()
-            loss = scene.loss(method.model, batch)
+            loss = task.loss(method.model, batch)
             loss.backward()
             gradient_s.append(time.process_time() - before)
             total += float(loss.detach())
@@ -80,7 +80,7 @@ def train(setting: Setting, scene: Scene, method: Workers) -> dict[str, Any]:
         method.step(setting.lr_at(step))
         method_s.append(time.process_time() - before)
         if step + 1 in evaluated_after:
-            curve.append((step + 1, method.judged(scene.validation, math.nan)))
+            curve.append((step + 1, method.evaluated(task.validation, math.nan)))
     last = curve[-1][1]
     return {
         "key": setting.key,
@@ -88,7 +88,7 @@ def train(setting: Setting, scene: Scene, method: Workers) -> dict[str, Any]:
         "loss": last if failure is None and math.isfinite(last) else None,
         "failure": failure,
         "curve": [[step, loss if math.isfinite(loss) else None] for step, loss in curve],
-        "metrics": {} if failure else method.judged(scene.metrics, {}),
+        "metrics": {} if failure else method.evaluated(task.metrics, {}),
         "parameters": sum(param.numel() for param in method.params),
         "bytes_per_step": method.bytes_sent / max(len(method_s), 1),
         "gradient_ms": 1e3 * statistics.median(gradient_s),

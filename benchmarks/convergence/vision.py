@@ -1,14 +1,15 @@
-"""Images: the Distributed Lion paper's vision transformer, and a smaller one.
+"""Tasks with images: the Distributed Lion paper's vision transformer, and a smaller one.
 
-The scene "cifar10" is the paper's setting: 6 layers, 8 heads, 512 wide, 200 epochs, cosine, 32
-images per worker, learning rate in {5e-5, 1e-3, 5e-3, 1e-2}, weight decay in {5e-4, 1e-3, 5e-3}. It
-does not name the patches; 4 x 4 pixels and an MLP as wide as the model are those of the usual small
-transformer for these images. With 4 workers 200 epochs of 50,000 images are 78,125 steps:
+The task "cifar10" is the paper's setting: 6 layers, 8 heads, 512 wide, 200 epochs, cosine, 32
+images per worker, learning rate in {5e-5, 1e-3, 5e-3, 1e-2}, weight decay in {5e-4, 1e-3, 5e-3}.
+The paper does not name the patch size. Patches of 4 x 4 pixels and an MLP as wide as the model are
+usual in small transformers for these images. With 4 workers, 200 epochs of 50,000 images are 78,125
+steps:
 
-    python -m benchmarks.convergence --scenes cifar10 --workers 4 --batch 32 --hidden 512 \
+    python -m benchmarks.convergence --tasks cifar10 --workers 4 --batch 32 --hidden 512 \
         --layers 6 --steps 78125 --weight-decay 1e-3
 
-The scene "vision" is the same on the 1797 images of 8 x 8 pixels that scikit-learn brings.
+The task "vision" uses the 1797 images of 8 x 8 pixels that come with scikit-learn.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from benchmarks.convergence.scenes import Scene, evaluating, generator, seeded
 from benchmarks.convergence.setting import Setting
+from benchmarks.convergence.tasks import Task, evaluating, generator, seeded
 
 HEADS, CLASSES, VALIDATION_BATCH = 8, 10, 256
-# Separates the draws of an epoch's order from those of a batch, which begin with a worker.
+# Separates random numbers of an epoch's order from those of a batch, which begin with a worker.
 ORDER = 1 << 20
 
 
 class Batch(NamedTuple):
-    """Images and what they show.
+    """Images and their labels.
 
     Attributes:
         pixels: float32, shape (images, channels, side, side), about -1 to 1.
@@ -43,7 +44,7 @@ class Batch(NamedTuple):
 
 
 class Images(NamedTuple):
-    """A data set in memory; `patch` is the side of a token in pixels."""
+    """A data set in memory; `patch` is the side of a patch in pixels."""
 
     train: Batch
     held_out: Batch
@@ -56,7 +57,9 @@ def digits() -> Images:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ImportError('the scene "vision" needs images: pip install scikit-learn') from error
+        raise ImportError(
+            'the task "vision" needs scikit-learn for its images: pip install scikit-learn'
+        ) from error
     data = load_digits()
     pixels = torch.from_numpy(data.images).float()[:, None] / 8.0 - 1.0
     labels = torch.from_numpy(data.target).long()
@@ -74,8 +77,8 @@ def cifar10() -> Images:
         data = load_dataset("uoft-cs/cifar10")
     except OSError as error:
         raise ConnectionError(
-            'the scene "cifar10" cannot load "uoft-cs/cifar10": run it once with access to the '
-            'Hugging Face hub, or use the scene "vision", whose images come with scikit-learn'
+            'the task "cifar10" cannot load "uoft-cs/cifar10". Run it once with access to the '
+            'Hugging Face hub, or use the task "vision", whose images come with scikit-learn.'
         ) from error
     parts = []
     for split in ("train", "test"):
@@ -86,11 +89,11 @@ def cifar10() -> Images:
     return Images(*parts, patch=4)
 
 
-class Digits(Scene):
-    """Handwritten digits: the paper's vision setting at a size for a CPU."""
+class Digits(Task):
+    """The paper's vision setting with handwritten digits, at a size for a CPU."""
 
     source: ClassVar[Callable[[], Images]] = staticmethod(digits)
-    grids: ClassVar[dict[str, tuple[float, ...]]] = {**Scene.grids, "sgd": (1e-2, 3e-2, 1e-1, 3e-1)}
+    grids: ClassVar[dict[str, tuple[float, ...]]] = {**Task.grids, "sgd": (1e-2, 3e-2, 1e-1, 3e-1)}
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -102,7 +105,9 @@ class Digits(Scene):
 
         images, hidden = self._images, self.setting.hidden
         if hidden % HEADS:
-            raise ValueError(f"hidden={hidden} must be a multiple of {HEADS}, the number of heads")
+            raise ValueError(
+                f"--hidden must be a multiple of {HEADS}, the number of heads (got {hidden})"
+            )
         config = ViTConfig(
             image_size=images.train.pixels.shape[-1], num_channels=images.train.pixels.shape[1],
             patch_size=images.patch, hidden_size=hidden, intermediate_size=hidden,
@@ -113,7 +118,7 @@ class Digits(Scene):
             return ViTForImageClassification(config)
 
     def batch(self, worker: int, step: int, seed: int) -> Batch:
-        """Returns a worker's images: it sees all of them once per epoch, in new orders."""
+        """Returns a worker's images. Each worker sees all images once per epoch, in a new order."""
         size, images = self.setting.batch, len(self._images.train.labels)
         chosen = [
             _order(seed, worker, place // images, images)[place % images]
@@ -145,7 +150,7 @@ class Digits(Scene):
 
 
 class Cifar10(Digits):
-    """CIFAR-10: the paper's vision setting."""
+    """The paper's vision setting with CIFAR-10."""
 
     source: ClassVar[Callable[[], Images]] = staticmethod(cifar10)
     grids: ClassVar[dict[str, tuple[float, ...]]] = dict.fromkeys(
@@ -153,7 +158,7 @@ class Cifar10(Digits):
     )
 
     def augmented(self, pixels: Tensor, rng: np.random.Generator) -> Tensor:
-        """Returns images moved by up to 4 pixels, and half of them mirrored."""
+        """Returns the images shifted by up to 4 pixels, and mirrored with probability 1/2."""
         side, moved = pixels.shape[-1], []
         moves, mirrored = rng.integers(9, size=(len(pixels), 2)), rng.integers(2, size=len(pixels))
         padded = nn.functional.pad(pixels, (4, 4, 4, 4))
@@ -163,6 +168,6 @@ class Cifar10(Digits):
         return torch.stack(moved)
 
 
-@functools.lru_cache(maxsize=64)  # An epoch of every worker.
+@functools.lru_cache(maxsize=64)  # One epoch of up to 64 workers.
 def _order(seed: int, worker: int, epoch: int, images: int) -> NDArray[np.int64]:
     return generator(seed, ORDER, worker, epoch).permutation(images)

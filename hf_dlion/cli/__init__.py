@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -14,8 +15,9 @@ from hf_dlion.cli.arguments import GPUS, Parser, above_zero, did_you_mean, posit
 COMMANDS = ("doctor", "plan")
 
 _DOCTOR = """\
-Check whether this machine can train. Under torchrun, also what each rank has, whether the ranks
-train together, and how fast the links between them are. The exit code is 1 if training would fail.
+Check whether this machine can train. Under torchrun, also check what each rank has, whether the
+ranks train together, and how fast the links between them are. The exit code is 1 if training would
+fail.
 """
 _DOCTOR_EXAMPLES = """\
 examples:
@@ -24,16 +26,22 @@ examples:
       -m hf_dlion doctor
 """
 _PLAN = """\
-Predict the time and the bytes of a training step under each method, and say whether the exchange of
-votes pays. Without --gpu, the work of a rank is measured on this machine: stop other work first.
+Predict the time, the bytes, and the memory of a training step under each method, and whether the
+exchange of votes pays. Without --gpu, the work of a rank is measured on this machine: stop other
+work first.
 """
 _PLAN_EXAMPLES = """\
 columns: "sent" is what a rank sends in a step, "network" the part of a step that waits for the
-network, "memory" weights, gradients and optimizer state of a rank, without activations.
+network, "memory" the weights, gradients, and optimizer state of a rank, without activations.
 
 examples:
   hf-dlion plan 7b --ranks 8 --ranks-per-node 4 --link 10gbit --dtype bf16 --gpu h100
   hf-dlion plan ./my-model --ranks 2 --link 1gbit --step-ms 450
+"""
+_EXAMPLES = """\
+examples:
+  hf-dlion doctor
+  hf-dlion plan 7b --link 10gbit --gpu h100
 """
 
 
@@ -60,25 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog="hf-dlion",
-        description="Check a setup for Distributed Lion, or predict whether it pays.",
-        epilog="examples:\n  hf-dlion doctor\n  hf-dlion plan 7b --link 10gbit --gpu h100\n",
+    about = "Check a setup for Distributed Lion, or predict whether it pays."
+    parser = Parser(prog="hf-dlion", description=about, epilog=_EXAMPLES)
+    parser.add_argument(
+        "--version", action="version", version=f"hf-dlion {__version__}", help="Print the version."
     )
-    parser.add_argument("--version", action="version", version=f"hf-dlion {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    commands.add_parser(
-        "doctor",
-        help="what this machine, or each rank under torchrun, has, and whether it can train",
-        description=_DOCTOR,
-        epilog=_DOCTOR_EXAMPLES,
-    )
-    plan = commands.add_parser(
-        "plan",
-        help="predicted time and bytes of a step, and whether the exchange pays",
-        description=_PLAN,
-        epilog=_PLAN_EXAMPLES,
-    )
+    summary = "Check whether this machine, or each rank under torchrun, can train."
+    commands.add_parser("doctor", help=summary, description=_DOCTOR, epilog=_DOCTOR_EXAMPLES)
+    summary = "Predict the time and the bytes of a step, and whether the exchange pays."
+    plan = commands.add_parser("plan", help=summary, description=_PLAN, epilog=_PLAN_EXAMPLES)
     _add_options_of_plan(plan)
     return parser
 
@@ -87,26 +86,28 @@ def _add_options_of_plan(plan: Parser) -> None:
     def add(name: str, kind: Callable[[str], Any], unit: str, text: str, **rest: Any) -> None:
         plan.add_argument(name, type=kind, metavar=unit, help=text, **rest)
 
-    card = "rate of a node's network card, such as 100mbit, 1gbit, or 25g (required)"
-    tokens = "tokens of a rank per step, accumulated ones included (default: 2048, on a CPU 128)"
-    add("model", arguments.model, "MODEL", "parameter count such as 7b, model folder, or hub name")
+    add("model", arguments.model, "MODEL", "Parameter count such as 7b, model folder, or hub name.")
+    card = "Rate of a node's network card, such as 100mbit, 1gbit, or 25g (required)."
     add("--link", arguments.rate, "RATE", card, required=True)
-    add("--ranks", positive, "N", "number of ranks (default: those of two nodes)")
-    add("--ranks-per-node", positive, "L", "ranks per node (default: --shard)")
-    add("--shard", positive, "L", "ranks of a node that shard a model with FSDP2 (default: 1, DDP)")
-    add("--gpu", arguments.gpu, "NAME", f"GPU of a rank: {', '.join(GPUS)} (default: this machine)")
-    add("--dtype", arguments.dtype, "DTYPE", "dtype of weights and gradients (default: float32)")
-    add("--trainable", arguments.count, "COUNT", "trained parameters, as with LoRA (default: all)")
-    add("--step-ms", above_zero, "MS", "time of forward and backward (default: estimated)")
-    add("--tokens", positive, "N", tokens)
-    every = "local steps (default: as many as hide all but a tenth of an exchange)"
-    add("--vote-every", positive, "K", every)
-    add("--latency-ms", above_zero, "MS", "time of a short message between nodes (default: 0.1)")
-    payload = "payload's share of the rate, 1 for a measured rate (default: 0.94, TCP)"
-    add("--efficiency", above_zero, "SHARE", payload)
-    plan.set_defaults(
-        ranks_per_node=None, shard=1, dtype="float32", latency_ms=0.1, efficiency=0.94
+    add("--ranks", positive, "N", "Number of ranks (default: those of two nodes).")
+    add("--ranks-per-node", positive, "L", "Ranks per node (default: --shard).")
+    shard = "Ranks of a node that shard a model with FSDP2 (default: 1, DDP)."
+    add("--shard", positive, "L", shard, default=1)
+    add(
+        "--gpu", arguments.gpu, "NAME", f"GPU of a rank: {', '.join(GPUS)} (default: this machine)."
     )
+    weights = "Dtype of weights and gradients, fp32 or bf16 (default: fp32)."
+    add("--dtype", arguments.dtype, "DTYPE", weights, default="float32")
+    add("--trainable", arguments.count, "COUNT", "Trained parameters, as with LoRA (default: all).")
+    add("--step-ms", above_zero, "MS", "Time of forward and backward (default: estimated).")
+    tokens = "Tokens of a rank per step, with accumulation (default: 2048, on a CPU 128)."
+    add("--tokens", positive, "N", tokens)
+    every = "Local steps per exchange (default: as many as hide all but a tenth of it)."
+    add("--vote-every", positive, "K", every)
+    latency = "Time of a short message between nodes (default: 0.1)."
+    add("--latency-ms", above_zero, "MS", latency, default=0.1)
+    payload = "Payload's share of the rate, 1 for a measured rate (default: 0.94, TCP)."
+    add("--efficiency", partial(above_zero, most=1.0), "SHARE", payload, default=0.94)
     formats = ("table", "markdown", "json")
-    text = "table, markdown, or json (default: table)"
+    text = "Output: table, markdown, or json (default: table)."
     plan.add_argument("--format", choices=formats, default="table", metavar="FORMAT", help=text)

@@ -15,7 +15,10 @@ from typing import Any, NoReturn
 
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _RATES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16"}
+_DTYPES = {
+    **dict.fromkeys(("float32", "fp32", "float"), "float32"),
+    **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
+}
 GPUS = ("h200", "h100", "a100", "rtx4090")
 
 
@@ -39,10 +42,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Prints the message; exits with code 2."""
         known = [name for action in self._actions for name in action.option_strings]
-        for word in self._words:
-            name = word.partition("=")[0]
+        for name in (word.partition("=")[0] for word in self._words):
             # A misspelled option is the cause of any other error, such as a missing option.
-            if name.startswith("--") and len(name) > 2 and name not in known:
+            if name.startswith("--") and name not in ("--", *known):
                 message = f"unknown option {name}{did_you_mean(name, known)}"
                 break
         self.exit(2, f"{self.prog}: {message}\nSee {self.prog} --help.\n")
@@ -66,13 +68,12 @@ def parse_count(text: str) -> int | None:
 
 def count(text: str) -> int:
     """Returns a number of parameters."""
-    number = parse_count(text)
-    if number is None:
-        # Units such as "bb" or "mb": keep the first letter, if it is a unit.
-        meant = re.match(r"\d+(?:\.\d+)?[kmbt]", text.lower())
-        hint = f"did you mean {meant[0]}?" if meant else "write a number such as 350m or 7b"
-        raise argparse.ArgumentTypeError(f"{text!r} is not a count of parameters; {hint}")
-    return number
+    if (number := parse_count(text)) is not None:
+        return number
+    # Units such as "bb" or "mb": keep the first letter, if it is a unit.
+    meant = re.match(r"\d+(?:\.\d+)?[kmbt]", text.lower())
+    hint = f"did you mean {meant[0]}?" if meant else "write a number such as 350m or 7b"
+    raise argparse.ArgumentTypeError(f"{text!r} is not a count of parameters; {hint}")
 
 
 def model(text: str) -> str:
@@ -86,32 +87,29 @@ def rate(text: str) -> float:
     """Returns bits per second: of "25gbit", "1g", "100mbps", "1 Gbit/s", and the like."""
     unit = r"(?:[bB]its?|b|bps)?(?:/s)?"
     found = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*([kKmMgGtT]){unit}", text.strip())
-    bits = float(found[1]) * _RATES[found[2].lower()] if found else 0.0
-    if not bits:
-        hint = " (1 GB/s is 8gbit)" if re.search(r"\d\s*[kKmMgG]i?B", text) else ""
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a rate; write bits per second such as 100mbit, 1gbit, or 25g{hint}"
-        )
-    return bits
+    if found and float(found[1]):
+        return float(found[1]) * _RATES[found[2].lower()]
+    hint = " (1 GB/s is 8gbit)" if re.search(r"\d\s*[kKmMgG]i?B", text) else ""
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not a rate; write bits per second such as 100mbit, 1gbit, or 25g{hint}"
+    )
 
 
 def dtype(text: str) -> str:
     """Returns "float32" or "bfloat16"."""
     name = text.lower().removeprefix("torch.")
-    name = _DTYPES.get(name, name)
-    if name not in _DTYPES.values():
-        known = "float32 (fp32), bfloat16 (bf16)"
-        raise argparse.ArgumentTypeError(f"{text!r} is unknown; use {known}")
-    return name
+    if name in _DTYPES:
+        return _DTYPES[name]
+    known = "float32 (fp32), bfloat16 (bf16)"
+    raise argparse.ArgumentTypeError(f"{text!r} is unknown; use {known}")
 
 
 def gpu(text: str) -> str:
     """Returns one of `GPUS`."""
-    name = re.sub(r"[\s_-]|nvidia|geforce", "", text.lower())
-    name = "rtx4090" if name == "4090" else name
+    name = re.sub(r"[\s_-]|nvidia|geforce|rtx", "", text.lower())
     for known in GPUS:
-        # Such as "H100-SXM5-80GB".
-        if name.startswith(known):
+        # The text may continue, as in "H100-SXM5-80GB".
+        if name.startswith(known.removeprefix("rtx")):
             return known
     raise argparse.ArgumentTypeError(
         f"{text!r} is unknown; use {', '.join(GPUS)}, or run without --gpu on the machine itself"
@@ -125,12 +123,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def above_zero(text: str) -> float:
-    """Returns a finite number above 0, or refuses the text."""
+def above_zero(text: str, most: float = math.inf) -> float:
+    """Returns a finite number above 0 and at most `most`, or refuses the text."""
+    allowed = "a number above 0" if most == math.inf else f"above 0 and at most {most:g}"
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number above 0 (got {text})")
+    if not 0 < value <= most or value == math.inf:
+        raise argparse.ArgumentTypeError(f"must be {allowed} (got {text})")
     return value

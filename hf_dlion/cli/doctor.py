@@ -1,7 +1,7 @@
 """`hf-dlion doctor`: whether this machine, or the ranks of a launcher, can train.
 
-Alone it checks what is installed and lets two processes of this machine take three steps. Under
-torchrun each rank reports what it has, all ranks take three steps together, and the links between
+Alone, it checks what is installed, and two processes of this machine take three steps. Under
+torchrun, each rank reports what it has, all ranks take three steps together, and the links between
 nodes are measured one after another. Every line is printed as soon as it is known.
 """
 
@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
 import psutil
 import torch
@@ -34,23 +33,23 @@ from hf_dlion.optimizer import DistributedLion
 
 PACKAGES = ("torch", "numpy", "transformers", "accelerate", "datasets", "trl", "peft", "triton")
 # How long the ranks wait for one another.
-PATIENCE_S = 120.0
-# A link's first message, and how long and how large the one is that is timed.
+PATIENCE = timedelta(minutes=2)
+# Size of a link's first message; time and largest size of the message that is measured.
 FIRST_BYTES, TIMED_S, MOST_BYTES = 1 << 20, 0.5, 256 << 20
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 
 
 class Report:
-    """Prints findings of rank 0 as they come, and failures of other ranks to stderr."""
+    """Prints findings of rank 0 immediately, and failures of other ranks to stderr."""
 
     def __init__(self) -> None:
-        """Nothing was found yet."""
+        """Starts an empty report."""
         self.failed = False  # Whether training would fail.
         self._rank = int(os.environ.get("RANK", "0"))
 
     def add(self, grade: str, what: str, text: str) -> None:
-        """Adds a line: OK, WARN, or FAIL, what was checked, what was found and what to do."""
+        """Prints a line: a grade, what was checked, and what was found and what to do."""
         self.failed |= grade == FAIL
         if self._rank == 0:
             print(f"{grade:4}  {what:14}  {text}", flush=True)
@@ -59,7 +58,7 @@ class Report:
             print(line, file=sys.stderr, flush=True)
 
     def check(self, what: str, look: Callable[[], tuple[str, str]]) -> None:
-        """Adds what a check found; an exception is a failure, and doesn't end the report."""
+        """Prints what a check found. An exception is a failure, and the report continues."""
         try:
             grade, text = look()
         except Exception as error:
@@ -118,7 +117,7 @@ def _device_found() -> tuple[str, str]:
 
 
 def _network(named: str) -> tuple[str, str]:
-    """Looks at the interface through which this machine reaches rank 0's."""
+    """Checks the interface through which this machine reaches rank 0's machine."""
     known, gloo = interfaces(), VARIABLES[0]
     # NCCL's variable may be a list of beginnings of names.
     chosen = os.environ.get(gloo, "")
@@ -142,29 +141,25 @@ def _network(named: str) -> tuple[str, str]:
 def _two_ranks() -> tuple[str, str]:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="hf_dlion_doctor_") as folder:
-        ranks = spawn(_rank, (str(Path(folder, "meet")),), nprocs=2, join=False)  # type: ignore[no-untyped-call]
-        while not ranks.join(timeout=1.0):
-            if time.perf_counter() - began > 2 * PATIENCE_S:
-                for process in ranks.processes:
-                    process.kill()
-                raise TimeoutError(f"they did not end within {2 * PATIENCE_S:.0f} s")
+        spawn(_rank, (f"file://{folder}/meet",), nprocs=2)  # type: ignore[no-untyped-call]
     return OK, f"3 steps with DDP and gloo, equal weights ({time.perf_counter() - began:.0f} s)"
 
 
-def _rank(rank: int, file: str) -> None:
-    """Is one of two ranks of this machine."""
+def _rank(rank: int, meeting: str) -> None:
+    """Takes steps as one of two ranks of this machine."""
     if platform.system() == "Linux":
         os.environ[VARIABLES[0]] = "lo"
     torch.set_num_threads(1)
-    patience = timedelta(seconds=PATIENCE_S)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{file}", rank=rank, world_size=2, timeout=patience
-    )
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2, timeout=PATIENCE)
     try:
         _steps(torch.device("cpu"))
     finally:
-        gc.collect()
-        dist.destroy_process_group()
+        _leave()
+
+
+def _leave() -> None:
+    gc.collect()  # gloo may abort if a model outlives its group.
+    dist.destroy_process_group()
 
 
 def _steps(device: torch.device) -> int:
@@ -184,14 +179,14 @@ def _steps(device: torch.device) -> int:
 
 
 def _among_ranks(report: Report) -> None:
-    """Lets the ranks of a launcher report, take steps, and measure their links."""
+    """Prints what each rank has, takes steps with all ranks, and measures their links."""
     device, backend, advice = torch.device("cpu"), "gloo", ""
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=PATIENCE_S))
+        dist.init_process_group(backend, timeout=PATIENCE)
     except Exception as error:
         report.add(FAIL, "all ranks", f"cannot connect: {error}")
         report.end()
@@ -199,20 +194,18 @@ def _among_ranks(report: Report) -> None:
     try:
         nodes = _show_ranks(report, device)
         sent = _steps(device)
-        told = f"3 steps with DDP and {dist.get_backend()}, equal weights, {sent:,} bytes per step"
-        report.add(OK, "all ranks", told)
+        steps = f"3 steps with DDP and {dist.get_backend()}, equal weights, {sent:,} bytes per step"
+        report.add(OK, "all ranks", steps)
         advice = _links(report, nodes, device if "nccl" in backend else torch.device("cpu"))
     except Exception as error:
-        # This rank leaves, so the others' collectives fail, and they leave, too.
+        # This rank leaves, so collectives of the other ranks fail, and they leave, too.
         report.add(FAIL, "all ranks", f"{type(error).__name__}: {error}")
     report.end(advice)
     # A launcher ends all ranks with the first that fails, so rank 0 prints before any ends.
     with contextlib.suppress(RuntimeError):
         if advice:
             _sum(0.0)
-    # Here, because the traceback kept models alive: gloo may abort if one outlives its group.
-    gc.collect()
-    dist.destroy_process_group()
+    _leave()  # Outside of `except`, because the traceback keeps models alive.
 
 
 def _show_ranks(report: Report, device: torch.device) -> list[str]:
@@ -250,28 +243,30 @@ def _links(report: Report, nodes: list[str], device: torch.device) -> str:
     one_node = not pairs
     if one_node:
         report.add(WARN, "links", "all ranks are on one node: this measures its memory")
-        pairs = ring
-    rates, latencies = [], []
-    for number, (a, b) in enumerate(pairs, start=1):
-        latency = min(_there_and_back_s(a, b, 1, device) for _ in range(5)) / 2
-        first = _there_and_back_s(a, b, FIRST_BYTES, device)
-        count = int(min(max(FIRST_BYTES * TIMED_S / first, FIRST_BYTES), MOST_BYTES))
-        seconds = _there_and_back_s(a, b, count, device) - 2 * latency
-        rates.append(8 * count / max(seconds, 1e-9) / 1e6)
-        latencies.append(1e3 * latency)
-        told = f"rank {a} to rank {b}: {rates[-1]:,.0f} Mbit/s, {latencies[-1]:.2f} ms"
-        report.add(OK, f"link {number} of {len(pairs)}", told)
-    rate, (a, b) = min(zip(rates, pairs, strict=True))
-    report.add(OK, "slowest link", f"rank {a} to rank {b}: {rate:,.0f} Mbit/s")
-    link, per_node = "1gbit", 1
-    fill_in = "Replace MODEL by a parameter count such as 7b, or by a model's folder"
-    if one_node:
-        fill_in += ", and 1gbit by your network's rate"
-    else:
-        link = f"{max(rate, 1):.0f}mbit --efficiency 1 --latency-ms {max(latencies):.2g}"
-        per_node = max(map(nodes.count, nodes))
-    command = f"hf-dlion plan MODEL --ranks {size} --ranks-per-node {per_node} --link {link}"
-    return f"To predict whether it pays: {command}\n{fill_in}."
+    found = []
+    for number, (a, b) in enumerate(pairs or ring, start=1):
+        latency_s = min(_there_and_back_s(a, b, 1, device) for _ in range(5)) / 2
+        first_s = _there_and_back_s(a, b, FIRST_BYTES, device)
+        count = int(min(max(FIRST_BYTES * TIMED_S / first_s, FIRST_BYTES), MOST_BYTES))
+        seconds = _there_and_back_s(a, b, count, device) - 2 * latency_s
+        mbit = 8 * count / max(seconds, 1e-9) / 1e6
+        link = f"rank {a} to rank {b}: {mbit:,.0f} Mbit/s"
+        report.add(
+            OK, f"link {number} of {len(pairs or ring)}", f"{link}, {1e3 * latency_s:.2f} ms"
+        )
+        found.append((mbit, link, 1e3 * latency_s))
+    slowest, link, _ = min(found)
+    report.add(OK, "slowest link", link)
+    rate, per_node, fill_in = "1gbit", 1, ", and 1gbit by your network's rate"
+    if not one_node:
+        latency_ms = max(latency for *_, latency in found)
+        rate = f"{max(slowest, 1):.0f}mbit --efficiency 1 --latency-ms {latency_ms:.2g}"
+        per_node, fill_in = max(map(nodes.count, nodes)), ""
+    return (
+        f"To predict whether it pays: hf-dlion plan MODEL --ranks {size} --ranks-per-node "
+        f"{per_node} --link {rate}\n"
+        f"Replace MODEL by a parameter count such as 7b, or by a model's folder{fill_in}."
+    )
 
 
 def _there_and_back_s(a: int, b: int, count: int, device: torch.device) -> float:

@@ -30,7 +30,7 @@ def whole_numbers(step: int, size: int = 300) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "bits"),
     [
-        # To each of three others; and a ring's all-reduce of each layer's scale.
+        # To each of three other workers, and a ring's all-reduce of each layer's scale.
         ("terngrad", 3 * 2.0 + 6 * 32 / 10_000),
         ("graddrop", 3 * 0.04 * 64),
         ("dgc", 3 * 0.04 * 64),
@@ -139,7 +139,7 @@ def test_terngrad_clips_at_two_and_a_half_deviations_but_no_single_element() -> 
 
 
 class Linear:
-    """A scene that has only a model."""
+    """A task that has only a model."""
 
     def model(self, seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -159,8 +159,8 @@ def test_an_orthogonal_matrix_has_singular_values_near_one(shape: tuple[int, int
 
 
 def test_signmuon_votes_on_orthogonalized_matrices_and_other_directions_as_they_are() -> None:
-    scene: Any = Linear()
-    method = SignMuon(scene, TINY.replace(workers=3))
+    task: Any = Linear()
+    method = SignMuon(task, TINY.replace(workers=3))
     before = [param.detach().clone() for param in method.params]
     grads = [[torch.randn_like(param) for param in before] for _ in range(3)]
     for own in grads:
@@ -176,7 +176,7 @@ def test_signmuon_votes_on_orthogonalized_matrices_and_other_directions_as_they_
     assert method.bytes_sent == 2 * 24 / 8
 
 
-def test_ties_alternate_and_what_nobody_wants_stays() -> None:
+def test_ties_alternate_and_zeros_stay_zero() -> None:
     wanted = torch.tensor([[1.0, -2.0, 0.0, 3.0], [-1.0, 2.0, 0.0, 0.5]])
     assert majority(wanted, 0).tolist() == [1.0, -1.0, 0.0, 1.0]
     assert majority(wanted, 1).tolist() == [-1.0, 1.0, 0.0, 1.0]

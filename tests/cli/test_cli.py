@@ -55,7 +55,10 @@ def test_what_needs_no_torch_imports_none(words: list[str]) -> None:
         (["plan", "7b", "--link=1g", "--dtype=fp16"], "use float32 (fp32), bfloat16 (bf16)"),
         (["plan", "7b", "--link=1g", "--ranks=0"], "must be an integer of at least 1 (got 0)"),
         (["plan", "7b", "--link=1g", "--step-ms=-1"], "must be a number above 0 (got -1)"),
-        (["plan", "7b", "--link=1g", "--efficiency=2"], "--efficiency must be at most 1"),
+        (
+            ["plan", "7b", "--link=1g", "--efficiency=2"],
+            "--efficiency: must be above 0 and at most 1 (got 2)",
+        ),
     ],
 )
 def test_what_is_not_understood_is_said_with_what_was_meant(

@@ -39,7 +39,7 @@ def line_of(what: str, said: str) -> str:
     return next(line for line in said.splitlines() if what in line)
 
 
-def test_a_machine_that_can_train_is_told_so(
+def test_a_machine_that_can_train_passes(
     alone: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = report(capsys, code=0)
@@ -68,7 +68,7 @@ def test_each_failure_is_one_line_and_ends_with_code_1(
     assert "FAIL  two ranks here  RuntimeError: ValueError: the cause\n" in said
 
 
-def test_ranks_that_cannot_connect_are_told(
+def test_ranks_that_cannot_connect_fail(
     alone: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     launched = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}
@@ -137,7 +137,7 @@ raise SystemExit(main(["doctor"]))
 
 
 @pytest.mark.multiproc
-def test_a_rank_that_fails_hangs_and_aborts_nobody(tmp_path: Any) -> None:
+def test_a_rank_that_fails_neither_hangs_nor_aborts_other_ranks(tmp_path: Any) -> None:
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
     done = run_script(2, [str(script)], timeout=60, check=False)

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_dlion import DistributedLion, cli
 from hf_dlion.cli import plan
@@ -28,19 +30,27 @@ from tests.support.spawn import RankPools
 FP32, HOOK = "AdamW with DDP fp32", "AdamW with DDP bf16 hook"
 # One core of the machine of the tables in docs/research/network.md.
 CPU = Machine(
-    adamw_s=1.23e-9, copy_s=0.6e-9, cast_s=2.7e-9, power_s=5.5e-9, move_s=0.6e-9,
-    lion_s=0.9e-9,
-    encode_s=dict.fromkeys(machine.BITS, 1e-9),
-    count_s=dict.fromkeys(machine.BITS, (4e-11, 1e-11)),
-    memory_bytes=25e9, device="cpu", name="CPU", source="given",
+    each_s={
+        **{"adamw": 1.23e-9, "copy": 0.6e-9, "cast": 2.7e-9, "power": 5.5e-9},
+        **{"move": 0.6e-9, "lion": 0.9e-9},
+        **{f"encode {bits}": 1e-9 for bits in machine.BITS},
+        **{f"count {bits} of 2": 6e-11 for bits in machine.BITS},
+        **{f"count {bits} of 4": 8e-11 for bits in machine.BITS},
+    },
+    compute_s=0.25, memory_bytes=25e9, device="cpu", name="CPU", sources=("given", "given"),
 )  # fmt: skip
 SHAPES = ((300, 64), (7,), (33, 50), (1000, 128), (5, 3))
 
 
 def a_case(work: Workload | None = None, **changes: Any) -> Case:
     work = work or workload("29.5m")
-    given = {"ranks": 2, "link": Link(bits_per_s=1e9), "machine": CPU, "compute_s": 0.25}
+    given = {"ranks": 2, "link": Link(bits_per_s=1e9), "machine": CPU}
     return Case(work=work, **{**given, **changes})
+
+
+def computing(compute_s: float) -> Machine:
+    """The machine of `a_case` with another time of forward and backward."""
+    return replace(CPU, compute_s=compute_s)
 
 
 # Bytes
@@ -90,14 +100,14 @@ def test_as_many_local_steps_are_planned_as_hide_the_exchange() -> None:
         case = a_case(link=Link(bits_per_s=rate))
         name, own = list(predict(case).items())[-1]
         every = int(name.rpartition("=")[2])
-        alone = a_case().compute_s + CPU.lion_s * case.work.trainable
+        alone = CPU.compute_s + case.work_s("lion")
         assert own.step_s - alone <= 0.1 * alone
         half = predict(replace(case, vote_every=every // 2))[f"{DLION}, vote_every={every // 2}"]
         assert every == 2 or half.step_s - alone > 0.1 * alone
         chosen.append(every)
     assert chosen == sorted(chosen)
     assert chosen[0] < chosen[1] < chosen[2]
-    # An anchor beside the momentum: as much as AdamW.
+    # An anchor in addition to the momentum: as much as AdamW.
     found = predict(a_case())
     assert list(found.values())[-1].memory_bytes == found[FP32].memory_bytes
 
@@ -127,10 +137,10 @@ def test_under_fsdp2_a_rank_sends_the_votes_on_its_part() -> None:
     parts = predict(a_case(workload("7b"), ranks=8, per_node=4, shard=4))
     ours = 4 * parts[DLION].wire_bytes, whole[DLION].wire_bytes
     assert ours[0] == pytest.approx(ours[1], rel=0.01)
-    rival = parts["AdamW with FSDP2 fp32"]
-    assert 4 * rival.wire_bytes == pytest.approx(whole[FP32].wire_bytes, rel=0.01)
+    baseline = parts["AdamW with FSDP2 fp32"]
+    assert 4 * baseline.wire_bytes == pytest.approx(whole[FP32].wire_bytes, rel=0.01)
     # All four ranks share the card.
-    assert rival.parts["network"] == pytest.approx(whole[FP32].parts["network"], rel=0.05)
+    assert baseline.parts["network"] == pytest.approx(whole[FP32].parts["network"], rel=0.05)
     assert 4 * parts[DLION].memory_bytes == pytest.approx(whole[DLION].memory_bytes, rel=0.01)
     assert POWER not in parts
 
@@ -145,8 +155,8 @@ def test_under_fsdp2_a_rank_sends_the_votes_on_its_part() -> None:
 def test_measured_all_reduces_are_predicted_within_15_percent(
     bits_per_s: float, free_s: float, measured: dict[str, float]
 ) -> None:
-    case = a_case(link=Link(bits_per_s=bits_per_s, efficiency=0.904), compute_s=0.0)
-    case = replace(case, compute_s=free_s - predict(case)[NONE].step_s)
+    case = a_case(link=Link(bits_per_s=bits_per_s, efficiency=0.904), machine=computing(0.0))
+    case = replace(case, machine=computing(free_s - predict(case)[NONE].step_s))
     for name, seconds in measured.items():
         assert predict(case)[name].step_s == pytest.approx(seconds, rel=0.15)
 
@@ -155,7 +165,7 @@ def test_no_time_is_below_zero_and_a_count_of_two_phase_does_not_grow() -> None:
     fast = Link(bits_per_s=1e13, latency_s=1e-9)
     counts = []
     for ranks in range(2, 40):
-        found = predict(a_case(ranks=ranks, link=fast, compute_s=0.2 / ranks))
+        found = predict(a_case(ranks=ranks, link=fast, machine=computing(0.2 / ranks)))
         assert min(part for own in found.values() for part in own.parts.values()) >= 0
         counts.append(found[DLION].parts["count"])
     assert counts[-1] < counts[0]
@@ -190,18 +200,18 @@ def test_ranks_that_do_not_fill_two_nodes_are_refused(changes: dict[str, int], s
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_this_machines_work_is_measured(dtype: torch.dtype, monkeypatch: Any) -> None:
     monkeypatch.setattr(machine, "NUMEL", 1 << 14)
-    [(found, compute_s), _], _ = machine.measured(workload("1m"), dtype, 8)
-    assert compute_s > 0
+    [found, _], _ = machine.measured(workload("1m"), dtype, 8, None)
+    assert found.compute_s > 0
     assert found.device == ("cuda" if torch.cuda.is_available() else "cpu")
-    times = [found.adamw_s, found.copy_s, found.cast_s, found.power_s, found.move_s]
-    assert min(*times, *found.encode_s.values(), *map(sum, found.count_s.values())) > 0
+    assert set(machine.BYTES) <= set(found.each_s)
+    assert min(found.each_s.values()) > 0
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Counter[Any]]:
-    """Lets a test say how long calls take; of three rounds, others slow the last two down."""
+    """Lets a test set how long calls take; of three rounds, the last two are slowed down."""
 
-    def use(slowdown: float, elapsed_s: float = 0.0, others: float = 0.0) -> Counter[Any]:
+    def use(slowdown: float, elapsed_s: float = 0.0, busy: float = 0.0) -> Counter[Any]:
         calls: Counter[Any] = Counter()
 
         def seconds_of(call: Any, device: torch.device) -> float:
@@ -214,7 +224,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Counter[Any]]:
         monkeypatch.setattr(machine, "NUMEL", 1 << 14)
         monkeypatch.setattr(machine, "seconds_of", seconds_of)
         monkeypatch.setattr(machine, "time", times)
-        monkeypatch.setattr(machine, "_cores_of_others", lambda: lambda: others)
+        monkeypatch.setattr(machine, "_share_of_other_processes", lambda: lambda: busy)
         return calls
 
     return use
@@ -225,10 +235,10 @@ def test_the_shortest_of_several_times_counts_and_a_slow_machine_stops_at_its_bu
 ) -> None:
     for elapsed, rounds in ((0.0, machine.MOST_ROUNDS), (60.0, machine.LEAST_ROUNDS)):
         calls = clock(3.0, elapsed)
-        [short, long], _ = machine.measured(workload("29.5m"), torch.float32, 128)
+        [short, long], _ = machine.measured(workload("29.5m"), torch.float32, 128, None)
         assert set(calls.values()) == {rounds}
-        assert long[1] == pytest.approx(3 * short[1])
-        assert long[0].encode_s[1] == pytest.approx(3 * short[0].encode_s[1])
+        assert long.compute_s == pytest.approx(3 * short.compute_s)
+        assert long.each_s["encode 1"] == pytest.approx(3 * short.each_s["encode 1"])
 
 
 def test_a_busy_machine_is_said_and_where_the_verdict_depends_on_it_so_is_that(
@@ -241,13 +251,13 @@ def test_a_busy_machine_is_said_and_where_the_verdict_depends_on_it_so_is_that(
     clock(3.0)
     text = run(capsys, "29.5m", "--link=1gbit")
     assert re.search(r"\nWarning: .* between 7\d\d ms and 2,1\d\d ms\. Run .* --step-ms", text)
-    # Nothing is judged by times that could be others'.
+    # No verdict rests on times that other processes may have caused.
     assert "\nCannot tell whether DistributedLion pays" in text
     assert "By the shortest times, DistributedLion pays: " in text
     assert "By the longest times, DistributedLion does not pay: " in text
     assert "Use AdamW" not in text
-    # Others that slow down every round alike.
-    clock(1.0, others=0.5)
+    # Other processes that slow down every round the same way.
+    clock(1.0, busy=0.5)
     result = json.loads(run(capsys, "29.5m", "--link=1gbit", "--format=json"))
     assert "other work seems to use this machine's cores" in result["warning"]
     assert result["advice"].startswith("DistributedLion pays: ")
@@ -257,29 +267,61 @@ def test_a_busy_machine_is_said_and_where_the_verdict_depends_on_it_so_is_that(
     assert "\nDistributedLion does not pay: " in run(capsys, "29.5m", "--link=10gbit")
 
 
-def test_the_cores_that_others_use_are_counted_without_ones_own(
+def test_the_cores_that_other_processes_use_are_counted_without_our_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     process = SimpleNamespace(cpu_percent=lambda: 150.0)
     known = {"cpu_percent": lambda: 75.0, "cpu_count": lambda: 4, "Process": lambda: process}
     monkeypatch.setattr(machine, "psutil", SimpleNamespace(**known))
-    assert machine._cores_of_others()() == pytest.approx((4 * 0.75 - 1.5) / 4)
+    assert machine._share_of_other_processes()() == pytest.approx((4 * 0.75 - 1.5) / 4)
+
+
+class CountBytes(TorchDispatchMode):
+    """Counts in `moved` the bytes that operations read and write; views move none."""
+
+    moved = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            # Operations with these names only write their first argument.
+            overwrites = func._schema.name.endswith(("copy_", "zero_", "fill_"))
+            # Operations that change a list in place return nothing.
+            written = args[0] if result is None else result
+            leaves = tree_leaves((args[overwrites:], written))
+            self.moved += sum(own.nbytes for own in leaves if isinstance(own, torch.Tensor))
+        return result
+
+
+@pytest.mark.parametrize(("column", "dtype"), [(0, torch.float32), (1, torch.bfloat16)])
+def test_the_table_of_bytes_is_what_the_operations_of_torch_move(
+    column: int, dtype: torch.dtype
+) -> None:
+    param = torch.empty(1 << 10, machine.COLUMNS, dtype=dtype, device="meta")
+    # AdamW reads four tensors and writes three; torch has no fused AdamW without data.
+    counted = {"adamw": 7.0 * dtype.itemsize}
+    for name, call in machine.step_work(param).items():
+        call()  # Makes scratch and rows.
+        with CountBytes() as mode:
+            call()
+        counted[name] = mode.moved / param.numel()
+    table = {name: moved[column] for name, moved in machine.BYTES.items()}
+    assert table == pytest.approx(counted, abs=0.0005)
 
 
 def test_a_gpus_work_is_the_bytes_that_its_operations_move() -> None:
-    own = GPUS["rtx4090"]
-    found = machine.computed(own, torch.float32)
-    assert found.copy_s == pytest.approx(8 / own.bytes_per_s)
-    assert found.adamw_s == pytest.approx(28 / own.bytes_per_s, rel=0.01)
+    gpu, full, some = GPUS["rtx4090"], workload("7b"), workload("7b", trainable=40_000_000)
+    found = machine.computed(gpu, full, torch.float32, 2048, None)
+    assert found.each_s["copy"] == pytest.approx(8 / gpu.bytes_per_s)
+    assert found.each_s["adamw"] == pytest.approx(28 / gpu.bytes_per_s, rel=0.01)
     # At least gradient, momentum, its new value, and the vote; more while nothing is fused.
-    assert 12.1 < found.encode_s[1] * own.bytes_per_s < 60
-    assert found.encode_s[1] < found.encode_s[2] < found.encode_s[8]
+    assert 12.1 < found.each_s["encode 1"] * gpu.bytes_per_s < 60
+    assert found.each_s["encode 1"] < found.each_s["encode 2"] < found.each_s["encode 8"]
     # Per vote and word: its planes, and those of the counter.
-    assert 1 / 8 < found.count_s[1][1] * own.bytes_per_s < 4
-    full, some = workload("7b"), workload("7b", trainable=40_000_000)
-    seconds = [machine.computed_compute_s(own, work, 2048) for work in (full, some)]
-    assert seconds[0] == pytest.approx(6 * 7e9 * 2048 / (0.4 * 165.2e12))
-    assert seconds[1] / seconds[0] == pytest.approx(2 / 3, rel=0.01)
+    assert 1 / 8 < (found.count_s(1, 9) - found.count_s(1, 8)) * gpu.bytes_per_s < 4
+    less = machine.computed(gpu, some, torch.float32, 2048, None)
+    assert found.compute_s == pytest.approx(6 * 7e9 * 2048 / (0.4 * 165.2e12))
+    assert less.compute_s / found.compute_s == pytest.approx(2 / 3, rel=0.01)
 
 
 # The advice
@@ -335,7 +377,7 @@ def said(
         ((60, 50, 1e4, 1e4, 10), "The model does not fit into memory: ", ["If it did fit: Dist"]),
     ],
 )
-def test_the_advice_says_first_what_does_not_fit_and_then_whether_it_pays(
+def test_the_advice_begins_with_what_does_not_fit_and_ends_with_whether_it_pays(
     figures: tuple[float, ...], begin: str, parts: list[str]
 ) -> None:
     text = said(*figures)
@@ -371,7 +413,7 @@ def test_a_model_on_gpus_that_are_not_here_is_planned_in_one_command(
     assert "| AdamW with DDP bf16 " in run(capsys, *words, "--format=markdown")
 
 
-def test_a_model_that_does_not_fit_is_told_so_unless_it_is_sharded(
+def test_a_model_that_does_not_fit_is_reported_unless_it_is_sharded(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["13b", "--ranks=16", "--link=25gbit", "--gpu=a100", "--dtype=bf16"]
@@ -414,7 +456,7 @@ def test_shapes_of_a_count_are_matrices_but_for_less_than_a_row() -> None:
         assert last[-1] == width or (len(last) == 1 and last[0] < width)
 
 
-def test_a_folder_gives_the_shapes_and_a_missing_one_is_told_from_a_missing_network(
+def test_a_folder_gives_the_shapes_and_errors_separate_missing_folders_from_a_missing_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = transformers.LlamaConfig(

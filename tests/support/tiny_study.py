@@ -3,7 +3,7 @@
 from benchmarks.convergence.setting import Setting
 
 TINY = Setting(
-    scene="pretrain",
+    task="pretrain",
     method="majority",
     workers=2,
     batch=2,

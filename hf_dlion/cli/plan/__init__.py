@@ -1,4 +1,8 @@
-"""`hf-dlion plan`: one table of methods, and a sentence of advice."""
+"""`hf-dlion plan`: one table of methods, and a sentence of advice.
+
+The work of a rank (`machine`) on the tensors of a model (`workload`) and the bytes of each method
+give the time of a step (`methods`), and the times give the advice.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_dlion.cli.plan.advice import advice, warning
-from hf_dlion.cli.plan.machine import (
-    GPUS,
-    MFU,
-    TOKENS,
-    Machine,
-    computed,
-    computed_compute_s,
-    here,
-    measured,
-)
-from hf_dlion.cli.plan.methods import NONE, Case, Link, Prediction, predict
+from hf_dlion.cli.plan.machine import GPUS, computed, here, measured
+from hf_dlion.cli.plan.methods import Case, Link, Prediction, predict
 from hf_dlion.cli.plan.workload import Workload, workload
 
 
@@ -34,105 +29,64 @@ def run(args: argparse.Namespace) -> int:
         ValueError: If the arguments don't describe a training that can be predicted.
         OSError: If a model's folder cannot be read.
     """
-    if args.efficiency > 1:
-        raise ValueError(f"--efficiency must be at most 1 (got {args.efficiency})")
-    work = workload(args.model, args.trainable)
-    dtype: torch.dtype = getattr(torch, args.dtype)
+    work, dtype = workload(args.model, args.trainable), getattr(torch, args.dtype)
     per_node = args.ranks_per_node or args.shard
     link = Link(bits_per_s=args.link, latency_s=1e-3 * args.latency_ms, efficiency=args.efficiency)
-    with Console(stderr=True).status("Measuring this machine" if args.gpu is None else "Computing"):
-        costs, others, notes = _costs(args, work, dtype)
+    given_s, busy = None if args.step_ms is None else 1e-3 * args.step_ms, 0.0
+    if args.gpu is None:
+        _check_memory(work, dtype, args.shard)
+        with Console(stderr=True).status("Measuring this machine"):
+            machines, busy = measured(work, dtype, args.tokens, given_s)
+    else:
+        machines = [computed(GPUS[args.gpu], work, dtype, args.tokens, given_s)]
     cases = [
         Case(
             work=work, ranks=args.ranks or 2 * per_node, per_node=per_node, shard=args.shard,
-            link=link, machine=machine, compute_s=compute_s, dtype=dtype,
-            vote_every=args.vote_every,
+            link=link, machine=machine, dtype=dtype, vote_every=args.vote_every,
         )
-        for machine, compute_s in costs
+        for machine in machines
     ]  # fmt: skip
-    case, found = cases[0], [predict(own) for own in cases]
-    if work.note:
-        notes.append(f"shapes: assumed, {work.note}")
-    if case.per_node > 1:
-        notes.append("traffic inside a node: not counted")
-    warned, told = warning(found, others), advice(case, found, others)
+    predictions = [predict(case) for case in cases]
+    result = _result(cases[0], predictions[0])
+    result["assumptions"] = _assumptions(cases[0], given_s is not None)
+    result["warning"] = warning(predictions, busy)
+    result["advice"] = advice(cases[0], predictions, busy)
     if args.format == "json":
-        result = _result(case, found[0])
-        print(
-            json.dumps(
-                {**result, "assumptions": notes, "warning": warned, "advice": told}, indent=1
-            )
-        )
+        print(json.dumps(result, indent=1))
         return 0
-    _print(_table(case, found[0], markdown=args.format == "markdown"))
-    _print("Assumptions: " + "; ".join(notes) + ".")
-    if warned:
-        _print("\n" + warned)
-    _print("\n" + told)
+    _print(_table(result, markdown=args.format == "markdown"))
+    _print(f"Assumptions: {'; '.join(result['assumptions'])}.")
+    for text in filter(None, (result["warning"], result["advice"])):
+        _print(f"\n{text}")
     return 0
 
 
-def _costs(
-    args: argparse.Namespace, work: Workload, dtype: torch.dtype
-) -> tuple[list[tuple[Machine, float]], float, list[str]]:
-    """Returns what `measured` returns, also for a GPU that is not here, and notes.
+def _check_memory(work: Workload, dtype: torch.dtype, shard: int) -> None:
+    """Refuses to judge a model by the CPU of a machine that cannot train it.
 
     Raises:
-        ValueError: If this machine would have to stand for one that can train the model.
+        ValueError: If this machine has no GPU and too little memory.
     """
-    given_s, others = None if args.step_ms is None else 1e-3 * args.step_ms, 0.0
-    if args.gpu is None:
-        _check_judge(args, work, dtype)
-        tokens = args.tokens or TOKENS[here()[0].type]
-        costs, others = measured(work, dtype, tokens, given_s)
-        source = f"{tokens:,} tokens per rank, from two small transformers on this machine"
-    else:
-        gpu, tokens = GPUS[args.gpu], args.tokens or TOKENS["cuda"]
-        costs = [(computed(gpu, dtype), given_s or computed_compute_s(gpu, work, tokens))]
-        source = f"{tokens:,} tokens per rank at {MFU:.0%} of the peak of an {gpu.name}"
-    machine, compute_s = costs[0]
-    return costs, others, [
-        f"forward and backward: {1e3 * compute_s:,.0f} ms ({'given' if given_s else source})",
-        f"optimizer and votes: {machine.source}",
-    ]  # fmt: skip
-
-
-def _check_judge(args: argparse.Namespace, work: Workload, dtype: torch.dtype) -> None:
-    """Refuses to judge a model by the CPU of a machine that cannot train it."""
     device, _, memory = here()
-    needed = dtype.itemsize * (work.parameters + 2 * work.trainable) / args.shard
+    needed = dtype.itemsize * (work.parameters + 2 * work.trainable) / shard
     if device.type == "cpu" and needed > memory:
         raise ValueError(
             f"training {work.name} needs {needed / 1e9:,.0f} GB per rank even with Lion, and this "
-            f"machine has {memory / 1e9:,.0f} GB and no GPU, so its CPU says nothing about the "
-            f"time of a step. Pass the GPU that you will train on, such as --gpu h100, or run this "
-            f"command there"
+            f"machine has {memory / 1e9:,.0f} GB and no GPU, so its CPU cannot predict the time of "
+            f"a step. Pass the GPU that you will train on, such as --gpu h100, or run this command "
+            f"on the machine that trains."
         )
 
 
-def _table(case: Case, predictions: dict[str, Prediction], *, markdown: bool) -> Table:
-    work, rate = case.work, case.link.bits_per_s
-    unit, size = ("Gbit/s", 1e9) if rate >= 1e9 else ("Mbit/s", 1e6)
-    trained = "" if work.trainable == work.parameters else f", {work.trainable:,} trained"
-    found = Table(
-        title=f"{work.name} ({work.parameters:,} parameters{trained}), {case.ranks} ranks on "
-        f"{case.nodes} nodes, {rate / size:.3g} {unit}: predicted, per step and rank",
-        box=box.MARKDOWN if markdown else box.ROUNDED,
-        title_justify="left",
-    )
-    found.add_column("method", no_wrap=True)
-    for heading in ("sent", "step", "network", "vs. no network", "memory"):
-        found.add_column(heading, justify="right", no_wrap=True)
-    for name, own in predictions.items():
-        found.add_row(
-            name,
-            _size(own.wire_bytes),
-            f"{1e3 * own.step_s:,.0f} ms",
-            f"{1e3 * own.parts.get('network', 0.0):,.0f} ms",
-            f"{own.step_s / predictions[NONE].step_s:.2f}",
-            _size(own.memory_bytes),
-        )
-    return found
+def _assumptions(case: Case, given: bool) -> list[str]:
+    compute, votes = case.machine.sources
+    ms, note = f"{1e3 * case.machine.compute_s:,.0f} ms", case.work.note
+    return [
+        f"forward and backward: {ms} ({'given' if given else compute})",
+        f"optimizer and votes: {votes}",
+        *([f"shapes: assumed, {note}"] if note else []),
+        *(["traffic inside a node: not counted"] if case.per_node > 1 else []),
+    ]
 
 
 def _result(case: Case, predictions: dict[str, Prediction]) -> dict[str, Any]:
@@ -146,18 +100,44 @@ def _result(case: Case, predictions: dict[str, Prediction]) -> dict[str, Any]:
         "methods": [
             {
                 "name": name,
-                "wire_bytes": own.wire_bytes,
-                "step_ms": 1e3 * own.step_s,
-                **{f"{part}_ms": 1e3 * seconds for part, seconds in own.parts.items()},
-                "memory_bytes": own.memory_bytes,
+                "wire_bytes": found.wire_bytes,
+                "step_ms": 1e3 * found.step_s,
+                **{f"{part}_ms": 1e3 * seconds for part, seconds in found.parts.items()},
+                "memory_bytes": found.memory_bytes,
             }
-            for name, own in predictions.items()
+            for name, found in predictions.items()
         ],
     }
 
 
+def _table(result: dict[str, Any], *, markdown: bool) -> Table:
+    model, methods, rate = result["model"], result["methods"], result["link_bits_per_s"]
+    total, trained = model["parameters"], model["trainable"]
+    some = "" if trained == total else f", {trained:,} trained"
+    link = f"{rate / 1e9:.3g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:.3g} Mbit/s"
+    table = Table(
+        title=f"{model['name']} ({total:,} parameters{some}), {result['ranks']} ranks on "
+        f"{result['nodes']} nodes, {link}: predicted, per step and rank",
+        box=box.MARKDOWN if markdown else box.ROUNDED,
+        title_justify="left",
+    )
+    table.add_column("method", no_wrap=True)
+    for heading in ("sent", "step", "network", "vs. no network", "memory"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for method in methods:
+        table.add_row(
+            method["name"],
+            _size(method["wire_bytes"]),
+            f"{method['step_ms']:,.0f} ms",
+            f"{method['network_ms']:,.0f} ms",
+            f"{method['step_ms'] / methods[0]['step_ms']:.2f}",
+            _size(method["memory_bytes"]),
+        )
+    return table
+
+
 def _print(what: Table | str) -> None:
-    """Prints to a terminal as wide as it is; elsewhere nothing is cut or wrapped."""
+    """Prints in the width of the terminal, or without cuts and wraps into a file or pipe."""
     console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False, markup=False)
     if isinstance(what, Table) and not sys.stdout.isatty():
         console.width = 200

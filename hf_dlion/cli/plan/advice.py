@@ -1,8 +1,8 @@
-"""What a plan says in words: first what doesn't fit into memory, then whether the exchange pays."""
+"""The advice of a plan: first what doesn't fit into memory, then whether the exchange pays."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from hf_dlion.cli.plan.methods import DLION, NODE, NONE, POWER, Case, Prediction
@@ -14,7 +14,8 @@ WORTH = 1.10
 # An all-reduce of which less than this share of a step is exposed is hidden. What another optimizer
 # then saves is its own work, or DDP's copies, which gradient_as_bucket_view saves, too.
 HIDDEN = 0.05
-# How far measurements may differ, and what share of the cores others may use, without a warning.
+# How far measurements may differ, and what share of the cores other processes may use, without a
+# warning.
 SPREAD, BUSY = 1.25, 0.2
 
 
@@ -24,49 +25,40 @@ class _Verdict(NamedTuple):
     why: str
 
 
-def advice(case: Case, measured: Sequence[Predictions], others: float = 0.0) -> str:
+def advice(case: Case, measured: Sequence[Predictions], busy: float = 0.0) -> str:
     """Returns whether the exchange of votes pays, in a sentence or two.
 
     Args:
         case: The case.
         measured: Predictions by the shortest times, and by the longest if this machine was
             measured.
-        others: Share of this machine's cores that other processes used meanwhile.
+        busy: Share of this machine's cores that other processes used meanwhile.
     """
-    predictions, verdicts = measured[0], [_verdict(own) for own in measured]
-    pays, best, why = verdicts[0]
-    if verdicts[-1].pays != pays:
-        told = (
-            f"Cannot tell whether {DLION} pays, because measurements of this machine differ. By "
-            f"the shortest times, {why}. By the longest times, {verdicts[-1].why}"
+    predictions, (pays, best, why), longest = measured[0], _verdict(measured[0]), measured[-1]
+    memory, cannot = _memory(case, predictions), f"Cannot tell whether {DLION} pays, because"
+    if _verdict(longest).pays != pays:
+        return (
+            f"{memory}{cannot} measurements of this machine differ. By the shortest times, {why}. "
+            f"By the longest times, {_verdict(longest).why}."
         )
-    elif not pays and others > BUSY:
+    if not pays and busy > BUSY:
         # What slows a rank's own work hides the network, even from the shortest times.
-        told = (
-            f"Cannot tell whether {DLION} pays, because other work slows this machine down. By "
-            f"the shortest times, {why}"
-        )
-    else:
-        told = why if pays else f"{why}. Use {best}"
-        if POWER in predictions:
-            factor = predictions[best].step_s / predictions[POWER].step_s
-            if factor >= WORTH:
-                told += (
-                    f". {POWER} {_compared(factor)} as {best}, if its low rank trains your model"
-                )
-            best = POWER if factor >= WORTH else best
-        local = next(name for name in predictions if "vote_every" in name)
-        factor = predictions[best].step_s / predictions[local].step_s
-        if factor >= WORTH:
-            told += f". {local} {_compared(factor)} as {best}"
-    return f"{_memory(case, predictions)}{told}."
+        return f"{memory}{cannot} other work slows this machine down. By the shortest times, {why}."
+    text = f"{memory}{why}." if pays else f"{memory}{why}. Use {best}."
+    local = next(name for name in predictions if "vote_every" in name)
+    for name, condition in ((POWER, ", if its low rank trains your model"), (local, "")):
+        gain = predictions[best].step_s / predictions[name].step_s if name in predictions else 0.0
+        if gain >= WORTH:
+            text += f" {name} {_compared(gain)} as {best}{condition}."
+            best = name
+    return text
 
 
-def warning(measured: Sequence[Predictions], others: float) -> str:
-    """Returns what to say if other processes disturbed the measurement, or ""."""
-    times = [own[DLION].step_s - own[DLION].parts["network"] for own in measured]
+def warning(measured: Sequence[Predictions], busy: float) -> str:
+    """Returns a warning if other processes disturbed the measurement, or ""."""
+    times = [found[DLION].step_s - found[DLION].parts["network"] for found in measured]
     short, long = times[0], times[-1]
-    if long <= SPREAD * short and others <= BUSY:
+    if long <= SPREAD * short and busy <= BUSY:
         return ""
     return (
         f"Warning: other work seems to use this machine's cores: a rank's own work per step was "
@@ -76,36 +68,41 @@ def warning(measured: Sequence[Predictions], others: float) -> str:
 
 
 def _verdict(predictions: Predictions) -> _Verdict:
-    reduced = [n for n in predictions if n.startswith(("AdamW with DDP", "AdamW with FSDP2"))]
-    baseline = min(reduced, key=lambda name: predictions[name].step_s)
-    ours = min((n for n in (DLION, NODE) if n in predictions), key=lambda n: predictions[n].step_s)
-    rival = predictions[baseline]
-    gain = rival.step_s / predictions[ours].step_s
-    waits = rival.parts["network"]
-    where = f"{_ms(waits)} of {_ms(rival.step_s)} per step of {baseline} wait for the network"
-    if waits < HIDDEN * rival.step_s:
+    def fastest(names: Iterable[str]) -> str:
+        return min(names, key=lambda name: predictions[name].step_s)
+
+    baseline = fastest(
+        n for n in predictions if n.startswith(("AdamW with DDP", "AdamW with FSDP2"))
+    )
+    ours = fastest(n for n in (DLION, NODE) if n in predictions)
+    step_s, waits_s = predictions[baseline].step_s, predictions[baseline].parts["network"]
+    gain = step_s / predictions[ours].step_s
+    waits = f"{_ms(waits_s)} of {_ms(step_s)} per step of {baseline} wait for the network"
+    if waits_s < HIDDEN * step_s:
         why = f"{DLION} does not pay: {baseline} hides its traffic behind backward"
         return _Verdict(False, baseline, why)
     if gain < WORTH:
-        why = f"{DLION} does not pay: {where}, but {ours} {_compared(gain)}"
+        why = f"{DLION} does not pay: {waits}, but {ours} {_compared(gain)}"
         return _Verdict(False, baseline, why)
-    return _Verdict(True, ours, f"{ours} pays: {where}, and {ours} {_compared(gain)}")
+    return _Verdict(True, ours, f"{ours} pays: {waits}, and {ours} {_compared(gain)}")
 
 
 def _memory(case: Case, predictions: Predictions) -> str:
-    """Returns what doesn't fit, as the begin of the advice, or ""."""
+    """Returns the beginning of the advice if something doesn't fit, or ""."""
     has, needed = case.machine.memory_bytes, predictions[DLION].memory_bytes
     adamw = predictions[NONE].memory_bytes
     if adamw <= has:
         return ""
-    each = f"{_gb(adamw)} with AdamW and {_gb(needed)} with {DLION}, before activations"
-    where = f"and each {case.machine.name} has {_gb(has)}"
+    needs = (
+        f"a rank needs {_gb(adamw)} with AdamW and {_gb(needed)} with {DLION}, before activations, "
+        f"and each {case.machine.name} has {_gb(has)}"
+    )
     if needed <= has:
-        return f"AdamW does not fit into memory: a rank needs {each}, {where}. "
+        return f"AdamW does not fit into memory: {needs}. "
     remedy = "pass a larger --shard" if case.shard > 1 else "pass --shard L to shard it with FSDP2"
     return (
-        f"The model does not fit into memory: a rank needs {each}, {where}; {remedy}, or use a "
-        f"smaller model. If it did fit: "
+        f"The model does not fit into memory: {needs}; {remedy}, or use a smaller model. If it did "
+        f"fit: "
     )
 
 

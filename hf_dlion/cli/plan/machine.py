@@ -1,17 +1,15 @@
-"""What a rank's own work costs: measured on this machine, or computed from a GPU's limits."""
+"""What a rank's own work costs: measured on this machine, or computed from a GPU's data sheet."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import psutil
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dlion.cli.plan.workload import Workload
 from hf_dlion.exchange.rule import Majority
@@ -19,9 +17,33 @@ from hf_dlion.vote import codec
 from hf_dlion.vote.message import Shape, messages
 from hf_dlion.vote.update import Scratch, Turn, encode, move, plain_lion
 
+Calls = dict[str, Callable[[], object]]
+
 POWER_RANK = 4
 BITS = tuple(codec.TOP)
-# Large enough to leave the caches, small enough for seconds.
+# The work of a step, and the bytes that it reads and writes per element on a GPU, with weights in
+# float32 and in bfloat16. tests/cli/test_plan.py counts these bytes in the operations of torch.
+BYTES = {
+    "adamw": (28.0, 14.0),  # A fused step of AdamW.
+    "copy": (8.0, 4.0),  # A gradient into DDP's bucket, or out of it.
+    "cast": (16.0, 8.0),  # A float32 gradient to bfloat16 and back.
+    "power": (44.125, 22.125),  # PowerSGD's products, error, and decompression.
+    "lion": (60.0, 470.0),  # A step of plain Lion.
+    "move": (36.125, 238.125),  # Moving parameters by a verdict.
+    "encode 1": (38.893, 246.893),  # Votes of 1 bit, and the momentum.
+    "encode 2": (116.893, 324.893),
+    "encode 4": (133.221, 341.221),
+    "encode 8": (163.221, 371.221),
+    "count 1 of 2": (3.625, 3.625),  # Counting the votes of 1 bit of 2 ranks.
+    "count 1 of 4": (8.375, 8.375),
+    "count 2 of 2": (5.875, 5.875),
+    "count 2 of 4": (14.375, 14.375),
+    "count 4 of 2": (11.375, 11.375),
+    "count 4 of 4": (27.375, 27.375),
+    "count 8 of 2": (20.375, 20.375),
+    "count 8 of 4": (51.375, 51.375),
+}
+# Elements of the measured tensor: large enough to leave the caches, small enough for seconds.
 NUMEL, COLUMNS = 1 << 23, 1024
 # How often everything is measured: at least, at most, and for how long if that is less.
 LEAST_ROUNDS, MOST_ROUNDS, BUDGET_S = 3, 8, 15.0
@@ -54,20 +76,20 @@ GPUS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a rank's own work costs; times are seconds per element."""
+    """What a rank's own work costs."""
 
-    adamw_s: float  # A fused AdamW step.
-    copy_s: float  # Copying a gradient into DDP's bucket, or out of it.
-    cast_s: float  # A float32 gradient to bfloat16 and back.
-    power_s: float  # PowerSGD's products, error, and decompression.
-    encode_s: dict[int, float]  # Votes and momentum, by bits.
-    count_s: dict[int, tuple[float, float]]  # By bits: for any number of votes, and for each.
-    move_s: float  # Moving parameters by a verdict.
-    lion_s: float  # A step of plain Lion.
+    each_s: Mapping[str, float]  # Seconds per element, by the names in `BYTES`.
+    compute_s: float  # Forward and backward of the model, without DDP.
     memory_bytes: float
     device: str  # "cpu" or "cuda".
     name: str  # After "an" or "a".
-    source: str  # Where the times come from.
+    sources: tuple[str, str]  # Where `compute_s` and `each_s` come from.
+
+    def count_s(self, bits: int, ranks: int) -> float:
+        """Returns the seconds per element of counting the votes of any number of ranks."""
+        points = [(known, self.each_s[f"count {bits} of {known}"]) for known in (2, 4)]
+        fixed, each = _line(*points)
+        return fixed + ranks * each
 
 
 def here() -> tuple[torch.device, str, float]:
@@ -78,20 +100,44 @@ def here() -> tuple[torch.device, str, float]:
     return torch.device("cpu"), "CPU", psutil.virtual_memory().total
 
 
+def computed(
+    gpu: Gpu, work: Workload, dtype: torch.dtype, tokens: int | None, given_s: float | None
+) -> Machine:
+    """Returns a GPU that is not here, with all of its bandwidth and `MFU` of its peak.
+
+    Per token, forward takes 2 FLOPs for each parameter, and backward 2 for each parameter and 2 for
+    each trained one (Kaplan et al., arXiv 2001.08361, 2.1).
+    """
+    tokens = tokens or TOKENS["cuda"]
+    flops = (4 * work.parameters + 2 * work.trainable) * tokens
+    column = int(dtype == torch.bfloat16)
+    return Machine(
+        each_s={name: moved[column] / gpu.bytes_per_s for name, moved in BYTES.items()},
+        compute_s=given_s or flops / (MFU * gpu.flops),
+        memory_bytes=gpu.memory_bytes, device="cuda", name=gpu.name,
+        sources=(
+            f"{tokens:,} tokens per rank at {MFU:.0%} of the peak of an {gpu.name}",
+            f"computed, not measured, at the full {gpu.bytes_per_s / 1e9:,.0f} GB/s of an "
+            f"{gpu.name}",
+        ),
+    )  # fmt: skip
+
+
 def measured(
-    work: Workload, dtype: torch.dtype, tokens: int, given_s: float | None = None
-) -> tuple[list[tuple[Machine, float]], float]:
+    work: Workload, dtype: torch.dtype, tokens: int | None, given_s: float | None
+) -> tuple[list[Machine], float]:
     """Measures this machine in rounds, so work of other processes shows as a difference.
 
     Without `given_s`, forward and backward lie on the line through two small transformers.
 
     Returns:
-        The machine and the seconds of forward and backward, by the shortest times and by the
-        longest; and the share of all cores that other processes used meanwhile.
+        The machine by the shortest times and by the longest; and the share of all cores that other
+        processes used meanwhile.
     """
     device, name, memory = here()
+    tokens = tokens or TOKENS[device.type]
     param = torch.randn(NUMEL // COLUMNS, COLUMNS, device=device).mul_(0.02).to(dtype)
-    calls = {**_work(param), "adamw": torch.optim.AdamW([param], lr=1e-4, fused=True).step}
+    calls = {**step_work(param), "adamw": torch.optim.AdamW([param], lr=1e-4, fused=True).step}
     sizes = {}
     if given_s is None:
         shape = (-(-tokens // _SEQUENCE), min(tokens, _SEQUENCE), _WIDTH)
@@ -102,131 +148,74 @@ def measured(
             model.to(device, dtype)
             calls[f"{layers} layers"] = partial(_forward_and_backward, model, data)
             sizes[f"{layers} layers"] = sum(param.numel() for param in model.parameters())
-    others_share = _cores_of_others()
+    busy_share = _share_of_other_processes()
     times = _rounds(calls, device)
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-    source = f"measured on this machine ({name}{threads})"
     found = []
     # The longest time of a call is left out: one hiccup makes no machine busy.
     for place in (0, -2):
-        picked = {name: sorted(own)[place] for name, own in times.items()}
-        machine = _machine(
-            picked, NUMEL, memory_bytes=memory, device=device.type, name=name, source=source
-        )
+        picked = {call: sorted(taken)[place] for call, taken in times.items()}
         compute_s = given_s
         if compute_s is None:
-            (small, x0), (large, x1) = sizes.items()
-            fixed, each = _line(x0, picked[small], x1, picked[large])
+            fixed, each = _line(*((size, picked[model]) for model, size in sizes.items()))
             # Backward leaves out the gradients of frozen weights, a third of the work.
             compute_s = fixed + each * (2 * work.parameters + work.trainable) / 3
-        found.append((machine, compute_s))
-    return found, others_share()
+        found.append(Machine(
+            each_s={call: seconds / NUMEL for call, seconds in picked.items()},
+            compute_s=compute_s,
+            memory_bytes=memory, device=device.type, name=name,
+            sources=(
+                f"{tokens:,} tokens per rank, from two small transformers on this machine",
+                f"measured on this machine ({name}{threads})",
+            ),
+        ))  # fmt: skip
+    return found, busy_share()
 
 
-def computed(gpu: Gpu, dtype: torch.dtype) -> Machine:
-    """Returns the constants of a GPU: bytes that its operations read and write, at full bandwidth.
-
-    The bytes are counted in torch operations on tensors without data.
-    """
-    with torch.device("meta"):
-        param = torch.empty(1 << 10, COLUMNS, dtype=dtype)
-    # Reads four tensors and writes three; torch has no fused AdamW without data.
-    moved = {"adamw": 7.0 * param.numel() * dtype.itemsize}
-    for name, call in _work(param).items():
-        call()  # Makes scratch and rows.
-        with _CountBytes() as counted:
-            call()
-        moved[name] = counted.moved
-    return _machine(
-        {name: size / gpu.bytes_per_s for name, size in moved.items()},
-        param.numel(), memory_bytes=gpu.memory_bytes, device="cuda", name=gpu.name,
-        source=f"computed, not measured, at the full {gpu.bytes_per_s / 1e9:,.0f} GB/s of an "
-        f"{gpu.name}",
-    )  # fmt: skip
-
-
-def computed_compute_s(gpu: Gpu, work: Workload, tokens: int) -> float:
-    """Returns the seconds of forward and backward.
-
-    Per token, forward takes 2 FLOPs for each parameter, and backward 2 for each parameter and 2 for
-    each trained one (Kaplan et al., arXiv 2001.08361, 2.1).
-    """
-    return (4 * work.parameters + 2 * work.trainable) * tokens / (MFU * gpu.flops)
-
-
-def _work(param: Tensor) -> dict[str, Callable[[], object]]:
-    """Returns one step's work on a tensor, by name: all but the wire and AdamW."""
+def step_work(param: Tensor) -> Calls:
+    """Returns the work of a step on a matrix, by its names in `BYTES`; AdamW's is left out."""
     param.grad = torch.randn_like(param)
     other = torch.empty_like(param)
-    calls: dict[str, Callable[[], object]] = {
+    calls: Calls = {
         "copy": lambda: other.copy_(param),
         "cast": lambda: other.copy_(param.to(torch.bfloat16).div_(2)),
         "power": _power(param),
     }
-    for bits in BITS:
-        votes = _Votes(param, bits)
-        calls[f"encode {bits}"] = votes.encode
-        calls[f"count {bits} from 2"] = partial(votes.count, 2)
-        calls[f"count {bits} from 4"] = partial(votes.count, 4)
-        if bits == 1:
-            calls["move"], calls["lion"] = votes.move, votes.lion
+    for bits in reversed(BITS):
+        calls |= _votes(param, bits)  # "move" and "lion" are those of one bit, the last.
     return calls
 
 
-def _machine(seconds: Mapping[str, float], numel: int, **rest: Any) -> Machine:
-    """Returns the constants from the seconds of `_work` on a tensor of `numel` elements."""
-    each = {name: own / numel for name, own in seconds.items()}
-    return Machine(
-        adamw_s=each["adamw"],
-        copy_s=each["copy"],
-        cast_s=each["cast"],
-        power_s=each["power"],
-        move_s=each["move"],
-        lion_s=each["lion"],
-        encode_s={bits: each[f"encode {bits}"] for bits in BITS},
-        count_s={
-            bits: _line(2, each[f"count {bits} from 2"], 4, each[f"count {bits} from 4"])
-            for bits in BITS
-        },
-        **rest,
-    )
+def _votes(param: Tensor, bits: int) -> Calls:
+    """Returns what a step of DistributedLion does with a matrix between its collectives."""
+    assert param.grad is not None
+    flat, rule = param.detach().view(-1), Majority("alternate")
+    params, grads, momenta = [flat], [param.grad.view(-1)], [torch.zeros_like(flat)]
+    layout = messages([Shape.of(param, 0)])
+    turn = Turn(
+        step=1, voter=0, seed=0, bits=bits, level_scale="word", exchange="gather",
+        groups=[{"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}], scratch=Scratch(),
+    )  # fmt: skip
+    votes: list[list[Tensor]] = []
 
+    def encode_all() -> None:
+        votes[:] = [list(encode(message, grads, momenta, turn, ()).planes) for message in layout]
 
-class _Votes:
-    """Encoding, counting, and moving one tensor, again and again."""
+    def count(ranks: int) -> None:
+        for planes in votes:
+            rule.decide(codec.tally([planes] * ranks, bits), ranks * codec.TOP[bits], 1)
 
-    def __init__(self, param: Tensor, bits: int) -> None:
-        assert param.grad is not None
-        flat = param.detach().view(-1)
-        self._bits, self._params = bits, [flat]
-        self._grads, self._momenta = [param.grad.view(-1)], [torch.zeros_like(flat)]
-        self._messages = messages([Shape.of(param, 0)])
-        group = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}
-        self._turn = Turn(
-            step=1, voter=0, seed=0, bits=bits, level_scale="word", exchange="gather",
-            groups=[group], scratch=Scratch(),
-        )  # fmt: skip
-        self._rule = Majority("alternate")
-        self.encode()
+    def move_all() -> None:
+        for message, planes in zip(layout, votes, strict=True):
+            move(message, params, planes[:1], None, rule, turn)
 
-    def encode(self) -> None:
-        self._votes = [
-            list(encode(message, self._grads, self._momenta, self._turn, ()).planes)
-            for message in self._messages
-        ]
+    def lion() -> None:
+        for message in layout:
+            plain_lion(message, params, grads, momenta, turn)
 
-    def count(self, ranks: int) -> None:
-        total = ranks * codec.TOP[self._bits]
-        for own in self._votes:
-            self._rule.decide(codec.tally([own] * ranks, self._bits), total, 1)
-
-    def move(self) -> None:
-        for message, own in zip(self._messages, self._votes, strict=True):
-            move(message, self._params, own[:1], None, self._rule, self._turn)
-
-    def lion(self) -> None:
-        for message in self._messages:
-            plain_lion(message, self._params, self._grads, self._momenta, self._turn)
+    encode_all()
+    counts = {f"count {bits} of {ranks}": partial(count, ranks) for ranks in (2, 4)}
+    return {f"encode {bits}": encode_all, **counts, "move": move_all, "lion": lion}
 
 
 def _power(param: Tensor) -> Callable[[], None]:
@@ -245,41 +234,12 @@ def _power(param: Tensor) -> Callable[[], None]:
     return step
 
 
-class _CountBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts in `moved` the bytes that operations read and write; views move none."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.moved = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            # Of these, the first argument is written only.
-            overwrites = func._schema.name.endswith(("copy_", "zero_", "fill_"))
-            # What changes a list in place returns nothing.
-            written = args[0] if result is None else result
-            for tensor in (*_tensors(args[overwrites:]), *_tensors(written)):
-                self.moved += tensor.numel() * tensor.element_size()
-        return result
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for own in value:
-            yield from _tensors(own)
-
-
 def _forward_and_backward(model: nn.Module, data: Tensor) -> None:
     model.zero_grad()
     model(data).sum().backward()
 
 
-def _rounds(
-    calls: Mapping[str, Callable[[], object]], device: torch.device
-) -> dict[str, list[float]]:
+def _rounds(calls: Calls, device: torch.device) -> dict[str, list[float]]:
     """Returns the seconds of each call in each round, after a round that warms up."""
     for call in calls.values():
         call()
@@ -304,19 +264,20 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - began
 
 
-def _cores_of_others() -> Callable[[], float]:
-    """Returns what returns the share of all cores that other processes have used since now.
+def _share_of_other_processes() -> Callable[[], float]:
+    """Returns a function that returns the share of all cores that other processes used since now.
 
-    Not the load average, which still counts an earlier run of this command.
+    The load average won't do: it still counts an earlier run of this command.
     """
-    own = psutil.Process()
+    process = psutil.Process()
     psutil.cpu_percent()
-    own.cpu_percent()
+    process.cpu_percent()
     cores = psutil.cpu_count() or 1
-    return lambda: (psutil.cpu_percent() - own.cpu_percent() / cores) / 100
+    return lambda: (psutil.cpu_percent() - process.cpu_percent() / cores) / 100
 
 
-def _line(x0: float, y0: float, x1: float, y1: float) -> tuple[float, float]:
+def _line(*points: tuple[float, float]) -> tuple[float, float]:
     """Returns intercept and slope of the line through two points; neither is below 0."""
+    (x0, y0), (x1, y1) = points
     slope = max((y1 - y0) / (x1 - x0), 0.0)
     return max(y0 - slope * x0, 0.0), slope

@@ -32,14 +32,17 @@ NODE = f'{DLION}, local_group="node"'
 # Bytes of a header for every other rank.
 _HEADER_BYTES = 64
 
+# Bytes that a rank sends in a step, and the seconds of the step by part.
+Cost = tuple[int, dict[str, float]]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What joins a node to the others."""
+    """The network between nodes."""
 
-    bits_per_s: float  # Of a node's network card, each way.
-    latency_s: float = 1e-4  # Of a message without size from one rank to another.
-    efficiency: float = 0.94  # The share of the rate that carries payload.
+    bits_per_s: float  # Rate of a node's network card, each way.
+    latency_s: float = 1e-4  # Time of an empty message from one rank to another.
+    efficiency: float = 0.94  # Share of the rate that carries payload.
 
     def seconds(self, sent_bytes: float, rounds: int) -> float:
         """Returns the time of a collective.
@@ -55,7 +58,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """All that a prediction needs."""
+    """Everything that a prediction depends on."""
 
     work: Workload
     ranks: int
@@ -63,8 +66,7 @@ class Case:
     shard: int = 1  # Ranks that shard a model with FSDP2: 1 or `per_node`.
     link: Link
     machine: Machine
-    compute_s: float  # Forward and backward, without DDP.
-    dtype: torch.dtype = torch.float32  # Of weights and gradients.
+    dtype: torch.dtype = torch.float32  # Dtype of weights and gradients.
     vote_every: int | None = None  # Local steps; None: as many as hide the exchange.
 
     def __post_init__(self) -> None:
@@ -93,9 +95,9 @@ class Case:
         """Number of network cards."""
         return self.ranks // self.per_node
 
-    def work_s(self, each_s: float) -> float:
-        """Returns the seconds of work that takes `each_s` per trainable element."""
-        return each_s * self.work.trainable
+    def work_s(self, name: str) -> float:
+        """Returns the seconds of work on all trainable elements, by its name in `BYTES`."""
+        return self.machine.each_s[name] * self.work.trainable
 
     def between_nodes(self) -> Case:
         """Returns the case of the ranks with one place in all nodes, which share cards evenly."""
@@ -121,11 +123,11 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What one method costs per step of a rank."""
+    """Bytes, time, and memory of a rank's step with one method."""
 
-    wire_bytes: int  # That a rank sends; if nodes vote as one, to other nodes.
+    wire_bytes: int  # Bytes that a rank sends; with one vote per node, to other nodes.
     parts: dict[str, float]  # Seconds by part; "network" is what no work hides.
-    memory_bytes: float  # Of weights, gradients, and optimizer state.
+    memory_bytes: float  # Weights, gradients, and optimizer state.
 
     @property
     def step_s(self) -> float:
@@ -133,95 +135,91 @@ class Prediction:
         return sum(self.parts.values())
 
 
+class _Clock:
+    """A rank's step: its own work, and the wire, which carries one collective after another."""
+
+    def __init__(self) -> None:
+        self._now = self._wire_free = 0.0
+        self._sent, self._worked = 0, dict[str, float]()
+
+    def work(self, part: str, seconds: float) -> None:
+        """Adds work of the rank."""
+        self._worked[part] = self._worked.get(part, 0.0) + seconds
+        self._now += seconds
+
+    def send(self, sent_bytes: int, seconds: float) -> float:
+        """Starts a collective as soon as the wire is free; returns the time at which it ends."""
+        self._sent += sent_bytes
+        self._wire_free = max(self._wire_free, self._now) + seconds
+        return self._wire_free
+
+    def wait(self, time: float) -> None:
+        """Makes the rank wait until a time, unless it has passed."""
+        self._now = max(self._now, time)
+
+    def cost(self) -> Cost:
+        """Returns the cost of the step, in which "network" is the time that the rank waited."""
+        # Sums that are equal may differ by a rounding.
+        waited = max(self._now - sum(self._worked.values()), 0.0)
+        return self._sent, {"compute": self._worked["compute"], "network": waited} | self._worked
+
+
 def predict(case: Case) -> dict[str, Prediction]:
-    """Returns a prediction by method, the step without communication first."""
-    ranks, own = case.ranks, case
-    if case.shard > 1:
-        own = replace(case.between_nodes(), work=case.work.shard(case.shard))
-    wrapper, size = ("FSDP2" if case.shard > 1 else "DDP"), case.dtype.itemsize
-    copies = 0.0 if case.shard > 1 else 2 * own.work_s(own.machine.copy_s)
-    adamw = {"optimizer": own.work_s(own.machine.adamw_s)}
-    memory = size * case.work.parameters / case.shard, size * own.work.trainable
-    adamw_bytes, lion_bytes = (memory[0] + count * memory[1] for count in (3, 2))
-    found = {
-        NONE: Prediction(
-            wire_bytes=0,
-            parts={"compute": own.compute_s + copies, **adamw},
-            memory_bytes=adamw_bytes,
-        )
-    }
-    reduced = {"bf16": 2} if size == 2 else {"fp32": 4, "bf16 hook": 2}
-    for name, on_wire in reduced.items():
-        sent, parts = _all_reduce(own, on_wire, copies)
-        found[f"AdamW with {wrapper} {name}"] = Prediction(
-            wire_bytes=sent, parts={**parts, **adamw}, memory_bytes=adamw_bytes
-        )
-    if case.shard == 1:
-        sent, parts = _power_sgd(case, copies)
-        # It keeps the error of what it compressed.
-        found[POWER] = Prediction(
-            wire_bytes=sent, parts={**parts, **adamw}, memory_bytes=adamw_bytes + memory[1]
-        )
+    """Returns the prediction of each method; the first is a step without communication."""
+    sharded, size, voters = case.shard > 1, case.dtype.itemsize, case
+    if sharded:
+        # Each rank exchanges its part of the model with the ranks that hold the same part.
+        voters = replace(case.between_nodes(), work=case.work.shard(case.shard))
+    copies_s = 0.0 if sharded else 2 * case.work_s("copy")  # Into DDP's buckets, and back.
+    weights, trained = size * case.work.parameters / case.shard, size * voters.work.trainable
+    found: dict[str, Prediction] = {}
+
+    def add(name: str, cost: Cost, kept: int) -> None:
+        """Adds a method with `kept` numbers per trained parameter, including the gradient."""
+        memory = weights + kept * trained
+        found[name] = Prediction(wire_bytes=cost[0], parts=cost[1], memory_bytes=memory)
+
+    add(NONE, _all_reduce(voters, 0, copies_s), 3)
+    for name, on_wire in ({"bf16": 2} if size == 2 else {"fp32": 4, "bf16 hook": 2}).items():
+        cost = _all_reduce(voters, on_wire, copies_s)
+        add(f"AdamW with {'FSDP2' if sharded else 'DDP'} {name}", cost, 3)
+    if not sharded:
+        add(POWER, _power_sgd(case, copies_s), 4)  # It also keeps the error of its approximation.
     for bits in BITS:
-        sent, parts = _votes(own, bits, ranks)
-        name = DLION if bits == 1 else f"{DLION}, bits={bits}"
-        found[name] = Prediction(wire_bytes=sent, parts=parts, memory_bytes=lion_bytes)
-    name, voters, share = DLION, own, 1
-    if case.per_node > 1 and case.shard == 1:
-        # DDP's buckets carry the gradients inside the node, each rank exchanges its share.
-        inside = replace(case.between_nodes(), compute_s=case.compute_s + copies)
-        sent, parts = _votes(inside, 1, ranks, case.per_node)
-        found[NODE] = Prediction(wire_bytes=sent, parts=parts, memory_bytes=lion_bytes)
-        name, voters, share = NODE, inside, case.per_node
-    every, sent, parts = _local_steps(voters, ranks, share)
-    # The anchor, and with 16 bits the displacement.
-    kept = memory[1] * (2 if size == 2 else 1)
-    found[f"{name}, vote_every={every}"] = Prediction(
-        wire_bytes=sent, parts=parts, memory_bytes=lion_bytes + kept
-    )
+        add(DLION if bits == 1 else f"{DLION}, bits={bits}", _votes(voters, case.ranks, bits), 2)
+    name, vote, share, inside_s = DLION, voters, 1, 0.0
+    if case.per_node > 1 and not sharded:
+        # DDP's buckets carry the gradients inside the node, and each rank exchanges its share.
+        name, vote, share, inside_s = NODE, case.between_nodes(), case.per_node, copies_s
+        add(name, _votes(vote, case.ranks, 1, share=share, inside_s=inside_s), 2)
+    every, cost = _local_steps(vote, case.ranks, share, inside_s)
+    # A second number is the anchor, and with 16 bits a third the displacement.
+    add(f"{name}, vote_every={every}", cost, 4 if size == 2 else 3)
     return found
 
 
-def _local_steps(case: Case, ranks: int, share: int) -> tuple[int, int, dict[str, float]]:
-    """Returns vote_every, and means over a period: bytes and parts of a step; see `_votes`."""
-    machine, planes = case.machine, case.ranks.bit_length()
-    sent, vote = _votes(case, 1, ranks, share, planes)
-    means = 8 * (case.ranks - 1) * len(case.work.shapes)
-    network = vote["network"] + case.gather_s(means)
-    # Displacements are read twice, and own weights are moved beside the anchors.
-    work = 2 * vote["encode"] + vote["count"] + case.work_s(3 * machine.move_s)
-    lion = case.work_s(machine.lion_s)
-    every = case.vote_every
-    if every is None:
-        every = max(vote_every_for(case.compute_s + lion, network + work), 2)
-    parts = {
-        "compute": case.compute_s,
-        "network": network / every,
-        "optimizer": lion + work / every,
-    }
-    return every, (sent + means) // every, parts
+def _all_reduce(case: Case, on_wire: int, copies_s: float) -> Cost:
+    """Returns the cost of DDP's all-reduce, which begins with the first full bucket.
 
-
-def _all_reduce(case: Case, on_wire: int, copies_s: float) -> tuple[int, dict[str, float]]:
-    """Returns bytes and parts of DDP's all-reduce, which begins with the first full bucket.
-
-    `on_wire` is the size of an element on the wire. Half of DDP's copies is done as gradients
-    become ready.
+    `on_wire` is the size of an element on the wire, 0 without network. Half of DDP's copies is done
+    as gradients become ready.
     """
-    size, numels = case.dtype.itemsize, case.work.numels
-    if on_wire != size:
-        copies_s += case.work_s(case.machine.cast_s)
-    forward = FORWARD_SHARE * case.compute_s
-    backward = case.compute_s - forward + copies_s / 2
-    total, done, wire_free, sent = sum(numels), 0, 0.0, 0
+    size, numels, compute_s = case.dtype.itemsize, case.work.numels, case.machine.compute_s
+    if on_wire not in (0, size):
+        copies_s += case.work_s("cast")
+    clock, arrival, total = _Clock(), 0.0, sum(numels)
+    forward_s = FORWARD_SHARE * compute_s
+    backward_s = compute_s - forward_s + copies_s / 2
+    clock.work("compute", forward_s)
     for bucket in _buckets(numels, size):
-        done += bucket
-        own = 2 * (case.ranks - 1) * -(-bucket // case.ranks) * on_wire
-        sent += own
         # Backward spends as long on every element, from the last tensor to the first.
-        wire_free = max(wire_free, forward + backward * done / total) + case.reduce_s(own)
-    exposed = max(wire_free - forward - backward, 0.0)
-    return sent, {"compute": forward + backward + copies_s / 2, "network": exposed}
+        clock.work("compute", backward_s * bucket / total)
+        sent = 2 * (case.ranks - 1) * -(-bucket // case.ranks) * on_wire
+        arrival = clock.send(sent, case.reduce_s(sent))
+    clock.wait(arrival)
+    clock.work("compute", copies_s / 2)
+    clock.work("optimizer", case.work_s("adamw"))
+    return clock.cost()
 
 
 def _buckets(numels: Sequence[int], size: int) -> list[int]:
@@ -235,18 +233,19 @@ def _buckets(numels: Sequence[int], size: int) -> list[int]:
     return found
 
 
-def _power_sgd(case: Case, copies_s: float) -> tuple[int, dict[str, float]]:
-    """Returns bytes and parts of PowerSGD in one bucket: nothing overlaps with backward.
+def _power_sgd(case: Case, copies_s: float) -> Cost:
+    """Returns the cost of PowerSGD in one bucket: nothing overlaps with backward.
 
     Three all-reduces follow one another: what is not compressed, and the two factors.
     """
     numel = sum(_power_numel(shape) for shape in case.work.shapes)
     sent = 2 * (case.ranks - 1) * -(-numel // case.ranks) * case.dtype.itemsize
-    return sent, {
-        "compute": case.compute_s + copies_s,
-        "encode": case.work_s(case.machine.power_s),
-        "network": 3 * case.reduce_s(sent / 3),
-    }
+    clock = _Clock()
+    clock.work("compute", case.machine.compute_s + copies_s)
+    clock.work("encode", case.work_s("power"))
+    clock.wait(clock.send(sent, 3 * case.reduce_s(sent / 3)))
+    clock.work("optimizer", case.work_s("adamw"))
+    return clock.cost()
 
 
 def _power_numel(shape: Sequence[int]) -> int:
@@ -257,56 +256,54 @@ def _power_numel(shape: Sequence[int]) -> int:
 
 
 def _votes(
-    case: Case, bits: int, ranks: int, share: int = 1, planes: int = 1
-) -> tuple[int, dict[str, float]]:
-    """Returns bytes and parts of a step as `DistributedLion.step` takes it.
+    case: Case, ranks: int, bits: int, *, share: int = 1, planes: int = 1, inside_s: float = 0.0
+) -> Cost:
+    """Returns the cost of a step of `DistributedLion`.
 
     All messages are encoded and sent, one after another. Then each is counted, where two_phase
-    sends a verdict, and then each is applied. `ranks` is the number of all ranks, which exchange
-    headers; of each message, a rank exchanges the part that `share` ranks of a node leave it. A
-    verdict has `planes` bits.
+    sends a verdict, and then each is applied.
+
+    Args:
+        case: The ranks that exchange votes, and their network.
+        ranks: Number of all ranks, which exchange headers.
+        bits: Bits of a vote.
+        share: Ranks of a node that split each message.
+        planes: Bits of a verdict.
+        inside_s: Seconds in addition to forward and backward before the exchange.
     """
-    machine, n = case.machine, case.ranks
-    fixed_s, vote_s = machine.count_s[bits]
-    header_s = case.link.seconds(_HEADER_BYTES * (ranks - 1), ranks - 1)
-    now = wire_free = case.compute_s + header_s
-    own = dict.fromkeys(("encode", "count", "move"), 0.0)
-    sent = _HEADER_BYTES * (ranks - share)
-
-    def spend(part: str, word_s: float, words: int) -> None:
-        nonlocal now
-        own[part] += word_s * words
-        now += word_s * words
-
-    under_way: list[tuple[int, int, int, float]] = []
-    for all_words, rows in _messages(case):
-        words = -(-all_words // share)
-        spend("encode", machine.encode_s[bits] * WORD, all_words)
-        size = partial(wire_bytes, ranks=n, rows=rows, bits=bits)
-        gather, two_phase = (size(x, words=words, planes=planes) for x in ("gather", "two_phase"))
-        sent += min(gather, two_phase)
-        if two_phase < gather:
-            active, counted = size("gather", words=0, planes=planes), -(-words // n)
-            verdict = 8 * (n - 1) * counted * planes
-            up_s = case.gather_s(active) + case.all_to_all_s(two_phase - active - verdict)
+    clock, n, link = _Clock(), case.ranks, case.link
+    encode_s, move_s = case.machine.each_s[f"encode {bits}"], case.machine.each_s["move"]
+    count_s = case.machine.count_s(bits, n)
+    clock.work("compute", case.machine.compute_s + inside_s)
+    header_s = link.seconds(_HEADER_BYTES * (ranks - 1), ranks - 1)
+    clock.wait(clock.send(_HEADER_BYTES * (ranks - share), header_s))
+    under_way = []
+    for words, rows in _messages(case):
+        clock.work("encode", encode_s * WORD * words)
+        mine = -(-words // share)
+        size = partial(wire_bytes, ranks=n, rows=rows, bits=bits, planes=planes)
+        gather, two_phase = size("gather", words=mine), size("two_phase", words=mine)
+        if gather <= two_phase:
+            counted, verdict, arrival = mine, 0, clock.send(gather, case.gather_s(gather))
         else:
-            verdict, counted, up_s = 0, words, case.gather_s(gather)
-        wire_free = max(wire_free, now) + up_s
-        under_way.append((all_words, counted, verdict, wire_free))
+            counted, active = -(-mine // n), size("gather", words=0)
+            verdict = 8 * (n - 1) * counted * planes
+            votes = two_phase - active - verdict
+            up_s = case.gather_s(active) + case.all_to_all_s(votes)
+            arrival = clock.send(active + votes, up_s)
+        under_way.append((words, counted * WORD * count_s, verdict, arrival))
     arrived = []
-    for _, counted, verdict, at in under_way:
-        now = max(now, at)
+    for _, counting_s, verdict, arrival in under_way:
+        clock.wait(arrival)
         if verdict:
-            spend("count", (fixed_s + n * vote_s) * WORD, counted)
-            wire_free = max(wire_free, now) + case.gather_s(verdict)
-        arrived.append(wire_free if verdict else at)
-    for (all_words, counted, verdict, _), at in zip(under_way, arrived, strict=True):
-        now = max(now, at)
-        spend("count", (fixed_s + n * vote_s) * WORD, 0 if verdict else counted)
-        spend("move", machine.move_s * WORD, all_words)
-    # Sums that are equal may differ by a rounding.
-    network = max(now - case.compute_s - sum(own.values()), 0.0)
-    return sent, {"compute": case.compute_s, "network": network, **own}
+            clock.work("count", counting_s)
+            arrival = clock.send(verdict, case.gather_s(verdict))
+        arrived.append(arrival)
+    for (words, counting_s, verdict, _), arrival in zip(under_way, arrived, strict=True):
+        clock.wait(arrival)
+        clock.work("count", 0.0 if verdict else counting_s)
+        clock.work("move", move_s * WORD * words)
+    return clock.cost()
 
 
 def _messages(case: Case) -> list[tuple[int, int]]:
@@ -314,4 +311,20 @@ def _messages(case: Case) -> list[tuple[int, int]]:
     device = torch.device(case.machine.device)
     tensors = [torch.empty(shape, dtype=case.dtype, device="meta") for shape in case.work.shapes]
     cut = messages([replace(Shape.of(tensor, 0), device=device) for tensor in tensors])
-    return [(own.words, sum(words // row for _, _, words, row in own.spans)) for own in cut]
+    return [(m.words, sum(words // row for _, _, words, row in m.spans)) for m in cut]
+
+
+def _local_steps(case: Case, ranks: int, share: int, inside_s: float) -> tuple[int, Cost]:
+    """Returns vote_every, and the cost of a step as a mean over a period; see `_votes`."""
+    planes = case.ranks.bit_length()
+    sent, vote = _votes(case, ranks, 1, share=share, planes=planes, inside_s=inside_s)
+    means = 8 * (case.ranks - 1) * len(case.work.shapes)
+    network = vote["network"] + case.gather_s(means)
+    # Displacements are read twice, and own weights are moved next to the anchors.
+    work = 2 * vote["encode"] + vote["count"] + 3 * case.work_s("move")
+    lion, every = case.work_s("lion"), case.vote_every
+    if every is None:
+        every = max(vote_every_for(vote["compute"] + lion, network + work), 2)
+    optimizer = lion + work / every
+    parts = {"compute": vote["compute"], "network": network / every, "optimizer": optimizer}
+    return every, ((sent + means) // every, parts)

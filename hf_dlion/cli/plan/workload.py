@@ -1,4 +1,4 @@
-"""What is trained: the shapes of the trainable tensors of a count, a folder, or a name."""
+"""The shapes of a model's trainable tensors, from a parameter count, a folder, or a hub name."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _WIDTH_PER_LAYER, _LAYER = 128, 12
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What one training step works on."""
+    """The tensors of a training step."""
 
     name: str
-    parameters: int  # Decides the time of forward and backward.
-    shapes: tuple[tuple[int, ...], ...]  # Of the trainable tensors, as they are registered.
-    note: str = ""  # What was assumed.
+    parameters: int  # All parameters, which determine the time of forward and backward.
+    shapes: tuple[tuple[int, ...], ...]  # Shapes of the trainable tensors, in order.
+    note: str = ""  # Assumptions about the shapes.
 
     @property
     def numels(self) -> list[int]:
@@ -36,13 +36,13 @@ class Workload:
         return sum(self.numels)
 
     def shard(self, ranks: int) -> Workload:
-        """Returns what one of `ranks` ranks has of it under FSDP2, which cuts first dimensions."""
+        """Returns one rank's shards under FSDP2, which splits the first dimensions."""
         parts = tuple((-(-shape[0] // ranks), *shape[1:]) if shape else () for shape in self.shapes)
         return replace(self, shapes=parts)
 
 
 def workload(model: str, trainable: int | None = None) -> Workload:
-    """Returns what a count ("7b"), a folder with a config.json, or a name on the hub stands for.
+    """Returns the workload of a count ("7b"), a folder with a config.json, or a hub name.
 
     Raises:
         ValueError: If there is no such model, or it has fewer parameters than `trainable`.
@@ -70,7 +70,7 @@ def workload(model: str, trainable: int | None = None) -> Workload:
 
 
 def usual_shapes(count: int) -> tuple[tuple[int, ...], ...]:
-    """Returns matrices as wide as those of a transformer of `count` elements, and a rest.
+    """Returns shapes of matrices as in a transformer of `count` elements, and of a rest.
 
     All matrices but the last are square. PowerSGD sends vectors whole, so none may be long.
     """
@@ -103,7 +103,7 @@ def _config(model: str) -> Any:
 
 
 def _build(config: Any) -> nn.Module:
-    """Returns the model of a config, with the head that it was saved with."""
+    """Returns the model of a config, with its saved head."""
     import transformers
 
     for name in config.architectures or ():
