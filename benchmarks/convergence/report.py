@@ -99,15 +99,21 @@ def draw(found: Sequence[Sequence[Result]], times: Sequence[StepTimes], folder: 
         setting = together[0].setting
         name = f"{setting.task}-{setting.workers}x{setting.batch}.png"
         written.append(_curves(together, step_s, folder / f"curves-{name}"))
-        label, path = "bits per parameter, out of a rank", folder / f"bits-{name}"
-        written.append(_points(together, lambda result: result.bits_per_step, label, path))
+        bits = {"bits per parameter, out of a rank": lambda result: result.bits_per_step}
+        written.append(_points(together, bits, folder / f"bits-{name}"))
+        minutes = {f"minutes at {link} (computed)": _minutes(step_s[link]) for link in step_s}
+        written.append(_points(together, minutes, folder / f"minutes-{name}"))
         place = setting.replace(method="", lr=0.0, seed=0, workers=0)
         by_workers.setdefault(place, []).extend(together)
     for place, group in by_workers.items():
         if len({result.setting.workers for result in group}) > 1:
             path = folder / f"workers-{place.task}-{place.batch}.png"
-            written.append(_points(group, lambda result: result.setting.workers, "workers", path))
+            written.append(_points(group, {"workers": lambda result: result.setting.workers}, path))
     return written
+
+
+def _minutes(step_s: Callable[[Result], float]) -> Callable[[Result], float]:
+    return lambda result: step_s(result) * result.setting.steps / 60
 
 
 def _curves(together: Sequence[Result], times: StepTimes, path: Path) -> Path:
@@ -136,24 +142,26 @@ def _curves(together: Sequence[Result], times: StepTimes, path: Path) -> Path:
 
 
 def _points(
-    found: Sequence[Result], place: Callable[[Result], float], label: str, path: Path
+    found: Sequence[Result], axes: Mapping[str, Callable[[Result], float]], path: Path
 ) -> Path:
-    """Draws the last loss of each method against the number that `place` returns."""
-    drawn, panels = figure(1)
+    """Draws the last loss of each method, in one panel each against the numbers of `axes`."""
+    drawn, panels = figure(len(axes))
     drawable = [result for result in found if all(map(math.isfinite, result.losses.values()))]
     means = {id(result): statistics.fmean(result.losses.values()) for result in drawable}
-    for method in dict.fromkeys(result.setting.method for result in drawable):
-        line = sorted((result for result in drawable if result.setting.method == method), key=place)
-        how, deviations = look(method), [spread(result.losses.values()) for result in line]
-        panels[0].errorbar(
-            [*map(place, line)], [means[id(result)] for result in line], deviations,
-            fmt=f"o{how.dash}", color=how.color, capsize=3, label=how.label, mfc=how.face,
-        )  # fmt: skip
-    panels[0].set_xlabel(label)
-    logarithmic(panels[0], "x")
-    if label == "workers":
-        places = sorted({place(result) for result in found})
-        panels[0].set_xticks(places, [f"{number:g}" for number in places])
+    for panel, (label, place) in zip(panels, axes.items(), strict=True):
+        for method in dict.fromkeys(result.setting.method for result in drawable):
+            line = [result for result in drawable if result.setting.method == method]
+            line.sort(key=place)
+            how, deviations = look(method), [spread(result.losses.values()) for result in line]
+            panel.errorbar(
+                [*map(place, line)], [means[id(result)] for result in line], deviations,
+                fmt=f"o{how.dash}", color=how.color, capsize=3, label=how.label, mfc=how.face,
+            )  # fmt: skip
+        panel.set_xlabel(label)
+        logarithmic(panel, "x")
+        if label == "workers":
+            places = sorted({place(result) for result in found})
+            panel.set_xticks(places, [f"{number:g}" for number in places])
     if means and 0.0 < FLAT * min(means.values()) < max(means.values()):
         logarithmic(panels[0], "y")
     return _finished(drawn, panels, found, path)
