@@ -559,7 +559,7 @@ class DistributedLion(LionState):
             synchronize(momenta, self.options, ranks, count)
         every = self.options.check_replicas_every
         if every and count % every == 0:
-            compare_replicas(self._common_parts(), ranks.everyone, self.steps, ranks.alike)
+            compare_replicas(self._common_parts(), ranks.everyone, self.steps, ranks.same_parts)
 
     def synchronize_momentum(self) -> None:
         """Replaces every momentum by its mean over the voters; every rank must call this.

@@ -221,7 +221,7 @@ class LionState(torch.optim.Optimizer):
                 replicate=self._replicate,
                 device=groups.named(self.param_groups)[0][1].device,
             )
-            self._meetings = Meetings(self._ranks.everyone, self._ranks.alike)
+            self._meetings = Meetings(self._ranks.everyone, self._ranks.same_parts)
         return self._ranks
 
     def meet(self, kind: Kind, failure: BaseException | None) -> Topology | None:

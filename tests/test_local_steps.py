@@ -483,7 +483,7 @@ def in_wrong_order(rank: int, world_size: int) -> list[str]:
 def test_a_wrong_order_of_calls_is_refused(pools: RankPools) -> None:
     for swapped, wrapped, differs in pools(2).run(in_wrong_order):
         assert "in common_weights()" in swapped
-        assert "attach() of another DDP wrapper after local steps" in wrapped
+        assert "attach() got a DDP wrapper that was made during local steps" in wrapped
         assert "hashes of parameter values, first in '0.weight'" in differs
 
 

@@ -247,7 +247,7 @@ def test_a_new_layout_compares_values_again(pools: RankPools) -> None:
 
 
 def sharded(rank: int, world_size: int, odd: int) -> str:
-    meetings = Meetings(wire_of(), alike=[[0, 2], [1, 3]])
+    meetings = Meetings(wire_of(), same_parts=[[0, 2], [1, 3]])
     values = [("weight", 10 + rank % 2 + 5 * (rank == odd))]
     if odd < 0:
         meetings.meet(report(values=lambda: values))
@@ -313,7 +313,7 @@ def test_ranks_that_step_different_optimizers_all_raise(
 ) -> None:
     text, *others = pools(world_size).run(two_optimizers, case)
     assert others == [text] * (world_size - 1)
-    assert "ranks use different optimizers: make and step several" in text[0]
+    assert "ranks use different optimizers: create and step several" in text[0]
 
 
 @WORLD_SIZES

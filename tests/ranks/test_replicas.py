@@ -114,7 +114,7 @@ def test_another_shape_or_a_missing_parameter_counts(
 def shards(rank: int, world_size: int, odd: int) -> Any:
     own = {"part": torch.full((3,), float(rank % 2 + 10 * (rank == odd)))}
     try:
-        compare_replicas(own.items(), wire_of(), 1, alike=[[0, 2], [1, 3]])
+        compare_replicas(own.items(), wire_of(), 1, same_parts=[[0, 2], [1, 3]])
     except Disagreement as error:
         return str(error)
     return ""

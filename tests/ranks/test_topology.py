@@ -29,7 +29,7 @@ def every_rank_votes(rank: int, world_size: int, local_group: int | None) -> Any
     stats = WireStats()
     topology = Topology(None, local_group, stats)
     assert topology.voters is topology.everyone
-    assert topology.alike is None
+    assert topology.same_parts is None
     assert topology.everyone.group is dist.group.WORLD
     return (*described(topology), stats.bytes_sent)
 
@@ -46,7 +46,7 @@ def test_nodes_of_one_rank_are_ranks(pools: RankPools) -> None:
 def nodes(rank: int, world_size: int, size: int) -> Any:
     stats = WireStats()
     topology = Topology(None, size, stats)
-    assert topology.alike is None
+    assert topology.same_parts is None
     assert stats.bytes_sent == 0
     found = described(topology)
     before = stats.bytes_sent, stats.node_bytes_sent
@@ -177,14 +177,14 @@ def mesh(rank: int, world_size: int) -> Any:
     assert topology.node is None
     assert topology.everyone.world_size == 4
     found = topology.voters.gather_words([rank], "a word").view(-1).tolist()
-    return found, topology.alike, topology.local_size, stats.bytes_sent
+    return found, topology.same_parts, topology.local_size, stats.bytes_sent
 
 
 @pytest.mark.smoke
 def test_the_ranks_of_a_replicate_dimension_vote(pools: RankPools) -> None:
-    alike = [[0, 2], [1, 3]]
+    same_parts = [[0, 2], [1, 3]]
     sent = 64 * 3 + 8
-    assert pools(4).run(mesh) == [(alike[rank % 2], alike, 1, sent) for rank in range(4)]
+    assert pools(4).run(mesh) == [(same_parts[rank % 2], same_parts, 1, sent) for rank in range(4)]
 
 
 def test_control_messages_travel_from_the_parameters_device(
