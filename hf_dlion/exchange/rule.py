@@ -71,7 +71,7 @@ class Majority:
 
 
 class Average:
-    """The mean of the votes (Liu et al. 2024, Algorithm 1, "Avg"). A rank that abstains counts as 0.
+    """The mean of the votes, 0 for a rank that abstains (Liu et al. 2024, Algorithm 1, "Avg").
 
     Args:
         ranks: Number of ranks N.
