@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Streams of random bits, see docs/rule.md. Voter r adds r to MOMENTA and to the streams of its own
-# weights and displacements.
+# Streams of random bits. Voter r adds r to every stream except PARAMETERS.
 PARAMETERS, MOMENTA = 0, 1
 DISPLACEMENTS, OWN_WEIGHTS, EXCHANGED = 1 << 30, 1 << 31, (1 << 30) + (1 << 31)
 
