@@ -64,7 +64,7 @@ GROUP_TIMEOUT = datetime.timedelta(seconds=180)
 
 RankFunction = Callable[..., Any]
 
-# Process groups that outlive the case that made them: torch's meshes go on naming theirs.
+# Process groups that outlive the case that made them: torch's meshes keep using theirs.
 LASTING: set[dist.ProcessGroup] = set()
 
 
@@ -262,7 +262,7 @@ def run_script(
         RanksFailedError: On a timeout, or on another exit code if `check`.
     """
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={nproc}"]
-    # Port 0 lets the system choose, so that test runs beside one another never collide.
+    # Port 0 lets the system choose, so parallel test runs never collide.
     torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=127.0.0.1"]
     return run_command([*torchrun, *argv], env=env, cwd=cwd, timeout=timeout, check=check)
 
@@ -275,7 +275,7 @@ def run_command(
     timeout: float = 120.0,
     check: bool = True,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a whole command (`accelerate launch ...`) as `run_script` does, and kills all of it.
+    """Runs a complete command (`accelerate launch ...`) as `run_script` does, and kills all of it.
 
     Raises:
         RanksFailedError: On a timeout, or on another exit code if `check`.
@@ -286,7 +286,7 @@ def run_command(
     full = {k: v for k, v in os.environ.items() if not k.startswith(outer)}
     full |= {**RANK_ENV, "PYTHONFAULTHANDLER": "1", **(env or {})}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        # Files, not pipes: a grandchild that survives would keep a pipe open for ever.
+        # Files, not pipes: a grandchild that survives would keep a pipe open forever.
         process = subprocess.Popen(words, stdout=out, stderr=err, env=full, cwd=cwd)
         try:
             code: int | None = process.wait(timeout)
@@ -399,7 +399,7 @@ def _serve(rank: int, world_size: int, folder: str, connection: Connection) -> N
 
 
 def rank_environment(rank: int, world_size: int) -> dict[str, str]:
-    """Returns what a launcher sets for a rank."""
+    """Returns the environment variables that a launcher sets for a rank."""
     names = {"RANK": rank, "LOCAL_RANK": rank}
     sizes = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     return {name: str(value) for name, value in (names | sizes).items()}
@@ -427,7 +427,7 @@ def _answer(rank: int, world_size: int, call: bytes) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Hands over a tensor as its bytes.
+    """Pickles a tensor as its bytes.
 
     torch's own way is a file per tensor, 0.2 ms each, and records of training have thousands of
     them. multiprocessing's is shared memory of a process that may be gone by the time it is read.
