@@ -117,7 +117,7 @@ class LionState(torch.optim.Optimizer):
     def _planned(self) -> tuple[Plan, list[Tensor], list[Tensor]]:
         """Returns the plan, the trainable parameters, and this rank's part of each.
 
-        The plan is made again if parameters were added, frozen, unfrozen, or replaced.
+        A new plan is made if parameters were added, frozen, unfrozen, or replaced.
         """
         trainable = groups.trainable(self.param_groups)
         parts = [fsdp.local_part(p.detach()) for p in trainable]

@@ -33,7 +33,7 @@ from hf_dlion.vote.codec import TOP, WORD, pack, spread, tally, unpack
 
 
 class Rows:
-    """The rows of a message, each of whole words.
+    """The rows of a message, each of complete words.
 
     Args:
         lengths: Stretches of rows of one length: the number of rows, and words per row.

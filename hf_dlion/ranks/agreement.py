@@ -332,7 +332,7 @@ class Meetings:
 
         Args:
             created: Number of this optimizer among those created, by rank.
-            key: Hashes of layout and values, which don't tell it from its twins.
+            key: Hashes of layout and values, equal for twins.
         """
         twins = self._optimizers.twins.setdefault(key, [])
         for twin in twins:

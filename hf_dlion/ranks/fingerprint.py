@@ -1,4 +1,4 @@
-"""64-bit hashes of tensors' bits, computed on their own device."""
+"""64-bit hashes of tensors' bits, computed on the tensors' devices."""
 
 from __future__ import annotations
 

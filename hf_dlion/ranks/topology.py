@@ -141,7 +141,7 @@ class Topology:
             raise Disagreement(
                 f"replicate groups must be as large on every rank and share no rank, but their "
                 f"sizes are {sizes} and their first ranks {firsts} in rank order: pass each rank's "
-                f"own group of one device mesh that holds all ranks"
+                f"own group of one device mesh that contains all ranks"
             )
         self._same_parts = same_parts
         return voters
@@ -202,7 +202,7 @@ def _checked_size(gathered: Sequence[Mapping[str, Any]]) -> int:
     Raises:
         Disagreement: On every rank, if the ranks don't form nodes of one size.
     """
-    sizes, places = ([own[key] for own in gathered] for key in ("size", "place"))
+    sizes, places = ([by_rank[key] for by_rank in gathered] for key in ("size", "place"))
     size: int = sizes[0]
     if len(set(sizes)) > 1:
         raise Disagreement(
@@ -219,7 +219,7 @@ def _checked_size(gathered: Sequence[Mapping[str, Any]]) -> int:
             f"the ranks of a node must be consecutive, {size} by {size}, but {_PLACE} is {places} "
             f"in rank order: number the ranks node by node, as torchrun does"
         )
-    counts = [own["groups"] for own in gathered]
+    counts = [by_rank["groups"] for by_rank in gathered]
     if len(set(counts)) > 1:
         raise Disagreement(
             f"ranks are members of different numbers of process groups, {counts} in rank order, "
@@ -231,8 +231,8 @@ def _checked_size(gathered: Sequence[Mapping[str, Any]]) -> int:
 
 def _group(everyone: Wire, members: Sequence[int]) -> dist.ProcessGroup:
     """Returns the group of some of everyone's ranks, created once; its members must call this."""
-    made, key = _made.setdefault(everyone.group, {}), tuple(members)
+    groups, key = _made.setdefault(everyone.group, {}), tuple(members)
     # The user may have destroyed the group.
-    if made.get(key) not in distributed_c10d._world.pg_map:
-        made[key] = everyone.new_group(key)
-    return made[key]
+    if groups.get(key) not in distributed_c10d._world.pg_map:
+        groups[key] = everyone.new_group(key)
+    return groups[key]

@@ -232,24 +232,26 @@ class LocalSteps:
         source = functools.partial(_displacement, weights=weights, scratch=turn.scratch)
         reset, limits, scales = self._scales(trainable, weights, source, exchange_turn, ranks)
 
-        relative = [_number(s / 2 if self.bits == 8 else s) for s in scales]
-        votes = [votes_by(source, message, exchange_turn, relative) for message in plan.messages]
+        # Encode and send all messages, then decode and apply one after the other.
+        magnitudes = [_number(s / 2 if self.bits == 8 else s) for s in scales]
+        sent = [votes_by(source, message, exchange_turn, magnitudes) for message in plan.messages]
         mean = Average(voters.world_size, self.bits)
         under_way = [
-            routes.start(own, turn.exchange, voters, mean, exchange_turn.step, ranks.node)
-            for own in votes
+            routes.start(votes, turn.exchange, voters, mean, exchange_turn.step, ranks.node)
+            for votes in sent
         ]
         now = voters.stats.add("encode_s", now)
         units = [_number(_unit(s, self.bits)) for s in scales]
-        for message, own, verdict in zip(
-            plan.messages, votes, routes.complete(under_way), strict=True
+        for message, votes, verdict in zip(
+            plan.messages, sent, routes.complete(under_way), strict=True
         ):
             now = voters.stats.add("exchange_s", now)
             for piece in message.pieces:
                 if takes_part(piece, weights.own):
-                    outcome = _decoded(piece, own, verdict, units, turn, voters.world_size)
+                    outcome = _decoded(piece, votes, verdict, units, turn, voters.world_size)
                     _move(piece, outcome, weights, self.period.decays, turn, exchange_turn)
             now = voters.stats.add("apply_s", now)
+        # Tensors of `full_precision` are averaged without votes.
         for message in plan.full:
             sums = sum_over_voters(message, weights.own, _displacements(message, weights), voters)
             means = [None if total is None else total.div_(voters.world_size) for total in sums]
@@ -285,8 +287,7 @@ class LocalSteps:
             _reset(k, weights)
             amounts[k] = 0.0
         replaced = self._replaced(trainable, amounts, weights)
-        # The voters exchange means of their own shard, or with one rank of each node. All ranks
-        # must raise.
+        # The means below only reach this rank's voters, but all ranks must raise.
         if ranks.voters is not ranks.everyone:
             flags = ranks.everyone.gather_words([bool(replaced)], "replaced weights").view(-1)
             if bool(flags.any()):
@@ -516,7 +517,7 @@ def _layout(param: Tensor) -> tuple[object, ...]:
 
 
 def _unit(scale: float, bits: int) -> float:
-    """Returns the displacement that a level of 1 stands for."""
+    """Returns the displacement of a level of 1."""
     return {1: scale, 2: 0.625 * scale, 4: scale / 7, 8: scale / 254}[bits]
 
 
