@@ -82,7 +82,8 @@ class DistributedLion(LionState):
             and steps, and "zero" doesn't move the element, which takes a second bit
             (default: "alternate").
         level_scale: Scope of the mean of |u| to which votes of 2, 4, or 8 bits are relative: each
-            "word" of 64 elements, or the "tensor" as in Lion Cub (default: "word").
+            "word" of 64 elements, or the "tensor" as in Lion Cub, Ishikawa et al. 2024, arXiv
+            2411.16462 (default: "word").
         exchange: Route of the votes: "gather", "two_phase", or "auto", which takes the one that
             sends fewer bytes (default: "auto").
         local_group: Ranks that average their gradients and vote as one: their number, or "node"
@@ -347,6 +348,7 @@ class DistributedLion(LionState):
             if not several:
                 raise
             failure = error
+        # An exchange of local steps sends its own headers, and the steps before it send none.
         agreed = self._agree(tensors, failure) if kind is Kind.STEP else None
         if agreed is None or (self._takes_local_steps() and any(agreed.moves)):
             self._step_locally(kind, tensors, failure, period)
