@@ -186,7 +186,7 @@ class _InNode(Exchange):
         words = _share(node.rank, self._words_each, self._words)
         part = Votes(votes.planes[:, words].contiguous(), votes.active, votes.rows.part(words))
         self._between_nodes = start(part, name, voters, rule, step)
-        self._planes, self._device = rule.planes, votes.planes.device
+        self._device = votes.planes.device
 
     def receive(self) -> None:
         """See `Exchange`."""
@@ -198,11 +198,9 @@ class _InNode(Exchange):
 
     def begin_in_node(self) -> None:
         """See `Exchange`."""
-        sent = torch.zeros(self._planes, self._words_each, dtype=torch.int64, device=self._device)
-        for out, plane in zip(sent, self._partial.planes, strict=True):
-            out[: plane.numel()] = plane
-        self._sent = sent.to(self._node.device_for(self._device))
-        self._all = self._sent.new_empty(self._node.world_size, *sent.shape)
+        planes = _padded(self._partial.planes, self._words_each)
+        self._sent = planes.to(self._node.device_for(self._device))
+        self._all = self._sent.new_empty(self._node.world_size, *planes.shape)
         self._pending = self._node.all_gather(self._all, self._sent, "a verdict")
 
     def verdict(self) -> Verdict:
@@ -267,9 +265,7 @@ class _TwoPhase(Exchange):
         received = self._received.to(device)[:, :, : counted.stop - counted.start]
         total = _total(self._voters, self._votes, len(received), counted)
         sums = tally([list(sent) for sent in received], received.shape[1])
-        planes = torch.zeros(self._rule.planes, self._words_each, dtype=torch.int64, device=device)
-        for out, plane in zip(planes, self._rule.decide(sums, total, self._step), strict=True):
-            out[: plane.numel()] = plane
+        planes = _padded(self._rule.decide(sums, total, self._step), self._words_each)
         self._sent = planes.to(self._wire.device_for(device))
         self._received = self._sent.new_empty(self._wire.world_size, *planes.shape)
         self._pending = [self._wire.all_gather(self._received, self._sent, "a verdict")]
@@ -284,6 +280,14 @@ def _share(rank: int, words_each: int, words: int) -> slice:
     """Returns the words that a rank counts; the last ranks may have fewer, or none."""
     first = min(rank * words_each, words)
     return slice(first, min(first + words_each, words))
+
+
+def _padded(planes: Sequence[Tensor], words: int) -> Tensor:
+    """Returns planes with zeros after their end, int64, shape (planes, words)."""
+    padded = planes[0].new_zeros(len(planes), words)
+    for out, plane in zip(padded, planes, strict=True):
+        out[: plane.numel()] = plane
+    return padded
 
 
 def _joined(shares: Tensor, words: int) -> list[Tensor]:

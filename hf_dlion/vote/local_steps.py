@@ -443,7 +443,7 @@ def _displacement(piece: Piece, weights: _Weights, scratch: Scratch) -> Tensor:
 
 
 def _displacements(message: Message, weights: _Weights) -> list[Tensor | None]:
-    """Returns x - p of a message's tensors by index in the layout, each a tensor of its own."""
+    """Returns x - p of a message's tensors, by index in the layout."""
     found: list[Tensor | None] = [None] * len(weights.own)
     for index, *_ in message.spans:
         x, p = weights.wide_anchors[index], weights.wide[index]
