@@ -83,7 +83,7 @@ class LionState(torch.optim.Optimizer):
 
         The values are those of the last measurement for `momentum_sync="auto"`: 0 if all ranks
         have the same momentum, about 1 - 1/N if the N momenta are independent. The dictionary is
-        empty before the first measurement, and with any other `momentum_sync`.
+        empty before the first measurement.
         """
         return {
             name: float(self.state[p]["divergence"])

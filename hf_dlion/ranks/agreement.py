@@ -163,9 +163,9 @@ class Abstentions:
         """Counts a step, and returns how many ranks abstain in it.
 
         Args:
-            finite: Whether the gradients of each rank, or of each voter, are finite.
+            finite: Whether the gradients of each voter, or of each rank, are finite.
         """
-        # The first local step is counted by voter, the next ones by rank.
+        # Steps with votes count voters and local steps count ranks, so a change begins at zero.
         same_length = len(self._in_a_row) == len(finite)
         before = self._in_a_row if same_length else [0] * len(finite)
         self._in_a_row = [0 if ok else n + 1 for ok, n in zip(finite, before, strict=True)]
