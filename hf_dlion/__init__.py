@@ -30,8 +30,8 @@ __all__ = [
     "save_momentum",
 ]
 
-# Names are imported at their first use: a plain training loop needs no safetensors, transformers, or
-# accelerate, and the help of a command needs no torch.
+# Names are imported at their first use: a plain training loop needs no safetensors, transformers
+# or accelerate, and the help of a command needs no torch.
 _LATE = {
     "Disagreement": "ranks.agreement",
     "DistributedLion": "optimizer",
