@@ -421,7 +421,9 @@ class DistributedLion(LionState):
             for message in [*plan.messages, *plan.full]:
                 plain_lion(message, params, grads, momenta, turn)
         else:
-            rule = self._rule(ranks)
+            rule: Rule = Majority(self.options.ties)
+            if self.options.aggregation == "average":
+                rule = Average(ranks.voters.world_size, self.options.bits)
             step_by_votes(plan.messages, params, grads, momenta, turn, rule, ranks)
             if plan.full:
                 # On all voters, because these momenta follow the mean gradient.
@@ -592,11 +594,6 @@ class DistributedLion(LionState):
             if all_ranks_have(momenta, ranks.voters, "hashes of momenta"):
                 texts.append(COPIED_MOMENTA)
         return texts if ranks.everyone.rank == 0 else []
-
-    def _rule(self, ranks: Topology) -> Rule:
-        if self.options.aggregation == "average":
-            return Average(ranks.voters.world_size, self.options.bits)
-        return Majority(self.options.ties)
 
     def _turn(self) -> Turn:
         return Turn(

@@ -385,7 +385,7 @@ def refuse(rank: int, world_size: int, what: str) -> str:
 
 
 REFUSED = {
-    "no wrapper": "TypeError: attach() needs a DistributedDataParallel, or torch.compile of one, g",
+    "no wrapper": "TypeError: attach() needs a DistributedDataParallel, or torch.compile of one (g",
     "other model": "ValueError: the optimizer holds none of the 4 trainable parameters",
     "unowned": "RuntimeError: 2 trainable parameters of the DDP wrapper belong to no attached opt",
     "hook": "RuntimeError: the DDP wrapper already has the communication hook 'allreduce_hook'",
