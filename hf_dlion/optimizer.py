@@ -421,9 +421,11 @@ class DistributedLion(LionState):
             for message in [*plan.messages, *plan.full]:
                 plain_lion(message, params, grads, momenta, turn)
         else:
-            rule: Rule = Majority(self.options.ties)
+            rule: Rule
             if self.options.aggregation == "average":
                 rule = Average(ranks.voters.world_size, self.options.bits)
+            else:
+                rule = Majority(self.options.ties)
             step_by_votes(plan.messages, params, grads, momenta, turn, rule, ranks)
             if plan.full:
                 # On all voters, because these momenta follow the mean gradient.
