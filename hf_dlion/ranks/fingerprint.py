@@ -71,7 +71,7 @@ def _hash(tensor: Tensor) -> Tensor:
 
 
 def _words(part: Tensor) -> Tensor:
-    """Returns contiguous elements as int32, copied where they aren't complete words in memory."""
+    """Returns contiguous elements as int32, copied if they don't begin and end at words."""
     per_word = max(1, WORD_BYTES // part.element_size())
     if part.numel() % per_word or part.storage_offset() % per_word:
         padded = part.new_zeros(-(-part.numel() // per_word) * per_word)

@@ -23,9 +23,9 @@ from hf_dlion.ranks.header import Header, Kind
 _SIZE, _PLACE = "LOCAL_WORLD_SIZE", "LOCAL_RANK"
 
 # Groups created from a process group's ranks, reused because each has sockets and threads.
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
-    weakref.WeakKeyDictionary()
-)
+_created_groups: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]
+] = weakref.WeakKeyDictionary()
 
 
 class Topology:
@@ -231,7 +231,7 @@ def _checked_size(gathered: Sequence[Mapping[str, Any]]) -> int:
 
 def _group(everyone: Wire, members: Sequence[int]) -> dist.ProcessGroup:
     """Returns the group of some of everyone's ranks, created once; its members must call this."""
-    groups, key = _made.setdefault(everyone.group, {}), tuple(members)
+    groups, key = _created_groups.setdefault(everyone.group, {}), tuple(members)
     # The user may have destroyed the group.
     if groups.get(key) not in distributed_c10d._world.pg_map:
         groups[key] = everyone.new_group(key)

@@ -92,8 +92,8 @@ class Tensors:
 
     Attributes:
         params: Parameters.
-        grads: Gradients; None where this rank's voter abstains.
-        momenta: Momenta; None where this rank's voter abstains.
+        grads: Gradients; None if this rank's voter abstains.
+        momenta: Momenta; None if this rank's voter abstains.
         present: Whether this rank has a gradient.
         finite: Whether all gradients of this rank are finite.
     """

@@ -200,9 +200,11 @@ class Lions:
     """All ranks of Distributed Lion in one process.
 
     Args:
-        params: Of every rank, equal; float32, float64, bfloat16 or float16.
+        params: Parameters, equal on every rank; float32, float64, bfloat16 or float16.
         ranks: Number of ranks.
-        lrs, decays, betas: Of each parameter.
+        lrs: Learning rate of each parameter.
+        decays: Weight decay of each parameter.
+        betas: Momentum coefficients of all parameters.
     """
 
     params: list[torch.Tensor]

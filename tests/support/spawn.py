@@ -1,8 +1,8 @@
-"""The one way in which tests start several ranks.
+"""Helpers with which tests start several ranks.
 
-`RankPool` keeps `world_size` worker processes alive around one gloo process group, so that a test
-module pays for start-up once; `run_ranks` is a pool for a single call; `run_script` runs a whole
-command under torchrun. A rank function is a top-level function `f(rank, world_size, *args)` of an
+`RankPool` keeps `world_size` processes with one gloo process group alive, so a test module starts
+them once. `run_ranks` is a pool for a single call. `run_script` runs a complete command under
+torchrun. A rank function is a top-level function `f(rank, world_size, *args)` of an
 importable module, and what it returns must be picklable (arrays and tensors are).
 """
 
@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hf_dlion.ranks.topology import _made
+from hf_dlion.ranks.topology import _created_groups
 
 # One thread per rank: the machines that run these tests have fewer cores than ranks. OpenBLAS must
 # not start its pool in the fork server either, because a fork copies none of its threads.
@@ -57,9 +57,9 @@ if sys.platform == "linux":
 # here because the first optimizer made in a process imports it.
 PRELOAD = ["numpy", "torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "pytest"]
 
-# After one rank has failed the others get this long to end by themselves, with their own error.
+# Seconds that the other ranks get to end with their own error after one rank has failed.
 GRACE_S = 5.0
-# A rank whose parent vanished in the middle of a collective leaves it after this long.
+# Timeout of collectives, after which a rank without a parent ends.
 GROUP_TIMEOUT = datetime.timedelta(seconds=180)
 
 RankFunction = Callable[..., Any]
@@ -84,7 +84,7 @@ class RankPool:
     """
 
     def __init__(self, world_size: int, timeout: float = 60.0) -> None:
-        """Remembers the arguments; nothing starts yet."""
+        """Stores the arguments; the first `run` starts the processes."""
         self.world_size = world_size
         self.timeout = timeout
         self._workers: list[_Worker] = []
@@ -204,7 +204,7 @@ class RankPools:
     """
 
     def __init__(self, make: Callable[[int], Any] = RankPool) -> None:
-        """Starts nothing yet."""
+        """Begins without pools."""
         self._make = make
         self._pools: dict[int, Any] = {}
 
@@ -453,7 +453,7 @@ def _dumps(value: object) -> bytes:
 
 def _end_groups() -> None:
     """Ends the process groups that a case made: each has threads that wake 100 times a second."""
-    tables = list(_made.values())
+    tables = list(_created_groups.values())
     made = [group for table in tables for group in table.values()]
     kept = {dist.group.WORLD, *made, *LASTING}
     groups = [group for group in distributed_c10d._world.pg_map if group not in kept]
