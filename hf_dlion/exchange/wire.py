@@ -62,7 +62,7 @@ class WireStats:
 
     Bytes are those that a rank passes to a collective for other ranks. An all-reduce counts as a
     ring. Without `local_group` every rank is a node. Times are seconds on the host. With a GPU they
-    only include work that the host waited for.
+    include its work if the host waited for it.
 
     Attributes:
         bytes_sent: Bytes that this rank sent to other nodes.
