@@ -1,6 +1,6 @@
-"""Distributed Lion for Hugging Face and torch: ranks exchange signs instead of gradients.
+"""Distributed Lion for Hugging Face and torch: ranks exchange 1-bit votes instead of gradients.
 
-The rule that every step follows is docs/rule.md.
+docs/rule.md defines what every step computes and sends.
 """
 
 from importlib import import_module
@@ -30,8 +30,8 @@ __all__ = [
     "save_momentum",
 ]
 
-# A plain training loop doesn't load safetensors, transformers, or accelerate, and a command's
-# help doesn't load torch.
+# Names are imported at their first use: a plain training loop needs no safetensors, transformers
+# or accelerate, and the help of a command needs no torch.
 _LATE = {
     "Disagreement": "ranks.agreement",
     "DistributedLion": "optimizer",

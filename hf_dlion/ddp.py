@@ -1,10 +1,11 @@
-"""Keeps gradients under DistributedDataParallel local to their rank, or averages them in a node.
+"""DDP's communication hook: keeps gradients on their rank, or averages them inside a node.
 
-DDP accepts one communication hook, for good. `attach` registers it, and its state lists the
-optimizers that own the wrapper's parameters. While the list is empty, the wrapper averages.
+A DDP wrapper accepts one communication hook and keeps it forever. `attach` registers the hook, and
+the hook's state lists the optimizers that own the wrapper's parameters. While the list is empty,
+the hook averages gradients over all ranks, as DDP does without a hook.
 """
 
-# No "from __future__ import annotations": DDP compares the annotations of a hook with the types.
+# No "from __future__ import annotations", because DDP compares a hook's annotations with types.
 import functools
 import weakref
 from collections.abc import Iterable
@@ -22,13 +23,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class Owner(Protocol):
-    """An optimizer that needs gradients as `attach` leaves them: a `DistributedLion`."""
+    """An optimizer for which `attach` changes a wrapper's gradients, such as `DistributedLion`."""
 
     param_groups: list[dict[str, Any]]
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks that train one model; None is the default group."""
+        """The ranks that train one model; None for the default group."""
 
     @property
     def node_group(self) -> dist.ProcessGroup | None:
@@ -36,9 +37,14 @@ class Owner(Protocol):
 
 
 class WrapperState:
-    """The hook's state: who owns the wrapper's parameters. The latest owner of a parameter counts.
+    """The hook's state: the optimizers that own the wrapper's parameters.
 
-    Copies and pickles are empty, so a copied wrapper averages its gradients.
+    The latest owner of a parameter counts. A copied or unpickled state has no owners, so a copied
+    wrapper averages its gradients.
+
+    Attributes:
+        ddp: Weak reference to the wrapper.
+        buckets_checked: Whether all parameters in the wrapper's buckets were found to have owners.
     """
 
     def __init__(self, ddp: DistributedDataParallel | None = None) -> None:
@@ -61,10 +67,11 @@ class WrapperState:
         self.set_synchronization()
 
     def set_synchronization(self) -> None:
-        """Leaves the wrapper as `no_sync()` would, with no copy into buckets and no collective.
+        """Turns off DDP's synchronization, as `no_sync()` does, if gradients stay on their rank.
 
-        Synchronization stays on for the average of a node, for the buffers of batch norm, and for
-        the first iteration of a static graph, as part of which DDP would count local backwards.
+        DDP then doesn't copy gradients into buckets, and doesn't communicate. Synchronization stays
+        on for averages inside a node, for the buffers of batch norm, and for the first iteration of
+        a static graph, in which DDP counts the backward passes without synchronization.
         """
         ddp, owners = self.ddp(), self.owners
         if ddp is None:
@@ -77,7 +84,7 @@ class WrapperState:
 
 
 class _Off(int):
-    """A False that is True in a copied or pickled wrapper, which averages."""
+    """A False that copies and pickles as True, so a copied wrapper averages."""
 
     def __reduce__(self) -> tuple[type[bool], tuple[bool]]:
         return bool, (True,)
@@ -91,15 +98,20 @@ def lion_hook(
     state: WrapperState,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> Future[Tensor]:
-    """Returns the bucket as it is, its average in the node or, without owners, DDP's average.
+    """Returns the bucket's gradients: unchanged, averaged in the node, or averaged as by DDP.
 
-    An average is one all-reduce of the bucket, which all ranks of the group call.
+    Without owners it averages over all ranks of the wrapper. An average is one all-reduce of the
+    bucket, which all ranks of the group must call.
+
+    Args:
+        state: State of the wrapper's hook.
+        bucket: DDP's bucket of gradients.
 
     Raises:
         RuntimeError: In `ddp.join()`, or if a parameter of the bucket has no owner.
     """
     ddp, owners = state.ddp(), state.owners
-    assert ddp is not None  # The wrapper's reducer calls this.
+    assert ddp is not None  # The wrapper's reducer calls this function.
     if not owners:
         return allreduce_hook(ddp.process_group, bucket)
     _refuse_join(ddp)
@@ -113,78 +125,81 @@ def lion_hook(
 
 
 def introduce(owner: Owner) -> None:
-    """Lets `attach` accept parameters that `owner` holds before `owner` is attached itself."""
+    """Makes parameters of `owner` known, so `attach` accepts them before `owner` is attached."""
     _introduced.add(owner)
 
 
 def attach(model: nn.Module, owner: Owner) -> None:
-    """Makes a wrapper leave to `owner` the gradients of the parameters that it holds.
+    """Makes an optimizer the owner of a wrapper's parameters, so DDP stops averaging gradients.
 
-    An optimizer that was attached before loses the parameters that both hold. All ranks call this
-    at the same point, outside of `no_sync()`.
+    An earlier owner loses the parameters that both optimizers have. All ranks must call this at the
+    same point, outside of `no_sync()`.
 
     Args:
         model: A `DistributedDataParallel`, or what `torch.compile` returns for one.
         owner: The optimizer.
 
     Raises:
-        TypeError: If `model` is no wrapper.
-        ValueError: If `owner` holds none of its parameters, or uses other groups of ranks.
+        TypeError: If `model` isn't a wrapper.
+        ValueError: If `owner` has none of the wrapper's parameters, or uses other groups of ranks.
         RuntimeError: If trainable parameters have no owner, or the wrapper reduces gradients in a
-            way that a hook cannot replace.
+            way that a hook can't replace.
     """
     ddp = getattr(model, "_orig_mod", model)  # torch.compile's name for what it wraps
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(
-            "attach() needs a DistributedDataParallel, or torch.compile of one, got "
-            f"{type(ddp).__name__}; wrap the model first"
+            "attach() needs a DistributedDataParallel, or torch.compile of one (got "
+            f"{type(ddp).__name__}): wrap the model first"
         )
     _refuse_other_reductions(ddp)
     trainable = _trainable(ddp)
     if _owner_of([owner]).keys().isdisjoint(trainable):
         raise ValueError(
             f"the optimizer holds none of the {len(trainable)} trainable parameters of the DDP "
-            f"wrapper of {type(ddp.module).__name__}; attach the wrapper of the model that the "
-            "optimizer was made for"
+            f"wrapper of {type(ddp.module).__name__}: attach the wrapper of the model that the "
+            "optimizer was created for"
         )
-    theirs = dist.get_process_group_ranks(ddp.process_group)
-    ours = dist.get_process_group_ranks(owner.process_group)
-    if theirs != ours:
+    ddp_ranks = dist.get_process_group_ranks(ddp.process_group)
+    owner_ranks = dist.get_process_group_ranks(owner.process_group)
+    if ddp_ranks != owner_ranks:
         raise ValueError(
-            f"the DDP wrapper averages over ranks {theirs}, but the optimizer votes among ranks "
-            f"{ours}; pass the same process_group to both"
+            f"the DDP wrapper averages over ranks {ddp_ranks}, but the optimizer votes among ranks "
+            f"{owner_ranks}: pass the same process_group to both"
         )
     state = _states.get(ddp)
-    others = [other for other in (state.owners if state else []) if other is not owner]
-    owner_of = _owner_of([*others, owner])
-    keeping = {id(owner_of[param]) for param in trainable if param in owner_of}
-    others = [other for other in others if id(other) in keeping]
-    if any(other.node_group is not owner.node_group for other in others):
+    earlier = [other for other in (state.owners if state else []) if other is not owner]
+    owner_of = _owner_of([*earlier, owner])
+    remaining = {id(owner_of[param]) for param in trainable if param in owner_of}
+    earlier = [other for other in earlier if id(other) in remaining]
+    if any(other.node_group is not owner.node_group for other in earlier):
         raise ValueError(
-            "the optimizers of one DDP wrapper average gradients among different ranks; use one "
+            "the optimizers of one DDP wrapper average gradients among different ranks: use one "
             "local_group for all of them"
         )
-    _refuse_unowned(trainable, [*_introduced, *others, owner])
+    _refuse_unowned(trainable, [*_introduced, *earlier, owner])
 
     if state is None:
         state = _states[ddp] = _register(ddp)
-    # After its first backward DDP broadcasts an order of buckets, otherwise in the next forward.
+    # DDP broadcasts the order of buckets after its first backward: now, not in a later forward.
     ddp.reducer._rebuild_buckets()
-    state.set_owners([*others, owner])
-    # The wrapper also averages again if its last owner is garbage, but not while Python exits.
+    state.set_owners([*earlier, owner])
+    # If the last owner is garbage-collected, the wrapper averages again, but not at Python's exit.
     weakref.finalize(owner, _drop_garbage, weakref.ref(state)).atexit = False
     _watch_steps()
 
 
 def detach(owner: Owner) -> None:
-    """Takes `owner` off its wrappers, on all ranks. Without owners, a wrapper averages again."""
+    """Removes an owner from its wrappers; all ranks must call this.
+
+    A wrapper without owners averages gradients again.
+    """
     for state in _states.values():
         if any(other is owner for other in state.owners):
             state.set_owners([other for other in state.owners if other is not owner])
 
 
 def attached_wrapper(owner: Owner) -> DistributedDataParallel | None:
-    """Returns the wrapper that `owner` is attached to, the newest of several."""
+    """Returns the wrapper that `owner` is attached to, the latest of several; None without one."""
     attached = [ddp for ddp, state in _states.items() if any(o is owner for o in state.owners)]
     return attached[-1] if attached else None
 
@@ -195,7 +210,7 @@ def _register(ddp: DistributedDataParallel) -> WrapperState:
     state = WrapperState(ddp)
     try:
         ddp.register_comm_hook(state, lion_hook)
-    except RuntimeError as error:  # one of DDP's own hooks in C++, which it does not list
+    except RuntimeError as error:  # One of DDP's built-in hooks, which `_comm_hooks` doesn't list.
         ddp._comm_hooks.clear()
         raise RuntimeError(f"the DDP wrapper already has a communication hook: {error}") from error
     return state
@@ -211,7 +226,7 @@ def _owner_of(owners: Iterable[Owner]) -> dict[Tensor, Owner]:
 
 
 def _broadcasts_statistics(ddp: DistributedDataParallel) -> bool:
-    """Whether DDP broadcasts the running statistics of batch norm before a forward."""
+    """Returns whether DDP broadcasts running statistics of batch norm before each forward."""
     norms = (module for module in ddp.module.modules() if isinstance(module, _NormBase))
     buffers = bool(ddp.broadcast_buffers and ddp.modules_buffers)
     return buffers and any(norm.running_mean is not None for norm in norms)
@@ -225,52 +240,52 @@ def _drop_garbage(state_ref: weakref.ref[WrapperState]) -> None:
 def _refuse_other_reductions(ddp: DistributedDataParallel) -> None:
     if ddp._use_python_reducer:
         raise RuntimeError(
-            'torch._dynamo.config.optimize_ddp = "python_reducer" calls no communication hook; set '
+            'torch._dynamo.config.optimize_ddp = "python_reducer" calls no communication hook: set '
             "it to True before you wrap the model"
         )
     if delayed := len(ddp._delay_all_reduce_params):
         raise RuntimeError(
-            f"the DDP wrapper averages {delayed} parameters without a communication hook; wrap the "
+            f"the DDP wrapper averages {delayed} parameters without a communication hook: wrap the "
             "model without delay_all_reduce_named_params"
         )
-    if others := [hook for hook, _ in ddp._comm_hooks if hook is not lion_hook]:
+    if hooks := [hook for hook, _ in ddp._comm_hooks if hook is not lion_hook]:
         raise RuntimeError(
-            f"the DDP wrapper already has the communication hook {others[0].__qualname__!r} and "
-            "accepts one; wrap the model without registering it"
+            f"the DDP wrapper already has the communication hook {hooks[0].__qualname__!r} and "
+            "accepts only one: wrap the model without registering that hook"
         )
     _refuse_join(ddp)
 
 
 def _refuse_unowned(params: Iterable[Tensor], owners: Iterable[Owner]) -> None:
-    held = _owner_of(owners)
-    if count := sum(param not in held for param in params):
+    owned = _owner_of(owners)
+    if count := sum(param not in owned for param in params):
         raise RuntimeError(
             f"{count} trainable parameters of the DDP wrapper belong to no attached optimizer, so "
-            "ranks would no longer average their gradients; add them to the optimizer, attach the "
-            "DistributedLion that holds them, or freeze them before you wrap the model"
+            "their gradients would no longer be averaged: add them to the optimizer, attach the "
+            "DistributedLion that has them, or freeze them before you wrap the model"
         )
 
 
 def _refuse_join(ddp: DistributedDataParallel) -> None:
-    if ddp._join_config.enable:  # DDP leaves it set.
+    if ddp._join_config.enable:  # It stays True after the first `join`.
         raise RuntimeError(
-            "DistributedLion does not work in ddp.join(), because a rank without data cannot vote; "
+            "DistributedLion does not work in ddp.join(), because a rank without data cannot vote: "
             "use the same number of batches on every rank, and a wrapper that never joined"
         )
 
 
 @functools.cache
 def _watch_steps() -> None:
-    """Checks every optimizer's step from now on; the first `attach` of a process calls this."""
+    """Checks the steps of all optimizers from now on; the first `attach` of a process calls it."""
     register_optimizer_step_pre_hook(_check_step)
 
 
 def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Refuses a step on gradients that are attached to another optimizer."""
+    """Refuses a step on parameters that another attached optimizer owns."""
     for ddp, state in _states.items():
         owners = state.owners
         if optimizer in owners:
-            _refuse_join(ddp)  # Without synchronization, no bucket reaches the hook.
+            _refuse_join(ddp)  # The hook isn't called if DDP's synchronization is off.
         if not owners or owners == [optimizer]:
             continue
         owner_of, attached = _owner_of(owners), set(_trainable(ddp))
@@ -278,6 +293,6 @@ def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             if param in attached and owner_of.get(param) is not optimizer:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} would step gradients that DDP did not average, "
-                    "because another optimizer is attached to the wrapper of its parameters; call "
+                    "because another optimizer is attached to the wrapper of its parameters: call "
                     "detach() on that optimizer first"
                 )

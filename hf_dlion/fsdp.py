@@ -1,4 +1,4 @@
-"""FSDP2: the local shards of DTensors, and what `step()` must do around them."""
+"""FSDP2: the local shards of DTensors, checks of their placement, and resharding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def with_local_part(param: Tensor, local: Tensor) -> Tensor:
-    """Returns a tensor placed as `param` is, whose part on this rank is `local` (not copied)."""
+    """Returns a tensor placed like `param`, with `local` as this rank's part (not copied)."""
     if not isinstance(param, DTensor):
         return local
     mesh, shape = param.device_mesh, param.shape
@@ -28,7 +28,7 @@ def with_local_part(param: Tensor, local: Tensor) -> Tensor:
 
 
 def shard_index(tensor: Tensor) -> tuple[int, int] | None:
-    """Returns the index of this rank's shard and the number of shards; None: it isn't sharded."""
+    """Returns the index of this rank's shard and the number of shards; None if not sharded."""
     if not isinstance(tensor, DTensor):
         return None
     return tensor.device_mesh.get_local_rank(), tensor.device_mesh.size()
@@ -40,10 +40,10 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def replicate_group(replicate: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Returns the process group of a mesh with one dimension.
+    """Returns the process group of the `replicate` option, given as a mesh or as the group itself.
 
     Raises:
-        ValueError: If the mesh has another number of dimensions.
+        ValueError: If a mesh doesn't have exactly one dimension.
     """
     if isinstance(replicate, DeviceMesh):
         if replicate.ndim != 1:
@@ -58,33 +58,37 @@ def replicate_group(replicate: DeviceMesh | dist.ProcessGroup | None) -> dist.Pr
 def check_sharding(
     named: Sequence[tuple[str, Tensor]], replicate: dist.ProcessGroup | None
 ) -> None:
-    """Refuses what the optimizer can't keep equal.
+    """Refuses parameters that the optimizer can't keep equal.
+
+    Args:
+        named: Names and trainable parameters.
+        replicate: Ranks that hold the same shards, or None.
 
     Raises:
-        NotImplementedError: If a trainable parameter is replicated or tensor-parallel by its
-            mesh, or plain ones are beside DTensors.
-        ValueError: If parameters are sharded and no `replicate` says who holds the same shards.
+        NotImplementedError: If a parameter's mesh also replicates it or splits it for tensor
+            parallelism, or if some parameters are sharded and others aren't.
+        ValueError: If parameters are sharded without `replicate`, or the other way around.
     """
     sharded = [(name, p) for name, p in named if isinstance(p, DTensor)]
     if not sharded:
         if replicate is not None:
             raise ValueError(
                 "replicate= needs a model sharded with FSDP2: call "
-                "fully_shard(model, mesh=mesh['shard']) before you make the optimizer"
+                "fully_shard(model, mesh=mesh['shard']) before you create the optimizer"
             )
         return
     plain = [name for name, p in named if not isinstance(p, DTensor)]
     if plain:
         raise NotImplementedError(
-            f"{plain[0]!r} is a plain tensor beside sharded ones; shard the root module too, or "
-            f"freeze it"
+            f"{plain[0]!r} is a plain tensor, but other parameters are sharded: call fully_shard "
+            f"on the root module too, or freeze {plain[0]!r}"
         )
     for name, param in sharded:
-        if param.device_mesh.ndim != 1 or not all(own.is_shard() for own in param.placements):
+        if param.device_mesh.ndim != 1 or not all(place.is_shard() for place in param.placements):
             raise NotImplementedError(
                 f"{name!r} is placed as {param.placements} on a mesh of {param.device_mesh.ndim} "
-                f"dimensions; DistributedLion works with fully_shard(model, mesh=mesh['shard']), "
-                f"without a replicate dimension and without tensor parallelism"
+                f"dimensions: DistributedLion needs fully_shard(model, mesh=mesh['shard']), with "
+                f"no replicate dimension and no tensor parallelism"
             )
     if replicate is None:
         raise ValueError(
@@ -94,7 +98,7 @@ def check_sharding(
 
 
 def reshard(model: nn.Module | None) -> None:
-    """Frees gathered parameters, so the next forward gathers what `step()` wrote."""
+    """Frees gathered parameters, so the next forward gathers the values that `step` wrote."""
     for module in () if model is None else model.modules():
         if is_fsdp(module):
             cast(FSDPModule, module).reshard()

@@ -1,4 +1,4 @@
-"""Distributed Lion: the optimizer, whose `step()` is the whole method."""
+"""The Distributed Lion optimizer. `DistributedLion.step` shows the order of everything."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hf_dlion.options import (
     Ties,
     check_group,
 )
-from hf_dlion.ranks.agreement import Agreed, Meetings, Report, agree_in_node
+from hf_dlion.ranks.agreement import Agreed, agree_in_node
 from hf_dlion.ranks.equal_ranks import AVERAGED_GRADIENTS, COPIED_MOMENTA, all_ranks_have
 from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.replicas import compare_replicas
@@ -41,62 +41,74 @@ from hf_dlion.vote.update import Turn, plain_lion, step_by_votes
 
 
 class DistributedLion(LionState):
-    r"""Lion with votes instead of averaged gradients (Liu et al. 2024, arXiv 2404.00438, Alg. 1).
+    r"""Lion that exchanges 1-bit votes between ranks instead of gradients.
 
-    On every rank, with its own gradient g and momentum m, for each element:
+    Implements Distributed Lion with majority vote (Liu et al., NeurIPS 2024, arXiv 2404.00438,
+    Algorithm 1) on top of Lion (Chen et al. 2023, arXiv 2302.06675, Algorithm 2). Every rank keeps
+    its own momentum m and computes with its own gradient g, for each element:
 
     .. code-block:: text
 
         u = beta1 * m + (1 - beta1) * g
         m = beta2 * m + (1 - beta2) * g
-        v = sign(sum over ranks of sign(u))          one bit per rank and element
-        p = p * (1 - lr * weight_decay) - lr * v     equal on all ranks, bit for bit
+        v = sign(sum over ranks of sign(u))          1 bit per element and rank
+        p = p * (1 - lr * weight_decay) - lr * v     bitwise equal on all ranks
 
-    Start with a third of AdamW's learning rate and three times its weight decay. All ranks must
-    call `step()` together.
+    To switch from AdamW, start with 1/3 of its learning rate and 3x its weight decay. With
+    DistributedDataParallel, call `attach` so DDP stops averaging gradients. All ranks must call
+    `step` together.
 
     Args:
-        params: Parameters, named parameters or parameter groups, in the same order on all ranks.
-        lr: Learning rate; every step moves an element by at most lr (default: 1e-4).
-        betas: Shares of the momentum in the vote and in the next momentum (default: 0.9, 0.99).
-        weight_decay: Decoupled weight decay (default: 0).
-        process_group: The ranks; None stands for all of them (default).
-        replicate: With FSDP2, the ranks that hold the same shards: `mesh["replicate"]`, or its
-            process group (default: None).
-        bits: Bits of a vote (default: 1). 1 sends the sign of u; 2, 4 and 8 also send how large u
-            is, relative to a mean of |u| (see `level_scale`). Of more than 1, only local steps can
-            take the average.
-        vote_every: Steps in which ranks exchange once (default: 1). Above 1, a rank takes steps of
-            its own on its own gradients, and then sends `bits` for how far it moved each element.
-            It evaluates and saves common weights, which all ranks have, after `eval()`.
-        aggregation: What all ranks apply: "majority", the sign of the sum of the votes, or
-            "average", their mean. None stands for "majority", and for "average" with
-            `vote_every` above 1 (default).
-        ties: What a tied majority does: "alternate" +1 and -1 over elements and steps (default),
-            or "zero", which doesn't move and sends a second bit back.
-        level_scale: What a vote of 2, 4 or 8 bits is relative to: the mean of |u| in each "word"
-            of 64 elements (default), or in the whole "tensor" (Lion Cub).
-        exchange: How votes travel: "gather", "two_phase", or "auto", which uses the one that sends
-            fewer bytes (default).
-        local_group: Ranks that cast one vote together: "node" (as many as LOCAL_WORLD_SIZE says)
-            or their number. None: every rank votes (default).
-        full_precision: Parameters whose gradients are averaged over the ranks instead of a vote:
-            patterns of names (`"*norm*;*bias"`) or a function of name and parameter. None selects
-            none (default).
+        params: Parameters, named parameters, or parameter groups, in the same order on every rank.
+            Groups may set their own `lr`, `betas`, and `weight_decay`. Named parameters are needed
+            for options that select by name.
+        lr: Learning rate, which is how far a step moves an element (default: 1e-4).
+        betas: Momentum coefficients (beta1, beta2), of the vote and of the next momentum
+            (default: (0.9, 0.99)).
+        weight_decay: Decoupled weight decay coefficient (default: 0.0).
+        process_group: Process group of the ranks that train one model (default: None, which means
+            all ranks).
+        replicate: Ranks that hold the same FSDP2 shards, as `mesh["replicate"]` or its process
+            group (default: None, which means that the model isn't sharded).
+        bits: Bits per vote: 1 sends the sign of u, and 2, 4, or 8 also its size (default: 1).
+            Values above 1 need `aggregation="majority"` or `vote_every` above 1.
+        vote_every: Number of steps per exchange (default: 1). Above 1, each rank moves its own
+            weights by sign(u), and the exchange sends how far each element was moved. Call `eval`
+            before you evaluate or save, and `train` after it.
+        aggregation: Rule that turns votes into v: "majority", the sign of their sum, or "average",
+            their mean (default: None, which means "majority", and "average" with `vote_every`
+            above 1).
+        ties: Value of v if the vote is tied: "alternate" applies +1 and -1 in turns over elements
+            and steps, and "zero" doesn't move the element, which takes a second bit
+            (default: "alternate").
+        level_scale: Scope of the mean of |u| to which votes of 2, 4, or 8 bits are relative: each
+            "word" of 64 elements, or the "tensor" as in Lion Cub, Ishikawa et al. 2024, arXiv
+            2411.16462 (default: "word").
+        exchange: Route of the votes: "gather", "two_phase", or "auto", which takes the one that
+            sends fewer bytes (default: "auto").
+        local_group: Ranks that average their gradients and vote as one: their number, or "node"
+            for LOCAL_WORLD_SIZE (default: None, which means that every rank votes).
+        full_precision: Parameters whose gradients are averaged instead of voted on: patterns of
+            names such as `"*norm*;*bias"`, or a function of name and parameter (default: None).
         momentum_sync_every: Number of steps in which the ranks average the selected momenta once,
-            an equal part of them in each step; 0 never does (default).
-        momentum_sync: Which momenta: "all" (default), "auto" (those that differ most), patterns of
-            names, or a function of name and parameter.
-        momentum_sync_budget: For "auto", the most bytes that a rank sends for them in a step; None
-            stands for one bit per parameter (default).
-        momentum_dtype: dtype of the momentum: torch.float32, torch.bfloat16 or torch.float16; None
-            uses each parameter's own (default).
-        seed: Seed of the stochastic rounding, the same on every rank (default: 0).
-        max_abstained_steps: Steps in a row in which a rank may abstain because its gradients hold a
-            NaN or an Inf, before all ranks raise (default: 20).
-        check_replicas_every: Number of steps after which the ranks compare a hash of all
-            parameters; 0 never does (default). Like `momentum_sync_every`, it counts exchanges
-            where `vote_every` is above 1.
+            an equal slice per step (default: 0, which means never).
+        momentum_sync: Momenta that are averaged: "all", "auto" for those that differ most, patterns
+            of names, or a function of name and parameter (default: "all").
+        momentum_sync_budget: Largest number of bytes that a rank sends per step for
+            `momentum_sync="auto"` (default: None, which means 1 bit per parameter).
+        momentum_dtype: dtype of the momentum: torch.float32, torch.bfloat16, or torch.float16
+            (default: None, which means each parameter's dtype).
+        seed: Seed of the stochastic rounding, equal on every rank (default: 0).
+        max_abstained_steps: Number of consecutive steps with a NaN or an Inf in a rank's gradients
+            after which all ranks raise; until then the rank abstains (default: 20).
+        check_replicas_every: Number of steps between comparisons of a hash of all parameters
+            (default: 0, which means never). Like `momentum_sync_every`, it counts exchanges if
+            `vote_every` is above 1.
+
+    Raises:
+        ValueError: If a value isn't allowed, or has no effect with the other options.
+        TypeError: If a value has the wrong type, or `params` is a module.
+        NotImplementedError: If options don't work together yet.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -107,7 +119,7 @@ class DistributedLion(LionState):
         1
     """
 
-    # GradScaler then leaves it to step() what an Inf means, on every rank alike.
+    # Makes GradScaler call step() also after an Inf, so every rank takes part in the vote.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -136,8 +148,8 @@ class DistributedLion(LionState):
         check_replicas_every: int = 0,
     ) -> None:
         """See the class."""
-        given = locals()
-        options = Options(**{name: given[name] for name in Options.__dataclass_fields__})
+        arguments = locals()
+        options = Options(**{name: arguments[name] for name in Options.__dataclass_fields__})
         if isinstance(params, nn.Module):
             raise TypeError(
                 "params must be parameters, not a module: use "
@@ -149,71 +161,82 @@ class DistributedLion(LionState):
         super().__init__(params, defaults)
         ddp.introduce(self)
         if all("param_names" in group for group in self.param_groups):
-            # Without names these raise in the first step, because Trainer gives names until then.
+            # Groups without names are checked in the first step; Trainer adds names before it.
             groups.selection(self.param_groups, self.options, "full_precision")
             groups.selection(self.param_groups, self.options, "momentum_sync")
 
     @property
     def node_group(self) -> dist.ProcessGroup | None:
-        """The ranks whose gradients DDP's hook averages; None: every rank votes for itself."""
+        """The ranks that average gradients in DDP's hook; None if every rank votes by itself."""
         if self.options.local_group is None or self._world_size() == 1:
             return None
-        node = self._topology().node  # Formed by all ranks at `attach`, also for nodes of one.
+        node = self._topology().node  # `attach` formed the nodes on all ranks.
         return None if node is None else node.group
 
     def attach(self, model: nn.Module) -> None:
-        """Keeps a DDP wrapper from averaging gradients; every rank must call this.
+        """Stops a DDP wrapper from averaging gradients; every rank must call this.
 
-        With FSDP2, pass the model that `fully_shard` was called on: `step()` then frees gathered
-        parameters before it writes. See `hf_dlion.ddp.attach` for what is refused.
+        With FSDP2, pass the model that `fully_shard` was called on: `step` then frees gathered
+        parameters before it writes.
+
+        Args:
+            model: A `DistributedDataParallel`, what `torch.compile` returns for one, or an FSDP2
+                model.
+
+        Raises:
+            TypeError: If `model` isn't a DDP wrapper or an FSDP2 model.
+            ValueError: If the wrapper has none of the optimizer's parameters, or averages over
+                other ranks.
+            RuntimeError: If trainable parameters belong to no optimizer, if the wrapper reduces
+                gradients in a way that a hook can't replace, or if it was made during local steps.
         """
         if self.options.local_group is not None and self._world_size() > 1:
-            self._topology().form()  # Before what may be refused on one rank alone.
+            self._topology().form()  # A collective, so it comes before checks that may raise.
         if fsdp.is_fsdp(model):
             self._fsdp_model = model
         else:
             self._check_wrapper(model)
             ddp.attach(model, self)
-        self._compare_again()
+        self._count_attach()
 
-    def _compare_again(self) -> None:
-        """Has the next step compare weights, which may have changed on a rank."""
+    def _check_wrapper(self, model: nn.Module) -> None:
+        """Refuses a wrapper that was made during local steps.
+
+        Raises:
+            RuntimeError: If it isn't the attached one, since DDP copied rank 0's own weights.
+        """
+        is_other = ddp.attached_wrapper(self) is not getattr(model, "_orig_mod", model)
+        if self._local.anchors and not self._local.swapped and is_other:
+            raise RuntimeError(
+                "attach() got a DDP wrapper that was made during local steps, so it holds rank 0's "
+                "own weights on every rank. Call optimizer.detach() before you wrap the model, and "
+                "optimizer.attach(model) before you load momenta"
+            )
+
+    def _count_attach(self) -> None:
+        """Counts an attach or detach, so the next step compares the ranks and their weights."""
         self._attaches += 1
         self._meets_next = True
         if self._meetings is not None:
             self._meetings.compare_again()
 
-    def _check_wrapper(self, model: nn.Module) -> None:
-        """Refuses a wrapper that was made amid local steps.
-
-        Raises:
-            RuntimeError: If it isn't the attached one: DDP gave all ranks rank 0's own weights.
-        """
-        other = ddp.attached_wrapper(self) is not getattr(model, "_orig_mod", model)
-        if self._local.anchors and not self._local.swapped and other:
-            raise RuntimeError(
-                "attach() of another DDP wrapper after local steps: DDP gives every rank the own "
-                "weights of rank 0. Call optimizer.detach() before you wrap the model, and "
-                "optimizer.attach(model) before you load momenta"
-            )
-
     def detach(self) -> None:
-        """Lets the attached DDP wrappers average gradients again; call it on every rank.
+        """Lets the attached DDP wrappers average gradients again; every rank must call this.
 
-        With `vote_every` above 1 the model then holds the weights of the last exchange, and what
-        this rank was moved since then is lost; `exchange_now` before it keeps that.
+        With `vote_every` above 1, the model then holds the weights of the last exchange. Call
+        `exchange_now` first to keep the steps since then.
         """
         ddp.detach(self)
-        self._compare_again()
+        self._count_attach()
         if self._local.anchors:
             self._show_anchors()
         self._local = LocalSteps(self.options.bits, exchanges=self._local.exchanges)
 
     def eval(self) -> None:
-        """Puts the weights that all ranks have into the model, to evaluate or save them.
+        """Puts the common weights into the model, to evaluate or save it.
 
-        They are those of the last exchange. Communicates nothing, so ranks may call it by
-        themselves. With `vote_every=1` a model always holds them, and this does nothing.
+        These are the weights of the last exchange, equal on all ranks. The call doesn't
+        communicate, so a single rank may make it. With `vote_every=1` it has no effect.
         """
         if self.options.vote_every > 1:
             self._show_anchors()
@@ -224,7 +247,13 @@ class DistributedLion(LionState):
 
     @contextlib.contextmanager
     def common_weights(self) -> Iterator[None]:
-        """Between `eval` and `train`, whichever of them was called before."""
+        """Calls `eval` for the body of a `with` statement, and then restores what the model held.
+
+        Example:
+            >>> optimizer = DistributedLion([torch.nn.Parameter(torch.ones(64))])
+            >>> with optimizer.common_weights():
+            ...     pass  # evaluate the model
+        """
         swapped = self._local.swapped
         if self.options.vote_every > 1:
             self._show_anchors()
@@ -236,11 +265,11 @@ class DistributedLion(LionState):
 
     @torch.no_grad()
     def exchange_now(self) -> None:
-        """Exchanges what the ranks were moved since the last exchange; every rank must call this.
+        """Exchanges the local steps since the last exchange; every rank must call this.
 
-        Call it before `eval()` where training ends, so that nothing of it is lost. With
-        `vote_every=1` there is nothing to exchange. Bytes: those of an exchange, or of a header if
-        no rank has moved.
+        Call it before `eval` at the end of training, so the last steps aren't lost. With
+        `vote_every=1` it has no effect. Bytes: those of an exchange, or of a header if no rank has
+        moved.
 
         Raises:
             Disagreement: On every rank, if another rank takes a step, or the ranks differ.
@@ -248,15 +277,17 @@ class DistributedLion(LionState):
         """
         if self.options.vote_every == 1 or self._world_size() == 1:
             return
-        ranks, failure, used = self._topology(), None, Tensors()
+        ranks, failure = self._topology(), None
+        used: list[bool] = []
         try:
-            plan, whole, params = self._flat()
-            used = self._used(whole)
-            self._local.check(whole, params, plan, self._last_turn())
-        except Exception as error:  # The other ranks wait for a header.
+            trainable = self._writable()
+            used = self._used(trainable.params)
+            self._local.check(trainable, self._last_turn())
+        except Exception as error:  # Raised by `_meet`, because the other ranks wait for a header.
             failure = error
         if self._stepped and ranks.node is not None:
-            # Not fine: a rank that exchanges in a step describes its gradients no further.
+            # Another rank of the node may be in step(): it must get this answer, and finite=False,
+            # so it doesn't gather the presence of gradients, too.
             agree_in_node(ranks.node, Kind.EXCHANGE, False, [])
         agreed = self._meet(Kind.EXCHANGE, failure, used)
         ranks.form()
@@ -277,32 +308,32 @@ class DistributedLion(LionState):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Takes one step, together with all ranks of the process group.
+        """Takes one step; all ranks of the process group must call this together.
 
-        A rank whose gradients hold a NaN or an Inf abstains and keeps its momentum; if all do,
-        nothing changes and the step is not counted (but local steps are). Bytes: see
-        `exchange.routes`, and 64 (N - 1) for the header.
+        A rank whose gradients hold a NaN or an Inf abstains and keeps its momentum. If all ranks
+        abstain, the step changes nothing and isn't counted, except for a local step, which is.
+        Bytes: 64 (N - 1) for the header, and those of `exchange.routes`.
 
         Args:
-            closure: Reevaluates the model and returns the loss.
+            closure: Function that reevaluates the model and returns the loss (default: None).
 
         Returns:
-            What the closure returned, or None.
+            Return value of `closure`, or None.
 
         Raises:
             Disagreement: On every rank, before anything moves, if the ranks differ in what must be
-                equal, or one of them failed; that one raises its own error. With local steps, at
-                the next exchange.
+                equal, or if one failed; that rank raises its own error. With local steps, at the
+                next exchange.
             LostRank: If another rank ended or stalled.
-            RuntimeError: On every rank, if one abstained `max_abstained_steps` times in a row;
-                or after `eval()`, without `train()`.
+            RuntimeError: On every rank, if one abstained in `max_abstained_steps` consecutive
+                steps; or after `eval` without `train`.
         """
         kind = self._kind()
         loss, failure, tensors, period = None, None, Tensors(), self._local.period
         sent, sent_in_node = self.wire.bytes_sent, self.wire.node_bytes_sent
         several = self._world_size() > 1
         if several:
-            # Before anything can fail on one rank alone: with `replicate` it is a meeting, too.
+            # A collective with `replicate`, so it comes before what may fail on one rank alone.
             self._topology()
         try:
             if closure is not None:
@@ -313,21 +344,16 @@ class DistributedLion(LionState):
             tensors = self._collect()
             if self.options.vote_every > 1:
                 period = self._next_period(kind)
-        except BaseException as error:  # Told to all ranks, which wait for this one.
+        except BaseException as error:  # Sent to all ranks, which wait for this one, then raised.
             if not several:
                 raise
             failure = error
-        agreed = None
-        if kind is Kind.STEP:
-            agreed = self._agree(tensors, failure)
-            failure = None
+        # An exchange of local steps sends its own headers, and the steps before it send none.
+        agreed = self._agree(tensors, failure) if kind is Kind.STEP else None
         if agreed is None or (self._takes_local_steps() and any(agreed.moves)):
             self._step_locally(kind, tensors, failure, period)
         else:
-            self.wire.abstentions += self._abstentions.count(agreed.finite)
-            self._abstentions.check()
-            if any(agreed.moves):
-                self._update(tensors, agreed)
+            self._step_together(tensors, agreed)
         self.wire.last_bytes_sent = self.wire.bytes_sent - sent
         self.wire.last_node_bytes_sent = self.wire.node_bytes_sent - sent_in_node
         return loss
@@ -336,7 +362,7 @@ class DistributedLion(LionState):
         """Refuses a step that would be wrong without `attach`.
 
         Raises:
-            RuntimeError: If nodes vote as one, or parameters are sharded, and nothing is attached.
+            RuntimeError: If parameters are sharded, or nodes vote, and no model was attached.
         """
         params = groups.trainable(self.param_groups)
         if self._fsdp_model is None and any(fsdp.is_sharded(p) for p in params):
@@ -347,114 +373,123 @@ class DistributedLion(LionState):
         nodes = self.options.local_group not in (None, 1) and self._world_size() > 1
         if nodes and ddp.attached_wrapper(self) is None:
             raise RuntimeError(
-                f"local_group={self.options.local_group!r} needs optimizer.attach(ddp_model): its "
-                f"hook averages gradients inside each node"
+                f"local_group={self.options.local_group!r} needs optimizer.attach(ddp_model), "
+                f"whose hook averages gradients inside each node"
             )
 
     def _kind(self) -> Kind | None:
-        """Returns what this rank does in this step with all others; None in a local step."""
+        """Returns what all ranks do together in this step; None in a local step."""
         if self.options.vote_every == 1:
             return Kind.STEP
         if self._local.period.steps + 1 >= self.options.vote_every:
             return Kind.EXCHANGE
         if not self._meets_next:
-            self._planned()  # The ranks also meet at a new layout.
+            self._planned()  # Sets `_meets_next` if the layout is new.
         return Kind.STEP if self._meets_next else None
 
     def _takes_local_steps(self) -> bool:
-        """Whether several voters take steps of their own; known after the first meeting."""
+        """Returns whether several voters take local steps; known after the first meeting."""
         if self.options.vote_every == 1 or self._ranks is None:
             return False
         return self._ranks.voters.world_size > 1
 
     def _agree(self, tensors: Tensors, failure: BaseException | None) -> Agreed:
-        """Exchanges headers with all ranks; raises on all of them if they don't agree."""
+        """Returns what every voter has, from one header per rank; raises on all if they differ."""
         if self._world_size() == 1:
             return Agreed([tensors.finite], [tensors.present])
         ranks = self._topology()
-        agreed = self._meet(Kind.STEP, failure, tensors)
+        agreed = self._meet(Kind.STEP, failure, tensors.present, tensors.finite)
         if not self._stepped:
-            ranks.form()  # On all ranks together, since their options are equal.
+            ranks.form()  # A collective, which needs the options that were just compared.
         voter_of_rank = ranks.voter_of_rank
         return agreed if voter_of_rank is None else agreed.by_voter(voter_of_rank)
 
-    def _update(self, tensors: Tensors, agreed: Agreed) -> None:
-        """Votes, hears the verdict and moves, then does what is due after this step."""
+    def _step_together(self, tensors: Tensors, agreed: Agreed) -> None:
+        """Votes and moves by the verdict, the same on all ranks, and then runs periodic tasks."""
+        self.wire.abstentions += self._abstentions.count(agreed.finite)
+        self._abstentions.check()
+        if not any(agreed.moves):
+            return
         plan, ranks, turn = self._plan, self._ranks, self._turn()
         assert plan is not None
-        suspicions = [] if ranks is None else self._suspicions(tensors, ranks)
+        texts = [] if ranks is None else self._warnings(tensors, ranks)
         tensors.abstain(agreed.finite[turn.voter], agreed.present[turn.voter])
-        params = [p if own else None for p, own in zip(tensors.params, agreed.moves, strict=True)]
+        grads, momenta = tensors.grads, tensors.momenta
+        params = [p if m else None for p, m in zip(tensors.params, agreed.moves, strict=True)]
         fsdp.reshard(self._fsdp_model)
         if ranks is None or ranks.voters.world_size == 1:
             for message in [*plan.messages, *plan.full]:
-                plain_lion(message, params, tensors.grads, tensors.momenta, turn)
+                plain_lion(message, params, grads, momenta, turn)
         else:
-            step_by_votes(
-                plan.messages,
-                params,
-                tensors.grads,
-                tensors.momenta,
-                turn,
-                self._rule(ranks),
-                ranks,
-            )
+            rule: Rule
+            if self.options.aggregation == "average":
+                rule = Average(ranks.voters.world_size, self.options.bits)
+            else:
+                rule = Majority(self.options.ties)
+            step_by_votes(plan.messages, params, grads, momenta, turn, rule, ranks)
             if plan.full:
-                whole = groups.trainable(self.param_groups)
+                # On all voters, because these momenta follow the mean gradient.
                 momenta = [
                     self._flat_momentum(p) if k in plan.full_set else None
-                    for k, p in enumerate(whole)
+                    for k, p in enumerate(groups.trainable(self.param_groups))
                 ]
-                step_in_full(plan, params, tensors.grads, momenta, agreed, ranks.voters, turn)
+                step_in_full(plan, params, grads, momenta, agreed, ranks.voters, turn)
         for group in self.param_groups:
             group["step"] = turn.step
         self._stepped = True
         if ranks is not None:
-            self._after(turn.step, ranks)
-        for text in suspicions:  # Last, because a warning may be an error, and ranks would wait.
+            self._run_periodic_tasks(turn.step, ranks)
+        for text in texts:  # Last, because a warning may be an error, and ranks would wait.
             warnings.warn(text, stacklevel=4)
 
     def _next_period(self, kind: Kind | None) -> Period:
         """Returns the period with this step.
 
         Raises:
-            RuntimeError: If `eval()` was called; if weights were changed as local steps can't
-                follow; or, where all ranks meet, if gradients were not finite for too long.
+            RuntimeError: If `eval` was called without `train`; if weights were changed since the
+                last step; or, if all ranks meet in this step, after too many abstained steps.
         """
         if self._local.swapped:
             raise RuntimeError(
                 "step() after optimizer.eval() or in common_weights(), which put common weights "
                 "into the model: call optimizer.train() before you train"
             )
-        plan, whole, params = self._flat()
-        self._local.check(whole, params, plan, self._last_turn())
-        if kind is not None:  # In a local step nobody would hear of it.
+        self._local.check(self._writable(), self._last_turn())
+        if kind is not None:  # In a local step, the other ranks wouldn't raise.
             self._abstentions.check()
         return self._local.period.and_a_step(self.param_groups)
 
     def _step_locally(
         self, kind: Kind | None, tensors: Tensors, failure: BaseException | None, period: Period
     ) -> None:
-        """Takes a step of this rank's own, and exchanges if it is time."""
+        """Takes a step of this rank's own, and exchanges if `kind` is an exchange.
+
+        Args:
+            kind: What all ranks do together in this step.
+            tensors: This rank's tensors.
+            failure: What failed on this rank; raised here.
+            period: The period with this step.
+        """
         ranks = self._topology()
         finite, present = tensors.finite, tensors.present
         if ranks.node is not None:
-            fine = finite and failure is None
-            finite, present = agree_in_node(ranks.node, kind or Kind.STEP, fine, present)
+            usable = finite and failure is None
+            finite, present = agree_in_node(ranks.node, kind or Kind.STEP, usable, present)
         tensors.abstain(finite, present)
         used_anywhere: list[bool] = []
         if kind is Kind.EXCHANGE:
-            used = self._used(groups.trainable(self.param_groups), tensors)
-            used_anywhere = self._meet(kind, failure, used, period).moves
+            used = self._used(groups.trainable(self.param_groups), tensors.grads)
+            used_anywhere = self._meet(kind, failure, used, period=period).moves
         elif failure is not None:
             raise failure
-        everyone = range(ranks.everyone.world_size)
-        own = [tensors.finite or rank != ranks.everyone.rank for rank in everyone]
-        self.wire.abstentions += self._abstentions.count(own)
-        texts = [] if kind is None else self._suspicions(tensors, ranks)
-        plan, whole, _ = self._flat()
-        turn, now = self._turn(), time.perf_counter()
-        self._local.step(whole, tensors, plan, turn)
+        # A rank counts only its own abstentions, because local steps don't communicate.
+        this_rank, everyone = ranks.everyone.rank, range(ranks.everyone.world_size)
+        self.wire.abstentions += self._abstentions.count(
+            [tensors.finite or rank != this_rank for rank in everyone]
+        )
+        texts = [] if kind is None else self._warnings(tensors, ranks)
+        trainable, turn, now = self._writable(), self._turn(), time.perf_counter()
+        self._local.step(trainable, tensors, turn)
         self.wire.add("apply_s", now)
         self._local.period = period
         for group in self.param_groups:
@@ -462,61 +497,62 @@ class DistributedLion(LionState):
         self._stepped, self._meets_next = True, False
         if used_anywhere:
             texts += self._exchange(used_anywhere, ranks)
-        for text in texts:
+        for text in texts:  # Last, because a warning may be an error, and ranks would wait.
             warnings.warn(text, stacklevel=4)
 
     def _exchange(self, used_anywhere: Sequence[bool], ranks: Topology) -> list[str]:
-        """Exchanges what the ranks were moved; returns warnings."""
+        """Averages how far the ranks were moved, and runs periodic tasks; returns warnings."""
         if not any(used_anywhere):
             self._local.period = Period()
             return []
-        plan, whole, params = self._flat()
-        lost = self._local.exchange(whole, params, plan, used_anywhere, self._last_turn(), ranks)
-        self._after(self._local.exchanges, ranks)
+        trainable = self._writable()
+        reset = self._local.exchange(trainable, used_anywhere, self._last_turn(), ranks)
+        self._run_periodic_tasks(self._local.exchanges, ranks)
         return [
-            f"the weights of {plan.lines[k][0]!r} were not finite on rank {ranks.everyone.rank}, "
-            f"which continues with those of the last exchange"
-            for k in lost
+            f"the weights of {trainable.plan.lines[k][0]!r} were not finite on rank "
+            f"{ranks.everyone.rank}, which continues with those of the last exchange"
+            for k in reset
         ]
 
-    def _used(self, whole: Sequence[Tensor], tensors: Tensors | None = None) -> Tensors:
-        """Returns which parameters this rank used in this period, and uses in this step."""
-        grads = [None] * len(whole) if tensors is None else tensors.grads
-        pairs = zip(whole, grads, strict=False)
-        return Tensors(present=[p in self._local.used or g is not None for p, g in pairs])
+    def _used(
+        self, trainable: Sequence[Tensor], grads: Sequence[Tensor | None] | None = None
+    ) -> list[bool]:
+        """Returns which parameters this rank used since the last exchange, or has gradients of."""
+        pairs = zip(trainable, [None] * len(trainable) if grads is None else grads, strict=False)
+        return [p in self._local.used or grad is not None for p, grad in pairs]
 
     def _show_anchors(self) -> None:
-        """Puts anchors into the model."""
+        """Puts the common weights into the model."""
         if not self._local.swapped:
-            plan, whole, params = self._flat()
-            self._local.check(whole, params, plan, self._last_turn())
+            trainable = self._writable()
+            self._local.check(trainable, self._last_turn())
             with torch.no_grad():
-                self._local.show_anchors(whole, params)
+                self._local.show_anchors(trainable)
 
     def _show_own(self) -> None:
         """Puts this rank's own weights into the model."""
         if self._local.swapped:
-            plan, whole, params = self._flat()
+            trainable = self._writable()
             with torch.no_grad():
-                self._local.show_own(whole, params, plan, self._last_turn())
+                self._local.show_own(trainable, self._last_turn())
 
     def _continue_from(self, local: LocalSteps) -> None:
-        """Takes local steps up where they were saved; the model holds the weights of all ranks.
+        """Resumes local steps from a checkpoint; the model holds the common weights.
 
         Args:
-            local: As after `eval`, with own weights in the place of anchors.
+            local: The saved state, as after `eval`, with own weights in the place of anchors.
         """
         swapped = self._local.swapped
         self._local = local
         if not swapped:
             self._show_own()
 
-    def _after(self, count: int, ranks: Topology) -> None:
+    def _run_periodic_tasks(self, count: int, ranks: Topology) -> None:
         """Averages the momenta that are due, and compares replicas if it is their turn.
 
         Args:
             count: Number of the step, or of the exchange with local steps.
-            ranks: Who is where.
+            ranks: The groups of ranks.
         """
         if self.options.momentum_sync_every and ranks.voters.world_size > 1:
             chosen = groups.selection(self.param_groups, self.options, "momentum_sync")
@@ -529,24 +565,27 @@ class DistributedLion(LionState):
             synchronize(momenta, self.options, ranks, count)
         every = self.options.check_replicas_every
         if every and count % every == 0:
-            compare_replicas(self._named(), ranks.everyone, self.steps, ranks.alike)
+            compare_replicas(self._common_parts(), ranks.everyone, self.steps, ranks.same_parts)
 
     def synchronize_momentum(self) -> None:
         """Replaces every momentum by its mean over the voters; every rank must call this.
 
-        The state dict of any rank is then that of all. Bytes per rank: 8 (N - 1) / N an element.
+        The state dict of any rank then fits all ranks. Bytes per rank: 8 (N - 1) / N per element.
         """
         if self._world_size() > 1:
             momenta = [self._flat_momentum(p) for p in groups.trainable(self.param_groups)]
             average_whole(momenta, self._topology().voters)
 
-    def _suspicions(self, tensors: Tensors, ranks: Topology) -> list[str]:
-        """Returns what rank 0 warns of: equal gradients at first, equal momenta after a load."""
-        found = []
+    def _warnings(self, tensors: Tensors, ranks: Topology) -> list[str]:
+        """Returns the warnings of rank 0: equal gradients at first, equal momenta after a load.
+
+        Every voter must call this in the same step.
+        """
+        texts = []
         if not self._stepped:
             grads = [grad for grad in tensors.grads if grad is not None]
             if all_ranks_have(grads, ranks.voters, "hashes of gradients"):
-                found.append(AVERAGED_GRADIENTS)
+                texts.append(AVERAGED_GRADIENTS)
         if self._loads != self._compared_loads:
             self._compared_loads = self._loads
             momenta = [
@@ -555,95 +594,8 @@ class DistributedLion(LionState):
                 if "exp_avg" in self.state.get(p, {})
             ]
             if all_ranks_have(momenta, ranks.voters, "hashes of momenta"):
-                found.append(COPIED_MOMENTA)
-        return found if ranks.everyone.rank == 0 else []
-
-    def _topology(self) -> Topology:
-        """Returns who meets whom. With `replicate` the first call is a meeting of all ranks."""
-        if self._ranks is None:
-            self._ranks = Topology(
-                self.process_group,
-                self.options.local_group,
-                self.wire,
-                replicate=self._replicate,
-                device=groups.named(self.param_groups)[0][1].device,
-            )
-            self._meetings = Meetings(self._ranks.everyone, self._ranks.alike)
-        return self._ranks
-
-    def meet(self, kind: Kind, failure: BaseException | None) -> Topology | None:
-        """Lets all ranks find that they save or load together, or raise together.
-
-        Every rank must call this, also a rank where something failed. Bytes: `Meetings.meet`.
-
-        Args:
-            kind: What the ranks do.
-            failure: What failed on this rank, or None.
-
-        Returns:
-            Who is where; None for one rank alone.
-
-        Raises:
-            Disagreement: On every rank, if the ranks differ, or something failed on another rank.
-            BaseException: `failure`.
-        """
-        if self._world_size() == 1:
-            if failure is not None:
-                raise failure
-            return None
-        ranks = self._topology()
-        if failure is None:
-            try:
-                self._planned()
-            except Exception as error:
-                failure = error
-        self._meet(kind, failure, Tensors())
-        ranks.form()
-        return ranks
-
-    def _meet(
-        self,
-        kind: Kind,
-        failure: BaseException | None,
-        tensors: Tensors,
-        period: Period | None = None,
-    ) -> Agreed:
-        assert self._meetings is not None
-        # After a load, momenta are compared: if some ranks didn't load, all must raise before it.
-        options: dict[str, object] = {
-            **self._compared,
-            "calls of load_state_dict": self._loads,
-            "calls of attach and detach": self._attaches,
-        }
-        if self.options.vote_every > 1:
-            period = period or self._local.period
-            options["exchanges"] = self._local.exchanges
-            options["steps since the last exchange"] = period.steps
-            options["lr, betas and weight decay since the last exchange"] = period.history
-        hyperparameters: list[dict[str, object]] = []
-        try:
-            hyperparameters = groups.hyperparameters(self.param_groups)
-            if self.options.momentum_sync == "auto":
-                options["divergences of momenta"] = list(self.momentum_divergence().values())
-        except Exception as error:  # The other ranks wait for a header.
-            failure = failure or error
-        report = Report(
-            kind=kind,
-            step=self.steps,
-            finite=tensors.finite,
-            failure=failure,
-            options=options,
-            groups=hyperparameters,
-            layout=self._plan.lines if self._plan is not None else [],
-            present=tensors.present,
-            values=self._hashes,
-        )
-        return self._meetings.meet(report)
-
-    def _rule(self, ranks: Topology) -> Rule:
-        if self.options.aggregation == "average":
-            return Average(ranks.voters.world_size, self.options.bits)
-        return Majority(self.options.ties)
+                texts.append(COPIED_MOMENTA)
+        return texts if ranks.everyone.rank == 0 else []
 
     def _turn(self) -> Turn:
         return Turn(

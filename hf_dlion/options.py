@@ -1,4 +1,4 @@
-"""What a user may choose, checked when it is chosen."""
+"""The options of `DistributedLion`, checked when they are set, and selection by name."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Selector = Callable[[str, Tensor], bool]
 Selection = str | Sequence[str] | Selector
 
 MOMENTUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# What momentum_sync may be besides a selection of parameters.
+# Values of momentum_sync that aren't patterns of names.
 SYNC_WORDS = ("all", "auto")
-# What groups written for another optimizer may hold, and would be ignored.
+# Options of other optimizers, which DistributedLion would ignore in a parameter group.
 FOREIGN = (
     *("maximize", "differentiable", "capturable", "foreach", "fused"),
     *("amsgrad", "eps", "momentum", "dampening", "nesterov", "decoupled_weight_decay"),
@@ -33,10 +33,10 @@ FOREIGN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of `DistributedLion` that hold for every parameter group; see there.
+    """The options that apply to all parameter groups. `DistributedLion` describes each of them.
 
     Raises:
-        ValueError: If a value is not one of those allowed, or has no effect with the others.
+        ValueError: If a value isn't allowed, or has no effect with the other options.
         TypeError: If a value has the wrong type.
         NotImplementedError: If options don't work together yet.
     """
@@ -58,7 +58,7 @@ class Options:
     check_replicas_every: int = 0
 
     def __post_init__(self) -> None:
-        """Checks every value, so a bad one is refused where it was written."""
+        """Checks every value, so the error's traceback shows the line that set it."""
         _check_integer("vote_every", self.vote_every, 1, 2**31 - 1)
         if self.aggregation is None:
             object.__setattr__(
@@ -81,7 +81,7 @@ class Options:
                 raise ValueError(f'local_group must be "node" or an int (got {self.local_group!r})')
         elif self.local_group is not None:
             _check_integer("local_group", self.local_group, 1, 2**31 - 1)
-        # By identity: an array compares element by element.
+        # By identity, because == of an array isn't a bool.
         if not any(self.momentum_dtype is dtype for dtype in (None, *MOMENTUM_DTYPES)):
             kind = ValueError if isinstance(self.momentum_dtype, torch.dtype) else TypeError
             names = ", ".join(map(str, MOMENTUM_DTYPES))
@@ -94,12 +94,12 @@ class Options:
         self._check_together()
 
     def _check_together(self) -> None:
-        """Refuses values that don't work together, or that another option makes idle."""
+        """Refuses values that don't work together, or have no effect."""
         local = self.vote_every > 1
         if local and self.aggregation == "majority":
             raise ValueError(
-                f"vote_every={self.vote_every} averages what the ranks were moved; leave out "
-                f"aggregation='majority', or use vote_every=1"
+                f"vote_every={self.vote_every} needs aggregation='average' (got 'majority'): leave "
+                f"out aggregation, or use vote_every=1"
             )
         if self.bits > 1 and self.aggregation == "average" and not local:
             raise ValueError(
@@ -108,8 +108,8 @@ class Options:
             )
         if self.local_group not in (None, 1) and self.full_precision is not None:
             raise NotImplementedError(
-                f"local_group={self.local_group!r} doesn't work with full_precision: gradients are "
-                f"averaged inside a node only"
+                f"local_group={self.local_group!r} doesn't work with full_precision, because "
+                f"gradients are averaged inside a node only: leave out one of them"
             )
         auto = isinstance(self.momentum_sync, str) and self.momentum_sync == "auto"
         syncs = self.momentum_sync_every > 0
@@ -129,17 +129,17 @@ def check_group(group: Mapping[str, Any]) -> None:
     """Checks the hyperparameters of one parameter group.
 
     Raises:
-        TypeError: If lr, weight_decay or a beta is not a number, or betas is not a pair.
-        ValueError: If one of them is out of its range, or the group holds what would be ignored.
+        TypeError: If lr, weight_decay or a beta isn't a number, or betas isn't a pair.
+        ValueError: If a value is out of its range, or an option in the group would be ignored.
     """
     for name in (*(field.name for field in dataclasses.fields(Options)), "process_group"):
         if name in group:
             raise ValueError(
-                f"{name}={group[name]!r} in a parameter group would have no effect: it holds for "
+                f"{name}={group[name]!r} in a parameter group would have no effect: it applies to "
                 f"all groups, so pass it to DistributedLion itself"
             )
     for name in FOREIGN:
-        # Off is what DistributedLion does; torch itself puts differentiable=False into groups.
+        # False is allowed, because torch itself puts differentiable=False into groups.
         if group.get(name):
             raise ValueError(
                 f"{name}={group[name]!r} in a parameter group has no effect: DistributedLion "
@@ -157,17 +157,21 @@ def check_group(group: Mapping[str, Any]) -> None:
 
 
 def check_number(name: str, value: object) -> None:
-    """Checks a number that is at least 0 and finite; a tensor of one number will do.
+    """Checks that a value is a finite number of at least 0.
+
+    Args:
+        name: Name of the value, for error messages.
+        value: A number, or a tensor of one number.
 
     Raises:
-        TypeError: If it is no number.
-        ValueError: If it is negative, infinite or NaN.
+        TypeError: If the value isn't a number.
+        ValueError: If the value is negative, infinite or NaN.
     """
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_meta:
             raise TypeError(f"{name} must be one number (got a tensor of {tuple(value.shape)})")
         value = value.item()
-    # Real, because schedules written with NumPy make its floats.
+    # Real also includes NumPy's floats, which some schedules return.
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number (got {value!r}, a {type(value).__name__})")
     if not math.isfinite(float(value)) or float(value) < 0:
@@ -179,11 +183,11 @@ def selected(option: str, selection: Selection, named: Sequence[tuple[str, Tenso
 
     Args:
         option: Name of the option, for error messages.
-        selection: Patterns as `fnmatch` has them (case counts), or a function.
+        selection: Case-sensitive patterns as for `fnmatch`, or a function of name and parameter.
         named: Names and parameters.
 
     Raises:
-        ValueError: If a pattern matches none; the message names what is close to it.
+        ValueError: If a pattern matches no name; the message lists similar names.
     """
     if callable(selection):
         return [selection(name, param) for name, param in named]
@@ -196,8 +200,8 @@ def selected(option: str, selection: Selection, named: Sequence[tuple[str, Tenso
             near += difflib.get_close_matches(bare, names, n=3, cutoff=0.0)
             close = ", ".join(map(repr, list(dict.fromkeys(near))[:4]))
             raise ValueError(
-                f"{option}={selection!r}: no parameter's name matches {pattern!r} (* stands for "
-                f"any text); close to it: {close}"
+                f"{option}={selection!r}: no parameter's name matches {pattern!r}, where * stands "
+                f"for any text. Similar names: {close}"
             )
     return [any(fnmatchcase(name, pattern) for pattern in patterns) for name in names]
 
@@ -217,7 +221,7 @@ def _check_selection(option: str, selection: object) -> None:
             f"or a function of name and parameter (got {selection!r})"
         )
     if not selection or not all(_patterns(selection)):
-        raise ValueError(f"{option} must not hold an empty pattern (got {selection!r})")
+        raise ValueError(f"{option} must not have an empty pattern (got {selection!r})")
 
 
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

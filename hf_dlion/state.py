@@ -1,8 +1,11 @@
-"""What an optimizer holds on this rank: groups, momenta, and how its tensors are laid out."""
+"""What an optimizer holds on this rank, and what it reports to the other ranks.
+
+It holds parameter groups, momenta, and the plan of its tensors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,17 +16,18 @@ from torch import Tensor, nn
 import hf_dlion.fsdp as fsdp
 from hf_dlion.exchange.wire import WireStats
 from hf_dlion.options import Options, check_group
-from hf_dlion.ranks.agreement import Abstentions, Meetings
+from hf_dlion.ranks.agreement import Abstentions, Agreed, Meetings, Report
 from hf_dlion.ranks.fingerprint import fingerprints
+from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote import groups, local
-from hf_dlion.vote.local import Plan, Tensors
-from hf_dlion.vote.local_steps import LocalSteps
+from hf_dlion.vote.local import Plan, Tensors, Trainable
+from hf_dlion.vote.local_steps import LocalSteps, Period
 from hf_dlion.vote.update import Scratch
 
 
 class LionState(torch.optim.Optimizer):
-    """Parameter groups and momenta as torch knows them, and this process's part beside them."""
+    """Parameter groups and momenta as torch keeps them, and the state of this process."""
 
     def _begin(
         self,
@@ -31,7 +35,7 @@ class LionState(torch.optim.Optimizer):
         process_group: dist.ProcessGroup | None,
         replicate: dist.ProcessGroup | None,
     ) -> None:
-        """Sets what belongs to this process, and isn't copied with an optimizer."""
+        """Sets the state of this process, which isn't copied with an optimizer."""
         self.options = options
         self.process_group = process_group
         self.wire = WireStats()
@@ -41,16 +45,16 @@ class LionState(torch.optim.Optimizer):
         self._plan: Plan | None = None
         self._fsdp_model: nn.Module | None = None
         self._local = LocalSteps(options.bits)
-        self._stepped = False  # in this process, unlike `steps`
-        self._meets_next = True  # where steps are local
+        self._stepped = False  # In this process; `steps` also counts those before a resume.
+        self._meets_next = True  # Whether the ranks send headers in the next local step.
         self._loads = self._compared_loads = self._attaches = 0
         self._scratch = Scratch()
         self._abstentions = Abstentions(options.max_abstained_steps)
-        self._compared = {name: str(value) for name, value in asdict(options).items()}
+        self._option_texts = {name: str(value) for name, value in asdict(options).items()}
 
     @property
     def steps(self) -> int:
-        """Number of the last step that moved anything."""
+        """Number of the last step that was counted (see `step`), resumed runs included."""
         return int(self.param_groups[0]["step"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -58,7 +62,8 @@ class LionState(torch.optim.Optimizer):
 
         Raises:
             ValueError: If a value is out of its range or would be ignored.
-            TypeError: If a value has the wrong type, or a parameter is complex or no float.
+            TypeError: If a value has the wrong type, or a parameter isn't a real float.
+            NotImplementedError: If a parameter has gaps in memory.
         """
         check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
@@ -74,9 +79,11 @@ class LionState(torch.optim.Optimizer):
             raise
 
     def momentum_divergence(self) -> dict[str, float]:
-        """Returns how far the ranks' momenta differ, by name, as momentum_sync="auto" measured it.
+        """Returns how far the ranks' momenta differ, by parameter name.
 
-        0: all ranks have one momentum. About 1 - 1/N: they have nothing in common.
+        The values are those of the last measurement for `momentum_sync="auto"`: 0 if all ranks
+        have the same momentum, about 1 - 1/N if the N momenta are independent. The dictionary is
+        empty before the first measurement.
         """
         return {
             name: float(self.state[p]["divergence"])
@@ -85,59 +92,65 @@ class LionState(torch.optim.Optimizer):
         }
 
     def _collect(self) -> Tensors:
-        """Returns this rank's flat tensors; unscales gradients if GradScaler left that to us."""
-        plan, whole, params = self._planned()
-        grads: list[Tensor | None] = [None] * len(whole)
-        for k, p in enumerate(whole):
+        """Returns this rank's flat tensors; unscales gradients that GradScaler left scaled."""
+        plan, trainable, parts = self._planned()
+        grads: list[Tensor | None] = [None] * len(trainable)
+        for k, p in enumerate(trainable):
             if p.grad is not None:
                 name, grad = str(plan.lines[k][0]), fsdp.local_part(p.grad.detach())
-                grads[k] = local.flat_gradient(name, grad, params[k])
+                grads[k] = local.flat_gradient(name, grad, parts[k])
         finite = self._unscale([grad for grad in grads if grad is not None])
         if not self.state and not any([float(group["lr"]) for group in self.param_groups]):
-            # torch.distributed.checkpoint takes such a step, with zeros for gradients, to have the
-            # state made. Nobody votes in it, so it changes and counts nothing.
-            for k, p in enumerate(whole):
+            # torch.distributed.checkpoint takes such a step, on gradients of zero, to create the
+            # state. Without gradients no rank votes, and the step isn't counted.
+            for k, p in enumerate(trainable):
                 self._momentum(p)
-                zeros = grads[k]
-                if zeros is not None and not zeros.any():
+                if (found := grads[k]) is not None and not found.any():
                     grads[k] = None
-        momenta: list[Tensor | None] = [None] * len(whole)
-        for k, p in enumerate(whole):
+        momenta: list[Tensor | None] = [None] * len(trainable)
+        for k, p in enumerate(trainable):
             if grads[k] is not None:
                 momenta[k] = self._flat_momentum(p)
         present = [grad is not None for grad in grads]
-        return Tensors([local.flat_view(p) for p in params], grads, momenta, present, finite)
+        return Tensors([local.flat_view(p) for p in parts], grads, momenta, present, finite)
 
     def _planned(self) -> tuple[Plan, list[Tensor], list[Tensor]]:
-        """Returns the plan, made anew if tensors have changed, and trainable and local tensors."""
+        """Returns the plan, the trainable parameters, and this rank's part of each.
+
+        A new plan is made if parameters were added, frozen, unfrozen, or replaced.
+        """
         trainable = groups.trainable(self.param_groups)
-        params = [fsdp.local_part(p.detach()) for p in trainable]
-        shapes = local.shapes_of(params, self.param_groups)
+        parts = [fsdp.local_part(p.detach()) for p in trainable]
+        shapes = local.shapes_of(parts, self.param_groups)
         identities = list(map(id, trainable))
         if self._plan is None or self._plan.shapes != shapes or self._plan.identities != identities:
-            named = [(n, p) for n, p in groups.named(self.param_groups) if p.requires_grad]
-            fsdp.check_sharding(named, self._replicate)
-            full = groups.selection(self.param_groups, self.options, "full_precision")
-            own = [
-                f
-                for f, (_, p) in zip(full, groups.named(self.param_groups), strict=True)
-                if p.requires_grad
-            ]
-            self._plan = Plan.of(params, self.param_groups, own)
-            self._plan.identities, self._meets_next = identities, True
-            for p in self._local.anchors.keys() - set(trainable):  # Nobody moves them any more.
+            self._plan = self._make_plan(parts, identities)
+            self._meets_next = True
+            for p in self._local.anchors.keys() - set(trainable):  # Frozen or removed parameters.
                 with torch.no_grad():
                     self._local.drop(p, local.flat_view(fsdp.local_part(p.detach())))
-        return self._plan, trainable, params
+        return self._plan, trainable, parts
 
-    def _flat(self) -> tuple[Plan, list[Tensor], list[Tensor]]:
-        """Returns the plan, and trainable and flat local tensors, which may be written."""
-        plan, whole, params = self._planned()
+    def _make_plan(self, parts: list[Tensor], identities: list[int]) -> Plan:
+        named = groups.named(self.param_groups)
+        fsdp.check_sharding([(name, p) for name, p in named if p.requires_grad], self._replicate)
+        selected = groups.selection(self.param_groups, self.options, "full_precision")
+        full = [f for f, (_, p) in zip(selected, named, strict=True) if p.requires_grad]
+        plan = Plan.of(parts, self.param_groups, full)
+        plan.identities = identities
+        return plan
+
+    def _writable(self) -> Trainable:
+        """Returns the trainable parameters; call it again before each write.
+
+        With FSDP2 it frees gathered parameters, so the next forward gathers what was written.
+        """
+        plan, trainable, parts = self._planned()
         fsdp.reshard(self._fsdp_model)
-        return plan, whole, [local.flat_view(p) for p in params]
+        return Trainable(plan, trainable, [local.flat_view(part) for part in parts])
 
     def _unscale(self, grads: list[Tensor]) -> bool:
-        """Unscales gradients if GradScaler left that to us; returns whether all are finite."""
+        """Unscales gradients that GradScaler left scaled; returns whether all are finite."""
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found is not None and float(found) > 0:
             return False
@@ -146,10 +159,12 @@ class LionState(torch.optim.Optimizer):
         return local.all_finite(grads)
 
     def _momentum(self, param: Tensor) -> Tensor:
-        """Returns a parameter's momentum in its memory layout, made or laid out if need be.
+        """Returns a parameter's momentum, in the parameter's memory layout.
+
+        It is created as zeros at the first call, and copied if its strides differ.
 
         Raises:
-            RuntimeError: If its shape is not the parameter's.
+            RuntimeError: If the momentum has another shape than the parameter.
         """
         state = self.state[param]
         param = param.detach()
@@ -159,8 +174,8 @@ class LionState(torch.optim.Optimizer):
         momentum: Tensor = state["exp_avg"]
         if momentum.shape != param.shape:
             raise RuntimeError(
-                f"a momentum of shape {tuple(momentum.shape)} is not its parameter's, which has "
-                f"{tuple(param.shape)}: load the state of this model"
+                f"a momentum of shape {tuple(momentum.shape)} does not fit its parameter of shape "
+                f"{tuple(param.shape)}: load the optimizer state of this model"
             )
         if momentum.stride() != param.stride():
             momentum = torch.empty_like(param, dtype=momentum.dtype).copy_(momentum)
@@ -171,19 +186,24 @@ class LionState(torch.optim.Optimizer):
         """Returns this rank's part of a parameter's momentum, flat."""
         return local.flat_view(fsdp.local_part(self._momentum(param)))
 
-    def _named(self) -> list[tuple[str, Tensor]]:
-        """Returns this rank's parts of all parameters, with names: what all ranks have of them."""
-        named = [(n, p, fsdp.local_part(p.detach())) for n, p in groups.named(self.param_groups)]
+    def _common_parts(self) -> list[tuple[str, Tensor]]:
+        """Returns name and this rank's part of every parameter, with anchors for own weights.
+
+        These are the weights that must be equal on all ranks.
+        """
         anchors = {} if self._local.swapped else self._local.anchors
-        return [
-            (n, anchors[p].as_strided(part.size(), part.stride()) if p in anchors else part)
-            for n, p, part in named
-        ]
+        found = []
+        for name, param in groups.named(self.param_groups):
+            part = fsdp.local_part(param.detach())
+            if param in anchors:
+                part = anchors[param].as_strided(part.size(), part.stride())
+            found.append((name, part))
+        return found
 
     def _hashes(self) -> list[tuple[str, int]]:
         """Returns name and hash of this rank's part of every parameter."""
-        named = self._named()
-        hashes = fingerprints([p for _, p in named])
+        named = self._common_parts()
+        hashes = fingerprints([part for _, part in named])
         return [(name, value) for (name, _), value in zip(named, hashes, strict=True)]
 
     def _world_size(self) -> int:
@@ -191,11 +211,109 @@ class LionState(torch.optim.Optimizer):
             return 1
         return dist.get_world_size(self.process_group)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` returned; momenta keep the dtype that they were saved with.
+    def _topology(self) -> Topology:
+        """Returns the groups of ranks. With `replicate`, the first call is a collective."""
+        if self._ranks is None:
+            self._ranks = Topology(
+                self.process_group,
+                self.options.local_group,
+                self.wire,
+                replicate=self._replicate,
+                device=groups.named(self.param_groups)[0][1].device,
+            )
+            self._meetings = Meetings(self._ranks.everyone, self._ranks.same_parts)
+        return self._ranks
+
+    def meet(self, kind: Kind, failure: BaseException | None) -> Topology | None:
+        """Verifies that all ranks save or load together, or raises on all of them.
+
+        Every rank must call this, also a rank where something failed. Bytes: see `Meetings.meet`.
+
+        Args:
+            kind: What the ranks do.
+            failure: What failed on this rank, or None.
+
+        Returns:
+            The groups of ranks; None for one rank alone.
 
         Raises:
-            ValueError: If it is another optimizer's, or has other groups or numbers of parameters.
+            Disagreement: On every rank, if the ranks differ, or something failed on another rank.
+            BaseException: `failure`.
+        """
+        if self._world_size() == 1:
+            if failure is not None:
+                raise failure
+            return None
+        ranks = self._topology()
+        if failure is None:
+            try:
+                self._planned()
+            except Exception as error:
+                failure = error
+        self._meet(kind, failure, present=[])
+        ranks.form()
+        return ranks
+
+    def _meet(
+        self,
+        kind: Kind,
+        failure: BaseException | None,
+        present: Sequence[bool],
+        finite: bool = True,
+        period: Period | None = None,
+    ) -> Agreed:
+        """Sends this rank's header and returns what all ranks have; raises on all of them.
+
+        Args:
+            kind: What the ranks do.
+            failure: What failed on this rank, or None.
+            present: Whether each trainable parameter has a gradient, or was used in an exchange.
+            finite: Whether all gradients are finite.
+            period: Local steps since the last exchange (default: those that were taken).
+        """
+        assert self._meetings is not None
+        # If only some ranks loaded, all raise here, before they would compare momenta.
+        options: dict[str, object] = {
+            **self._option_texts,
+            "calls of load_state_dict": self._loads,
+            "calls of attach and detach": self._attaches,
+        }
+        if self.options.vote_every > 1:
+            period = period or self._local.period
+            options["exchanges"] = self._local.exchanges
+            options["steps since the last exchange"] = period.steps
+            options["lr, betas and weight decay since the last exchange"] = period.history
+        hyperparameters: list[dict[str, object]] = []
+        try:
+            hyperparameters = groups.hyperparameters(self.param_groups)
+            if self.options.momentum_sync == "auto":
+                options["divergences of momenta"] = list(self.momentum_divergence().values())
+        except Exception as error:  # The other ranks wait for a header.
+            failure = failure or error
+        report = Report(
+            kind=kind,
+            step=self.steps,
+            finite=finite,
+            failure=failure,
+            options=options,
+            groups=hyperparameters,
+            layout=self._plan.lines if self._plan is not None else [],
+            present=present,
+            values=self._hashes,
+        )
+        return self._meetings.meet(report)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads what `state_dict` returned, on every rank.
+
+        Momenta get the dtype of `momentum_dtype`, or of their parameters.
+
+        Args:
+            state_dict: Return value of `state_dict`; not changed.
+
+        Raises:
+            ValueError: If the state is another optimizer's, or if the numbers of groups or
+                parameters differ.
         """
         if any("step" not in group for group in state_dict["param_groups"]):
             raise ValueError(
@@ -217,18 +335,18 @@ class LionState(torch.optim.Optimizer):
         self._local = LocalSteps(self.options.bits, swapped=self._local.swapped)
         self._loads += 1
         if self._meetings is not None and self.options.vote_every > 1:
-            # Without loading the model, too, each rank goes on with its own weights.
+            # If the model wasn't loaded too, it still holds this rank's own weights.
             self._meetings.compare_again()
         self._abstentions = Abstentions(self.options.max_abstained_steps)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what pickle and deepcopy carry: never the process group."""
+        """Returns what pickle and deepcopy copy, without the process group."""
         return {**super().__getstate__(), "options": self.options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a pickled or copied optimizer, or torch's part of a loaded state."""
-        own = dict(state)
-        options = own.pop("options", None)
-        super().__setstate__(own)
+        torch_state = dict(state)
+        options = torch_state.pop("options", None)
+        super().__setstate__(torch_state)
         if options is not None:
             self._begin(options, None, None)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.multiproc
 
 
 class Owner(torch.optim.SGD):
-    """An optimizer with what `attach` reads of a DistributedLion."""
+    """An optimizer with the attributes of DistributedLion that `attach` reads."""
 
     def __init__(self, params: Any, process_group: Any = None, node_group: Any = None) -> None:
         super().__init__(params, lr=0.1)
@@ -36,7 +36,7 @@ class Owner(torch.optim.SGD):
 
 
 class Model(nn.Module):
-    """Two parts, of which the second is optional, and a buffer that DDP broadcasts."""
+    """A model with an optional second half, and a buffer that DDP broadcasts."""
 
     def __init__(self, recompute: str = "", norm: bool = False) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def same(left: list[Tensor | None], right: list[Tensor | None]) -> bool:
 
 @contextlib.contextmanager
 def wrapped(model: nn.Module | None = None, **options: Any) -> Iterator[list[Any]]:
-    """Yields a list with a new wrapper, and lets go of what the list holds in the end."""
+    """Yields a list with a new wrapper, and releases the list's objects at the end."""
     holder = [DistributedDataParallel(Model() if model is None else model, **options)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about torch.compile and join()
@@ -385,7 +385,7 @@ def refuse(rank: int, world_size: int, what: str) -> str:
 
 
 REFUSED = {
-    "no wrapper": "TypeError: attach() needs a DistributedDataParallel, or torch.compile of one, g",
+    "no wrapper": "TypeError: attach() needs a DistributedDataParallel, or torch.compile of one (g",
     "other model": "ValueError: the optimizer holds none of the 4 trainable parameters",
     "unowned": "RuntimeError: 2 trainable parameters of the DDP wrapper belong to no attached opt",
     "hook": "RuntimeError: the DDP wrapper already has the communication hook 'allreduce_hook'",
@@ -397,7 +397,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_attach_refuses_a_wrapper_that_it_cannot_serve(pools: RankPools, what: str) -> None:
+def test_attach_refuses_an_unsupported_wrapper(pools: RankPools, what: str) -> None:
     for message in pools(2).run(refuse, what):
         assert message.startswith(REFUSED[what])
 
@@ -434,5 +434,5 @@ def attach_and_forget(rank: int, world_size: int) -> list[bool]:
     return [ref() is None for ref in gone]
 
 
-def test_neither_wrapper_nor_optimizer_is_kept_alive(pools: RankPools) -> None:
+def test_wrapper_and_optimizer_can_be_garbage_collected(pools: RankPools) -> None:
     assert pools(2).run(attach_and_forget) == [[True, True]] * 2

@@ -35,7 +35,7 @@ def equals_the_definition(
     seed: int,
     faults: bool = True,
 ) -> None:
-    """Takes eleven steps beside the definition, the last exchange amid a period."""
+    """Compares eleven steps with the definition; the last exchange comes before its period ends."""
     message.PIECE["cpu"], message.MESSAGE["cpu"], message.MESSAGES = 1 << 10, 1 << 13, 1 << 20
     torch.manual_seed(0)
     dtypes = [kinds[k % len(kinds)] for k in range(len(SHAPES))]
@@ -135,7 +135,7 @@ def batch(step: int, rank: int) -> torch.Tensor:
 
 
 def in_nodes(rank: int, world_size: int) -> None:
-    """Two nodes of two ranks; the definition takes the gradients that DDP averaged in them."""
+    """Compares two nodes of two ranks with the definition, on gradients that DDP averaged."""
     ddp = DistributedDataParallel(model_of())
     params = list(ddp.parameters())
     optimizer = DistributedLion(
@@ -148,7 +148,7 @@ def in_nodes(rank: int, world_size: int) -> None:
         optimizer.zero_grad()
         ddp(batch(step, rank)).square().sum().backward()
         if step == 4 and rank == 2:
-            params[0].grad = None  # then not for all of its node
+            params[0].grad = None  # So it doesn't count on any rank of the node.
         every = [everyones(torch.zeros_like(p) if p.grad is None else p.grad) for p in params]
         grads: list[list[torch.Tensor | None]] = [[own[first] for own in every] for first in (0, 3)]
         if step == 4:
@@ -171,7 +171,7 @@ def test_two_nodes_of_two_ranks_equal_the_definition(pools: RankPools) -> None:
 
 
 def in_shards(rank: int, world_size: int) -> None:
-    """Two replicas of two shards; each shard is the definition's, with a scale of its own."""
+    """Compares two replicas of two shards with the definition of each shard."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     LASTING.update(mesh.get_all_groups())
     model = model_of()
@@ -216,7 +216,7 @@ def test_two_replicas_of_two_shards_equal_the_definition(pools: RankPools) -> No
 
 
 def conserves(rank: int, world_size: int, bits: int) -> None:
-    """Over 1,000 exchanges the mean of the own weights changes by the decay alone."""
+    """Checks in 1,000 exchanges that the mean of the own weights changes by the decay only."""
     torch.manual_seed(0)
     param = nn.Parameter(torch.randn(3, 64))
     optimizer = DistributedLion([param], lr=1e-3, weight_decay=0.1, vote_every=10**6, bits=bits)
@@ -232,12 +232,12 @@ def conserves(rank: int, world_size: int, bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [1, 4])
-def test_an_exchange_moves_the_mean_by_the_decay_alone(pools: RankPools, bits: int) -> None:
+def test_an_exchange_changes_the_mean_by_the_decay_only(pools: RankPools, bits: int) -> None:
     pools(2).run(conserves, bits)
 
 
 def in_turns(rank: int, world_size: int) -> tuple[float, bool]:
-    """One parameter is used by the ranks in turns, rows of another by nobody, a third never."""
+    """Trains one parameter on the ranks in turns, half of a second, and none of a third."""
     torch.manual_seed(0)
     turns, rows, idle = (nn.Parameter(torch.randn(4, 64)) for _ in range(3))
     start = [p.detach().clone() for p in (turns, rows, idle)]
@@ -370,7 +370,7 @@ def fails(rank: int, world_size: int, what: str) -> list[str]:
         ("now", "2 Disagreement: ranks are at different steps", "3 Disagreement: ranks are at"),
     ],
 )
-def test_what_is_wrong_on_one_rank_ends_all(
+def test_all_ranks_raise_if_something_is_wrong_on_one(
     pools: RankPools, what: str, own: str, others: str
 ) -> None:
     first, last = pools(2).run(fails, what, timeout=60)
@@ -379,7 +379,7 @@ def test_what_is_wrong_on_one_rank_ends_all(
 
 
 def changes(rank: int, world_size: int) -> list[str]:
-    """Freezes, adds and breaks parameters amid periods; anchors stay equal."""
+    """Freezes, adds, and breaks parameters between exchanges; anchors stay equal."""
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(2, 64)) for _ in range(3)]
     optimizer = DistributedLion(
@@ -415,14 +415,14 @@ def changes(rank: int, world_size: int) -> list[str]:
     for p in params:
         assert bool(p.isfinite().all())
         assert all(torch.equal(p, own) for own in everyones(p))
-    # Seven steps of its own group's decay, in three exchanges.
+    # Seven steps with the decay of its group, in three exchanges.
     torch.testing.assert_close(params[3].detach(), torch.full((5,), 0.95**7))
     optimizer.detach()
     assert not optimizer._local.anchors
     return said
 
 
-def test_parameters_may_freeze_join_and_break_amid_a_period(pools: RankPools) -> None:
+def test_parameters_can_be_frozen_added_and_broken_between_exchanges(pools: RankPools) -> None:
     first, second = pools(2).run(changes)
     assert first == []
     assert len(second) == 1
@@ -430,7 +430,7 @@ def test_parameters_may_freeze_join_and_break_amid_a_period(pools: RankPools) ->
 
 
 def rotates(rank: int, world_size: int) -> None:
-    """Two tensors of one shape are trained in turns, as some low-memory recipes do."""
+    """Trains two tensors of one shape in turns, as some low-memory recipes do."""
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(2, 64)) for _ in range(2)]
     optimizer = DistributedLion(params, lr=0.01, vote_every=3, check_replicas_every=1)
@@ -446,12 +446,12 @@ def rotates(rank: int, world_size: int) -> None:
         assert all(torch.equal(p, own) for own in everyones(p))
 
 
-def test_tensors_of_one_shape_may_take_turns(pools: RankPools) -> None:
+def test_tensors_of_one_shape_can_be_trained_in_turns(pools: RankPools) -> None:
     pools(2).run(rotates)
 
 
 def in_wrong_order(rank: int, world_size: int) -> list[str]:
-    """What `attach`, `detach` and `step` say after local steps."""
+    """Returns the errors of `attach`, `detach`, and `step` after local steps."""
     said = []
     model = model_of()
     optimizer = DistributedLion(model.named_parameters(), lr=0.01, vote_every=3)
@@ -483,12 +483,12 @@ def in_wrong_order(rank: int, world_size: int) -> list[str]:
 def test_a_wrong_order_of_calls_is_refused(pools: RankPools) -> None:
     for swapped, wrapped, differs in pools(2).run(in_wrong_order):
         assert "in common_weights()" in swapped
-        assert "attach() of another DDP wrapper after local steps" in wrapped
+        assert "attach() got a DDP wrapper that was made during local steps" in wrapped
         assert "hashes of parameter values, first in '0.weight'" in differs
 
 
 def breaks_in_a_node(rank: int, world_size: int) -> str:
-    """All gradients of the first step are NaN; later rank 2's weights are replaced."""
+    """Steps on NaN gradients first, and later replaces the weights of rank 2."""
     ddp = DistributedDataParallel(model_of())
     optimizer = DistributedLion(ddp.named_parameters(), lr=0.01, local_group=2, vote_every=3)
     optimizer.attach(ddp)
@@ -510,13 +510,13 @@ def breaks_in_a_node(rank: int, world_size: int) -> str:
     return said
 
 
-def test_replaced_weights_in_a_node_end_all_ranks(pools: RankPools) -> None:
+def test_all_ranks_raise_if_weights_were_replaced_in_a_node(pools: RankPools) -> None:
     for said in pools(4).run(breaks_in_a_node, timeout=60):
         assert said.startswith("6: the weights of some parameters on rank 2 are farther"), said
 
 
 def exchanges_alone(rank: int, world_size: int) -> str:
-    """Rank 1 calls exchange_now in its third step, while the other rank of its node steps."""
+    """Calls exchange_now on rank 1 while the other rank of its node steps."""
     ddp = DistributedDataParallel(model_of())
     optimizer = DistributedLion(ddp.named_parameters(), lr=0.01, local_group=2, vote_every=9)
     optimizer.attach(ddp)
@@ -537,15 +537,15 @@ def exchanges_alone(rank: int, world_size: int) -> str:
     return said
 
 
-def test_a_rank_that_exchanges_alone_hangs_nobody_of_its_node(pools: RankPools) -> None:
+def test_an_exchange_on_one_rank_of_a_node_does_not_hang(pools: RankPools) -> None:
     said = pools(4).run(exchanges_alone, timeout=60)
     assert said[0] == said[1]
     assert "rank 1 exchanges while rank 0 steps" in said[0]
     assert said[2] == said[3] == ""
 
 
-def beside(rank: int, world_size: int) -> None:
-    """Tensors in full precision are averaged exactly, and momenta synchronized by exchanges."""
+def with_full_precision_and_momenta(rank: int, world_size: int) -> None:
+    """Checks that selected tensors are averaged exactly, and momenta at exchanges."""
     torch.manual_seed(0)
     start = [torch.randn(10).bfloat16(), torch.randn(4, 64), torch.randn(7)]
     params = [nn.Parameter(p.clone()) for p in start]
@@ -579,8 +579,8 @@ def beside(rank: int, world_size: int) -> None:
         assert all(torch.equal(p, own) for own in everyones(p))
 
 
-def test_full_precision_and_momenta_beside_local_steps(pools: RankPools) -> None:
-    pools(2).run(beside)
+def test_local_steps_with_full_precision_and_synchronized_momenta(pools: RankPools) -> None:
+    pools(2).run(with_full_precision_and_momenta)
 
 
 @pytest.mark.parametrize("when", ["local", "exchange"])
@@ -590,7 +590,7 @@ def test_a_killed_rank_is_named_at_the_next_exchange(when: str) -> None:
 
 
 def leave(when: str) -> None:
-    """Rank 1 ends in its sixth step, or when it has begun its second exchange, in its eighth."""
+    """Ends rank 1 in its sixth step, or at its second exchange, in its eighth step."""
     dist.init_process_group("gloo")
     model = model_of()
     optimizer = DistributedLion(model.named_parameters(), lr=0.1, vote_every=4)

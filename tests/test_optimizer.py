@@ -28,7 +28,7 @@ def equals_the_definition(
     seed: int,
     faults: bool,
 ) -> tuple[int, int, int]:
-    """Takes five steps beside the definition; returns steps, bytes sent and bytes by formula."""
+    """Compares five steps with the definition; returns steps, bytes sent, and bytes by formula."""
     message.PIECE["cpu"], message.MESSAGE["cpu"], message.MESSAGES = 1 << 10, 1 << 13, 1 << 20
     torch.manual_seed(0)
     dtypes = [kinds[k % len(kinds)] for k in range(len(SHAPES))]
@@ -121,7 +121,7 @@ def test_ranks_equal_the_definition_in_other_dtypes(
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_bytes_are_those_of_the_formula(pools: RankPools, case: dict[str, Any], ranks: int) -> None:
+def test_bytes_equal_the_formula(pools: RankPools, case: dict[str, Any], ranks: int) -> None:
     for steps, sent, expected in pools(ranks).run(
         equals_the_definition, case, [torch.float32], 1, False
     ):
@@ -229,7 +229,7 @@ def test_ranks_that_differ_raise_together_before_anything_moves(
         assert first == second
 
 
-def test_a_rank_that_abstains_too_often_ends_all(pools: RankPools) -> None:
+def test_all_ranks_raise_if_one_abstains_too_often(pools: RankPools) -> None:
     texts = pools(2).run(differing, "nan")
     assert texts[0] == texts[1]
     assert "gradients of rank 1 held a NaN or an Inf in 2 steps in a row" in texts[0]

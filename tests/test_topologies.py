@@ -42,7 +42,7 @@ def end(*made: Any) -> None:
 
 
 def attached(rank: int, world_size: int, options: dict[str, Any]) -> int:
-    """Trains under DDP beside the definition, whose ranks have the gradients of a bare model."""
+    """Compares training under DDP with the definition on the gradients of a bare model."""
     bare = model_of()
     ddp = DistributedDataParallel(model_of())
     optimizer = DistributedLion(ddp.named_parameters(), lr=0.01, weight_decay=0.1, **options)
@@ -72,7 +72,7 @@ def attached(rank: int, world_size: int, options: dict[str, Any]) -> int:
             assert all(torch.equal(everyone[0], other) for other in everyone)
             with torch.no_grad():
                 p.copy_(own)
-    assert off <= total / 1000  # A mean in a node may round otherwise than ours.
+    assert off <= total / 1000  # DDP may round the mean in a node differently.
     optimizer.detach()
     del ddp
     end()
@@ -132,7 +132,7 @@ def refused_on_one_rank(rank: int, world_size: int) -> str:
     return ""
 
 
-def test_an_attach_that_is_refused_on_one_rank_hangs_nobody(pools: RankPools) -> None:
+def test_an_attach_that_is_refused_on_one_rank_does_not_hang(pools: RankPools) -> None:
     said = pools(4).run(refused_on_one_rank, timeout=30)
     assert said[0] == said[2] == said[3] == ""
     assert said[1].startswith("attach() needs a DistributedDataParallel")
@@ -158,7 +158,7 @@ def test_nodes_of_different_sizes_are_refused_together(pools: RankPools) -> None
 
 
 def nodes_of_one_rank(rank: int, world_size: int) -> str:
-    """Only rank 1 asks for nodes, and nothing is attached."""
+    """Sets local_group on rank 1 only, without `attach`."""
     model = model_of()
     options: dict[str, Any] = {"local_group": 2} if rank == 1 else {}
     optimizer = DistributedLion(model.named_parameters(), lr=0.01, **options)
@@ -170,14 +170,14 @@ def nodes_of_one_rank(rank: int, world_size: int) -> str:
     return ""
 
 
-def test_nodes_on_one_rank_alone_hang_nobody(pools: RankPools) -> None:
+def test_nodes_on_one_rank_only_do_not_hang(pools: RankPools) -> None:
     first, second = pools(2).run(nodes_of_one_rank)
     assert "needs optimizer.attach(ddp_model)" in second
     assert "rank 1" in first
 
 
 def sharded(rank: int, world_size: int, attach: bool) -> str:
-    """Trains 2 x 2 FSDP2 beside plain ranks whose gradients are the replicas' means."""
+    """Compares 2 x 2 FSDP2 with plain ranks whose gradients are the replicas' means."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     bare, model = model_of(), model_of()
     # The others are the root's, which stays gathered after a forward.
@@ -250,7 +250,7 @@ def replicas_on_one_rank(rank: int, world_size: int) -> str:
     return str(caught.value)
 
 
-def test_replicas_asked_for_on_some_ranks_hang_nobody(pools: RankPools) -> None:
+def test_replicas_on_some_ranks_only_do_not_hang(pools: RankPools) -> None:
     found = pools(4).run(replicas_on_one_rank, timeout=30)
     assert found[1].startswith("the parameters are sharded: pass replicate=")
     for text in (found[0], found[2], found[3]):
@@ -258,7 +258,7 @@ def test_replicas_asked_for_on_some_ranks_hang_nobody(pools: RankPools) -> None:
 
 
 def in_full(rank: int, world_size: int) -> None:
-    """Biases follow the mean of the ranks that have a gradient, by plain Lion."""
+    """Compares biases with plain Lion on the mean over the ranks that have a gradient."""
     model = model_of()
     optimizer = DistributedLion(
         model.named_parameters(), lr=0.01, weight_decay=0.1, full_precision="*bias"
@@ -309,12 +309,12 @@ def averaged(rank: int, world_size: int) -> None:
         assert all(torch.equal(own, everyone[0]) for own in everyone)
 
 
-def test_synchronize_momentum_makes_all_equal(pools: RankPools) -> None:
+def test_synchronize_momentum_makes_all_momenta_equal(pools: RankPools) -> None:
     pools(3).run(averaged)
 
 
 def resumed(rank: int, world_size: int, dtype: torch.dtype) -> None:
-    """Six steps equal three, a saved state, and three more in a new optimizer."""
+    """Compares six steps with three, a saved state, and three more in a new optimizer."""
     ends = []
     for interrupted in (False, True):
         model = model_of().to(torch.bfloat16)
@@ -334,7 +334,7 @@ def resumed(rank: int, world_size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_loaded_state_goes_on_bit_for_bit(pools: RankPools, dtype: torch.dtype) -> None:
+def test_a_loaded_state_continues_bit_for_bit(pools: RankPools, dtype: torch.dtype) -> None:
     pools(2).run(resumed, dtype)
 
 
@@ -376,7 +376,7 @@ def copied(rank: int, world_size: int, whole: bool) -> list[str]:
 
     train()
     states = [optimizer.state_dict()] * world_size
-    if whole:  # As if every rank loaded what rank 0 saved.
+    if whole:  # As if every rank loaded the state of rank 0.
         dist.all_gather_object(states, optimizer.state_dict())
     optimizer.load_state_dict(states[0])
     with warnings.catch_warnings(record=True) as caught:
@@ -386,7 +386,7 @@ def copied(rank: int, world_size: int, whole: bool) -> list[str]:
     return [str(own.message) for own in caught]
 
 
-def test_one_momentum_loaded_on_all_ranks_is_said_once(pools: RankPools) -> None:
+def test_one_momentum_loaded_on_all_ranks_warns_once(pools: RankPools) -> None:
     (said,), *others = pools(2).run(copied, True)
     assert said.startswith("all ranks loaded the same momentum")
     assert "hf_dlion.load_momentum()" in said
@@ -406,7 +406,7 @@ def test_a_pickled_optimizer_keeps_options_and_state() -> None:
 
 
 def frozen(rank: int, world_size: int) -> None:
-    """Freezing, unfreezing and added groups go on, on all ranks together."""
+    """Freezes, unfreezes, and adds groups between steps, on all ranks together."""
     model = model_of()
     layers = list(model)
     optimizer = DistributedLion(layers[0].named_parameters(), lr=0.01)
@@ -426,12 +426,12 @@ def frozen(rank: int, world_size: int) -> None:
     assert [group["step"] for group in optimizer.param_groups] == [6, 6]
 
 
-def test_parameters_come_and_go(pools: RankPools) -> None:
+def test_parameters_can_be_frozen_unfrozen_and_added(pools: RankPools) -> None:
     pools(2).run(frozen)
 
 
 def scaled(rank: int, world_size: int) -> list[float]:
-    """A GradScaler on every rank; rank 1 overflows in step 1."""
+    """Trains with a GradScaler on every rank; rank 1 overflows in step 1."""
     model = model_of()
     optimizer = DistributedLion(model.named_parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -462,7 +462,7 @@ def test_a_scaler_backs_off_on_the_rank_that_overflowed(pools: RankPools) -> Non
 
 
 def warms_up(rank: int, world_size: int) -> tuple[int, int]:
-    """The first learning rate is 0, and rank 1 has no gradients in that step."""
+    """Takes a first step with a learning rate of 0, without gradients on rank 1."""
     model = model_of()
     optimizer = DistributedLion(model.named_parameters(), lr=0.0)
     if rank == 0:
@@ -476,14 +476,14 @@ def warms_up(rank: int, world_size: int) -> tuple[int, int]:
     return first, optimizer.steps
 
 
-def test_a_rank_without_gradients_hangs_nobody_at_the_start_of_a_warm_up(
+def test_a_rank_without_gradients_does_not_hang_at_the_start_of_a_warm_up(
     pools: RankPools,
 ) -> None:
     assert pools(2).run(warms_up) == [(1, 2), (1, 2)]
 
 
 def makes_state(rank: int, world_size: int, every: int) -> int:
-    """As torch.distributed.checkpoint has the state made."""
+    """Creates the state as torch.distributed.checkpoint does."""
     model = model_of()
     optimizer = DistributedLion(model.named_parameters(), lr=0.0, vote_every=every)
     for p in model.parameters():
@@ -494,7 +494,7 @@ def makes_state(rank: int, world_size: int, every: int) -> int:
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_a_step_that_only_makes_state_is_not_counted(pools: RankPools, every: int) -> None:
+def test_a_step_that_only_creates_state_is_not_counted(pools: RankPools, every: int) -> None:
     assert pools(2).run(makes_state, every) == [0, 0]
 
 
@@ -512,7 +512,7 @@ def loads_alone(rank: int, world_size: int) -> str:
     return ""
 
 
-def test_a_rank_that_loads_alone_hangs_nobody(pools: RankPools) -> None:
+def test_a_load_on_one_rank_only_does_not_hang(pools: RankPools) -> None:
     texts = pools(2).run(loads_alone)
     assert texts[0] == texts[1]
     assert "first in 'calls of load_state_dict': rank 0: 0, rank 1: 1" in texts[0]

@@ -1,1 +1,1 @@
-"""Votes out, verdicts back: collectives between ranks."""
+"""Routes of votes and verdicts between ranks, and the collectives that carry them."""

@@ -1,4 +1,4 @@
-"""What all ranks make of the votes: the majority, or the average."""
+"""Rules that turn votes into a verdict: the majority, or the average."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hf_dlion.vote.codec import TOP, WORD, alternating_word, compare, unpack
 
 
 class Rule(Protocol):
-    """Turns sums of codes into planes that travel, and planes into steps.
+    """Turns sums of codes into the planes of a verdict, and these planes into moves.
 
     Attributes:
-        planes: How many planes a verdict has.
+        planes: Number of planes of a verdict.
     """
 
     planes: int
@@ -24,19 +24,20 @@ class Rule(Protocol):
         """Returns the planes of the verdict, int64, shape (W,) each.
 
         Args:
-            sums: Planes of the sums of all ranks' codes.
-            total: The number of active ranks times `top`: one number, or its planes by word.
-            step: Number of the step.
+            sums: Planes of the sum of all ranks' codes, int64, shape (W,) each.
+            total: Number of active ranks times `top`: one number, or its planes, int64, shape (W,)
+                each.
+            step: Number of the step, for ties.
         """
 
     def move(self, planes: list[Tensor], voters: Tensor | None, lr: float, out: Tensor) -> Tensor:
         """Returns lr * v for every element.
 
         Args:
-            planes: Of the verdict, contiguous, shape (W,) each.
-            voters: Number of active ranks by word, int64, shape (W,); None if all are.
-            lr: The learning rate.
-            out: Receives the values, float32 or float64, shape (64 * W,).
+            planes: Planes of the verdict, int64, contiguous, shape (W,) each.
+            voters: Number of active ranks by word, int64, shape (W,); None if all are active.
+            lr: Learning rate.
+            out: Output, float32 or float64, shape (64 * W,), overwritten.
         """
 
 
@@ -44,16 +45,16 @@ class Majority:
     """The sign of the sum of the votes (Liu et al. 2024, Algorithm 1, "MaVo").
 
     Args:
-        ties: "alternate" applies +1 and -1 in turns where the votes tie; "zero" doesn't move.
+        ties: Value of a tie: "alternate" applies +1 and -1 in turns, "zero" doesn't move.
     """
 
     def __init__(self, ties: str) -> None:
-        """Chooses what a tie does."""
+        """Sets the number of planes."""
         self._zero = ties == "zero"
         self.planes = 2 if self._zero else 1
 
     def decide(self, sums: list[Tensor], total: int | Sequence[Tensor], step: int) -> list[Tensor]:
-        """See `Rule`: a plane of the elements that are positive; with "zero" one of the ties."""
+        """See `Rule`: a plane of the positive elements, and with "zero" a plane of the ties."""
         greater, equal = compare(sums, total)
         if self._zero:
             return [greater, equal]
@@ -70,15 +71,15 @@ class Majority:
 
 
 class Average:
-    """The mean of the votes; a rank that abstains counts as 0 (Liu et al. 2024, "Avg").
+    """The mean of the votes, 0 for a rank that abstains (Liu et al. 2024, Algorithm 1, "Avg").
 
     Args:
         ranks: Number of ranks N.
-        bits: Of a vote.
+        bits: Bits per vote.
     """
 
     def __init__(self, ranks: int, bits: int) -> None:
-        """Learns how many planes a sum takes."""
+        """Sets the number of planes, which is that of the largest sum."""
         self._ranks, self._top = ranks, TOP[bits]
         self.planes = (ranks * self._top).bit_length()
 
@@ -88,7 +89,7 @@ class Average:
         return [*sums, *(torch.zeros_like(sums[0]) for _ in range(missing))]
 
     def move(self, planes: list[Tensor], voters: Tensor | None, lr: float, out: Tensor) -> Tensor:
-        """See `Rule`. v = (2 * sum - n * top) / N is rounded once, and lr * v once more."""
+        """See `Rule`. v = (2 * sum - n * top) / N is rounded once, then lr * v is rounded."""
         unpack(planes[0], 0.0, 2.0, out)
         digit = torch.empty_like(out)
         for j, plane in enumerate(planes[1:], start=2):

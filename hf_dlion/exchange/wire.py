@@ -1,4 +1,4 @@
-"""The only caller of collectives: counts bytes, and names the ranks that were lost."""
+"""The only caller of collectives. It counts bytes and names lost ranks."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13 renamed it and warns about the old name.
+# torch 2.13 renamed this function and warns about the old name.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-
-# Ranks that an error message lists; of more it names the first ones and the number.
+# Largest number of ranks that an error message lists before it shortens the list.
 _MOST_NAMED = 8
 
 
 class LostRank(RuntimeError):
-    """Raised when another rank ended, or stalled for longer than the process group's timeout.
+    """Raised if another rank ended, or stalled for longer than the process group's timeout.
 
-    Every rank that waits raises it by itself. Parameters and momenta may have moved in part.
+    Each waiting rank raises it. Some parameters and momenta may have moved, so restart all ranks
+    from a checkpoint.
     """
 
 
@@ -34,9 +34,9 @@ class Pending:
     """A collective that was started.
 
     Args:
-        work: The handle from torch.
-        what: What the other ranks send, for an error message.
-        group: The process group.
+        work: Handle from torch.
+        what: Name of what the other ranks send, for an error message.
+        group: Process group of the collective.
     """
 
     def __init__(self, work: dist.Work, what: str, group: dist.ProcessGroup) -> None:
@@ -58,11 +58,11 @@ class Pending:
 
 @dataclass
 class WireStats:
-    """What an optimizer sent and received, and where its time went.
+    """Counts of the bytes that an optimizer sent and received, and of its time.
 
-    Bytes are those that a rank hands to a collective for other ranks. An all-reduce counts as a
-    ring. Without `local_group` every rank is a node. Times are seconds on the host, which on a GPU
-    include what the host waited for.
+    Bytes are those that a rank passes to a collective for other ranks. An all-reduce counts as a
+    ring. Without `local_group` every rank is a node. Times are seconds on the host. With a GPU they
+    include its work if the host waited for it.
 
     Attributes:
         bytes_sent: Bytes that this rank sent to other nodes.
@@ -70,14 +70,14 @@ class WireStats:
         last_bytes_sent: Bytes that this rank sent to other nodes in the last step.
         node_bytes_sent: Bytes that this rank sent to other ranks of its node.
         last_node_bytes_sent: Bytes that this rank sent inside its node in the last step.
-        exchanges: Steps in which ranks exchanged votes.
-        abstentions: Ranks that abstained from a step, summed over ranks and steps; with local
-            steps, those in which this rank abstained.
+        exchanges: Number of steps in which ranks exchanged votes.
+        abstentions: Number of ranks that abstained, summed over steps; with local steps, only this
+            rank is counted.
         encode_s: Seconds spent on encoding votes and updating momenta.
         exchange_s: Seconds spent on waiting for collectives and counting votes.
         apply_s: Seconds spent on moving parameters.
-        sample: Words of this rank's votes and of the verdict in the last exchange; None before it,
-            with more than one bit, and with aggregation="average".
+        sample: Words of this rank's votes and of the verdict in the last exchange, int64; None
+            before the first exchange, with more than one bit, and with aggregation="average".
     """
 
     bytes_sent: int = 0
@@ -93,21 +93,26 @@ class WireStats:
     sample: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
 
     def add(self, name: str, since: float) -> float:
-        """Adds the seconds since a time of `time.perf_counter()` to a count; returns now."""
+        """Adds the time since `since` to a count, and returns the time of this call.
+
+        Args:
+            name: Name of the count, such as "encode_s".
+            since: Earlier result of `time.perf_counter()`, in seconds.
+        """
         now = time.perf_counter()
         setattr(self, name, getattr(self, name) + now - since)
         return now
 
     @property
     def agreement(self) -> float:
-        """Share of this rank's last votes that the verdict followed, in the sample; NaN without.
+        """Share of the sampled votes of this rank that equal the verdict; NaN without a sample.
 
-        It is 1 if all ranks agree, and near 0.5 if many ranks vote by the noise of their batches.
+        It is 1 if all ranks agree, and near 0.5 if the noise of many ranks' batches decides.
         """
         if self.sample is None:
             return math.nan
-        own, verdict = self.sample
-        differs = (own ^ verdict).cpu().numpy().view(np.uint8)
+        votes, verdict = self.sample
+        differs = (votes ^ verdict).cpu().numpy().view(np.uint8)
         return 1.0 - float(np.unpackbits(differs).mean())
 
 
@@ -118,10 +123,10 @@ class Wire:
 
     Attributes:
         group: The process group.
-        stats: Receives the counts.
-        rank: This rank in the group.
+        stats: Object that receives the counts.
+        rank: Number of this rank in the group.
         world_size: Number of ranks in the group.
-        ranks: The group's ranks, as ranks of the default group.
+        ranks: Ranks of the group, as numbers in the default group.
         neighbors: Number of other ranks in the group that are on this rank's node.
     """
 
@@ -133,12 +138,13 @@ class Wire:
         in_node: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        """Communicates nothing.
+        """Doesn't communicate.
 
         Args:
             group: The process group.
-            stats: Receives the counts.
-            in_node: Whether all ranks of the group are on one node; bytes count as `node_bytes_*`.
+            stats: Object that receives the counts.
+            in_node: Whether all ranks of the group are on one node, so bytes count as
+                `node_bytes_sent` (default: False).
             device: Device of the parameters, for control messages in a group without CPU backend
                 (default: the device that init_process_group was given).
         """
@@ -152,10 +158,10 @@ class Wire:
         self._backends = dict(part.split(":", 1) for part in config.split(","))
 
     def device_for(self, device: torch.device) -> torch.device:
-        """Returns the device from which the group can send a message of tensors on `device`.
+        """Returns the device from which the group sends tensors that are on `device`.
 
         Raises:
-            RuntimeError: If the group has no backend for `device` nor for the CPU.
+            RuntimeError: If the group has no backend for `device` or for the CPU.
         """
         backend = self._backends.get(device.type)
         if backend is not None and (device.type == "cpu" or backend not in ("gloo", "mpi")):
@@ -170,8 +176,8 @@ class Wire:
 
     @property
     def control_device(self) -> torch.device:
-        """Device of small control messages: the CPU where the group has a backend for it."""
-        # Never "the current device": that is cuda:0 on every rank until the user sets it.
+        """Device of small control messages: the CPU if the group has a backend for it."""
+        # Not the current device, which is cuda:0 on every rank until the user sets it.
         return torch.device("cpu") if "cpu" in self._backends else self.device_for(self._device)
 
     def all_gather(self, out: Tensor, tensor: Tensor, what: str) -> Pending:
@@ -183,9 +189,9 @@ class Wire:
         Bytes per rank: (N - 1) * bytes of `tensor`.
 
         Args:
-            out: Contiguous, shape (N, *tensor.shape), overwritten; wait before you read it.
-            tensor: Contiguous, same shape and dtype on every rank.
-            what: What is gathered, for the message if a rank is lost.
+            out: Output, contiguous, shape (N, *tensor.shape); wait before you read it.
+            tensor: Tensor to send, contiguous, same shape and dtype on every rank.
+            what: Name of what is gathered, for the message if a rank is lost.
         """
         self._count_to_each(tensor.numel() * tensor.element_size())
         return self._start(what, _all_gather_single, out.view(-1), tensor.view(-1))
@@ -199,9 +205,9 @@ class Wire:
         Bytes per rank: (N - 1) / N * bytes of `tensor`.
 
         Args:
-            out: Contiguous, shape of `tensor`, overwritten; wait before you read it.
-            tensor: Contiguous, shape (N, ...), same shape and dtype on every rank.
-            what: As for `all_gather`.
+            out: Output, contiguous, shape of `tensor`; wait before you read it.
+            tensor: Tensor to send, contiguous, shape (N, ...), same shape and dtype on every rank.
+            what: Name of what is sent, for the message if a rank is lost.
         """
         self._count_to_each(tensor[0].numel() * tensor.element_size())
         return self._start(what, dist.all_to_all_single, out.view(-1), tensor.view(-1))
@@ -212,11 +218,12 @@ class Wire:
         Bytes per rank, as a ring: 2 * (N - 1) * ceil(numel / N) elements.
 
         Args:
-            tensor: Contiguous, same shape and dtype on every rank; wait before you read it.
-            what: As for `all_gather`.
+            tensor: Tensor to sum, contiguous, same shape and dtype on every rank, overwritten; wait
+                before you read it.
+            what: Name of what is summed, for the message if a rank is lost.
         """
         per_rank = -(-tensor.numel() // self.world_size) * tensor.element_size()
-        # A ring sends to the next rank only, which is a neighbor if all other ranks are.
+        # A ring sends to the next rank, which is on this node if all ranks are.
         size = 2 * (self.world_size - 1) * per_rank
         if self.neighbors == self.world_size - 1:
             self.stats.node_bytes_sent += size
@@ -231,46 +238,46 @@ class Wire:
         All ranks must call this with the same number of words. Bytes per rank: 8 * (N - 1) * n.
 
         Args:
-            words: n integers of 64 bits; a tensor is int64 with shape (n,).
-            what: As for `all_gather`.
+            words: Sequence of n integers of 64 bits, or a tensor, int64, shape (n,).
+            what: Name of what is gathered, for the message if a rank is lost.
         """
-        mine = torch.as_tensor(words, dtype=torch.int64, device=self.control_device)
-        everyone = mine.new_empty((self.world_size, mine.numel()))
-        self.all_gather(everyone, mine, what).wait()
-        return everyone.cpu()
+        sent = torch.as_tensor(words, dtype=torch.int64, device=self.control_device)
+        gathered = sent.new_empty((self.world_size, sent.numel()))
+        self.all_gather(gathered, sent, what).wait()
+        return gathered.cpu()
 
     def gather_objects(self, value: object) -> list[Any]:
-        """Returns every rank's `value` as JSON keeps it, in rank order; all ranks must call this.
+        """Returns every rank's `value` after a trip through JSON, in rank order.
 
-        Tuples return as lists. Meant for error messages, not for each step. Bytes per rank:
-        (N - 1) * (8 + bytes of the longest JSON).
+        All ranks must call this. Tuples become lists. It is slow, so steps use `gather_words`.
+        Bytes per rank: (N - 1) * (8 + bytes of the longest JSON).
 
         Args:
-            value: Numbers, text, sequences and dictionaries with text as keys; anything else
-                returns as its `repr`.
+            value: Numbers, text, sequences and dictionaries with text as keys; any other object
+                becomes its `repr`.
         """
         data = torch.frombuffer(bytearray(as_json(value)), dtype=torch.uint8)
         sizes = self.gather_words([data.numel()], "a description").view(-1).tolist()
-        mine = torch.zeros(max(sizes), dtype=torch.uint8, device=self.control_device)
-        mine[: data.numel()] = data
-        everyone = mine.new_empty((self.world_size, mine.numel()))
-        self.all_gather(everyone, mine, "a description").wait()
-        rows = zip(everyone.cpu(), sizes, strict=True)
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.control_device)
+        padded[: data.numel()] = data
+        gathered = padded.new_empty((self.world_size, padded.numel()))
+        self.all_gather(gathered, padded, "a description").wait()
+        rows = zip(gathered.cpu(), sizes, strict=True)
         return [json.loads(row[:size].numpy().tobytes()) for row, size in rows]
 
     def new_group(self, members: Sequence[int]) -> dist.ProcessGroup:
         """Returns a new process group of some of the ranks, which must all call this.
 
         Args:
-            members: Ranks in this wire's group, this rank among them.
+            members: Numbers of the new group's ranks in this wire's group, this rank included.
 
         Raises:
-            NotImplementedError: If torch would also need ranks outside of this wire's group.
-            LostRank: If a member does not come.
+            NotImplementedError: If torch needs ranks outside of this wire's group for it.
+            LostRank: If a member ended or stalled.
         """
         world = dist.group.WORLD
         assert world is not None, "the wire's group exists"
-        # torch then splits the default group's communicator, which takes all ranks of the job.
+        # With device_id, torch splits the default group's communicator, which needs all ranks.
         if world.bound_device_id is not None and self.world_size < world.size():
             raise NotImplementedError(
                 f"process_group has {self.world_size} of {world.size()} ranks, and "
@@ -318,11 +325,17 @@ def _repr(value: object) -> str:
 
 
 def lost(what: str, group: dist.ProcessGroup, error: BaseException) -> LostRank:
-    """Returns the error that says what this rank waited for, in the place of a backend's error."""
+    """Returns the error that replaces a backend's error.
+
+    Args:
+        what: Name of what this rank waited for.
+        group: Process group of the collective.
+        error: The backend's error.
+    """
     ranks = dist.get_process_group_ranks(group)
-    others = [rank for rank in ranks if rank != dist.get_rank()]
+    other_ranks = [rank for rank in ranks if rank != dist.get_rank()]
     return LostRank(
-        f"rank {dist.get_rank()} lost {named_ranks(others)} while waiting for {what}: a rank "
+        f"rank {dist.get_rank()} lost {named_ranks(other_ranks)} while waiting for {what}: a rank "
         f"ended, left the training loop, skipped a step, or stalled for longer than the process "
         f"group's timeout of {timeout_of(group)}. Read the output of the rank that ended first, "
         f"and give every rank the same number of steps. Parameters may have moved in part, so "
@@ -331,7 +344,7 @@ def lost(what: str, group: dist.ProcessGroup, error: BaseException) -> LostRank:
 
 
 def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
-    """Returns a group's timeout, None if its backend does not tell."""
+    """Returns a group's timeout; None if its backend doesn't have one."""
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         timeout = getattr(options, "_timeout", None)

@@ -1,8 +1,8 @@
-"""What all ranks must agree on before any of them moves, and the error that all raise if not.
+"""Meetings, in which all ranks agree before any of them moves, or all raise.
 
-A meeting begins with one gather of headers. Ranks whose messages have different sizes are found
-there, before they would hang or mix their bytes in a later collective. Everything that decides how
-a meeting goes on is read from that gather, so all ranks take the same branches.
+A meeting begins with one gather of headers. It finds ranks whose messages have different sizes,
+before a later collective would hang or mix their bytes. All branches of a meeting depend on that
+gather alone, so all ranks take the same ones.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from hf_dlion.ranks.header import (
     unpack_bools,
 )
 
-# Characters of an error's text that other ranks show.
-_MOST_TOLD = 4000
+# Length of the longest error text that other ranks show, in characters.
+_LONGEST_TEXT = 4000
 
-_DOING: dict[int, tuple[str, str]] = {
+# What one rank and what several ranks do, for error messages.
+_VERBS: dict[int, tuple[str, str]] = {
     Kind.STEP: ("steps", "step"),
     Kind.SAVE: ("saves", "save"),
     Kind.LOAD: ("loads", "load"),
@@ -45,29 +46,32 @@ _ELSEWHERE = (
     "step, save, and load in the same order"
 )
 _OTHER_OPTIMIZER = (
-    "ranks use different optimizers: make and step several DistributedLions in the same order on "
-    "every rank, and make new ones on all ranks together"
+    "ranks use different optimizers: create and step several DistributedLions in the same order on "
+    "every rank, and create new ones on all ranks together"
 )
 
 
 class Disagreement(RuntimeError):
-    """Raised on every rank if the ranks would otherwise drift apart or wait for one another."""
+    """Raised on every rank if the ranks differ in what must be equal, or if one of them failed.
+
+    Without it, their weights would become different, or they would wait for each other forever.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What this rank says about itself at a meeting.
+    """This rank's part of a meeting.
 
     Attributes:
-        kind: What the rank is about to do.
-        step: Number of the last step that it took; must be equal.
+        kind: What the rank is about to do; must be equal on all ranks.
+        step: Number of the last step that the rank took; must be equal.
         options: Options by name; must be equal.
         groups: lr, betas, weight decay, and number of parameters of each group; must be equal.
         layout: One line per trainable parameter: name, shape, dtype, strides, device type, and
             whether its gradient is averaged; must be equal.
         present: Whether each trainable parameter has a gradient.
-        values: Returns name and hash of every parameter, frozen ones included; called only if the
-            layout is new.
+        values: Function that returns name and hash of every parameter, frozen ones included; called
+            only if the layout is new.
         finite: Whether all gradients are finite.
         failure: What failed on this rank, or None.
     """
@@ -85,29 +89,29 @@ class Report:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What a meeting found.
+    """What a meeting found about the gradients of every rank, or of every voter.
 
     Attributes:
         finite: Whether each rank's gradients are finite.
-        present: By rank, whether each trainable parameter has a gradient; don't change the lists.
+        present: Whether each trainable parameter has a gradient, by rank; don't change the lists.
     """
 
     finite: list[bool]
     present: list[list[bool]]
 
     def has_gradient(self, index: int) -> list[bool]:
-        """Returns which ranks have a finite gradient of a parameter."""
+        """Returns which ranks have a finite gradient of the parameter with this index."""
         pairs = zip(self.finite, self.present, strict=True)
         return [finite and present[index] for finite, present in pairs]
 
     @functools.cached_property
     def moves(self) -> list[bool]:
-        """By parameter, whether some rank has a finite gradient of it."""
+        """Whether some rank has a finite gradient of each parameter, so the parameter moves."""
         rows = [row for finite, row in zip(self.finite, self.present, strict=True) if finite]
         return [any(column) for column in zip(*rows, strict=True)]
 
     def by_voter(self, voter_of_rank: Sequence[int]) -> Agreed:
-        """Returns the same by voter, which has what all of its ranks have.
+        """Returns the result by voter, which has a gradient if all of its ranks have it.
 
         Args:
             voter_of_rank: Number of each rank's voter.
@@ -118,7 +122,7 @@ class Agreed:
         return Agreed(
             [all(self.finite[rank] for rank in ranks) for ranks in voters],
             [
-                [all(own) for own in zip(*(self.present[rank] for rank in ranks), strict=True)]
+                [all(row) for row in zip(*(self.present[rank] for rank in ranks), strict=True)]
                 for ranks in voters
             ],
         )
@@ -126,99 +130,100 @@ class Agreed:
 
 @dataclass
 class _Optimizers:
-    """Optimizers of one process group that have met those of the other ranks.
+    """The optimizers of one process group.
 
     Attributes:
-        made: Counts the optimizers that this rank made.
-        count: Optimizers that have met, the same number on every rank.
-        twins: By layout and values, each optimizer's number among those made, by rank.
+        created: Counter of the optimizers that this rank created.
+        met: Number of optimizers that have met, equal on every rank.
+        twins: Creation numbers by rank of the optimizers that have met, by hashes of layout and
+            values.
     """
 
-    made: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
-    count: int = 0
+    created: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    met: int = 0
     twins: dict[tuple[int, ...], list[list[int]]] = field(default_factory=dict)
 
 
-_met: weakref.WeakKeyDictionary[dist.ProcessGroup, _Optimizers] = weakref.WeakKeyDictionary()
+_optimizers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Optimizers] = weakref.WeakKeyDictionary()
 
 
 class Abstentions:
-    """Counts steps in which ranks abstained, the same counts on every rank."""
+    """Counts consecutive steps in which ranks abstained."""
 
-    def __init__(self, most: int) -> None:
-        """Begins with none.
+    def __init__(self, limit: int) -> None:
+        """Starts at zero.
 
         Args:
-            most: Steps in a row that are too many.
+            limit: Number of consecutive steps at which `check` raises.
         """
-        self._most = most
+        self._limit = limit
         self._in_a_row: list[int] = []
 
     def count(self, finite: Sequence[bool]) -> int:
-        """Returns how many ranks abstain in this step.
+        """Counts a step, and returns how many ranks abstain in it.
 
         Args:
-            finite: By rank, whether its gradients are finite.
+            finite: Whether the gradients of each voter, or of each rank, are finite.
         """
-        missing = list(finite).count(False)
-        # Voters where ranks meet, ranks in local steps.
-        same = len(self._in_a_row) == len(finite)
-        before = self._in_a_row if same else [0] * len(finite)
+        # Steps with votes count voters and local steps count ranks, so a change begins at zero.
+        same_length = len(self._in_a_row) == len(finite)
+        before = self._in_a_row if same_length else [0] * len(finite)
         self._in_a_row = [0 if ok else n + 1 for ok, n in zip(finite, before, strict=True)]
-        return missing
+        return list(finite).count(False)
 
     def check(self) -> None:
-        """Raises if a rank abstained too often in a row.
+        """Refuses to continue after too many consecutive steps.
 
         Raises:
-            RuntimeError: Naming the rank.
+            RuntimeError: If a rank abstained in as many consecutive steps as the limit.
         """
-        most = max(self._in_a_row, default=0)
-        if most >= self._most:
-            ranks = [rank for rank, count in enumerate(self._in_a_row) if count == most]
+        longest = max(self._in_a_row, default=0)
+        if longest >= self._limit:
+            ranks = [rank for rank, count in enumerate(self._in_a_row) if count == longest]
             raise RuntimeError(
-                f"gradients of {named_ranks(ranks)} held a NaN or an Inf in {most} steps in a row: "
-                f"lower the learning rate, check that rank's data, or raise max_abstained_steps "
-                f"({self._most})"
+                f"gradients of {named_ranks(ranks)} held a NaN or an Inf in {longest} steps in a "
+                f"row: lower the learning rate, check that rank's data, or raise "
+                f"max_abstained_steps ({self._limit})"
             )
 
 
 class Meetings:
     """Meetings of one optimizer with the same optimizer on the other ranks."""
 
-    def __init__(self, wire: Wire, alike: Sequence[Sequence[int]] | None = None) -> None:
-        """Communicates nothing.
+    def __init__(self, wire: Wire, same_parts: Sequence[Sequence[int]] | None = None) -> None:
+        """Doesn't communicate.
 
         Args:
             wire: All ranks that meet.
-            alike: Groups of ranks that hold the same parts of sharded parameters (default: all
-                ranks hold whole parameters).
+            same_parts: Groups of ranks that hold the same parts of sharded parameters (default: all
+                ranks hold complete parameters).
         """
-        self._wire, self._alike = wire, alike or [range(wire.world_size)]
-        self._met = _met.setdefault(wire.group, _Optimizers())
-        self._made = next(self._met.made)
-        self._number = 0
-        self._layout: int | None = None
-        # The last layout's lines, and which gradients were there, with their hashes: mostly those
-        # of the next step.
+        self._wire, self._same_parts = wire, same_parts or [range(wire.world_size)]
+        self._optimizers = _optimizers.setdefault(wire.group, _Optimizers())
+        self._created = next(self._optimizers.created)
+        self._number = 0  # among the optimizers that have met; 0 before the first meeting
+        self._layout: int | None = None  # hash of the layout whose values were compared
+        # Lines and presence of the last meeting with their hashes, which mostly stay the same.
         self._lines: tuple[Sequence[tuple[object, ...]], int] = ([], digest([]))
         self._present: tuple[list[bool], int] = ([], digest(pack_bools([])))
 
     def compare_again(self) -> None:
-        """Makes the next meeting compare values; between two meetings all ranks call this."""
+        """Makes the next meeting compare values; all ranks must call this before that meeting."""
         self._layout = None
 
     def meet(self, report: Report) -> Agreed:
-        """Checks that all ranks agree; every rank must call this.
+        """Returns what all ranks have, or raises on all of them; every rank must call this.
 
-        Bytes per rank: 64 * (N - 1); where gradients are present on some ranks only,
-        8 * (N - 1) * ceil(P / 64) more for P trainable parameters; at a new layout 24 * (N - 1)
-        more.
+        Bytes per rank: 64 * (N - 1). If presence differs between ranks, 8 * (N - 1) * ceil(P / 64)
+        more for P trainable parameters. At a new layout, 24 * (N - 1) more.
+
+        Args:
+            report: This rank's part of the meeting.
 
         Raises:
-            Disagreement: On every rank, if ranks disagree or something failed on another rank.
+            Disagreement: On every rank, if ranks differ or something failed on another rank.
             BaseException: The report's own failure.
-            LostRank: If a rank does not come.
+            LostRank: If another rank ended or stalled.
         """
         failure, header = report.failure, None
         if failure is None:
@@ -232,13 +237,13 @@ class Meetings:
             return Agreed([finite] * len(table), [self._present[0]] * len(table))
         headers = [Header.unpacked(words) for words in table]
         if any(header.kind == Kind.REPLICATE for header in headers):
-            # Those ranks are in `Topology.form`, where nobody hears of a failure.
+            # Those ranks are in `Topology.form` and don't take part in `raise_together`.
             if failure is not None:
                 raise failure
             check_kinds([header.kind for header in headers])
         if any(header.failed for header in headers):
-            raise_together(failure, self._wire, _DOING[report.kind][1])
-        assert header is not None  # Its rank would have failed.
+            raise_together(failure, self._wire, _VERBS[report.kind][1])
+        assert header is not None  # Otherwise this rank's header says that it failed.
         check_kinds([header.kind for header in headers])
         if len({header.optimizer for header in headers}) > 1:
             raise Disagreement(_OTHER_OPTIMIZER)
@@ -252,8 +257,8 @@ class Meetings:
         if len({header.layout for header in headers}) > 1:
             self._raise_layouts(report)
         if header.layout != self._layout:
-            self._begin(header.layout, report)
-        return Agreed([header.finite for header in headers], self._presence(headers, report))
+            self._compare_values(header.layout, report)
+        return Agreed([header.finite for header in headers], self._presence(headers))
 
     def _failed(self, report: Report) -> Header:
         return Header(
@@ -277,7 +282,7 @@ class Meetings:
         )
 
     def _gather(self, header: Header) -> list[list[int]]:
-        """Returns every rank's header, all of this version."""
+        """Returns the words of every rank's header, which all have this version."""
         table: list[list[int]] = self._wire.gather_words(header.packed(), "a header").tolist()
         versions = [words[0] for words in table]
         if versions != [WIRE_VERSION] * len(table):
@@ -290,7 +295,7 @@ class Meetings:
     def _raise_options(self, report: Report) -> None:
         difference = _first_difference("options", self._wire.gather_objects(_settings(report)))
         raise Disagreement(
-            f"{difference}. Make the optimizer with the same options on every rank, and step its "
+            f"{difference}. Create the optimizer with the same options on every rank, and step its "
             f"scheduler on all ranks together"
         )
 
@@ -302,46 +307,51 @@ class Meetings:
             f"ZeRO are not supported"
         )
 
-    def _begin(self, layout: int, report: Report) -> None:
-        """Compares parameters, which must start equal, and numbers a new optimizer."""
+    def _compare_values(self, layout: int, report: Report) -> None:
+        """Checks that parameters are equal at a new layout, and numbers a new optimizer."""
         values, failure = [], None
         try:
             values = report.values()
         except Exception as error:  # The other ranks wait for a hash.
             failure = error
-        words = [failure is not None, digest(values), self._made]
-        failed, hashes, made = self._wire.gather_words(words, "a layout").t().tolist()
+        words = [failure is not None, digest(values), self._created]
+        failed, hashes, created = self._wire.gather_words(words, "a layout").t().tolist()
         if any(failed):
             raise_together(failure, self._wire, "the comparison of parameters")
-        for ranks in self._alike:
+        for ranks in self._same_parts:
             if len({hashes[rank] for rank in ranks}) > 1:
                 self._raise_values(values)
         if not self._number:
-            self._check_order(made, (layout, *hashes))
-            self._met.count += 1
-            self._number = self._met.count
+            self._check_order(created, (layout, *hashes))
+            self._optimizers.met += 1
+            self._number = self._optimizers.met
         self._layout = layout
 
-    def _check_order(self, made: list[int], twin: tuple[int, ...]) -> None:
-        """Checks that optimizers that nothing else tells apart were made in one order."""
-        earlier = self._met.twins.setdefault(twin, [])
-        for other in earlier:
-            later = [mine > theirs for mine, theirs in zip(made, other, strict=True)]
-            if any(later) != all(later):
+    def _check_order(self, created: list[int], key: tuple[int, ...]) -> None:
+        """Checks that optimizers with equal parameters were created in one order on all ranks.
+
+        Args:
+            created: Number of this optimizer among those created, by rank.
+            key: Hashes of layout and values, equal for twins.
+        """
+        twins = self._optimizers.twins.setdefault(key, [])
+        for twin in twins:
+            is_later = [this > other for this, other in zip(created, twin, strict=True)]
+            if any(is_later) != all(is_later):
                 raise Disagreement(_OTHER_OPTIMIZER)
-        earlier.append(made)
+        twins.append(created)
 
     def _raise_values(self, values: list[tuple[str, int]]) -> None:
         everyone = self._wire.gather_objects(values)
         names = [dict(_numbered([name for name, _ in pairs])) for pairs in everyone]
-        if any(own != names[0] for own in names):
+        if any(names_of_rank != names[0] for names_of_rank in names):
             difference = _first_difference("names of parameters", names)
             raise Disagreement(f"{difference}. Pass the parameters in the same order on every rank")
         tables = [dict(pairs) for pairs in everyone]
-        for ranks in self._alike:
+        for ranks in self._same_parts:
             if any(tables[rank] != tables[ranks[0]] for rank in ranks):
-                own = [tables[rank] for rank in ranks]
-                difference = _first_difference("hashes of parameter values", own, ranks)
+                compared = [tables[rank] for rank in ranks]
+                difference = _first_difference("hashes of parameter values", compared, ranks)
                 break
         raise Disagreement(
             f"{difference}. Replicas must start equal: wrap the model in DistributedDataParallel, "
@@ -349,12 +359,13 @@ class Meetings:
             f"With vote_every, load the model, too, before you load the optimizer's state"
         )
 
-    def _presence(self, headers: list[Header], report: Report) -> list[list[bool]]:
-        own = self._present[0]
+    def _presence(self, headers: list[Header]) -> list[list[bool]]:
+        """Returns which trainable parameters have a gradient, by rank."""
+        present = self._present[0]
         if len({header.presence for header in headers}) == 1:
-            return [own] * len(headers)
-        table = self._wire.gather_words(pack_bools(own), "which parameters have a gradient")
-        return [unpack_bools(words, len(own)) for words in table.tolist()]
+            return [present] * len(headers)
+        table = self._wire.gather_words(pack_bools(present), "which parameters have a gradient")
+        return [unpack_bools(words, len(present)) for words in table.tolist()]
 
 
 def raise_together(failure: BaseException | None, wire: Wire, what: str) -> None:
@@ -365,11 +376,11 @@ def raise_together(failure: BaseException | None, wire: Wire, what: str) -> None
     Args:
         failure: What failed on this rank, or None.
         wire: The ranks.
-        what: Name of what they did.
+        what: Name of what the ranks did, for the message.
 
     Raises:
         BaseException: This rank's failure.
-        Disagreement: On ranks where nothing failed, naming the others.
+        Disagreement: On the other ranks, with the text of each failure.
     """
     texts = wire.gather_objects(None if failure is None else failure_text(failure))
     if failure is not None:
@@ -383,47 +394,56 @@ def raise_together(failure: BaseException | None, wire: Wire, what: str) -> None
 def agree_in_node(
     node: Wire, kind: Kind, finite: bool, present: Sequence[bool]
 ) -> tuple[bool, list[bool]]:
-    """Returns whether all ranks of a node have finite gradients, and which ones all of them have.
+    """Returns whether all ranks of a node have finite gradients, and of which parameters all do.
 
-    All ranks of the node must call this. Bytes to its other ranks: 24 (L - 1), and
-    8 (L - 1) ceil(P / 64) if their presence differs.
+    All ranks of the node must call this. Bytes per rank: 24 (L - 1), and 8 (L - 1) ceil(P / 64)
+    more if presence differs and all gradients are finite.
+
+    Args:
+        node: The ranks of the node.
+        kind: What this rank does.
+        finite: Whether all gradients of this rank are finite, and its step didn't fail.
+        present: Whether this rank has a gradient of each trainable parameter.
 
     Raises:
         Disagreement: On every rank of the node, if one exchanges and another doesn't.
     """
     packed = pack_bools(present)
     words = [kind, finite, digest(packed)]
-    kinds, fine, hashes = node.gather_words(words, "the gradients of a node").t().tolist()
+    kinds, all_finite, hashes = node.gather_words(words, "the gradients of a node").t().tolist()
     check_kinds(kinds)
-    if not all(fine) or len(set(hashes)) == 1:
-        return all(fine), list(present)
+    if not all(all_finite) or len(set(hashes)) == 1:
+        return all(all_finite), list(present)
     table = node.gather_words(packed, "which parameters have a gradient").tolist()
-    rows = [unpack_bools(own, len(present)) for own in table]
+    rows = [unpack_bools(words, len(present)) for words in table]
     return True, [all(column) for column in zip(*rows, strict=True)]
 
 
 def failure_text(failure: BaseException) -> str:
-    """Returns what other ranks show of a failure; cannot fail, because they wait for it."""
+    """Returns a failure's text for other ranks; it can't raise, because they wait for the text."""
     kind = type(failure).__name__
     try:
         text = f"{kind}: {failure}"
     except Exception as error:
         text = f"{kind} (its text raised {type(error).__name__})"
-    if len(text) > _MOST_TOLD:
-        text = f"{text[:_MOST_TOLD]} ... ({len(text)} characters)"
+    if len(text) > _LONGEST_TEXT:
+        text = f"{text[:_LONGEST_TEXT]} ... ({len(text)} characters)"
     return text.encode(errors="backslashreplace").decode()
 
 
 def _all_equal(table: list[list[int]]) -> bool:
-    """Returns whether all ranks sent one header, and nothing failed."""
+    """Returns whether all ranks sent equal headers, and no rank failed."""
     return table.count(table[0]) == len(table) and not table[0][FLAGS_AT] & FAILED
 
 
 def check_kinds(kinds: Sequence[int]) -> None:
-    """Raises on every rank if the ranks do different things.
+    """Verifies that all ranks do the same.
+
+    Args:
+        kinds: The `Kind` of each rank, equal on all ranks that call this.
 
     Raises:
-        Disagreement: Naming who does what.
+        Disagreement: On every rank, with what each rank does.
     """
     if len(set(kinds)) == 1:
         return
@@ -432,7 +452,7 @@ def check_kinds(kinds: Sequence[int]) -> None:
     }
     clauses = []
     for kind, ranks in sorted(ranks_of.items(), key=lambda item: (len(item[1]), -item[1][0])):
-        verbs = _DOING[Kind(kind)] if kind in _DOING else ("does something else",) * 2
+        verbs = _VERBS[Kind(kind)] if kind in _VERBS else ("does something else",) * 2
         clauses.append(f"{named_ranks(ranks)} {verbs[len(ranks) > 1]}")
     raise Disagreement(f"{' while '.join(clauses)}: {_ELSEWHERE}")
 
@@ -457,7 +477,7 @@ def _by_value(values: Sequence[object], ranks: Sequence[int] | None = None) -> s
     ranks_of: dict[str, list[int]] = {}
     for rank, value in zip(ranks or range(len(values)), values, strict=True):
         ranks_of.setdefault(repr(value), []).append(rank)
-    return ", ".join(f"{named_ranks(own)}: {value}" for value, own in ranks_of.items())
+    return ", ".join(f"{named_ranks(group)}: {value}" for value, group in ranks_of.items())
 
 
 def _first_difference(

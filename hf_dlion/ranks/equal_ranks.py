@@ -1,4 +1,4 @@
-"""Whether all ranks hold equal gradients or momenta, and what that may mean."""
+"""Warnings about gradients or momenta that are equal on all ranks, a sign of a mistake."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ COPIED_MOMENTA = (
 
 
 def all_ranks_have(tensors: Sequence[Tensor], voters: Wire, what: str) -> bool:
-    """Returns whether all voters have equal tensors, not all zeros; every voter must call this.
+    """Returns whether all voters hold equal tensors that aren't zero; every voter must call this.
 
     Bytes per rank: 16 * (N - 1).
 
     Args:
-        tensors: Of this rank.
+        tensors: Tensors of this rank, not changed.
         voters: The ranks that vote.
         what: Name of what is gathered, for the message if a rank is lost.
     """
-    some = any([bool(tensor.any()) for tensor in tensors])
-    table = voters.gather_words([digest(fingerprints(tensors)), int(some)], what).tolist()
-    return some and len(table) > 1 and bool(table.count(table[0]) == len(table))
+    nonzero = any([bool(tensor.any()) for tensor in tensors])
+    table = voters.gather_words([digest(fingerprints(tensors)), int(nonzero)], what).tolist()
+    return nonzero and len(table) > 1 and bool(table.count(table[0]) == len(table))

@@ -1,4 +1,4 @@
-"""64-bit hashes of tensors' bits, computed on their own device."""
+"""64-bit hashes of tensors' bits, computed on the tensors' devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_dlion.exchange.wire import as_json
 # Words per row: a row of weights and a row of products stay in a core's cache.
 ROW = 1 << 15
 WORD_BYTES = 4
-# Rows hashed at once: a GPU is kept busy by 16 MiB of products, a core by what its cache holds.
+# Rows hashed at once: 16 MiB of products keep a GPU busy, and one row stays in a core's cache.
 _ROWS_AT_ONCE = {"cpu": 1}
 _ROWS_ELSEWHERE = 64
 
@@ -29,13 +29,13 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
 
         hash = sum over rows r of b[r] * (sum over k of a[k] * word[r, k])   modulo 2**64
 
-    with pseudo-random odd a and b. Equal bits have equal hashes on every device, however they are
-    laid out in memory. A change inside one word is always found, because the weights are odd;
-    others are missed with a probability of 2**-64 if they begin in the words' lowest bit, of 2**-33
-    if they touch their highest one alone. Shape and dtype do not count.
+    with pseudo-random odd a and b. Equal elements have equal hashes on every device and for any
+    strides. A change inside one word is always found, because a and b are odd. Other changes are
+    missed with a probability of 2**-64 if they include the lowest bit of a word, and of up to
+    2**-33 if they only touch higher bits. Shape and dtype don't count.
 
-    Only the hashes are copied to the host. Memory: a few rows, and one tensor at a time that is not
-    contiguous.
+    Only the hashes are copied to the host. Memory: a few rows, and a copy of one tensor at a time
+    if it isn't contiguous.
 
     Args:
         tensors: Tensors of any floating dtype, shape, strides, and device; not changed.
@@ -43,35 +43,35 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
     hashes = [_hash(tensor.detach()) for tensor in tensors]
     found = [0] * len(tensors)
     for device in dict.fromkeys(value.device for value in hashes):
-        own = [index for index, value in enumerate(hashes) if value.device == device]
-        values = torch.stack([hashes[index] for index in own]).tolist()
-        for index, value in zip(own, values, strict=True):
+        indices = [index for index, value in enumerate(hashes) if value.device == device]
+        values = torch.stack([hashes[index] for index in indices]).tolist()
+        for index, value in zip(indices, values, strict=True):
             found[index] = value
     return found
 
 
 def _hash(tensor: Tensor) -> Tensor:
-    """Returns the hash, int64 and 0-D, on the tensor's device."""
+    """Returns a tensor's hash, int64 and 0-D, on the tensor's device."""
     # Not view(-1): a single element passes for contiguous with any stride, and keeps it.
     flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
     rows_at_once = _ROWS_AT_ONCE.get(flat.device.type, _ROWS_ELSEWHERE)
     weights = _weights(ROW, _ELEMENTS, flat.device)
     per_row = ROW * WORD_BYTES // flat.element_size()
-    whole = flat.numel() - flat.numel() % per_row
+    in_rows = flat.numel() - flat.numel() % per_row
     sums = []
-    for start in range(0, whole, per_row * rows_at_once):
-        words = _words(flat[start : min(start + per_row * rows_at_once, whole)])
+    for start in range(0, in_rows, per_row * rows_at_once):
+        words = _words(flat[start : min(start + per_row * rows_at_once, in_rows)])
         sums.append((words.view(-1, ROW) * weights).sum(dim=1))
-    words = _words(flat[whole:])
+    words = _words(flat[in_rows:])
     sums.append((words * weights[: words.numel()]).sum().view(1))
     rows = torch.cat(sums)
-    # As many as a power of two, so few tables are made.
-    more = _weights(1 << rows.numel().bit_length(), _ROWS, flat.device)
-    return (rows * more[: rows.numel()]).sum()
+    # A power of two, so few tables are created.
+    row_weights = _weights(1 << rows.numel().bit_length(), _ROWS, flat.device)
+    return (rows * row_weights[: rows.numel()]).sum()
 
 
 def _words(part: Tensor) -> Tensor:
-    """Returns contiguous elements as int32, copied where they are not whole words in memory."""
+    """Returns contiguous elements as int32, copied if they don't begin and end at words."""
     per_word = max(1, WORD_BYTES // part.element_size())
     if part.numel() % per_word or part.storage_offset() % per_word:
         padded = part.new_zeros(-(-part.numel() // per_word) * per_word)
@@ -92,6 +92,6 @@ def _weights(count: int, stream: int, device: torch.device) -> Tensor:
 
 
 def digest(value: object) -> int:
-    """Returns a 64-bit hash of a plain value, as int64, the same on every rank."""
+    """Returns a 64-bit hash of a value's JSON as int64, the same on every rank."""
     data = hashlib.blake2b(as_json(value), digest_size=8).digest()
     return int.from_bytes(data, "little", signed=True)

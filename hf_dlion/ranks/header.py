@@ -1,4 +1,4 @@
-"""The header: eight words in which a rank describes itself before any rank moves."""
+"""The header: eight int64 words that every rank sends before any rank moves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLAGS_AT = 4
 
 
 class Kind(enum.IntEnum):
-    """What the ranks do together; the value is sent."""
+    """What the ranks do together. The values are part of the wire format."""
 
     STEP = 1
     SAVE = 2

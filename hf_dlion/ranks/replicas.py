@@ -1,4 +1,4 @@
-"""Whether the parameters of all ranks are still bitwise equal."""
+"""Comparison of replicas: are the parameters of all ranks still bitwise equal?"""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ def compare_replicas(
     named_params: Iterable[tuple[str, Tensor]],
     wire: Wire,
     step: int,
-    alike: Sequence[Sequence[int]] | None = None,
+    same_parts: Sequence[Sequence[int]] | None = None,
 ) -> None:
-    """Raises on every rank if parameters are not bitwise equal; every rank must call this.
+    """Verifies that parameters are bitwise equal; every rank must call this.
 
-    Bytes per rank: 16 * (N - 1); if ranks differ, a `gather_objects` of every parameter's entry
-    more.
+    Bytes per rank: 16 * (N - 1), and a `gather_objects` of all entries if ranks differ.
 
     Args:
         named_params: Names and parameters, frozen ones included, with this rank's parts of sharded
             ones; not changed.
         wire: All ranks.
         step: Number of the step that was taken.
-        alike: Groups of ranks that hold the same parts (default: all ranks hold whole parameters).
+        same_parts: Groups of ranks that hold the same parts (default: all ranks hold complete
+            parameters).
 
     Raises:
-        Disagreement: The same on every rank, naming the first parameter that differs and the ranks
-            in the minority.
+        Disagreement: On every rank, with the first parameter that differs and the ranks in the
+            minority.
     """
     entries, failure = [], None
     try:
@@ -60,12 +60,12 @@ def compare_replicas(
     failed, digests = wire.gather_words(words, "a hash of parameters").t().tolist()
     if any(failed):
         raise_together(failure, wire, "the comparison of replicas")
-    columns = alike or [range(wire.world_size)]
-    broken = [ranks for ranks in columns if len({digests[rank] for rank in ranks}) > 1]
-    if not broken:
+    compared = same_parts or [range(wire.world_size)]
+    different = [ranks for ranks in compared if len({digests[rank] for rank in ranks}) > 1]
+    if not different:
         return
-    # Several columns may differ: every rank describes the first one.
-    ranks, tables = broken[0], wire.gather_objects(entries)
+    # Several groups may differ. Every rank describes the first one.
+    ranks, tables = different[0], wire.gather_objects(entries)
     raise Disagreement(
         f"{_difference(step, ranks, [tables[rank] for rank in ranks])}. Something changed "
         f"parameters on some ranks only: code that runs on one rank, weights loaded there, another "
@@ -76,13 +76,14 @@ def compare_replicas(
 def _difference(step: int, ranks: Sequence[int], tables: Sequence[Sequence[Entry]]) -> str:
     texts = [repr(table) for table in tables]
     counts = Counter(texts).most_common()
-    most, count = counts[0]  # Of equally many ranks, those with the lowest rank.
+    most, count = counts[0]  # If two are equally frequent, the one of the lowest rank.
     majority = [rank for rank, text in zip(ranks, texts, strict=True) if text == most]
     minority = [rank for rank in ranks if rank not in majority]
     tied = len(counts) > 1 and counts[1][1] == count
     length = max(map(len, tables))
     padded = [[*table, *[None] * (length - len(table))] for table in tables]
-    different = [own for own in zip(*padded, strict=True) if any(e != own[0] for e in own)]
+    rows = zip(*padded, strict=True)
+    different = [row for row in rows if any(entry != row[0] for entry in row)]
     first = next(entry for entry in different[0] if entry is not None)
     return (
         f"replicas differ after step {step} in {len(different)} of {length} parameters, first in "

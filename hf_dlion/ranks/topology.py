@@ -1,4 +1,4 @@
-"""Which ranks vote, which form a node, and the process groups between and inside nodes.
+"""The process groups of an optimizer: all ranks, the voters, and the ranks of a node.
 
 node 0: ranks a b      node    {a b} {c d}: gradients are averaged, verdicts shared
 node 1: ranks c d      voters  {a c} {b d}: votes are exchanged
@@ -22,18 +22,18 @@ from hf_dlion.ranks.header import Header, Kind
 
 _SIZE, _PLACE = "LOCAL_WORLD_SIZE", "LOCAL_RANK"
 
-# Groups that were made of a process group's ranks: each has sockets and threads, so it is reused.
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
-    weakref.WeakKeyDictionary()
-)
+# Groups created from a process group's ranks, reused because each has sockets and threads.
+_created_groups: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]
+] = weakref.WeakKeyDictionary()
 
 
 class Topology:
-    """The ranks of an optimizer, as collectives of all, of the voters, and of this rank's node.
+    """Collectives of all ranks, of the voters, and of this rank's node.
 
-    `form` communicates: it makes the process groups of nodes, or gathers who is in which replica.
-    All ranks must call it together, after a meeting of `everyone` has found that their options are
-    equal. The first use of `voters`, `node`, or `alike` also does it.
+    `form` communicates: it creates the process groups of nodes, or gathers the ranks of each
+    replica. All ranks must call it together, after a meeting of `everyone` has verified that their
+    options are equal. The first use of `voters`, `node`, or `same_parts` calls it.
 
     Attributes:
         everyone: All ranks, which exchange headers.
@@ -49,19 +49,19 @@ class Topology:
         replicate: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Communicates nothing.
+        """Doesn't communicate.
 
         Args:
-            process_group: All ranks (default: the default group).
-            local_group: Ranks per node, which vote as one; "node" reads LOCAL_WORLD_SIZE. The
-                ranks of a node are consecutive (default: every rank votes).
-            stats: Receives the counts.
-            replicate: The ranks that hold the same part of FSDP2's parameters as this rank; they
-                vote.
-            device: As for `Wire`.
+            process_group: Group of all ranks (default: the default group).
+            local_group: Number of consecutive ranks that form a node and vote as one; "node" reads
+                LOCAL_WORLD_SIZE (default: every rank votes).
+            stats: Object that receives the counts (default: a new one).
+            replicate: Group of the ranks that hold the same FSDP2 shards as this rank, which are
+                its voters (default: parameters aren't sharded).
+            device: Device of the parameters, see `Wire`.
 
         Raises:
-            RuntimeError: If torch.distributed is not initialized.
+            RuntimeError: If torch.distributed isn't initialized.
             ValueError: If both `local_group` and `replicate` are given.
         """
         group = process_group or dist.group.WORLD
@@ -75,10 +75,10 @@ class Topology:
         self._local_group = local_group
         self._replicate = replicate
         self._node: Wire | None = None
-        self._alike: list[list[int]] | None = None
+        self._same_parts: list[list[int]] | None = None
 
     def form(self) -> None:
-        """Makes or gathers the groups, at the first call; all ranks must call this together."""
+        """Creates or gathers the groups at the first call; all ranks must call this together."""
         _ = self.voters
 
     @functools.cached_property
@@ -92,23 +92,23 @@ class Topology:
 
     @functools.cached_property
     def node(self) -> Wire | None:
-        """The ranks of this rank's node, None if every rank votes."""
+        """The ranks of this rank's node; None if every rank votes."""
         self.form()
         return self._node
 
     @functools.cached_property
-    def alike(self) -> list[list[int]] | None:
-        """Groups of ranks that hold the same parts, None if all ranks hold whole parameters."""
+    def same_parts(self) -> list[list[int]] | None:
+        """Groups of ranks that hold the same parts; None if all ranks hold complete parameters."""
         if self._replicate is not None:
             self.form()
-        return self._alike
+        return self._same_parts
 
     @functools.cached_property
     def voter_of_rank(self) -> list[int] | None:
         """Number of each rank's voter, its node or its replica; None if every rank votes."""
         self.form()
-        if self.alike is not None:
-            number = {rank: own for column in self.alike for own, rank in enumerate(column)}
+        if self.same_parts is not None:
+            number = {rank: k for ranks in self.same_parts for k, rank in enumerate(ranks)}
             return [number[rank] for rank in range(self.everyone.world_size)]
         if self.local_size == 1:
             return None
@@ -121,10 +121,10 @@ class Topology:
         return rank if self.voter_of_rank is None else self.voter_of_rank[rank]
 
     def _with_replicas(self, group: dist.ProcessGroup) -> Wire:
-        """Finds which ranks hold the same parts. Bytes per rank: 64 * (N - 1)."""
+        """Gathers which ranks hold the same parts. Bytes per rank: 64 * (N - 1)."""
         voters = Wire(group, self._stats, device=self._device)
-        # Ranks with the same parts name the same first rank. The words are a header's, so a rank
-        # that was given no `replicate` and sends its header is found.
+        # Ranks that hold the same parts send the same first rank. This is a header, so that it
+        # matches the header of a rank without `replicate`, and `check_kinds` finds that rank.
         header = Header(
             kind=Kind.REPLICATE, optimizer=min(voters.ranks), step=voters.world_size,
             finite=True, failed=False,
@@ -133,29 +133,31 @@ class Topology:
         headers = [Header.unpacked(words) for words in table]
         check_kinds([header.kind for header in headers])
         firsts, sizes = [h.optimizer for h in headers], [h.step for h in headers]
-        columns = [[r for r, own in enumerate(firsts) if own == f] for f in dict.fromkeys(firsts)]
-        if len(set(sizes)) > 1 or any(len(column) != sizes[0] for column in columns):
+        same_parts = [
+            [rank for rank, other in enumerate(firsts) if other == first]
+            for first in dict.fromkeys(firsts)
+        ]
+        if len(set(sizes)) > 1 or any(len(ranks) != sizes[0] for ranks in same_parts):
             raise Disagreement(
                 f"replicate groups must be as large on every rank and share no rank, but their "
                 f"sizes are {sizes} and their first ranks {firsts} in rank order: pass each rank's "
-                f"own group of one device mesh that holds all ranks"
+                f"own group of one device mesh that contains all ranks"
             )
-        self._alike = columns
+        self._same_parts = same_parts
         return voters
 
     def _with_nodes(self, local_group: Literal["node"] | int) -> Wire:
-        """Makes the groups of nodes and of voters. Bytes per rank: two `gather_objects`."""
+        """Creates the groups of nodes and of voters. Bytes per rank: two `gather_objects`."""
         everyone = self.everyone
-        claim, failure = {}, None
+        place, failure = {}, None
         try:
-            claim = _claim(local_group, os.environ)
-        except ValueError as error:  # The other ranks wait for a claim.
+            place = _place_in_node(local_group, os.environ)
+        except ValueError as error:  # The other ranks wait for this one.
             failure = error
         raise_together(failure, everyone, "local_group")
-        # torch names a new group after the number of groups that its members are in.
+        # torch derives a new group's name from the number of groups that its members are in.
         groups = len(distributed_c10d._world.pg_names)
-        claims = everyone.gather_objects({**claim, "groups": groups})
-        size = _checked_size(claims)
+        size = _checked_size(everyone.gather_objects({**place, "groups": groups}))
         if size == 1:
             return everyone
         first = everyone.rank - everyone.rank % size
@@ -163,25 +165,26 @@ class Topology:
         peers = range(everyone.rank % size, everyone.world_size, size)
         self.local_size = size
         everyone.neighbors = size - 1
-        # All nodes, then all voters: one order on every rank, so no two wait for each other.
+        # First nodes, then voters: one order on every rank, so no two ranks wait for each other.
         node = _group(everyone, members)
         self._node = Wire(node, self._stats, in_node=True, device=self._device)
         return Wire(_group(everyone, peers), self._stats, device=self._device)
 
 
-def _claim(local_group: Literal["node"] | int, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Returns what this rank says about its node.
+def _place_in_node(
+    local_group: Literal["node"] | int, environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """Returns the size of this rank's node, and its place in it, None if it isn't known.
 
     Raises:
-        ValueError: If this rank cannot tell.
+        ValueError: If a variable that "node" reads isn't set or isn't a number.
     """
     if local_group != "node":
         return {"size": local_group, "place": None}
-    found = {name: environment.get(name) for name in (_SIZE, _PLACE)}
-    for name, text in found.items():
+    size, place = environment.get(_SIZE), environment.get(_PLACE)
+    for name, text in ((_SIZE, size), (_PLACE, place)):
         if text is not None and not text.isdecimal():
             raise ValueError(f"{name} must be a number (got {text!r})")
-    size, place = found[_SIZE], found[_PLACE]
     if size is None:
         raise ValueError(
             f"local_group='node' reads {_SIZE}, which is not set: start the ranks with torchrun or "
@@ -190,22 +193,25 @@ def _claim(local_group: Literal["node"] | int, environment: Mapping[str, str]) -
     return {"size": int(size), "place": None if place is None else int(place)}
 
 
-def _checked_size(claims: Sequence[Mapping[str, Any]]) -> int:
+def _checked_size(gathered: Sequence[Mapping[str, Any]]) -> int:
     """Returns the number of ranks per node.
 
+    Args:
+        gathered: Size and place of `_place_in_node`, and number of process groups, by rank.
+
     Raises:
-        Disagreement: The same on every rank, if the claims don't fit together.
+        Disagreement: On every rank, if the ranks don't form nodes of one size.
     """
-    sizes, places = ([claim[key] for claim in claims] for key in ("size", "place"))
+    sizes, places = ([by_rank[key] for by_rank in gathered] for key in ("size", "place"))
     size: int = sizes[0]
     if len(set(sizes)) > 1:
         raise Disagreement(
             f"nodes must have the same number of ranks (local_group or {_SIZE}), got {sizes} in "
             f"rank order"
         )
-    if size < 1 or len(claims) % size:
+    if size < 1 or len(gathered) % size:
         raise Disagreement(
-            f"{len(claims)} ranks cannot be divided into nodes of {size} ranks (local_group or "
+            f"{len(gathered)} ranks cannot be divided into nodes of {size} ranks (local_group or "
             f"{_SIZE}): start the same number of ranks on every node"
         )
     if any(place not in (None, rank % size) for rank, place in enumerate(places)):
@@ -213,20 +219,20 @@ def _checked_size(claims: Sequence[Mapping[str, Any]]) -> int:
             f"the ranks of a node must be consecutive, {size} by {size}, but {_PLACE} is {places} "
             f"in rank order: number the ranks node by node, as torchrun does"
         )
-    counts = [claim["groups"] for claim in claims]
+    counts = [by_rank["groups"] for by_rank in gathered]
     if len(set(counts)) > 1:
         raise Disagreement(
             f"ranks are members of different numbers of process groups, {counts} in rank order, "
-            f"and torch then cannot make groups of nodes: take the first step before you make "
-            f"other groups, or let every rank be a member of the same number of groups"
+            f"so torch cannot create groups of nodes: take the first step before you create other "
+            f"groups, or make every rank a member of the same number of groups"
         )
     return size
 
 
 def _group(everyone: Wire, members: Sequence[int]) -> dist.ProcessGroup:
-    """Returns the group of some of everyone's ranks, made once; its members must call this."""
-    made, key = _made.setdefault(everyone.group, {}), tuple(members)
-    # The user may have destroyed all groups since then.
-    if made.get(key) not in distributed_c10d._world.pg_map:
-        made[key] = everyone.new_group(key)
-    return made[key]
+    """Returns the group of some of everyone's ranks, created once; its members must call this."""
+    groups, key = _created_groups.setdefault(everyone.group, {}), tuple(members)
+    # The user may have destroyed the group.
+    if groups.get(key) not in distributed_c10d._world.pg_map:
+        groups[key] = everyone.new_group(key)
+    return groups[key]

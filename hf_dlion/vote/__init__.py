@@ -1,1 +1,1 @@
-"""What a rank says about its update, how votes are counted, and which tensors travel together."""
+"""Lion on messages: codec, layout, update, local steps, averaged gradients and momenta."""

@@ -1,16 +1,16 @@
 """Votes as bit planes: encode a direction, count votes, decode a verdict.
 
 All functions take flat tensors whose length is a multiple of 64. Bit k of word w stands for
-element 64 * w + k. The arithmetic is docs/rule.md's; tests hold every function to its definition
-in NumPy, bit for bit.
+element 64 * w + k. docs/rule.md defines the arithmetic, and tests compare every function with a
+definition in NumPy, bit for bit.
 
 A vote is a code c in 0..top that stands for the level 2c - top:
 
     bits  1   2   4    8
     top   1   3   14   254
 
-Plane j of a message holds bit j of every code. Counting adds codes in bit-sliced counters: plane
-j of a counter holds bit j of every element's sum, so one operation on a word adds 64 votes.
+Plane j of a message contains bit j of every code. Counting adds codes in bit-sliced counters: plane
+j of a counter contains bit j of every element's sum, so one operation on a word adds 64 votes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch import Tensor
 
 WORD = 64
 TOP = {1: 1, 2: 3, 4: 14, 8: 254}
-# An exact zero is above this number and not above 0, so it votes both ways in turns.
+# A threshold below zero. An exact zero is above it but not above 0, so it votes both ways in turns.
 BELOW_ZERO = -(2.0**-126)
-# Elements that are compared at once: a long enough row for vector instructions.
+# Elements per row of a comparison, long enough for vector instructions.
 _ROW = 4096
 
 
 def alternating_word(first: int) -> int:
-    """Returns the word whose even bits are `first`, and whose odd bits are not, as int64."""
+    """Returns the int64 word whose even bits are `first` and whose odd bits are 1 - `first`."""
     return 0x5555555555555555 if first else -0x5555555555555556
 
 
@@ -39,9 +39,9 @@ def sign_codes(u: Tensor, phase: int, out: Tensor) -> Tensor:
     """Returns u > z, where z is 0 for elements k with k + phase even, else -2^-126.
 
     Args:
-        u: The direction, float32 or float64, shape (64 * W,).
-        phase: Step plus rank: an exact zero votes 1 and 0 in turns over elements, steps, ranks.
-        out: Receives the codes, bool, shape of `u`.
+        u: Direction, float32 or float64, shape (64 * W,).
+        phase: Step plus rank, so an exact zero votes 1 and 0 in turns over elements, steps, ranks.
+        out: Output, bool, shape of `u`, overwritten.
     """
     z = _thresholds(phase % 2, u.dtype, u.device)
     cut = u.numel() - u.numel() % _ROW
@@ -54,8 +54,8 @@ def _above(values: Tensor, limits: Tensor | float, out: Tensor) -> None:
     if values.device.type != "cpu":
         torch.gt(values, limits, out=out)
         return
-    own = limits.numpy() if isinstance(limits, Tensor) else limits
-    np.greater(values.numpy(), own, out=out.numpy())  # three times as fast as torch.gt
+    numbers = limits.numpy() if isinstance(limits, Tensor) else limits
+    np.greater(values.numpy(), numbers, out=out.numpy())  # three times as fast as torch.gt
 
 
 def level_codes(
@@ -64,40 +64,41 @@ def level_codes(
     """Returns the codes of votes of 2, 4 or 8 bits.
 
     Args:
-        u: The direction, float32 or float64, shape (64 * W,).
-        magnitude: Mean magnitude of each word, dtype of `u`, shape (W,) (Lion Cub's scale).
-        bits: 2, 4 or 8.
-        phase: As for `sign_codes`; decides the sign of an exact zero with 2 bits.
-        out: Receives the codes, uint8, shape (2, 64 * W); the first row is returned.
-        scratch: Overwritten, dtype and shape of `u`.
+        u: Direction, float32 or float64, shape (64 * W,).
+        magnitude: Mean of |u| for each word, dtype of `u`, shape (W,) (Lion Cub's scale).
+        bits: Bits per vote: 2, 4 or 8.
+        phase: Step plus rank, which decides the sign of an exact zero with 2 bits.
+        out: Output, uint8, shape (2, 64 * W), overwritten; the first row is returned.
+        scratch: Scratch memory, dtype and shape of `u`, overwritten.
     """
     words, scale, codes = scratch.view(-1, WORD), magnitude.view(-1, 1), out[0]
     if bits == 2:
         # Codes 0, 1, 2, 3 stand for the levels -3, -1, 1, 3.
         sign = sign_codes(u, phase, out[1].view(torch.bool)).view(torch.uint8)
         torch.abs(u, out=scratch)
-        torch.sub(words, scale * 1.5, out=words)  # Above 0 if and only if |u| is above 1.5 a.
+        torch.sub(words, scale * 1.5, out=words)  # Above 0 if and only if |u| > 1.5 * scale.
         _above(scratch, 0.0, codes.view(torch.bool))
-        same = codes.bitwise_xor_(sign).bitwise_xor_(1)  # Far and positive, or near and negative.
-        return same.bitwise_or_(sign.bitwise_left_shift_(1))
+        # The low bit is set for large positive and for small negative numbers.
+        low = codes.bitwise_xor_(sign).bitwise_xor_(1)
+        return low.bitwise_or_(sign.bitwise_left_shift_(1))
     half = TOP[bits] // 2
-    # A scalar divided by a tensor would be its reciprocal times the scalar, rounded twice.
+    # torch divides a scalar by a tensor in two roundings, so the scalar becomes a tensor.
     factor = (scale.new_full((), half / 2) / scale).clamp_(max=torch.finfo(u.dtype).max)
     factor.masked_fill_(scale <= 0, 0.0)
     torch.mul(u.view(-1, WORD), factor, out=words)
     scratch.clamp_(-half, half).round_().add_(half)
-    if u.device.type == "cpu":  # six times as fast as torch's copy_ there
+    if u.device.type == "cpu":  # NumPy is six times as fast as torch's copy_ on a CPU.
         np.copyto(codes.numpy(), scratch.numpy(), casting="unsafe")
         return codes
     return codes.copy_(scratch)
 
 
 def word_magnitudes(u: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns each word's sum of |u| and its number of elements that are not zero, dtype of u.
+    """Returns each word's sum of |u| and its number of nonzero elements, dtype of u, shape (W,).
 
     Args:
-        u: The direction, shape (64 * W,).
-        scratch: Overwritten, dtype and shape of `u`.
+        u: Direction, float32 or float64, shape (64 * W,).
+        scratch: Scratch memory, dtype and shape of `u`, overwritten.
     """
     words = torch.abs(u, out=scratch).view(-1, WORD)
     if u.device.type == "cpu" and u.numel() and scratch.amin() > 0:
@@ -108,7 +109,7 @@ def word_magnitudes(u: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def word_sums(u: Tensor, scratch: Tensor) -> Tensor:
-    """Returns each word's sum of |u|, dtype of u; see `word_magnitudes`."""
+    """Returns each word's sum of |u|, dtype of u, shape (W,); see `word_magnitudes`."""
     return _sums(torch.abs(u, out=scratch).view(-1, WORD))
 
 
@@ -116,7 +117,7 @@ def _sums(words: Tensor) -> Tensor:
     """Returns the sums of rows of 64: elements k and k + 32 first, then k and k + 16, and so on."""
     for half in (32, 16, 8):
         words[:, :half] += words[:, half : 2 * half]
-    # Columns from here on, which are long. A copy, also of one word: `words` is used again.
+    # From here on along columns, which are long. Always a copy, because `words` is reused.
     columns = words[:, :8].t().clone(memory_format=torch.contiguous_format)
     for half in (4, 2, 1):
         columns[:half] += columns[half : 2 * half]
@@ -124,29 +125,30 @@ def _sums(words: Tensor) -> Tensor:
 
 
 def active_words(u: Tensor, votes: Tensor | None = None, phase: int = 0) -> Tensor | None:
-    """Returns which words of u hold an element that is not zero, bool, shape (W,).
+    """Returns which words of u have a nonzero element, bool, shape (W,); None if all do.
 
-    On a CPU it returns None if all do, which takes no look at u in most cases.
+    On devices other than a CPU it never returns None. On a CPU with one bit per vote it doesn't
+    read u in most cases.
 
     Args:
-        u: The direction, shape (64 * W,).
-        votes: The plane of its votes if those have one bit, int64, shape (W,).
-        phase: As for `sign_codes`, with which those votes were made.
+        u: Direction, shape (64 * W,).
+        votes: Plane of the 1-bit votes of u, int64, shape (W,) (default: None, for other bits).
+        phase: Step plus rank, as for the `sign_codes` of these votes.
     """
     if u.device.type != "cpu":
         return u.view(-1, WORD).ne(0).any(dim=1)
     words = u.numpy().reshape(-1, WORD)
     if votes is None:
         suspects = words[:, 0] == 0
-    else:  # A word of zeros votes both ways in turns: nearly no other word does.
+    else:  # A word of zeros votes both ways in turns, which other words rarely do.
         suspects = votes.numpy() == alternating_word(phase % 2)
-    silent = np.flatnonzero(suspects)
-    if silent.size:
-        silent = silent[~words[silent].any(axis=1)]
-    if not silent.size:
+    zeros = np.flatnonzero(suspects)
+    if zeros.size:
+        zeros = zeros[~words[zeros].any(axis=1)]
+    if not zeros.size:
         return None
     active = torch.ones(len(words), dtype=torch.bool)
-    active[torch.from_numpy(silent)] = False
+    active[torch.from_numpy(zeros)] = False
     return active
 
 
@@ -154,16 +156,16 @@ def pack(codes: Tensor, bit: int, out: Tensor, scratch: Tensor | None = None) ->
     """Packs one bit of every code, 64 to a word.
 
     Args:
-        codes: bool or uint8, shape (64 * W,).
-        bit: Which bit.
-        out: Receives the plane, int64, shape (W,), contiguous.
-        scratch: Overwritten, shape and dtype of `codes` (default: new memory).
+        codes: Codes, bool or uint8, shape (64 * W,).
+        bit: Number of the bit, 0 for the lowest.
+        out: Output plane, int64, shape (W,), contiguous, overwritten.
+        scratch: Scratch memory, shape and dtype of `codes`, overwritten (default: new memory).
     """
     if codes.device.type == "cpu":
         values = codes.numpy()
         if codes.dtype != torch.bool:
-            into = None if scratch is None else scratch.numpy()
-            values = np.bitwise_and(values, np.uint8(1 << bit), out=into)
+            masked = None if scratch is None else scratch.numpy()
+            values = np.bitwise_and(values, np.uint8(1 << bit), out=masked)
         packed = np.packbits(values, bitorder="little")
         out.view(torch.uint8).numpy()[:] = packed
         return
@@ -173,13 +175,13 @@ def pack(codes: Tensor, bit: int, out: Tensor, scratch: Tensor | None = None) ->
 
 
 def unpack(plane: Tensor, low: float, high: float, out: Tensor) -> Tensor:
-    """Returns `high` where a bit is set, else `low`.
+    """Returns `high` for every bit that is set, and `low` for the other bits.
 
     Args:
-        plane: int64, shape (W,), contiguous.
-        low: Stands for a bit of 0.
-        high: Stands for a bit of 1.
-        out: Receives the values, float32 or float64, shape (64 * W,), contiguous.
+        plane: Plane of bits, int64, shape (W,), contiguous.
+        low: Value of a bit of 0.
+        high: Value of a bit of 1.
+        out: Output, float32 or float64, shape (64 * W,), contiguous, overwritten.
     """
     octets = plane.view(torch.uint8)
     if plane.device.type == "cpu":
@@ -187,8 +189,8 @@ def unpack(plane: Tensor, low: float, high: float, out: Tensor) -> Tensor:
         np.take(table, octets.numpy(), axis=0, out=out.view(-1, 8).numpy(), mode="clip")
         return out
     bits = octets.view(-1, 1) & _masks(plane.device)
-    # Exact for both values, unlike low + bit * (high - low). Numbers would make it float32, and a
-    # GPU waits for values that come from the CPU.
+    # Exact for both values, unlike low + bit * (high - low). Python numbers would give float32, and
+    # tensors on the CPU would make a GPU wait.
     of_one, of_zero = (out.new_full((), value) for value in (high, low))
     torch.where(bits.view(-1).bool(), of_one, of_zero, out=out)
     return out
@@ -219,11 +221,12 @@ def tally(votes: Sequence[Sequence[Tensor]], bits: int) -> list[Tensor]:
     """Returns the planes of the sum of all ranks' codes.
 
     Args:
-        votes: By rank, its planes, int64, shape (W,) each; 0 where the rank abstains.
-        bits: Of a vote.
+        votes: Planes of each rank's codes, int64, shape (W,) each; 0 if the rank abstains.
+        bits: Bits per vote.
 
     Returns:
-        As many planes as N * top takes. Ranks are added in pairs, so counters stay short.
+        Planes, int64, shape (W,) each, at most as many as N * top has bits. Ranks are added in
+        pairs, so counters stay short.
     """
     limit = (len(votes) * TOP[bits]).bit_length()
     numbers = [list(planes) for planes in votes]
@@ -237,19 +240,20 @@ def compare(planes: Sequence[Tensor], total: int | Sequence[Tensor]) -> tuple[Te
     """Returns bit masks of the elements where 2 * sum > total and where 2 * sum == total.
 
     Args:
-        planes: Of the sum, int64, shape (W,) each; no fewer than `total` has without its last bit.
-        total: A number, or by bit a word of ones or zeros for each word.
+        planes: Planes of the sum, int64, shape (W,) each, at least as many as the bits of
+            `total // 2`.
+        total: One number, or the planes that `spread` returns for a number per word.
     """
     # 2 * sum > total if sum > total // 2, and equal only if total is even.
     bits = [total >> j & 1 for j in range(total.bit_length())] if isinstance(total, int) else total
     greater, equal = torch.zeros_like(planes[0]), torch.full_like(planes[0], -1)
     for j in reversed(range(len(planes))):
-        digit, other = planes[j], bits[j + 1] if j + 1 < len(bits) else 0
-        if isinstance(other, Tensor):
-            differs = digit ^ other
+        digit, total_digit = planes[j], bits[j + 1] if j + 1 < len(bits) else 0
+        if isinstance(total_digit, Tensor):
+            differs = digit ^ total_digit
             greater |= equal & digit & differs
             equal &= ~differs
-        elif other:
+        elif total_digit:
             equal &= digit
         else:
             greater |= equal & digit
@@ -263,7 +267,7 @@ def compare(planes: Sequence[Tensor], total: int | Sequence[Tensor]) -> tuple[Te
 
 
 def spread(number: Tensor, bits: int) -> list[Tensor]:
-    """Returns the planes of a number per word, each a word of ones or zeros, int64."""
+    """Returns the planes of a number per word, whose words are all ones or all zeros, int64."""
     return [-(number >> j & 1) for j in range(bits)]
 
 

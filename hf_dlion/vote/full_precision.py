@@ -1,4 +1,4 @@
-"""Parameters whose gradients are averaged over the voters instead of a vote."""
+"""Plain Lion on mean gradients, for parameters that `full_precision` selects."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def step_in_full(
 ) -> None:
     """Takes plain Lion's step on mean gradients; every voter must call this.
 
-    The mean is over the voters that have a finite gradient. Bytes per rank, for n elements of one
-    message and dtype: 2 (N - 1) ceil(n / N) elements, as a ring.
+    The mean is over the voters that have a finite gradient. Each rank sends
+    2 (N - 1) ceil(n / N) elements for the n elements of one message and dtype, as in a ring.
 
     Args:
-        plan: Its `full` messages are of the selected tensors.
-        params: Flat parameters, changed in place; None stays.
-        grads: Flat gradients; None counts as zeros.
-        momenta: Flat momenta of all selected tensors, None for others; changed in place.
-        agreed: Who has which gradient.
-        wire: The voters.
+        plan: Layout, whose `full` messages have the selected tensors.
+        params: Flat parameters, changed in place; None for one that doesn't move.
+        grads: Flat gradients, not changed; None counts as zeros.
+        momenta: Flat momenta of all selected tensors, changed in place; None for other tensors.
+        agreed: Gradients that each voter has.
+        wire: Collectives of the voters.
         turn: The step.
     """
     if not plan.full_momenta_equal:
         _equalize([m for m in momenta if m is not None], wire)
         plan.full_momenta_equal = True
-    # One random stream on all voters, whose momenta stay equal.
+    # One random stream on all voters, so their momenta stay equal.
     turn = replace(turn, voter=0)
     momenta = [None if p is None else m for p, m in zip(params, momenta, strict=True)]
     for message in plan.full:
@@ -60,10 +60,14 @@ def sum_over_voters(
     """Returns the sums of a message's tensors over the voters, which must all call this.
 
     Args:
-        message: Whose tensors.
-        params: Flat parameters; None takes no part.
-        tensors: What is added; None counts as zeros.
-        wire: The voters.
+        message: Message of the tensors.
+        params: Flat parameters, for their sizes and dtypes; None for one that takes no part.
+        tensors: Flat tensors to add, not changed; None counts as zeros.
+        wire: Collectives of the voters.
+
+    Returns:
+        Sums by index in the layout, flat, float64 for float64 parameters, else float32; None for
+        tensors that take no part.
     """
     sums: list[Tensor | None] = [None] * len(params)
     for dtype in dict.fromkeys(piece.dtype for piece in message.pieces):
@@ -88,7 +92,7 @@ def sum_over_voters(
 
 
 def _equalize(momenta: Sequence[Tensor], wire: Wire) -> None:
-    """Averages momenta over the voters if they differ, after a load for example."""
+    """Averages momenta over the voters if they differ, for example after a load."""
     hashes = wire.gather_words([digest(fingerprints(momenta))], "hashes of momenta")
     if len(set(hashes.view(-1).tolist())) > 1:
         average_whole(momenta, wire)

@@ -1,6 +1,6 @@
-"""The optimizer's parameter groups: their parameters, names, hyperparameters, and selections.
+"""Functions on parameter groups: parameters, names, hyperparameters, and selections.
 
-Nothing here is kept from step to step, since `load_state_dict` replaces the groups.
+Their results aren't kept from step to step, because `load_state_dict` replaces the groups.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ def trainable(groups: Groups) -> list[Tensor]:
 
 
 def named(groups: Groups) -> list[tuple[str, Tensor]]:
-    """Returns all parameters, frozen ones too, with their names, or "group 0 parameter 1"."""
+    """Returns names and all parameters, frozen ones included.
+
+    A parameter without a name is called "group 0 parameter 1".
+    """
     return [
         (group["param_names"][k] if "param_names" in group else f"group {g} parameter {k}", p)
         for g, group in enumerate(groups)
@@ -33,21 +36,22 @@ def selection(groups: Groups, options: Options, name: str) -> list[bool]:
     """Returns which of all parameters the option `name` selects.
 
     Raises:
-        ValueError: If it selects by name and the groups have none, or a pattern matches none.
+        ValueError: If the option selects by name and the groups have no names, or if a pattern
+            matches no name.
     """
     value = getattr(options, name)
     if value is None or (isinstance(value, str) and value in SYNC_WORDS):
         return [value is not None for group in groups for _ in group["params"]]
     if any("param_names" not in group for group in groups):
         raise ValueError(
-            f"{name}={value!r} selects parameters by name, and they have none: use "
+            f"{name}={value!r} selects parameters by name, but the parameters have no names: use "
             f"DistributedLion(model.named_parameters())"
         )
     return selected(name, value, named(groups))
 
 
 def hyperparameters(groups: Groups) -> list[dict[str, object]]:
-    """Returns what must be equal on all ranks."""
+    """Returns the hyperparameters of each group, which must be equal on all ranks."""
     return [
         {
             "lr": float(group["lr"]),

@@ -1,4 +1,4 @@
-"""This rank's tensors as a step sees them: flat, in memory order, local."""
+"""The tensors of this rank as a step uses them: local parts, flat, in memory order."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from torch import Tensor
 from hf_dlion.vote.groups import Groups, named
 from hf_dlion.vote.message import Message, Shape, messages
 
-# What ranks compare of a trainable parameter: name, shape, dtype, strides, device type, treatment.
+# What ranks compare of a trainable parameter: name, shape, dtype, strides, device type, and whether
+# its gradient is averaged ("full") or voted on ("vote").
 Line = tuple[object, ...]
 
 
 @dataclass
 class Plan:
-    """What doesn't change from step to step, until parameters are added, frozen or unfrozen.
+    """The layout of the trainable tensors, kept until parameters are added, frozen or unfrozen.
 
     Attributes:
-        shapes: Of all trainable tensors, in the order of the groups.
-        messages: Of the tensors that vote.
-        full: Of the tensors whose gradients are averaged instead.
-        lines: A line per trainable tensor, for the comparison between ranks.
+        shapes: Shapes of all trainable tensors, in the order of the groups.
+        messages: Messages of the tensors that are voted on.
+        full: Messages of the tensors whose gradients are averaged instead.
+        lines: One line per trainable tensor, for the comparison between ranks.
         full_set: Indices of the tensors in `full`.
-        full_momenta_equal: Whether their momenta are known to be equal on all voters.
-        identities: `id` of each parameter, since another one may have the same shape.
+        full_momenta_equal: Whether the momenta in `full` are known to be equal on all voters.
+        identities: `id` of each parameter, because a replaced one may have the same shape.
     """
 
     shapes: tuple[Shape, ...]
@@ -43,13 +44,13 @@ class Plan:
         """Makes the plan of this rank's trainable tensors.
 
         Args:
-            params: Local trainable tensors.
-            groups: The parameter groups, whose parameters these are.
-            full: By tensor, whether its gradient is averaged.
+            params: This rank's part of each trainable parameter.
+            groups: Parameter groups that hold these parameters.
+            full: Whether the gradient of each is averaged.
         """
         shapes = shapes_of(params, groups)
-        # What ranks compare are whole parameters: shards may differ in size.
-        whole = [(name, p) for name, p in named(groups) if p.requires_grad]
+        # Lines describe unsharded parameters, because shards may differ in size.
+        trainable = [(name, p) for name, p in named(groups) if p.requires_grad]
         lines: list[Line] = [
             (
                 name,
@@ -57,18 +58,32 @@ class Plan:
                 str(p.dtype),
                 p.stride(),
                 p.device.type,
-                "full" if own else "vote",
+                "full" if averaged else "vote",
             )
-            for (name, p), own in zip(whole, full, strict=True)
+            for (name, p), averaged in zip(trainable, full, strict=True)
         ]
-        averaged = frozenset(i for i, own in enumerate(full) if own)
         return cls(
-            shapes,
-            messages([_empty_if(i in averaged, shape) for i, shape in enumerate(shapes)]),
-            messages([_empty_if(i not in averaged, shape) for i, shape in enumerate(shapes)]),
-            lines,
-            averaged,
+            shapes=shapes,
+            messages=messages([_empty_if(f, s) for f, s in zip(full, shapes, strict=True)]),
+            full=messages([_empty_if(not f, s) for f, s in zip(full, shapes, strict=True)]),
+            lines=lines,
+            full_set=frozenset(index for index, averaged in enumerate(full) if averaged),
         )
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """The trainable parameters, in the order of the groups.
+
+    Attributes:
+        plan: Their layout.
+        params: The model's parameters, which are DTensors with FSDP2.
+        flat: This rank's part of each, a flat view in memory order.
+    """
+
+    plan: Plan
+    params: list[Tensor]
+    flat: list[Tensor]
 
 
 @dataclass
@@ -77,10 +92,10 @@ class Tensors:
 
     Attributes:
         params: Parameters.
-        grads: Gradients; None where this rank's voter doesn't vote.
-        momenta: Momenta; None where this rank's voter doesn't vote.
+        grads: Gradients; None if this rank's voter abstains.
+        momenta: Momenta; None if this rank's voter abstains.
         present: Whether this rank has a gradient.
-        finite: Whether all of its gradients are finite.
+        finite: Whether all gradients of this rank are finite.
     """
 
     params: list[Tensor] = field(default_factory=list)
@@ -90,55 +105,62 @@ class Tensors:
     finite: bool = True
 
     def abstain(self, finite: bool, present: Sequence[bool]) -> None:
-        """Drops gradients and momenta of what this rank's voter doesn't vote on."""
-        for k, here in enumerate(present):
-            if not (finite and here):
+        """Drops the gradients and momenta of the parameters on which this rank's voter abstains.
+
+        Args:
+            finite: Whether all gradients of the voter are finite.
+            present: Whether the voter has a gradient, by parameter.
+        """
+        for k, has_gradient in enumerate(present):
+            if not (finite and has_gradient):
                 self.grads[k] = self.momenta[k] = None
 
 
 def shapes_of(params: Sequence[Tensor], groups: Groups) -> tuple[Shape, ...]:
-    """Returns the shapes of the trainable tensors, cheap enough for every step."""
+    """Returns the shapes of the trainable tensors; every step calls this, so it must be cheap."""
     numbers = [g for g, group in enumerate(groups) for p in group["params"] if p.requires_grad]
     return tuple([Shape.of(p, number) for p, number in zip(params, numbers, strict=True)])
 
 
 def flat_view(tensor: Tensor) -> Tensor:
-    """Returns a tensor's elements in memory order, a view.
+    """Returns a view of a tensor's elements in memory order, shape (numel,).
 
     Raises:
-        NotImplementedError: If there are gaps between them, or two share memory.
+        NotImplementedError: If the elements have gaps between them or overlap in memory.
     """
     if tensor.is_contiguous():
         return tensor.detach().view(-1)
     if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
         raise NotImplementedError(
             f"a parameter of shape {tuple(tensor.shape)} with strides {tensor.stride()} has gaps "
-            f"in memory; pass parameters without gaps, such as torch.nn.Parameter(x.contiguous())"
+            f"in memory: pass parameters without gaps, such as torch.nn.Parameter(x.contiguous())"
         )
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def flat_gradient(name: str, grad: Tensor, param: Tensor) -> Tensor:
-    """Returns a gradient's elements in the memory order of its parameter: a view, or else a copy.
+    """Returns a gradient's elements in the memory order of its parameter, shape (numel,).
+
+    The result is a view if the strides are equal, and a copy otherwise.
 
     Args:
-        name: Of the parameter.
+        name: Name of the parameter, for error messages.
         grad: This rank's part of the gradient.
         param: This rank's part of the parameter.
 
     Raises:
-        NotImplementedError: If it is sparse.
-        RuntimeError: If its shape is not the parameter's.
+        NotImplementedError: If the gradient is sparse.
+        RuntimeError: If the gradient has another shape than the parameter.
     """
     if grad.layout != torch.strided:
         raise NotImplementedError(
-            f"the gradient of {name!r} is {grad.layout}; DistributedLion needs dense ones: use "
+            f"the gradient of {name!r} must be dense (got {grad.layout}): use "
             f"nn.Embedding(sparse=False)"
         )
     if grad.shape != param.shape:
         raise RuntimeError(
-            f"the gradient of {name!r} has shape {tuple(grad.shape)}, its parameter "
-            f"{tuple(param.shape)}"
+            f"the gradient of {name!r} must have the shape of its parameter, {tuple(param.shape)} "
+            f"(got {tuple(grad.shape)})"
         )
     if grad.stride() != param.stride():
         grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
@@ -148,23 +170,24 @@ def flat_gradient(name: str, grad: Tensor, param: Tensor) -> Tensor:
 def all_finite(grads: Sequence[Tensor]) -> bool:
     """Returns whether gradients hold no NaN and no Inf.
 
-    On a CPU by their sums, which are read once and written nowhere; a sum may overflow by itself,
-    so a tensor whose sum is not finite is looked at. Elsewhere by their largest magnitudes, so the
-    host waits once per device.
+    On a CPU this sums each gradient, which writes no temporary tensor. A sum of finite elements may
+    overflow, so a gradient whose sum isn't finite is checked element by element. On other devices
+    it computes the largest magnitudes, so the host waits once per device.
     """
-    rest: dict[torch.device, list[Tensor]] = {}
+    by_device: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
         if grad.device.type != "cpu":
-            rest.setdefault(grad.device, []).append(grad)
+            by_device.setdefault(grad.device, []).append(grad)
             continue
         wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
         if not math.isfinite(grad.sum(dtype=wide).item()) and not grad.isfinite().all():
             return False
     return all(
-        bool(torch.stack(torch._foreach_norm(own, math.inf)).isfinite().all())
-        for own in rest.values()
+        bool(torch.stack(torch._foreach_norm(on_device, math.inf)).isfinite().all())
+        for on_device in by_device.values()
     )
 
 
 def _empty_if(left_out: bool, shape: Shape) -> Shape:
+    """Returns the shape, or an empty one, which the layout of messages skips."""
     return Shape(0, 0, shape.group, shape.dtype, shape.device) if left_out else shape

@@ -1,15 +1,15 @@
-"""Which tensors travel together, and where each of their elements lies.
+"""The layout: which tensors travel together, and where each element is.
 
-All trainable tensors of a rank are laid end to end, each begun on a new 64-bit word:
+All trainable tensors of a rank are placed one after the other, each on a new 64-bit word:
 
     layout    | tensor 0       | tensor 1 .. | tensor 2                                  |
     messages  |            message 0         |     message 1        |     message 2      |
     pieces    |    piece 0               |   |  piece 0  |  piece 1 |  ...
 
-A *message* is what one exchange sends: whole rows. A *piece* is what one call of the codec takes,
-small enough that its scratch stays in a core's cache; small tensors share one, a large tensor has
-several. A *row* is a slice along the first dimension where its length is a multiple of 64, so a
-row is whole words; any other tensor is one row, padded to 64.
+A *message* is what one exchange sends, and consists of complete rows. A *piece* is what one call of
+the codec takes, so small that its scratch memory stays in a core's cache. Small tensors share a
+piece, and a large tensor has several. A *row* is a slice along the first dimension if its length is
+a multiple of 64. Any other tensor is one row, padded to a multiple of 64.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from torch import Tensor
 from hf_dlion.exchange.routes import Rows
 from hf_dlion.vote.codec import WORD
 
-# Elements of a piece: scratch of a core's cache on a CPU, whole messages on a GPU.
+# Elements of a piece: few enough for a core's cache on a CPU, a complete message on a GPU.
 PIECE = {"cpu": 1 << 17}
 PIECE_ELSEWHERE = 1 << 26
-# Elements of a message: enough that latency doesn't count, few enough that encoding one hides
-# behind sending another.
+# Elements of a message: so many that latency doesn't matter, and so few that one message is encoded
+# while another is sent.
 MESSAGE = {"cpu": 1 << 20}
 MESSAGE_ELSEWHERE = 1 << 26
+# Largest number of messages, so large models have larger ones.
 MESSAGES = 16
 
 
@@ -40,9 +41,9 @@ class Part:
 
     Attributes:
         tensor: Index of the tensor in the layout.
-        start: First element in the tensor.
-        stop: One past the last element in the tensor.
-        at: First element in the piece, a multiple of 64.
+        start: Index of the first element in the tensor.
+        stop: Index of the last element in the tensor, plus 1.
+        at: Index of the first element in the piece, a multiple of 64.
     """
 
     tensor: int
@@ -53,15 +54,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one call of the codec takes.
+    """Elements that one call of the codec takes.
 
     Attributes:
-        parts: The stretches, in order.
+        parts: Stretches of tensors, in order.
         group: Index of the parameter group, the same for all parts.
-        dtype: Of the computation, float32 or float64.
-        first: Number of the first element in the whole layout.
-        words: The piece's words in its message.
-        device: Of the tensors.
+        dtype: dtype of the computation, float32 or float64.
+        first: Number of the first element in the layout.
+        words: Slice of the message's words.
+        device: Device of the tensors.
     """
 
     parts: tuple[Part, ...]
@@ -78,7 +79,7 @@ class Piece:
 
     @functools.cached_property
     def is_whole(self) -> bool:
-        """Whether it is one stretch without padding, so no copy is needed."""
+        """Whether the piece is one stretch without padding, so no copy is needed."""
         return len(self.parts) == 1 and self.parts[0].stop - self.parts[0].start == self.size
 
 
@@ -87,11 +88,11 @@ class Message:
     """Rows whose votes travel together.
 
     Attributes:
-        pieces: In order.
-        device: Of the tensors.
+        device: Device of the tensors.
+        pieces: Pieces, in order.
+        spans: Index, first word in this message, number of words in this message, and words per row
+            of each tensor.
         words: Number of words W.
-        spans: By tensor: its index, its first word and number of words in this message, and the
-            words of a row.
     """
 
     device: torch.device
@@ -107,14 +108,14 @@ class Message:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the layout needs to know about a tensor; equal on all ranks.
+    """The properties of a tensor on which the layout depends, equal on all voters.
 
     Attributes:
         size: Number of elements.
-        row: Elements of a row; 0 if the whole tensor is one.
-        group: Index of its parameter group.
-        dtype: Of the tensor.
-        device: Of the tensor.
+        row: Number of elements per row; 0 if the tensor is one row.
+        group: Index of the parameter group.
+        dtype: dtype of the tensor.
+        device: Device of the tensor.
     """
 
     size: int
@@ -125,9 +126,14 @@ class Shape:
 
     @classmethod
     def of(cls, tensor: Tensor, group: int) -> Shape:
-        """Describes a local tensor."""
+        """Returns the shape of this rank's part of a parameter.
+
+        Args:
+            tensor: This rank's part.
+            group: Index of the parameter group.
+        """
         length = tensor.stride(0) if tensor.dim() and tensor.numel() else 0
-        # The first index must be the outermost in memory, or a row would be scattered.
+        # If the first dimension isn't the outermost in memory, its slices aren't contiguous.
         outermost = length * tensor.shape[0] == tensor.numel() if length else False
         row = length if outermost and length % WORD == 0 else 0
         return cls(tensor.numel(), row, group, tensor.dtype, tensor.device)
@@ -137,7 +143,8 @@ def messages(shapes: Sequence[Shape]) -> list[Message]:
     """Returns the messages of a layout, the same on every rank.
 
     Args:
-        shapes: Of the trainable tensors, in the order of the groups; empty ones are left out.
+        shapes: Shapes of the trainable tensors, in the order of the groups; empty tensors are
+            skipped.
     """
     return _Layout(shapes).messages
 
@@ -148,9 +155,9 @@ class _Layout:
     def __init__(self, shapes: Sequence[Shape]) -> None:
         self.messages: list[Message] = []
         self._number = 0  # of the next element in the layout
-        self._open: list[Part] = []  # parts of the piece under way
-        self._key: tuple[int, torch.dtype] | None = None
-        self._start = 0  # word at which the piece under way begins
+        self._open: list[Part] = []  # parts of the open piece
+        self._key: tuple[int, torch.dtype] | None = None  # group and dtype of the open piece
+        self._start = 0  # first word of the open piece in its message
         total = sum(shape.size for shape in shapes)
         for index, shape in enumerate(shapes):
             if shape.size:
@@ -179,15 +186,13 @@ class _Layout:
             self._open.append(Part(index, start, stop, (message.words - self._start) * WORD))
             _extend(message, index, words, row // WORD)
 
-    def _new_message(self, device: torch.device, target: int) -> bool:
-        """Begins a message if the last one is full or elsewhere; returns whether it did."""
+    def _new_message(self, device: torch.device, target: int) -> None:
+        """Begins a message if the last one is full or on another device."""
         last = self.messages[-1] if self.messages else None
-        if last is not None and last.device == device and last.words * WORD < target:
-            return False
-        self._close_piece()
-        self.messages.append(Message(device))
-        self._start = 0
-        return True
+        if last is None or last.device != device or last.words * WORD >= target:
+            self._close_piece()
+            self.messages.append(Message(device))
+            self._start = 0
 
     def _open_size(self) -> int:
         return (self.messages[-1].words - self._start) * WORD if self._open else 0
@@ -205,7 +210,7 @@ class _Layout:
 
 
 def _extend(message: Message, index: int, words: int, row: int) -> None:
-    """Adds words of a tensor to a message: to the span of the same tensor, if there is one."""
+    """Adds words of a tensor to a message, in one span with those of the same tensor."""
     first, before = message.words, 0
     if message.spans and message.spans[-1][0] == index:
         _, first, before, _ = message.spans.pop()

@@ -13,12 +13,12 @@ from hf_dlion.exchange.wire import Wire
 from hf_dlion.options import Options
 from hf_dlion.ranks.topology import Topology
 
-# Elements that stand for a momentum when ranks measure how far it differs: a power of two.
+# Elements per momentum that ranks compare to measure how far it differs, a power of two.
 SAMPLES = 256
-# With "auto", steps between two measurements, rounded up to whole periods of momentum_sync_every.
+# Steps between two measurements with "auto", rounded up to a multiple of momentum_sync_every.
 MEASURE_EVERY = 50
-# A momentum that is synchronized differs less for it. It counts as this share of what it was, or
-# it would be dropped as soon as synchronizing helps, and chosen again after that.
+# Synchronizing a momentum reduces its divergence. It keeps at least this share of the divergence
+# before, so it isn't dropped as soon as synchronizing helps, and then chosen again.
 KEPT = 0.9
 # 2^32 over the golden ratio, an odd number: multiples of it fill 0 to 2^32 - 1 evenly.
 _SPREAD = 2_654_435_769
@@ -29,8 +29,8 @@ class Momentum:
     """A momentum that may be synchronized.
 
     Attributes:
-        flat: This rank's part, flat.
-        state: The optimizer's state of the parameter; "auto" keeps the divergence in it.
+        flat: This rank's part of the momentum, flat.
+        state: The optimizer's state of the parameter, where "auto" keeps the divergence.
     """
 
     flat: Tensor
@@ -38,7 +38,7 @@ class Momentum:
 
     @property
     def divergence(self) -> float:
-        """How far the ranks' momenta differ, as last measured; 0 if never."""
+        """How far the ranks' momenta differed at the last measurement; 0 before the first."""
         return float(self.state.get("divergence", 0.0))
 
 
@@ -48,16 +48,17 @@ def synchronize(momenta: Sequence[Momentum], options: Options, ranks: Topology, 
     Bytes per rank: those of `average_momenta`, and of `measure` in steps that measure.
 
     Args:
-        momenta: Those that `momentum_sync` selects, in one order on all ranks; changed in place.
-        options: momentum_sync, momentum_sync_every and momentum_sync_budget.
-        ranks: Several ranks.
-        step: Number of the step that was taken.
+        momenta: Momenta that `momentum_sync` selects, or all for "auto", in the same order on all
+            ranks; changed in place.
+        options: The options, for momentum_sync, momentum_sync_every and momentum_sync_budget.
+        ranks: The groups of ranks, with several voters.
+        step: Number of the step that was taken, or of the exchange with local steps.
     """
     every, voters = options.momentum_sync_every, ranks.voters
     if options.momentum_sync == "auto":
         period = -(-MEASURE_EVERY // every) * every
         if (step - 1) % period == 0 or not any(["divergence" in m.state for m in momenta]):
-            # What was measured first was the noise of one gradient.
+            # The first measurement is ignored here: it shows the noise of one gradient.
             synced = _most_divergent(momenta, options, voters) if step > 1 + period else []
             kept = {id(m): KEPT * m.divergence for m in synced}
             for m, value in zip(momenta, measure([m.flat for m in momenta], ranks), strict=True):
@@ -71,21 +72,21 @@ def average_momenta(momenta: Sequence[Tensor], wire: Wire, start: int, stop: int
     """Averages a slice of momenta over the voters; every voter must call this.
 
     With q the momentum rounded to bfloat16 and M the mean of all q, rounded to bfloat16, m becomes
-    M + (m - q): each rank keeps what its own rounding left off. Bytes per rank, for n elements:
+    M + (m - q), so each rank keeps its own rounding error. Bytes per rank, for n elements:
     4 (N - 1) ceil(n / N).
 
     Args:
-        momenta: Flat tensors, laid end to end, changed in place.
-        wire: The voters.
-        start: First element of the slice.
-        stop: One past its last element.
+        momenta: Flat tensors, counted as one sequence of elements; changed in place.
+        wire: Collectives of the voters.
+        start: Index of the slice's first element.
+        stop: Index of the slice's last element, plus 1.
     """
     at, parts = 0, []
     for momentum in momenta:
-        own = momentum[max(start - at, 0) : max(stop - at, 0)]
+        part = momentum[max(start - at, 0) : max(stop - at, 0)]
         at += momentum.numel()
-        if own.numel():
-            parts.append(own)
+        if part.numel():
+            parts.append(part)
     if not parts:
         return
     count, ranks = sum(part.numel() for part in parts), wire.world_size
@@ -108,7 +109,11 @@ def average_momenta(momenta: Sequence[Tensor], wire: Wire, start: int, stop: int
 def average_whole(momenta: Sequence[Tensor], voters: Wire) -> None:
     """Replaces momenta by their means over the voters; every voter must call this.
 
-    Bytes per rank: 8 (N - 1) / N an element.
+    Bytes per rank: 8 (N - 1) / N per element.
+
+    Args:
+        momenta: Flat tensors, changed in place.
+        voters: Collectives of the voters.
     """
     for momentum in momenta:
         total = momentum.to(voters.device_for(momentum.device), torch.float32, copy=True)
@@ -117,22 +122,22 @@ def average_whole(momenta: Sequence[Tensor], voters: Wire) -> None:
 
 
 def slice_of(total: int, every: int, step: int) -> tuple[int, int]:
-    """Returns first and last + 1 of the elements that a step averages: all of them in `every`."""
+    """Returns the slice of elements, start and stop, that a step averages: all in `every` steps."""
     number = step % every
     return total * number // every, total * (number + 1) // every
 
 
 def measure(momenta: Sequence[Tensor], ranks: Topology) -> list[float]:
-    """Returns how far the ranks' momenta differ, the same on all ranks, which all must call this.
+    """Returns how far the ranks' momenta differ, equal on all ranks, which all must call this.
 
-    It is the variance over the voters relative to the mean square, in up to 256 elements from all
-    over a momentum: 0 if the voters have one momentum, about 1 - 1/N if they have nothing in
-    common, 1 if they cancel. Bytes per rank and momentum: 1024 * (N - 1) to other voters, and
+    The divergence is the variance over the voters relative to the mean square, in a sample of up to
+    256 elements per momentum: 0 if the momenta are equal, about 1 - 1/N if they are independent,
+    and 1 if their sum is 0. Bytes per rank and momentum: 1024 * (N - 1) to other voters, and
     16 * (N - 1) to all ranks if nodes or replicas vote.
 
     Args:
-        momenta: Flat, of the same parameters on all ranks; not changed.
-        ranks: Who is where.
+        momenta: Flat tensors of the same parameters on all ranks; not changed.
+        ranks: The groups of ranks.
     """
     wire = ranks.voters
     table = torch.zeros(len(momenta), SAMPLES, device=wire.control_device)
@@ -143,26 +148,26 @@ def measure(momenta: Sequence[Tensor], ranks: Topology) -> list[float]:
     wire.all_gather(gathered, table, "samples of the momenta").wait()
     sums = _variance_and_square(gathered.cpu().double())
     if wire is not ranks.everyone:
-        # Every rank has a part of each momentum, or the node's: all ranks choose by all parts.
+        # A rank measured its shard, or its place in the node. The result is the sum over ranks.
         words = sums.view(torch.int64).view(-1)
-        every = ranks.everyone.gather_words(words, "divergences").view(torch.float64)
+        by_rank = ranks.everyone.gather_words(words, "divergences").view(torch.float64)
         sums = torch.zeros_like(sums)
-        for own in every:
-            sums += own.view_as(sums)
+        for rank_sums in by_rank:
+            sums += rank_sums.view_as(sums)
     return (sums[0] / sums[1]).nan_to_num(0.0).tolist()
 
 
 def _variance_and_square(gathered: Tensor) -> Tensor:
     """Returns sums over voters and samples, float64, shape (2, rows), bit-equal on all ranks."""
     total, square = torch.zeros_like(gathered[0]), torch.zeros_like(gathered[0])
-    for own in gathered:
-        total += own
-        square += own * own
+    for samples in gathered:
+        total += samples
+        square += samples * samples
     mean = total / torch.full_like(total, len(gathered))
     variance = torch.zeros_like(mean)
-    for own in gathered:
-        variance += (own - mean).square()
-    # In halves, since the order of torch's own sums depends on the processor.
+    for samples in gathered:
+        variance += (samples - mean).square()
+    # Summed in halves, because the order of torch.sum depends on the processor.
     sums = torch.stack([variance, square])
     while sums.shape[2] > 1:
         half = sums.shape[2] // 2
@@ -171,11 +176,11 @@ def _variance_and_square(gathered: Tensor) -> Tensor:
 
 
 def _sample(flat: Tensor) -> Tensor:
-    """Returns one element of each of 256 equal stretches."""
+    """Returns one element of each of up to 256 equal stretches."""
     count = min(SAMPLES, flat.numel())
     if count == 0:
         return flat
-    # Not always a stretch's first element: those are in one column where widths are even.
+    # A stretch's first element would often be in the same column of the matrix.
     place = torch.arange(count, device=flat.device)
     within = place * _SPREAD % 2**32 * (flat.numel() // count) // 2**32
     return flat[place * flat.numel() // count + within]
@@ -187,7 +192,7 @@ def _most_divergent(momenta: Sequence[Momentum], options: Options, wire: Wire) -
     if budget is None:
         budget = sum([m.flat.numel() for m in momenta]) // 8
     chosen, total = set(), 0
-    # One that doesn't fit is passed over for smaller ones that differ less.
+    # A momentum that doesn't fit is skipped, and smaller ones that differ less may still fit.
     for k in sorted(range(len(momenta)), key=lambda k: (-momenta[k].divergence, k)):
         numel = total + momenta[k].flat.numel()
         in_a_step = -(-numel // every)

@@ -1,7 +1,7 @@
-"""Stochastic rounding with random bits that depend on an element's number alone.
+"""Stochastic rounding with random bits from a hash of seed, step, stream, and element number.
 
-Every rank rounds a parameter with the same bits, so replicas stay equal. Nearest rounding would
-lose every move that is smaller than half a unit in the last place: most steps of a fine-tuning.
+Every rank rounds a parameter with the same bits, so replicas stay equal. Rounding to nearest would
+lose every move below half a unit in the last place, which is most moves in fine-tuning.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Streams of random bits. Voter r adds its number to all but the first.
+# Streams of random bits. Voter r adds r to every stream except PARAMETERS.
 PARAMETERS, MOMENTA = 0, 1
 DISPLACEMENTS, OWN_WEIGHTS, EXCHANGED = 1 << 30, 1 << 31, (1 << 30) + (1 << 31)
 
@@ -23,11 +23,11 @@ def random_bits(count: int, first: int, step: int, seed: int, stream: int, out: 
 
     Args:
         count: Number of elements, below 2^31.
-        first: Number of the first one.
+        first: Number of the first element in the layout.
         step: Number of the step.
         seed: Seed of the run.
-        stream: Separates what is rounded in one step.
-        out: Receives the bits, int32, shape (count,).
+        stream: Number of the stream, different for each tensor that is rounded in a step.
+        out: Output, int32, shape (count,), overwritten.
     """
     low = first & _MASK
     if low + count > 1 << 32:
@@ -45,13 +45,13 @@ def random_bits(count: int, first: int, step: int, seed: int, stream: int, out: 
 def round_to(x: Tensor, dtype: torch.dtype, random: Tensor) -> Tensor:
     """Returns float32 numbers rounded stochastically to bfloat16 or float16.
 
-    A number goes up as often as it is near its upper neighbor. An Inf stays an Inf, a NaN of
-    either dtype stays a NaN, and numbers past the largest finite one may become Inf.
+    The probability of rounding up is the distance from the lower neighbor, as a share of the gap.
+    An Inf stays an Inf, a NaN stays a NaN, and numbers above the largest finite one may become Inf.
 
     Args:
-        x: float32, flat, contiguous; overwritten.
-        dtype: torch.bfloat16 or torch.float16.
-        random: int32, shape of `x`; overwritten.
+        x: Numbers to round, float32, flat, contiguous, overwritten.
+        dtype: dtype of the result, torch.bfloat16 or torch.float16.
+        random: Random bits, int32, shape of `x`, overwritten.
     """
     bits = x.view(torch.int32)
     if dtype == torch.bfloat16:
@@ -71,7 +71,7 @@ _MASK = 0xFFFFFFFF
 
 
 def _signed(word: int) -> int:
-    """Returns a 32-bit word as int32 has it."""
+    """Returns the int32 number that has the bits of a 32-bit word."""
     return word - (1 << 32) if word >> 31 else word
 
 
@@ -83,7 +83,7 @@ def _mix_number(x: int) -> int:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Mixes int32 words in place; shifts are made logical by a mask."""
+    """Mixes int32 words in place. The masks turn arithmetic shifts into logical ones."""
     x.bitwise_xor_((x >> 16) & 0xFFFF).mul_(0x7FEB352D)
     x.bitwise_xor_((x >> 15) & 0x1FFFF).mul_(_signed(0x846CA68B))
     return x.bitwise_xor_((x >> 16) & 0xFFFF)

@@ -1,6 +1,6 @@
-"""Lion on one message: its votes before the exchange, its move after it.
+"""Lion on one message: votes before the exchange, the move after it.
 
-Lion (Chen et al. 2023, arXiv 2302.06675, Algorithm 2), of which a rank sends sign(u) or a level:
+Lion is Chen et al. 2023, arXiv 2302.06675, Algorithm 2. A rank sends sign(u), or a level:
 
     u = beta1 * m + (1 - beta1) * g
     m = beta2 * m + (1 - beta2) * g
@@ -29,9 +29,9 @@ from hf_dlion.vote.groups import Groups
 from hf_dlion.vote.message import Message, Part, Piece
 from hf_dlion.vote.rounding import MOMENTA, PARAMETERS, random_bits, round_to
 
-# By index in the layout: this rank's flat tensor, or None where it takes no part.
+# This rank's flat tensors by index in the layout; None for a tensor that takes no part.
 Flat = Sequence[Tensor | None]
-# Returns what a piece votes by, in scratch: its direction, or how far local steps moved it.
+# Returns what a piece's votes encode, in scratch memory: its direction u, or its displacement w.
 Source = Callable[[Piece], Tensor]
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 # Words of a step's first message that `WireStats.agreement` looks at.
@@ -40,32 +40,32 @@ SAMPLE = 1024
 
 @dataclass
 class Scratch:
-    """Memory that is used again from piece to piece and from step to step."""
+    """Memory that is reused from piece to piece and from step to step."""
 
-    _held: dict[tuple[str, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
+    _buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
 
     def __call__(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns `size` elements of any value."""
+        """Returns `size` uninitialized elements; calls with the same name share memory."""
         key = (name, dtype, device)
-        held = self._held.get(key)
-        if held is None or held.numel() < size:
-            held = self._held[key] = torch.empty(size, dtype=dtype, device=device)
-        return held[:size]
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[key] = torch.empty(size, dtype=dtype, device=device)
+        return buffer[:size]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What the arithmetic of a step depends on besides tensors.
+    """The step and the options on which the arithmetic depends, in addition to tensors.
 
     Attributes:
         step: Number of the step, 1 for the first.
         voter: Number of this voter.
         seed: Seed of the stochastic rounding.
-        bits: Of a vote.
-        level_scale: "word" or "tensor", with 2, 4 or 8 bits.
-        exchange: "auto", "gather" or "two_phase".
+        bits: Bits per vote.
+        level_scale: Scale of votes of 2, 4 or 8 bits: "word" or "tensor".
+        exchange: Name of the exchange: "auto", "gather" or "two_phase".
         groups: The parameter groups.
-        scratch: Memory.
+        scratch: Memory for intermediate results.
     """
 
     step: int
@@ -87,76 +87,79 @@ def step_by_votes(
     rule: Rule,
     ranks: Topology,
 ) -> None:
-    """Takes a step: all messages are encoded and sent, then counted, then applied.
+    """Takes a step: encodes and sends all messages, then counts and applies one after the other.
 
     Every rank must call this with the same messages. Bytes: see `exchange.routes`.
 
     Args:
-        messages: The plan's.
-        params: Flat parameters, changed in place; None stays.
-        grads: Flat gradients, not changed; None abstains.
-        momenta: Flat momenta, changed in place; None where `grads` has None.
+        messages: Messages of the plan.
+        params: Flat parameters, changed in place; None for one that doesn't move.
+        grads: Flat gradients, not changed; None to abstain.
+        momenta: Flat momenta, changed in place; None if the gradient is None.
         turn: The step.
-        rule: What becomes of the votes.
-        ranks: Several ranks.
+        rule: Rule that turns votes into a verdict.
+        ranks: The groups of ranks, with several voters.
     """
     stats, voters, node = ranks.voters.stats, ranks.voters, ranks.node
     now = time.perf_counter()
     means: Flat = ()
     if turn.bits > 1 and turn.level_scale == "tensor":
-        look = functools.partial(direction, grads=grads, momenta=momenta, turn=turn, advance=False)
-        sums, counts = tensor_sums(messages, params, look, turn)
+        # The first of two passes over u, which leaves the momenta as they are.
+        source = functools.partial(
+            direction, grads=grads, momenta=momenta, turn=turn, advance=False
+        )
+        sums, counts = tensor_sums(messages, params, source, turn)
         means = [total / count for total, count in zip(sums, counts, strict=True)]
     under_way: list[routes.Exchange] = []
     for message in messages:
         votes = encode(message, grads, momenta, turn, means)
         if not under_way:
-            own = votes.planes[0, :SAMPLE].clone()
+            sample = votes.planes[0, :SAMPLE].clone()
         under_way.append(routes.start(votes, turn.exchange, voters, rule, turn.step, node))
     now = stats.add("encode_s", now)
     for k, verdict in enumerate(routes.complete(under_way)):
         now = stats.add("exchange_s", now)
         if k == 0 and turn.bits == 1 and isinstance(rule, Majority):
-            stats.sample = own, verdict.planes[0][:SAMPLE].clone()
+            stats.sample = sample, verdict.planes[0][:SAMPLE].clone()
         move(messages[k], params, verdict.planes, verdict.voters, rule, turn)
         now = stats.add("apply_s", now)
     stats.exchanges += 1
 
 
 def encode(message: Message, grads: Flat, momenta: Flat, turn: Turn, scales: Flat) -> Votes:
-    """Returns the votes of a message by the directions, and moves this rank's momenta.
+    """Returns the votes of a message, and updates this rank's momenta.
 
     Args:
-        message: Whose votes.
-        grads: Gradients, not changed; None abstains from the tensor.
-        momenta: Momenta, changed in place; None where `grads` has None.
+        message: Message to encode.
+        grads: Flat gradients, not changed; None to abstain from the tensor.
+        momenta: Flat momenta, changed in place; None if the gradient is None.
         turn: The step.
-        scales: As for `votes_by`.
+        scales: Scale of each tensor, see `votes_by`.
     """
-    of = functools.partial(direction, grads=grads, momenta=momenta, turn=turn, advance=True)
-    return votes_by(of, message, turn, scales)
+    source = functools.partial(direction, grads=grads, momenta=momenta, turn=turn, advance=True)
+    return votes_by(source, message, turn, scales)
 
 
-def votes_by(of: Source, message: Message, turn: Turn, scales: Flat) -> Votes:
+def votes_by(source: Source, message: Message, turn: Turn, scales: Flat) -> Votes:
     """Returns the votes of a message.
 
     Args:
-        of: Returns what a piece votes by.
-        message: Whose votes.
+        source: Function that returns the numbers which a piece's votes encode.
+        message: Message to encode.
         turn: The step.
-        scales: By tensor, what a vote of 2, 4 or 8 bits is relative to, 0-D; empty with
-            level_scale="word".
+        scales: Magnitude of each tensor to which votes of 2, 4 or 8 bits are relative, 0-D; empty
+            with level_scale="word".
     """
     planes = torch.empty(turn.bits, message.words, dtype=torch.int64, device=message.device)
     words = torch.ones(message.words, dtype=torch.bool, device=message.device)
     all_active = True
     for piece in message.pieces:
-        u = of(piece)
+        u = source(piece)
         codes = _codes(piece, u, turn, scales)
-        own = planes[:, piece.words]
+        out = planes[:, piece.words]
         for bit in range(turn.bits):
-            codec.pack(codes, bit, own[bit], turn.scratch("bit", piece.size, codes.dtype, u.device))
-        active = codec.active_words(u, own[0] if turn.bits == 1 else None, turn.step + turn.voter)
+            codec.pack(codes, bit, out[bit], turn.scratch("bit", piece.size, codes.dtype, u.device))
+        active = codec.active_words(u, out[0] if turn.bits == 1 else None, turn.step + turn.voter)
         if active is not None:
             words[piece.words] = active
             all_active = False
@@ -168,7 +171,15 @@ def votes_by(of: Source, message: Message, turn: Turn, scales: Flat) -> Votes:
 
 
 def direction(piece: Piece, grads: Flat, momenta: Flat, turn: Turn, *, advance: bool) -> Tensor:
-    """Returns u of a piece, and moves the momentum if it is to advance."""
+    """Returns a piece's u = beta1 * m + (1 - beta1) * g, in scratch memory.
+
+    Args:
+        piece: Piece to compute.
+        grads: Flat gradients, not changed.
+        momenta: Flat momenta, changed in place if `advance`.
+        turn: The step.
+        advance: Whether to update the momentum with beta2.
+    """
     beta1, beta2 = turn.groups[piece.group]["betas"]
     g = read(piece, grads, "gradient", turn.scratch)
     m = read(piece, momenta, "momentum", turn.scratch)
@@ -181,59 +192,58 @@ def direction(piece: Piece, grads: Flat, momenta: Flat, turn: Turn, *, advance: 
 
 
 def tensor_sums(
-    messages: Sequence[Message], tensors: Flat, of: Source, turn: Turn
+    messages: Sequence[Message], tensors: Flat, source: Source, turn: Turn
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Returns each tensor's sum of |u|, and the number of elements in its active rows, at least 1.
 
     Both are 0-D, float64, on the tensor's device.
 
     Args:
-        messages: Of all tensors or some.
-        tensors: By index, flat tensors of those sizes.
-        of: Returns what a piece votes by.
+        messages: Messages of all tensors or of some.
+        tensors: Flat tensors, for their sizes and devices.
+        source: Function that returns u of a piece.
         turn: The step.
     """
-    devices = [torch.device("cpu") if own is None else own.device for own in tensors]
+    devices = [torch.device("cpu") if t is None else t.device for t in tensors]
     counts = [torch.zeros((), dtype=torch.float64, device=device) for device in devices]
-    words_of: list[list[Tensor]] = [[] for _ in tensors]
+    word_sums: list[list[Tensor]] = [[] for _ in tensors]
     for message in messages:
-        words = torch.empty(message.words, dtype=torch.bool, device=message.device)
+        active_words = torch.empty(message.words, dtype=torch.bool, device=message.device)
         total = torch.empty(message.words, dtype=torch.float64, device=message.device)
         for piece in message.pieces:
-            u = of(piece)
-            active_words = codec.active_words(u)
-            words[piece.words] = True if active_words is None else active_words
+            u = source(piece)
+            active = codec.active_words(u)
+            active_words[piece.words] = True if active is None else active
             scratch = turn.scratch("levels", piece.size, u.dtype, u.device)
             total[piece.words] = codec.word_sums(u, scratch)
-        active, row = rows_of(words, message), 0
-        for index, first, count, length in message.spans:
-            rows = active[row : row + count // length]
-            row += count // length
-            words_of[index].append(total[first : first + count])
+        active_rows, row = rows_of(active_words, message), 0
+        for index, first, words, words_per_row in message.spans:
+            rows = active_rows[row : row + words // words_per_row]
+            row += words // words_per_row
+            word_sums[index].append(total[first : first + words])
             tensor = tensors[index]
-            size = 0 if tensor is None else min(length * WORD, tensor.numel())
-            counts[index] = counts[index] + rows.sum() * float(size)
+            row_size = 0 if tensor is None else min(words_per_row * WORD, tensor.numel())
+            counts[index] = counts[index] + rows.sum() * float(row_size)
     sums = [
-        _tree_sum(torch.cat(own)) if own else count
-        for own, count in zip(words_of, counts, strict=True)
+        _tree_sum(torch.cat(parts)) if parts else count
+        for parts, count in zip(word_sums, counts, strict=True)
     ]
     return sums, [count.clamp_min(1) for count in counts]
 
 
-def tensor_maxima(messages: Sequence[Message], tensors: Flat, of: Source) -> list[Tensor]:
+def tensor_maxima(messages: Sequence[Message], tensors: Flat, source: Source) -> list[Tensor]:
     """Returns each tensor's largest |u|, 0-D, float64; see `tensor_sums`."""
-    devices = [torch.device("cpu") if own is None else own.device for own in tensors]
-    found = [torch.zeros((), dtype=torch.float64, device=device) for device in devices]
+    devices = [torch.device("cpu") if t is None else t.device for t in tensors]
+    maxima = [torch.zeros((), dtype=torch.float64, device=device) for device in devices]
     for message in messages:
         for piece in message.pieces:
-            u = of(piece)
+            u = source(piece)
             for part in piece.parts:
-                own = u[part.at : part.at + part.stop - part.start]
-                # As the largest of both ends, which takes no memory.
-                low, high = torch.aminmax(own)
+                # Unlike u.abs().max(), it takes no memory.
+                low, high = torch.aminmax(u[part.at : part.at + part.stop - part.start])
                 largest = torch.maximum(high, -low).to(torch.float64)
-                found[part.tensor] = torch.maximum(found[part.tensor], largest)
-    return found
+                maxima[part.tensor] = torch.maximum(maxima[part.tensor], largest)
+    return maxima
 
 
 def move(
@@ -244,31 +254,31 @@ def move(
     rule: Rule,
     turn: Turn,
 ) -> None:
-    """Moves parameters by a verdict, the same bits on every rank.
+    """Moves a message's parameters by its verdict, to the same bits on every rank.
 
     Args:
-        message: Whose verdict.
-        params: Flat parameters, changed in place; None stays.
-        planes: Of the verdict, int64, shape (W,) each.
-        voters: Number of active ranks by row, int64, shape (R,); None if all are.
-        rule: That made the verdict.
+        message: Message to which the verdict belongs.
+        params: Flat parameters, changed in place; None for one that doesn't move.
+        planes: Planes of the verdict, int64, shape (W,) each.
+        voters: Number of active ranks by row, int64, shape (R,); None if all ranks are active.
+        rule: Rule that made the verdict.
         turn: The step.
     """
-    by_word = None if voters is None else voters[message.rows.of_word]
+    voters_of_word = None if voters is None else voters[message.rows.of_word]
     for piece in message.pieces:
         if not takes_part(piece, params):
             continue
         group = turn.groups[piece.group]
         p = read(piece, params, "parameter", turn.scratch)
         delta = turn.scratch("direction", piece.size, piece.dtype, p.device)
-        planes_here = [plane[piece.words] for plane in planes]
-        voters_here = None if by_word is None else by_word[piece.words]
-        rule.move(planes_here, voters_here, float(group["lr"]), delta)
+        piece_planes = [plane[piece.words] for plane in planes]
+        piece_voters = None if voters_of_word is None else voters_of_word[piece.words]
+        rule.move(piece_planes, piece_voters, float(group["lr"]), delta)
         _apply(piece, p, delta, params, turn)
 
 
 def plain_lion(message: Message, params: Flat, grads: Flat, momenta: Flat, turn: Turn) -> None:
-    """Takes Lion's step on a message, for one rank alone: v = sign(u), sign(0) = 0."""
+    """Takes Lion's step on a message without votes: v = sign(u), sign(0) = 0."""
     for piece in message.pieces:
         if not takes_part(piece, params):
             continue
@@ -279,81 +289,94 @@ def plain_lion(message: Message, params: Flat, grads: Flat, momenta: Flat, turn:
 
 
 def takes_part(piece: Piece, tensors: Flat) -> bool:
-    """Returns whether one of a piece's tensors is there."""
+    """Returns whether at least one of a piece's tensors takes part."""
     return any([tensors[part.tensor] is not None for part in piece.parts])
 
 
 def _apply(piece: Piece, p: Tensor, delta: Tensor, params: Flat, turn: Turn) -> None:
-    """Decays and moves: two operations, since one fused operation differs between processors."""
+    """Decays p and subtracts delta, rounding twice: processors differ in fused operations."""
     group = turn.groups[piece.group]
     p.mul_(1 - float(group["lr"]) * float(group["weight_decay"])).sub_(delta)
     write(piece, p, params, turn, PARAMETERS)
 
 
 def read(piece: Piece, tensors: Flat, name: str, scratch: Scratch) -> Tensor:
-    """Returns a piece's elements: a view of the tensor where possible, else scratch."""
+    """Returns a piece's elements in its dtype: a view of the tensor if possible, else scratch."""
     if _is_view(piece, tensors):
         part = piece.parts[0]
         return tensors[part.tensor][part.start : part.stop]  # type: ignore[index]
     flat = scratch(name, piece.size, piece.dtype, piece.device)
-    places, values, _ = _parts(piece, flat, tensors)
-    if sum([place.numel() for place in places]) < piece.size:
-        flat.zero_()  # Padding, and what takes no part.
-    if values:
-        torch._foreach_copy_(places, values)
+    in_scratch, in_tensors, _ = _stretches(piece, flat, tensors)
+    if sum([stretch.numel() for stretch in in_scratch]) < piece.size:
+        flat.zero_()  # Padding, and tensors that take no part.
+    if in_tensors:
+        torch._foreach_copy_(in_scratch, in_tensors)
     return flat
 
 
 def write(piece: Piece, flat: Tensor, tensors: Flat, turn: Turn, stream: int) -> None:
-    """Writes a piece's elements back, rounded where the tensors have less precision."""
+    """Writes a piece's elements back, rounded stochastically to bfloat16 or float16.
+
+    Args:
+        piece: Piece to write.
+        flat: The elements, as `read` returned them, changed since then.
+        tensors: Flat tensors, changed in place.
+        turn: The step.
+        stream: Stream of random bits, see `rounding`.
+    """
     if _is_view(piece, tensors):
-        return  # `read` gave the tensor's own elements.
-    values, places, parts = _parts(piece, flat, tensors)
-    for dtype in {place.dtype for place in places}.intersection(LOW_PRECISION):
+        return  # `flat` is a view of the tensor.
+    in_scratch, in_tensors, parts = _stretches(piece, flat, tensors)
+    for dtype in {stretch.dtype for stretch in in_tensors}.intersection(LOW_PRECISION):
         random = turn.scratch("random", piece.size, torch.int32, flat.device)
         random_bits(piece.size, piece.first, turn.step, turn.seed, stream, random)
-        # Of a momentum an Inf would decay to Inf and decide the vote forever.
+        # An Inf in a momentum would stay Inf and decide the vote forever.
         most = torch.finfo(dtype).max if stream != PARAMETERS else math.inf
         x = turn.scratch("rounded", piece.size, torch.float32, flat.device)
         x.copy_(flat).clamp_(-most, most)
         rounded = round_to(x, dtype, random)
-        for k, (part, place) in enumerate(zip(parts, places, strict=True)):
-            if place.dtype == dtype:
-                values[k] = rounded[part.at : part.at + place.numel()]
-    if places:
-        torch._foreach_copy_(places, values)
+        for k, (part, stretch) in enumerate(zip(parts, in_tensors, strict=True)):
+            if stretch.dtype == dtype:
+                in_scratch[k] = rounded[part.at : part.at + stretch.numel()]
+    if in_tensors:
+        torch._foreach_copy_(in_tensors, in_scratch)
 
 
 def _is_view(piece: Piece, tensors: Flat) -> bool:
-    """Returns whether a piece is a stretch of one tensor that needs no conversion."""
+    """Returns whether a piece is a stretch of one tensor and needs no conversion."""
     if not piece.is_whole:
         return False
     tensor = tensors[piece.parts[0].tensor]
     return tensor is not None and tensor.dtype == piece.dtype
 
 
-def _parts(
+def _stretches(
     piece: Piece, flat: Tensor, tensors: Flat
 ) -> tuple[list[Tensor], list[Tensor], list[Part]]:
-    """Returns views of a piece's scratch, and the stretches of tensors that they stand for."""
-    ours, theirs, parts = [], [], []
+    """Returns pairs of views, of a piece's scratch and of the tensors, and the parts they show."""
+    in_scratch, in_tensors, parts = [], [], []
     for part in piece.parts:
         tensor = tensors[part.tensor]
         if tensor is not None:
-            ours.append(flat[part.at : part.at + part.stop - part.start])
-            theirs.append(tensor[part.start : part.stop])
+            in_scratch.append(flat[part.at : part.at + part.stop - part.start])
+            in_tensors.append(tensor[part.start : part.stop])
             parts.append(part)
-    return ours, theirs, parts
+    return in_scratch, in_tensors, parts
 
 
 def rows_of(words: Tensor, message: Message) -> Tensor:
-    """Returns which rows hold a word that is set, bool, shape (R,)."""
+    """Returns which rows have at least one set word, bool, shape (R,).
+
+    Args:
+        words: Flag of each of the message's words, bool, shape (W,).
+        message: The message.
+    """
     count = torch.zeros(message.rows.count, dtype=torch.int32, device=message.device)
     return count.index_add_(0, message.rows.of_word, words.to(torch.int32)) > 0
 
 
 def by_word(piece: Piece, numbers: Flat, like: Tensor) -> Tensor:
-    """Returns a number of each tensor for each of a piece's words, dtype of `like`, shape (W,)."""
+    """Returns the tensor's number for each of a piece's words, dtype of `like`, shape (W,)."""
     return torch.cat(
         [
             torch.as_tensor(numbers[part.tensor])
@@ -365,6 +388,7 @@ def by_word(piece: Piece, numbers: Flat, like: Tensor) -> Tensor:
 
 
 def _codes(piece: Piece, u: Tensor, turn: Turn, scales: Flat) -> Tensor:
+    """Returns a piece's codes in scratch: bool for one bit, else uint8, shape (64 * W,)."""
     phase = turn.step + turn.voter
     if turn.bits == 1:
         out = turn.scratch("codes", piece.size, torch.bool, u.device)
@@ -380,7 +404,7 @@ def _codes(piece: Piece, u: Tensor, turn: Turn, scales: Flat) -> Tensor:
 
 
 def _tree_sum(values: Tensor) -> Tensor:
-    """Returns the sum of neighbors, of neighboring sums, and so on: one order everywhere."""
+    """Returns the sum, adding neighbors, then neighboring sums: in one order on all devices."""
     size = 1 << math.ceil(math.log2(max(len(values), 1)))
     values = torch.nn.functional.pad(values, (0, size - len(values)))
     while len(values) > 1:

@@ -72,7 +72,9 @@ def summed(rank: int, world_size: int, in_node: bool) -> Any:
 
 @WORLD_SIZES
 @pytest.mark.parametrize("in_node", [False, True])
-def test_all_reduce_counts_as_a_ring(pools: RankPools, world_size: int, in_node: bool) -> None:
+def test_all_reduce_counts_the_bytes_of_a_ring(
+    pools: RankPools, world_size: int, in_node: bool
+) -> None:
     total = world_size * (world_size + 1) / 2
     sent = 2 * (world_size - 1) * math.ceil(5 / world_size) * 4
     for tensor, counted in pools(world_size).run(summed, in_node):
@@ -91,7 +93,7 @@ def counted_apart(rank: int, world_size: int) -> Any:
     return counts(stats)
 
 
-def test_bytes_to_the_own_node_are_counted_apart(pools: RankPools) -> None:
+def test_bytes_inside_the_node_are_counted_separately(pools: RankPools) -> None:
     assert pools(3).run(counted_apart) == [(8, 8, 2 * 16 + 8)] * 3
 
 
@@ -157,7 +159,7 @@ def lost(rank: int, world_size: int) -> str:
     wire.gather_words([0], "a first word")
     if rank != 0:
         return ""
-    # Here the other ranks have left.
+    # The other ranks have left by now.
     with pytest.raises(LostRank) as caught:
         wire.gather_words([0], "votes")
     assert caught.value.__cause__ is not None

@@ -46,7 +46,7 @@ def report(**changes: Any) -> Report:
 
 
 def wire_of(timeout: float | None = None) -> Wire:
-    """A wire with a group of its own, so optimizers of other cases are not counted."""
+    """Returns a wire with a new group, so optimizers of other cases aren't counted."""
     limit = None if timeout is None else datetime.timedelta(seconds=timeout)
     group = dist.new_group(timeout=limit)
     assert group is not None
@@ -108,7 +108,7 @@ def present_apart(rank: int, world_size: int, parameters: int) -> Any:
 
 @WORLD_SIZES
 @pytest.mark.parametrize("parameters", [1, 64, 65])
-def test_presence_that_differs_takes_a_bit_per_parameter_more(
+def test_differing_presence_adds_one_bit_per_parameter(
     pools: RankPools, world_size: int, parameters: int
 ) -> None:
     wanted = [
@@ -121,7 +121,7 @@ def test_presence_that_differs_takes_a_bit_per_parameter_more(
 
 
 @given(st.lists(st.booleans(), max_size=200))
-def test_packed_bools_come_back(values: list[bool]) -> None:
+def test_unpacked_bools_equal_the_packed_ones(values: list[bool]) -> None:
     packed = pack_bools(values)
     assert len(packed) == -(-len(values) // 64)
     assert unpack_bools(packed, len(values)) == values
@@ -131,7 +131,9 @@ WORD = st.integers(-(2**63), 2**63 - 1)
 
 
 @given(WORD, WORD, WORD, st.booleans(), st.booleans())
-def test_a_header_comes_back(a: int, b: int, c: int, finite: bool, failed: bool) -> None:
+def test_an_unpacked_header_equals_the_packed_one(
+    a: int, b: int, c: int, finite: bool, failed: bool
+) -> None:
     sent = Header(
         kind=Kind.SAVE,
         optimizer=3,
@@ -204,7 +206,7 @@ def differ(rank: int, world_size: int, case: str, first: bool) -> Any:
     changes = (DIFFERENCES | NEW_DIFFERENCES)[case][0] if rank == 1 else {}
     text = refused(meetings, report(**changes))
     before = wire.stats.bytes_sent
-    meetings.meet(report())  # A rank that no longer differs is welcome.
+    meetings.meet(report())  # The ranks agree again.
     return text, wire.stats.bytes_sent - before
 
 
@@ -247,7 +249,7 @@ def test_a_new_layout_compares_values_again(pools: RankPools) -> None:
 
 
 def sharded(rank: int, world_size: int, odd: int) -> str:
-    meetings = Meetings(wire_of(), alike=[[0, 2], [1, 3]])
+    meetings = Meetings(wire_of(), same_parts=[[0, 2], [1, 3]])
     values = [("weight", 10 + rank % 2 + 5 * (rank == odd))]
     if odd < 0:
         meetings.meet(report(values=lambda: values))
@@ -313,14 +315,12 @@ def test_ranks_that_step_different_optimizers_all_raise(
 ) -> None:
     text, *others = pools(world_size).run(two_optimizers, case)
     assert others == [text] * (world_size - 1)
-    assert "ranks use different optimizers: make and step several" in text[0]
+    assert "ranks use different optimizers: create and step several" in text[0]
 
 
 @WORLD_SIZES
 @pytest.mark.parametrize("case", ["in order", "an unused one"])
-def test_optimizers_stepped_in_one_order_meet_their_own(
-    pools: RankPools, world_size: int, case: str
-) -> None:
+def test_optimizers_stepped_in_one_order_meet(pools: RankPools, world_size: int, case: str) -> None:
     assert pools(world_size).run(two_optimizers, case) == [[]] * world_size
 
 
@@ -361,7 +361,7 @@ def failing(rank: int, world_size: int, kind: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "expected"),
     [
         ("plain", "ValueError: no space left"),
         ("long", f"ValueError: {'x' * 3988} ... (9012 characters)"),
@@ -370,10 +370,10 @@ def failing(rank: int, world_size: int, kind: str) -> str:
         ("^C", "KeyboardInterrupt: "),
     ],
 )
-def test_a_failure_is_raised_where_it_is_and_named_elsewhere(
-    pools: RankPools, kind: str, told: str
+def test_a_failure_is_raised_on_its_rank_and_named_on_the_others(
+    pools: RankPools, kind: str, expected: str
 ) -> None:
-    wanted = f"save failed on 1 of 3 ranks: rank 1: {told}"
+    wanted = f"save failed on 1 of 3 ranks: rank 1: {expected}"
     assert pools(3).run(failing, kind) == [wanted, "", wanted]
 
 
@@ -395,16 +395,16 @@ def failing_inside(rank: int, world_size: int, place: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("place", "told"),
+    ("place", "expected"),
     [
         ("values", "the comparison of parameters failed on 1 of 2 ranks: rank 1: MemoryError: too"),
         ("options", "step failed on 1 of 2 ranks: rank 1: TypeError: keys must be"),
     ],
 )
-def test_what_fails_in_the_report_is_told_to_the_others(
-    pools: RankPools, place: str, told: str
+def test_a_failure_in_the_report_is_named_on_the_others(
+    pools: RankPools, place: str, expected: str
 ) -> None:
-    assert pools(2).run(failing_inside, place)[0].startswith(told)
+    assert pools(2).run(failing_inside, place)[0].startswith(expected)
 
 
 def together(rank: int, world_size: int, failing: bool) -> str:

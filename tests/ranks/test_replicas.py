@@ -1,4 +1,4 @@
-"""Parameters that are not bitwise equal on all ranks are found, and the ranks and names told."""
+"""Parameters that aren't bitwise equal on all ranks are found, with ranks and names."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def wire_of() -> Wire:
 
 def equal(rank: int, world_size: int) -> int:
     wire, own = wire_of(), params()
-    # Strides do not count.
+    # The hash doesn't depend on strides.
     own["embed"] = own["embed"].t().contiguous().t() if rank else own["embed"]
     compare_replicas(own.items(), wire, 4)
     return wire.stats.bytes_sent
@@ -62,7 +62,7 @@ def changed(rank: int, world_size: int, names: dict[int, list[str]]) -> str:
 @ranks_needed
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    ("world_size", "names", "told"),
+    ("world_size", "names", "expected"),
     [
         (2, {1: ["half"]}, "1 of 4 parameters, first in 'half': rank 1 from rank 0 (no majority)"),
         (
@@ -83,11 +83,11 @@ def changed(rank: int, world_size: int, names: dict[int, list[str]]) -> str:
     ],
 )
 def test_the_first_parameter_and_the_minority_are_named(
-    pools: RankPools, world_size: int, names: dict[int, list[str]], told: str
+    pools: RankPools, world_size: int, names: dict[int, list[str]], expected: str
 ) -> None:
     text, *others = pools(world_size).run(changed, names)
     assert others == [text] * (world_size - 1)
-    assert text.startswith(f"replicas differ after step 4 in {told}")
+    assert text.startswith(f"replicas differ after step 4 in {expected}")
 
 
 def other_kind(rank: int, world_size: int, kind: str) -> str:
@@ -103,7 +103,7 @@ def other_kind(rank: int, world_size: int, kind: str) -> str:
 
 @ranks_needed
 @pytest.mark.parametrize(("kind", "first"), [("shape", "embed"), ("missing", "empty")])
-def test_another_shape_or_a_missing_parameter_counts(
+def test_another_shape_or_a_missing_parameter_is_a_difference(
     pools: RankPools, kind: str, first: str
 ) -> None:
     text, other = pools(2).run(other_kind, kind)
@@ -114,7 +114,7 @@ def test_another_shape_or_a_missing_parameter_counts(
 def shards(rank: int, world_size: int, odd: int) -> Any:
     own = {"part": torch.full((3,), float(rank % 2 + 10 * (rank == odd)))}
     try:
-        compare_replicas(own.items(), wire_of(), 1, alike=[[0, 2], [1, 3]])
+        compare_replicas(own.items(), wire_of(), 1, same_parts=[[0, 2], [1, 3]])
     except Disagreement as error:
         return str(error)
     return ""
@@ -148,7 +148,7 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def by_definition(tensor: Tensor) -> int:
-    """The formula in the docstring, in Python's integers."""
+    """Returns the hash of the docstring's formula, in Python integers."""
     data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     data += bytes(-len(data) % 4)
     words = [int.from_bytes(data[k : k + 4], "little", signed=True) for k in range(0, len(data), 4)]
@@ -174,7 +174,7 @@ def test_the_hash_is_the_documented_one(length: int, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_bit_of_every_element_counts(dtype: torch.dtype) -> None:
+def test_the_hash_depends_on_every_bit(dtype: torch.dtype) -> None:
     tensor = torch.randn(5, generator=torch.Generator().manual_seed(0)).to(dtype)
     width = 8 * tensor.element_size()
     found = fingerprints([tensor])

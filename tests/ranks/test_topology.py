@@ -29,7 +29,7 @@ def every_rank_votes(rank: int, world_size: int, local_group: int | None) -> Any
     stats = WireStats()
     topology = Topology(None, local_group, stats)
     assert topology.voters is topology.everyone
-    assert topology.alike is None
+    assert topology.same_parts is None
     assert topology.everyone.group is dist.group.WORLD
     return (*described(topology), stats.bytes_sent)
 
@@ -38,7 +38,7 @@ def test_every_rank_votes_by_default_and_nothing_is_sent(pools: RankPools) -> No
     assert pools(3).run(every_rank_votes, None) == [([0, 1, 2], None, 1, 0)] * 3
 
 
-def test_nodes_of_one_rank_are_ranks(pools: RankPools) -> None:
+def test_every_rank_votes_if_nodes_have_one_rank(pools: RankPools) -> None:
     results = pools(3).run(every_rank_votes, 1)
     assert [result[:3] for result in results] == [([0, 1, 2], None, 1)] * 3
 
@@ -46,7 +46,7 @@ def test_nodes_of_one_rank_are_ranks(pools: RankPools) -> None:
 def nodes(rank: int, world_size: int, size: int) -> Any:
     stats = WireStats()
     topology = Topology(None, size, stats)
-    assert topology.alike is None
+    assert topology.same_parts is None
     assert stats.bytes_sent == 0
     found = described(topology)
     before = stats.bytes_sent, stats.node_bytes_sent
@@ -107,7 +107,7 @@ def test_node_reads_what_a_launcher_sets(pools: RankPools, launcher: list[dict[s
 
 
 @pytest.mark.parametrize(
-    ("launcher", "told"),
+    ("launcher", "expected"),
     [
         (variables([2, 2, 1, 1], [0, 1, 0, 0]), "nodes must have the same number of ranks"),
         (variables([3] * 4, [0, 1, 2, 0]), "4 ranks cannot be divided into nodes of 3 ranks"),
@@ -116,10 +116,10 @@ def test_node_reads_what_a_launcher_sets(pools: RankPools, launcher: list[dict[s
     ],
 )
 def test_ranks_that_form_no_equal_nodes_raise_one_error(
-    pools: RankPools, launcher: list[dict[str, str]], told: str
+    pools: RankPools, launcher: list[dict[str, str]], expected: str
 ) -> None:
     text, *others = pools(4).run(from_environment, launcher)
-    assert text.startswith(f"Disagreement: {told}")
+    assert text.startswith(f"Disagreement: {expected}")
     assert others == [text] * 3
 
 
@@ -136,20 +136,20 @@ def given_sizes(rank: int, world_size: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("mine", "told"),
+    ("mine", "expected"),
     [
         ({}, "local_group='node' reads LOCAL_WORLD_SIZE, which is not set: "),
         ({"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE must be a number (got 'two')"),
         ({"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "-1"}, "LOCAL_RANK must be a number (got '-1')"),
     ],
 )
-def test_a_rank_that_cannot_tell_its_node_raises_and_is_named(
-    pools: RankPools, mine: dict[str, str], told: str
+def test_a_rank_that_does_not_know_its_node_raises_and_is_named(
+    pools: RankPools, mine: dict[str, str], expected: str
 ) -> None:
     zero, one = pools(2).run(from_environment, [{"LOCAL_WORLD_SIZE": "1"}, mine])
-    assert one.startswith(f"ValueError: {told}")
+    assert one.startswith(f"ValueError: {expected}")
     assert zero.startswith(
-        f"Disagreement: local_group failed on 1 of 2 ranks: rank 1: ValueError: {told}"
+        f"Disagreement: local_group failed on 1 of 2 ranks: rank 1: ValueError: {expected}"
     )
 
 
@@ -162,7 +162,7 @@ def other_groups(rank: int, world_size: int) -> str:
     return str(caught.value)
 
 
-def test_groups_that_torch_would_name_apart_are_refused(pools: RankPools) -> None:
+def test_groups_that_torch_would_name_differently_are_refused(pools: RankPools) -> None:
     results = pools(4).run(other_groups)
     assert len(set(results)) == 1
     assert "ranks are members of different numbers of process groups" in results[0]
@@ -177,14 +177,14 @@ def mesh(rank: int, world_size: int) -> Any:
     assert topology.node is None
     assert topology.everyone.world_size == 4
     found = topology.voters.gather_words([rank], "a word").view(-1).tolist()
-    return found, topology.alike, topology.local_size, stats.bytes_sent
+    return found, topology.same_parts, topology.local_size, stats.bytes_sent
 
 
 @pytest.mark.smoke
 def test_the_ranks_of_a_replicate_dimension_vote(pools: RankPools) -> None:
-    alike = [[0, 2], [1, 3]]
+    same_parts = [[0, 2], [1, 3]]
     sent = 64 * 3 + 8
-    assert pools(4).run(mesh) == [(alike[rank % 2], alike, 1, sent) for rank in range(4)]
+    assert pools(4).run(mesh) == [(same_parts[rank % 2], same_parts, 1, sent) for rank in range(4)]
 
 
 def test_control_messages_travel_from_the_parameters_device(
@@ -216,11 +216,11 @@ def both(rank: int, world_size: int) -> None:
         Topology(None, 2, replicate=dist.group.WORLD)
 
 
-def test_nodes_and_replicas_exclude_each_other(pools: RankPools) -> None:
+def test_nodes_and_replicas_cannot_be_combined(pools: RankPools) -> None:
     pools(2).run(both)
 
 
-def test_without_torch_distributed_there_is_no_topology() -> None:
+def test_a_topology_needs_torch_distributed() -> None:
     assert not dist.is_initialized()
     with pytest.raises(RuntimeError, match=r"call init_process_group\(\)"):
         Topology(device=torch.device("cpu"))

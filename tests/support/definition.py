@@ -20,7 +20,7 @@ TOP = {1: 1, 2: 3, 4: 14, 8: 254}
 
 @dataclass
 class Layout:
-    """Where the elements of tensors lie when all of them are laid end to end, in whole words."""
+    """Positions of elements if all tensors are placed one after the other, in complete words."""
 
     shapes: Sequence[tuple[int, ...]]
 
@@ -42,7 +42,7 @@ class Layout:
         self.row_of_element = np.array(rows, dtype=np.int64)
 
     def flat(self, tensors: Sequence[Array | None], dtype: Any) -> Array:
-        """Lays tensors end to end; None is zeros."""
+        """Places tensors one after the other; None is zeros."""
         out = np.zeros(int(self.starts[-1]), dtype=dtype)
         for start, size, tensor in zip(self.starts, self.sizes, tensors, strict=False):
             if tensor is not None:
@@ -137,7 +137,7 @@ def verdict(
     aggregation: str = "majority",
     ties: str = "alternate",
 ) -> Array:
-    """Returns what all ranks apply: -1, 0, 1, or the mean of the votes."""
+    """Returns v, the same for all ranks: -1, 0, 1, or the mean of the votes."""
     voters = np.sum(active, axis=0)[layout.row_of_element]
     total = 2 * np.sum(codes, axis=0) - TOP[bits] * voters
     if aggregation == "average":
@@ -200,9 +200,11 @@ class Lions:
     """All ranks of Distributed Lion in one process.
 
     Args:
-        params: Of every rank, equal; float32, float64, bfloat16 or float16.
+        params: Parameters, equal on every rank; float32, float64, bfloat16 or float16.
         ranks: Number of ranks.
-        lrs, decays, betas: Of each parameter.
+        lrs: Learning rate of each parameter.
+        decays: Weight decay of each parameter.
+        betas: Momentum coefficients of all parameters.
     """
 
     params: list[torch.Tensor]

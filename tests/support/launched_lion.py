@@ -1,4 +1,4 @@
-"""Runs one of Accelerate's own test scripts with DistributedLion in the place of its optimizers.
+"""Runs one of Accelerate's own test scripts with DistributedLion instead of its optimizers.
 
 The scripts make `torch.optim.SGD` or `AdamW` themselves, and the installed files stay as they are.
 Prints, on each rank, how many optimizers exchanged votes.
@@ -32,7 +32,7 @@ class Lion(DistributedLion):
 
 
 def attach_prepared() -> None:
-    """Makes `prepare` attach what it returns, which a user writes in the next line."""
+    """Makes `prepare` attach the model that it returns, as a user does in the next line."""
     original = Accelerator.prepare
 
     def prepare(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
@@ -48,7 +48,7 @@ def attach_prepared() -> None:
 
 
 def replicas_are_equal(_: Any, ddp_model: torch.nn.Module, did_step: bool, *__: Any, **___: Any):
-    """Replaces the check that gradients were averaged, which they are not."""
+    """Replaces the check that gradients were averaged, because DistributedLion doesn't."""
     if not did_step:
         return
     for param in ddp_model.parameters():
@@ -66,9 +66,9 @@ def main() -> None:
         script.check_model_parameters = replicas_are_equal
     script.main()
     exchanged = sum(wire.exchanges > 0 for wire in WIRES)
-    told = f"rank {os.environ['RANK']}: {exchanged} of {len(WIRES)} optimizers exchanged votes"
+    text = f"rank {os.environ['RANK']}: {exchanged} of {len(WIRES)} optimizers exchanged votes"
     # One write, so that the ranks' lines do not mix.
-    sys.stdout.write(f"{told}\n")
+    sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
     gc.collect()
     if dist.is_initialized():

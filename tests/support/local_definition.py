@@ -1,4 +1,4 @@
-"""Local steps as docs/rule.md, section 9, has them, in NumPy: all ranks in one process."""
+"""The local steps of docs/rule.md, section 9, in NumPy: all ranks in one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LocalLions(Lions):
         self.layout = Layout([tuple(p.shape) for p in self.params])
 
     def step(self, grads: Sequence[Sequence[torch.Tensor | None]]) -> None:
-        """Takes a step of every rank, and exchanges if it is time."""
+        """Takes a step on every rank, and exchanges after every k-th."""
         finite = [all(g is None or bool(g.isfinite().all()) for g in own) for own in grads]
         if self.t == 0 and not any(
             ok and any(g is not None for g in own) for ok, own in zip(finite, grads, strict=True)
@@ -77,7 +77,7 @@ class LocalLions(Lions):
         return self._round(x, self.params[i].dtype, int(self.layout.starts[i]), stream, t)
 
     def exchange(self) -> None:
-        """Exchanges what every rank was moved since the last exchange."""
+        """Exchanges how far every rank was moved since the last exchange."""
         self.exchanges += 1
         layout, e = self.layout, self.exchanges
         wide = np.float64 if self.params[0].dtype == torch.float64 else np.float32
@@ -110,7 +110,7 @@ class LocalLions(Lions):
             [{1: s, 2: 0.625 * s, 4: s / 7, 8: s / 254}[self.bits] for s in scales]
         ).astype(wide)
         d = layout.split((v / wide(self.ranks)) * unit)
-        nobody = layout.split(voters == 0)
+        silent = layout.split(voters == 0)
         levels = []
         for own, rows in zip(codes, active, strict=True):
             q = np.where(rows[layout.row_of_element], 2 * own - TOP[self.bits], 0)
@@ -136,7 +136,7 @@ class LocalLions(Lions):
                         c = left
                     else:
                         c = (ws[rank][i] - levels[rank][i]) * factor
-                        c = c + np.where(nobody[i], wide(0), left)
+                        c = c + np.where(silent[i], wide(0), left)
                     self.c[rank][i].copy_(self._rounded(c, i, EXCHANGED + rank, e))
                 elif i in self.full:
                     own.copy_(new)

@@ -1,8 +1,8 @@
-"""The one way in which tests start several ranks.
+"""Helpers with which tests start several ranks.
 
-`RankPool` keeps `world_size` worker processes alive around one gloo process group, so that a test
-module pays for start-up once; `run_ranks` is a pool for a single call; `run_script` runs a whole
-command under torchrun. A rank function is a top-level function `f(rank, world_size, *args)` of an
+`RankPool` keeps `world_size` processes with one gloo process group alive, so a test module starts
+them once. `run_ranks` is a pool for a single call. `run_script` runs a complete command under
+torchrun. A rank function is a top-level function `f(rank, world_size, *args)` of an
 importable module, and what it returns must be picklable (arrays and tensors are).
 """
 
@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hf_dlion.ranks.topology import _made
+from hf_dlion.ranks.topology import _created_groups
 
 # One thread per rank: the machines that run these tests have fewer cores than ranks. OpenBLAS must
 # not start its pool in the fork server either, because a fork copies none of its threads.
@@ -57,14 +57,14 @@ if sys.platform == "linux":
 # here because the first optimizer made in a process imports it.
 PRELOAD = ["numpy", "torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "pytest"]
 
-# After one rank has failed the others get this long to end by themselves, with their own error.
+# Seconds that the other ranks get to end with their own error after one rank has failed.
 GRACE_S = 5.0
-# A rank whose parent vanished in the middle of a collective leaves it after this long.
+# Timeout of collectives, after which a rank without a parent ends.
 GROUP_TIMEOUT = datetime.timedelta(seconds=180)
 
 RankFunction = Callable[..., Any]
 
-# Process groups that outlive the case that made them: torch's meshes go on naming theirs.
+# Process groups that outlive the case that made them: torch's meshes keep using theirs.
 LASTING: set[dist.ProcessGroup] = set()
 
 
@@ -84,7 +84,7 @@ class RankPool:
     """
 
     def __init__(self, world_size: int, timeout: float = 60.0) -> None:
-        """Remembers the arguments; nothing starts yet."""
+        """Stores the arguments; the first `run` starts the processes."""
         self.world_size = world_size
         self.timeout = timeout
         self._workers: list[_Worker] = []
@@ -204,7 +204,7 @@ class RankPools:
     """
 
     def __init__(self, make: Callable[[int], Any] = RankPool) -> None:
-        """Starts nothing yet."""
+        """Begins without pools."""
         self._make = make
         self._pools: dict[int, Any] = {}
 
@@ -262,7 +262,7 @@ def run_script(
         RanksFailedError: On a timeout, or on another exit code if `check`.
     """
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={nproc}"]
-    # Port 0 lets the system choose, so that test runs beside one another never collide.
+    # Port 0 lets the system choose, so parallel test runs never collide.
     torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=127.0.0.1"]
     return run_command([*torchrun, *argv], env=env, cwd=cwd, timeout=timeout, check=check)
 
@@ -275,7 +275,7 @@ def run_command(
     timeout: float = 120.0,
     check: bool = True,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a whole command (`accelerate launch ...`) as `run_script` does, and kills all of it.
+    """Runs a complete command (`accelerate launch ...`) as `run_script` does, and kills all of it.
 
     Raises:
         RanksFailedError: On a timeout, or on another exit code if `check`.
@@ -286,7 +286,7 @@ def run_command(
     full = {k: v for k, v in os.environ.items() if not k.startswith(outer)}
     full |= {**RANK_ENV, "PYTHONFAULTHANDLER": "1", **(env or {})}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        # Files, not pipes: a grandchild that survives would keep a pipe open for ever.
+        # Files, not pipes: a grandchild that survives would keep a pipe open forever.
         process = subprocess.Popen(words, stdout=out, stderr=err, env=full, cwd=cwd)
         try:
             code: int | None = process.wait(timeout)
@@ -399,7 +399,7 @@ def _serve(rank: int, world_size: int, folder: str, connection: Connection) -> N
 
 
 def rank_environment(rank: int, world_size: int) -> dict[str, str]:
-    """Returns what a launcher sets for a rank."""
+    """Returns the environment variables that a launcher sets for a rank."""
     names = {"RANK": rank, "LOCAL_RANK": rank}
     sizes = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     return {name: str(value) for name, value in (names | sizes).items()}
@@ -427,7 +427,7 @@ def _answer(rank: int, world_size: int, call: bytes) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Hands over a tensor as its bytes.
+    """Pickles a tensor as its bytes.
 
     torch's own way is a file per tensor, 0.2 ms each, and records of training have thousands of
     them. multiprocessing's is shared memory of a process that may be gone by the time it is read.
@@ -453,7 +453,7 @@ def _dumps(value: object) -> bytes:
 
 def _end_groups() -> None:
     """Ends the process groups that a case made: each has threads that wake 100 times a second."""
-    tables = list(_made.values())
+    tables = list(_created_groups.values())
     made = [group for table in tables for group in table.values()]
     kept = {dist.group.WORLD, *made, *LASTING}
     groups = [group for group in distributed_c10d._world.pg_map if group not in kept]

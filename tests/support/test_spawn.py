@@ -70,7 +70,7 @@ def test_every_call_starts_from_one_thread_and_the_same_seed(pools: RankPools) -
     assert set(answers) == {(1, answers[0][1])}
 
 
-def test_a_ddp_model_does_not_disturb_the_end() -> None:
+def test_ranks_with_a_ddp_model_end_cleanly() -> None:
     grads = run_ranks(2, _train_ddp)
     assert torch.equal(grads[0], torch.full((2, 3), 0.5))
     assert torch.equal(grads[0], grads[1])
@@ -127,13 +127,13 @@ def test_run_script_shows_the_stacks_of_a_stuck_rank_and_kills_it(tmp_path: Path
     script = tmp_path / "stuck.py"
     script.write_text(
         "import os, sys, time\n"
-        "def wait_for_ever():\n"
+        "def wait_forever():\n"
         "    path = os.path.join(sys.argv[1], 'pid' + os.environ['RANK'])\n"
         "    open(path, 'w').write(str(os.getpid()))\n"
         "    time.sleep(100)\n"
-        "wait_for_ever()\n"
+        "wait_forever()\n"
     )
-    with pytest.raises(RanksFailedError, match="in wait_for_ever"):
+    with pytest.raises(RanksFailedError, match="in wait_forever"):
         run_script(2, [script, tmp_path], timeout=15)
     pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(2)]
     assert not any(psutil.pid_exists(pid) for pid in pids)

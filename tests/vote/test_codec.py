@@ -16,7 +16,7 @@ SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 2.0**-126, -(2.0**-126), 3e38, -3e38, 1.0, 
 
 
 def draw(words: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Numbers of many magnitudes, among them zeros, subnormals and words of zeros."""
+    """Returns numbers of many magnitudes, with zeros, subnormals, and words of zeros."""
     random = np.random.default_rng(seed)
     u = random.normal(size=64 * words) * 10.0 ** random.integers(-40, 30, size=64 * words)
     special = random.random(64 * words) < 0.2
@@ -44,7 +44,7 @@ def test_one_bit_is_the_sign_and_zeros_take_turns(words: int, seed: int, phase: 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @settings(max_examples=30)
 @given(words=st.integers(1, 40), seed=st.integers(0, 2**32), phase=st.integers(0, 1))
-def test_levels_are_those_of_the_definition(
+def test_levels_equal_the_definition(
     bits: int, dtype: torch.dtype, words: int, seed: int, phase: int
 ) -> None:
     u = draw(words, seed, dtype)
@@ -75,7 +75,9 @@ def test_unpacking_a_packed_plane_gives_its_bits_back(words: int, seed: int, bit
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 @settings(max_examples=25)
 @given(ranks=st.integers(1, 40), seed=st.integers(0, 2**32), whole=st.booleans())
-def test_counting_planes_is_adding_codes(bits: int, ranks: int, seed: int, whole: bool) -> None:
+def test_counted_planes_equal_the_sum_of_codes(
+    bits: int, ranks: int, seed: int, whole: bool
+) -> None:
     random = np.random.default_rng(seed)
     words = 7
     codes = random.integers(0, TOP[bits] + 1, (ranks, 64 * words))
@@ -100,14 +102,14 @@ def test_counting_planes_is_adding_codes(bits: int, ranks: int, seed: int, whole
 
 
 def _numbers(planes: list[torch.Tensor]) -> np.ndarray:
-    """The number of every element, from its bits."""
+    """Returns the number of every element, from its bits."""
     bits = [np.unpackbits(plane.numpy().view(np.uint8), bitorder="little") for plane in planes]
     return sum(own.astype(np.int64) << j for j, own in enumerate(bits))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @given(count=st.integers(0, 300), seed=st.integers(0, 2**32), step=st.integers(0, 2**40))
-def test_rounding_is_that_of_the_definition(
+def test_rounding_equals_the_definition(
     dtype: torch.dtype, count: int, seed: int, step: int
 ) -> None:
     random = np.random.default_rng(seed)
@@ -125,7 +127,7 @@ def test_rounding_is_that_of_the_definition(
     assert np.isnan(found[np.isnan(x)]).all()
 
 
-def test_random_bits_are_pinned_also_beyond_32_bits() -> None:
+def test_random_bits_equal_the_definition_beyond_32_bits() -> None:
     out = torch.empty(3, dtype=torch.int32)
     for first in (0, 2**31 - 1, 2**32 - 3, 2**32, 5 * 2**32 + 7):
         found = rounding.random_bits(3, first, 2**33 + 1, 2**63 + 5, 2, out)
@@ -133,7 +135,7 @@ def test_random_bits_are_pinned_also_beyond_32_bits() -> None:
         assert np.array_equal(found.numpy().view(np.uint32), expected), first
 
 
-def test_rounding_goes_up_as_often_as_a_number_is_near() -> None:
+def test_the_probability_of_rounding_up_is_the_distance() -> None:
     x = torch.full((100_000,), 1.0 + 0.25 * 2**-7)
     bits = rounding.random_bits(len(x), 0, 1, 0, 0, torch.empty(len(x), dtype=torch.int32))
     up = rounding.round_to(x, torch.bfloat16, bits).float().gt(1).float().mean()

@@ -1,4 +1,4 @@
-"""How many operations one message costs where there is no CPU: each would be a kernel launch."""
+"""Counts the operations of one message on a device: each would be a kernel launch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FREE = ("empty", "new_empty", "_reshape_alias", "_unsafe_view", "alias", "detach
 
 
 class Counting(TorchDispatchMode):
-    """Counts what is asked of the device, views and allocations left out."""
+    """Counts operations on the device, without views and allocations."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which momenta are averaged, how, and how far they differ, on real ranks."""
+"""Selection, averaging, and divergence of momenta, on real ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def synced(rank: int, world_size: int) -> list[float]:
 
 def test_selected_momenta_are_averaged(pools: RankPools) -> None:
     first_weight, first_bias, second_weight, second_bias, *_ = pools(3).run(synced)[0]
-    # What a rank's own rounding to bfloat16 left off stays different.
+    # Each rank keeps its own error of rounding to bfloat16.
     assert 0 < max(first_weight, first_bias, second_bias) < 2**-8
     assert second_weight > 0.1
 
@@ -62,7 +62,7 @@ def everywhere(value: Any) -> list[Any]:
 
 
 def automatic(rank: int, world_size: int, budget: int | None, steps: int) -> dict[str, Any]:
-    """Steps on gradients that are alike for one parameter and independent for two."""
+    """Steps on gradients that are equal for one parameter and independent for two."""
     torch.manual_seed(0)
     params = {name: nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
     optimizer = DistributedLion(
@@ -108,13 +108,13 @@ def test_auto_averages_the_momenta_that_differ_within_the_budget(pools: RankPool
     # Three momenta are measured in the first step, which also compares layouts and gradients.
     assert found["sent"][1:] == [votes + 4 * 24] * 3
     assert found["sent"][0] == votes + 4 * 24 + 3 * 1024 + 24 + 16
-    # What the two ranks added since a slice was averaged, and nothing older, tells them apart.
+    # The ranks only differ by what they added since the slice was averaged.
     assert float((a - b).square().mean() / a.square().mean()) < 1.5
     (c, d) = found["momenta"]["large"]
     assert float((c - d).square().mean() / c.square().mean()) > 1.5
 
 
-def test_a_budget_that_fits_nothing_sends_nothing(pools: RankPools) -> None:
+def test_no_momenta_are_sent_if_none_fits_the_budget(pools: RankPools) -> None:
     (none, _), (usual, _) = pools(2).run(automatic, 95, 2), pools(2).run(automatic, None, 2)
     assert none["divergence"] == usual["divergence"]
     # One bit per parameter, and here "large" needs 16 bits in every fourth step.
@@ -122,7 +122,7 @@ def test_a_budget_that_fits_nothing_sends_nothing(pools: RankPools) -> None:
 
 
 def remeasured(rank: int, world_size: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Measures at steps 1, 53 and 105; the momenta are alike from step 60 on."""
+    """Measures at steps 1, 53 and 105; the momenta are equal from step 60."""
     param = nn.Parameter(torch.zeros(4, 64))
     optimizer = DistributedLion(
         [("w", param)], momentum_sync="auto", momentum_sync_every=4, momentum_sync_budget=10**6
@@ -137,10 +137,10 @@ def remeasured(rank: int, world_size: int) -> tuple[dict[str, float], dict[str, 
     return found[52], found[104]
 
 
-def test_a_momentum_that_is_averaged_counts_by_what_it_was(pools: RankPools) -> None:
+def test_an_averaged_momentum_keeps_most_of_its_divergence(pools: RankPools) -> None:
     (second, third), other = pools(2).run(remeasured)
     assert other == (second, third)
-    # Synchronized momenta differ little, but would differ again without it.
+    # Synchronized momenta differ little, but would differ again without synchronization.
     assert third == pytest.approx(0.9 * second)
 
 
@@ -170,7 +170,7 @@ def in_replicas(rank: int, world_size: int) -> tuple[list[float], list[float]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     LASTING.update(mesh.get_all_groups())
     ranks = Topology(replicate=mesh["replicate"].get_group())
-    # Two ranks with the same shard stand in one column; the shards differ much in size.
+    # Ranks with the same shard share a column of the mesh. Sizes of shards differ a lot.
     parts = [torch.randn(64, generator=torch.Generator().manual_seed(r)) for r in range(4)]
     parts = [part * (1 if r % 2 else 10) for r, part in enumerate(parts)]
     found = measure([parts[rank]], ranks)
@@ -179,6 +179,6 @@ def in_replicas(rank: int, world_size: int) -> tuple[list[float], list[float]]:
     return found, [float(variance / columns.square().sum())]
 
 
-def test_replicas_of_shards_measure_by_all_shards(pools: RankPools) -> None:
+def test_replicas_measure_over_all_shards(pools: RankPools) -> None:
     for found, expected in pools(4).run(in_replicas):
         assert found == pytest.approx(expected)

@@ -30,7 +30,7 @@ SHAPES = [(3, 64), (5,), (), (0, 4), (130, 128), (7, 3), (2, 200), (300, 64), (7
 
 
 class Ranks:
-    """Ranks that share parameters and have momenta of their own, on the new core's functions."""
+    """Ranks in one process, with shared parameters and separate momenta."""
 
     def __init__(self, lions: Lions, groups: list[list[int]], **options: Any) -> None:
         self.params = [torch.nn.Parameter(p.clone()) for p in lions.params]
@@ -112,7 +112,7 @@ def params_of(groups: list[dict[str, Any]]) -> list[torch.Tensor]:
 def gradient(
     random: np.random.Generator, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """A gradient with rows of zeros, or none at all, or one with a NaN."""
+    """Returns a gradient with rows of zeros, None, or a gradient with a NaN."""
     kind = random.random()
     if kind < 0.15:
         return None
