@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +21,6 @@ MOMENTA = {f"dlion_momentum_{rank}_of_2.safetensors" for rank in range(2)}
 SAVES = [2, 4]
 
 
-@dataclasses.dataclass
 class Done:
     """A finished upload."""
 
@@ -33,9 +32,10 @@ class Done:
 
 
 class Hub:
-    """Notes which files would be in the repository, instead of uploading them."""
+    """A folder that stands for the repository, and the names of the files in each upload."""
 
-    def __init__(self) -> None:
+    def __init__(self, repository: Path) -> None:
+        self.repository = repository
         self.uploads: list[set[str]] = []
 
     def create_repo(self, name: str, **_: Any) -> Any:
@@ -50,10 +50,13 @@ class Hub:
         **_: Any,
     ) -> Done:
         root = Path(folder_path)
-        # huggingface_hub looks into folders within its own upload_folder; so does this.
         found = [p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file()]
-        kept = filter_repo_objects(found, ignore_patterns=ignore_patterns)
+        kept = list(filter_repo_objects(found, ignore_patterns=ignore_patterns))
         self.uploads.append({(Path(path_in_repo) / name).as_posix() for name in kept})
+        for name in kept:
+            target = self.repository / path_in_repo / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(root / name, target)
         return Done()
 
     def __getattr__(self, name: str) -> Any:
@@ -63,12 +66,13 @@ class Hub:
 def push(rank: int, world_size: int, folder: str, strategy: str) -> tuple[str, list[set[str]]]:
     hf_dlion.register()
     args = tiny_args(
-        folder,
+        f"{folder}/out",
+        lr_scheduler_type="constant",
         **{"save_strategy": "steps", "save_steps": SAVES[0], "push_to_hub": True},
         **{"hub_model_id": "tiny", "hub_strategy": strategy, "hub_always_push": True},
     )
-    hub = Hub()
-    with mock.patch.object(trainer_module, "hf_api", lambda: hub):
+    hub = Hub(Path(folder, "repository"))
+    with mock.patch.object(trainer_module, "hf_api", return_value=hub):
         trainer = tiny_trainer(args)
         with mock.patch.object(trainer, "create_model_card"):  # It asks the hub about the data.
             trainer.train()
@@ -103,3 +107,20 @@ def test_momenta_of_all_ranks_are_uploaded_with_checkpoints_only(
         names = {name.removeprefix(f"{place}/") for name in files}
         assert {name for name in names if "momentum" in name} == MOMENTA
         assert {"model.safetensors", "trainer_state.json", "optimizer.pt"} <= names
+
+
+def resume(rank: int, world_size: int, folder: str, checkpoint: str | None) -> str:
+    hf_dlion.register()
+    trainer = tiny_trainer(tiny_args(folder, max_steps=6, lr_scheduler_type="constant"))
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return weights_digest(trainer.model)
+
+
+def test_a_run_resumes_from_the_checkpoint_in_the_repository(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    pools(2).run(push, str(tmp_path), "checkpoint")
+    checkpoint = str(tmp_path / "repository" / "last-checkpoint")
+    resumed = pools(2).run(resume, str(tmp_path / "resumed"), checkpoint)
+    assert resumed == pools(2).run(resume, str(tmp_path / "whole"), None)
+    assert len(set(resumed)) == 1

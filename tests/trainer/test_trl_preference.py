@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import pytest
-import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast, Trainer
 
