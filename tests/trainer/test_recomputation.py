@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import hf_dlion
 from tests.support.spawn import RankPools
@@ -46,14 +46,14 @@ def train_each(rank: int, world_size: int, folder: str, lora: bool, optim_args: 
 
 
 def count_forwards(model: torch.nn.Module) -> list[bool]:
-    """Returns a list that gets an entry for each forward of a layer: whether it keeps a graph."""
+    """Returns a list that gets an entry for each forward of an MLP: whether it keeps a graph."""
     calls: list[bool] = []
 
     def note(*_: Any) -> None:
         calls.append(torch.is_grad_enabled())
 
     for module in model.modules():
-        if isinstance(module, LlamaDecoderLayer):
+        if isinstance(module, LlamaMLP):
             module.register_forward_pre_hook(note)
     return calls
 
@@ -67,6 +67,6 @@ def test_a_training_with_recomputation_equals_one_without(
     assert left == right
     assert len({digest for digest, *_ in left.values()}) == 1
     assert {sent for _, sent, *_ in left.values()} == {4 if optim_args == "bits=1" else 2}
-    # Four steps of two layers: forwards that keep a graph, and all.
+    # Four steps of two MLPs: forwards that keep a graph, and all.
     counts = {kind: tuple(numbers) for kind, (_, _, *numbers) in left.items()}
     assert counts == {"none": (8, 8), "reentrant": (8, 16), "not reentrant": (16, 16)}
