@@ -1,0 +1,126 @@
+"""What Trainer would upload to the hub, with a stand-in for the hub."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from huggingface_hub.utils import filter_repo_objects
+from transformers import trainer as trainer_module
+
+import hf_dlion
+from tests.support.spawn import RankPools
+from tests.support.tiny import tiny_args, tiny_trainer, weights_digest
+
+pytestmark = pytest.mark.multiproc
+
+MOMENTA = {f"dlion_momentum_{rank}_of_2.safetensors" for rank in range(2)}
+SAVES = [2, 4]
+
+
+class Done:
+    """A finished upload."""
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> None:
+        return None
+
+
+class Hub:
+    """A folder that stands for the repository, and the names of the files in each upload."""
+
+    def __init__(self, repository: Path) -> None:
+        self.repository = repository
+        self.uploads: list[set[str]] = []
+
+    def create_repo(self, name: str, **_: Any) -> Any:
+        return mock.Mock(repo_id=f"someone/{name}")
+
+    def upload_folder(
+        self,
+        *,
+        folder_path: str,
+        path_in_repo: str = "",
+        ignore_patterns: list[str] | None = None,
+        **_: Any,
+    ) -> Done:
+        root = Path(folder_path)
+        found = [p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file()]
+        kept = list(filter_repo_objects(found, ignore_patterns=ignore_patterns))
+        self.uploads.append({(Path(path_in_repo) / name).as_posix() for name in kept})
+        for name in kept:
+            target = self.repository / path_in_repo / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(root / name, target)
+        return Done()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"Trainer calls {name}, which this stand-in lacks")
+
+
+def push(rank: int, world_size: int, folder: str, strategy: str) -> tuple[str, list[set[str]]]:
+    hf_dlion.register()
+    args = tiny_args(
+        f"{folder}/out",
+        lr_scheduler_type="constant",
+        **{"save_strategy": "steps", "save_steps": SAVES[0], "push_to_hub": True},
+        **{"hub_model_id": "tiny", "hub_strategy": strategy, "hub_always_push": True},
+    )
+    hub = Hub(Path(folder, "repository"))
+    with mock.patch.object(trainer_module, "hf_api", return_value=hub):
+        trainer = tiny_trainer(args)
+        with mock.patch.object(trainer, "create_model_card"):  # It asks the hub about the data.
+            trainer.train()
+            trainer.push_to_hub()
+    return weights_digest(trainer.model), hub.uploads
+
+
+@pytest.mark.parametrize(
+    ("strategy", "places"),
+    [
+        ("end", []),
+        ("every_save", []),
+        ("checkpoint", ["last-checkpoint", "last-checkpoint"]),
+        ("all_checkpoints", [f"checkpoint-{step}" for step in SAVES]),
+    ],
+)
+def test_momenta_of_all_ranks_are_uploaded_with_checkpoints_only(
+    pools: RankPools, tmp_path: Path, strategy: str, places: list[str]
+) -> None:
+    (digest, uploads), (other, none) = pools(2).run(push, str(tmp_path), strategy)
+    assert digest == other
+    assert none == []  # Only rank 0 uploads.
+    checkpoints = [files for files in uploads if any("/" in name for name in files)]
+    models = [files for files in uploads if files not in checkpoints]
+    # Each save pushes the model, unless only the end does.
+    assert len(models) == 1 + len(SAVES) * (strategy != "end")
+    for files in models:
+        assert "model.safetensors" in files
+        assert not any("momentum" in name for name in files)
+    assert len(checkpoints) == len(places)
+    for files, place in zip(checkpoints, places, strict=True):
+        names = {name.removeprefix(f"{place}/") for name in files}
+        assert {name for name in names if "momentum" in name} == MOMENTA
+        assert {"model.safetensors", "trainer_state.json", "optimizer.pt"} <= names
+
+
+def resume(rank: int, world_size: int, folder: str, checkpoint: str | None) -> str:
+    hf_dlion.register()
+    trainer = tiny_trainer(tiny_args(folder, max_steps=6, lr_scheduler_type="constant"))
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return weights_digest(trainer.model)
+
+
+def test_a_run_resumes_from_the_checkpoint_in_the_repository(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    pools(2).run(push, str(tmp_path), "checkpoint")
+    checkpoint = str(tmp_path / "repository" / "last-checkpoint")
+    resumed = pools(2).run(resume, str(tmp_path / "resumed"), checkpoint)
+    assert resumed == pools(2).run(resume, str(tmp_path / "whole"), None)
+    assert len(set(resumed)) == 1
