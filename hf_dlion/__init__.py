@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hf_dlion.ranks.agreement import Disagreement
     from hf_dlion.trainer import DistributedLionCallback, optimizer_cls_and_kwargs, register
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 __all__ = [
     "CheckpointError",
     "Disagreement",

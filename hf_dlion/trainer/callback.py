@@ -127,7 +127,7 @@ class DistributedLionCallback(TrainerCallback):
             # Medians, because evaluations and saves lie between some steps.
             step_s, exchange_s = map(statistics.median, zip(*self._times, strict=True))
             if (vote_every := vote_every_for(step_s - exchange_s, exchange_s)) > 1:
-                logger.info(
+                logger.warning_once(
                     f"a step takes {1e3 * step_s:.0f} ms, {1e3 * exchange_s:.0f} ms of them for "
                     f"the exchange (medians of {MEASURED_STEPS} steps). With vote_every="
                     f"{vote_every}, the exchange would take at most {LOCAL_SHARE:.0%} of the time"

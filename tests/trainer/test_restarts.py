@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import socket
@@ -31,7 +30,7 @@ KILLER = """
 import os, runpy, signal, sys
 from pathlib import Path
 
-import hf_dlion.checkpoint
+import hf_dlion.checkpoint.momentum_file
 from transformers import Trainer, TrainerCallback
 
 WHERE, RANK = sys.argv[1], os.environ["RANK"]
@@ -52,7 +51,7 @@ class Note(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if RANK == "1" and not Path("died").exists():
             if WHERE == "save" and state.global_step == 10:
-                hf_dlion.checkpoint.save_file = die
+                hf_dlion.checkpoint.momentum_file.save_file = die
             if WHERE in ("step", "node") and state.global_step == 13:
                 die()
 
@@ -118,6 +117,7 @@ def test_after_a_rank_died_torchrun_restarts_and_the_end_is_the_same(
     folder = folder_for(tmp_path / "run")
     words = ["--max-restarts=1", "killer.py", where]
     run_script(2, words, env=settings(), cwd=folder, timeout=240)
+    assert (folder / "died").exists()
     assert_resumed(folder, whole, step)
 
 
@@ -147,5 +147,5 @@ def test_the_lines_of_the_page_survive_the_death_of_a_rank_and_of_a_node(
             assert second.result() < 0  # killed
             second = nodes.submit(run, 1)
         assert (first.result(), second.result()) == (0, 0)
-    assert os.path.exists(folder / "died")
+    assert (folder / "died").exists()
     assert_resumed(folder, whole, 10)

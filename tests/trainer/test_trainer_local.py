@@ -199,8 +199,8 @@ def logs_a_hint(rank: int, world_size: int, folder: str) -> list[str]:
         wait(pending)
         callback.time.sleep(0.01)
 
-    info = mock.patch.object(callback.logger, "info", messages.append)
-    with info, mock.patch.object(Pending, "wait", slow):
+    hints = mock.patch.object(callback.logger, "warning_once", messages.append)
+    with hints, mock.patch.object(Pending, "wait", slow):
         for steps in (52, 49):
             tiny_trainer(tiny_args(folder, max_steps=steps, logging_steps=100)).train()
     return [text for text in messages if "vote_every" in text]
