@@ -1,10 +1,9 @@
 """The file of one rank: its name, its content, and what is checked when it is read.
 
-dlion_momentum_{rank}_of_{world_size}.safetensors
-
-tensors     "{k}"      momentum of parameter k, as torch's `state_dict()` numbers parameters
-"own.{k}"  this rank's own weights of it, between two exchanges of local steps
-metadata    the header as JSON: save, step, rank, shard, GradScaler, local steps
+Name:      dlion_momentum_{rank}_of_{world_size}.safetensors
+Tensors:   "{k}" is the momentum of parameter k, numbered as in torch's `state_dict()`. "own.{k}" are
+           this rank's own weights of it, between two exchanges of local steps.
+Metadata:  the header as JSON: save, step, rank, shard, GradScaler, local steps
 """
 
 from __future__ import annotations
@@ -204,7 +203,7 @@ def find_file(rank: int, world_size: int, folder: Path, name: str) -> Path:
         CheckpointError: If the folder doesn't hold the file.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"rank {rank} finds no folder {folder}: check the path")
+        raise CheckpointError(f"there is no folder {folder}: check the path")
     files = files_in(folder, name)
     counts = sorted({count for _, count in files})
     if not counts:

@@ -106,11 +106,11 @@ def dtype(text: str) -> str:
 
 def gpu(text: str) -> str:
     """Returns one of `GPUS`."""
-    name = re.sub(r"[\s_-]|nvidia|geforce|rtx", "", text.lower())
-    for known in GPUS:
-        # The text may continue, as in "H100-SXM5-80GB".
-        if name.startswith(known.removeprefix("rtx")):
-            return known
+    # Names such as "NVIDIA H100-SXM5-80GB" have more words, which end after their digits.
+    for word in re.findall(r"[a-z]*\d+", text.lower()):
+        name = "rtx4090" if word == "4090" else word
+        if name in GPUS:
+            return name
     raise argparse.ArgumentTypeError(
         f"{text!r} is unknown; use {', '.join(GPUS)}, or run without --gpu on the machine itself"
     )

@@ -34,6 +34,8 @@ from hf_dlion.optimizer import DistributedLion
 PACKAGES = ("torch", "numpy", "transformers", "accelerate", "datasets", "trl", "peft", "triton")
 # How long the ranks wait for one another.
 PATIENCE = timedelta(minutes=2)
+# When two processes of this machine are killed, which may start slowly.
+HANGS_S = 600.0
 # Size of a link's first message; time and largest size of the message that is measured.
 FIRST_BYTES, TIMED_S, MOST_BYTES = 1 << 20, 0.5, 256 << 20
 
@@ -129,10 +131,10 @@ def _network(named: str) -> tuple[str, str]:
     except OSError as error:
         if master:
             return FAIL, f"no route to MASTER_ADDR={master}: {error}"
-        return WARN, "no route to other machines"
+        return WARN, "no route to other nodes"
     if named:
         return OK, named
-    text = f"{route.interface} ({route.address}) leads to {master or 'other machines'}"
+    text = f"{route.interface} ({route.address}) leads to {master or 'other nodes'}"
     if not route.is_loopback and not chosen:
         text += f"; on several nodes, export {gloo}={route.interface}"
     return OK, text
@@ -141,7 +143,14 @@ def _network(named: str) -> tuple[str, str]:
 def _two_ranks() -> tuple[str, str]:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="hf_dlion_doctor_") as folder:
-        spawn(_rank, (f"file://{folder}/meet",), nprocs=2)  # type: ignore[no-untyped-call]
+        meeting = f"file://{folder}/meet"
+        ranks = spawn(_rank, (meeting,), nprocs=2, join=False)  # type: ignore[no-untyped-call]
+        # The group's timeout ends a wait for the other rank, not one for a disk or a driver.
+        while not ranks.join(timeout=1.0):
+            if time.perf_counter() - began > HANGS_S:
+                for process in ranks.processes:
+                    process.kill()
+                raise TimeoutError(f"two processes didn't take 3 steps in {HANGS_S:.0f} s")
     return OK, f"3 steps with DDP and gloo, equal weights ({time.perf_counter() - began:.0f} s)"
 
 

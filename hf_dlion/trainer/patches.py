@@ -197,9 +197,10 @@ def _agreed_checkpoint(trainer: Trainer, resume: str | bool | None) -> str | Non
     output_dir = trainer.args.output_dir if trainer.args.save_strategy != "no" else ""
     _check_equal("output_dir", str(output_dir), "pass the same path on every rank")
     _check_equal(
-        "resume_from_checkpoint",
+        "the checkpoint to resume from",
         str(failure or folder),
-        "pass the same value on every rank, and use an output_dir that all nodes share",
+        "pass the same resume_from_checkpoint on every rank, and use an output_dir that all nodes "
+        "share",
     )
     if failure is not None:
         raise failure

@@ -741,7 +741,7 @@ FILE = r"dlion_momentum_1_of_2\.safetensors"
         ("other step", rf"{FILE} was saved after step 3, but the optimizer is at step 2: first"),
         ("earlier format", r"only \.pt files of an earlier hf_dlion, which this version cannot"),
         ("none", r"dlion_momentum_[01]_of_2\.safetensors: momenta were not saved\. Save with"),
-        ("no folder", "finds no folder .*/new: check the path"),
+        ("no folder", "there is no folder .*/new: check the path"),
         ("other folders", r"rank 0: '.*/new', rank 1: '.*/other'\): pass the same path"),
         ("failed before", "ValueError: no model"),
         ("alone", "rank 1 steps while rank 0 loads"),

@@ -52,6 +52,8 @@ def test_what_needs_no_torch_imports_none(words: list[str]) -> None:
         (["plan", "7b", "--link=1GB/s"], "(1 GB/s is 8gbit)"),
         (["plan", "7b", "--link=fast"], "such as 100mbit, 1gbit, or 25g See"),
         (["plan", "7b", "--link=1g", "--gpu=tpu"], "'tpu' is unknown; use h200, h100, a100"),
+        (["plan", "7b", "--link=1g", "--gpu=RTX A1000"], "'RTX A1000' is unknown; use h200"),
+        (["plan", "7b", "--link=1g", "--gpu=A1000"], "'A1000' is unknown; use h200, h100, a100"),
         (["plan", "7b", "--link=1g", "--dtype=fp16"], "use float32 (fp32), bfloat16 (bf16)"),
         (["plan", "7b", "--link=1g", "--ranks=0"], "must be an integer of at least 1 (got 0)"),
         (["plan", "7b", "--link=1g", "--step-ms=-1"], "must be a number above 0 (got -1)"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -85,6 +86,22 @@ def test_two_processes_of_this_machine_take_steps() -> None:
     said = run_command([sys.executable, "-m", "hf_dlion", "doctor"], timeout=120).stdout
     assert line_of("two ranks here", said).startswith("ok")
     assert said.endswith("ready to train\n")
+
+
+def hang(rank: int, meeting: str) -> None:
+    time.sleep(600)
+
+
+@pytest.mark.multiproc
+def test_two_processes_that_hang_are_killed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "_rank", hang)
+    monkeypatch.setattr(doctor, "HANGS_S", 1.0)
+    report = doctor.Report()
+    report.check("two ranks here", doctor._two_ranks)
+    assert report.failed
+    assert "TimeoutError: two processes didn't take 3 steps in 1 s" in capsys.readouterr().out
 
 
 def planned(said: str) -> tuple[argparse.Namespace, str]:
