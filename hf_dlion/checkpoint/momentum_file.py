@@ -1,8 +1,8 @@
 """The file of one rank: its name, its content, and what is checked when it is read.
 
 Name:      dlion_momentum_{rank}_of_{world_size}.safetensors
-Tensors:   "{k}" is the momentum of parameter k, numbered as in torch's `state_dict()`. "own.{k}" are
-           this rank's own weights of it, between two exchanges of local steps.
+Tensors:   "{k}" is the momentum of parameter k, numbered as in torch's `state_dict()`. "own.{k}"
+           are this rank's own weights of it, between two exchanges of local steps.
 Metadata:  the header as JSON: save, step, rank, shard, GradScaler, local steps
 """
 
