@@ -187,7 +187,7 @@ def run(files: Sequence[str], path: Path) -> None:
         subtitle = "no emulated network"
         if result["config"].get("emulate"):
             network = Network.parse(result["config"]["emulate"])
-            subtitle = f"{network.hosts} hosts, {bits_per_s(network.rate) / 1e6:,.0f} Mbit/s"
+            subtitle = f"{network.hosts} nodes, {bits_per_s(network.rate) / 1e6:,.0f} Mbit/s"
         if NONE in rows:
             free = middle_ms(rows[NONE])
             panel.axvline(free, color=look(NONE).color, ls=look(NONE).dash, lw=1)
