@@ -84,7 +84,7 @@ class DistributedLion(LionState):
         level_scale: Scope of the mean of |u| to which votes of 2, 4, or 8 bits are relative: each
             "word" of 64 elements, or the "tensor" as in Lion Cub, Ishikawa et al. 2024, arXiv
             2411.16462 (default: "word").
-        exchange: Route of the votes: "gather", "two_phase", or "auto", which takes the one that
+        exchange: Route of the votes: "gather", "two_phase", or "auto", which chooses the route that
             sends fewer bytes (default: "auto").
         local_group: Ranks that average their gradients and vote as one: their number, or "node"
             for LOCAL_WORLD_SIZE (default: None, which means that every rank votes).
@@ -286,8 +286,8 @@ class DistributedLion(LionState):
         except Exception as error:  # Raised by `_meet`, because the other ranks wait for a header.
             failure = error
         if self._stepped and ranks.node is not None:
-            # Another rank of the node may be in step(): it must get this answer, and finite=False,
-            # so it doesn't gather the presence of gradients, too.
+            # Another rank of the node may be in step() and wait for this answer. finite=False keeps
+            # it from also gathering the presence of gradients.
             agree_in_node(ranks.node, Kind.EXCHANGE, False, [])
         agreed = self._meet(Kind.EXCHANGE, failure, used)
         ranks.form()
@@ -311,7 +311,7 @@ class DistributedLion(LionState):
         """Takes one step; all ranks of the process group must call this together.
 
         A rank whose gradients hold a NaN or an Inf abstains and keeps its momentum. If all ranks
-        abstain, the step changes nothing and isn't counted, except for a local step, which is.
+        abstain, the step changes nothing and isn't counted. A local step is counted anyway.
         Bytes: 64 (N - 1) for the header, and those of `exchange.routes`.
 
         Args:
@@ -325,8 +325,8 @@ class DistributedLion(LionState):
                 equal, or if one failed; that rank raises its own error. With local steps, at the
                 next exchange.
             LostRank: If another rank ended or stalled.
-            RuntimeError: On every rank, if one abstained in `max_abstained_steps` consecutive
-                steps; or after `eval` without `train`.
+            RuntimeError: On every rank, if a rank abstained in `max_abstained_steps` consecutive
+                steps; or on this rank, after `eval` without `train`.
         """
         kind = self._kind()
         loss, failure, tensors, period = None, None, Tensors(), self._local.period

@@ -61,7 +61,7 @@ class _LocalHeader:
 
     @classmethod
     def of(cls, lion: DistributedLion) -> _LocalHeader | None:
-        """Returns what an optimizer's file says; None with `vote_every=1`."""
+        """Returns this part of an optimizer's header; None with `vote_every=1`."""
         if lion.options.vote_every == 1:
             return None
         local = lion._local
@@ -76,7 +76,7 @@ class _LocalHeader:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> _LocalHeader:
-        """Returns what JSON made of it, checked.
+        """Returns the header that parsed JSON describes, checked.
 
         Raises:
             KeyError, TypeError, ValueError: If the values are something else.

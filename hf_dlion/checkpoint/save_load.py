@@ -1,7 +1,7 @@
 """Saves and loads the momenta of all ranks together: it succeeds or fails on all of them.
 
-Momenta differ between ranks, and rank 0's `optimizer.state_dict()` holds one of them. With
-`vote_every` above 1, weights differ, too. So each rank also writes a file of its own:
+Momenta differ between ranks, but rank 0's `optimizer.state_dict()` holds only those of rank 0. With
+`vote_every` above 1, weights also differ. So each rank also writes a file of its own:
 
     every rank:  save_momentum(optimizer, folder)      rank 0:  torch.save(optimizer.state_dict())
     every rank:  optimizer.load_state_dict(...)        then:    load_momentum(optimizer, folder)
@@ -91,7 +91,7 @@ def save_momentum(
             f"or check permissions, and save again"
         )
         failure.__cause__ = error
-    except BaseException as error:  # The other ranks wait, for an interrupted rank as well.
+    except BaseException as error:  # The other ranks also wait for an interrupted rank.
         failure = error
     lion.meet(Kind.SAVE, failure)
     for other_rank, count in files_in(path.parent, name):

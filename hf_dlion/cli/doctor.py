@@ -34,7 +34,7 @@ from hf_dlion.optimizer import DistributedLion
 PACKAGES = ("torch", "numpy", "transformers", "accelerate", "datasets", "trl", "peft", "triton")
 # How long the ranks wait for one another.
 PATIENCE = timedelta(minutes=2)
-# When two processes of this machine are killed, which may start slowly.
+# Time after which two processes of this machine are killed; they may start slowly.
 HANGS_S = 600.0
 # Size of a link's first message; time and largest size of the message that is measured.
 FIRST_BYTES, TIMED_S, MOST_BYTES = 1 << 20, 0.5, 256 << 20
@@ -207,7 +207,7 @@ def _among_ranks(report: Report) -> None:
         report.add(OK, "all ranks", steps)
         advice = _links(report, nodes, device if "nccl" in backend else torch.device("cpu"))
     except Exception as error:
-        # This rank leaves, so collectives of the other ranks fail, and they leave, too.
+        # This rank leaves, so collectives of the other ranks fail, and those ranks also leave.
         report.add(FAIL, "all ranks", f"{type(error).__name__}: {error}")
     report.end(advice)
     # A launcher ends all ranks with the first that fails, so rank 0 prints before any ends.
@@ -251,7 +251,7 @@ def _links(report: Report, nodes: list[str], device: torch.device) -> str:
     pairs = [(a, b) for a, b in ring if nodes[a] != nodes[b]]
     one_node = not pairs
     if one_node:
-        report.add(WARN, "links", "all ranks are on one node: this measures its memory")
+        report.add(WARN, "links", "all ranks are on one node, so this measures its memory")
     found = []
     for number, (a, b) in enumerate(pairs or ring, start=1):
         latency_s = min(_there_and_back_s(a, b, 1, device) for _ in range(5)) / 2

@@ -54,7 +54,7 @@ _OTHER_OPTIMIZER = (
 class Disagreement(RuntimeError):
     """Raised on every rank if the ranks differ in what must be equal, or if one of them failed.
 
-    Without it, their weights would become different, or they would wait for each other forever.
+    Without this error, weights would become different, or ranks would wait for each other forever.
     """
 
 

@@ -1,4 +1,4 @@
-"""A plugin for axolotl, with which its YAML file may say `optimizer: dlion`.
+"""A plugin for axolotl that makes `optimizer: dlion` valid in its YAML file.
 
 plugins: [hf_dlion.trainer.axolotl.DistributedLionPlugin]
 optimizer: dlion

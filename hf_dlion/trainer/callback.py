@@ -31,8 +31,9 @@ class DistributedLionCallback(TrainerCallback):
     """Attaches the optimizer to the DDP wrapper, and adds what it sends to the log.
 
     With `optim="dlion"` or `optimizer_cls_and_kwargs`, Trainer has this callback already. If you
-    make the optimizer yourself, pass it: `Trainer(optimizers=(optimizer, None), callbacks=[...])`.
-    It moves to the first place, so callbacks that report to TensorBoard and others see its entries:
+    create the optimizer yourself, also pass the callback:
+    `Trainer(optimizers=(optimizer, None), callbacks=[DistributedLionCallback()])`. Trainer calls it
+    first, so callbacks that report to TensorBoard or other services see its entries:
 
     - `dlion/wire_mb_per_step`: Megabytes (10^6 bytes) that this rank sent to other nodes per step,
       mean since the last entry. Without `local_group`, every rank is a node.

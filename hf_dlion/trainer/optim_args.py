@@ -30,7 +30,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def as_text(optim_args: Mapping[str, Any]) -> str:
-    """Returns a dict of options as text: items with commas, parts of a list with semicolons."""
+    """Returns options as text: commas separate options, and semicolons the parts of a list."""
 
     def value_text(value: Any) -> str:
         return ";".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

@@ -14,8 +14,8 @@ rank is raised on all:
 With FSDP2, ranks wait for one another's shards and can't meet, so only a failure to write momenta
 is raised on all of them.
 
-With local steps (`vote_every` above 1), a save contains the weights that all ranks have. Saving
-exchanges nothing and doesn't change the run.
+With local steps (`vote_every` above 1), a save contains the weights of the last exchange, which
+are equal on all ranks. Saving causes no exchange and doesn't change the run.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def prepare(lion: DistributedLion, trainer: Trainer) -> None:
 
 
 def _name_parameters(lion: DistributedLion, trainer: Trainer) -> None:
-    """Gives the model's names to groups without names, as Trainer makes them.
+    """Adds parameter names to groups that have none, such as those that Trainer creates.
 
     Options select parameters by name.
     """

@@ -98,9 +98,10 @@ class Period:
 
 
 class _Weights:
-    """Flat tensors by index in the layout; None without an anchor, and if not chosen.
+    """Flat tensors by index in the layout; None for a parameter that has no anchor or isn't chosen.
 
-    A parameter of 32 or 64 bits ("wide") keeps p and x, one of 16 bits ("low") also x - p.
+    A parameter of 32 or 64 bits ("wide") keeps p and x. A parameter of 16 bits ("low") also keeps
+    x - p.
 
     Attributes:
         own: Own weights p, wide and low.
