@@ -67,7 +67,7 @@ class Case:
     link: Link
     machine: Machine
     dtype: torch.dtype = torch.float32  # Dtype of weights and gradients.
-    vote_every: int | None = None  # Local steps; None: as many as hide the exchange.
+    vote_every: int | None = None  # None: so many that exchanges take at most 10% of the time.
 
     def __post_init__(self) -> None:
         """Checks that the ranks fill two nodes or more.
