@@ -42,7 +42,7 @@ def test_a_study_goes_from_the_command_line_to_pictures_and_is_not_made_twice(
     assert len(lines) == 16
     pictures = {path.name for path in tmp_path.glob("*.png")}
     assert {"curves-pretrain-2x2.png", "bits-pretrain-3x2.png"} < pictures
-    assert "workers-pretrain-2.png" in pictures
+    assert {"workers-pretrain-2.png", "minutes-pretrain-2x2.png"} < pictures
     shown = capsys.readouterr().out
     assert "16 runs made" in shown
     assert "pretrain: 21,600 parameters, 2 workers x 2 x 16, 3 steps" in shown

@@ -190,6 +190,32 @@ def test_a_run_resumed_within_a_period_equals_the_run_that_saved(
     assert not all(map(torch.equal, left[0][1], right[0][1]))
 
 
+class AtTheEnd(TrainerCallback):
+    """Notes what the model holds when training ends, as a callback that uploads it would see it."""
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.own = weights_digest(model)
+
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        self.end = weights_digest(model)
+
+
+def ends(rank: int, world_size: int, folder: str) -> tuple[str, str, str]:
+    hf_dlion.register()
+    args, seen = tiny_args(folder, optim_args="vote_every=4", max_steps=4), AtTheEnd()
+    trainer = tiny_trainer(args, callbacks=[seen])
+    trainer.train()
+    return seen.own, seen.end, weights_digest(trainer.model)
+
+
+def test_other_callbacks_see_common_weights_when_training_ends(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    (own, end, after), (other_own, other_end, other_after) = pools(2).run(ends, str(tmp_path))
+    assert own != other_own
+    assert end == other_end == after == other_after
+
+
 def logs_a_hint(rank: int, world_size: int, folder: str) -> list[str]:
     hf_dlion.register()
     messages: list[str] = []

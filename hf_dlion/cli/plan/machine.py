@@ -161,7 +161,7 @@ def measured(
             # Backward leaves out the gradients of frozen weights, a third of the work.
             compute_s = fixed + each * (2 * work.parameters + work.trainable) / 3
         found.append(Machine(
-            each_s={call: seconds / NUMEL for call, seconds in picked.items()},
+            each_s={call: picked[call] / NUMEL for call in BYTES},
             compute_s=compute_s,
             memory_bytes=memory, device=device.type, name=name,
             sources=(
