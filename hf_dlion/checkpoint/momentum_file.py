@@ -3,7 +3,7 @@
 Name:      dlion_momentum_{rank}_of_{world_size}.safetensors
 Tensors:   "{k}" is the momentum of parameter k, numbered as in torch's `state_dict()`. "own.{k}"
            are this rank's own weights of it, between two exchanges of local steps.
-Metadata:  the header as JSON: save, step, rank, shard, GradScaler, local steps
+Metadata:  the header as JSON: save, step, rank, voters, shard, GradScaler, local steps
 """
 
 from __future__ import annotations
@@ -39,6 +39,23 @@ _HEADER = "hf_dlion momentum 1"
 
 class CheckpointError(RuntimeError):
     """Momentum files could not be written, or are missing, damaged, or from another run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """A rank among those that save or load.
+
+    Attributes:
+        rank: Number of the rank.
+        world_size: Number of ranks.
+        local_size: Number of ranks that vote as one, with `local_group`.
+        voters: Number of ranks, nodes, or replicas that vote.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_size: int = 1
+    voters: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +120,7 @@ class Header:
         step: Number of the last step before the save.
         rank: Rank that wrote the file.
         world_size: Number of ranks that saved.
+        voters: Number of voters, nodes or replicas, among these ranks.
         shard: Index of the rank's FSDP2 shard, and number of shards; None without FSDP2.
         scaler: State of the rank's GradScaler.
         local: State of local steps; None with `vote_every=1`.
@@ -112,6 +130,7 @@ class Header:
     step: int
     rank: int
     world_size: int
+    voters: int
     shard: list[int] | None
     scaler: dict[str, Any] | None
     local: _LocalHeader | None = None
@@ -150,24 +169,22 @@ def files_in(folder: Path, name: str, ending: str = "safetensors") -> list[tuple
     return [(int(match[1]), int(match[2])) for match in found if match]
 
 
-def write(
-    path: Path, lion: DistributedLion, save: str, rank: int, world_size: int, scaler: Any
-) -> None:
+def write(path: Path, lion: DistributedLion, save: str, at: Position, scaler: Any) -> None:
     """Writes a rank's file, which is complete after a crash or has a temporary name.
 
     Args:
         path: Path of the file; its folder is created.
         lion: The optimizer.
         save: Id of the save.
-        rank: This rank.
-        world_size: Number of ranks.
+        at: This rank and its group.
         scaler: State of the GradScaler, or None.
     """
     header = Header(
         save=save,
         step=lion.steps,
-        rank=rank,
-        world_size=world_size,
+        rank=at.rank,
+        world_size=at.world_size,
+        voters=at.voters,
         shard=_shard(lion),
         scaler=None if scaler is None else dict(scaler),
         local=_LocalHeader.of(lion),
@@ -196,15 +213,16 @@ def write(
             os.close(descriptor)
 
 
-def find_file(rank: int, world_size: int, folder: Path, name: str) -> Path:
-    """Returns the path of the file that a rank loads.
+def find_file(at: Position, folder: Path, name: str) -> Path:
+    """Returns the path of the file that a rank loads: that of the first rank of its node.
 
     Raises:
         CheckpointError: If the folder doesn't hold the file.
     """
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}: check the path")
-    files = files_in(folder, name)
+    files, world_size = files_in(folder, name), at.world_size
+    rank = at.rank - at.rank % at.local_size
     counts = sorted({count for _, count in files})
     if not counts:
         missing = f"{folder} holds no {file_name(name, rank, world_size)}"
@@ -233,13 +251,13 @@ def find_file(rank: int, world_size: int, folder: Path, name: str) -> Path:
     return path
 
 
-def read(path: Path, lion: DistributedLion, local_world_size: int | None) -> Loaded:
+def read(path: Path, lion: DistributedLion, at: Position) -> Loaded:
     """Returns a file's content, checked against the optimizer.
 
     Args:
         path: Path of the file.
         lion: The optimizer.
-        local_world_size: Number of ranks if they can take local steps, else None.
+        at: This rank and its group.
 
     Raises:
         CheckpointError: If the file is damaged or doesn't fit.
@@ -255,7 +273,9 @@ def read(path: Path, lion: DistributedLion, local_world_size: int | None) -> Loa
                     f"{path} holds momenta {sorted(keys)}, but the optimizer has {len(params)} "
                     f"parameters: it was saved with another model"
                 )
-            continues = header.local is not None and header.world_size == local_world_size
+            # One voter takes no local steps.
+            continues = header.local is not None and at.voters > 1
+            continues &= (header.world_size, header.voters) == (at.world_size, at.voters)
             saved = {
                 key: file.get_tensor(key) for key in keys if continues or not key.startswith(_OWN)
             }

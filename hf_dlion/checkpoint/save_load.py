@@ -27,6 +27,7 @@ from hf_dlion.checkpoint.momentum_file import (
     NAME,
     CheckpointError,
     Loaded,
+    Position,
     file_name,
     files_in,
     find_file,
@@ -81,21 +82,21 @@ def save_momentum(
     """
     lion = _unwrapped(optimizer)
     ranks, save_id = _begin(lion, Kind.SAVE, folder, failure)
-    rank, world_size = _position(ranks)
-    path = Path(folder, file_name(name, rank, world_size))
+    at = _position(ranks)
+    path = Path(folder, file_name(name, at.rank, at.world_size))
     try:
-        write(path, lion, save_id, rank, world_size, scaler)
+        write(path, lion, save_id, at, scaler)
     except (OSError, SafetensorError) as error:
         failure = CheckpointError(
-            f"rank {rank} cannot write {path}: {error}. This checkpoint is incomplete. Free space "
-            f"or check permissions, and save again"
+            f"rank {at.rank} cannot write {path}: {error}. This checkpoint is incomplete. Free "
+            f"space or check permissions, and save again"
         )
         failure.__cause__ = error
     except BaseException as error:  # The other ranks also wait for an interrupted rank.
         failure = error
     lion.meet(Kind.SAVE, failure)
     for other_rank, count in files_in(path.parent, name):
-        if count != world_size:
+        if count != at.world_size:
             with contextlib.suppress(OSError):  # Another rank may have been faster.
                 path.with_name(file_name(name, other_rank, count)).unlink()
 
@@ -113,13 +114,13 @@ def load_momentum(
     optimizer without loaded state continues from the files' step, with its own hyperparameters.
     The optimizer changes only after all ranks have read and checked their files. If another number
     of ranks saved, rank r uses file r modulo that number, and rank 0 warns. With `local_group`, the
-    ranks of a node use the file of their first rank.
+    ranks of a node use the file of their first rank, and rank 0 warns if it has changed.
 
     With `vote_every` above 1 the model must hold the weights that all ranks have, as they are saved
     after `optimizer.eval()` or in `with optimizer.common_weights()`. It then gets this rank's own
     weights from the file. After `optimizer.eval()`, it gets them in `optimizer.train()`. All ranks
-    continue with the weights in the model if another number of ranks saved, or if `vote_every` is
-    or was 1.
+    continue with the weights in the model if another number of ranks or voters saved, or if
+    `vote_every` is or was 1.
 
     Args:
         optimizer: A DistributedLion, or Accelerate's wrapper of one.
@@ -141,21 +142,17 @@ def load_momentum(
     """
     lion = _unwrapped(optimizer)
     ranks, _ = _begin(lion, Kind.LOAD, folder, failure)
-    rank, world_size = _position(ranks)
-    path, loaded = Path(folder), None
+    at, path, loaded = _position(ranks), Path(folder), None
     try:
-        first_of_node = rank - rank % (1 if ranks is None else ranks.local_size)
-        path = find_file(first_of_node, world_size, path, name)
-        # One voter takes no local steps.
-        voters = 1 if ranks is None else ranks.voters.world_size
-        loaded = read(path, lion, world_size if voters > 1 else None)
+        path = find_file(at, path, name)
+        loaded = read(path, lion, at)
     except BaseException as error:  # As in save_momentum.
         failure = error
     lion.meet(Kind.LOAD, failure)
     assert loaded is not None
     _check_one_save(_gathered(ranks, (str(path), loaded.header.save)))
     _apply(lion, loaded)
-    if rank == 0 and (text := _difference(Path(folder), loaded, world_size)):
+    if at.rank == 0 and (text := _difference(Path(folder), loaded, at)):
         warnings.warn(text, stacklevel=2)
     return loaded.header.scaler
 
@@ -193,8 +190,15 @@ def _gathered(ranks: Topology | None, value: object) -> list[Any]:
     return [value] if ranks is None else ranks.everyone.gather_objects(value)
 
 
-def _position(ranks: Topology | None) -> tuple[int, int]:
-    return (0, 1) if ranks is None else (ranks.everyone.rank, ranks.everyone.world_size)
+def _position(ranks: Topology | None) -> Position:
+    if ranks is None:
+        return Position()
+    return Position(
+        rank=ranks.everyone.rank,
+        world_size=ranks.everyone.world_size,
+        local_size=ranks.local_size,
+        voters=ranks.voters.world_size,
+    )
 
 
 def _check_one_save(files: list[tuple[str, str]]) -> None:
@@ -228,15 +232,21 @@ def _apply(lion: DistributedLion, loaded: Loaded) -> None:
         lion._continue_from(loaded.local)
 
 
-def _difference(folder: Path, loaded: Loaded, world_size: int) -> str:
+def _difference(folder: Path, loaded: Loaded, at: Position) -> str:
     """Returns how the run will differ from the one that saved, or "" if it won't."""
     header, local = loaded.header, loaded.local
-    if header.world_size != world_size:
-        weights = ", and with the weights of the last exchange" if local and header.local else ""
+    weights = ", and with the weights of the last exchange" if local and header.local else ""
+    ending = f"{weights}, so training differs from an uninterrupted run"
+    if header.world_size != at.world_size:
         return (
-            f"{folder} was saved by {header.world_size} ranks and is loaded by {world_size}. Rank "
-            f"r continues with the momentum of saved rank r modulo {header.world_size}{weights}, "
-            f"so training differs from an uninterrupted run"
+            f"{folder} was saved by {header.world_size} ranks and is loaded by {at.world_size}. "
+            f"Rank r continues with the momentum of saved rank r modulo {header.world_size}{ending}"
+        )
+    if header.voters != at.voters:
+        return (
+            f"{folder} was saved with {header.voters} votes per step and is loaded with "
+            f"{at.voters}, by another local_group. Each node continues with the momentum of its "
+            f"first rank{ending}"
         )
     if header.has_own_weights and not (local and local.anchors):
         return (
