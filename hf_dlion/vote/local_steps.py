@@ -565,9 +565,10 @@ def _move(
         write(piece, p, weights.wide, turn, PARAMETERS)
     if takes_part(piece, weights.low):
         y = read(piece, weights.low_anchors, "parameter", scratch).sub_(outcome.mean).mul_(decay)
+        # x - y, what rounding the anchor adds, belongs to the displacement.
+        left = torch.neg(y, out=scratch("anchor", piece.size, piece.dtype, piece.device))
         write(piece, y, weights.low_anchors, exchange_turn, PARAMETERS)
-        # x - y, what rounding the anchor added, belongs to the displacement.
-        left = read(piece, weights.low_anchors, "anchor", scratch).sub_(y)
+        left.add_(read(piece, weights.low_anchors, "parameter", scratch))
         if outcome.sent is not None:
             if outcome.silent is not None:
                 left.view(-1, WORD).masked_fill_(outcome.silent, 0.0)

@@ -15,58 +15,67 @@ DISPLACEMENTS, OWN_WEIGHTS, EXCHANGED = 1 << 30, 1 << 31, (1 << 30) + (1 << 31)
 
 
 def random_bits(count: int, first: int, step: int, seed: int, stream: int, out: Tensor) -> Tensor:
-    """Returns 32 random bits for each of `count` elements, a counter-based hash.
+    """Returns 16 random bits for each of `count` elements, from a counter-based hash.
 
-        key = 0;  for w in seed, seed >> 32, step, step >> 32, stream, first >> 32:
+        key = 0;  for w in seed, seed >> 32, step, step >> 32, stream, first >> 33:
             key = mix((key XOR w) + 0x9e3779b9)
-        random(i) = mix(i XOR key)           all modulo 2^32; mix is "lowbias32"
+        word(j) = mix(j XOR key)         for elements 2j (low half) and 2j + 1 (high half)
+
+    All modulo 2^32; mix is "lowbias32".
 
     Args:
-        count: Number of elements, below 2^31.
-        first: Number of the first element in the layout.
+        count: Number of elements, even, below 2^32.
+        first: Number of the first element in the layout, even.
         step: Number of the step.
         seed: Seed of the run.
         stream: Number of the stream, different for each tensor that is rounded in a step.
-        out: Output, int32, shape (count,), overwritten.
+        out: Memory of the result, int32, shape (count / 2,), overwritten.
+
+    Returns:
+        View of `out`, int16, shape (count,).
     """
-    low = first & _MASK
-    if low + count > 1 << 32:
+    words, low = count // 2, first // 2 & _MASK
+    if low + words > 1 << 32:
         cut = (1 << 32) - low
-        random_bits(cut, first, step, seed, stream, out[:cut])
-        random_bits(count - cut, first + cut, step, seed, stream, out[cut:])
-        return out
+        random_bits(2 * cut, first, step, seed, stream, out[:cut])
+        random_bits(count - 2 * cut, first + 2 * cut, step, seed, stream, out[cut:])
+        return out.view(torch.int16)
     key = 0
-    for word in (seed, seed >> 32, step, step >> 32, stream, first >> 32):
+    for word in (seed, seed >> 32, step, step >> 32, stream, first >> 33):
         key = _mix_number(((key ^ word) & _MASK) + 0x9E3779B9)
-    torch.arange(count, dtype=torch.int32, out=out).add_(_signed(low))  # int32 wraps
-    return _mix(out.bitwise_xor_(_signed(key)))
+    torch.arange(words, dtype=torch.int32, out=out).add_(_signed(low))  # int32 wraps
+    return _mix(out.bitwise_xor_(_signed(key))).view(torch.int16)
 
 
 def round_to(x: Tensor, dtype: torch.dtype, random: Tensor) -> Tensor:
-    """Returns float32 numbers rounded stochastically to bfloat16 or float16.
+    """Rounds float32 numbers stochastically to numbers of bfloat16 or float16, in place.
 
     The probability of rounding up is the distance from the lower neighbor, as a share of the gap.
-    An Inf stays an Inf, a NaN stays a NaN, and numbers above the largest finite one may become Inf.
+    An Inf stays an Inf, a NaN stays a NaN, and numbers above the largest finite one may become Inf
+    when they are converted.
 
     Args:
-        x: Numbers to round, float32, flat, contiguous, overwritten.
-        dtype: dtype of the result, torch.bfloat16 or torch.float16.
-        random: Random bits, int32, shape of `x`, overwritten.
+        x: Numbers to round, float32, flat, contiguous, changed in place.
+        dtype: torch.bfloat16 or torch.float16.
+        random: Random bits, int16, shape of `x`.
+
+    Returns:
+        `x`, which converts to `dtype` without another rounding.
     """
-    bits = x.view(torch.int32)
+    bits, is_number = x.view(torch.int32), x == x
     if dtype == torch.bfloat16:
-        finite = (bits & 0x7FFFFFFF) < 0x7F800000
-        bits.add_(random.bitwise_and_(0xFFFF).mul_(finite)).bitwise_and_(-0x10000)
-        return x.to(torch.bfloat16)
+        # Adds 0 to a NaN, and 0 to 2^16 - 1 to a number. The rest below bit 16 is cut off.
+        bits.add_(torch.where(is_number, random, _LEAST)).add_(-_LEAST).bitwise_and_(-0x10000)
+        return x
     # float16 keeps 10 bits of the mantissa; below 2^-14 its steps are 2^-24 wide.
-    small = (x.abs() * 2.0**40).to(torch.int64, copy=True)
-    small = ((small + (random & 0xFFFF)) >> 16).to(torch.float32) * 2.0**-24
-    small = small.copysign(x)
-    is_small, finite = x.abs() < 2.0**-14, (bits & 0x7FFFFFFF) < 0x7F800000
-    bits.add_(random.bitwise_and_(0x1FFF).mul_(finite)).bitwise_and_(-0x2000)
-    return torch.where(is_small, small, x).to(torch.float16)
+    size, added = x.abs(), random.to(torch.int32) - _LEAST
+    small = (((size * 2.0**40).to(torch.int64) + added) >> 16).to(torch.float32) * 2.0**-24
+    small, is_small = small.copysign(x), size < 2.0**-14
+    bits.add_((added >> 3).mul_(is_number)).bitwise_and_(-0x2000)
+    return x.copy_(torch.where(is_small, small, x))
 
 
+_LEAST = -(1 << 15)  # Smallest int16.
 _MASK = 0xFFFFFFFF
 
 

@@ -319,25 +319,33 @@ def write(piece: Piece, flat: Tensor, tensors: Flat, turn: Turn, stream: int) ->
 
     Args:
         piece: Piece to write.
-        flat: The elements, as `read` returned them, changed since then.
+        flat: The elements, as `read` returned them, changed since then; rounded in place.
         tensors: Flat tensors, changed in place.
         turn: The step.
         stream: Stream of random bits, see `rounding`.
     """
     if _is_view(piece, tensors):
         return  # `flat` is a view of the tensor.
+    dtypes = {t.dtype for part in piece.parts if (t := tensors[part.tensor]) is not None}
+    is_low = not dtypes.isdisjoint(LOW_PRECISION)
+    if is_low and piece.dtype == torch.float64:  # Momenta of 16 bits of float64 parameters.
+        flat = turn.scratch("rounded", piece.size, torch.float32, flat.device).copy_(flat)
     in_scratch, in_tensors, parts = _stretches(piece, flat, tensors)
-    for dtype in {stretch.dtype for stretch in in_tensors}.intersection(LOW_PRECISION):
-        random = turn.scratch("random", piece.size, torch.int32, flat.device)
-        random_bits(piece.size, piece.first, turn.step, turn.seed, stream, random)
-        # An Inf in a momentum would stay Inf and decide the vote forever.
-        most = torch.finfo(dtype).max if stream != PARAMETERS else math.inf
-        x = turn.scratch("rounded", piece.size, torch.float32, flat.device)
-        x.copy_(flat).clamp_(-most, most)
-        rounded = round_to(x, dtype, random)
-        for k, (part, stretch) in enumerate(zip(parts, in_tensors, strict=True)):
-            if stretch.dtype == dtype:
-                in_scratch[k] = rounded[part.at : part.at + stretch.numel()]
+    if is_low:
+        words = turn.scratch("random", piece.size // 2, torch.int32, flat.device)
+        random = random_bits(piece.size, piece.first, turn.step, turn.seed, stream, words)
+        # Usually all at once, and one by one if some tensors have another dtype.
+        rounded = [(flat, random, in_tensors[0].dtype)]
+        if len(dtypes) > 1:
+            rounded = [
+                (x, random[part.at : part.at + x.numel()], tensor.dtype)
+                for part, x, tensor in zip(parts, in_scratch, in_tensors, strict=True)
+                if tensor.dtype in LOW_PRECISION
+            ]
+        for x, random_of_x, dtype in rounded:
+            if stream != PARAMETERS:  # An Inf in a momentum would decide the vote forever.
+                x.clamp_(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+            round_to(x, dtype, random_of_x)
     if in_tensors:
         torch._foreach_copy_(in_tensors, in_scratch)
 

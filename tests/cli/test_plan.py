@@ -32,7 +32,7 @@ FP32, HOOK = "AdamW with DDP fp32", "AdamW with DDP bf16 hook"
 CPU = Machine(
     each_s={
         **{"adamw": 1.23e-9, "copy": 0.6e-9, "cast": 2.7e-9, "power": 5.5e-9},
-        **{"move": 0.6e-9, "lion": 0.9e-9},
+        **{"move": 0.6e-9, "local step": 0.9e-9},
         **{f"encode {bits}": 1e-9 for bits in machine.BITS},
         **{f"count {bits} of 2": 6e-11 for bits in machine.BITS},
         **{f"count {bits} of 4": 8e-11 for bits in machine.BITS},
@@ -100,7 +100,7 @@ def test_as_many_local_steps_are_planned_as_hide_the_exchange() -> None:
         case = a_case(link=Link(bits_per_s=rate))
         name, own = list(predict(case).items())[-1]
         every = int(name.rpartition("=")[2])
-        alone = CPU.compute_s + case.work_s("lion")
+        alone = CPU.compute_s + case.work_s("local step")
         assert own.step_s - alone <= 0.1 * alone
         half = predict(replace(case, vote_every=every // 2))[f"{DLION}, vote_every={every // 2}"]
         assert every == 2 or half.step_s - alone > 0.1 * alone

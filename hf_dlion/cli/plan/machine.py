@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from hf_dlion.cli.plan.workload import Workload
 from hf_dlion.exchange.rule import Majority
 from hf_dlion.vote import codec
+from hf_dlion.vote.local import Plan, Tensors, Trainable
+from hf_dlion.vote.local_steps import LocalSteps
 from hf_dlion.vote.message import Shape, messages
-from hf_dlion.vote.update import Scratch, Turn, encode, move, plain_lion
+from hf_dlion.vote.update import Scratch, Turn, encode, move
 
 Calls = dict[str, Callable[[], object]]
 
@@ -28,12 +30,12 @@ BYTES = {
     "copy": (8.0, 4.0),  # A gradient into DDP's bucket, or out of it.
     "cast": (16.0, 8.0),  # A float32 gradient to bfloat16 and back.
     "power": (44.125, 22.125),  # PowerSGD's products, error, and decompression.
-    "lion": (60.0, 470.0),  # A step of plain Lion.
-    "move": (36.125, 238.125),  # Moving parameters by a verdict.
-    "encode 1": (38.893, 246.893),  # Votes of 1 bit, and the momentum.
-    "encode 2": (116.893, 324.893),
-    "encode 4": (133.221, 341.221),
-    "encode 8": (163.221, 371.221),
+    "local step": (44.0, 428.0),  # A step of a rank by itself, with vote_every above 1.
+    "move": (36.125, 148.125),  # Moving parameters by a verdict.
+    "encode 1": (38.893, 164.893),  # Votes of 1 bit, and the momentum.
+    "encode 2": (116.893, 242.893),
+    "encode 4": (133.221, 259.221),
+    "encode 8": (163.221, 289.221),
     "count 1 of 2": (3.625, 3.625),  # Counting the votes of 1 bit of 2 ranks.
     "count 1 of 4": (8.375, 8.375),
     "count 2 of 2": (5.875, 5.875),
@@ -182,7 +184,7 @@ def step_work(param: Tensor) -> Calls:
         "power": _power(param),
     }
     for bits in reversed(BITS):
-        calls |= _votes(param, bits)  # "move" and "lion" are those of one bit, the last.
+        calls |= _votes(param, bits)  # "move" and "local step" are those of one bit, the last.
     return calls
 
 
@@ -209,13 +211,16 @@ def _votes(param: Tensor, bits: int) -> Calls:
         for message, planes in zip(layout, votes, strict=True):
             move(message, params, planes[:1], None, rule, turn)
 
-    def lion() -> None:
-        for message in layout:
-            plain_lion(message, params, grads, momenta, turn)
+    shapes = (Shape.of(param, 0),)
+    plan = Plan(shapes=shapes, messages=layout, full=[], lines=[], full_set=frozenset())
+    local, trainable = LocalSteps(bits), Trainable(plan, [param], params)
+
+    def local_step() -> None:
+        local.step(trainable, Tensors(params, [*grads], [*momenta]), turn)
 
     encode_all()
     counts = {f"count {bits} of {ranks}": partial(count, ranks) for ranks in (2, 4)}
-    return {f"encode {bits}": encode_all, **counts, "move": move_all, "lion": lion}
+    return {f"encode {bits}": encode_all, **counts, "move": move_all, "local step": local_step}
 
 
 def _power(param: Tensor) -> Callable[[], None]:

@@ -322,9 +322,9 @@ def _local_steps(case: Case, ranks: int, share: int, inside_s: float) -> tuple[i
     network = vote["network"] + case.gather_s(means)
     # Displacements are read twice, and own weights are moved next to the anchors.
     work = 2 * vote["encode"] + vote["count"] + 3 * case.work_s("move")
-    lion, every = case.work_s("lion"), case.vote_every
+    step_s, every = case.work_s("local step"), case.vote_every
     if every is None:
-        every = max(vote_every_for(vote["compute"] + lion, network + work), 2)
-    optimizer = lion + work / every
+        every = max(vote_every_for(vote["compute"] + step_s, network + work), 2)
+    optimizer = step_s + work / every
     parts = {"compute": vote["compute"], "network": network / every, "optimizer": optimizer}
     return every, ((sent + means) // every, parts)
