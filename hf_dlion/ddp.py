@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -70,15 +69,16 @@ class WrapperState:
         """Turns off DDP's synchronization, as `no_sync()` does, if gradients stay on their rank.
 
         DDP then doesn't copy gradients into buckets, and doesn't communicate. Synchronization stays
-        on for averages inside a node, for the buffers of batch norm, and for the first iteration of
-        a static graph, in which DDP counts the backward passes without synchronization.
+        on for averages inside a node, for buffers that are part of the model's state, and for the
+        first iteration of a static graph, in which DDP counts the backward passes without
+        synchronization.
         """
         ddp, owners = self.ddp(), self.owners
         if ddp is None:
             return
         new_graph = ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
         votes_alone = bool(owners) and owners[-1].node_group is None
-        local = votes_alone and not new_graph and not _broadcasts_statistics(ddp)
+        local = votes_alone and not new_graph and not _broadcasts_state(ddp)
         sync = cast(bool, _Off()) if local else True
         ddp.require_backward_grad_sync = ddp.require_forward_param_sync = sync
 
@@ -225,11 +225,19 @@ def _owner_of(owners: Iterable[Owner]) -> dict[Tensor, Owner]:
     return {param: o for o in owners for group in o.param_groups for param in group["params"]}
 
 
-def _broadcasts_statistics(ddp: DistributedDataParallel) -> bool:
-    """Returns whether DDP broadcasts running statistics of batch norm before each forward."""
-    norms = (module for module in ddp.module.modules() if isinstance(module, _NormBase))
-    buffers = bool(ddp.broadcast_buffers and ddp.modules_buffers)
-    return buffers and any(norm.running_mean is not None for norm in norms)
+def _broadcasts_state(ddp: DistributedDataParallel) -> bool:
+    """Returns whether DDP broadcasts buffers of the state dict before each forward.
+
+    Each rank's data may change them, as with batch norm. Other buffers, such as the frequencies of
+    rotary embeddings, follow from the model's config.
+    """
+    state = (
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in ddp.module.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    )
+    return bool(ddp.broadcast_buffers) and not ddp.parameters_to_ignore.issuperset(state)
 
 
 def _drop_garbage(state_ref: weakref.ref[WrapperState]) -> None:

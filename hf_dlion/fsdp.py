@@ -97,9 +97,9 @@ def check_sharding(
         )
 
 
-def reshard(model: nn.Module | None) -> None:
+def reshard(models: Sequence[nn.Module]) -> None:
     """Frees gathered parameters, so the next forward gathers the values that `step` wrote."""
-    for module in () if model is None else model.modules():
+    for module in (module for model in models for module in model.modules()):
         if is_fsdp(module):
             cast(FSDPModule, module).reshard()
 

@@ -193,7 +193,7 @@ class DistributedLion(LionState):
         if self.options.local_group is not None and self._world_size() > 1:
             self._topology().form()  # A collective, so it comes before checks that may raise.
         if fsdp.is_fsdp(model):
-            self._fsdp_model = model
+            self._fsdp_models = [m for m in self._fsdp_models if m is not model] + [model]
         else:
             self._check_wrapper(model)
             ddp.attach(model, self)
@@ -364,12 +364,15 @@ class DistributedLion(LionState):
         Raises:
             RuntimeError: If parameters are sharded, or nodes vote, and no model was attached.
         """
-        params = groups.trainable(self.param_groups)
-        if self._fsdp_model is None and any(fsdp.is_sharded(p) for p in params):
-            raise RuntimeError(
-                "call optimizer.attach(model) with the model that fully_shard was called on: "
-                "step() must free its gathered parameters before it writes"
-            )
+        fsdp.reshard(self._fsdp_models)  # A gathered model lists other tensors.
+        attached = {p for model in self._fsdp_models for p in model.parameters()}
+        for name, param in groups.named(self.param_groups):
+            if fsdp.is_sharded(param) and param not in attached:
+                raise RuntimeError(
+                    f"{name!r} belongs to no attached model: call optimizer.attach(model) with "
+                    f"each model that fully_shard was called on, because step() must free its "
+                    f"gathered parameters before it writes"
+                )
         nodes = self.options.local_group not in (None, 1) and self._world_size() > 1
         if nodes and ddp.attached_wrapper(self) is None:
             raise RuntimeError(
@@ -416,7 +419,7 @@ class DistributedLion(LionState):
         tensors.abstain(agreed.finite[turn.voter], agreed.present[turn.voter])
         grads, momenta = tensors.grads, tensors.momenta
         params = [p if m else None for p, m in zip(tensors.params, agreed.moves, strict=True)]
-        fsdp.reshard(self._fsdp_model)
+        fsdp.reshard(self._fsdp_models)
         if ranks is None or ranks.voters.world_size == 1:
             for message in [*plan.messages, *plan.full]:
                 plain_lion(message, params, grads, momenta, turn)

@@ -43,14 +43,17 @@ class LionState(torch.optim.Optimizer):
         self._ranks: Topology | None = None
         self._meetings: Meetings | None = None
         self._plan: Plan | None = None
-        self._fsdp_model: nn.Module | None = None
+        self._fsdp_models: list[nn.Module] = []
         self._local = LocalSteps(options.bits)
         self._stepped = False  # In this process; `steps` also counts those before a resume.
         self._meets_next = True  # Whether the ranks send headers in the next local step.
         self._loads = self._compared_loads = self._attaches = 0
         self._scratch = Scratch()
         self._abstentions = Abstentions(options.max_abstained_steps)
-        self._option_texts = {name: str(value) for name, value in asdict(options).items()}
+        # A function has another text in every process.
+        self._option_texts = {
+            name: str(value) for name, value in asdict(options).items() if not callable(value)
+        }
 
     @property
     def steps(self) -> int:
@@ -146,7 +149,7 @@ class LionState(torch.optim.Optimizer):
         With FSDP2 it frees gathered parameters, so the next forward gathers what was written.
         """
         plan, trainable, parts = self._planned()
-        fsdp.reshard(self._fsdp_model)
+        fsdp.reshard(self._fsdp_models)
         return Trainable(plan, trainable, [local.flat_view(part) for part in parts])
 
     def _unscale(self, grads: list[Tensor]) -> bool:
@@ -154,7 +157,7 @@ class LionState(torch.optim.Optimizer):
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found is not None and float(found) > 0:
             return False
-        if scale is not None:
+        if scale is not None and grads:
             torch._foreach_mul_(grads, 1.0 / float(scale))
         return local.all_finite(grads)
 
@@ -286,6 +289,9 @@ class LionState(torch.optim.Optimizer):
         hyperparameters: list[dict[str, object]] = []
         try:
             hyperparameters = groups.hyperparameters(self.param_groups)
+            if callable(self.options.momentum_sync):
+                chosen = groups.selection(self.param_groups, self.options, "momentum_sync")
+                options["choices of momentum_sync"] = chosen
             if self.options.momentum_sync == "auto":
                 options["divergences of momenta"] = list(self.momentum_divergence().values())
         except Exception as error:  # The other ranks wait for a header.

@@ -35,14 +35,27 @@ class Owner(torch.optim.SGD):
         self.process_group, self.node_group = process_group, node_group
 
 
-class Model(nn.Module):
-    """A model with an optional second half, and a buffer that DDP broadcasts."""
+class RunningMean(nn.Module):
+    """A layer whose state follows the data, as a codebook's does."""
 
-    def __init__(self, recompute: str = "", norm: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8) if norm else nn.Tanh())
+        self.register_buffer("running_mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.running_mean.lerp_(x.detach().mean(0), 0.5)
+        return x - self.running_mean
+
+
+class Model(nn.Module):
+    """A model with an optional second half, and a buffer that isn't part of its state."""
+
+    def __init__(self, recompute: str = "", norm: bool = False, layer: Any = None) -> None:
+        super().__init__()
+        layer = layer or (nn.BatchNorm1d(8) if norm else nn.Tanh())
+        self.first = nn.Sequential(nn.Linear(4, 8), layer)
         self.second = nn.Linear(8, 8)
-        self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("scale", torch.ones(1), persistent=False)
         self.recompute, self.interrupted = recompute, False
 
     def forward(self, x: Tensor, use_second: bool = True) -> Tensor:
@@ -186,10 +199,10 @@ def test_an_attached_rank_trains_without_the_others(pools: RankPools, trained: b
     assert pools(2).run(train_alone, trained, timeout=20) == [[], []]
 
 
-def train_batch_norm(rank: int, world_size: int) -> list[Tensor]:
+def train_with_state(rank: int, world_size: int, layer: type[nn.Module]) -> list[Tensor]:
     """Returns the running means with which forwards start."""
     found: list[Tensor] = []
-    with wrapped(Model(norm=True)) as holder:
+    with wrapped(Model(layer=layer(8) if layer is nn.BatchNorm1d else layer())) as holder:
         norm = holder[0].module.first[1]
         norm.register_forward_pre_hook(lambda norm, _: found.append(norm.running_mean.clone()))
         owner = Owner(holder[0].parameters())
@@ -199,8 +212,11 @@ def train_batch_norm(rank: int, world_size: int) -> list[Tensor]:
         return found
 
 
-def test_batch_norm_starts_each_forward_from_the_statistics_of_rank_0(pools: RankPools) -> None:
-    first, second = pools(2).run(train_batch_norm)
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d, RunningMean])
+def test_each_forward_starts_from_the_buffers_of_rank_0(
+    pools: RankPools, layer: type[nn.Module]
+) -> None:
+    first, second = pools(2).run(train_with_state, layer)
     assert all(map(torch.equal, first, second))
     assert not torch.equal(first[0], first[2])
 

@@ -237,6 +237,43 @@ def test_shards_need_attach(pools: RankPools) -> None:
     assert pools(4).run(sharded, False) == ["refused"] * 4
 
 
+def two_sharded(rank: int, world_size: int, evaluates: bool) -> list[torch.Tensor]:
+    """Trains two models with one optimizer; an evaluation leaves both gathered."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    LASTING.update(mesh.get_all_groups())
+    models = [model_of(), model_of()]
+    for model in models:
+        fully_shard(model, mesh=mesh["shard"])
+    named = [
+        (f"{k}.{name}", p) for k, own in enumerate(models) for name, p in own.named_parameters()
+    ]
+    optimizer = DistributedLion(named, lr=0.01, replicate=mesh["replicate"], vote_every=3)
+    optimizer.attach(models[0])
+    for model in models:
+        model(batch(0, rank)).square().sum().backward()
+    with pytest.raises(RuntimeError, match=r"'1\.0\.weight' belongs to no attached model"):
+        optimizer.step()
+    optimizer.attach(models[1])
+    for step in range(4):
+        optimizer.zero_grad()
+        for model in models:
+            model(batch(step, rank)).square().sum().backward()
+        optimizer.step()
+        if evaluates:
+            optimizer.eval()
+            with torch.no_grad():
+                for model in models:
+                    model(batch(step, rank))
+            optimizer.train()
+    return [p.to_local().detach().clone() for _, p in named]  # type: ignore[attr-defined]
+
+
+def test_an_evaluation_of_two_sharded_models_changes_nothing(pools: RankPools) -> None:
+    pairs = zip(*(pools(4).run(two_sharded, evaluates) for evaluates in (False, True)), strict=True)
+    for without, with_evaluation in pairs:
+        assert all(map(torch.equal, without, with_evaluation))
+
+
 def replicas_on_one_rank(rank: int, world_size: int) -> str:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     LASTING.update(mesh.get_all_groups())
@@ -257,11 +294,14 @@ def test_replicas_on_some_ranks_only_do_not_hang(pools: RankPools) -> None:
         assert "rank 1 steps while ranks 0, 2, and 3 have replicate=" in text
 
 
-def in_full(rank: int, world_size: int) -> None:
+def in_full(rank: int, world_size: int, selection: str) -> None:
     """Compares biases with plain Lion on the mean over the ranks that have a gradient."""
     model = model_of()
     optimizer = DistributedLion(
-        model.named_parameters(), lr=0.01, weight_decay=0.1, full_precision="*bias"
+        model.named_parameters(),
+        lr=0.01,
+        weight_decay=0.1,
+        full_precision=selection or (lambda name, param: name.endswith("bias")),
     )
     names = [name for name, _ in model.named_parameters()]
     start = [p.detach().clone() for p in model.parameters()]
@@ -292,8 +332,64 @@ def _generator(*numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(sum(1000**k * n for k, n in enumerate(numbers)))
 
 
-def test_full_precision_is_lion_on_the_mean_gradient(pools: RankPools) -> None:
-    pools(2).run(in_full)
+@pytest.mark.parametrize("selection", ["*bias", ""], ids=["pattern", "function"])
+def test_full_precision_is_lion_on_the_mean_gradient(pools: RankPools, selection: str) -> None:
+    pools(2).run(in_full, selection)
+
+
+def synchronizes_some(rank: int, world_size: int, equal: bool) -> list[bool]:
+    """Returns which momenta are equal on all ranks after one step, by name."""
+    chosen = "0.weight" if equal or rank == 0 else "0.bias"
+    model = model_of()
+    optimizer = DistributedLion(
+        model.named_parameters(),
+        lr=0.01,
+        momentum_sync_every=1,
+        momentum_sync=lambda name, param: name == chosen,
+    )
+    model(batch(0, rank)).square().sum().backward()
+    if not equal:
+        with pytest.raises(Disagreement, match="choices of momentum_sync"):
+            optimizer.step()
+        return []
+    optimizer.step()
+    found = []
+    for p in model.parameters():
+        own = optimizer.state[p]["exp_avg"]
+        total = own.clone()
+        dist.all_reduce(total)
+        # Each rank keeps its own rounding error of bfloat16.
+        found.append(bool((total / world_size - own).abs().max() < 0.01 * own.abs().max()))
+    return found
+
+
+def test_a_function_selects_the_momenta_to_synchronize(pools: RankPools) -> None:
+    model = model_of()
+    expected = [name == "0.weight" for name, _ in model.named_parameters()]
+    assert pools(2).run(synchronizes_some, True) == [expected, expected]
+    pools(2).run(synchronizes_some, False)
+
+
+def in_bfloat16_by_default(rank: int, world_size: int) -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = model_of()
+        optimizer = DistributedLion(
+            model.named_parameters(),
+            lr=0.01,
+            momentum_sync_every=1,
+            momentum_sync="auto",
+            check_replicas_every=1,
+        )
+        for step in range(2):
+            model(batch(step, rank).bfloat16()).square().sum().backward()
+            optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_another_default_dtype_makes_no_difference(pools: RankPools) -> None:
+    pools(2).run(in_bfloat16_by_default)
 
 
 def averaged(rank: int, world_size: int) -> None:
@@ -459,6 +555,23 @@ def test_a_scaler_backs_off_on_the_rank_that_overflowed(pools: RankPools) -> Non
     first, second = pools(2).run(scaled)
     assert first == [1024.0, 1024.0, 1024.0]
     assert second == [1024.0, 512.0, 512.0]
+
+
+def scaled_without_gradients(rank: int, world_size: int) -> int:
+    """Rank 0 has no gradient in a step in which rank 1 has some."""
+    model = model_of()
+    optimizer = DistributedLion(model.named_parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    if rank == 1:
+        scaler.scale(model(batch(0, rank)).square().sum()).backward()
+    else:
+        scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    return optimizer.steps
+
+
+def test_a_scaled_step_accepts_a_rank_without_gradients(pools: RankPools) -> None:
+    assert pools(2).run(scaled_without_gradients) == [1, 1]
 
 
 def warms_up(rank: int, world_size: int) -> tuple[int, int]:

@@ -19,7 +19,7 @@ _DTYPES = {
     **dict.fromkeys(("float32", "fp32", "float"), "float32"),
     **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
 }
-GPUS = ("h200", "h100", "a100", "rtx4090")
+GPUS = ("h200", "h100", "a100", "l40s", "rtx5090", "rtx4090", "rtx3090")
 
 
 class Parser(argparse.ArgumentParser):
@@ -107,8 +107,8 @@ def dtype(text: str) -> str:
 def gpu(text: str) -> str:
     """Returns one of `GPUS`."""
     # Names such as "NVIDIA H100-SXM5-80GB" have more words, which end after their digits.
-    for word in re.findall(r"[a-z]*\d+", text.lower()):
-        name = "rtx4090" if word == "4090" else word
+    for word in re.findall(r"l40s|[a-z]*\d+", text.lower()):
+        name = f"rtx{word}" if word.isdigit() else word
         if name in GPUS:
             return name
     raise argparse.ArgumentTypeError(

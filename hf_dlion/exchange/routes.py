@@ -307,7 +307,7 @@ def _packed_rows(active: Tensor) -> Tensor:
 def _voters(packed: Tensor, votes: Votes) -> Tensor | None:
     """Returns the number of ranks that vote on each row; None if all do, checked on a CPU only."""
     rows = votes.rows.count
-    bits = torch.empty(packed.shape[1] * WORD, device=packed.device)
+    bits = torch.empty(packed.shape[1] * WORD, dtype=torch.float32, device=packed.device)
     counts = torch.zeros(rows, dtype=torch.int64, device=packed.device)
     for flags in packed:
         counts += unpack(flags.contiguous(), 0.0, 1.0, bits)[:rows].to(torch.int64)

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hf_dlion.vote.codec import TOP, WORD, alternating_word, compare, unpack
+from hf_dlion.vote.codec import TOP, WORD, alternating_word, compare, divided, unpack
 
 
 class Rule(Protocol):
@@ -99,5 +99,5 @@ class Average:
         else:
             out.view(-1, WORD).sub_((voters * self._top).view(-1, 1))
         if self._ranks > 1:
-            out.div_(self._ranks)
+            divided(out, self._ranks)
         return out if lr == 1.0 else out.mul_(lr)

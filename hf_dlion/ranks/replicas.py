@@ -68,8 +68,9 @@ def compare_replicas(
     ranks, tables = different[0], wire.gather_objects(entries)
     raise Disagreement(
         f"{_difference(step, ranks, [tables[rank] for rank in ranks])}. Something changed "
-        f"parameters on some ranks only: code that runs on one rank, weights loaded there, another "
-        f"type of device or version of torch, or faulty memory. Resume from an earlier checkpoint"
+        f"parameters on some ranks only: code that runs on one rank or uses its gradients (as "
+        f"AdaLoRA does), weights loaded there, another type of device or version of torch, or "
+        f"faulty memory. Remove the cause, and resume from an earlier checkpoint"
     )
 
 

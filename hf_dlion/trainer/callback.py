@@ -76,7 +76,7 @@ class DistributedLionCallback(TrainerCallback):
             return
         prepare(lion, trainer)
         _warn_about_token_counts(lion, trainer)
-        if trainer.args.learning_rate == _DEFAULT_LR and trainer.is_world_process_zero():
+        if lion.defaults["lr"] == _DEFAULT_LR and trainer.is_world_process_zero():
             logger.warning_once(
                 "learning_rate=5e-5 is Trainer's default, which is meant for AdamW. With Lion, "
                 "start with a third of your AdamW learning rate, and three times its weight_decay"
@@ -96,6 +96,11 @@ class DistributedLionCallback(TrainerCallback):
 
     def _request_save(self) -> None:
         self._save_requested = True
+
+    def on_step_begin(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
+        """Puts this rank's own weights back, which a subclass's own `training_step` may not do."""
+        if (lion := find_optimizer(optimizer)) is not None:
+            lion.train()
 
     def on_step_end(
         self, args: Any, state: TrainerState, control: Any, optimizer: Any = None, **__: Any
@@ -167,7 +172,8 @@ class DistributedLionCallback(TrainerCallback):
             self._logged = self._period_end
         abstained = float(lion.wire.abstentions - self._abstentions)
         self._abstentions = lion.wire.abstentions
-        entries = {**self._means, "dlion/abstained": abstained}
+        sent = self._means if args.world_size > 1 else {}
+        entries = {**sent, "dlion/abstained": abstained}
         if not math.isnan(agreement := lion.wire.agreement):
             entries["dlion/agreement"] = agreement
         logs.update(entries)

@@ -300,6 +300,12 @@ def _save_model(
     # this one.
     with _meeting(trainer):
         lion.meet(Kind.WEIGHTS, failure)
+    if not trainer.args.should_save and not os.listdir(output_dir):
+        logger.warning_once(
+            f"{output_dir} doesn't hold the model that rank 0 saved, so this node has a disk of "
+            f"its own, on which Trainer deletes no older checkpoints and can't resume. Set "
+            f"save_on_each_node=True"
+        )
 
 
 def _save_rng_state(trainer: Trainer, original: Callable[[str], None], output_dir: str) -> None:
@@ -360,6 +366,13 @@ def _load_scaler(
         scaler.load_state_dict(state)  # Replaces rank 0's, which Trainer gave to every rank.
 
 
+def _evaluate(trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if (lion := find_optimizer(trainer.optimizer)) is None:
+        return original(*args, **kwargs)
+    with lion.common_weights():  # Also for a subclass's own `evaluate`.
+        return original(*args, **kwargs)
+
+
 def _load_best_model(trainer: Trainer, original: Callable[[], None]) -> None:
     if (lion := find_optimizer(trainer.optimizer)) is not None:
         exchange_rest(lion)  # If there is no file to load, this model stays.
@@ -378,6 +391,7 @@ def _scaler(trainer: Trainer) -> Any:
 _AROUND: dict[str, Callable[..., Any]] = {
     "train": _train,
     "create_optimizer": _create_optimizer,
+    "_evaluate": _evaluate,
     "_save_checkpoint": _save_checkpoint,
     "save_model": _save_model,
     "_save_rng_state": _save_rng_state,

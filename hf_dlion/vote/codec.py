@@ -196,6 +196,11 @@ def unpack(plane: Tensor, low: float, high: float, out: Tensor) -> Tensor:
     return out
 
 
+def divided(x: Tensor, number: int) -> Tensor:
+    """Divides x in place, rounded once: CUDA multiplies by 1 / number if it isn't a tensor."""
+    return x.div_(x.new_full((), number))
+
+
 def add(a: Sequence[Tensor], b: Sequence[Tensor], limit: int) -> list[Tensor]:
     """Returns the planes of a + b, at most `limit` of them; int64, shape (W,) each."""
     planes: list[Tensor] = []

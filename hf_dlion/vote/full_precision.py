@@ -11,6 +11,7 @@ from torch import Tensor
 from hf_dlion.exchange.wire import Wire
 from hf_dlion.ranks.agreement import Agreed
 from hf_dlion.ranks.fingerprint import digest, fingerprints
+from hf_dlion.vote.codec import divided
 from hf_dlion.vote.local import Plan
 from hf_dlion.vote.message import Message
 from hf_dlion.vote.momentum_sync import average_whole
@@ -50,7 +51,7 @@ def step_in_full(
         means = sum_over_voters(message, params, grads, wire)
         for index, mean in enumerate(means):
             if mean is not None:
-                mean.div_(sum(agreed.has_gradient(index)))
+                divided(mean, sum(agreed.has_gradient(index)))
         plain_lion(message, params, means, momenta, turn)
 
 

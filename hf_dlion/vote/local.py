@@ -182,10 +182,13 @@ def all_finite(grads: Sequence[Tensor]) -> bool:
         wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
         if not math.isfinite(grad.sum(dtype=wide).item()) and not grad.isfinite().all():
             return False
-    return all(
-        bool(torch.stack(torch._foreach_norm(on_device, math.inf)).isfinite().all())
-        for on_device in by_device.values()
-    )
+    return all(bool(largest(found).isfinite().all()) for found in by_device.values())
+
+
+def largest(grads: Sequence[Tensor]) -> Tensor:
+    """Returns the largest magnitude of each gradient that isn't empty, as an empty shard is."""
+    found = [grad for grad in grads if grad.numel()]
+    return torch.stack(torch._foreach_norm(found, math.inf)) if found else torch.zeros(0)
 
 
 def _empty_if(left_out: bool, shape: Shape) -> Shape:

@@ -26,7 +26,7 @@ from hf_dlion.exchange.wire import Wire, named_ranks
 from hf_dlion.ranks.agreement import Disagreement
 from hf_dlion.ranks.fingerprint import digest
 from hf_dlion.ranks.topology import Topology
-from hf_dlion.vote.codec import WORD
+from hf_dlion.vote.codec import WORD, divided
 from hf_dlion.vote.full_precision import sum_over_voters
 from hf_dlion.vote.groups import Groups, hyperparameters
 from hf_dlion.vote.local import Plan, Tensors, Trainable
@@ -255,7 +255,7 @@ class LocalSteps:
         # Tensors of `full_precision` are averaged without votes.
         for message in plan.full:
             sums = sum_over_voters(message, weights.own, _displacements(message, weights), voters)
-            means = [None if total is None else total.div_(voters.world_size) for total in sums]
+            means = [None if total is None else divided(total, voters.world_size) for total in sums]
             now = voters.stats.add("exchange_s", now)
             for piece in message.pieces:
                 if takes_part(piece, weights.own):

@@ -24,9 +24,10 @@ from torch import Tensor
 from hf_dlion.exchange.routes import Rows
 from hf_dlion.vote.codec import WORD
 
-# Elements of a piece: few enough for a core's cache on a CPU, a complete message on a GPU.
+# Elements of a piece: few enough for a core's cache on a CPU. On a GPU so many that launches don't
+# matter, and so few that scratch memory, up to 40 bytes per element, takes less than 1 GB.
 PIECE = {"cpu": 1 << 17}
-PIECE_ELSEWHERE = 1 << 26
+PIECE_ELSEWHERE = 1 << 24
 # Elements of a message: so many that latency doesn't matter, and so few that one message is encoded
 # while another is sent.
 MESSAGE = {"cpu": 1 << 20}

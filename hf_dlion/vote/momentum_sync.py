@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_dlion.exchange.wire import Wire
 from hf_dlion.options import Options
 from hf_dlion.ranks.topology import Topology
+from hf_dlion.vote.codec import divided
 
 # Elements per momentum that ranks compare to measure how far it differs, a power of two.
 SAMPLES = 256
@@ -118,7 +119,7 @@ def average_whole(momenta: Sequence[Tensor], voters: Wire) -> None:
     for momentum in momenta:
         total = momentum.to(voters.device_for(momentum.device), torch.float32, copy=True)
         voters.all_reduce(total, "momenta").wait()
-        momentum.copy_(total.div_(voters.world_size))
+        momentum.copy_(divided(total, voters.world_size))
 
 
 def slice_of(total: int, every: int, step: int) -> tuple[int, int]:
@@ -140,7 +141,7 @@ def measure(momenta: Sequence[Tensor], ranks: Topology) -> list[float]:
         ranks: The groups of ranks.
     """
     wire = ranks.voters
-    table = torch.zeros(len(momenta), SAMPLES, device=wire.control_device)
+    table = torch.zeros(len(momenta), SAMPLES, dtype=torch.float32, device=wire.control_device)
     for row, momentum in zip(table, momenta, strict=True):
         sample = _sample(momentum)
         row[: sample.numel()] = sample

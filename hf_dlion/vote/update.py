@@ -346,8 +346,10 @@ def write(piece: Piece, flat: Tensor, tensors: Flat, turn: Turn, stream: int) ->
             if stream != PARAMETERS:  # An Inf in a momentum would decide the vote forever.
                 x.clamp_(-torch.finfo(dtype).max, torch.finfo(dtype).max)
             round_to(x, dtype, random_of_x)
-    if in_tensors:
-        torch._foreach_copy_(in_tensors, in_scratch)
+    # On CUDA, torch before 2.11 writes all tensors of a call in the dtype of the first one.
+    for dtype in dtypes:
+        chosen = [k for k, tensor in enumerate(in_tensors) if tensor.dtype == dtype]
+        torch._foreach_copy_([in_tensors[k] for k in chosen], [in_scratch[k] for k in chosen])
 
 
 def _is_view(piece: Piece, tensors: Flat) -> bool:

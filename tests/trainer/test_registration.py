@@ -231,6 +231,16 @@ def test_an_optimizer_that_the_user_made_is_named_logged_and_saved(
     assert (tmp_path / "checkpoint-4" / "dlion_momentum_0_of_1.safetensors").is_file()
 
 
+def test_the_default_learning_rate_warns_if_the_optimizer_has_it(
+    tmp_path: Path, warned: list[str]
+) -> None:
+    args = tiny_args(tmp_path, learning_rate=5e-5)
+    tiny_trainer(args, OwnOptimizer).train()
+    assert not [text for text in warned if "learning_rate=5e-5 is Trainer's default" in text]
+    tiny_trainer(args).train()
+    assert [text for text in warned if "learning_rate=5e-5 is Trainer's default" in text]
+
+
 def test_other_optimizers_train_as_before_and_our_options_warn(
     tmp_path: Path, warned: list[str]
 ) -> None:

@@ -18,6 +18,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 import hf_dlion
+import hf_dlion.trainer.patches as patches
 from hf_dlion import CheckpointError
 from tests.support.spawn import RankPools
 from tests.support.tiny import StopAt, tiny_args, tiny_data, tiny_trainer, weights_digest
@@ -381,6 +382,32 @@ def test_a_full_disk_on_one_rank_raises_on_all_and_leaves_the_older_checkpoint(
         assert (older / "trainer_state.json").exists(), name
         complete = (tmp_path / name / "checkpoint-4" / "trainer_state.json").exists()
         assert complete == (name == "rotation"), name
+
+
+def save_by_relative_path(rank: int, world_size: int, folder: str, disks: int) -> list[str]:
+    """Returns the warnings of a run that saves; ranks have one disk together, or one each."""
+    hf_dlion.register()
+    before, messages = os.getcwd(), list[str]()
+    disk = Path(folder, str(rank % disks))
+    disk.mkdir(exist_ok=True)
+    os.chdir(disk)
+    try:
+        with mock.patch.object(patches.logger, "warning_once", messages.append):
+            tiny_trainer(tiny_args("out", save_strategy="steps", save_steps=2)).train()
+    finally:
+        os.chdir(before)
+    return messages
+
+
+@pytest.mark.parametrize("disks", [1, 2])
+def test_a_disk_per_node_without_save_on_each_node_warns(
+    pools: RankPools, tmp_path: Path, disks: int
+) -> None:
+    warned = pools(2).run(save_by_relative_path, str(tmp_path), disks)
+    assert [["Set save_on_each_node=True" in text for text in own] for own in warned] == [
+        [],
+        [True] * 2 * (disks - 1),
+    ]
 
 
 def overwrite(rank: int, world_size: int, folder: str) -> bool:

@@ -216,6 +216,64 @@ def test_other_callbacks_see_common_weights_when_training_ends(
     assert end == other_end == after == other_after
 
 
+class OwnLoop(Trainer):
+    """Evaluates and takes gradients itself, as trainers that generate do."""
+
+    seen: list[str]
+
+    def evaluate(self, *args, **kwargs):
+        self.model.eval()
+        self.seen.append(weights_digest(self.model))
+        metrics = {"eval_loss": float(len(self.seen))}
+        self.log(metrics)
+        return metrics
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class Evaluates(TrainerCallback):
+    """Evaluates after step 3, in a way that leaves the common weights in the model."""
+
+    def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+        if state.global_step == 3:
+            optimizer.eval()
+
+
+def own_loop(rank: int, world_size: int, folder: str, evaluates: bool) -> tuple[list[str], str]:
+    hf_dlion.register()
+    every = {"eval_strategy": "steps", "eval_steps": 2} if evaluates else {}
+    args = tiny_args(
+        folder,
+        optim_args="vote_every=4",
+        max_steps=6,
+        average_tokens_across_devices=False,
+        **every,
+    )
+    trainer = tiny_trainer(
+        args,
+        OwnLoop,
+        model=tiny_llama(attention_dropout=0.0),
+        eval_dataset=tiny_data(8),
+        callbacks=[Evaluates()] if evaluates else [],
+    )
+    trainer.seen = []
+    trainer.train()
+    return trainer.seen, weights_digest(trainer.model)
+
+
+def test_a_subclass_that_evaluates_and_steps_itself_has_common_weights_in_evaluations(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    (seen, end), other = pools(2).run(own_loop, str(tmp_path), True)
+    assert (seen, end) == other
+    assert len(set(seen)) == 3  # At steps 2, 4, and 6.
+    assert [own[1] for own in pools(2).run(own_loop, str(tmp_path), False)] == [end, end]
+
+
 def logs_a_hint(rank: int, world_size: int, folder: str) -> list[str]:
     hf_dlion.register()
     messages: list[str] = []

@@ -11,7 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_dlion import DistributedLion
 from hf_dlion.exchange.rule import Average, Majority
 from hf_dlion.vote import codec, local, message
 from hf_dlion.vote.local import Plan
@@ -216,3 +218,38 @@ def test_a_row_is_never_cut_between_messages() -> None:
 
 def messages_of(shapes: list[tuple[int, ...]]) -> list[message.Message]:
     return message.messages([message.Shape.of(torch.empty(shape), 0) for shape in shapes])
+
+
+def test_the_largest_magnitude_skips_empty_gradients() -> None:
+    grads = [torch.empty(0, 4), torch.tensor([1.0, -2.0]), torch.tensor([[0.5]])]
+    assert local.largest(grads).tolist() == [2.0, 0.5]
+    assert local.largest(grads[:1]).isfinite().all()
+
+
+class DestinationsOfCopies(TorchDispatchMode):
+    """Notes the dtypes that each `_foreach_copy_` writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[set[torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ == "_foreach_copy_":
+            self.dtypes.append({tensor.dtype for tensor in args[0]})
+        return func(*args, **(kwargs or {}))
+
+
+def test_one_copy_of_several_tensors_writes_one_dtype() -> None:
+    params = [
+        torch.nn.Parameter(torch.ones(size, dtype=dtype))
+        for size, dtype in zip(
+            (64, 10, 7), (torch.bfloat16, torch.float32, torch.float16), strict=True
+        )
+    ]
+    optimizer = DistributedLion(params, lr=0.1)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    with DestinationsOfCopies() as mode:
+        optimizer.step()
+    assert max(map(len, mode.dtypes)) == 1
+    assert set.union(*mode.dtypes) == {torch.bfloat16, torch.float16, torch.float32}
