@@ -73,6 +73,14 @@ def test_the_quick_start_trains_as_it_stands(tmp_path: Path) -> None:
     assert (tmp_path / "out").is_dir()
 
 
+def test_pages_and_readme_show_the_same_script_commands_and_table() -> None:
+    assert blocks(DOCS / "quickstart.md", "python")[0] == blocks(ROOT / "README.md", "python")[0]
+    shown = blocks(ROOT / "README.md", "bash")
+    for command in ("bash examples/finetune_llm.sh", ".venv/bin/pytest"):
+        (block,) = [block for block in shown if command in block]
+        assert block in blocks(DOCS / "install.md", "bash")
+
+
 def test_the_pages_are_short_enough_to_be_read():
     """Counts words, not the bars and dashes of tables."""
     texts = [page.read_text() for page in (ROOT / "README.md", ROOT / "CHANGELOG.md", *GUIDES)]
