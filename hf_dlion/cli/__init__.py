@@ -41,7 +41,7 @@ examples:
 _EXAMPLES = """\
 examples:
   hf-dlion doctor
-  hf-dlion plan 7b --link 10gbit --gpu h100
+  hf-dlion plan 1b --link 1gbit --gpu rtx4090
 """
 
 
@@ -102,7 +102,9 @@ def _add_options_of_plan(plan: Parser) -> None:
     add("--step-ms", above_zero, "MS", "Time of forward and backward (default: estimated).")
     tokens = "Tokens of a rank per step, with accumulation (default: 2048, on a CPU 128)."
     add("--tokens", positive, "N", tokens)
-    every = "Steps per exchange (default: so many that exchanges take at most 10%% of the time)."
+    every = (
+        "Steps per exchange (default: so many that it takes at most 10%% of the time, up to 64)."
+    )
     add("--vote-every", positive, "K", every)
     latency = "Time of a short message between nodes (default: 0.1)."
     add("--latency-ms", above_zero, "MS", latency, default=0.1)

@@ -16,7 +16,7 @@ from hf_dlion.checkpoint import find_optimizer
 from hf_dlion.exchange.wire import WireStats
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.trainer.prepare import prepare
-from hf_dlion.vote.local_steps import LOCAL_SHARE, vote_every_for
+from hf_dlion.vote.local_steps import vote_every_for
 
 logger = logging.get_logger(__name__)
 
@@ -133,10 +133,11 @@ class DistributedLionCallback(TrainerCallback):
             # Medians, because evaluations and saves lie between some steps.
             step_s, exchange_s = map(statistics.median, zip(*self._times, strict=True))
             if (vote_every := vote_every_for(step_s - exchange_s, exchange_s)) > 1:
+                share = exchange_s / (exchange_s + vote_every * (step_s - exchange_s))
                 logger.warning_once(
                     f"a step takes {1e3 * step_s:.0f} ms, {1e3 * exchange_s:.0f} ms of them for "
                     f"the exchange (medians of {MEASURED_STEPS} steps). With vote_every="
-                    f"{vote_every}, the exchange would take at most {LOCAL_SHARE:.0%} of the time"
+                    f"{vote_every}, the exchange would take {share:.0%} of the time"
                 )
 
     def on_train_end(self, *_: Any, optimizer: Any = None, **__: Any) -> None:

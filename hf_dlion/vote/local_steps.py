@@ -48,8 +48,9 @@ from hf_dlion.vote.update import (
     write,
 )
 
-# Largest share of the time for exchanges with which `vote_every_for` proposes a number of steps.
-LOCAL_SHARE = 0.1
+# `vote_every_for` aims at this share of the time for exchanges, and proposes at most as many steps
+# as losses were measured with (docs/results.md).
+LOCAL_SHARE, MOST_STEPS = 0.1, 64
 # Sent in the place of a mean if a parameter's weights were replaced on this rank.
 _REPLACED = -1.0
 _REMEDY = (
@@ -61,12 +62,14 @@ _REMEDY = (
 def vote_every_for(step_s: float, exchange_s: float) -> int:
     """Returns the smallest power of two k for which an exchange takes at most 10% of k steps.
 
+    It is at most 64.
+
     Args:
         step_s: Seconds of a step without exchange.
         exchange_s: Seconds of an exchange.
     """
     steps = exchange_s / (LOCAL_SHARE * step_s)
-    return 1 << math.ceil(math.log2(max(steps, 1.0)))
+    return min(1 << math.ceil(math.log2(max(steps, 1.0))), MOST_STEPS)
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class Case:
     link: Link
     machine: Machine
     dtype: torch.dtype = torch.float32  # Dtype of weights and gradients.
-    vote_every: int | None = None  # None: so many that exchanges take at most 10% of the time.
+    vote_every: int | None = None  # None: see `vote_every_for`.
 
     def __post_init__(self) -> None:
         """Checks that the ranks fill two nodes or more.
