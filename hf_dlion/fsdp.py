@@ -107,3 +107,11 @@ def reshard(models: Sequence[nn.Module]) -> None:
 def is_fsdp(model: Any) -> bool:
     """Returns whether a model was sharded with `fully_shard`."""
     return isinstance(model, FSDPModule)
+
+
+def sharded_model(model: nn.Module) -> nn.Module | None:
+    """Returns a model that was sharded, before or after `torch.compile`; None for another model."""
+    for found in (model, getattr(model, "_orig_mod", None)):
+        if isinstance(found, nn.Module) and is_fsdp(found):
+            return found
+    return None

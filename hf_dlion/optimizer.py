@@ -180,8 +180,8 @@ class DistributedLion(LionState):
         parameters before it writes.
 
         Args:
-            model: A `DistributedDataParallel`, what `torch.compile` returns for one, or an FSDP2
-                model.
+            model: A `DistributedDataParallel` or an FSDP2 model, or what `torch.compile` returns
+                for one.
 
         Raises:
             TypeError: If `model` isn't a DDP wrapper or an FSDP2 model.
@@ -192,8 +192,8 @@ class DistributedLion(LionState):
         """
         if self.options.local_group is not None and self._world_size() > 1:
             self._topology().form()  # A collective, so it comes before checks that may raise.
-        if fsdp.is_fsdp(model):
-            self._fsdp_models = [m for m in self._fsdp_models if m is not model] + [model]
+        if (sharded := fsdp.sharded_model(model)) is not None:
+            self._fsdp_models = [m for m in self._fsdp_models if m is not sharded] + [sharded]
         else:
             self._check_wrapper(model)
             ddp.attach(model, self)
@@ -367,7 +367,7 @@ class DistributedLion(LionState):
         fsdp.reshard(self._fsdp_models)  # A gathered model lists other tensors.
         attached = {p for model in self._fsdp_models for p in model.parameters()}
         for name, param in groups.named(self.param_groups):
-            if fsdp.is_sharded(param) and param not in attached:
+            if param.requires_grad and fsdp.is_sharded(param) and param not in attached:
                 raise RuntimeError(
                     f"{name!r} belongs to no attached model: call optimizer.attach(model) with "
                     f"each model that fully_shard was called on, because step() must free its "

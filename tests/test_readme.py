@@ -73,7 +73,7 @@ def test_the_quick_start_trains_as_it_stands(tmp_path: Path) -> None:
     assert (tmp_path / "out").is_dir()
 
 
-def test_pages_and_readme_show_the_same_script_commands_and_table() -> None:
+def test_pages_and_readme_show_the_same_script_and_commands() -> None:
     assert blocks(DOCS / "quickstart.md", "python")[0] == blocks(ROOT / "README.md", "python")[0]
     shown = blocks(ROOT / "README.md", "bash")
     for command in ("bash examples/finetune_llm.sh", ".venv/bin/pytest"):

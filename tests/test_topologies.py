@@ -274,6 +274,33 @@ def test_an_evaluation_of_two_sharded_models_changes_nothing(pools: RankPools) -
         assert all(map(torch.equal, without, with_evaluation))
 
 
+def compiled_and_frozen(rank: int, world_size: int) -> None:
+    """Attaches a model that was compiled before or after it was sharded; another one is frozen."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    LASTING.update(mesh.get_all_groups())
+    for compiled_first in (False, True):
+        model, frozen = model_of(), model_of().requires_grad_(False)
+        fully_shard(frozen, mesh=mesh["shard"])
+        compiled = torch.compile(model)
+        fully_shard(compiled if compiled_first else model, mesh=mesh["shard"])
+        named = [
+            *compiled.named_parameters(),
+            *(("f." + n, p) for n, p in frozen.named_parameters()),
+        ]
+        optimizer = DistributedLion(named, lr=0.01, replicate=mesh["replicate"])
+        optimizer.attach(compiled)
+        for p in compiled.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert optimizer.steps == 1
+
+
+def test_a_compiled_sharded_model_is_attached_and_a_frozen_one_needs_no_attach(
+    pools: RankPools,
+) -> None:
+    pools(2).run(compiled_and_frozen)
+
+
 def replicas_on_one_rank(rank: int, world_size: int) -> str:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     LASTING.update(mesh.get_all_groups())

@@ -243,10 +243,12 @@ def _difference(folder: Path, loaded: Loaded, at: Position) -> str:
             f"Rank r continues with the momentum of saved rank r modulo {header.world_size}{ending}"
         )
     if header.voters != at.voters:
+        whose = "Each node continues with the momentum of its first rank"
+        if at.local_size == 1:
+            whose = "Each rank continues with its own momentum"
         return (
-            f"{folder} was saved with {header.voters} votes per step and is loaded with "
-            f"{at.voters}, by another local_group. Each node continues with the momentum of its "
-            f"first rank{ending}"
+            f"{folder} was saved by {header.voters} voters and is loaded by {at.voters}, with "
+            f"another local_group. {whose}{ending}"
         )
     if header.has_own_weights and not (local and local.anchors):
         return (

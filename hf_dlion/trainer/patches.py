@@ -300,11 +300,13 @@ def _save_model(
     # this one.
     with _meeting(trainer):
         lion.meet(Kind.WEIGHTS, failure)
-    if not trainer.args.should_save and not os.listdir(output_dir):
+    # Shards of FSDP2 are written later.
+    written = os.listdir(output_dir) or is_sharded(trainer.accelerator)
+    if not trainer.args.should_save and not written:
         logger.warning_once(
-            f"{output_dir} doesn't hold the model that rank 0 saved, so this node has a disk of "
-            f"its own, on which Trainer deletes no older checkpoints and can't resume. Set "
-            f"save_on_each_node=True"
+            f"{trainer.args.output_dir} doesn't hold the model that rank 0 saved, so this node has "
+            f"a disk of its own, on which Trainer deletes no older checkpoints and can't resume. "
+            f"Set save_on_each_node=True"
         )
 
 

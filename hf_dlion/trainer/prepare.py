@@ -67,10 +67,11 @@ def prepare(lion: DistributedLion, trainer: Trainer) -> None:
     """
     refuse(trainer)
     _name_parameters(lion, trainer)
-    model = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)
+    wrapped = trainer.model_wrapped
+    is_ddp = isinstance(getattr(wrapped, "_orig_mod", wrapped), DistributedDataParallel)
     ranks, local_group = trainer.args.world_size, lion.options.local_group
-    if isinstance(model, DistributedDataParallel) or fsdp.is_fsdp(model):
-        lion.attach(model)
+    if is_ddp or fsdp.sharded_model(wrapped) is not None:
+        lion.attach(wrapped)
     elif ranks > 1 and local_group not in (None, 1):
         raise RuntimeError(
             f"local_group={local_group!r} needs a model that Trainer wraps in "

@@ -51,8 +51,8 @@ def round_to(x: Tensor, dtype: torch.dtype, random: Tensor) -> Tensor:
     """Rounds float32 numbers stochastically to numbers of bfloat16 or float16, in place.
 
     The probability of rounding up is the distance from the lower neighbor, as a share of the gap.
-    An Inf stays an Inf, a NaN stays a NaN, and numbers above the largest finite one may become Inf
-    when they are converted.
+    An Inf stays an Inf, a quiet NaN stays a NaN, and numbers above the largest finite one may
+    become Inf when they are converted.
 
     Args:
         x: Numbers to round, float32, flat, contiguous, changed in place.

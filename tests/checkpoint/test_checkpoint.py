@@ -285,7 +285,11 @@ def other_vote_every(rank: int, world_size: int, folder: str) -> None:
             warnings.simplefilter("always")
             load(model, optimizer, folder)
         texts = [str(warning.message) for warning in caught]
-        reason = "votes per step" if loading.get("local_group") else "saved between two exchanges"
+        reason = (
+            "2 voters and is loaded by 1"
+            if loading.get("local_group")
+            else "saved between two exchanges"
+        )
         found = [text for text in texts if reason in text]
         assert len(found) == (saving is local and rank == 0)
         assert same(kept, weights_of(model))
@@ -302,24 +306,30 @@ def test_without_own_weights_or_local_steps_ranks_continue_with_the_models_weigh
     pools(2).run(other_vote_every, str(tmp_path))
 
 
-def other_local_group(rank: int, world_size: int, folder: str, every: int) -> list[str]:
-    """Four voters save, and two nodes load."""
+def other_local_group(
+    rank: int, world_size: int, folder: str, every: int, saving: int, loading: int
+) -> list[str]:
+    """Four voters save and two nodes load, or the other way around."""
     model = model_of()
-    optimizer = optimizer_of(model, vote_every=every)
-    train(model, optimizer, range(1 + every), rank)
+    ddp = DistributedDataParallel(model)
+    optimizer = optimizer_of(model, vote_every=every, local_group=saving)
+    optimizer.attach(ddp)
+    train(ddp, optimizer, range(1 + every), rank)
     save(model, optimizer, folder, rank)
     optimizer.eval()
     kept = weights_of(model)
+    optimizer.detach()
+    del ddp
     model = model_of(1)
     ddp = DistributedDataParallel(model)
-    optimizer = optimizer_of(model, vote_every=every, local_group=2)
+    optimizer = optimizer_of(model, vote_every=every, local_group=loading)
     optimizer.attach(ddp)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         load(model, optimizer, folder)
     assert same(kept, weights_of(model))
     assert not optimizer._local.anchors
-    saved = load_file(file_of(folder, rank - rank % 2, 4))
+    saved = load_file(file_of(folder, rank - rank % loading, 4))
     assert same([saved[str(k)] for k in range(4)], momenta_of(optimizer))
     train(ddp, optimizer, range(1 + every, 3 + every), rank)
     optimizer.detach()
@@ -330,11 +340,18 @@ def other_local_group(rank: int, world_size: int, folder: str, every: int) -> li
 
 @multiproc
 @pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize(
+    ("saving", "loading", "said"),
+    [
+        (1, 2, "was saved by 4 voters and is loaded by 2, with .* Each node continues"),
+        (2, 1, "was saved by 2 voters and is loaded by 4, with .* Each rank continues"),
+    ],
+)
 def test_another_local_group_continues_with_a_warning(
-    pools: RankPools, tmp_path: Path, every: int
+    pools: RankPools, tmp_path: Path, every: int, saving: int, loading: int, said: str
 ) -> None:
-    first, *others = pools(4).run(other_local_group, str(tmp_path), every)
-    assert_matches("was saved with 4 votes per step and is loaded with 2", " ".join(first))
+    first, *others = pools(4).run(other_local_group, str(tmp_path), every, saving, loading)
+    assert_matches(said, " ".join(first))
     assert ("weights of the last exchange" in " ".join(first)) == (every > 1)
     assert others == [[], [], []]
 

@@ -384,7 +384,9 @@ def test_a_full_disk_on_one_rank_raises_on_all_and_leaves_the_older_checkpoint(
         assert complete == (name == "rotation"), name
 
 
-def save_by_relative_path(rank: int, world_size: int, folder: str, disks: int) -> list[str]:
+def save_by_relative_path(
+    rank: int, world_size: int, folder: str, disks: int, sharded: bool
+) -> list[str]:
     """Returns the warnings of a run that saves; ranks have one disk together, or one each."""
     hf_dlion.register()
     before, messages = os.getcwd(), list[str]()
@@ -392,22 +394,26 @@ def save_by_relative_path(rank: int, world_size: int, folder: str, disks: int) -
     disk.mkdir(exist_ok=True)
     os.chdir(disk)
     try:
-        with mock.patch.object(patches.logger, "warning_once", messages.append):
-            tiny_trainer(tiny_args("out", save_strategy="steps", save_steps=2)).train()
+        every = {"save_strategy": "steps", "save_steps": 2}
+        with (
+            mock.patch.object(patches.logger, "warning", messages.append),
+            mock.patch.object(patches, "is_sharded", return_value=sharded),
+        ):
+            tiny_trainer(tiny_args(f"out {disks} {sharded}", **every)).train()
     finally:
         os.chdir(before)
     return messages
 
 
-@pytest.mark.parametrize("disks", [1, 2])
-def test_a_disk_per_node_without_save_on_each_node_warns(
-    pools: RankPools, tmp_path: Path, disks: int
+@pytest.mark.parametrize(
+    ("disks", "sharded", "count"), [(1, False, 0), (2, False, 1), (2, True, 0)]
+)
+def test_a_disk_per_node_without_save_on_each_node_warns_once(
+    pools: RankPools, tmp_path: Path, disks: int, sharded: bool, count: int
 ) -> None:
-    warned = pools(2).run(save_by_relative_path, str(tmp_path), disks)
-    assert [["Set save_on_each_node=True" in text for text in own] for own in warned] == [
-        [],
-        [True] * 2 * (disks - 1),
-    ]
+    first, second = pools(2).run(save_by_relative_path, str(tmp_path), disks, sharded)
+    assert first == []
+    assert ["Set save_on_each_node=True" in text for text in second] == [True] * count
 
 
 def overwrite(rank: int, world_size: int, folder: str) -> bool:

@@ -300,4 +300,4 @@ def test_a_slow_exchange_is_logged_once_with_what_would_hide_it(
     # 10 ms of exchange are 10% of a step of 100 ms; more need more steps.
     pairs = [(0.1, 0.01), (0.1, 0.011), (0.1, 0.021), (0.1, 0.1), (1.0, 1.0), (0.1, 0.0)]
     assert [vote_every_for(*pair) for pair in pairs] == [1, 2, 4, 16, 16, 1]
-    assert vote_every_for(0.1, 10.0) == 64  # The largest number whose loss was measured.
+    assert vote_every_for(0.1, 10.0) == 64
