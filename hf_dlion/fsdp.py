@@ -99,9 +99,10 @@ def check_sharding(
 
 def reshard(models: Sequence[nn.Module]) -> None:
     """Frees gathered parameters, so the next forward gathers the values that `step` wrote."""
-    for module in (module for model in models for module in model.modules()):
-        if is_fsdp(module):
-            cast(FSDPModule, module).reshard()
+    for model in models:
+        for module in model.modules():
+            if is_fsdp(module):
+                cast(FSDPModule, module).reshard()
 
 
 def is_fsdp(model: Any) -> bool:

@@ -346,10 +346,12 @@ def write(piece: Piece, flat: Tensor, tensors: Flat, turn: Turn, stream: int) ->
             if stream != PARAMETERS:  # An Inf in a momentum would decide the vote forever.
                 x.clamp_(-torch.finfo(dtype).max, torch.finfo(dtype).max)
             round_to(x, dtype, random_of_x)
-    # On CUDA, torch before 2.11 writes all tensors of a call in the dtype of the first one.
-    for dtype in dtypes:
-        chosen = [k for k, tensor in enumerate(in_tensors) if tensor.dtype == dtype]
-        torch._foreach_copy_([in_tensors[k] for k in chosen], [in_scratch[k] for k in chosen])
+    if len(dtypes) == 1:
+        torch._foreach_copy_(in_tensors, in_scratch)
+        return
+    # One by one: on CUDA, torch before 2.11 writes all tensors of a call in the first one's dtype.
+    for tensor, x in zip(in_tensors, in_scratch, strict=True):
+        tensor.copy_(x)
 
 
 def _is_view(piece: Piece, tensors: Flat) -> bool:
