@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from hf_dlion import DistributedLion
+from hf_dlion.vote.codec import divided
 from tests.support.spawn import RankPools
 
 # With "cpu" and "gloo" the same tests run without a GPU, which shows that they can run.
@@ -34,6 +35,13 @@ CASES: list[dict[str, Any]] = [
     {"aggregation": "average", "exchange": "two_phase"},
     {"momentum_sync_every": 2, "full_precision": "0.*"},
 ]
+
+
+def test_a_mean_is_rounded_once_as_on_a_cpu() -> None:
+    x = torch.arange(1.0, 1000.0)
+    for ranks in (3, 7, 11, 49):
+        found = divided(x.clone().to(DEVICE), ranks).cpu()
+        assert torch.equal(found, torch.from_numpy(x.numpy() / x.numpy().dtype.type(ranks)))
 
 
 def bits_of(tensor: Tensor) -> bytes:

@@ -415,7 +415,7 @@ def in_bfloat16_by_default(rank: int, world_size: int) -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def test_another_default_dtype_makes_no_difference(pools: RankPools) -> None:
+def test_steps_work_with_another_default_dtype(pools: RankPools) -> None:
     pools(2).run(in_bfloat16_by_default)
 
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_dlion import DistributedLion, cli
-from hf_dlion.cli import plan
+from hf_dlion.cli import arguments, plan
 from hf_dlion.cli.plan import machine
 from hf_dlion.cli.plan.advice import advice
 from hf_dlion.cli.plan.machine import GPUS, Machine
@@ -310,6 +310,7 @@ def test_the_table_of_bytes_is_what_the_operations_of_torch_move(
 
 
 def test_a_gpus_work_is_the_bytes_that_its_operations_move() -> None:
+    assert tuple(GPUS) == arguments.GPUS
     gpu, full, some = GPUS["rtx4090"], workload("7b"), workload("7b", trainable=40_000_000)
     found = machine.computed(gpu, full, torch.float32, 2048, None)
     assert found.each_s["copy"] == pytest.approx(8 / gpu.bytes_per_s)
