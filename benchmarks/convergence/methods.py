@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,6 +27,7 @@ from benchmarks.methods import (
     set_lr,
     trainable,
 )
+from hf_dlion import DistributedLion
 from hf_dlion.exchange.routes import wire_bytes
 from hf_dlion.exchange.rule import Average, Majority
 from hf_dlion.vote.codec import TOP, spread, tally
@@ -71,6 +73,10 @@ class Workers(ABC):
     def evaluated(self, evaluate: Callable[[nn.Module], T], otherwise: T) -> T:
         """Evaluates the model; returns `otherwise` on ranks whose record isn't kept."""
         return evaluate(self.model)
+
+    def own_loss(self, validation: Callable[[nn.Module], float]) -> float | None:
+        """Returns the loss of rank 0's own weights, if ranks have their own."""
+        return None
 
     def close(self) -> None:  # noqa: B027
         """Stops what the method started."""
@@ -305,12 +311,27 @@ class RealRank(Workers):
     def evaluated(self, evaluate: Callable[[nn.Module], T], otherwise: T) -> T:
         if dist.get_rank():
             return otherwise
-        model, optimizer = getattr(self.model, "module", self.model), self._rank.optimizer
+        optimizer = self._rank.optimizer
         if not hasattr(optimizer, "eval"):
-            return evaluate(model)
+            return self._alone(evaluate)
         optimizer.eval()
-        found = evaluate(model)
+        found = self._alone(evaluate)
         optimizer.train()
+        return found
+
+    def own_loss(self, validation: Callable[[nn.Module], float]) -> float | None:
+        optimizer = self._rank.optimizer
+        local = isinstance(optimizer, DistributedLion) and optimizer.options.vote_every > 1
+        if dist.get_rank() or not local:
+            return None
+        return self._alone(validation)
+
+    def _alone(self, evaluate: Callable[[nn.Module], T]) -> T:
+        """Evaluates on one thread per rank, since the other ranks wait."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(min(dist.get_world_size(), os.cpu_count() or 1))
+        found = evaluate(getattr(self.model, "module", self.model))
+        torch.set_num_threads(threads)
         return found
 
     def close(self) -> None:

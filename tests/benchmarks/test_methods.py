@@ -53,11 +53,13 @@ def of_local_steps(rank: int, world_size: int, setting: Setting) -> dict[str, An
     task = Pretraining(setting)
     method = RealRank(task, setting)
     record, own = outcome(setting, method)
+    own_loss = task.validation(method.model)
     optimizer = method._rank.optimizer
     optimizer.eval()
     return {
         "record": record,
         "own": own,
+        "own_loss": own_loss,
         "common": [param.detach().clone() for param in method.params],
         "loss": task.validation(method.model),
         "bytes": optimizer.wire.bytes_sent,
@@ -153,6 +155,7 @@ def test_local_steps_are_judged_by_common_weights_and_end_with_an_exchange(
     assert not any(map(torch.equal, mine["own"], theirs["own"]))
     record, start = mine["record"], mine["record"]["curve"][0][1]
     assert record["loss"] == mine["loss"] < start
+    assert record["own_loss"] == mine["own_loss"] != mine["loss"]
     assert mine["exchanges"] == 3  # After 5, 10 and 12 steps.
     assert record["bytes_per_step"] == mine["bytes"] / 12
     # Before the first exchange all ranks have what they began with.
