@@ -32,10 +32,11 @@ work first.
 """
 _PLAN_EXAMPLES = """\
 columns: "sent" is what a rank sends in a step, "network" the part of a step that waits for the
-network, "memory" the weights, gradients, and optimizer state of a rank, without activations.
+network, "memory" the weights, gradients, DDP's buckets, and optimizer state of a rank, without
+activations. "AdamW on one node" accumulates the batches of all nodes.
 
 examples:
-  hf-dlion plan 7b --ranks 8 --ranks-per-node 4 --link 10gbit --dtype bf16 --gpu h100
+  hf-dlion plan 1b --ranks 8 --ranks-per-node 4 --link 10gbit --gpu h100 --tokens 16384
   hf-dlion plan ./my-model --ranks 2 --link 1gbit --step-ms 450
 """
 _EXAMPLES = """\
@@ -100,7 +101,7 @@ def _add_options_of_plan(plan: Parser) -> None:
     add("--dtype", arguments.dtype, "DTYPE", weights, default="float32")
     add("--trainable", arguments.count, "COUNT", "Trained parameters, as with LoRA (default: all).")
     add("--step-ms", above_zero, "MS", "Time of forward and backward (default: estimated).")
-    tokens = "Tokens of a rank per step, with accumulation (default: 2048, on a CPU 128)."
+    tokens = "Tokens of a rank per step, with accumulation (default: 8192, on a CPU 128)."
     add("--tokens", positive, "N", tokens)
     every = (
         "Steps per exchange (default: so many that it takes at most 10%% of the time, up to 64)."

@@ -23,7 +23,17 @@ from hf_dlion.cli import arguments, plan
 from hf_dlion.cli.plan import machine
 from hf_dlion.cli.plan.advice import advice
 from hf_dlion.cli.plan.machine import GPUS, Machine
-from hf_dlion.cli.plan.methods import DLION, NODE, NONE, POWER, Case, Link, Prediction, predict
+from hf_dlion.cli.plan.methods import (
+    ALONE,
+    DLION,
+    NODE,
+    NONE,
+    POWER,
+    Case,
+    Link,
+    Prediction,
+    predict,
+)
 from hf_dlion.cli.plan.workload import Workload, usual_shapes, workload
 from tests.support.spawn import RankPools
 
@@ -107,9 +117,10 @@ def test_as_many_local_steps_are_planned_as_hide_the_exchange() -> None:
         chosen.append(every)
     assert chosen == sorted(chosen)
     assert chosen[0] < chosen[1] < chosen[2]
-    # An anchor in addition to the momentum: as much as AdamW.
+    # An anchor in addition to the momentum: as much as AdamW, which also fills DDP's buckets.
     found = predict(a_case())
-    assert list(found.values())[-1].memory_bytes == found[FP32].memory_bytes
+    assert list(found.values())[-1].memory_bytes == found[ALONE].memory_bytes
+    assert found[FP32].memory_bytes / found[ALONE].memory_bytes == 5 / 4
 
 
 @pytest.mark.multiproc
@@ -127,9 +138,35 @@ def test_the_other_methods_send_what_their_formulas_say() -> None:
     width = usual_shapes(7 * 10**9)[0][0]
     assert found[POWER].wire_bytes == pytest.approx(2 * 7 / 8 * 4 * 7e9 * 8 / width, rel=0.01)
     assert found[NONE].wire_bytes == 0
-    # Weights, gradients, and two momenta; Lion has one; PowerSGD has an error, too.
-    memory = [found[name].memory_bytes / 7e9 for name in (FP32, DLION, POWER)]
-    assert memory == pytest.approx([16, 12, 20])
+
+
+@pytest.mark.parametrize(("device", "unused"), [("cpu", 0), ("cuda", 4)])
+def test_memory_has_ddps_buckets_which_take_none_on_a_cpu_if_they_are_unused(
+    device: str, unused: int
+) -> None:
+    case = a_case(
+        workload("7b"), ranks=8, per_node=4, machine=replace(CPU, device=device), vote_every=4
+    )
+    # Weights, gradients, buckets, and two momenta; Lion has one; PowerSGD has an error, too.
+    memory = {name: own.memory_bytes / 7e9 for name, own in predict(case).items()}
+    known = {FP32: 20, ALONE: 20, POWER: 24, DLION: 12 + unused, NODE: 16}
+    assert {name: memory[name] for name in known} == pytest.approx(known)
+    assert memory[f"{NODE}, vote_every=4"] == pytest.approx(20)
+    # A rank that is alone on its node.
+    found = predict(replace(case, per_node=1))
+    assert found[ALONE].memory_bytes / 7e9 == pytest.approx(16)
+    assert found[f"{DLION}, vote_every=4"].memory_bytes / 7e9 == pytest.approx(16 + unused)
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(3, 1), (6, 2)])
+def test_one_node_computes_the_gradients_of_all_and_takes_one_step(
+    ranks: int, per_node: int
+) -> None:
+    case = a_case(ranks=ranks, per_node=per_node)
+    own = predict(case)[ALONE]
+    copies_s = 2 * case.work_s("copy") if per_node > 1 else 0.0
+    assert own.wire_bytes == 0
+    assert own.step_s == pytest.approx(3 * CPU.compute_s + copies_s + case.work_s("adamw"))
 
 
 def test_under_fsdp2_a_rank_sends_the_votes_on_its_part() -> None:
@@ -335,10 +372,12 @@ def said(
     node: float = 1e4,
     gpu_gb: float = 80,
     local: float = 1e4,
+    alone: float = 1e4,
 ) -> str:
     """The advice where AdamW's all-reduce takes 100 ms, of which `wire` wait for the network."""
     times = {NONE: (100 - wire, 0.0), FP32: (100 - wire, wire), POWER: (power, 0.0)}
-    times |= {DLION: (step, 0.0), NODE: (node, 0.0), f"{DLION}, vote_every=8": (local, 0.0)}
+    times |= {ALONE: (alone, 0.0), DLION: (step, 0.0), NODE: (node, 0.0)}
+    times |= {f"{DLION}, vote_every=8": (local, 0.0)}
     predictions = {
         name: Prediction(
             wire_bytes=0,
@@ -371,6 +410,24 @@ def said(
         ((60, 50, 20), "DistributedLion pays: ", ["2.50 times as fast as DistributedLion, if its"]),
         ((30, 96, 50), "DistributedLion does not pay: ", ["2.00 times as fast as AdamW with DDP"]),
         (
+            (60, 50, 1e4, 1e4, 80, 48, 60),
+            "DistributedLion pays: AdamW on one node would take 60 ms for the batches of all nodes",
+            ["DistributedLion is predicted to be 1.20 times as fast."],
+        ),
+        (
+            (60, 50, 1e4, 1e4, 80, 20, 40),
+            "DistributedLion, vote_every=8 pays: AdamW on one node would take 40 ms",
+            ["vote_every=8 is predicted to be 2.00 times as fast."],
+        ),
+        (
+            (60, 50, 20, 1e4, 80, 40, 40),
+            "DistributedLion does not pay: AdamW on one node would take 40 ms",
+            [
+                "but DistributedLion, vote_every=8 is predicted to take as long. Use AdamW on one",
+                "AdamW with PowerSGD rank 4 is predicted to be 2.00 times as fast as AdamW on one",
+            ],
+        ),
+        (
             (60, 50, 1e4, 1e4, 18),
             "AdamW does not fit into memory: ",
             ["18 GB. DistributedLion pays"],
@@ -400,27 +457,28 @@ def test_a_model_on_gpus_that_are_not_here_is_planned_in_one_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "measured", lambda *_: pytest.fail("nothing is measured"))
-    words = ["7b", "--ranks=8", "--ranks-per-node=4", "--link=10g", "--gpu=H100", "--dtype=bf16"]
+    words = ["1b", "--ranks=8", "--ranks-per-node=4", "--link=10g", "--gpu=H100"]
     text = run(capsys, *words)
-    assert "7b (7,000,000,000 parameters), 8 ranks on 2 nodes, 10 Gbit/s" in text
-    assert "forward and backward: 217 ms (2,048 tokens per rank at 40% of the peak of" in text
+    assert "1b (1,000,000,000 parameters), 8 ranks on 2 nodes, 10 Gbit/s" in text
+    assert "forward and backward: 124 ms (8,192 tokens per rank at 40% of the peak of" in text
     assert "computed, not measured" in text
-    assert re.search(r"^│ AdamW with DDP bf16 +│ 24.5 GB │", text, re.M)
-    assert text.splitlines()[-1].startswith('DistributedLion, local_group="node" pays: ')
+    assert re.search(r"^│ AdamW with DDP fp32 +│  7.0 GB │", text, re.M)
+    begin = 'DistributedLion, local_group="node", vote_every=16 pays: AdamW on one node would take '
+    assert text.splitlines()[-1].startswith(begin)
     # The same as data, and as Markdown.
     result = json.loads(run(capsys, *words, "--format=json"))
     assert result["advice"] in text
-    assert result["methods"][1]["wire_bytes"] == pytest.approx(24.5e9, rel=0.01)
-    assert "| AdamW with DDP bf16 " in run(capsys, *words, "--format=markdown")
+    assert result["methods"][2]["wire_bytes"] == pytest.approx(7e9, rel=0.01)
+    assert "| AdamW with DDP fp32 " in run(capsys, *words, "--format=markdown")
 
 
 def test_a_model_that_does_not_fit_is_reported_unless_it_is_sharded(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["13b", "--ranks=16", "--link=25gbit", "--gpu=a100", "--dtype=bf16"]
+    words = ["9b", "--ranks=16", "--link=25gbit", "--gpu=a100", "--dtype=bf16"]
     text = run(capsys, *words)
-    assert "The model does not fit" not in text  # 78 GB with Lion.
-    assert "\nAdamW does not fit into memory: a rank needs 104 GB with AdamW and 78 GB" in text
+    assert "The model does not fit" not in text
+    assert "\nAdamW does not fit into memory: a rank needs 90 GB with AdamW and 72 GB" in text
     text = run(capsys, *words, "--shard=8")
     assert "16 ranks on 2 nodes" in text
     assert "does not fit" not in text

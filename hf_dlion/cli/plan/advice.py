@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from hf_dlion.cli.plan.methods import DLION, NODE, NONE, POWER, Case, Prediction
+from hf_dlion.cli.plan.methods import ALONE, DLION, NODE, NONE, POWER, Case, Prediction
 
 Predictions = Mapping[str, Prediction]
 
-# Below this gain over the best all-reduce the advice is AdamW: the model is no more exact.
+# Below this gain over AdamW the advice is AdamW: the model is no more exact.
 WORTH = 1.10
 # An all-reduce of which less than this share of a step is exposed is hidden. What another optimizer
 # then saves is its own work, or DDP's copies, which gradient_as_bucket_view saves, too.
@@ -45,8 +45,8 @@ def advice(case: Case, measured: Sequence[Predictions], busy: float = 0.0) -> st
         # What slows a rank's own work hides the network, even from the shortest times.
         return f"{memory}{cannot} other work slows this machine down. By the shortest times, {why}."
     text = f"{memory}{why}." if pays else f"{memory}{why}. Use {best}."
-    local = next(name for name in predictions if "vote_every" in name)
-    for name, condition in ((POWER, ", if its low rank trains your model"), (local, "")):
+    power = POWER, ", if its low rank trains your model"
+    for name, condition in (power, (_local(predictions), "")):
         gain = predictions[best].step_s / predictions[name].step_s if name in predictions else 0.0
         if gain >= WORTH:
             text += f" {name} {_compared(gain)} as {best}{condition}."
@@ -74,17 +74,28 @@ def _verdict(predictions: Predictions) -> _Verdict:
     baseline = fastest(
         n for n in predictions if n.startswith(("AdamW with DDP", "AdamW with FSDP2"))
     )
-    ours = fastest(n for n in (DLION, NODE) if n in predictions)
     step_s, waits_s = predictions[baseline].step_s, predictions[baseline].parts["network"]
-    gain = step_s / predictions[ours].step_s
-    waits = f"{_ms(waits_s)} of {_ms(step_s)} per step of {baseline} wait for the network"
     if waits_s < HIDDEN * step_s:
         why = f"{DLION} does not pay: {baseline} hides its traffic behind backward"
         return _Verdict(False, baseline, why)
-    if gain < WORTH:
-        why = f"{DLION} does not pay: {waits}, but {ours} {_compared(gain)}"
-        return _Verdict(False, baseline, why)
-    return _Verdict(True, ours, f"{ours} pays: {waits}, and {ours} {_compared(gain)}")
+    if baseline == (other := fastest((baseline, ALONE))):
+        why = f"{_ms(waits_s)} of {_ms(step_s)} per step of {baseline} wait for the network"
+    else:
+        step_s = predictions[ALONE].step_s
+        why = f"{ALONE} would take {_ms(step_s)} for the batches of all nodes"
+    # Votes in every step are preferred, because local steps keep another number per parameter.
+    ours = fastest(n for n in (DLION, NODE) if n in predictions), _local(predictions)
+    compared = {name: _compared(step_s / predictions[name].step_s) for name in ours}
+    for name in ours:
+        if step_s / predictions[name].step_s >= WORTH:
+            return _Verdict(True, name, f"{name} pays: {why}, and {name} {compared[name]}")
+    name = fastest(ours)
+    return _Verdict(False, other, f"{DLION} does not pay: {why}, but {name} {compared[name]}")
+
+
+def _local(predictions: Predictions) -> str:
+    """Returns the name of the method with local steps."""
+    return next(name for name in predictions if "vote_every" in name)
 
 
 def _memory(case: Case, predictions: Predictions) -> str:

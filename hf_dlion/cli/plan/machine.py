@@ -52,7 +52,8 @@ LEAST_ROUNDS, MOST_ROUNDS, BUDGET_S = 3, 8, 15.0
 # The share of its peak at which a GPU trains: 38 to 43% for Llama 3 405B on H100s (arXiv
 # 2407.21783, table 4).
 MFU = 0.4
-TOKENS = {"cpu": 128, "cuda": 2048}
+# Tokens of a rank per step: on a GPU Trainer's batch of 8, with 1,024 tokens each.
+TOKENS = {"cpu": 128, "cuda": 8192}
 # Two transformers that are timed: layers, width, tokens of a sequence.
 _LAYERS, _WIDTH, _SEQUENCE = (1, 4), 512, 128
 

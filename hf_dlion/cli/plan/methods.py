@@ -26,7 +26,7 @@ from hf_dlion.vote.message import Shape, messages
 FORWARD_SHARE = 1 / 3
 # DDP: the first bucket closes at 1 MiB, the others at `bucket_cap_mb`.
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
-NONE, DLION = "AdamW without network", "DistributedLion"
+NONE, ALONE, DLION = "AdamW without network", "AdamW on one node", "DistributedLion"
 POWER = f"AdamW with PowerSGD rank {POWER_RANK}"
 NODE = f'{DLION}, local_group="node"'
 # Bytes of a header for every other rank.
@@ -127,7 +127,7 @@ class Prediction:
 
     wire_bytes: int  # Bytes that a rank sends; with one vote per node, to other nodes.
     parts: dict[str, float]  # Seconds by part; "network" is what no work hides.
-    memory_bytes: float  # Weights, gradients, and optimizer state.
+    memory_bytes: float  # Weights, gradients, DDP's buckets, and optimizer state.
 
     @property
     def step_s(self) -> float:
@@ -172,6 +172,9 @@ def predict(case: Case) -> dict[str, Prediction]:
         voters = replace(case.between_nodes(), work=case.work.shard(case.shard))
     copies_s = 0.0 if sharded else 2 * case.work_s("copy")  # Into DDP's buckets, and back.
     weights, trained = size * case.work.parameters / case.shard, size * voters.work.trainable
+    # DDP's buckets hold a copy of the gradients. Unused ones take memory on a GPU only.
+    buckets = 0 if sharded else 1
+    unused = buckets if case.machine.device == "cuda" else 0
     found: dict[str, Prediction] = {}
 
     def add(name: str, cost: Cost, kept: int) -> None:
@@ -179,22 +182,28 @@ def predict(case: Case) -> dict[str, Prediction]:
         memory = weights + kept * trained
         found[name] = Prediction(wire_bytes=cost[0], parts=cost[1], memory_bytes=memory)
 
-    add(NONE, _all_reduce(voters, 0, copies_s), 3)
+    add(NONE, _all_reduce(voters, 0, copies_s), 3 + buckets)
+    # One node that accumulates the batches of all nodes. A node with one rank needs no DDP.
+    inside_s, in_node = (copies_s, buckets) if case.per_node > 1 else (0.0, 0)
+    compute_s = case.nodes * case.machine.compute_s + inside_s
+    alone = {"compute": compute_s, "network": 0.0, "optimizer": voters.work_s("adamw")}
+    add(ALONE, (0, alone), 3 + in_node)
     for name, on_wire in ({"bf16": 2} if size == 2 else {"fp32": 4, "bf16 hook": 2}).items():
         cost = _all_reduce(voters, on_wire, copies_s)
-        add(f"AdamW with {'FSDP2' if sharded else 'DDP'} {name}", cost, 3)
+        add(f"AdamW with {'FSDP2' if sharded else 'DDP'} {name}", cost, 3 + buckets)
     if not sharded:
-        add(POWER, _power_sgd(case, copies_s), 4)  # It also keeps the error of its approximation.
+        add(POWER, _power_sgd(case, copies_s), 4 + buckets)  # It also keeps an error.
     for bits in BITS:
-        add(DLION if bits == 1 else f"{DLION}, bits={bits}", _votes(voters, case.ranks, bits), 2)
-    name, vote, share, inside_s = DLION, voters, 1, 0.0
+        name = DLION if bits == 1 else f"{DLION}, bits={bits}"
+        add(name, _votes(voters, case.ranks, bits), 2 + unused)
+    name, vote, share, kept = DLION, voters, 1, unused
     if case.per_node > 1 and not sharded:
         # DDP's buckets carry the gradients inside the node, and each rank exchanges its share.
-        name, vote, share, inside_s = NODE, case.between_nodes(), case.per_node, copies_s
-        add(name, _votes(vote, case.ranks, 1, share=share, inside_s=inside_s), 2)
+        name, vote, share, kept = NODE, case.between_nodes(), case.per_node, buckets
+        add(name, _votes(vote, case.ranks, 1, share=share, inside_s=inside_s), 2 + kept)
     every, cost = _local_steps(vote, case.ranks, share, inside_s)
     # A second number is the anchor, and with 16 bits a third the displacement.
-    add(f"{name}, vote_every={every}", cost, 4 if size == 2 else 3)
+    add(f"{name}, vote_every={every}", cost, (4 if size == 2 else 3) + kept)
     return found
 
 
