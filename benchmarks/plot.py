@@ -63,7 +63,6 @@ LOOKS = {
     "terngrad": Look("TernGrad", "#B5651D"),
     "graddrop": Look("GradDrop", "#C2185B"),
     "dgc": Look("DGC", "#E48BB0"),
-    "signmuon": Look("SignMuon", "#2F4B26"),
     "bf16": Look("AdamW, DDP bf16 hook", "#ADB5BD"),
     "powersgd": Look("AdamW, PowerSGD rank 4", "#D4A017"),
     "localsgd8": Look("LocalSGD, 8 steps of AdamW", "#B22222"),

@@ -38,8 +38,6 @@ from hf_dlion.vote.update import Scratch, Turn, encode, move
 
 T = TypeVar("T")
 HEADER_BYTES = 64
-# Muon's quintic polynomial and its number of iterations: https://kellerjordan.github.io/posts/muon.
-QUINTIC, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
 
 
 class Workers(ABC):
@@ -234,60 +232,6 @@ class Votes(Separate):
         self.bytes_sent += ring_bytes(stop - start, 2, len(parts))
 
 
-class SignMuon(Separate):
-    """A majority of the signs of Lion's direction, orthogonalized by Muon's iteration.
-
-    See arXiv 2605.16311. Matrices are orthogonalized, including the embedding; other parameters
-    are not. Each worker sends its vote to every other worker.
-    """
-
-    def __init__(self, task: Task, setting: Setting) -> None:
-        super().__init__(task, setting)
-        self._momenta = [p.detach().new_zeros((setting.workers, *p.shape)) for p in self.params]
-        self._step = 0
-
-    @torch.no_grad()
-    def step(self, lr: float) -> None:
-        self._step += 1
-        beta1, beta2 = self.setting.betas
-        self.bytes_sent += (len(self.workers) - 1) * sum(map(Tensor.numel, self.params)) / 8
-        for k, (param, momentum) in enumerate(zip(self.params, self._momenta, strict=True)):
-            found = [grads[k] for grads in self.grads]
-            if all(grad is None for grad in found):
-                continue
-            grads = torch.stack([torch.zeros_like(param) if g is None else g for g in found])
-            directions = torch.lerp(grads, momentum, beta1)
-            momentum.lerp_(grads, 1.0 - beta2)
-            if param.dim() == 2:
-                directions = torch.stack([orthogonal(direction) for direction in directions])
-            param.mul_(1.0 - lr * self.setting.weight_decay)
-            param.sub_(lr * majority(directions, self._step))
-        self.grads = []
-
-
-def majority(wanted: Tensor, turn: int) -> Tensor:
-    """Returns the majority of the workers' signs without the first dimension; 0 if all are zero.
-
-    Ties alternate between +1 and -1 over steps and elements.
-    """
-    signs = wanted.sign()
-    total = signs.sum(dim=0).sign()
-    place = torch.arange(total.numel(), device=total.device).view(total.shape)
-    tied = (total == 0) & (signs != 0).any(dim=0)
-    return torch.where(tied, 1.0 - 2.0 * ((place + turn) % 2), total)
-
-
-def orthogonal(matrix: Tensor) -> Tensor:
-    """Returns roughly the closest semi-orthogonal matrix, by Muon's iteration in bfloat16."""
-    a, b, c = QUINTIC
-    tall = matrix.shape[0] > matrix.shape[1]
-    x: Tensor = ((matrix.T if tall else matrix) / (matrix.norm() + 1e-7)).bfloat16()
-    for _ in range(ITERATIONS):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.T if tall else x).to(matrix.dtype)
-
-
 class RealRank(Workers):
     """One real rank of an existing process group."""
 
@@ -354,7 +298,6 @@ IN_PROCESS: dict[str, Callable[[Task, Setting], Workers]] = {
     "terngrad": partial(Compressed, make=adamw, compressor=TernGrad),
     "graddrop": partial(Compressed, make=adamw, compressor=GradDrop),
     "dgc": partial(Compressed, make=_sgd, compressor=DGC),
-    "signmuon": SignMuon,
 }
 # Methods of step_time.py whose ranks don't train a common model, or that need several nodes.
 NOT_TRAINED = ("none", "alone", "adamw-alone", "ddp-lion", "node", "fsdp2")
@@ -363,7 +306,6 @@ ONLY_IN_PROCESS = {
     "terngrad": ("adamw", "TernGrad: AdamW on gradients of three values (2 bits)"),
     "graddrop": ("adamw", "GradDrop: AdamW on the largest 4% of gradient and residual"),
     "dgc": ("sgd", "Deep gradient compression: SGD on the largest 4%, momentum corrected"),
-    "signmuon": ("lion", "SignMuon: majority of the signs of Muon's direction"),
 }
 
 
@@ -399,7 +341,7 @@ def check_method(setting: Setting) -> None:
         raise ValueError(f"{name!r} runs on real ranks only; add --real")
     if setting.clip and name in ("terngrad", "graddrop", "dgc"):
         raise ValueError(f"--clip doesn't work with {name}; remove --clip, or the method")
-    if setting.lr_factors and name in ("signmuon", "demo"):
+    if setting.lr_factors and name == "demo":
         raise ValueError(
             f"--lr-factors doesn't work with {name}; remove --lr-factors, or the method"
         )

@@ -1,17 +1,14 @@
-"""TernGrad, GradDrop, DGC and SignMuon follow their papers, and count what they send."""
+"""TernGrad, GradDrop, and DGC follow their papers, and count what they send."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.convergence.compressors import DGC, Compressor, GradDrop, TernGrad
-from benchmarks.convergence.methods import SignMuon, majority, orthogonal
-from tests.support.tiny_study import TINY
 
 COMPRESSORS = {"terngrad": TernGrad, "graddrop": GradDrop, "dgc": DGC}
 
@@ -136,47 +133,3 @@ def test_terngrad_clips_at_two_and_a_half_deviations_but_no_single_element() -> 
     # The largest that remains is sent for certain, with its own value.
     part = TernGrad([102, 1], 1).messages(torch.cat([layer, torch.tensor([0.5])])[None])[0]
     assert part[100:].tolist() == pytest.approx([bound, -bound, 0.5])
-
-
-class Linear:
-    """A task that has only a model."""
-
-    def model(self, seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        return nn.Linear(5, 4)
-
-
-@pytest.mark.parametrize("shape", [(6, 9), (9, 6)])
-def test_an_orthogonal_matrix_has_singular_values_near_one(shape: tuple[int, int]) -> None:
-    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(3))
-    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-    sizes = torch.linalg.svdvals(orthogonal(matrix))
-    assert 0.5 < float(sizes.min()) < float(sizes.max()) < 1.4
-    # The same directions: the product with the nearest one has those values as its trace.
-    assert float((orthogonal(matrix) * (u @ v)).sum()) == pytest.approx(
-        float(sizes.sum()), rel=1e-4
-    )
-
-
-def test_signmuon_votes_on_orthogonalized_matrices_and_other_directions_as_they_are() -> None:
-    task: Any = Linear()
-    method = SignMuon(task, TINY.replace(workers=3))
-    before = [param.detach().clone() for param in method.params]
-    grads = [[torch.randn_like(param) for param in before] for _ in range(3)]
-    for own in grads:
-        for param, grad in zip(method.params, own, strict=True):
-            param.grad = grad.clone()
-        method.collect()
-    method.step(0.01)
-    for k, (old, param) in enumerate(zip(before, method.params, strict=True)):
-        wanted = [orthogonal(own[k] * 0.1) if k == 0 else own[k] * 0.1 for own in grads]
-        move = torch.stack([torch.sign(direction) for direction in wanted]).sum(dim=0).sign()
-        expected = old * (1 - 0.01 * TINY.weight_decay) - 0.01 * move
-        torch.testing.assert_close(param.detach(), expected)
-    assert method.bytes_sent == 2 * 24 / 8
-
-
-def test_ties_alternate_and_zeros_stay_zero() -> None:
-    wanted = torch.tensor([[1.0, -2.0, 0.0, 3.0], [-1.0, 2.0, 0.0, 0.5]])
-    assert majority(wanted, 0).tolist() == [1.0, -1.0, 0.0, 1.0]
-    assert majority(wanted, 1).tolist() == [-1.0, 1.0, 0.0, 1.0]

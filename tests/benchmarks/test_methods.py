@@ -214,7 +214,7 @@ def test_a_method_is_a_name_with_options_that_exist(monkeypatch: pytest.MonkeyPa
     method = method_of("bits4:exchange=gather,momentum_sync_every=8")
     assert method.options == {"bits": 4, "exchange": "gather", "momentum_sync_every": 8}
     assert method.title == "DistributedLion, 4 bits, exchange=gather,momentum_sync_every=8"
-    with pytest.raises(ValueError, match=r"unknown method 'magic'; use one of none, .*, signmuon"):
+    with pytest.raises(ValueError, match=r"unknown method 'magic'; use one of none, .*, dgc"):
         family("magic")
     assert method_of("bits4:vote_every=8").period == 8
     assert [method_of(name).period for name in ("every32", "localsgd160", "adamw")] == [32, 160, 1]
