@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 # Version of all that is sent, hashed, and rounded.
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 # Bits of the word of flags, and its place in the header.
 FINITE, FAILED = 1, 2

@@ -15,13 +15,14 @@ DISPLACEMENTS, OWN_WEIGHTS, EXCHANGED = 1 << 30, 1 << 31, (1 << 30) + (1 << 31)
 
 
 def random_bits(count: int, first: int, step: int, seed: int, stream: int, out: Tensor) -> Tensor:
-    """Returns 16 random bits for each of `count` elements, from a counter-based hash.
+    """Returns 15 random bits for each of `count` elements, from a counter-based hash.
 
         key = 0;  for w in seed, seed >> 32, step, step >> 32, stream, first >> 33:
             key = mix((key XOR w) + 0x9e3779b9)
-        word(j) = mix(j XOR key)         for elements 2j (low half) and 2j + 1 (high half)
+        word(j) = mix(0x9e3779b9 j + key) AND 0x7fff7fff
+        mix(x):  x ^= x >> 16,  x *= 0x7feb352d,  x ^= x >> 16,  x *= 0x846ca68b,  x ^= x >> 16
 
-    All modulo 2^32; mix is "lowbias32".
+    All modulo 2^32. Element 2j has the low half of word(j), and element 2j + 1 the high half.
 
     Args:
         count: Number of elements, even, below 2^32.
@@ -32,7 +33,7 @@ def random_bits(count: int, first: int, step: int, seed: int, stream: int, out: 
         out: Memory of the result, int32, shape (count / 2,), overwritten.
 
     Returns:
-        View of `out`, int16, shape (count,).
+        View of `out`, int16, shape (count,), from 0 to 2^15 - 1.
     """
     words, low = count // 2, first // 2 & _MASK
     if low + words > 1 << 32:
@@ -42,41 +43,48 @@ def random_bits(count: int, first: int, step: int, seed: int, stream: int, out: 
         return out.view(torch.int16)
     key = 0
     for word in (seed, seed >> 32, step, step >> 32, stream, first >> 33):
-        key = _mix_number(((key ^ word) & _MASK) + 0x9E3779B9)
-    torch.arange(words, dtype=torch.int32, out=out).add_(_signed(low))  # int32 wraps
-    return _mix(out.bitwise_xor_(_signed(key))).view(torch.int16)
+        key = _mix_number(((key ^ word) & _MASK) + _STEP)
+    torch.arange(words, dtype=torch.int32, out=out)
+    out.mul_(_signed(_STEP)).add_(_signed((_STEP * low + key) & _MASK))  # int32 wraps
+    # x ^= x >> 16 changes the low half of x, which comes first in memory.
+    low_halves, high_halves = out.view(torch.int16)[::2], out.view(torch.int16)[1::2]
+    low_halves.bitwise_xor_(high_halves)
+    for factor in _FACTORS:
+        out.mul_(_signed(factor))
+        low_halves.bitwise_xor_(high_halves)
+    return out.bitwise_and_(0x7FFF7FFF).view(torch.int16)
 
 
 def round_to(x: Tensor, dtype: torch.dtype, random: Tensor) -> Tensor:
     """Rounds float32 numbers stochastically to numbers of bfloat16 or float16, in place.
 
-    The probability of rounding up is the distance from the lower neighbor, as a share of the gap.
-    An Inf stays an Inf, a quiet NaN stays a NaN, and numbers above the largest finite one may
-    become Inf when they are converted.
+    The probability of rounding up is the distance from the lower neighbor, as a share of the gap,
+    within 2^-16. An Inf stays an Inf, a quiet NaN stays a NaN, and numbers above the largest finite
+    one may become Inf when they are converted.
 
     Args:
         x: Numbers to round, float32, flat, contiguous, changed in place.
         dtype: torch.bfloat16 or torch.float16.
-        random: Random bits, int16, shape of `x`.
+        random: Random bits, int16, shape of `x`, from 0 to 2^15 - 1.
 
     Returns:
         `x`, which converts to `dtype` without another rounding.
     """
     bits, is_number = x.view(torch.int32), x == x
     if dtype == torch.bfloat16:
-        # Adds 0 to a NaN, and 0 to 2^16 - 1 to a number. The rest below bit 16 is cut off.
-        bits.add_(torch.where(is_number, random, _LEAST)).add_(-_LEAST).bitwise_and_(-0x10000)
+        # Adds 0 to a NaN, and 0 to 2^16 - 2 to a number. The rest below bit 16 is cut off.
+        bits.add_(torch.where(is_number, random, 0), alpha=2).bitwise_and_(-0x10000)
         return x
     # float16 keeps 10 bits of the mantissa; below 2^-14 its steps are 2^-24 wide.
-    size, added = x.abs(), random.to(torch.int32) - _LEAST
+    size, added = x.abs(), random.to(torch.int32).mul_(2)
     small = (((size * 2.0**40).to(torch.int64) + added) >> 16).to(torch.float32) * 2.0**-24
     small, is_small = small.copysign(x), size < 2.0**-14
     bits.add_((added >> 3).mul_(is_number)).bitwise_and_(-0x2000)
     return x.copy_(torch.where(is_small, small, x))
 
 
-_LEAST = -(1 << 15)  # Smallest int16.
 _MASK = 0xFFFFFFFF
+_STEP, _FACTORS = 0x9E3779B9, (0x7FEB352D, 0x846CA68B)
 
 
 def _signed(word: int) -> int:
@@ -86,13 +94,6 @@ def _signed(word: int) -> int:
 
 def _mix_number(x: int) -> int:
     x &= _MASK
-    x = (x ^ x >> 16) * 0x7FEB352D & _MASK
-    x = (x ^ x >> 15) * 0x846CA68B & _MASK
+    for factor in _FACTORS:
+        x = (x ^ x >> 16) * factor & _MASK
     return x ^ x >> 16
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Mixes int32 words in place. The masks turn arithmetic shifts into logical ones."""
-    x.bitwise_xor_((x >> 16) & 0xFFFF).mul_(0x7FEB352D)
-    x.bitwise_xor_((x >> 15) & 0x1FFFF).mul_(_signed(0x846CA68B))
-    return x.bitwise_xor_((x >> 16) & 0xFFFF)

@@ -30,12 +30,12 @@ BYTES = {
     "copy": (8.0, 4.0),  # A gradient into DDP's bucket, or out of it.
     "cast": (16.0, 8.0),  # A float32 gradient to bfloat16 and back.
     "power": (44.125, 22.125),  # PowerSGD's products, error, and decompression.
-    "local step": (44.0, 428.0),  # A step of a rank by itself, with vote_every above 1.
-    "move": (36.125, 148.125),  # Moving parameters by a verdict.
-    "encode 1": (38.893, 164.893),  # Votes of 1 bit, and the momentum.
-    "encode 2": (116.893, 242.893),
-    "encode 4": (133.221, 259.221),
-    "encode 8": (163.221, 289.221),
+    "local step": (44.0, 317.0),  # A step of a rank by itself, with vote_every above 1.
+    "move": (36.125, 111.125),  # Moving parameters by a verdict.
+    "encode 1": (38.893, 127.893),  # Votes of 1 bit, and the momentum.
+    "encode 2": (116.893, 205.893),
+    "encode 4": (133.221, 222.221),
+    "encode 8": (163.221, 252.221),
     "count 1 of 2": (3.625, 3.625),  # Counting the votes of 1 bit of 2 ranks.
     "count 1 of 4": (8.375, 8.375),
     "count 2 of 2": (5.875, 5.875),
