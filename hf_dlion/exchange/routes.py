@@ -292,8 +292,8 @@ def _padded(planes: Sequence[Tensor], words: int) -> Tensor:
 
 def _joined(shares: Tensor, words: int) -> list[Tensor]:
     """Returns planes of `words` words from every rank's share, shape (ranks, planes, share)."""
-    planes = shares.transpose(0, 1).reshape(shares.shape[1], -1)[:, :words]
-    return [plane.contiguous() for plane in planes]
+    # Contiguous before it is flat: reshape() may keep strides that make no view as bytes.
+    return list(shares.transpose(0, 1).contiguous().flatten(1)[:, :words])
 
 
 def _packed_rows(active: Tensor) -> Tensor:

@@ -223,7 +223,7 @@ def tensor_sums(
             word_sums[index].append(total[first : first + words])
             tensor = tensors[index]
             row_size = 0 if tensor is None else min(words_per_row * WORD, tensor.numel())
-            counts[index] = counts[index] + rows.sum() * float(row_size)
+            counts[index] = counts[index] + rows.sum() * row_size
     sums = [
         _tree_sum(torch.cat(parts)) if parts else count
         for parts, count in zip(word_sums, counts, strict=True)
