@@ -434,7 +434,7 @@ class DistributedLion(LionState):
                 # On all voters, because these momenta follow the mean gradient.
                 momenta = [
                     self._flat_momentum(p) if k in plan.full_set else None
-                    for k, p in enumerate(groups.trainable(self.param_groups))
+                    for k, p in enumerate(self._planned()[1])
                 ]
                 step_in_full(plan, params, grads, momenta, agreed, ranks.voters, turn)
         for group in self.param_groups:
@@ -443,7 +443,7 @@ class DistributedLion(LionState):
         if ranks is not None:
             self._run_periodic_tasks(turn.step, ranks)
         for text in texts:  # Last, because a warning may be an error, and ranks would wait.
-            warnings.warn(text, stacklevel=4)
+            warnings.warn(text, stacklevel=5)
 
     def _next_period(self, kind: Kind | None) -> Period:
         """Returns the period with this step.
@@ -481,7 +481,7 @@ class DistributedLion(LionState):
         tensors.abstain(finite, present)
         used_anywhere: list[bool] = []
         if kind is Kind.EXCHANGE:
-            used = self._used(groups.trainable(self.param_groups), tensors.grads)
+            used = self._used(self._planned()[1], tensors.grads)
             used_anywhere = self._meet(kind, failure, used, period=period).moves
         elif failure is not None:
             raise failure
@@ -501,12 +501,13 @@ class DistributedLion(LionState):
         if used_anywhere:
             texts += self._exchange(used_anywhere, ranks)
         for text in texts:  # Last, because a warning may be an error, and ranks would wait.
-            warnings.warn(text, stacklevel=4)
+            warnings.warn(text, stacklevel=5)
 
     def _exchange(self, used_anywhere: Sequence[bool], ranks: Topology) -> list[str]:
         """Averages how far the ranks were moved, and runs periodic tasks; returns warnings."""
         if not any(used_anywhere):
             self._local.period = Period()
+            self._local.exchanges += 1
             return []
         trainable = self._writable()
         reset = self._local.exchange(trainable, used_anywhere, self._last_turn(), ranks)
@@ -576,7 +577,7 @@ class DistributedLion(LionState):
         The state dict of any rank then fits all ranks. Bytes per rank: 8 (N - 1) / N per element.
         """
         if self._world_size() > 1:
-            momenta = [self._flat_momentum(p) for p in groups.trainable(self.param_groups)]
+            momenta = [self._flat_momentum(p) for p in self._planned()[1]]
             average_whole(momenta, self._topology().voters)
 
     def _warnings(self, tensors: Tensors, ranks: Topology) -> list[str]:
@@ -593,7 +594,7 @@ class DistributedLion(LionState):
             self._compared_loads = self._loads
             momenta = [
                 self._flat_momentum(p)
-                for p in groups.trainable(self.param_groups)
+                for p in self._planned()[1]
                 if "exp_avg" in self.state.get(p, {})
             ]
             if all_ranks_have(momenta, ranks.voters, "hashes of momenta"):

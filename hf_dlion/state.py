@@ -23,6 +23,7 @@ from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote import groups, local
 from hf_dlion.vote.local import Plan, Tensors, Trainable
 from hf_dlion.vote.local_steps import LocalSteps, Period
+from hf_dlion.vote.message import Shape
 from hf_dlion.vote.update import Scratch
 
 
@@ -99,7 +100,7 @@ class LionState(torch.optim.Optimizer):
         plan, trainable, parts = self._planned()
         grads: list[Tensor | None] = [None] * len(trainable)
         for k, p in enumerate(trainable):
-            if p.grad is not None:
+            if p.grad is not None and p.requires_grad:
                 name, grad = str(plan.lines[k][0]), fsdp.local_part(p.grad.detach())
                 grads[k] = local.flat_gradient(name, grad, parts[k])
         finite = self._unscale([grad for grad in grads if grad is not None])
@@ -120,28 +121,33 @@ class LionState(torch.optim.Optimizer):
     def _planned(self) -> tuple[Plan, list[Tensor], list[Tensor]]:
         """Returns the plan, the trainable parameters, and this rank's part of each.
 
+        A parameter that was frozen during local steps counts as trainable until the next exchange.
         A new plan is made if parameters were added, frozen, unfrozen, or replaced.
         """
-        trainable = groups.trainable(self.param_groups)
+        numbered = groups.trainable(self.param_groups, self._local.moved)
+        trainable = [p for _, p in numbered]
         parts = [fsdp.local_part(p.detach()) for p in trainable]
-        shapes = local.shapes_of(parts, self.param_groups)
-        identities = list(map(id, trainable))
+        # Every step does this, so it must be cheap.
+        shapes = tuple([Shape.of(part, g) for part, (g, _) in zip(parts, numbered, strict=True)])
+        identities = [(id(p), p.stride()) for p in trainable]
         if self._plan is None or self._plan.shapes != shapes or self._plan.identities != identities:
-            self._plan = self._make_plan(parts, identities)
+            self._plan = self._make_plan(shapes, set(trainable))
+            self._plan.identities = identities
             self._meets_next = True
-            for p in self._local.anchors.keys() - set(trainable):  # Frozen or removed parameters.
+            for p in self._local.anchors.keys() - set(trainable):  # Removed parameters.
                 with torch.no_grad():
                     self._local.drop(p, local.flat_view(fsdp.local_part(p.detach())))
         return self._plan, trainable, parts
 
-    def _make_plan(self, parts: list[Tensor], identities: list[int]) -> Plan:
-        named = groups.named(self.param_groups)
-        fsdp.check_sharding([(name, p) for name, p in named if p.requires_grad], self._replicate)
+    def _make_plan(self, shapes: tuple[Shape, ...], trainable: set[Tensor]) -> Plan:
         selected = groups.selection(self.param_groups, self.options, "full_precision")
-        full = [f for f, (_, p) in zip(selected, named, strict=True) if p.requires_grad]
-        plan = Plan.of(parts, self.param_groups, full)
-        plan.identities = identities
-        return plan
+        chosen = [
+            (averaged, (name, p))
+            for averaged, (name, p) in zip(selected, groups.named(self.param_groups), strict=True)
+            if p in trainable
+        ]
+        fsdp.check_sharding([line for _, line in chosen], self._replicate)
+        return Plan.of(shapes, [line for _, line in chosen], [averaged for averaged, _ in chosen])
 
     def _writable(self) -> Trainable:
         """Returns the trainable parameters; call it again before each write.

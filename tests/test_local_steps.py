@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_dlion.checkpoint import save_momentum
 from hf_dlion.exchange.wire import LostRank
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.agreement import Disagreement
@@ -404,9 +406,10 @@ def changes(rank: int, world_size: int) -> list[str]:
                 with torch.no_grad():
                     params[1].fill_(torch.inf)
             optimizer.step()
-            if step == 4:
+            # Frozen after the exchange of step 2: it takes part in that of step 5.
+            assert (params[0] in optimizer._local.anchors) == (step < 5)
+            if step >= 5:
                 assert all(torch.equal(params[0], own) for own in everyones(params[0]))
-                assert params[0] not in optimizer._local.anchors
         said = [str(own.message) for own in caught]
     with optimizer.common_weights():
         optimizer.exchange_now()
@@ -434,16 +437,51 @@ def rotates(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(2, 64)) for _ in range(2)]
     optimizer = DistributedLion(params, lr=0.01, vote_every=3, check_replicas_every=1)
-    for step in range(8):
-        trained, frozen = params if step < 4 else params[::-1]
+    starts = [p.detach().clone() for p in params]
+    for step in range(12):
+        trained, frozen = params if step % 4 < 2 else params[::-1]
         trained.requires_grad_(True)
         frozen.requires_grad_(False)
-        random = torch.Generator().manual_seed(10 * step + rank)
-        trained.grad, frozen.grad = torch.randn(2, 64, generator=random), None
+        # A gradient that was left from earlier steps doesn't move a frozen tensor.
+        trained.grad, before = torch.ones(2, 64), frozen.detach().clone()
         optimizer.step()
+        if step % 3 < 2:
+            assert torch.equal(frozen, before)
     optimizer.eval()
-    for p in params:
+    for p, start in zip(params, starts, strict=True):
         assert all(torch.equal(p, own) for own in everyones(p))
+        # Six steps each, all down on all ranks.
+        torch.testing.assert_close(p.detach(), start - 0.06)
+
+
+def freezes_for_a_moment(rank: int, world_size: int, folder: str) -> None:
+    """Freezes a model around an evaluation and a save, as with a GAN's discriminator."""
+    results = []
+    for freezes in (False, True):
+        model = model_of()
+        optimizer = DistributedLion(model.named_parameters(), lr=0.01, vote_every=4)
+        for step in range(7):
+            optimizer.zero_grad()
+            model(batch(step, rank)).square().sum().backward()
+            optimizer.step()
+            model.requires_grad_(not freezes)
+            if step == 1:
+                save_momentum(optimizer, folder)
+            if rank == 0:  # Both calls are local to the rank.
+                optimizer.eval()
+                optimizer.train()
+            if step < 6:
+                model.requires_grad_(True)
+        optimizer.exchange_now()
+        optimizer.eval()
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *results))
+
+
+def test_an_evaluation_or_a_save_of_a_frozen_model_loses_no_step(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    pools(2).run(freezes_for_a_moment, str(tmp_path))
 
 
 def test_tensors_of_one_shape_can_be_trained_in_turns(pools: RankPools) -> None:

@@ -379,6 +379,7 @@ def _local_steps(
         local.anchors[param] = flat
     local.period = saved.period
     local.used = {params[number] for number in saved.used}
+    local.moved = set(local.anchors)
     # With 8 bits a limit is one of the largest displacement, otherwise one of a sum.
     comparable = (saved.bits == 8) == (lion.options.bits == 8)
     local.limits = {

@@ -5,7 +5,7 @@ Their results aren't kept from step to step, because `load_state_dict` replaces 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,9 +15,14 @@ from hf_dlion.options import SYNC_WORDS, Options, selected
 Groups = Sequence[Mapping[str, Any]]
 
 
-def trainable(groups: Groups) -> list[Tensor]:
-    """Returns the parameters that are not frozen, in the order of the groups."""
-    return [p for group in groups for p in group["params"] if p.requires_grad]
+def trainable(groups: Groups, moved: Collection[Tensor] = ()) -> list[tuple[int, Tensor]]:
+    """Returns group number and parameter of those that aren't frozen, or are in `moved`."""
+    return [
+        (g, p)
+        for g, group in enumerate(groups)
+        for p in group["params"]
+        if p.requires_grad or p in moved
+    ]
 
 
 def named(groups: Groups) -> list[tuple[str, Tensor]]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hf_dlion.vote.groups import Groups, named
 from hf_dlion.vote.message import Message, Shape, messages
 
 # What ranks compare of a trainable parameter: name, shape, dtype, strides, device type, and whether
@@ -28,7 +27,7 @@ class Plan:
         lines: One line per trainable tensor, for the comparison between ranks.
         full_set: Indices of the tensors in `full`.
         full_momenta_equal: Whether the momenta in `full` are known to be equal on all voters.
-        identities: `id` of each parameter, because a replaced one may have the same shape.
+        identities: `id` and strides of each parameter, which may change without its shape.
     """
 
     shapes: tuple[Shape, ...]
@@ -37,20 +36,22 @@ class Plan:
     lines: list[Line]
     full_set: frozenset[int]
     full_momenta_equal: bool = False
-    identities: list[int] = field(default_factory=list)
+    identities: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, params: Sequence[Tensor], groups: Groups, full: Sequence[bool]) -> Plan:
+    def of(
+        cls,
+        shapes: tuple[Shape, ...],
+        trainable: Sequence[tuple[str, Tensor]],
+        full: Sequence[bool],
+    ) -> Plan:
         """Makes the plan of this rank's trainable tensors.
 
         Args:
-            params: This rank's part of each trainable parameter.
-            groups: Parameter groups that hold these parameters.
+            shapes: Shape of this rank's part of each.
+            trainable: Name and parameter, unsharded, because shards may differ in size.
             full: Whether the gradient of each is averaged.
         """
-        shapes = shapes_of(params, groups)
-        # Lines describe unsharded parameters, because shards may differ in size.
-        trainable = [(name, p) for name, p in named(groups) if p.requires_grad]
         lines: list[Line] = [
             (
                 name,
@@ -114,12 +115,6 @@ class Tensors:
         for k, has_gradient in enumerate(present):
             if not (finite and has_gradient):
                 self.grads[k] = self.momenta[k] = None
-
-
-def shapes_of(params: Sequence[Tensor], groups: Groups) -> tuple[Shape, ...]:
-    """Returns the shapes of the trainable tensors; every step calls this, so it must be cheap."""
-    numbers = [g for g, group in enumerate(groups) for p in group["params"] if p.requires_grad]
-    return tuple([Shape.of(p, number) for p, number in zip(params, numbers, strict=True)])
 
 
 def flat_view(tensor: Tensor) -> Tensor:

@@ -138,6 +138,8 @@ class LocalSteps:
         period: The steps since the last exchange.
         exchanges: Number of exchanges so far.
         used: Parameters of which this rank had a finite gradient since the last exchange.
+        moved: Parameters that local steps may have moved. One that is frozen leaves them in the
+            next exchange, and then has the common weights.
         anchors: Anchors x. While `swapped`, own weights of 32 and 64 bits, and for 16 bits tensors
             of any value.
         displacements: x - p of parameters of 16 bits, in their dtype.
@@ -150,6 +152,7 @@ class LocalSteps:
     period: Period = field(default_factory=Period)
     exchanges: int = 0
     used: set[Tensor] = field(default_factory=set)
+    moved: set[Tensor] = field(default_factory=set)
     anchors: dict[Tensor, Tensor] = field(default_factory=dict)
     displacements: dict[Tensor, Tensor] = field(default_factory=dict)
     limits: dict[Tensor, float] = field(default_factory=dict)
@@ -197,6 +200,7 @@ class LocalSteps:
             tensors: Gradients and momenta of this step; None for gradients that don't count.
             turn: The step.
         """
+        self.moved.update(trainable.params)
         for p, flat, grad in zip(trainable.params, trainable.flat, tensors.grads, strict=True):
             if grad is not None:
                 self._add_anchor(p, flat)
@@ -267,6 +271,9 @@ class LocalSteps:
             now = voters.stats.add("apply_s", now)
 
         self.limits |= {p: limits[k] for k, p in enumerate(trainable.params) if used_anywhere[k]}
+        for p, flat in zip(trainable.params, trainable.flat, strict=True):
+            if not p.requires_grad:
+                self.drop(p, flat)
         self._note_versions(trainable)
         self.used, self.period = set(), Period()
         self.exchanges += 1
@@ -339,12 +346,13 @@ class LocalSteps:
 
     def drop(self, param: Tensor, flat: Tensor) -> None:
         """Puts a parameter's anchor into it, and forgets the parameter."""
-        anchor = self.anchors.pop(param)
-        if not self.swapped and anchor.numel() == flat.numel():
+        anchor = self.anchors.pop(param, None)
+        if anchor is not None and not self.swapped and anchor.numel() == flat.numel():
             flat.copy_(anchor)
         for by_param in (self.displacements, self.limits, self._versions, self._layouts):
             by_param.pop(param, None)
         self.used.discard(param)
+        self.moved.discard(param)
 
     def _add_anchor(self, param: Tensor, flat: Tensor) -> None:
         """Copies a parameter to its anchor, unless it has one."""
@@ -498,7 +506,7 @@ def _agreed_scales(means: Sequence[float], plan: Plan, bits: int, voters: Wire) 
         if bits == 8:
             scales.append(max(positive, default=0.0))
         else:
-            scales.append(sum(positive) / max(len(positive), 1))
+            scales.append(math.fsum(positive) / max(len(positive), 1))
     return scales
 
 

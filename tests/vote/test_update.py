@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_dlion import DistributedLion
 from hf_dlion.exchange.rule import Average, Majority
 from hf_dlion.vote import codec, local, message
+from hf_dlion.vote.groups import named, trainable
 from hf_dlion.vote.local import Plan
 from hf_dlion.vote.update import (
     Scratch,
@@ -54,7 +55,11 @@ class Ranks:
         self.step_number += 1
         ranks, lions = len(grads), self.lions
         params = [local.flat_view(p) for p in self.params]
-        plan = Plan.of(params_of(self.groups), self.groups, [False] * len(params))
+        plan = Plan.of(
+            tuple([message.Shape.of(p, g) for g, p in trainable(self.groups)]),
+            named(self.groups),
+            [False] * len(params),
+        )
         rule = (
             Average(ranks, lions.bits) if lions.aggregation == "average" else Majority(lions.ties)
         )
@@ -105,10 +110,6 @@ class Ranks:
                 sums = codec.tally([list(own.planes) for own in votes], lions.bits)
                 planes = [own.contiguous() for own in rule.decide(sums, total, self.step_number)]
                 move(msg, moved, planes, voters, rule, turns[0])
-
-
-def params_of(groups: list[dict[str, Any]]) -> list[torch.Tensor]:
-    return [p for group in groups for p in group["params"]]
 
 
 def gradient(
