@@ -43,11 +43,13 @@ class WrapperState:
 
     Attributes:
         ddp: Weak reference to the wrapper.
+        averaged: Parameters in the buckets: those that were trainable at the first attach.
         buckets_checked: Whether all parameters in the wrapper's buckets were found to have owners.
     """
 
     def __init__(self, ddp: DistributedDataParallel | None = None) -> None:
         self.ddp = (lambda: None) if ddp is None else weakref.ref(ddp)
+        self.averaged = set[nn.Parameter]() if ddp is None else set(_trainable(ddp))
         self._owners: list[weakref.ref[Owner]] = []
         self.buckets_checked = False
 
@@ -145,11 +147,11 @@ def attach(model: nn.Module, owner: Owner) -> None:
         RuntimeError: If trainable parameters have no owner, or the wrapper reduces gradients in a
             way that a hook can't replace.
     """
-    ddp = getattr(model, "_orig_mod", model)  # torch.compile's name for what it wraps
-    if not isinstance(ddp, DistributedDataParallel):
+    ddp = wrapper_in(model)
+    if ddp is None:
         raise TypeError(
             "attach() needs a DistributedDataParallel, or torch.compile of one (got "
-            f"{type(ddp).__name__}): wrap the model first"
+            f"{type(model).__name__}): wrap the model first"
         )
     _refuse_other_reductions(ddp)
     trainable = _trainable(ddp)
@@ -198,10 +200,23 @@ def detach(owner: Owner) -> None:
             state.set_owners([other for other in state.owners if other is not owner])
 
 
-def attached_wrapper(owner: Owner) -> DistributedDataParallel | None:
-    """Returns the wrapper that `owner` is attached to, the latest of several; None without one."""
-    attached = [ddp for ddp, state in _states.items() if any(o is owner for o in state.owners)]
-    return attached[-1] if attached else None
+def wrapper_in(model: nn.Module) -> DistributedDataParallel | None:
+    """Returns the wrapper that `model` is, or that `torch.compile` made it of; None without one."""
+    # A wrapper of regionally compiled layers is one, and also has `_orig_mod`.
+    for module in (model, getattr(model, "_orig_mod", None)):
+        if isinstance(module, DistributedDataParallel):
+            return module
+    return None
+
+
+def attached_wrappers(owner: Owner) -> list[DistributedDataParallel]:
+    """Returns the wrappers that `owner` is attached to."""
+    return [ddp for ddp, state in _states.items() if any(o is owner for o in state.owners)]
+
+
+def averaged_parameters(owner: Owner) -> set[nn.Parameter]:
+    """Returns the parameters whose gradients the hooks of `owner`'s wrappers see."""
+    return set[nn.Parameter]().union(*(_states[ddp].averaged for ddp in attached_wrappers(owner)))
 
 
 def _register(ddp: DistributedDataParallel) -> WrapperState:

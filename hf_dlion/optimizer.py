@@ -34,8 +34,9 @@ from hf_dlion.ranks.topology import Topology
 from hf_dlion.state import LionState
 from hf_dlion.vote import groups
 from hf_dlion.vote.full_precision import step_in_full
-from hf_dlion.vote.local import Tensors
+from hf_dlion.vote.local import Plan, Tensors
 from hf_dlion.vote.local_steps import LocalSteps, Period
+from hf_dlion.vote.message import Shape
 from hf_dlion.vote.momentum_sync import Momentum, average_whole, synchronize
 from hf_dlion.vote.update import Turn, plain_lion, step_by_votes
 
@@ -205,7 +206,7 @@ class DistributedLion(LionState):
         Raises:
             RuntimeError: If it isn't the attached one, since DDP copied rank 0's own weights.
         """
-        is_other = ddp.attached_wrapper(self) is not getattr(model, "_orig_mod", model)
+        is_other = ddp.wrapper_in(model) not in ddp.attached_wrappers(self)
         if self._local.anchors and not self._local.swapped and is_other:
             raise RuntimeError(
                 "attach() got a DDP wrapper that was made during local steps, so it holds rank 0's "
@@ -374,11 +375,29 @@ class DistributedLion(LionState):
                     f"gathered parameters before it writes"
                 )
         nodes = self.options.local_group not in (None, 1) and self._world_size() > 1
-        if nodes and ddp.attached_wrapper(self) is None:
+        if nodes and not ddp.attached_wrappers(self):
             raise RuntimeError(
                 f"local_group={self.options.local_group!r} needs optimizer.attach(ddp_model), "
                 f"whose hook averages gradients inside each node"
             )
+
+    def _make_plan(self, shapes: tuple[Shape, ...], trainable: set[Tensor]) -> Plan:
+        """Makes the plan; refuses parameters whose gradients no hook averages in the node.
+
+        Raises:
+            RuntimeError: If there are such parameters, with `local_group`.
+        """
+        if ddp.attached_wrappers(self) and self.node_group is not None:
+            averaged = ddp.averaged_parameters(self)
+            for name, param in groups.named(self.param_groups):
+                if param in trainable and param not in averaged:
+                    raise RuntimeError(
+                        f"DDP doesn't average the gradient of {name!r} inside a node, as "
+                        f"local_group={self.options.local_group!r} needs: it was unfrozen after "
+                        f"the model was wrapped, or is outside of the wrapper. Wrap the model in "
+                        f"DistributedDataParallel again, and call optimizer.attach(ddp_model)"
+                    )
+        return super()._make_plan(shapes, trainable)
 
     def _kind(self) -> Kind | None:
         """Returns what all ranks do together in this step; None in a local step."""

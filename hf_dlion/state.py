@@ -163,6 +163,11 @@ class LionState(torch.optim.Optimizer):
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found is not None and float(found) > 0:
             return False
+        if scale is not None and any(grad.dtype == torch.float16 for grad in grads):
+            raise ValueError(
+                "GradScaler scaled float16 gradients, which can't hold small numbers once they are "
+                "unscaled: load the model with dtype=torch.float32 or torch.bfloat16"
+            )
         if scale is not None and grads:
             torch._foreach_mul_(grads, 1.0 / float(scale))
         return local.all_finite(grads)

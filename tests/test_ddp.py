@@ -21,7 +21,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from hf_dlion.ddp import _check_step, attach, attached_wrapper, detach, introduce
+from hf_dlion.ddp import _check_step, attach, attached_wrappers, detach, introduce
 from tests.support.spawn import RankPools
 
 pytestmark = pytest.mark.multiproc
@@ -236,7 +236,7 @@ def train_then_release(rank: int, world_size: int, how: str) -> list[bool]:
             gc.collect()
         else:
             detach(owner)
-            found.append(attached_wrapper(owner) is None)
+            found.append(attached_wrappers(owner) == [])
         found += [averages(holder[0], rank, step) for step in range(3)]
         if how == "attached again":
             attach(holder[0], owner)
@@ -350,7 +350,7 @@ def share_a_wrapper(rank: int, world_size: int, norm: bool) -> dict[str, Any]:
         found["shared"] = is_local(ddp, rank), is_local(ddp, rank, 1)
         found["steps"] = [raised(owner.step) for owner in owners[:2]]
         attach(ddp, owners[2])
-        found["attached"] = [attached_wrapper(owner) is ddp for owner in owners]
+        found["attached"] = [attached_wrappers(owner) == [ddp] for owner in owners]
         found["inherited"] = is_local(ddp, rank, 2)
         found["heir"] = [raised(owner.step) for owner in owners]
         detach(owners[2])
@@ -374,6 +374,22 @@ def test_optimizers_share_a_wrapper_or_take_over(pools: RankPools, norm: bool) -
         assert (unowned in found["orphans"]) == norm  # Only with batch norm the hook sees buckets.
 
 
+def regionally_compiled(rank: int, world_size: int) -> bool:
+    """Attaches a wrapper with `_orig_mod`, which Accelerate's regional compilation makes."""
+    with wrapped(Model()) as holder, wrapped(Model()) as original:
+        holder[0].__dict__["_orig_mod"] = original[0]
+        owner = Owner(holder[0].parameters())
+        attach(holder[0], owner)
+        found = attached_wrappers(owner) == [holder[0]] and is_local(holder[0], rank)
+        detach(owner)
+        del holder[0].__dict__["_orig_mod"]
+    return found
+
+
+def test_a_wrapper_of_compiled_regions_is_attached_itself(pools: RankPools) -> None:
+    assert pools(2).run(regionally_compiled) == [True, True]
+
+
 def refuse(rank: int, world_size: int, what: str) -> str:
     model = Model()
     options: dict[str, Any] = {}
@@ -391,7 +407,7 @@ def refuse(rank: int, world_size: int, what: str) -> str:
         owner = Owner(held.parameters(), process_group=alone and alone[rank])
         try:
             found = raised(attach, model if what == "no wrapper" else holder[0], owner)
-            assert attached_wrapper(owner) is None
+            assert attached_wrappers(owner) == []
             if what not in ("delayed", "python reducer"):
                 assert holder[0].require_backward_grad_sync is True
         finally:

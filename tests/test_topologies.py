@@ -138,6 +138,46 @@ def test_an_attach_that_is_refused_on_one_rank_does_not_hang(pools: RankPools) -
     assert said[1].startswith("attach() needs a DistributedDataParallel")
 
 
+def unaveraged(rank: int, world_size: int, how: str) -> str:
+    """Trains a parameter in nodes whose gradient no hook averages."""
+    model, outside = model_of(), nn.Parameter(torch.ones(3))
+    first = next(iter(model.named_parameters()))
+    if how == "unfrozen":
+        first[1].requires_grad_(False)
+    ddp = DistributedDataParallel(model)
+    named = [*model.named_parameters(), *([("outside", outside)] if how == "outside" else [])]
+    optimizer = DistributedLion(named, lr=0.01, local_group=2)
+    optimizer.attach(ddp)
+    first[1].requires_grad_(True)
+    said = ""
+    ddp(batch(0, rank)).square().sum().backward()
+    outside.grad = torch.full((3,), float(rank))
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        said = str(error)
+    optimizer.detach()
+    end(ddp)
+    return said
+
+
+@pytest.mark.parametrize(("how", "name"), [("unfrozen", "0.weight"), ("outside", "outside")])
+def test_nodes_refuse_parameters_that_no_hook_averages(
+    pools: RankPools, how: str, name: str
+) -> None:
+    for said in pools(4).run(unaveraged, how):
+        assert f"DDP doesn't average the gradient of '{name}' inside a node" in said
+
+
+def test_scaled_gradients_of_float16_are_refused() -> None:
+    param = nn.Parameter(torch.ones(4, dtype=torch.float16))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = DistributedLion([param], lr=0.01)
+    scaler.scale(param.sum()).backward()
+    with pytest.raises(ValueError, match="GradScaler scaled float16 gradients"):
+        scaler.step(optimizer)
+
+
 def uneven_nodes(rank: int, world_size: int) -> str:
     ddp = DistributedDataParallel(model_of())
     optimizer = DistributedLion(ddp.named_parameters(), lr=0.01, local_group=1 + rank)

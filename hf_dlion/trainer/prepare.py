@@ -6,10 +6,10 @@ import os
 from typing import Any
 
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 from transformers.utils import logging
 
+import hf_dlion.ddp as ddp
 import hf_dlion.fsdp as fsdp
 from hf_dlion.accelerate import refuse_unsupported, replicas_of
 from hf_dlion.optimizer import DistributedLion
@@ -68,7 +68,7 @@ def prepare(lion: DistributedLion, trainer: Trainer) -> None:
     refuse(trainer)
     _name_parameters(lion, trainer)
     wrapped = trainer.model_wrapped
-    is_ddp = isinstance(getattr(wrapped, "_orig_mod", wrapped), DistributedDataParallel)
+    is_ddp = ddp.wrapper_in(wrapped) is not None
     ranks, local_group = trainer.args.world_size, lion.options.local_group
     if is_ddp or fsdp.sharded_model(wrapped) is not None:
         lion.attach(wrapped)

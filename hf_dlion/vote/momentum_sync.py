@@ -104,22 +104,29 @@ def average_momenta(momenta: Sequence[Tensor], wire: Wire, start: int, stop: int
     wire.all_gather(means, mean, "momenta").wait()
     new = torch.split(means.to(device).view(-1)[:count], sizes)
     for part, mean_part, rounded_part in zip(parts, new, old, strict=True):
-        part.copy_(mean_part.float() + (part.float() - rounded_part.float()))
+        _set(part, mean_part.float() + (part.float() - rounded_part.float()))
 
 
 def average_whole(momenta: Sequence[Tensor], voters: Wire) -> None:
     """Replaces momenta by their means over the voters; every voter must call this.
 
-    Bytes per rank: 8 (N - 1) / N per element.
+    Bytes per rank: 8 (N - 1) / N per element, 16 (N - 1) / N in float64.
 
     Args:
         momenta: Flat tensors, changed in place.
         voters: Collectives of the voters.
     """
     for momentum in momenta:
-        total = momentum.to(voters.device_for(momentum.device), torch.float32, copy=True)
+        dtype = torch.promote_types(momentum.dtype, torch.float32)
+        total = momentum.to(voters.device_for(momentum.device), dtype, copy=True)
         voters.all_reduce(total, "momenta").wait()
-        momentum.copy_(divided(total, voters.world_size))
+        _set(momentum, divided(total, voters.world_size))
+
+
+def _set(momentum: Tensor, values: Tensor) -> None:
+    """Copies values without Infs, which would decide the vote forever."""
+    most = torch.finfo(momentum.dtype).max
+    momentum.copy_(values.clamp_(-most, most))
 
 
 def slice_of(total: int, every: int, step: int) -> tuple[int, int]:

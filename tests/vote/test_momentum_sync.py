@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.topology import Topology
-from hf_dlion.vote.momentum_sync import measure, slice_of
+from hf_dlion.vote.momentum_sync import average_momenta, average_whole, measure, slice_of
 from tests.support.spawn import LASTING, RankPools
 
 pytestmark = pytest.mark.multiproc
@@ -53,6 +54,23 @@ def test_slices_cover_all_momenta_once() -> None:
         slices = [slice_of(total, every, step) for step in range(1, every + 1)]
         covered = sorted(k for start, stop in slices for k in range(start, stop))
         assert covered == list(range(total))
+
+
+def of_large_numbers(rank: int, world_size: int) -> list[list[float]]:
+    """Averages momenta next to the largest number of their dtype, and float64 ones."""
+    ranks = Topology()
+    half = torch.full((2,), 65376.0 if rank else 65504.0, dtype=torch.float16)
+    average_momenta([half], ranks.voters, 0, 2)
+    brain = torch.full((2,), 3e38, dtype=torch.bfloat16)
+    double = torch.full((2,), 1 / 3, dtype=torch.float64)
+    average_whole([brain, double], ranks.voters)
+    return [half.tolist(), brain.tolist(), double.tolist()]
+
+
+def test_means_of_momenta_are_finite_and_as_precise_as_the_momenta(pools: RankPools) -> None:
+    for half, brain, double in pools(2).run(of_large_numbers):
+        assert all(map(math.isfinite, half + brain))
+        assert double == [1 / 3, 1 / 3]
 
 
 def everywhere(value: Any) -> list[Any]:
