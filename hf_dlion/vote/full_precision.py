@@ -52,7 +52,7 @@ def step_in_full(
         for index, mean in enumerate(means):
             if mean is not None:
                 divided(mean, sum(agreed.has_gradient(index)))
-        plain_lion(message, params, means, momenta, turn)
+        plain_lion(message, params, means, momenta, turn, fused=False)
 
 
 def sum_over_voters(

@@ -170,7 +170,15 @@ def votes_by(source: Source, message: Message, turn: Turn, scales: Flat) -> Vote
     return Votes(planes, active, message.rows)
 
 
-def direction(piece: Piece, grads: Flat, momenta: Flat, turn: Turn, *, advance: bool) -> Tensor:
+def direction(
+    piece: Piece,
+    grads: Flat,
+    momenta: Flat,
+    turn: Turn,
+    *,
+    advance: bool,
+    fused: bool = True,
+) -> Tensor:
     """Returns a piece's u = beta1 * m + (1 - beta1) * g, in scratch memory.
 
     Args:
@@ -179,14 +187,23 @@ def direction(piece: Piece, grads: Flat, momenta: Flat, turn: Turn, *, advance: 
         momenta: Flat momenta, changed in place if `advance`.
         turn: The step.
         advance: Whether to update the momentum with beta2.
+        fused: Whether processors may differ in the last bit, as in torch.lerp. Ranks that must get
+            the same u and momentum pass False: each operation then rounds by itself.
     """
     beta1, beta2 = turn.groups[piece.group]["betas"]
     g = read(piece, grads, "gradient", turn.scratch)
     m = read(piece, momenta, "momentum", turn.scratch)
     u = turn.scratch("direction", piece.size, piece.dtype, g.device)
-    torch.lerp(m, g, 1 - beta1, out=u)
+    if fused:
+        torch.lerp(m, g, 1 - beta1, out=u)
+    else:
+        difference = g - m
+        torch.mul(difference, 1 - beta1, out=u).add_(m)
     if advance:
-        m.lerp_(g, 1 - beta2)
+        if fused:
+            m.lerp_(g, 1 - beta2)
+        else:
+            m.add_(difference.mul_(1 - beta2))
         write(piece, m, momenta, turn, MOMENTA + turn.voter)
     return u
 
@@ -277,12 +294,14 @@ def move(
         _apply(piece, p, delta, params, turn)
 
 
-def plain_lion(message: Message, params: Flat, grads: Flat, momenta: Flat, turn: Turn) -> None:
-    """Takes Lion's step on a message without votes: v = sign(u), sign(0) = 0."""
+def plain_lion(
+    message: Message, params: Flat, grads: Flat, momenta: Flat, turn: Turn, *, fused: bool = True
+) -> None:
+    """Takes Lion's step on a message without votes: v = sign(u), sign(0) = 0; see `direction`."""
     for piece in message.pieces:
         if not takes_part(piece, params):
             continue
-        u = direction(piece, grads, momenta, turn, advance=True)
+        u = direction(piece, grads, momenta, turn, advance=True, fused=fused)
         p = read(piece, params, "parameter", turn.scratch)
         u.sign_().mul_(float(turn.groups[piece.group]["lr"]))
         _apply(piece, p, u, params, turn)
