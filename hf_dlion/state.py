@@ -75,8 +75,11 @@ class LionState(torch.optim.Optimizer):
         group["step"] = self.steps
         try:
             for param in group["params"]:
-                if not param.is_floating_point():
-                    raise TypeError(f"parameters must be real floats (got {param.dtype})")
+                if param.dtype not in local.DTYPES:
+                    raise TypeError(
+                        f"parameters must be floats of 16, 32, or 64 bits (got {param.dtype}): "
+                        f"pass only those that train, without a quantized base"
+                    )
                 local.flat_view(fsdp.local_part(param.detach()))
         except Exception:
             self.param_groups.pop()

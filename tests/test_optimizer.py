@@ -255,3 +255,10 @@ def test_drifted_replicas_are_found(pools: RankPools) -> None:
     texts = pools(3).run(drifted)
     assert len(set(texts)) == 1
     assert "after step 2 in 1 of 2 parameters, first in 'bias': rank 1 from ranks 0" in texts[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.complex64])
+def test_parameters_of_other_dtypes_are_refused(dtype: torch.dtype) -> None:
+    param = nn.Parameter(torch.zeros(64, dtype=dtype), requires_grad=False)
+    with pytest.raises(TypeError, match=rf"16, 32, or 64 bits \(got {dtype}\): pass only those"):
+        DistributedLion([param])

@@ -68,8 +68,7 @@ class DistributedLionCallback(TrainerCallback):
 
         Raises:
             NotImplementedError: If the ranks have no gradients of their own.
-            RuntimeError: If there are more ranks than the arguments know of, or `local_group` has
-                no DDP wrapper.
+            RuntimeError: If there are more ranks than the arguments know of, or `attach` raises it.
         """
         lion, trainer = find_optimizer(optimizer), self.trainer
         if lion is None or trainer is None:

@@ -133,6 +133,11 @@ def _train(
     _check_optim_args(trainer.args)  # They may have changed since they were made.
     if _uses_lion(trainer):
         refuse(trainer)
+        several = trainer.args.world_size > 1 and not is_sharded(trainer.accelerator)
+        model: Any = trainer.model
+        if several and trainer.model_wrapped is model:
+            # Otherwise, Trainer wouldn't wrap a model in DDP that it has evaluated.
+            model._is_accelerate_prepared = False
         resume_from_checkpoint = _agreed_checkpoint(trainer, resume_from_checkpoint)
     elif idle := only_ours(trainer.args.optim_args):
         logger.warning_once(

@@ -63,21 +63,14 @@ def prepare(lion: DistributedLion, trainer: Trainer) -> None:
 
     Raises:
         NotImplementedError: If `refuse` raises it.
-        RuntimeError: If `refuse` raises it, or `local_group` has no DDP wrapper.
+        RuntimeError: If `refuse` or `attach` raises it.
     """
     refuse(trainer)
     _name_parameters(lion, trainer)
     wrapped = trainer.model_wrapped
-    is_ddp = ddp.wrapper_in(wrapped) is not None
-    ranks, local_group = trainer.args.world_size, lion.options.local_group
-    if is_ddp or fsdp.sharded_model(wrapped) is not None:
+    if ddp.wrapper_in(wrapped) is not None or fsdp.sharded_model(wrapped) is not None:
         lion.attach(wrapped)
-    elif ranks > 1 and local_group not in (None, 1):
-        raise RuntimeError(
-            f"local_group={local_group!r} needs a model that Trainer wraps in "
-            f"DistributedDataParallel, but evaluate() or predict() before train() leaves it "
-            f"unwrapped. Call train() first, or evaluate with another Trainer"
-        )
+    ranks, local_group = trainer.args.world_size, lion.options.local_group
     node = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if local_group == "node" else local_group
     alone = "DistributedLion exchanges nothing between nodes and is plain Lion, because"
     if ranks == 1:

@@ -15,6 +15,9 @@ from hf_dlion.vote.message import Message, Shape, messages
 # its gradient is averaged ("full") or voted on ("vote").
 Line = tuple[object, ...]
 
+# The dtypes of parameters.
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 @dataclass
 class Plan:
