@@ -259,6 +259,6 @@ def test_drifted_replicas_are_found(pools: RankPools) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.complex64])
 def test_parameters_of_other_dtypes_are_refused(dtype: torch.dtype) -> None:
-    param = nn.Parameter(torch.zeros(64, dtype=dtype), requires_grad=False)
+    param = torch.nn.Parameter(torch.zeros(64, dtype=dtype), requires_grad=False)
     with pytest.raises(TypeError, match=rf"16, 32, or 64 bits \(got {dtype}\): pass only those"):
         DistributedLion([param])

@@ -133,15 +133,15 @@ def _train(
     _check_optim_args(trainer.args)  # They may have changed since they were made.
     if _uses_lion(trainer):
         refuse(trainer)
-        several = trainer.args.world_size > 1 and not is_sharded(trainer.accelerator)
-        model: Any = trainer.model
-        if several and trainer.model_wrapped is model:
+        is_bare = trainer.model_wrapped is trainer.model
+        if is_bare and trainer.args.world_size > 1 and not is_sharded(trainer.accelerator):
             # Otherwise, Trainer wouldn't wrap a model in DDP that it has evaluated.
+            model: Any = trainer.model
             model._is_accelerate_prepared = False
         resume_from_checkpoint = _agreed_checkpoint(trainer, resume_from_checkpoint)
     elif idle := only_ours(trainer.args.optim_args):
         logger.warning_once(
-            f"optim={str(trainer.args.optim)!r} ignores {', '.join(idle)} in "
+            f"optim={str(getattr(trainer.args.optim, 'value', trainer.args.optim))!r} ignores {', '.join(idle)} in "
             f"optim_args={trainer.args.optim_args!r}. To use DistributedLion, set "
             f"optim={OPTIM_NAME!r}"
         )
