@@ -106,11 +106,15 @@ def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
 
 def _check_arguments(args: TrainingArguments, original: Callable[[], None]) -> None:
     check_optim_name(
-        str(getattr(args.optim, "value", args.optim)),
+        _optim_name(args),
         [str(name.value) for name in internal("training_args:OptimizerNames")],
     )
     _check_optim_args(args)
     original()
+
+
+def _optim_name(args: TrainingArguments) -> str:
+    return str(getattr(args.optim, "value", args.optim))
 
 
 def _check_optim_args(args: TrainingArguments) -> None:
@@ -141,7 +145,7 @@ def _train(
         resume_from_checkpoint = _agreed_checkpoint(trainer, resume_from_checkpoint)
     elif idle := only_ours(trainer.args.optim_args):
         logger.warning_once(
-            f"optim={str(getattr(trainer.args.optim, 'value', trainer.args.optim))!r} ignores {', '.join(idle)} in "
+            f"optim={_optim_name(trainer.args)!r} ignores {', '.join(idle)} in "
             f"optim_args={trainer.args.optim_args!r}. To use DistributedLion, set "
             f"optim={OPTIM_NAME!r}"
         )
