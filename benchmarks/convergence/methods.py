@@ -256,12 +256,10 @@ class RealRank(Workers):
         if dist.get_rank():
             return otherwise
         optimizer = self._rank.optimizer
-        if not hasattr(optimizer, "eval"):
+        if not isinstance(optimizer, DistributedLion):
             return self._alone(evaluate)
-        optimizer.eval()
-        found = self._alone(evaluate)
-        optimizer.train()
-        return found
+        with optimizer.common_weights():
+            return self._alone(evaluate)
 
     def own_loss(self, validation: Callable[[nn.Module], float]) -> float | None:
         optimizer = self._rank.optimizer
