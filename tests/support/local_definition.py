@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -93,7 +94,7 @@ class LocalLions(Lions):
         scales = []
         for i in range(len(self.params)):
             heard = [own[i] for own in means if own[i] > 0]
-            total = max(heard, default=0.0) if self.bits == 8 else sum(heard)
+            total = max(heard, default=0.0) if self.bits == 8 else math.fsum(heard)
             scales.append(total if self.bits == 8 else total / max(len(heard), 1))
         for rank in range(self.ranks):
             votes = [None if i in self.full else w for i, w in enumerate(ws[rank])]
