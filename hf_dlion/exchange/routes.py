@@ -20,14 +20,14 @@ Both also send one bit per row, set if the rank votes on the row.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hf_dlion.exchange.rule import Rule
-from hf_dlion.exchange.wire import Pending, Wire
+from hf_dlion.exchange.wire import Wire
 from hf_dlion.options import ExchangeName
 from hf_dlion.vote.codec import TOP, WORD, pack, spread, tally, unpack
 
@@ -94,34 +94,8 @@ class Verdict:
     voters: Tensor | None
 
 
-class Exchange:
-    """Votes that were sent; `complete` calls the methods in this order."""
-
-    def receive(self) -> None:
-        """Waits for the votes. With two_phase, counts this rank's words and sends the verdict."""
-
-    def end_between_nodes(self) -> None:
-        """Waits for the verdict on this rank's words, if nodes vote."""
-
-    def begin_in_node(self) -> None:
-        """Starts to gather the verdict inside the node, if nodes vote."""
-
-    def verdict(self) -> Verdict:
-        """Returns the verdict; waits for it."""
-        raise NotImplementedError
-
-
-def complete(under_way: Sequence[Exchange]) -> Iterator[Verdict]:
-    """Yields the verdict of every message, in order; every rank must exhaust the iterator.
-
-    All collectives between nodes end before those inside a node begin, because NCCL needs the same
-    order of two groups' collectives on every rank.
-    """
-    for phase in ("receive", "end_between_nodes", "begin_in_node"):
-        for exchange in under_way:
-            getattr(exchange, phase)()
-    for exchange in under_way:
-        yield exchange.verdict()
+# Suspended after the votes were sent, and again after the last collective began.
+Route = Generator[None, None, Verdict]
 
 
 def wire_bytes(name: str, *, ranks: int, words: int, rows: int, bits: int, planes: int) -> int:
@@ -132,35 +106,11 @@ def wire_bytes(name: str, *, ranks: int, words: int, rows: int, bits: int, plane
 
 
 def start(
-    votes: Votes,
-    name: ExchangeName,
-    wire: Wire,
-    rule: Rule,
-    step: int,
-    node: Wire | None = None,
-) -> Exchange:
+    votes: Votes, name: ExchangeName, voters: Wire, node: Wire | None, rule: Rule, step: int
+) -> Route:
     """Sends this rank's votes of a message; every rank must call this for the same message.
 
-    Args:
-        votes: Votes of this rank.
-        name: Name of the route; "auto" takes the one that sends fewer bytes, gather if both send
-            the same.
-        wire: Collectives of the voters.
-        rule: Rule that turns votes into a verdict.
-        step: Number of the step.
-        node: Collectives of this rank's node, whose ranks vote as one (default: every rank votes).
-    """
-    if node is not None:
-        return _InNode(votes, name, wire, node, rule, step)
-    if name == "auto":
-        bits, words = votes.planes.shape
-        two_phase_words = (bits + rule.planes) * -(-words // wire.world_size)
-        name = "two_phase" if two_phase_words < bits * words else "gather"
-    return (_TwoPhase if name == "two_phase" else _Gather)(votes, wire, rule, step)
-
-
-class _InNode(Exchange):
-    """Votes of a node: each of its L ranks exchanges one L-th of the words.
+    If nodes vote, each of the L ranks of a node exchanges one L-th of the words:
 
         rank a: v0 v1  ->  v0 w0 (with c)  ->  verdict x0  ->  x0 x1 (with b)     node 0: a b
         rank b: v0 v1  ->  v1 w1 (with d)  ->  verdict x1  ->  x0 x1 (with a)     node 1: c d
@@ -169,111 +119,117 @@ class _InNode(Exchange):
     per rank inside the node: 8 (L - 1) v ceil(W / L).
 
     Args:
-        votes: Votes of the node, equal on its ranks.
-        name: Name of the route between nodes, see `start`.
-        voters: Collectives of the ranks that have this rank's place in their nodes.
-        node: Collectives of the ranks of the node.
+        votes: Votes of this rank's voter, equal on the ranks of a node.
+        name: Name of the route; "auto" takes the one that sends fewer bytes, gather if both send
+            the same.
+        voters: Collectives of the voters.
+        node: Collectives of this rank's node, whose ranks vote as one; None if every rank votes.
         rule: Rule that turns votes into a verdict.
         step: Number of the step.
     """
-
-    def __init__(
-        self, votes: Votes, name: ExchangeName, voters: Wire, node: Wire, rule: Rule, step: int
-    ) -> None:
-        """Sends this rank's words."""
-        self._node, self._words = node, votes.planes.shape[1]
-        self._words_each = -(-self._words // node.world_size)
-        words = _share(node.rank, self._words_each, self._words)
-        part = Votes(votes.planes[:, words].contiguous(), votes.active, votes.rows.part(words))
-        self._between_nodes = start(part, name, voters, rule, step)
-        self._device = votes.planes.device
-
-    def receive(self) -> None:
-        """See `Exchange`."""
-        self._between_nodes.receive()
-
-    def end_between_nodes(self) -> None:
-        """See `Exchange`."""
-        self._partial = self._between_nodes.verdict()
-
-    def begin_in_node(self) -> None:
-        """See `Exchange`."""
-        planes = _padded(self._partial.planes, self._words_each)
-        self._sent = planes.to(self._node.device_for(self._device))
-        self._all = self._sent.new_empty(self._node.world_size, *planes.shape)
-        self._pending = self._node.all_gather(self._all, self._sent, "a verdict")
-
-    def verdict(self) -> Verdict:
-        """See `Exchange`."""
-        self._pending.wait()
-        return Verdict(_joined(self._all.to(self._device), self._words), self._partial.voters)
-
-
-class _Gather(Exchange):
-    """All ranks gather all votes, and each rank counts all of them."""
-
-    def __init__(self, votes: Votes, wire: Wire, rule: Rule, step: int) -> None:
-        self._votes, self._rule, self._step = votes, rule, step
-        device = votes.planes.device
-        self._sent = torch.cat([_packed_rows(votes.active), votes.planes.view(-1)])
-        self._sent = self._sent.to(wire.device_for(device))
-        self._all = self._sent.new_empty(wire.world_size, self._sent.numel())
-        self._pending = wire.all_gather(self._all, self._sent, "votes")
-
-    def receive(self) -> None:
-        self._pending.wait()
-
-    def verdict(self) -> Verdict:
-        bits, words = self._votes.planes.shape
-        everyone = self._all.to(self._votes.planes.device)
-        rows = everyone.shape[1] - bits * words
-        voters = _voters(everyone[:, :rows], self._votes)
-        votes = [list(sent[rows:].view(bits, words)) for sent in everyone]
-        total = _total(voters, self._votes, len(votes), slice(0, words))
-        sums = tally(votes, bits)
-        return Verdict(self._rule.decide(sums, total, self._step), voters)
-
-
-class _TwoPhase(Exchange):
-    """Each rank counts one N-th of the words, and all ranks gather the verdict."""
-
-    def __init__(self, votes: Votes, wire: Wire, rule: Rule, step: int) -> None:
-        self._votes, self._wire, self._rule, self._step = votes, wire, rule, step
+    if node is not None:
+        words = votes.planes.shape[1]
+        share = _share(node.rank, -(-words // node.world_size), words)
+        planes = votes.planes[:, share].contiguous()
+        votes = Votes(planes, votes.active, votes.rows.part(share))
+    if name == "auto":
         bits, words = votes.planes.shape
-        ranks = wire.world_size
-        self._words_each = -(-words // ranks)
-        padded = torch.nn.functional.pad(votes.planes, (0, ranks * self._words_each - words))
-        device = wire.device_for(padded.device)
-        # Segment j goes to rank j.
-        self._sent = (
-            padded.view(bits, ranks, self._words_each).transpose(0, 1).contiguous().to(device)
-        )
-        self._received = torch.empty_like(self._sent)
-        self._active = _packed_rows(votes.active).to(device)
-        self._all_active = self._active.new_empty(ranks, self._active.numel())
-        self._pending: list[Pending] = [
-            wire.all_gather(self._all_active, self._active, "votes"),
-            wire.all_to_all(self._received, self._sent, "votes"),
-        ]
+        two_phase_words = (bits + rule.planes) * -(-words // voters.world_size)
+        name = "two_phase" if two_phase_words < bits * words else "gather"
+    route = (_two_phase if name == "two_phase" else _gather)(votes, voters, rule, step)
+    next(route)
+    return route
 
-    def receive(self) -> None:
-        for pending in self._pending:
-            pending.wait()
-        device, words = self._votes.planes.device, self._votes.planes.shape[1]
-        self._voters = _voters(self._all_active.to(device), self._votes)
-        counted = _share(self._wire.rank, self._words_each, words)
-        received = self._received.to(device)[:, :, : counted.stop - counted.start]
-        total = _total(self._voters, self._votes, len(received), counted)
-        sums = tally([list(sent) for sent in received], received.shape[1])
-        planes = _padded(self._rule.decide(sums, total, self._step), self._words_each)
-        self._sent = planes.to(self._wire.device_for(device))
-        self._received = self._sent.new_empty(self._wire.world_size, *planes.shape)
-        self._pending = [self._wire.all_gather(self._received, self._sent, "a verdict")]
 
-    def verdict(self) -> Verdict:
-        self._pending[0].wait()
-        received = self._received.to(self._votes.planes.device)
-        return Verdict(_joined(received, self._votes.planes.shape[1]), self._voters)
+def complete(routes: Sequence[Route], words: Sequence[int], node: Wire | None) -> Iterator[Verdict]:
+    """Yields the verdict of every message, in order; every rank must exhaust the iterator.
+
+    Args:
+        routes: What `start` returned for each message.
+        words: Number of words of each message.
+        node: Collectives of this rank's node; None if every rank votes.
+    """
+    for route in routes:
+        next(route)
+    if node is None:
+        yield from map(_result, routes)
+        return
+    # All collectives between nodes end before those inside a node begin, because NCCL needs the
+    # same order of two groups' collectives on every rank.
+    partial = [_result(route) for route in routes]
+    shared = [_in_node(*pair, node) for pair in zip(partial, words, strict=True)]
+    for route in shared:
+        next(route)
+    yield from map(_result, shared)
+
+
+def _result(route: Route) -> Verdict:
+    """Resumes a route for the last time."""
+    try:
+        next(route)
+    except StopIteration as end:
+        verdict: Verdict = end.value
+        return verdict
+    raise AssertionError("the route has another collective")
+
+
+def _gather(votes: Votes, wire: Wire, rule: Rule, step: int) -> Route:
+    """All ranks gather all votes, and each rank counts all of them."""
+    (bits, words), device = votes.planes.shape, votes.planes.device
+    sent = torch.cat([_packed_rows(votes.active), votes.planes.view(-1)])
+    sent = sent.to(wire.device_for(device))
+    received = sent.new_empty(wire.world_size, sent.numel())
+    pending = wire.all_gather(received, sent, "votes")
+    yield
+    pending.wait()
+    yield
+    everyone = received.to(device)
+    rows = everyone.shape[1] - bits * words
+    voters = _voters(everyone[:, :rows], votes)
+    planes = [list(of_rank[rows:].view(bits, words)) for of_rank in everyone]
+    total = _total(voters, votes, len(planes), slice(0, words))
+    return Verdict(rule.decide(tally(planes, bits), total, step), voters)
+
+
+def _two_phase(votes: Votes, wire: Wire, rule: Rule, step: int) -> Route:
+    """Each rank counts one N-th of the words, and all ranks gather the verdict."""
+    (bits, words), ranks = votes.planes.shape, wire.world_size
+    device, words_each = votes.planes.device, -(-words // ranks)
+    on_wire = wire.device_for(device)
+    sent = torch.nn.functional.pad(votes.planes, (0, ranks * words_each - words))
+    # Segment j goes to rank j.
+    sent = sent.view(bits, ranks, words_each).transpose(0, 1).contiguous().to(on_wire)
+    received = torch.empty_like(sent)
+    active = _packed_rows(votes.active).to(on_wire)
+    all_active = active.new_empty(ranks, active.numel())
+    pending = [
+        wire.all_gather(all_active, active, "votes"), wire.all_to_all(received, sent, "votes")
+    ]  # fmt: skip
+    yield
+    for each in pending:
+        each.wait()
+    voters = _voters(all_active.to(device), votes)
+    counted = _share(wire.rank, words_each, words)
+    received = received.to(device)[:, :, : counted.stop - counted.start]
+    total = _total(voters, votes, ranks, counted)
+    sums = tally([list(of_rank) for of_rank in received], bits)
+    sent = _padded(rule.decide(sums, total, step), words_each).to(on_wire)
+    received = sent.new_empty(ranks, *sent.shape)
+    verdict = wire.all_gather(received, sent, "a verdict")
+    yield
+    verdict.wait()
+    return Verdict(_joined(received.to(device), words), voters)
+
+
+def _in_node(partial: Verdict, words: int, node: Wire) -> Route:
+    """Each rank of a node has one L-th of the verdict, and all its ranks gather the whole."""
+    device = partial.planes[0].device
+    planes = _padded(partial.planes, -(-words // node.world_size)).to(node.device_for(device))
+    received = planes.new_empty(node.world_size, *planes.shape)
+    pending = node.all_gather(received, planes, "a verdict")
+    yield
+    pending.wait()
+    return Verdict(_joined(received.to(device), words), partial.voters)
 
 
 def _share(rank: int, words_each: int, words: int) -> slice:

@@ -21,7 +21,6 @@ from hf_dlion.ranks.fingerprint import digest
 from hf_dlion.ranks.header import (
     FAILED,
     FINITE,
-    FLAGS_AT,
     WIRE_VERSION,
     Header,
     Kind,
@@ -231,11 +230,10 @@ class Meetings:
                 header = self._header(report)
             except Exception as error:  # The other ranks wait for a header.
                 failure = error
-        table = self._gather(header or self._failed(report))
-        if header is not None and header.layout == self._layout and _all_equal(table):
-            finite = table[0][FLAGS_AT] == FINITE
-            return Agreed([finite] * len(table), [self._present[0]] * len(table))
-        headers = [Header.unpacked(words) for words in table]
+        headers = self._gather(header or self._failed(report))
+        ranks = len(headers)
+        if header is not None and header.layout == self._layout and headers.count(header) == ranks:
+            return Agreed([header.finite] * ranks, [self._present[0]] * ranks)
         if any(header.kind == Kind.REPLICATE for header in headers):
             # Those ranks are in `Topology.form` and don't take part in `raise_together`.
             if failure is not None:
@@ -261,9 +259,7 @@ class Meetings:
         return Agreed([header.finite for header in headers], self._presence(headers))
 
     def _failed(self, report: Report) -> Header:
-        return Header(
-            kind=report.kind, optimizer=self._number, step=report.step, finite=False, failed=True
-        )
+        return Header(WIRE_VERSION, report.kind, self._number, report.step, FAILED)
 
     def _header(self, report: Report) -> Header:
         if report.layout is not self._lines[0] and report.layout != self._lines[0]:
@@ -271,26 +267,26 @@ class Meetings:
         if report.present != self._present[0]:
             self._present = list(report.present), digest(pack_bools(report.present))
         return Header(
-            kind=report.kind,
-            optimizer=self._number,
-            step=report.step,
-            finite=report.finite,
-            failed=False,
+            WIRE_VERSION,
+            report.kind,
+            self._number,
+            report.step,
+            flags=FINITE * report.finite,
             options=digest([report.options, report.groups]),
             layout=self._lines[1],
             presence=self._present[1],
         )
 
-    def _gather(self, header: Header) -> list[list[int]]:
-        """Returns the words of every rank's header, which all have this version."""
-        table: list[list[int]] = self._wire.gather_words(header.packed(), "a header").tolist()
-        versions = [words[0] for words in table]
-        if versions != [WIRE_VERSION] * len(table):
+    def _gather(self, header: Header) -> list[Header]:
+        """Returns every rank's header, all of this version."""
+        headers = [Header(*words) for words in self._wire.gather_words(header, "a header").tolist()]
+        versions = [words.version for words in headers]
+        if versions != [WIRE_VERSION] * len(headers):
             raise Disagreement(
                 f"ranks have different versions of the wire format, {_by_value(versions)}: install "
                 f"the same hf_dlion everywhere. Or {_ELSEWHERE}"
             )
-        return table
+        return headers
 
     def _raise_options(self, report: Report) -> None:
         difference = _first_difference("options", self._wire.gather_objects(_settings(report)))
@@ -429,11 +425,6 @@ def failure_text(failure: BaseException) -> str:
     if len(text) > _LONGEST_TEXT:
         text = f"{text[:_LONGEST_TEXT]} ... ({len(text)} characters)"
     return text.encode(errors="backslashreplace").decode()
-
-
-def _all_equal(table: list[list[int]]) -> bool:
-    """Returns whether all ranks sent equal headers, and no rank failed."""
-    return table.count(table[0]) == len(table) and not table[0][FLAGS_AT] & FAILED
 
 
 def check_kinds(kinds: Sequence[int]) -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 # Version of all that is sent, hashed, and rounded.
 WIRE_VERSION = 3
 
-# Bits of the word of flags, and its place in the header.
+# Bits of the word of flags.
 FINITE, FAILED = 1, 2
-FLAGS_AT = 4
 
 
 class Kind(enum.IntEnum):
@@ -27,51 +26,39 @@ class Kind(enum.IntEnum):
     EXCHANGE = 6
 
 
-@dataclass(frozen=True, kw_only=True)
-class Header:
-    """One rank's header, one int64 word per attribute, after the version; flags share a word.
+class Header(NamedTuple):
+    """One rank's header, in the order of its int64 words.
 
     Attributes:
+        version: `WIRE_VERSION`.
         kind: The `Kind` of meeting.
         optimizer: Number of the optimizer among those of the process group; 0 before its first
             meeting.
         step: Number of the last step that the rank took.
-        finite: Whether its gradients are finite.
-        failed: Whether something failed on the rank.
+        flags: `FINITE` if the rank's gradients are finite, `FAILED` if something failed on it.
         options: Hash of the options and of every group's lr, betas, weight decay, and length.
         layout: Hash of the trainable parameters' names, shapes, dtypes, and strides.
         presence: Hash of which parameters have a gradient.
     """
 
+    version: int
     kind: int
     optimizer: int
     step: int
-    finite: bool
-    failed: bool
+    flags: int
     options: int = 0
     layout: int = 0
     presence: int = 0
 
-    def packed(self) -> list[int]:
-        """Returns the header's words."""
-        flags = FINITE * self.finite | FAILED * self.failed
-        hashes = (self.options, self.layout, self.presence)
-        return [WIRE_VERSION, self.kind, self.optimizer, self.step, flags, *hashes]
+    @property
+    def finite(self) -> bool:
+        """Whether the rank's gradients are finite."""
+        return bool(self.flags & FINITE)
 
-    @staticmethod
-    def unpacked(words: Sequence[int]) -> Header:
-        """Returns the header that `packed` wrote."""
-        _, kind, optimizer, step, flags, options, layout, presence = words
-        return Header(
-            kind=kind,
-            optimizer=optimizer,
-            step=step,
-            finite=bool(flags & FINITE),
-            failed=bool(flags & FAILED),
-            options=options,
-            layout=layout,
-            presence=presence,
-        )
+    @property
+    def failed(self) -> bool:
+        """Whether something failed on the rank."""
+        return bool(self.flags & FAILED)
 
 
 def pack_bools(values: Sequence[bool]) -> list[int]:

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 
 from hf_dlion.exchange.wire import Wire, WireStats
 from hf_dlion.ranks.agreement import Disagreement, check_kinds, raise_together
-from hf_dlion.ranks.header import Header, Kind
+from hf_dlion.ranks.header import FINITE, WIRE_VERSION, Header, Kind
 
 _SIZE, _PLACE = "LOCAL_WORLD_SIZE", "LOCAL_RANK"
 
@@ -125,12 +125,10 @@ class Topology:
         voters = Wire(group, self._stats, device=self._device)
         # Ranks that hold the same parts send the same first rank. This is a header, so that it
         # matches the header of a rank without `replicate`, and `check_kinds` finds that rank.
-        header = Header(
-            kind=Kind.REPLICATE, optimizer=min(voters.ranks), step=voters.world_size,
-            finite=True, failed=False,
-        )  # fmt: skip
-        table = self.everyone.gather_words(header.packed(), "the replicas").tolist()
-        headers = [Header.unpacked(words) for words in table]
+        first, size = min(voters.ranks), voters.world_size
+        header = Header(WIRE_VERSION, Kind.REPLICATE, optimizer=first, step=size, flags=FINITE)
+        table = self.everyone.gather_words(header, "the replicas").tolist()
+        headers = [Header(*words) for words in table]
         check_kinds([header.kind for header in headers])
         firsts, sizes = [h.optimizer for h in headers], [h.step for h in headers]
         same_parts = [

@@ -245,13 +245,14 @@ class LocalSteps:
         sent = [votes_by(source, message, exchange_turn, magnitudes) for message in plan.messages]
         mean = Average(voters.world_size, self.bits)
         under_way = [
-            routes.start(votes, turn.exchange, voters, mean, exchange_turn.step, ranks.node)
+            routes.start(votes, turn.exchange, voters, ranks.node, mean, exchange_turn.step)
             for votes in sent
         ]
+        words = [message.words for message in plan.messages]
         now = voters.stats.add("encode_s", now)
         units = [_number(_unit(s, self.bits)) for s in scales]
         for message, votes, verdict in zip(
-            plan.messages, sent, routes.complete(under_way), strict=True
+            plan.messages, sent, routes.complete(under_way, words, ranks.node), strict=True
         ):
             now = voters.stats.add("exchange_s", now)
             for piece in message.pieces:

@@ -110,14 +110,15 @@ def step_by_votes(
         )
         sums, counts = tensor_sums(messages, params, source, turn)
         means = [total / count for total, count in zip(sums, counts, strict=True)]
-    under_way: list[routes.Exchange] = []
+    under_way: list[routes.Route] = []
     for message in messages:
         votes = encode(message, grads, momenta, turn, means)
         if not under_way:
             sample = votes.planes[0, :SAMPLE].clone()
-        under_way.append(routes.start(votes, turn.exchange, voters, rule, turn.step, node))
+        under_way.append(routes.start(votes, turn.exchange, voters, node, rule, turn.step))
     now = stats.add("encode_s", now)
-    for k, verdict in enumerate(routes.complete(under_way)):
+    words = [message.words for message in messages]
+    for k, verdict in enumerate(routes.complete(under_way, words, node)):
         now = stats.add("exchange_s", now)
         if k == 0 and turn.bits == 1 and isinstance(rule, Majority):
             stats.sample = sample, verdict.planes[0][:SAMPLE].clone()

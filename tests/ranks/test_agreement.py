@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_dlion.exchange.wire import LostRank, Wire, WireStats
-from hf_dlion.ranks import header as header_module
+from hf_dlion.ranks import agreement
 from hf_dlion.ranks.agreement import Agreed, Disagreement, Meetings, Report, raise_together
-from hf_dlion.ranks.header import Header, Kind, pack_bools, unpack_bools
+from hf_dlion.ranks.header import FAILED, FINITE, Header, Kind, pack_bools, unpack_bools
 from tests.support.spawn import RankPools
 
 pytestmark = pytest.mark.multiproc
@@ -127,27 +127,12 @@ def test_unpacked_bools_equal_the_packed_ones(values: list[bool]) -> None:
     assert unpack_bools(packed, len(values)) == values
 
 
-WORD = st.integers(-(2**63), 2**63 - 1)
-
-
-@given(WORD, WORD, WORD, st.booleans(), st.booleans())
-def test_an_unpacked_header_equals_the_packed_one(
-    a: int, b: int, c: int, finite: bool, failed: bool
-) -> None:
-    sent = Header(
-        kind=Kind.SAVE,
-        optimizer=3,
-        step=7,
-        finite=finite,
-        failed=failed,
-        options=a,
-        layout=b,
-        presence=c,
-    )
-    words = sent.packed()
-    assert len(words) == 8
-    assert words[0] == header_module.WIRE_VERSION
-    assert Header.unpacked(words) == sent
+@pytest.mark.parametrize("flags", [0, FINITE, FAILED, FINITE | FAILED])
+def test_a_header_has_eight_words_and_begins_with_the_version(flags: int) -> None:
+    header = Header(agreement.WIRE_VERSION, Kind.SAVE, 3, 7, flags)
+    assert len(header) == 8
+    assert header[0] == agreement.WIRE_VERSION
+    assert (header.finite, header.failed) == (bool(flags & 1), bool(flags & 2))
 
 
 # Differences.
@@ -268,12 +253,12 @@ def test_shards_are_compared_with_the_same_shards(pools: RankPools, odd: int, na
 
 def other_version(rank: int, world_size: int) -> str:
     meetings = Meetings(wire_of())
-    before = header_module.WIRE_VERSION
-    header_module.WIRE_VERSION = 5 if rank == 1 else 1
+    before = agreement.WIRE_VERSION
+    agreement.WIRE_VERSION = 5 if rank == 1 else 1
     try:
         return refused(meetings, report())
     finally:
-        header_module.WIRE_VERSION = before
+        agreement.WIRE_VERSION = before
 
 
 @WORLD_SIZES
