@@ -286,10 +286,7 @@ class DistributedLion(LionState):
             self._local.check(trainable, self._last_turn())
         except Exception as error:  # Raised by `_meet`, because the other ranks wait for a header.
             failure = error
-        if self._stepped and ranks.node is not None:
-            # Another rank of the node may be in step() and wait for this answer. finite=False keeps
-            # it from also gathering the presence of gradients.
-            agree_in_node(ranks.node, Kind.EXCHANGE, False, [])
+        self._tell_node(Kind.EXCHANGE)
         agreed = self._meet(Kind.EXCHANGE, failure, used)
         ranks.form()
         if ranks.voters.world_size > 1:
@@ -329,14 +326,14 @@ class DistributedLion(LionState):
             RuntimeError: On every rank, if a rank abstained in `max_abstained_steps` consecutive
                 steps; or on this rank, after `eval` without `train`.
         """
-        kind = self._kind()
-        loss, failure, tensors, period = None, None, Tensors(), self._local.period
+        kind, loss, failure, tensors, period = None, None, None, Tensors(), self._local.period
         sent, sent_in_node = self.wire.bytes_sent, self.wire.node_bytes_sent
         several = self._world_size() > 1
         if several:
             # A collective with `replicate`, so it comes before what may fail on one rank alone.
             self._topology()
         try:
+            kind = self._kind()
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
@@ -403,7 +400,7 @@ class DistributedLion(LionState):
         """Returns what all ranks do together in this step; None in a local step."""
         if self.options.vote_every == 1:
             return Kind.STEP
-        if self._local.period.steps + 1 >= self.options.vote_every:
+        if self._exchange_is_due:
             return Kind.EXCHANGE
         if not self._meets_next:
             self._planned()  # Sets `_meets_next` if the layout is new.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import hf_dlion.fsdp as fsdp
 from hf_dlion.exchange.wire import WireStats
 from hf_dlion.options import Options, check_group
-from hf_dlion.ranks.agreement import Abstentions, Agreed, Meetings, Report
+from hf_dlion.ranks.agreement import Abstentions, Agreed, Meetings, Report, agree_in_node
 from hf_dlion.ranks.fingerprint import fingerprints
 from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.topology import Topology
@@ -267,9 +267,29 @@ class LionState(torch.optim.Optimizer):
                 self._planned()
             except Exception as error:
                 failure = error
+        self._tell_node(kind)
         self._meet(kind, failure, present=[])
         ranks.form()
         return ranks
+
+    @property
+    def _exchange_is_due(self) -> bool:
+        """Whether the next step ends with an exchange, with `vote_every` above 1."""
+        return 1 < self.options.vote_every <= self._local.period.steps + 1
+
+    def _tell_node(self, kind: Kind) -> None:
+        """Tells the ranks of this node, which may wait in a local step, what this rank does.
+
+        Raises:
+            Disagreement: On every rank of the node, if one of them steps.
+        """
+        # A rank that is in a step with headers finds it in them.
+        headers_first = self._meets_next and not self._exchange_is_due
+        if self.options.vote_every > 1 and not headers_first:
+            node = self._topology().node
+            if node is not None:
+                # finite=False keeps a stepping rank from also gathering the presence of gradients.
+                agree_in_node(node, kind, False, [])
 
     def _meet(
         self,

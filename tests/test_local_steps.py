@@ -553,8 +553,8 @@ def test_all_ranks_raise_if_weights_were_replaced_in_a_node(pools: RankPools) ->
         assert said.startswith("6: the weights of some parameters on rank 2 are farther"), said
 
 
-def exchanges_alone(rank: int, world_size: int) -> str:
-    """Calls exchange_now on rank 1 while the other rank of its node steps."""
+def leaves_a_local_step(rank: int, world_size: int, does: str, folder: str) -> str:
+    """Exchanges or saves on rank 1 while the other rank of its node steps."""
     ddp = DistributedDataParallel(model_of())
     optimizer = DistributedLion(ddp.named_parameters(), lr=0.01, local_group=2, vote_every=9)
     optimizer.attach(ddp)
@@ -564,7 +564,10 @@ def exchanges_alone(rank: int, world_size: int) -> str:
         ddp(batch(step, rank)).square().sum().backward()
         try:
             if step == 2 and rank == 1:
-                optimizer.exchange_now()
+                if does == "exchanges":
+                    optimizer.exchange_now()
+                else:
+                    save_momentum(optimizer, folder)
             optimizer.step()
         except Disagreement as error:
             said = str(error)
@@ -575,10 +578,13 @@ def exchanges_alone(rank: int, world_size: int) -> str:
     return said
 
 
-def test_an_exchange_on_one_rank_of_a_node_does_not_hang(pools: RankPools) -> None:
-    said = pools(4).run(exchanges_alone, timeout=60)
+@pytest.mark.parametrize("does", ["exchanges", "saves"])
+def test_an_exchange_or_save_on_one_rank_of_a_node_does_not_hang(
+    pools: RankPools, tmp_path: Path, does: str
+) -> None:
+    said = pools(4).run(leaves_a_local_step, does, str(tmp_path), timeout=60)
     assert said[0] == said[1]
-    assert "rank 1 exchanges while rank 0 steps" in said[0]
+    assert f"rank 1 {does} while rank 0 steps" in said[0]
     assert said[2] == said[3] == ""
 
 

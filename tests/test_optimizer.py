@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -170,8 +171,8 @@ def differing(rank: int, world_size: int, what: str) -> str:
             before = [p.detach().clone() for p in model.parameters()]
         if what == "lr" and last:
             optimizer.param_groups[0]["lr"] = 0.2
-        if what == "no lr" and last:
-            optimizer.param_groups[0]["lr"] = None
+        if what in ("no lr", "lr of nan") and last:
+            optimizer.param_groups[0]["lr"] = None if what == "no lr" else math.nan
         if what == "optimizer":
             other.step()
             before = [p.detach().clone() for p in model.parameters()]
@@ -190,7 +191,7 @@ def differing(rank: int, world_size: int, what: str) -> str:
                 before = [p.detach().clone() for p in model.parameters()]
                 optimizer.step()
         step()
-    except (Disagreement, RuntimeError, TypeError, ZeroDivisionError) as error:
+    except (Disagreement, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
         if what != "nan":
             for param, old in zip(model.parameters(), before, strict=True):
                 assert torch.equal(param, old)
@@ -202,6 +203,7 @@ TEXTS = {
     "options": ["first in 'ties': rank 0: 'alternate', rank 1: 'zero'"],
     "lr": ["first in 'group 0 lr': rank 0: 0.1, rank 1: 0.2"],
     "no lr": ["step failed on 1 of 2 ranks: rank 1: TypeError: float() argument"],
+    "lr of nan": ["rank 1: ValueError: lr of group 0 must be finite and at least 0 (got nan)"],
     "values": ["parameter values, first in 'weight'"],
     "order": ["trainable parameters, first in 'parameter 0'"],
     "names": ["trainable parameters, first in 'parameter 0'", "other.weight"],
@@ -223,6 +225,8 @@ def test_ranks_that_differ_raise_together_before_anything_moves(
         assert second.startswith("ZeroDivisionError")
     elif what == "no lr":
         assert second.startswith("TypeError: float() argument")
+    elif what == "lr of nan":
+        assert second.startswith("ValueError: lr of group 0")
     elif what == "state":
         assert second.startswith("RuntimeError: a momentum of shape (64, 3)")
     else:

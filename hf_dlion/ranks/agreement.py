@@ -339,11 +339,17 @@ class Meetings:
 
     def _raise_values(self, values: list[tuple[str, int]]) -> None:
         everyone = self._wire.gather_objects(values)
-        names = [dict(_numbered([name for name, _ in pairs])) for pairs in everyone]
+        names = [[name for name, _ in pairs] for pairs in everyone]
         if any(names_of_rank != names[0] for names_of_rank in names):
-            difference = _first_difference("names of parameters", names)
+            numbered = [dict(_numbered(names_of_rank)) for names_of_rank in names]
+            difference = _first_difference("names of parameters", numbered)
             raise Disagreement(f"{difference}. Pass the parameters in the same order on every rank")
-        tables = [dict(pairs) for pairs in everyone]
+        keys = [  # Two parameters may have one name.
+            name if names[0].count(name) == 1 else f"{name} (parameter {number})"
+            for number, name in enumerate(names[0])
+        ]
+        hashes = [[value for _, value in pairs] for pairs in everyone]
+        tables = [dict(zip(keys, of_rank, strict=True)) for of_rank in hashes]
         for ranks in self._same_parts:
             if any(tables[rank] != tables[ranks[0]] for rank in ranks):
                 compared = [tables[rank] for rank in ranks]

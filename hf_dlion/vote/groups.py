@@ -5,6 +5,7 @@ Their results aren't kept from step to step, because `load_state_dict` replaces 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -56,7 +57,17 @@ def selection(groups: Groups, options: Options, name: str) -> list[bool]:
 
 
 def hyperparameters(groups: Groups) -> list[dict[str, object]]:
-    """Returns the hyperparameters of each group, which must be equal on all ranks."""
+    """Returns the hyperparameters of each group, which must be equal on all ranks.
+
+    Raises:
+        ValueError: If a learning rate is negative, infinite, or NaN, as a schedule may set it.
+    """
+    for number, group in enumerate(groups):
+        if not 0.0 <= float(group["lr"]) < math.inf:
+            raise ValueError(
+                f"lr of group {number} must be finite and at least 0 (got {group['lr']}): check "
+                f"the learning rate's schedule"
+            )
     return [
         {
             "lr": float(group["lr"]),

@@ -104,7 +104,8 @@ def average_momenta(momenta: Sequence[Tensor], wire: Wire, start: int, stop: int
     wire.all_gather(means, mean, "momenta").wait()
     new = torch.split(means.to(device).view(-1)[:count], sizes)
     for part, mean_part, rounded_part in zip(parts, new, old, strict=True):
-        _set(part, mean_part.float() + (part.float() - rounded_part.float()))
+        mean_part, rounded_part = (x.to(part.device).float() for x in (mean_part, rounded_part))
+        _set(part, mean_part + (part.float() - rounded_part))
 
 
 def average_whole(momenta: Sequence[Tensor], voters: Wire) -> None:

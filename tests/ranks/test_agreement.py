@@ -251,6 +251,16 @@ def test_shards_are_compared_with_the_same_shards(pools: RankPools, odd: int, na
     assert named in texts[0]
 
 
+def of_one_name(rank: int, world_size: int) -> str:
+    values = [("weight", 5), ("weight", 7 if rank == 1 else 6)]
+    return refused(Meetings(wire_of()), report(values=lambda: values))
+
+
+def test_two_parameters_of_one_name_are_told_apart(pools: RankPools) -> None:
+    for text in pools(2).run(of_one_name):
+        assert "first in 'weight (parameter 1)': rank 0: 6, rank 1: 7" in text
+
+
 def other_version(rank: int, world_size: int) -> str:
     meetings = Meetings(wire_of())
     before = agreement.WIRE_VERSION
