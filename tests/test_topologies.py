@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.agreement import Disagreement
+from hf_dlion.vote import message
 from tests.support.definition import Lions
 from tests.support.spawn import LASTING, RankPools
 
@@ -362,7 +363,8 @@ def test_replicas_on_some_ranks_only_do_not_hang(pools: RankPools) -> None:
 
 
 def in_full(rank: int, world_size: int, selection: str) -> None:
-    """Compares biases with plain Lion on the mean over the ranks that have a gradient."""
+    """Compares with plain Lion on the mean over the ranks that have a gradient."""
+    message.PIECE["cpu"], message.MESSAGE["cpu"], message.MESSAGES = 1 << 7, 1 << 8, 1 << 20
     model = model_of()
     optimizer = DistributedLion(
         model.named_parameters(),
@@ -391,15 +393,21 @@ def in_full(rank: int, world_size: int, selection: str) -> None:
         alone.step([means])
         optimizer.step()
         for name, p, own in zip(names, model.parameters(), alone.params, strict=True):
-            if name.endswith("bias"):
+            if selection == "*" or name.endswith("bias"):
                 assert torch.equal(p, own), (step, name)
+    if selection == "*":  # Each element is sent once, also those of tensors in several messages.
+        elements = sum(p.numel() for p in model.parameters())
+        assert len(optimizer._plan.full) > len(start)
+        assert (
+            0 <= optimizer.wire.last_bytes_sent - 64 - 4 * elements < 8 * len(optimizer._plan.full)
+        )
 
 
 def _generator(*numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(sum(1000**k * n for k, n in enumerate(numbers)))
 
 
-@pytest.mark.parametrize("selection", ["*bias", ""], ids=["pattern", "function"])
+@pytest.mark.parametrize("selection", ["*bias", "", "*"], ids=["pattern", "function", "all"])
 def test_full_precision_is_lion_on_the_mean_gradient(pools: RankPools, selection: str) -> None:
     pools(2).run(in_full, selection)
 

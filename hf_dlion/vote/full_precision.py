@@ -47,21 +47,21 @@ def step_in_full(
     # One random stream on all voters, so their momenta stay equal.
     turn = replace(turn, voter=0)
     momenta = [None if p is None else m for p, m in zip(params, momenta, strict=True)]
+    means = sum_over_voters(plan.full, params, grads, wire)
+    for index, mean in enumerate(means):
+        if mean is not None:
+            divided(mean, sum(agreed.has_gradient(index)))
     for message in plan.full:
-        means = sum_over_voters(message, params, grads, wire)
-        for index, mean in enumerate(means):
-            if mean is not None:
-                divided(mean, sum(agreed.has_gradient(index)))
         plain_lion(message, params, means, momenta, turn, fused=False)
 
 
 def sum_over_voters(
-    message: Message, params: Flat, tensors: Flat, wire: Wire
+    messages: Sequence[Message], params: Flat, tensors: Flat, wire: Wire
 ) -> list[Tensor | None]:
-    """Returns the sums of a message's tensors over the voters, which must all call this.
+    """Returns the sums of the messages' tensors over the voters, which must all call this.
 
     Args:
-        message: Message of the tensors.
+        messages: Messages of the tensors.
         params: Flat parameters, for their sizes and dtypes; None for one that takes no part.
         tensors: Flat tensors to add, not changed; None counts as zeros.
         wire: Collectives of the voters.
@@ -71,24 +71,23 @@ def sum_over_voters(
         tensors that take no part.
     """
     sums: list[Tensor | None] = [None] * len(params)
-    for dtype in dict.fromkeys(piece.dtype for piece in message.pieces):
-        indices = [
-            index
-            for index, *_ in message.spans
-            if params[index] is not None and _computed_in(params[index]) == dtype
-        ]
-        sizes = [_size(params[index]) for index in indices]
-        flat = torch.zeros(sum(sizes), dtype=dtype, device=message.device)
-        parts = torch.split(flat, sizes)
-        for index, part in zip(indices, parts, strict=True):
-            tensor = tensors[index]
-            if tensor is not None:
-                part.copy_(tensor)
-        sent = flat.to(wire.device_for(flat.device))
-        wire.all_reduce(sent, "tensors in full precision").wait()
-        flat.copy_(sent)
-        for index, part in zip(indices, parts, strict=True):
-            sums[index] = part
+    for index in {index for message in messages for index, *_ in message.spans}:
+        if (p := params[index]) is not None:
+            total = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+            if (tensor := tensors[index]) is not None:
+                total.copy_(tensor)
+            sums[index] = total
+    for message in messages:
+        stretches: dict[torch.dtype, list[Tensor]] = {}
+        for part in (part for piece in message.pieces for part in piece.parts):
+            if (whole := sums[part.tensor]) is not None:
+                stretches.setdefault(whole.dtype, []).append(whole[part.start : part.stop])
+        for parts in stretches.values():
+            flat = torch.cat(parts)
+            sent = flat.to(wire.device_for(flat.device))
+            wire.all_reduce(sent, "tensors in full precision").wait()
+            flat.copy_(sent)
+            torch._foreach_copy_(parts, list(torch.split(flat, [part.numel() for part in parts])))
     return sums
 
 
@@ -97,13 +96,3 @@ def _equalize(momenta: Sequence[Tensor], wire: Wire) -> None:
     hashes = wire.gather_words([digest(fingerprints(momenta))], "hashes of momenta")
     if len(set(hashes.view(-1).tolist())) > 1:
         average_whole(momenta, wire)
-
-
-def _computed_in(param: Tensor | None) -> torch.dtype:
-    assert param is not None
-    return torch.float64 if param.dtype == torch.float64 else torch.float32
-
-
-def _size(param: Tensor | None) -> int:
-    assert param is not None
-    return param.numel()

@@ -30,7 +30,7 @@ from hf_dlion.vote.codec import WORD, divided
 from hf_dlion.vote.full_precision import sum_over_voters
 from hf_dlion.vote.groups import Groups, hyperparameters
 from hf_dlion.vote.local import Plan, Tensors, Trainable
-from hf_dlion.vote.message import Message, Piece
+from hf_dlion.vote.message import Piece
 from hf_dlion.vote.rounding import DISPLACEMENTS, EXCHANGED, OWN_WEIGHTS, PARAMETERS
 from hf_dlion.vote.update import (
     LOW_PRECISION,
@@ -261,15 +261,15 @@ class LocalSteps:
                     _move(piece, outcome, weights, self.period.decays, turn, exchange_turn)
             now = voters.stats.add("apply_s", now)
         # Tensors of `full_precision` are averaged without votes.
+        sums = sum_over_voters(plan.full, weights.own, _displacements(plan, weights), voters)
+        means = [None if total is None else divided(total, voters.world_size) for total in sums]
+        now = voters.stats.add("exchange_s", now)
         for message in plan.full:
-            sums = sum_over_voters(message, weights.own, _displacements(message, weights), voters)
-            means = [None if total is None else divided(total, voters.world_size) for total in sums]
-            now = voters.stats.add("exchange_s", now)
             for piece in message.pieces:
                 if takes_part(piece, weights.own):
                     outcome = _Outcome(read(piece, means, "direction", turn.scratch))
                     _move(piece, outcome, weights, self.period.decays, turn, exchange_turn)
-            now = voters.stats.add("apply_s", now)
+        voters.stats.add("apply_s", now)
 
         self.limits |= {p: limits[k] for k, p in enumerate(trainable.params) if used_anywhere[k]}
         for p, flat in zip(trainable.params, trainable.flat, strict=True):
@@ -455,10 +455,10 @@ def _displacement(piece: Piece, weights: _Weights, scratch: Scratch) -> Tensor:
     return w
 
 
-def _displacements(message: Message, weights: _Weights) -> list[Tensor | None]:
-    """Returns x - p of a message's tensors, by index in the layout."""
+def _displacements(plan: Plan, weights: _Weights) -> list[Tensor | None]:
+    """Returns x - p of the tensors of `full_precision`, by index in the layout."""
     found: list[Tensor | None] = [None] * len(weights.own)
-    for index, *_ in message.spans:
+    for index in plan.full_set:
         x, p = weights.wide_anchors[index], weights.wide[index]
         found[index] = weights.displacements[index] if x is None or p is None else x - p
     return found
