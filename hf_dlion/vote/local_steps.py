@@ -20,32 +20,35 @@ import torch
 from torch import Tensor
 
 from hf_dlion.exchange import routes
-from hf_dlion.exchange.routes import Verdict, Votes
 from hf_dlion.exchange.rule import Average
 from hf_dlion.exchange.wire import Wire, named_ranks
 from hf_dlion.ranks.agreement import Disagreement
 from hf_dlion.ranks.fingerprint import digest
 from hf_dlion.ranks.topology import Topology
-from hf_dlion.vote.codec import WORD, divided
+from hf_dlion.vote.codec import divided
+from hf_dlion.vote.displacement import (
+    Outcome,
+    Weights,
+    amounts_of,
+    decoded,
+    displacement_of,
+    displacements_of,
+    move_by,
+    own_step,
+    reset_to_anchor,
+    round_own,
+    unit_of,
+)
 from hf_dlion.vote.full_precision import sum_over_voters
 from hf_dlion.vote.groups import Groups, hyperparameters
 from hf_dlion.vote.local import Plan, Tensors, Trainable
-from hf_dlion.vote.message import Piece
-from hf_dlion.vote.rounding import DISPLACEMENTS, EXCHANGED, OWN_WEIGHTS, PARAMETERS
 from hf_dlion.vote.update import (
     LOW_PRECISION,
-    Flat,
-    Scratch,
     Source,
     Turn,
-    by_word,
-    direction,
     read,
     takes_part,
-    tensor_maxima,
-    tensor_sums,
     votes_by,
-    write,
 )
 
 # `vote_every_for` aims at this share of the time for exchanges, and proposes at most so many steps,
@@ -98,35 +101,6 @@ class Period:
             paths[g] += lr
         history = digest([self.history, hyperparameters(groups)])
         return Period(self.steps + 1, tuple(decays), tuple(paths), history)
-
-
-class _Weights:
-    """Flat tensors by index in the layout; None for a parameter that has no anchor or isn't chosen.
-
-    A parameter of 32 or 64 bits ("wide") keeps p and x. A parameter of 16 bits ("low") also keeps
-    x - p.
-
-    Attributes:
-        own: Own weights p, wide and low.
-        wide: Own weights p, wide only.
-        wide_anchors: Anchors x of `wide`.
-        low: Own weights p, low only.
-        low_anchors: Anchors x of `low`.
-        displacements: x - p of `low`.
-    """
-
-    def __init__(self, count: int) -> None:
-        """Begins without weights.
-
-        Args:
-            count: Number of tensors in the layout.
-        """
-        self.own: list[Tensor | None] = [None] * count
-        self.wide: list[Tensor | None] = [None] * count
-        self.wide_anchors: list[Tensor | None] = [None] * count
-        self.low: list[Tensor | None] = [None] * count
-        self.low_anchors: list[Tensor | None] = [None] * count
-        self.displacements: list[Tensor | None] = [None] * count
 
 
 @dataclass
@@ -208,7 +182,7 @@ class LocalSteps:
         weights = self._weights(trainable)
         for message in (*trainable.plan.messages, *trainable.plan.full):
             for piece in message.pieces:
-                _own_step(piece, weights, tensors, turn)
+                own_step(piece, weights, tensors, turn)
         self._note_versions(trainable)
 
     def exchange(
@@ -237,7 +211,7 @@ class LocalSteps:
             if used:
                 self._add_anchor(p, flat)
         weights = self._weights(trainable, used_anywhere)
-        source = functools.partial(_displacement, weights=weights, scratch=turn.scratch)
+        source = functools.partial(displacement_of, weights=weights, scratch=turn.scratch)
         reset, limits, scales = self._scales(trainable, weights, source, exchange_turn, ranks)
 
         # Encode and send all messages, then decode and apply one after the other.
@@ -250,25 +224,25 @@ class LocalSteps:
         ]
         words = [message.words for message in plan.messages]
         now = voters.stats.add("encode_s", now)
-        units = [_number(_unit(s, self.bits)) for s in scales]
+        units = [_number(unit_of(s, self.bits)) for s in scales]
         for message, votes, verdict in zip(
             plan.messages, sent, routes.complete(under_way, words, ranks.node), strict=True
         ):
             now = voters.stats.add("exchange_s", now)
             for piece in message.pieces:
                 if takes_part(piece, weights.own):
-                    outcome = _decoded(piece, votes, verdict, units, turn, voters.world_size)
-                    _move(piece, outcome, weights, self.period.decays, turn, exchange_turn)
+                    outcome = decoded(piece, votes, verdict, units, turn, voters.world_size)
+                    move_by(piece, outcome, weights, self.period.decays, turn, exchange_turn)
             now = voters.stats.add("apply_s", now)
         # Tensors of `full_precision` are averaged without votes.
-        sums = sum_over_voters(plan.full, weights.own, _displacements(plan, weights), voters)
+        sums = sum_over_voters(plan.full, weights.own, displacements_of(plan, weights), voters)
         means = [None if total is None else divided(total, voters.world_size) for total in sums]
         now = voters.stats.add("exchange_s", now)
         for message in plan.full:
             for piece in message.pieces:
                 if takes_part(piece, weights.own):
-                    outcome = _Outcome(read(piece, means, "direction", turn.scratch))
-                    _move(piece, outcome, weights, self.period.decays, turn, exchange_turn)
+                    outcome = Outcome(read(piece, means, "direction", turn.scratch))
+                    move_by(piece, outcome, weights, self.period.decays, turn, exchange_turn)
         voters.stats.add("apply_s", now)
 
         self.limits |= {p: limits[k] for k, p in enumerate(trainable.params) if used_anywhere[k]}
@@ -284,7 +258,7 @@ class LocalSteps:
     def _scales(
         self,
         trainable: Trainable,
-        weights: _Weights,
+        weights: Weights,
         source: Source,
         exchange_turn: Turn,
         ranks: Topology,
@@ -293,10 +267,10 @@ class LocalSteps:
 
         Every rank must call this. Parameters that aren't finite on this rank are reset to anchors.
         """
-        amounts, counts = _amounts(trainable.plan, weights, source, exchange_turn)
+        amounts, counts = amounts_of(trainable.plan, weights, source, exchange_turn)
         reset = [k for k, amount in enumerate(amounts) if not math.isfinite(amount)]
         for k in reset:
-            _reset(k, weights)
+            reset_to_anchor(k, weights)
             amounts[k] = 0.0
         replaced = self._replaced(trainable, amounts, weights)
         # The means below only reach this rank's voters, but all ranks must raise.
@@ -362,9 +336,9 @@ class LocalSteps:
             if param.dtype in LOW_PRECISION:
                 self.displacements[param] = torch.zeros_like(flat)
 
-    def _weights(self, trainable: Trainable, chosen: Sequence[bool] | None = None) -> _Weights:
+    def _weights(self, trainable: Trainable, chosen: Sequence[bool] | None = None) -> Weights:
         """Returns the weights of all parameters that have an anchor, or of the chosen ones."""
-        weights = _Weights(len(trainable.params))
+        weights = Weights(len(trainable.params))
         for k, (p, flat) in enumerate(zip(trainable.params, trainable.flat, strict=True)):
             anchor = self.anchors.get(p)
             if anchor is None or (chosen is not None and not chosen[k]):
@@ -378,7 +352,7 @@ class LocalSteps:
         return weights
 
     def _replaced(
-        self, trainable: Trainable, amounts: Sequence[float], weights: _Weights
+        self, trainable: Trainable, amounts: Sequence[float], weights: Weights
     ) -> list[int]:
         """Returns indices of parameters farther from their anchors than steps can move them."""
         found = []
@@ -395,96 +369,13 @@ class LocalSteps:
                     found.append(k)
         return found
 
-    def _round_all(self, trainable: Trainable, weights: _Weights, turn: Turn) -> None:
+    def _round_all(self, trainable: Trainable, weights: Weights, turn: Turn) -> None:
         for message in (*trainable.plan.messages, *trainable.plan.full):
             for piece in message.pieces:
-                _round_own(piece, weights, turn)
+                round_own(piece, weights, turn)
 
     def _note_versions(self, trainable: Trainable) -> None:
         self._versions = {p: p._version for p in trainable.params if p in self.displacements}
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What the voters sent of a piece, each of shape (64 * W,) in the piece's dtype.
-
-    Attributes:
-        mean: Mean of what the voters sent.
-        sent: What this voter sent; None if `mean` is exact.
-        silent: Words on which every voter abstained, bool, shape (W, 1); None if there are none.
-    """
-
-    mean: Tensor
-    sent: Tensor | None = None
-    silent: Tensor | None = None
-
-
-def _own_step(piece: Piece, weights: _Weights, tensors: Tensors, turn: Turn) -> None:
-    """Moves this rank's own weights by lr * sign(u)."""
-    if takes_part(piece, tensors.grads):
-        sign = direction(piece, tensors.grads, tensors.momenta, turn, advance=True).sign_()
-        # lr * sign(u) is exact, so a fused add rounds as two operations do.
-        lr = float(turn.groups[piece.group]["lr"])
-        if takes_part(piece, weights.wide):
-            p = read(piece, weights.wide, "parameter", turn.scratch).add_(sign, alpha=-lr)
-            write(piece, p, weights.wide, turn, PARAMETERS)
-        if takes_part(piece, weights.low):
-            c = read(piece, weights.displacements, "displacement", turn.scratch)
-            c.add_(sign, alpha=lr)
-            write(piece, c, weights.displacements, turn, DISPLACEMENTS + turn.voter)
-    _round_own(piece, weights, turn)
-
-
-def _round_own(piece: Piece, weights: _Weights, turn: Turn) -> None:
-    """Sets own weights of 16 bits to x - c, rounded; a second call gives the same bits."""
-    if takes_part(piece, weights.low):
-        x = read(piece, weights.low_anchors, "parameter", turn.scratch)
-        x.sub_(read(piece, weights.displacements, "displacement", turn.scratch))
-        write(piece, x, weights.low, turn, OWN_WEIGHTS + turn.voter)
-
-
-def _displacement(piece: Piece, weights: _Weights, scratch: Scratch) -> Tensor:
-    """Returns how far this rank's weights are from the anchor, x - p, in scratch memory."""
-    if not takes_part(piece, weights.wide):
-        return read(piece, weights.displacements, "displacement", scratch)
-    x = read(piece, weights.wide_anchors, "anchor", scratch)
-    p = read(piece, weights.wide, "parameter", scratch)
-    w = torch.sub(x, p, out=scratch("direction", piece.size, piece.dtype, x.device))
-    if takes_part(piece, weights.low):
-        w.add_(read(piece, weights.displacements, "displacement", scratch))
-    return w
-
-
-def _displacements(plan: Plan, weights: _Weights) -> list[Tensor | None]:
-    """Returns x - p of the tensors of `full_precision`, by index in the layout."""
-    found: list[Tensor | None] = [None] * len(weights.own)
-    for index in plan.full_set:
-        x, p = weights.wide_anchors[index], weights.wide[index]
-        found[index] = weights.displacements[index] if x is None or p is None else x - p
-    return found
-
-
-def _amounts(
-    plan: Plan, weights: _Weights, source: Source, exchange_turn: Turn
-) -> tuple[list[float], list[float]]:
-    """Returns each tensor's sum of |w| and number of elements; with 8 bits largest |w| and 1."""
-    messages = [*plan.messages, *plan.full]
-    if exchange_turn.bits == 8:
-        maxima = tensor_maxima(messages, weights.own, source)
-        return _numbers(maxima), [1.0] * len(maxima)
-    sums, counts = tensor_sums(messages, weights.own, source, exchange_turn)
-    return _numbers(sums), _numbers(counts)
-
-
-def _reset(index: int, weights: _Weights) -> None:
-    """Sets a parameter's own weights to its anchor."""
-    p, x, c = weights.own[index], weights.wide_anchors[index], weights.displacements[index]
-    x = weights.low_anchors[index] if x is None else x
-    assert p is not None
-    assert x is not None
-    p.copy_(x)
-    if c is not None:
-        c.zero_()
 
 
 def _agreed_scales(means: Sequence[float], plan: Plan, bits: int, voters: Wire) -> list[float]:
@@ -529,74 +420,5 @@ def _layout(param: Tensor) -> tuple[object, ...]:
     return param.dtype, param.shape, param.stride()
 
 
-def _unit(scale: float, bits: int) -> float:
-    """Returns the displacement of a level of 1."""
-    return {1: scale, 2: 0.625 * scale, 4: scale / 7, 8: scale / 254}[bits]
-
-
-def _decoded(
-    piece: Piece, votes: Votes, verdict: Verdict, units: Flat, turn: Turn, voters: int
-) -> _Outcome:
-    """Returns the mean of all votes on a piece, and this rank's own, as displacements."""
-    bits, rows = votes.planes.shape[0], votes.rows.of_word[piece.words]
-    mean = turn.scratch("mean", piece.size, piece.dtype, piece.device)
-    sent = turn.scratch("own", piece.size, piece.dtype, piece.device)
-    count = None if verdict.voters is None else verdict.voters[rows]
-    active = votes.active.to(rows.device, torch.int64)[rows]
-    # A single tensor's unit goes into `Rule.move`, which saves a pass over both.
-    single = len(piece.parts) == 1
-    unit = float(torch.as_tensor(units[piece.parts[0].tensor])) if single else 1.0
-    planes = [plane[piece.words] for plane in verdict.planes]
-    Average(voters, bits).move(planes, count, unit, mean)
-    Average(1, bits).move([plane[piece.words] for plane in votes.planes], active, unit, sent)
-    if not single:
-        unit_of_word = by_word(piece, units, mean).view(-1, 1)
-        mean.view(-1, WORD).mul_(unit_of_word)
-        sent.view(-1, WORD).mul_(unit_of_word)
-    return _Outcome(mean, sent, None if count is None else (count == 0).view(-1, 1))
-
-
-def _move(
-    piece: Piece,
-    outcome: _Outcome,
-    weights: _Weights,
-    decays: Sequence[float],
-    turn: Turn,
-    exchange_turn: Turn,
-) -> None:
-    """Moves anchors by the mean, and removes what was sent from the displacements."""
-    scratch, decay = turn.scratch, decays[piece.group]
-    if takes_part(piece, weights.wide):
-        x = read(piece, weights.wide_anchors, "anchor", scratch).sub_(outcome.mean).mul_(decay)
-        write(piece, x, weights.wide_anchors, exchange_turn, PARAMETERS)
-        p = read(piece, weights.wide, "parameter", scratch)
-        if outcome.sent is None:
-            p.copy_(x)
-        else:
-            p.add_(outcome.sent).sub_(outcome.mean).mul_(decay)
-        write(piece, p, weights.wide, turn, PARAMETERS)
-    if takes_part(piece, weights.low):
-        y = read(piece, weights.low_anchors, "parameter", scratch).sub_(outcome.mean).mul_(decay)
-        # x - y, what rounding the anchor adds, belongs to the displacement.
-        left = torch.neg(y, out=scratch("anchor", piece.size, piece.dtype, piece.device))
-        write(piece, y, weights.low_anchors, exchange_turn, PARAMETERS)
-        left.add_(read(piece, weights.low_anchors, "parameter", scratch))
-        if outcome.sent is not None:
-            if outcome.silent is not None:
-                left.view(-1, WORD).masked_fill_(outcome.silent, 0.0)
-            c = read(piece, weights.displacements, "displacement", scratch)
-            left = c.sub_(outcome.sent).mul_(decay).add_(left)
-        write(piece, left, weights.displacements, exchange_turn, EXCHANGED + turn.voter)
-        _round_own(piece, weights, turn)
-
-
 def _number(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
-
-
-def _numbers(values: Sequence[Tensor]) -> list[float]:
-    """Returns 0-D tensors of one or several devices as numbers; the host waits once."""
-    if not values:
-        return []
-    numbers: list[float] = torch.stack([value.to(values[0].device) for value in values]).tolist()
-    return numbers
