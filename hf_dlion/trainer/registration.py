@@ -16,8 +16,8 @@ logger = logging.get_logger(__name__)
 # Defaults of TrainingArguments, which are AdamW's. A run that has them didn't choose them.
 ADAM_BETAS = (0.9, 0.999)
 LION_BETAS = (0.9, 0.99)
-# Trainer runs unattended, and one comparison in 100 steps costs little.
-DEFAULTS = {"check_replicas_every": 100}
+# Trainer runs unattended, and one comparison of replicas in 100 steps costs little.
+COMPARED_STEPS = 100
 
 
 def register() -> None:
@@ -43,7 +43,7 @@ def optimizer_cls_and_kwargs(
 
     Learning rate, weight decay, betas, and `optim_args` come from `args`, and Trainer makes groups
     with and without weight decay. AdamW's default betas count as unset. Replicas are compared every
-    100 steps by default.
+    100 steps by default, with `vote_every` at the last exchange before that.
 
     Args:
         args: Arguments of the Trainer.
@@ -64,7 +64,9 @@ def optimizer_cls_and_kwargs(
     for name in options:
         check_known(name, ("lr", "betas"), "optimizer_cls_and_kwargs")
     chosen = {name: value for name, value in options.items() if name not in ("lr", "betas")}
-    kwargs = DEFAULTS | parse_optim_args(args.optim_args, chosen)
+    parsed = parse_optim_args(args.optim_args, chosen)
+    vote_every: int = {**parsed, **chosen}.get("vote_every", 1)
+    kwargs = {"check_replicas_every": max(1, COMPARED_STEPS // vote_every), **parsed}
     betas = []
     for k, adam in enumerate((args.adam_beta1, args.adam_beta2)):
         beta = kwargs.pop(f"beta{k + 1}", None)

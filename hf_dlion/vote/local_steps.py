@@ -52,7 +52,7 @@ from hf_dlion.vote.update import (
 )
 
 # `vote_every_for` aims at this share of the time for exchanges, and proposes at most so many steps,
-# because one exchange in 160 steps cost loss (docs/results.md).
+# the largest number that was tried in more than one period (docs/results.md).
 LOCAL_SHARE, MOST_STEPS = 0.1, 64
 # Sent in the place of a mean if a parameter's weights were replaced on this rank.
 _REPLACED = -1.0

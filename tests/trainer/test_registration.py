@@ -115,6 +115,17 @@ def test_optim_args_reach_the_optimizer_by_the_names_of_the_model(
 
 
 @pytest.mark.parametrize(
+    ("text", "options", "exchanges"),
+    [("vote_every=16", {}, 6), ("", {"vote_every": 300}, 1), ("check_replicas_every=0", {}, 0)],
+)
+def test_replicas_are_compared_about_every_100_steps(
+    tmp_path: Path, text: str, options: dict[str, Any], exchanges: int
+) -> None:
+    args = tiny_args(tmp_path, optim_args=text)
+    assert optimizer_cls_and_kwargs(args, **options)[1]["check_replicas_every"] == exchanges
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         ("aggregation", "'aggregation' is not name=value"),
