@@ -26,7 +26,7 @@ from hf_dlion.options import (
     Ties,
     check_group,
 )
-from hf_dlion.ranks.agreement import Agreed, agree_in_node
+from hf_dlion.ranks.agreement import Agreed, Disagreement
 from hf_dlion.ranks.equal_ranks import AVERAGED_GRADIENTS, COPIED_MOMENTA, all_ranks_have
 from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.replicas import compare_replicas
@@ -286,7 +286,7 @@ class DistributedLion(LionState):
             self._local.check(trainable, self._last_turn())
         except Exception as error:  # Raised by `_meet`, because the other ranks wait for a header.
             failure = error
-        self._tell_node(Kind.EXCHANGE)
+        self._agree_in_node(Kind.EXCHANGE)
         agreed = self._meet(Kind.EXCHANGE, failure, used)
         ranks.form()
         if ranks.voters.world_size > 1:
@@ -326,7 +326,8 @@ class DistributedLion(LionState):
             RuntimeError: On every rank, if a rank abstained in `max_abstained_steps` consecutive
                 steps; or on this rank, after `eval` without `train`.
         """
-        kind, loss, failure, tensors, period = None, None, None, Tensors(), self._local.period
+        kind, loss, failure = Kind.LOCAL_STEP, None, None
+        tensors, period = Tensors(), self._local.period
         sent, sent_in_node = self.wire.bytes_sent, self.wire.node_bytes_sent
         several = self._world_size() > 1
         if several:
@@ -346,9 +347,15 @@ class DistributedLion(LionState):
             if not several:
                 raise
             failure = error
+        try:
+            usable = tensors.finite and failure is None
+            finite, present = self._agree_in_node(kind, usable, tensors.present)
+        except Disagreement as error:
+            raise failure or error from None
         # An exchange of local steps sends its own headers, and the steps before it send none.
         agreed = self._agree(tensors, failure) if kind is Kind.STEP else None
         if agreed is None or (self._takes_local_steps() and any(agreed.moves)):
+            tensors.abstain(finite, present)
             self._step_locally(kind, tensors, failure, period)
         else:
             self._step_together(tensors, agreed)
@@ -396,15 +403,15 @@ class DistributedLion(LionState):
                     )
         return super()._make_plan(shapes, trainable)
 
-    def _kind(self) -> Kind | None:
-        """Returns what all ranks do together in this step; None in a local step."""
+    def _kind(self) -> Kind:
+        """Returns what all ranks do in this step."""
         if self.options.vote_every == 1:
             return Kind.STEP
-        if self._exchange_is_due:
+        if self._local.period.steps + 1 >= self.options.vote_every:
             return Kind.EXCHANGE
         if not self._meets_next:
             self._planned()  # Sets `_meets_next` if the layout is new.
-        return Kind.STEP if self._meets_next else None
+        return Kind.STEP if self._meets_next else Kind.LOCAL_STEP
 
     def _takes_local_steps(self) -> bool:
         """Returns whether several voters take local steps; known after the first meeting."""
@@ -461,7 +468,7 @@ class DistributedLion(LionState):
         for text in texts:  # Last, because a warning may be an error, and ranks would wait.
             warnings.warn(text, stacklevel=5)
 
-    def _next_period(self, kind: Kind | None) -> Period:
+    def _next_period(self, kind: Kind) -> Period:
         """Returns the period with this step.
 
         Raises:
@@ -474,30 +481,25 @@ class DistributedLion(LionState):
                 "into the model: call optimizer.train() before you train"
             )
         self._local.check(self._writable(), self._last_turn())
-        if kind is not None:  # In a local step, the other ranks wouldn't raise.
+        if kind is not Kind.LOCAL_STEP:  # In which the other ranks wouldn't raise.
             self._abstentions.check()
         return self._local.period.and_a_step(self.param_groups)
 
     def _step_locally(
-        self, kind: Kind | None, tensors: Tensors, failure: BaseException | None, period: Period
+        self, kind: Kind, tensors: Tensors, failure: BaseException | None, period: Period
     ) -> None:
         """Takes a step of this rank's own, and exchanges if `kind` is an exchange.
 
         Args:
-            kind: What all ranks do together in this step.
-            tensors: This rank's tensors.
+            kind: What all ranks do in this step.
+            tensors: This rank's tensors, without gradients from which its node abstains.
             failure: What failed on this rank; raised here.
             period: The period with this step.
         """
         ranks = self._topology()
-        finite, present = tensors.finite, tensors.present
-        if ranks.node is not None:
-            usable = finite and failure is None
-            finite, present = agree_in_node(ranks.node, kind or Kind.STEP, usable, present)
-        tensors.abstain(finite, present)
         used_anywhere: list[bool] = []
         if kind is Kind.EXCHANGE:
-            used = self._used(self._planned()[1], tensors.grads)
+            used = [] if failure else self._used(self._planned()[1], tensors.grads)
             used_anywhere = self._meet(kind, failure, used, period=period).moves
         elif failure is not None:
             raise failure
@@ -506,7 +508,7 @@ class DistributedLion(LionState):
         self.wire.abstentions += self._abstentions.count(
             [tensors.finite or rank != this_rank for rank in everyone]
         )
-        texts = [] if kind is None else self._warnings(tensors, ranks)
+        texts = [] if kind is Kind.LOCAL_STEP else self._warnings(tensors, ranks)
         trainable, turn, now = self._writable(), self._turn(), time.perf_counter()
         self._local.step(trainable, tensors, turn)
         self.wire.add("apply_s", now)
@@ -578,7 +580,7 @@ class DistributedLion(LionState):
             chosen = groups.selection(self.param_groups, self.options, "momentum_sync")
             full = groups.selection(self.param_groups, self.options, "full_precision")
             momenta = [
-                Momentum(self._flat_momentum(p), self.state[p])
+                Momentum(self._flat_momentum(p), fsdp.largest_part(p), self.state[p])
                 for k, (_, p) in enumerate(groups.named(self.param_groups))
                 if p.requires_grad and chosen[k] and not full[k]
             ]

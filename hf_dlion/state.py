@@ -267,29 +267,35 @@ class LionState(torch.optim.Optimizer):
                 self._planned()
             except Exception as error:
                 failure = error
-        self._tell_node(kind)
+        self._agree_in_node(kind)
         self._meet(kind, failure, present=[])
         ranks.form()
         return ranks
 
-    @property
-    def _exchange_is_due(self) -> bool:
-        """Whether the next step ends with an exchange, with `vote_every` above 1."""
-        return 1 < self.options.vote_every <= self._local.period.steps + 1
+    def _agree_in_node(
+        self, kind: Kind, finite: bool = False, present: Sequence[bool] = ()
+    ) -> tuple[bool, list[bool]]:
+        """Tells the ranks of this node, with local steps, what this rank does, before any header.
 
-    def _tell_node(self, kind: Kind) -> None:
-        """Tells the ranks of this node, which may wait in a local step, what this rank does.
+        All ranks do this in every step, exchange, save, and load, whatever they do themselves, so
+        no rank of a node waits for another that is somewhere else.
+
+        Args:
+            kind: What this rank does.
+            finite: Whether all of this rank's gradients are finite, and nothing failed. A rank that
+                doesn't step passes False, so no rank gathers presence.
+            present: Whether this rank has a gradient of each trainable parameter.
+
+        Returns:
+            `finite` and `present` of the node, as `agree_in_node`; those of this rank without one.
 
         Raises:
-            Disagreement: On every rank of the node, if one of them steps.
+            Disagreement: On every rank of the node, if they do different things.
         """
-        # A rank that is in a step with headers finds it in them.
-        headers_first = self._meets_next and not self._exchange_is_due
-        if self.options.vote_every > 1 and not headers_first:
-            node = self._topology().node
-            if node is not None:
-                # finite=False keeps a stepping rank from also gathering the presence of gradients.
-                agree_in_node(node, kind, False, [])
+        ranks = self._ranks
+        if self.options.vote_every == 1 or ranks is None or not ranks.is_formed or not ranks.node:
+            return finite, list(present)
+        return agree_in_node(ranks.node, kind, finite, present)
 
     def _meet(
         self,

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_dlion.checkpoint import save_momentum
+from hf_dlion.checkpoint import load_momentum, save_momentum
 from hf_dlion.exchange.wire import LostRank
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.agreement import Disagreement
@@ -554,7 +554,7 @@ def test_all_ranks_raise_if_weights_were_replaced_in_a_node(pools: RankPools) ->
 
 
 def leaves_a_local_step(rank: int, world_size: int, does: str, folder: str) -> str:
-    """Exchanges or saves on rank 1 while the other rank of its node steps."""
+    """Does something else on rank 1 while the other rank of its node steps, or loads."""
     ddp = DistributedDataParallel(model_of())
     optimizer = DistributedLion(ddp.named_parameters(), lr=0.01, local_group=2, vote_every=9)
     optimizer.attach(ddp)
@@ -563,14 +563,21 @@ def leaves_a_local_step(rank: int, world_size: int, does: str, folder: str) -> s
         optimizer.zero_grad()
         ddp(batch(step, rank)).square().sum().backward()
         try:
+            if step == 2 and does == "fails to load":
+                failure = OSError("no file") if rank == 1 else None
+                if failure is None:
+                    optimizer.load_state_dict(optimizer.state_dict())
+                load_momentum(optimizer, folder, failure=failure)
             if step == 2 and rank == 1:
                 if does == "exchanges":
                     optimizer.exchange_now()
-                else:
+                elif does == "saves":
                     save_momentum(optimizer, folder)
+                else:
+                    optimizer.load_state_dict(optimizer.state_dict())
             optimizer.step()
-        except Disagreement as error:
-            said = str(error)
+        except (Disagreement, OSError) as error:
+            said = f"{type(error).__name__}: {error}"
             break
     optimizer.detach()
     del ddp
@@ -578,27 +585,104 @@ def leaves_a_local_step(rank: int, world_size: int, does: str, folder: str) -> s
     return said
 
 
-@pytest.mark.parametrize("does", ["exchanges", "saves"])
-def test_an_exchange_or_save_on_one_rank_of_a_node_does_not_hang(
+@pytest.mark.parametrize("does", ["exchanges", "saves", "steps"])
+def test_a_rank_of_a_node_that_leaves_a_local_step_does_not_hang_the_node(
     pools: RankPools, tmp_path: Path, does: str
 ) -> None:
+    """The last one has loaded a state, after which a step begins with headers."""
     said = pools(4).run(leaves_a_local_step, does, str(tmp_path), timeout=60)
     assert said[0] == said[1]
-    assert f"rank 1 {does} while rank 0 steps" in said[0]
+    assert f"rank 1 {does} while rank 0 takes a local step" in said[0]
     assert said[2] == said[3] == ""
+
+
+def test_a_load_that_fails_in_a_node_fails_on_all_ranks(pools: RankPools, tmp_path: Path) -> None:
+    said = pools(4).run(leaves_a_local_step, "fails to load", str(tmp_path), timeout=60)
+    assert said.pop(1) == "OSError: no file"
+    for other in said:
+        assert "load failed on 1 of 4 ranks: rank 1: OSError: no file" in other
+
+
+def fails_to_plan(rank: int, world_size: int) -> str:
+    """Raises in the plan of an exchange on rank 1."""
+
+    def select(name: str, param: torch.Tensor) -> bool:
+        if rank == 1 and len(params) == 2:
+            raise KeyError("in a selection")
+        return False
+
+    params = [nn.Parameter(torch.ones(64))]
+    optimizer = DistributedLion([("a", params[0])], lr=0.1, vote_every=2, full_precision=select)
+    params[0].grad = torch.ones(64)
+    optimizer.step()
+    params.append(nn.Parameter(torch.ones(5)))
+    optimizer.add_param_group({"params": [("b", params[1])]})
+    try:
+        optimizer.step()
+    except (Disagreement, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_an_exchange_that_fails_in_its_plan_raises_on_all_ranks(pools: RankPools) -> None:
+    first, second = pools(2).run(fails_to_plan, timeout=60)
+    assert "rank 1: KeyError: 'in a selection'" in first
+    assert second == "KeyError: 'in a selection'"
+
+
+def changes_the_layout(rank: int, world_size: int, thaws: bool) -> None:
+    """Own weights of 16 bits keep their bits in `eval` and `train` if the layout has changed."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(3, 64).bfloat16()) for _ in range(3)]
+    params[0].requires_grad_(not thaws)
+    named = [(str(k), p) for k, p in enumerate(params)]
+    optimizer = DistributedLion(named, lr=0.003, vote_every=4)
+    generator = torch.Generator().manual_seed(rank)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            for p in params:
+                drawn = torch.randn(p.shape, generator=generator).bfloat16()
+                p.grad = drawn if p.requires_grad else None
+            optimizer.step()
+
+    steps(3)
+    params[0].requires_grad_(thaws)
+    if not thaws:
+        steps(1)  # The exchange drops the frozen parameter from the layout.
+    with torch.no_grad():
+        params[2].clamp_(-1e9, 1e9)  # A write that changes no value is none.
+    optimizer.eval()
+    optimizer.train()
+    own = [p.detach().clone() for p in params]
+    optimizer.eval()
+    optimizer.train()
+    assert all(map(torch.equal, own, params))
+    with torch.no_grad():
+        params[2].clamp_(-1e9, 1e9)
+    steps(1)
+    optimizer.eval()
+    for p in params:
+        assert all(torch.equal(p, other) for other in everyones(p))
+
+
+@pytest.mark.parametrize("thaws", [False, True], ids=["freezes", "thaws"])
+def test_own_weights_survive_a_change_of_the_layout(pools: RankPools, thaws: bool) -> None:
+    pools(2).run(changes_the_layout, thaws)
 
 
 def with_full_precision_and_momenta(rank: int, world_size: int) -> None:
     """Checks that selected tensors are averaged exactly, and momenta at exchanges."""
     torch.manual_seed(0)
-    start = [torch.randn(10).bfloat16(), torch.randn(4, 64), torch.randn(7)]
+    start = [torch.randn(10), torch.randn(4, 64), torch.randn(7), torch.randn(2, 64)]
+    start[0], start[3] = start[0].bfloat16(), start[3].bfloat16()
     params = [nn.Parameter(p.clone()) for p in start]
-    named = list(zip(("low.bias", "weight", "bias"), params, strict=True))
+    named = list(zip(("low.bias", "weight", "bias", "low.weight"), params, strict=True))
     optimizer = DistributedLion(
         named, lr=0.01, weight_decay=0.1, vote_every=2, full_precision="*bias",
-        momentum_sync_every=2,
+        momentum_sync="weight", momentum_sync_every=2,
     )  # fmt: skip
-    lions = LocalLions([p.clone() for p in start], 2, [0.01] * 3, [0.1] * 3, every=2, full=(0, 2))
+    lions = LocalLions([p.clone() for p in start], 2, [0.01] * 4, [0.1] * 4, every=2, full=(0, 2))
     for step in range(8):
         grads: list[Any] = [
             [
@@ -611,8 +695,8 @@ def with_full_precision_and_momenta(rank: int, world_size: int) -> None:
             p.grad = grad.clone()
         lions.step(grads)
         optimizer.step()
-        for name, p, wanted in zip("lwb", params, lions.own[rank], strict=True):
-            if name != "w" or step < 2:  # Its momentum was synchronized by then.
+        for (name, p), wanted in zip(named, lions.own[rank], strict=True):
+            if name != "weight" or step < 2:  # Its momentum was synchronized by then.
                 assert torch.equal(p, wanted), (step, name)
     # The fourth exchange averaged the first half.
     momenta = [own.view(-1) for own in everyones(optimizer.state[params[1]]["exp_avg"])]

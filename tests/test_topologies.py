@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import hf_dlion.fsdp as fsdp
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.agreement import Disagreement
 from hf_dlion.vote import message
@@ -313,6 +314,21 @@ def test_an_evaluation_of_two_sharded_models_changes_nothing(pools: RankPools) -
     pairs = zip(*(pools(4).run(two_sharded, evaluates) for evaluates in (False, True)), strict=True)
     for without, with_evaluation in pairs:
         assert all(map(torch.equal, without, with_evaluation))
+
+
+def unevenly_sharded(rank: int, world_size: int) -> list[tuple[int, int]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    LASTING.update(mesh.get_all_groups())
+    model = nn.Sequential(nn.Linear(64, 3), nn.Linear(3, 1))
+    fully_shard(model, mesh=mesh["shard"])
+    params = model.parameters()
+    return [(fsdp.largest_part(p), fsdp.local_part(p.detach()).numel()) for p in params]
+
+
+def test_all_ranks_know_the_size_of_the_largest_shard(pools: RankPools) -> None:
+    """By which they choose the momenta that fit into a budget."""
+    for by_rank in zip(*pools(4).run(unevenly_sharded), strict=True):
+        assert {size for size, _ in by_rank} == {max(part for _, part in by_rank)}
 
 
 def compiled_and_frozen(rank: int, world_size: int) -> None:

@@ -34,7 +34,7 @@ LOAD_OLDER = "load an older checkpoint, or restore this one from a copy"
 # Prefix of the keys of own weights; the keys of momenta are numbers alone.
 _OWN = "own."
 # Key of the header in the file's metadata, whose values are strings; 1 is the format's version.
-_HEADER = "hf_dlion momentum 1"
+_HEADER = "hf_dlion momentum 2"
 
 
 class CheckpointError(RuntimeError):
@@ -67,6 +67,7 @@ class _LocalHeader:
         exchanges: Number of exchanges so far.
         period: Steps since the last exchange.
         used: Parameters that this rank used in these steps.
+        moved: Parameters that may have moved in these steps, the same on all ranks.
         limits: Limits of the parameters that took part in an exchange.
     """
 
@@ -74,6 +75,7 @@ class _LocalHeader:
     exchanges: int
     period: Period
     used: list[int]
+    moved: list[int]
     limits: dict[int, float]
 
     @classmethod
@@ -88,6 +90,7 @@ class _LocalHeader:
             exchanges=local.exchanges,
             period=local.period,
             used=sorted(numbers[param] for param in local.used),
+            moved=sorted(numbers[param] for param in local.moved),
             limits={numbers[param]: limit for param, limit in local.limits.items()},
         )
 
@@ -106,6 +109,7 @@ class _LocalHeader:
             exchanges=int(values["exchanges"]),
             period=Period(**period),
             used=[int(number) for number in values["used"]],
+            moved=[int(number) for number in values["moved"]],
             # Keys in JSON are strings.
             limits={int(number): float(limit) for number, limit in values["limits"].items()},
         )
@@ -379,7 +383,7 @@ def _local_steps(
         local.anchors[param] = flat
     local.period = saved.period
     local.used = {params[number] for number in saved.used}
-    local.moved = set(local.anchors)
+    local.moved = {params[number] for number in saved.moved}
     # With 8 bits a limit is one of the largest displacement, otherwise one of a sum.
     comparable = (saved.bits == 8) == (lion.options.bits == 8)
     local.limits = {

@@ -38,20 +38,14 @@ class Rows:
     Args:
         lengths: Stretches of rows of one length: the number of rows, and words per row.
         device: Device of `of_word`.
-        words: Slice of the words that `of_word` covers (default: all words).
 
     Attributes:
         count: Number of rows R.
     """
 
-    def __init__(
-        self,
-        lengths: Sequence[tuple[int, int]],
-        device: torch.device,
-        words: slice = slice(None),
-    ) -> None:
+    def __init__(self, lengths: Sequence[tuple[int, int]], device: torch.device) -> None:
         """Leaves `of_word` to its first use, because most messages never need it."""
-        self._lengths, self._device, self._words = lengths, device, words
+        self._lengths, self._device = lengths, device
         self.count = sum(count for count, _ in lengths)
 
     @functools.cached_property
@@ -59,11 +53,13 @@ class Rows:
         """Index of each word's row, int32, shape (W,), on `device`."""
         words = torch.cat([torch.full((count,), words) for count, words in self._lengths])
         rows = torch.arange(self.count, dtype=torch.int32)
-        return torch.repeat_interleave(rows, words)[self._words].to(self._device)
+        return torch.repeat_interleave(rows, words).to(self._device)
 
     def part(self, words: slice) -> Rows:
         """Returns the same rows, with `of_word` for a slice of the words."""
-        return Rows(self._lengths, self._device, words)
+        rows = Rows(self._lengths, self._device)
+        rows.of_word = self.of_word[words]
+        return rows
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ _VERBS: dict[int, tuple[str, str]] = {
     Kind.WEIGHTS: ("saves the model", "save"),
     Kind.REPLICATE: ("has replicate=", "have replicate="),
     Kind.EXCHANGE: ("exchanges", "exchange"),
+    Kind.LOCAL_STEP: ("takes a local step", "take a local step"),
 }
 _ELSEWHERE = (
     "a rank is at another point of its program: let every rank take the same number of steps, and "

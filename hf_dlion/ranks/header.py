@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 # Version of all that is sent, hashed, and rounded.
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 
 # Bits of the word of flags.
 FINITE, FAILED = 1, 2
@@ -24,6 +24,7 @@ class Kind(enum.IntEnum):
     REPLICATE = 4
     WEIGHTS = 5
     EXCHANGE = 6
+    LOCAL_STEP = 7
 
 
 class Header(NamedTuple):

@@ -81,6 +81,11 @@ class Topology:
         """Creates or gathers the groups at the first call; all ranks must call this together."""
         _ = self.voters
 
+    @property
+    def is_formed(self) -> bool:
+        """Whether the groups exist, on this rank and so on all."""
+        return "voters" in vars(self)
+
     @functools.cached_property
     def voters(self) -> Wire:
         """The ranks that exchange votes with this one; `voters.rank` is the voter's number."""

@@ -66,10 +66,12 @@ class Plan:
             )
             for (name, p), averaged in zip(trainable, full, strict=True)
         ]
+        voted = messages([_empty_if(f, s) for f, s in zip(full, shapes, strict=True)])
+        averaged = [_empty_if(not f, s) for f, s in zip(full, shapes, strict=True)]
         return cls(
             shapes=shapes,
-            messages=messages([_empty_if(f, s) for f, s in zip(full, shapes, strict=True)]),
-            full=messages([_empty_if(not f, s) for f, s in zip(full, shapes, strict=True)]),
+            messages=voted,
+            full=messages(averaged, after=voted),
             lines=lines,
             full_set=frozenset(index for index, averaged in enumerate(full) if averaged),
         )

@@ -131,6 +131,7 @@ class LocalSteps:
     displacements: dict[Tensor, Tensor] = field(default_factory=dict)
     limits: dict[Tensor, float] = field(default_factory=dict)
     swapped: bool = False
+    _plan: Plan | None = None  # the layout in which own weights of 16 bits were rounded
     _versions: dict[Tensor, int] = field(default_factory=dict)
     _layouts: dict[Tensor, tuple[object, ...]] = field(default_factory=dict)
 
@@ -150,6 +151,11 @@ class LocalSteps:
                 raise _changed(p, "its dtype or memory layout was changed")
         if self.swapped:
             return
+        if self._plan is not trainable.plan:
+            # Random bits depend on the layout, so the weights below must have those of this one.
+            self._round_all(trainable, self._weights(trainable), turn)
+            self._note_rounded(trainable)
+            return
         # A version also counts writes that change no value, so the values are compared then.
         written = [
             p in self.displacements and p._version != self._versions.get(p, p._version)
@@ -164,7 +170,7 @@ class LocalSteps:
             for p, flat, values in zip(trainable.params, trainable.flat, found, strict=True):
                 if values is not None and not torch.equal(flat, values):
                     raise _changed(p, "its values were changed between two steps")
-            self._note_versions(trainable)
+            self._note_rounded(trainable)
 
     def step(self, trainable: Trainable, tensors: Tensors, turn: Turn) -> None:
         """Takes a step on this rank's gradients, without communication.
@@ -183,7 +189,7 @@ class LocalSteps:
         for message in (*trainable.plan.messages, *trainable.plan.full):
             for piece in message.pieces:
                 own_step(piece, weights, tensors, turn)
-        self._note_versions(trainable)
+        self._note_rounded(trainable)
 
     def exchange(
         self, trainable: Trainable, used_anywhere: Sequence[bool], turn: Turn, ranks: Topology
@@ -249,7 +255,7 @@ class LocalSteps:
         for p, flat in zip(trainable.params, trainable.flat, strict=True):
             if not p.requires_grad:
                 self.drop(p, flat)
-        self._note_versions(trainable)
+        self._note_rounded(trainable)
         self.used, self.period = set(), Period()
         self.exchanges += 1
         voters.stats.exchanges += 1
@@ -317,7 +323,7 @@ class LocalSteps:
             kept.copy_(anchor)
         self._round_all(trainable, self._weights(trainable), turn)
         self.swapped = False
-        self._note_versions(trainable)
+        self._note_rounded(trainable)
 
     def drop(self, param: Tensor, flat: Tensor) -> None:
         """Puts a parameter's anchor into it, and forgets the parameter."""
@@ -374,7 +380,8 @@ class LocalSteps:
             for piece in message.pieces:
                 round_own(piece, weights, turn)
 
-    def _note_versions(self, trainable: Trainable) -> None:
+    def _note_rounded(self, trainable: Trainable) -> None:
+        self._plan = trainable.plan
         self._versions = {p: p._version for p in trainable.params if p in self.displacements}
 
 

@@ -140,22 +140,23 @@ class Shape:
         return cls(tensor.numel(), row, group, tensor.dtype, tensor.device)
 
 
-def messages(shapes: Sequence[Shape]) -> list[Message]:
+def messages(shapes: Sequence[Shape], after: Sequence[Message] = ()) -> list[Message]:
     """Returns the messages of a layout, the same on every rank.
 
     Args:
         shapes: Shapes of the trainable tensors, in the order of the groups; empty tensors are
             skipped.
+        after: Messages of other tensors of the same layout, whose elements come before these.
     """
-    return _Layout(shapes).messages
+    return _Layout(shapes, WORD * sum(message.words for message in after)).messages
 
 
 class _Layout:
     """Cuts tensors into pieces, and pieces into messages."""
 
-    def __init__(self, shapes: Sequence[Shape]) -> None:
+    def __init__(self, shapes: Sequence[Shape], first: int) -> None:
         self.messages: list[Message] = []
-        self._number = 0  # of the next element in the layout
+        self._number = first  # of the next element in the layout
         self._open: list[Part] = []  # parts of the open piece
         self._key: tuple[int, torch.dtype] | None = None  # group and dtype of the open piece
         self._start = 0  # first word of the open piece in its message

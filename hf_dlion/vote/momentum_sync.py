@@ -31,10 +31,12 @@ class Momentum:
 
     Attributes:
         flat: This rank's part of the momentum, flat.
+        size: Number of elements of the largest rank's part, equal on all ranks.
         state: The optimizer's state of the parameter, where "auto" keeps the divergence.
     """
 
     flat: Tensor
+    size: int
     state: dict[str, Any]
 
     @property
@@ -104,8 +106,9 @@ def average_momenta(momenta: Sequence[Tensor], wire: Wire, start: int, stop: int
     wire.all_gather(means, mean, "momenta").wait()
     new = torch.split(means.to(device).view(-1)[:count], sizes)
     for part, mean_part, rounded_part in zip(parts, new, old, strict=True):
-        mean_part, rounded_part = (x.to(part.device).float() for x in (mean_part, rounded_part))
-        _set(part, mean_part + (part.float() - rounded_part))
+        wide = torch.promote_types(part.dtype, torch.float32)
+        left = part.to(wide) - rounded_part.to(part.device, wide)
+        _set(part, mean_part.to(part.device, wide) + left)
 
 
 def average_whole(momenta: Sequence[Tensor], voters: Wire) -> None:
@@ -199,11 +202,11 @@ def _most_divergent(momenta: Sequence[Momentum], options: Options, wire: Wire) -
     """Returns the momenta that differ most and fit into the budget together, in their order."""
     every, budget = options.momentum_sync_every, options.momentum_sync_budget
     if budget is None:
-        budget = sum([m.flat.numel() for m in momenta]) // 8
+        budget = sum([m.size for m in momenta]) // 8
     chosen, total = set(), 0
     # A momentum that doesn't fit is skipped, and smaller ones that differ less may still fit.
     for k in sorted(range(len(momenta)), key=lambda k: (-momenta[k].divergence, k)):
-        numel = total + momenta[k].flat.numel()
+        numel = total + momenta[k].size
         in_a_step = -(-numel // every)
         sent = 4 * (wire.world_size - 1) * -(-in_a_step // wire.world_size)
         if momenta[k].divergence > 0.0 and sent <= budget:

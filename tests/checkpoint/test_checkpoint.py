@@ -421,6 +421,32 @@ def test_the_optimizers_state_alone_is_refused_between_two_exchanges(
             assert_matches("hashes of parameter values, .*load the model, too, before you", message)
 
 
+def freezes_before_a_save(rank: int, world_size: int, folder: str) -> int:
+    """A parameter that rank 1 alone has used is frozen and saved before its first exchange."""
+    for resumes in (False, True):
+        model = model_of()
+        optimizer = optimizer_of(model, vote_every=4)
+        last = list(model.parameters())[-1].requires_grad_(not resumes)
+        if resumes:
+            load(model, optimizer, folder)
+            break
+        model(torch.ones(1, 64)).sum().backward()
+        if rank == 0:
+            last.grad = None
+        optimizer.step()
+        last.requires_grad_(False)
+        save(model, optimizer, folder, rank)
+    train(model, optimizer, range(1, 5), rank)
+    return optimizer.steps
+
+
+@multiproc
+def test_a_run_resumes_with_a_parameter_frozen_before_its_first_exchange(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    assert pools(2).run(freezes_before_a_save, str(tmp_path)) == [5, 5]
+
+
 def nodes(rank: int, world_size: int, folder: str, every: int) -> None:
     """Two nodes of two ranks; the second ranks' own files are lost."""
     ends = []
@@ -704,13 +730,13 @@ def damage(path: Path, case: str) -> None:
     elif case == "own missing":
         rewrite(path, lambda tensors: [tensors.pop(f"own.{number}") for number in range(4)])
     elif case == "own planted":
-        header = json.loads(metadata_of(path)["hf_dlion momentum 1"])
+        header = json.loads(metadata_of(path)["hf_dlion momentum 2"])
         header["local"]["period"]["decays"] = "x"
-        rewrite(path, lambda tensors: None, **{"hf_dlion momentum 1": json.dumps(header)})
+        rewrite(path, lambda tensors: None, **{"hf_dlion momentum 2": json.dumps(header)})
     elif case == "foreign":
         save_file({"1": torch.zeros(10)}, path)
     elif case == "header":
-        rewrite(path, lambda tensors: None, **{"hf_dlion momentum 1": '{"rank": "x"}'})
+        rewrite(path, lambda tensors: None, **{"hf_dlion momentum 2": '{"rank": "x"}'})
     elif case == "renamed":
         path.write_bytes(file_of(path.parent, 0, 2).read_bytes())
     elif case == "other run":

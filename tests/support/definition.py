@@ -20,13 +20,21 @@ TOP = {1: 1, 2: 3, 4: 14, 8: 254}
 
 @dataclass
 class Layout:
-    """Positions of elements if all tensors are placed one after the other, in complete words."""
+    """Positions of elements if all tensors are placed one after the other, in complete words.
+
+    Tensors of `full_precision` come last in the numbers on which rounding depends.
+    """
 
     shapes: Sequence[tuple[int, ...]]
+    full: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         self.sizes = [int(np.prod(shape)) for shape in self.shapes]
-        self.starts = np.cumsum([0] + [-(-size // 64) * 64 for size in self.sizes])
+        words = [-(-size // 64) * 64 for size in self.sizes]
+        self.starts = np.cumsum([0, *words])
+        order = sorted(range(len(words)), key=lambda i: i in self.full)
+        ends = np.cumsum([words[i] for i in order])
+        self.firsts = {i: int(end) - words[i] for i, end in zip(order, ends, strict=True)}
         rows: list[int] = []  # of every element, padding included
         self.row_sizes: list[int] = []  # without padding
         self.tensor_of_row: list[int] = []
@@ -256,7 +264,7 @@ class Lions:
                 continue
             wide = p.double() if p.dtype == torch.float64 else p.float()
             moved = apply_verdict(wide.numpy(), own, self.lrs[i], self.decays[i])
-            p.copy_(self._round(moved, p.dtype, int(layout.starts[i]), 0))
+            p.copy_(self._round(moved, p.dtype, layout.firsts[i], 0))
 
     def _round(
         self, x: Array, dtype: torch.dtype, first: int, stream: int, t: int | None = None
@@ -290,5 +298,5 @@ class Lions:
             if m.dtype in (torch.bfloat16, torch.float16):
                 largest = torch.finfo(m.dtype).max
                 new = new.clamp(-largest, largest)
-            m.copy_(self._round(new.numpy(), m.dtype, int(layout.starts[i]), 1 + rank))
+            m.copy_(self._round(new.numpy(), m.dtype, layout.firsts[i], 1 + rank))
         return parts

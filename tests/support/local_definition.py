@@ -35,7 +35,7 @@ class LocalLions(Lions):
         self.anchored = [[False for _ in self.params] for _ in range(self.ranks)]
         self.used = [False for _ in self.params]
         self.factors = [1.0 for _ in self.params]
-        self.layout = Layout([tuple(p.shape) for p in self.params])
+        self.layout = Layout([tuple(p.shape) for p in self.params], self.full)
 
     def step(self, grads: Sequence[Sequence[torch.Tensor | None]]) -> None:
         """Takes a step on every rank, and exchanges after every k-th."""
@@ -75,7 +75,7 @@ class LocalLions(Lions):
             p.copy_(self._rounded(difference, i, OWN + rank, self.t))
 
     def _rounded(self, x: Array, i: int, stream: int, t: int) -> torch.Tensor:
-        return self._round(x, self.params[i].dtype, int(self.layout.starts[i]), stream, t)
+        return self._round(x, self.params[i].dtype, self.layout.firsts[i], stream, t)
 
     def exchange(self) -> None:
         """Exchanges how far every rank was moved since the last exchange."""

@@ -14,8 +14,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.optimizer import DistributedLion
+from hf_dlion.options import Options
 from hf_dlion.ranks.topology import Topology
-from hf_dlion.vote.momentum_sync import average_momenta, average_whole, measure, slice_of
+from hf_dlion.vote.momentum_sync import (
+    Momentum,
+    average_momenta,
+    average_whole,
+    measure,
+    slice_of,
+    synchronize,
+)
 from tests.support.spawn import LASTING, RankPools
 
 pytestmark = pytest.mark.multiproc
@@ -56,6 +64,20 @@ def test_slices_cover_all_momenta_once() -> None:
         assert covered == list(range(total))
 
 
+def within_a_budget(rank: int, world_size: int, size: int) -> bool:
+    """Returns whether a momentum is averaged whose largest shard has `size` elements."""
+    flat = torch.full((64,), float(rank))
+    options = Options(momentum_sync="auto", momentum_sync_every=1, momentum_sync_budget=200)
+    momentum = Momentum(flat, size, {"divergence": 1.0})
+    synchronize([momentum], options, Topology(), step=2)
+    return bool((flat == 0.5).all())
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_the_budget_counts_the_largest_shard(pools: RankPools, size: int) -> None:
+    assert pools(2).run(within_a_budget, size) == [size == 64] * 2
+
+
 def of_large_numbers(rank: int, world_size: int) -> list[list[float]]:
     """Averages momenta next to the largest number of their dtype, and float64 ones."""
     ranks = Topology()
@@ -64,6 +86,7 @@ def of_large_numbers(rank: int, world_size: int) -> list[list[float]]:
     brain = torch.full((2,), 3e38, dtype=torch.bfloat16)
     double = torch.full((2,), 1 / 3, dtype=torch.float64)
     average_whole([brain, double], ranks.voters)
+    average_momenta([double], ranks.voters, 0, 2)
     return [half.tolist(), brain.tolist(), double.tolist()]
 
 
