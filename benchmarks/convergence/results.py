@@ -1,6 +1,7 @@
 """Records of finished runs, and the results of each method.
 
-A method's learning rate is chosen on the first seed, and the other seeds use it.
+A method's learning rate is chosen on the first seed, and the other seeds use it. If several rates
+have run on all seeds, a result is that of the best mean.
 """
 
 from __future__ import annotations
@@ -139,9 +140,15 @@ class Trial:
     def result(self, records: Records) -> Result | None:
         """Returns the result of the finished runs, or None if there are none."""
         best, grid = self._best(records)
-        runs = [self.setting.replace(lr=best, seed=seed) for seed in range(self.seeds)]
-        found = {run.seed: record for run in runs if (record := records.of(run)) is not None}
-        return Result(self.setting.replace(lr=best), grid, found) if grid else None
+        found = {lr: self._by_seed(lr, records) for lr in grid}
+        complete = [lr for lr in grid if len(found[lr]) == self.seeds]
+        if complete:
+            best = min(complete, key=lambda lr: sum(map(loss_of, found[lr].values())))
+        return Result(self.setting.replace(lr=best), grid, found[best]) if grid else None
+
+    def _by_seed(self, lr: float, records: Records) -> dict[int, Record]:
+        runs = [self.setting.replace(lr=lr, seed=seed) for seed in range(self.seeds)]
+        return {run.seed: record for run in runs if (record := records.of(run)) is not None}
 
     def _best(self, records: Records) -> tuple[float, dict[float, float]]:
         """Returns the (smallest) learning rate with the lowest loss, and all losses."""

@@ -217,6 +217,11 @@ def test_seeds_follow_with_the_best_rate_and_gaps_are_paired_by_seed(tmp_path: P
     wire_s = 8 * 4 / (1e3 * 1448 / 1538)
     assert times["1kbit"](majority) == pytest.approx(0.25 + wire_s)
     assert step_times([lion], ["1kbit"], 0.01)["1kbit"](lion) == pytest.approx(0.01 + wire_s)
+    # A rate that is worse on the first seed, but better on the mean of all.
+    for seed in (1, 2):
+        losses["lion", 1e-3] = 0.5 - seed
+        add(lion.setting.replace(lr=1e-3, seed=seed))
+    assert results(trials, records)[0][0].losses == {0: 2.0, 1: 0.5, 2: 0.5}
     middle = Result(TINY.replace(lr=3e-3), {1e-3: 2.0, 3e-3: 1.9, 1e-2: math.inf}, {})
     assert not middle.at_edge
 
