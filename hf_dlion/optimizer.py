@@ -326,7 +326,7 @@ class DistributedLion(LionState):
             RuntimeError: On every rank, if a rank abstained in `max_abstained_steps` consecutive
                 steps; or on this rank, after `eval` without `train`.
         """
-        kind, loss, failure = Kind.LOCAL_STEP, None, None
+        kind, loss, failure = Kind.STEP, None, None  # If `_kind` fails, a header says so.
         tensors, period = Tensors(), self._local.period
         sent, sent_in_node = self.wire.bytes_sent, self.wire.node_bytes_sent
         several = self._world_size() > 1
@@ -499,7 +499,7 @@ class DistributedLion(LionState):
         ranks = self._topology()
         used_anywhere: list[bool] = []
         if kind is Kind.EXCHANGE:
-            used = [] if failure else self._used(self._planned()[1], tensors.grads)
+            used = [] if failure is not None else self._used(self._planned()[1], tensors.grads)
             used_anywhere = self._meet(kind, failure, used, period=period).moves
         elif failure is not None:
             raise failure

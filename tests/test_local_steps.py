@@ -603,8 +603,8 @@ def test_a_load_that_fails_in_a_node_fails_on_all_ranks(pools: RankPools, tmp_pa
         assert "load failed on 1 of 4 ranks: rank 1: OSError: no file" in other
 
 
-def fails_to_plan(rank: int, world_size: int) -> str:
-    """Raises in the plan of an exchange on rank 1."""
+def fails_to_plan(rank: int, world_size: int, every: int) -> str:
+    """Raises in a new plan on rank 1, in an exchange or in a local step."""
 
     def select(name: str, param: torch.Tensor) -> bool:
         if rank == 1 and len(params) == 2:
@@ -612,7 +612,7 @@ def fails_to_plan(rank: int, world_size: int) -> str:
         return False
 
     params = [nn.Parameter(torch.ones(64))]
-    optimizer = DistributedLion([("a", params[0])], lr=0.1, vote_every=2, full_precision=select)
+    optimizer = DistributedLion([("a", params[0])], lr=0.1, vote_every=every, full_precision=select)
     params[0].grad = torch.ones(64)
     optimizer.step()
     params.append(nn.Parameter(torch.ones(5)))
@@ -624,8 +624,9 @@ def fails_to_plan(rank: int, world_size: int) -> str:
     return ""
 
 
-def test_an_exchange_that_fails_in_its_plan_raises_on_all_ranks(pools: RankPools) -> None:
-    first, second = pools(2).run(fails_to_plan, timeout=60)
+@pytest.mark.parametrize("every", [2, 9])
+def test_a_step_that_fails_in_its_plan_raises_on_all_ranks(pools: RankPools, every: int) -> None:
+    first, second = pools(2).run(fails_to_plan, every, timeout=60)
     assert "rank 1: KeyError: 'in a selection'" in first
     assert second == "KeyError: 'in a selection'"
 

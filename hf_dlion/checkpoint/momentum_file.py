@@ -33,7 +33,7 @@ NAME = "dlion_momentum"
 LOAD_OLDER = "load an older checkpoint, or restore this one from a copy"
 # Prefix of the keys of own weights; the keys of momenta are numbers alone.
 _OWN = "own."
-# Key of the header in the file's metadata, whose values are strings; 1 is the format's version.
+# Key of the header in the file's metadata, whose values are strings, with the format's version.
 _HEADER = "hf_dlion momentum 2"
 
 
