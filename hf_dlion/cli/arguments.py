@@ -106,14 +106,20 @@ def dtype(text: str) -> str:
 
 def gpu(text: str) -> str:
     """Returns one of `GPUS`."""
-    # Names such as "NVIDIA H100-SXM5-80GB" have more words, which end after their digits.
-    for word in re.findall(r"l40s|[a-z]*\d+", text.lower()):
-        name = f"rtx{word}" if word.isdigit() else word
-        if name in GPUS:
-            return name
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is unknown; use {', '.join(GPUS)}, or run without --gpu on the machine itself"
-    )
+    # Names such as "NVIDIA H100-SXM5-80GB" have more words, which end after their digits. Other
+    # variants, such as a laptop's, have other limits.
+    names = [f"rtx{word}" if word.isdigit() else word for word in _gpu_words(text)]
+    known = [name for name in names if name in GPUS]
+    if not known or re.search(r"laptop|max-?q|pcie|nvl|super|\bti\b|a100.*40 ?gb", text.lower()):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is unknown; use {', '.join(GPUS)}, or run without --gpu on the machine "
+            f"itself"
+        )
+    return known[0]
+
+
+def _gpu_words(text: str) -> list[str]:
+    return re.findall(r"l40s|[a-z]*\d+", text.lower())
 
 
 def positive(text: str) -> int:

@@ -123,7 +123,7 @@ def _network(named: str) -> tuple[str, str]:
     known, gloo = interfaces(), VARIABLES[0]
     # NCCL's variable may be a list of beginnings of names.
     chosen = os.environ.get(gloo, "")
-    if chosen and chosen not in known:
+    if chosen and not set(chosen.split(",")) <= known.keys():
         return FAIL, f"{gloo}={chosen}, but this machine has {', '.join(sorted(known))}"
     master = os.environ.get("MASTER_ADDR", "")
     try:

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import torch
+from accelerate.data_loader import DataLoaderDispatcher
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.utils import logging
 
@@ -63,7 +64,9 @@ class DistributedLionCallback(TrainerCallback):
         self._jit_managers: list[Any] = []
         self._save_requested = False
 
-    def on_train_begin(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
+    def on_train_begin(
+        self, *_: Any, optimizer: Any = None, train_dataloader: Any = None, **__: Any
+    ) -> None:
         """Attaches the optimizer.
 
         Raises:
@@ -74,7 +77,7 @@ class DistributedLionCallback(TrainerCallback):
         if lion is None or trainer is None:
             return
         prepare(lion, trainer)
-        _warn_about_token_counts(lion, trainer)
+        _warn_about_waits(lion, trainer, train_dataloader)
         if lion.defaults["lr"] == _DEFAULT_LR and trainer.is_world_process_zero():
             logger.warning_once(
                 "learning_rate=5e-5 is Trainer's default, which is meant for AdamW. With Lion, "
@@ -188,22 +191,32 @@ def exchange_rest(lion: DistributedLion) -> None:
         lion.exchange_now()
 
 
-def _warn_about_token_counts(lion: DistributedLion, trainer: Trainer) -> None:
+def _warn_about_waits(lion: DistributedLion, trainer: Trainer, dataloader: Any) -> None:
     """Warns on rank 0 if Trainer makes ranks wait for one another in every local step."""
     args = trainer.args
+    if lion.options.vote_every == 1 or args.world_size == 1 or not trainer.is_world_process_zero():
+        return
     counts_tokens = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    if (
-        lion.options.vote_every > 1
-        and args.world_size > 1
-        and args.average_tokens_across_devices
-        and counts_tokens
-        and trainer.is_world_process_zero()
-    ):
-        logger.warning_once(
-            f"vote_every={lion.options.vote_every}, but Trainer adds up the ranks' numbers of "
-            f"tokens, so all ranks wait for one another in every step. To avoid that, set "
-            f"average_tokens_across_devices=False"
-        )
+    waits = {
+        "adds up the ranks' numbers of tokens": (
+            counts_tokens and args.average_tokens_across_devices,
+            "average_tokens_across_devices=False",
+        ),
+        "reads every batch on rank 0 and sends it to the others": (
+            isinstance(dataloader, DataLoaderDispatcher),
+            "accelerator_config={'dispatch_batches': False}",
+        ),
+        "counts the input tokens that all ranks have seen": (
+            args.include_num_input_tokens_seen != "no",
+            "include_num_input_tokens_seen='no'",
+        ),
+    }
+    for why, (waits_so, remedy) in waits.items():
+        if waits_so:
+            logger.warning_once(
+                f"vote_every={lion.options.vote_every}, but Trainer {why}, so all ranks wait for "
+                f"one another in every step. To avoid that, set {remedy}"
+            )
 
 
 def put_first(trainer: Trainer) -> None:

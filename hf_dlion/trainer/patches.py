@@ -53,6 +53,8 @@ logger = logging.get_logger(__name__)
 # The file that transformers writes last into a checkpoint.
 TRAINER_STATE = "trainer_state.json"
 _INSTALLED = "_hf_dlion_installed"
+# Methods that save the model's weights, which must be those that all ranks have.
+_SAVES = ("_save_checkpoint", "save_model")
 
 # Trainers that are saving a checkpoint, and whether a meeting has raised on all ranks.
 _saving: dict[Trainer, bool] = {}
@@ -149,12 +151,22 @@ def _train(
             f"optim_args={trainer.args.optim_args!r}. To use DistributedLion, set "
             f"optim={OPTIM_NAME!r}"
         )
+    _wrap_overrides(trainer)
     try:
         return original(resume_from_checkpoint, *args, **kwargs)
     finally:
         # on_train_end isn't reached after an exception, and another Trainer may use the model.
         if (lion := find_optimizer(trainer.optimizer)) is not None:
             lion.detach()
+
+
+def _wrap_overrides(trainer: Trainer) -> None:
+    """Wraps a subclass's own methods, which may not call those of Trainer."""
+    arounds = {"_load_best_model": _load_best_model, **dict.fromkeys(_SAVES, _in_common_weights)}
+    for name, around in arounds.items():
+        if getattr(type(trainer), name) is not getattr(Trainer, name) and name not in vars(trainer):
+            own = getattr(trainer, name)
+            setattr(trainer, name, functools.partial(around, trainer, own))
 
 
 def _uses_lion(trainer: Trainer) -> bool:
@@ -377,10 +389,12 @@ def _load_scaler(
         scaler.load_state_dict(state)  # Replaces rank 0's, which Trainer gave to every rank.
 
 
-def _evaluate(trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _in_common_weights(
+    trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     if (lion := find_optimizer(trainer.optimizer)) is None:
         return original(*args, **kwargs)
-    with lion.common_weights():  # Also for a subclass's own `evaluate`.
+    with lion.common_weights():
         return original(*args, **kwargs)
 
 
@@ -402,7 +416,7 @@ def _scaler(trainer: Trainer) -> Any:
 _AROUND: dict[str, Callable[..., Any]] = {
     "train": _train,
     "create_optimizer": _create_optimizer,
-    "_evaluate": _evaluate,
+    "_evaluate": _in_common_weights,  # Also calls a subclass's own `evaluate`.
     "_save_checkpoint": _save_checkpoint,
     "save_model": _save_model,
     "_save_rng_state": _save_rng_state,

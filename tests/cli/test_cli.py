@@ -97,6 +97,9 @@ def test_sizes_dtypes_and_gpus_may_be_written_as_people_write_them() -> None:
     assert {arguments.gpu(text) for text in ("H100", "h100-sxm5", "NVIDIA H100 80GB")} == {"h100"}
     assert {arguments.gpu(text) for text in ("4090", "RTX 4090")} == {"rtx4090"}
     assert arguments.gpu("NVIDIA L40S") == "l40s"
+    for other in ("NVIDIA A100-SXM4-40GB", "RTX 4090 Laptop GPU", "H100 PCIe", "RTX 3090 Ti"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is unknown; use h200"):
+            arguments.gpu(other)
     # A name on the hub may begin with a number.
     assert arguments.model("01-ai/Yi-6B") == "01-ai/Yi-6B"
 

@@ -17,6 +17,7 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import MixtralConfig
 
 from hf_dlion import DistributedLion, cli
 from hf_dlion.cli import arguments, plan
@@ -428,9 +429,9 @@ def said(
             ],
         ),
         (
-            (60, 50, 1e4, 1e4, 18),
-            "AdamW does not fit into memory: ",
-            ["18 GB. DistributedLion pays"],
+            (60, 50, 20, 1e4, 18, 20),
+            "AdamW with DDP does not fit into memory: a rank needs 20 GB with AdamW with DDP",
+            ["18 GB. Use DistributedLion."],
         ),
         ((60, 50, 1e4, 1e4, 10), "The model does not fit into memory: ", ["If it did fit: Dist"]),
     ],
@@ -478,10 +479,52 @@ def test_a_model_that_does_not_fit_is_reported_unless_it_is_sharded(
     words = ["9b", "--ranks=16", "--link=25gbit", "--gpu=a100", "--dtype=bf16"]
     text = run(capsys, *words)
     assert "The model does not fit" not in text
-    assert "\nAdamW does not fit into memory: a rank needs 90 GB with AdamW and 72 GB" in text
+    assert "\nAdamW with DDP does not fit into memory: a rank needs 90 GB with" in text
     text = run(capsys, *words, "--shard=8")
     assert "16 ranks on 2 nodes" in text
     assert "does not fit" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        # vote_every and PowerSGD need 26 GB.
+        ("2.2b --dtype=bf16 --link=1gbit", ["Use AdamW on one node."]),
+        ("1.4b --link=1gbit", ["AdamW with DDP does not fit", "Use AdamW on one node."]),
+        ("1.3b --link=200gbit", ["AdamW with DDP does not fit", "DistributedLion pays: AdamW on"]),
+        (
+            "26b --shard=8 --ranks=16 --dtype=bf16 --link=1gbit",
+            ["AdamW with FSDP2 does not fit", "24 GB. Use DistributedLion."],
+        ),
+    ],
+)
+def test_the_advice_is_a_method_that_fits(
+    capsys: pytest.CaptureFixture[str], words: str, parts: list[str]
+) -> None:
+    result = json.loads(run(capsys, *words.split(), "--gpu=rtx4090", "--format=json"))
+    last = result["advice"]
+    assert all(part in last for part in parts), last
+    for method in result["methods"]:
+        if method["memory_bytes"] > 24e9:
+            assert method["name"] + " is" not in last
+            assert f"Use {method['name']}." not in last
+            assert method["name"] + " pays" not in last
+
+
+def test_a_token_uses_some_experts_of_a_mixture(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = MixtralConfig(
+        hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, vocab_size=256, num_local_experts=8, num_experts_per_tok=2,
+        architectures=["MixtralForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    found = workload(str(tmp_path))
+    experts = 2 * 8 * 3 * 64 * 256
+    assert found.active_share == pytest.approx(1 - experts * (1 - 2 / 8) / found.parameters)
+    text = run(capsys, str(tmp_path), "--link=1gbit", "--gpu=h100")
+    assert f"a token uses {found.active_share:.0%} of the parameters" in text
 
 
 def test_a_model_that_this_machine_cannot_train_is_not_judged_by_its_cpu(

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 
 import hf_dlion
@@ -122,6 +123,68 @@ def test_evaluations_and_saves_have_common_weights_and_change_nothing(
     assert len(left["messages"]) == 1
     assert "set average_tokens_across_devices=False" in left["messages"][0]
     assert right["messages"] == []
+
+
+class Own(Trainer):
+    """A Trainer that saves and loads in ways of its own, without those of Trainer."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+        self.state.best_model_checkpoint = str(folder)
+        if self.args.should_save:
+            self.model.save_pretrained(folder)
+
+    def _load_best_model(self) -> None:
+        folder = Path(self.args.output_dir, "checkpoint-4")
+        self.model.load_state_dict(load_file(folder / "model.safetensors"))
+
+
+def with_own_methods(rank: int, world_size: int, folder: str) -> tuple[str, str]:
+    hf_dlion.register()
+    evaluated = Watch()
+    every = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    args = tiny_args(
+        folder, max_steps=7, optim_args="vote_every=3", load_best_model_at_end=True,
+        metric_for_best_model="eval_loss", **every,
+    )  # fmt: skip
+    trainer = tiny_trainer(args, cls=Own, eval_dataset=tiny_data(8), callbacks=[evaluated])
+    trainer.train()
+    return evaluated.evaluated[4], weights_digest(trainer.model)
+
+
+def test_a_subclass_that_saves_and_loads_by_itself_gets_common_weights(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    for evaluated, end in pools(2).run(with_own_methods, str(tmp_path)):
+        assert file_digest(tmp_path / "checkpoint-4") == evaluated
+        assert end == evaluated
+
+
+def streams(rank: int, world_size: int, folder: str, dispatches: bool) -> list[str]:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(tiny_data())
+
+    hf_dlion.register()
+    messages: list[str] = []
+    args = tiny_args(
+        folder, optim_args="vote_every=4", average_tokens_across_devices=False, max_steps=1,
+        accelerator_config={} if dispatches else {"dispatch_batches": False},
+        include_num_input_tokens_seen="all" if dispatches else "no",
+    )  # fmt: skip
+    with mock.patch.object(callback.logger, "warning_once", messages.append):
+        tiny_trainer(args, train_dataset=Stream()).train()
+    return messages
+
+
+def test_waits_in_local_steps_are_warned_of(pools: RankPools, tmp_path: Path) -> None:
+    left, right = pools(2).run(streams, str(tmp_path), True)
+    assert [text.partition("set ")[2] for text in left] == [
+        "accelerator_config={'dispatch_batches': False}",
+        "include_num_input_tokens_seen='no'",
+    ]
+    assert right == []
+    assert pools(2).run(streams, str(tmp_path), False) == [[], []]
 
 
 def end_within_a_period(rank: int, world_size: int, folder: str) -> tuple[str, str, str, int]:

@@ -81,10 +81,12 @@ def _check_memory(work: Workload, dtype: torch.dtype, shard: int) -> None:
 def _assumptions(case: Case, given: bool) -> list[str]:
     compute, votes = case.machine.sources
     ms, note = f"{1e3 * case.machine.compute_s:,.0f} ms", case.work.note
+    share = case.work.active_share
     return [
         f"forward and backward: {ms} ({'given' if given else compute})",
         f"optimizer and votes: {votes}",
         *([f"shapes: assumed, {note}"] if note else []),
+        *([f"a token uses {share:.0%} of the parameters"] if share < 1 else []),
         *(["traffic inside a node: not counted"] if case.per_node > 1 else []),
     ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from hf_dlion.cli.plan.methods import ALONE, DLION, NODE, NONE, POWER, Case, Prediction
+from hf_dlion.cli.plan.methods import ALONE, DLION, NODE, POWER, Case, Prediction
 
 Predictions = Mapping[str, Prediction]
 
@@ -34,8 +34,9 @@ def advice(case: Case, measured: Sequence[Predictions], busy: float = 0.0) -> st
             measured.
         busy: Share of this machine's cores that other processes used meanwhile.
     """
-    predictions, (pays, best, why), longest = measured[0], _verdict(measured[0]), measured[-1]
-    memory, cannot = _memory(case, predictions), f"Cannot tell whether {DLION} pays, because"
+    memory, cannot = _memory(case, measured[0]), f"Cannot tell whether {DLION} pays, because"
+    predictions, longest = (_fitting(case, measured[place]) for place in (0, -1))
+    pays, best, why = _verdict(predictions)
     if _verdict(longest).pays != pays:
         return (
             f"{memory}{cannot} measurements of this machine differ. By the shortest times, {why}. "
@@ -46,7 +47,7 @@ def advice(case: Case, measured: Sequence[Predictions], busy: float = 0.0) -> st
         return f"{memory}{cannot} other work slows this machine down. By the shortest times, {why}."
     text = f"{memory}{why}." if pays else f"{memory}{why}. Use {best}."
     power = POWER, ", if its low rank trains your model"
-    for name, condition in (power, (_local(predictions), "")):
+    for name, condition in (power, *((name, "") for name in _local(predictions))):
         gain = predictions[best].step_s / predictions[name].step_s if name in predictions else 0.0
         if gain >= WORTH:
             text += f" {name} {_compared(gain)} as {best}{condition}."
@@ -71,20 +72,24 @@ def _verdict(predictions: Predictions) -> _Verdict:
     def fastest(names: Iterable[str]) -> str:
         return min(names, key=lambda name: predictions[name].step_s)
 
-    baseline = fastest(
-        n for n in predictions if n.startswith(("AdamW with DDP", "AdamW with FSDP2"))
-    )
+    # Votes in every step are preferred, because local steps keep another number per parameter.
+    votes = fastest(n for n in (DLION, NODE) if n in predictions)
+    ours = [votes, *_local(predictions)]
+    alone = [ALONE] if ALONE in predictions else []
+    adamw = [*_reducing(predictions), *alone]
+    if not adamw:
+        return _Verdict(True, votes, f"Use {votes}")
+    baseline = fastest(_reducing(predictions) or alone)
     step_s, waits_s = predictions[baseline].step_s, predictions[baseline].parts["network"]
-    if waits_s < HIDDEN * step_s:
+    if baseline != ALONE and waits_s < HIDDEN * step_s:
         why = f"{DLION} does not pay: {baseline} hides its traffic behind backward"
         return _Verdict(False, baseline, why)
-    if baseline == (other := fastest((baseline, ALONE))):
-        why = f"{_ms(waits_s)} of {_ms(step_s)} per step of {baseline} wait for the network"
-    else:
+    other = fastest(adamw)
+    if other == ALONE:
         step_s = predictions[ALONE].step_s
         why = f"{ALONE} would take {_ms(step_s)} for the batches of all nodes"
-    # Votes in every step are preferred, because local steps keep another number per parameter.
-    ours = fastest(n for n in (DLION, NODE) if n in predictions), _local(predictions)
+    else:
+        why = f"{_ms(waits_s)} of {_ms(step_s)} per step of {baseline} wait for the network"
     compared = {name: _compared(step_s / predictions[name].step_s) for name in ours}
     for name in ours:
         if step_s / predictions[name].step_s >= WORTH:
@@ -93,23 +98,37 @@ def _verdict(predictions: Predictions) -> _Verdict:
     return _Verdict(False, other, f"{DLION} does not pay: {why}, but {name} {compared[name]}")
 
 
-def _local(predictions: Predictions) -> str:
-    """Returns the name of the method with local steps."""
-    return next(name for name in predictions if "vote_every" in name)
+def _local(predictions: Predictions) -> list[str]:
+    """Returns the name of the method with local steps, if it is there."""
+    return [name for name in predictions if "vote_every" in name]
+
+
+def _reducing(predictions: Predictions) -> list[str]:
+    """Returns the names of AdamW with all-reduces of gradients."""
+    return [n for n in predictions if n.startswith(("AdamW with DDP", "AdamW with FSDP2"))]
+
+
+def _fitting(case: Case, predictions: Predictions) -> Predictions:
+    """Returns the methods that fit into memory; all of them if `DistributedLion` doesn't."""
+    has = case.machine.memory_bytes
+    if predictions[DLION].memory_bytes > has:
+        return predictions
+    return {name: found for name, found in predictions.items() if found.memory_bytes <= has}
 
 
 def _memory(case: Case, predictions: Predictions) -> str:
     """Returns the beginning of the advice if something doesn't fit, or ""."""
     has, needed = case.machine.memory_bytes, predictions[DLION].memory_bytes
-    adamw = predictions[NONE].memory_bytes
-    if adamw <= has:
+    name = min(_reducing(predictions), key=lambda name: predictions[name].memory_bytes)
+    adamw, kind = predictions[name].memory_bytes, " ".join(name.split()[:3])
+    if max(adamw, needed) <= has:
         return ""
     needs = (
-        f"a rank needs {_gb(adamw)} with AdamW and {_gb(needed)} with {DLION}, before activations, "
-        f"and each {case.machine.name} has {_gb(has)}"
+        f"a rank needs {_gb(adamw)} with {kind} and {_gb(needed)} with {DLION}, before "
+        f"activations, and each {case.machine.name} has {_gb(has)}"
     )
     if needed <= has:
-        return f"AdamW does not fit into memory: {needs}. "
+        return f"{kind} does not fit into memory: {needs}. "
     remedy = "pass a larger --shard" if case.shard > 1 else "pass --shard L to shard it with FSDP2"
     return (
         f"The model does not fit into memory: {needs}; {remedy}, or use a smaller model. If it did "

@@ -115,7 +115,7 @@ def computed(
     each trained one (Kaplan et al., arXiv 2001.08361, 2.1).
     """
     tokens = tokens or TOKENS["cuda"]
-    flops = (4 * work.parameters + 2 * work.trainable) * tokens
+    flops = (4 * work.parameters + 2 * work.trainable) * work.active_share * tokens
     column = int(dtype == torch.bfloat16)
     return Machine(
         each_s={name: moved[column] / gpu.bytes_per_s for name, moved in BYTES.items()},
@@ -165,7 +165,8 @@ def measured(
         if compute_s is None:
             fixed, each = _line(*((size, picked[model]) for model, size in sizes.items()))
             # Backward leaves out the gradients of frozen weights, a third of the work.
-            compute_s = fixed + each * (2 * work.parameters + work.trainable) / 3
+            elements = (2 * work.parameters + work.trainable) / 3
+            compute_s = fixed + each * elements * work.active_share
         found.append(Machine(
             each_s={call: picked[call] / NUMEL for call in BYTES},
             compute_s=compute_s,

@@ -70,11 +70,13 @@ class Case:
     vote_every: int | None = None  # None: see `vote_every_for`.
 
     def __post_init__(self) -> None:
-        """Checks that the ranks fill two nodes or more.
+        """Checks that the ranks fill two nodes or more, and take local steps if asked to.
 
         Raises:
             ValueError: If they don't.
         """
+        if self.vote_every == 1:
+            raise ValueError("--vote-every must be at least 2; each table has a row for 1")
         if self.shard not in (1, self.per_node):
             raise ValueError(
                 f"--shard {self.shard} and --ranks-per-node {self.per_node} must be equal: each "

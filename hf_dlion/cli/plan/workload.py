@@ -21,9 +21,10 @@ class Workload:
     """The tensors of a training step."""
 
     name: str
-    parameters: int  # All parameters, which determine the time of forward and backward.
+    parameters: int
     shapes: tuple[tuple[int, ...], ...]  # Shapes of the trainable tensors, in order.
     note: str = ""  # Assumptions about the shapes.
+    active_share: float = 1.0  # Share of the parameters that a token uses; experts aren't all used.
 
     @property
     def numels(self) -> list[int]:
@@ -55,7 +56,8 @@ def workload(model: str, trainable: int | None = None) -> Workload:
             built = _build(_config(model))
         total = sum(param.numel() for param in built.parameters())
         shapes = tuple(tuple(p.shape) for p in built.parameters() if p.requires_grad)
-        found = Workload(name=model, parameters=total, shapes=shapes)
+        share = 1 - _unused_by_a_token(built) / total
+        found = Workload(name=model, parameters=total, shapes=shapes, active_share=share)
     if trainable is not None:
         if trainable > found.parameters:
             raise ValueError(
@@ -79,6 +81,16 @@ def usual_shapes(count: int) -> tuple[tuple[int, ...], ...]:
     rows, rest = divmod(rest, width)
     last = ((rows, width),) if rows else ()
     return ((width, width),) * matrices + last + (((rest,),) if rest else ())
+
+
+def _unused_by_a_token(model: Any) -> float:
+    """Returns how many parameters of a mixture of experts a token doesn't use."""
+    config = model.config.get_text_config()
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = next((n for name in names if (n := getattr(config, name, None))), 0)
+    used = getattr(config, "num_experts_per_tok", None) or experts
+    in_experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    return float(in_experts * (1 - used / experts)) if experts else 0.0
 
 
 def _config(model: str) -> Any:
