@@ -27,9 +27,13 @@ from hf_dlion.options import (
     check_group,
 )
 from hf_dlion.ranks.agreement import Agreed, Disagreement
-from hf_dlion.ranks.equal_ranks import AVERAGED_GRADIENTS, COPIED_MOMENTA, all_ranks_have
 from hf_dlion.ranks.header import Kind
-from hf_dlion.ranks.replicas import compare_replicas
+from hf_dlion.ranks.replicas import (
+    AVERAGED_GRADIENTS,
+    COPIED_MOMENTA,
+    all_ranks_have,
+    compare_replicas,
+)
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.state import LionState
 from hf_dlion.vote import groups

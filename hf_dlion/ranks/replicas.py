@@ -1,4 +1,4 @@
-"""Comparison of replicas: are the parameters of all ranks still bitwise equal?"""
+"""Comparisons of the ranks: parameters must be equal; gradients and momenta must not be."""
 
 from __future__ import annotations
 
@@ -11,8 +11,33 @@ from hf_dlion.exchange.wire import Wire, named_ranks
 from hf_dlion.ranks.agreement import Disagreement, raise_together
 from hf_dlion.ranks.fingerprint import digest, fingerprints
 
+AVERAGED_GRADIENTS = (
+    "all ranks have equal gradients. If the model is wrapped in DistributedDataParallel, add "
+    "optimizer.attach(ddp_model): DDP still averages gradients, so training is right, but at full "
+    "traffic. If it isn't, all ranks train on the same data: check the sampler"
+)
+COPIED_MOMENTA = (
+    "all ranks loaded the same momentum, for example that of rank 0. Each rank has its own: save "
+    "it with hf_dlion.save_momentum() and load it with hf_dlion.load_momentum(). Training "
+    "continues, and the momenta become different again in about 100 steps"
+)
 # Name, shape and dtype, and hash of a parameter.
 Entry = tuple[str, str, int]
+
+
+def all_ranks_have(tensors: Sequence[Tensor], voters: Wire, what: str) -> bool:
+    """Returns whether all voters hold equal tensors that aren't zero; every voter must call this.
+
+    Bytes per rank: 16 * (N - 1).
+
+    Args:
+        tensors: Tensors of this rank, not changed.
+        voters: The ranks that vote.
+        what: Name of what is gathered, for the message if a rank is lost.
+    """
+    nonzero = any([bool(tensor.any()) for tensor in tensors])
+    table = voters.gather_words([digest(fingerprints(tensors)), int(nonzero)], what).tolist()
+    return nonzero and len(table) > 1 and bool(table.count(table[0]) == len(table))
 
 
 def hashed(named_params: Iterable[tuple[str, Tensor]]) -> list[Entry]:
