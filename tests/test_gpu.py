@@ -34,6 +34,8 @@ CASES: list[dict[str, Any]] = [
     {"aggregation": "average", "exchange": "gather", "momentum_dtype": torch.float32},
     {"aggregation": "average", "exchange": "two_phase"},
     {"momentum_sync_every": 2, "full_precision": "0.*"},
+    {"vote_every": 2},
+    {"vote_every": 2, "bits": 4, "full_precision": "1.*"},
 ]
 
 
@@ -88,7 +90,8 @@ def train(rank: int, _: int, devices: list[str], backend: str, options: dict[str
         optimizer.step()
         momenta = [optimizer.state[param]["exp_avg"] for param in params]
         assert {momentum.device for momentum in momenta} == {params[0].device}
-        found.append((list(map(bits_of, params)), list(map(bits_of, momenta))))
+        with optimizer.common_weights():
+            found.append((list(map(bits_of, params)), list(map(bits_of, momenta))))
     sent = optimizer.wire.bytes_sent
     dist.destroy_process_group(group)
     return found, sent
