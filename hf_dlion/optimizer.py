@@ -26,7 +26,7 @@ from hf_dlion.options import (
     Ties,
     check_group,
 )
-from hf_dlion.ranks.agreement import Agreed, Disagreement
+from hf_dlion.ranks.agreement import Agreed
 from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.replicas import (
     AVERAGED_GRADIENTS,
@@ -290,7 +290,7 @@ class DistributedLion(LionState):
             self._local.check(trainable, self._last_turn())
         except Exception as error:  # Raised by `_meet`, because the other ranks wait for a header.
             failure = error
-        self._agree_in_node(Kind.EXCHANGE)
+        self._agree_in_node(Kind.EXCHANGE, failure)
         agreed = self._meet(Kind.EXCHANGE, failure, used)
         ranks.form()
         if ranks.voters.world_size > 1:
@@ -351,11 +351,7 @@ class DistributedLion(LionState):
             if not several:
                 raise
             failure = error
-        try:
-            usable = tensors.finite and failure is None
-            finite, present = self._agree_in_node(kind, usable, tensors.present)
-        except Disagreement as error:
-            raise failure or error from None
+        finite, present = self._agree_in_node(kind, failure, tensors.finite, tensors.present)
         # An exchange of local steps sends its own headers, and the steps before it send none.
         agreed = self._agree(tensors, failure) if kind is Kind.STEP else None
         if agreed is None or (self._takes_local_steps() and any(agreed.moves)):

@@ -16,7 +16,14 @@ from torch import Tensor, nn
 import hf_dlion.fsdp as fsdp
 from hf_dlion.exchange.wire import WireStats
 from hf_dlion.options import Options, check_group
-from hf_dlion.ranks.agreement import Abstentions, Agreed, Meetings, Report, agree_in_node
+from hf_dlion.ranks.agreement import (
+    Abstentions,
+    Agreed,
+    Disagreement,
+    Meetings,
+    Report,
+    agree_in_node,
+)
 from hf_dlion.ranks.fingerprint import fingerprints
 from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.topology import Topology
@@ -267,13 +274,17 @@ class LionState(torch.optim.Optimizer):
                 self._planned()
             except Exception as error:
                 failure = error
-        self._agree_in_node(kind)
+        self._agree_in_node(kind, failure)
         self._meet(kind, failure, present=[])
         ranks.form()
         return ranks
 
     def _agree_in_node(
-        self, kind: Kind, finite: bool = False, present: Sequence[bool] = ()
+        self,
+        kind: Kind,
+        failure: BaseException | None,
+        finite: bool = False,
+        present: Sequence[bool] = (),
     ) -> tuple[bool, list[bool]]:
         """Tells the ranks of this node, with local steps, what this rank does, before any header.
 
@@ -282,8 +293,9 @@ class LionState(torch.optim.Optimizer):
 
         Args:
             kind: What this rank does.
-            finite: Whether all of this rank's gradients are finite, and nothing failed. A rank that
-                doesn't step passes False, so no rank gathers presence.
+            failure: What failed on this rank, or None.
+            finite: Whether all of this rank's gradients are finite. A rank that doesn't step passes
+                False, so no rank gathers presence.
             present: Whether this rank has a gradient of each trainable parameter.
 
         Returns:
@@ -291,11 +303,15 @@ class LionState(torch.optim.Optimizer):
 
         Raises:
             Disagreement: On every rank of the node, if they do different things.
+            BaseException: `failure`, in its place.
         """
         ranks = self._ranks
         if self.options.vote_every == 1 or ranks is None or not ranks.is_formed or not ranks.node:
             return finite, list(present)
-        return agree_in_node(ranks.node, kind, finite, present)
+        try:
+            return agree_in_node(ranks.node, kind, finite and failure is None, present)
+        except Disagreement as error:
+            raise failure or error from None
 
     def _meet(
         self,

@@ -108,7 +108,8 @@ def gpu(text: str) -> str:
     """Returns one of `GPUS`."""
     # Names such as "NVIDIA H100-SXM5-80GB" have more words, which end after their digits. Other
     # variants, such as a laptop's, have other limits.
-    names = [f"rtx{word}" if word.isdigit() else word for word in _gpu_words(text)]
+    words = re.findall(r"l40s|[a-z]*\d+", text.lower())
+    names = [f"rtx{word}" if word.isdigit() else word for word in words]
     known = [name for name in names if name in GPUS]
     if not known or re.search(r"laptop|max-?q|pcie|nvl|super|\bti\b|a100.*40 ?gb", text.lower()):
         raise argparse.ArgumentTypeError(
@@ -116,10 +117,6 @@ def gpu(text: str) -> str:
             f"itself"
         )
     return known[0]
-
-
-def _gpu_words(text: str) -> list[str]:
-    return re.findall(r"l40s|[a-z]*\d+", text.lower())
 
 
 def positive(text: str) -> int:

@@ -43,7 +43,7 @@ def optimizer_cls_and_kwargs(
 
     Learning rate, weight decay, betas, and `optim_args` come from `args`, and Trainer makes groups
     with and without weight decay. AdamW's default betas count as unset. Replicas are compared every
-    100 steps by default, with `vote_every` at the last exchange before that.
+    100 steps by default, and with `vote_every` about as often, at exchanges.
 
     Args:
         args: Arguments of the Trainer.

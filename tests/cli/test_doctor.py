@@ -51,6 +51,14 @@ def test_a_machine_that_can_train_passes(
     assert "export GLOO_SOCKET_IFNAME=eth0" in line_of("network", said)
 
 
+def test_several_interfaces_may_be_named(
+    alone: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone.setenv("GLOO_SOCKET_IFNAME", "lo,eth0")
+    alone.setattr(doctor, "interfaces", lambda: {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]})
+    assert report(capsys, code=0).endswith("ready to train\n")
+
+
 def test_each_failure_is_one_line_and_ends_with_code_1(
     alone: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

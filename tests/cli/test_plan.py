@@ -523,6 +523,11 @@ def test_a_token_uses_some_experts_of_a_mixture(
     found = workload(str(tmp_path))
     experts = 2 * 8 * 3 * 64 * 256
     assert found.active_share == pytest.approx(1 - experts * (1 - 2 / 8) / found.parameters)
+    dense, mixed = (
+        machine.computed(GPUS["h100"], own, torch.float32, 64, None).compute_s
+        for own in (replace(found, active_share=1.0), found)
+    )
+    assert mixed == pytest.approx(dense * found.active_share)
     text = run(capsys, str(tmp_path), "--link=1gbit", "--gpu=h100")
     assert f"a token uses {found.active_share:.0%} of the parameters" in text
 
