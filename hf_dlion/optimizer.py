@@ -605,8 +605,14 @@ class DistributedLion(LionState):
         """
         texts = []
         if not self._stepped:
-            grads = [grad for grad in tensors.grads if grad is not None]
-            if all_ranks_have(grads, ranks.voters, "hashes of gradients"):
+            # DDP may still average one of two models, so each side is compared by itself.
+            wrapped = {p for model in ddp.attached_wrappers(self) for p in model.parameters()}
+            sides: dict[bool, list[Tensor]] = {True: [], False: []}
+            for p, grad in zip(self._planned()[1], tensors.grads, strict=True):
+                if grad is not None:
+                    sides[p in wrapped].append(grad)
+            what = "hashes of gradients"
+            if any([all_ranks_have(grads, ranks.voters, what) for grads in sides.values()]):
                 texts.append(AVERAGED_GRADIENTS)
         if self._loads != self._compared_loads:
             self._compared_loads = self._loads

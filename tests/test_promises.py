@@ -67,26 +67,31 @@ def test_a_lost_rank_is_named_in_a_training_loop() -> None:
 def forgets(rank: int, world_size: int, kind: str) -> list[str]:
     torch.manual_seed(0)
     model: nn.Module = nn.Linear(64, 4)
-    if kind == "ddp":
-        model = DistributedDataParallel(model)
-    optimizer = DistributedLion(model.named_parameters(), lr=0.1)
+    head: nn.Module = nn.Linear(4, 2)
+    if kind != "local":
+        model, head = DistributedDataParallel(model), DistributedDataParallel(head)
+    named = [*model.named_parameters(), *head.named_parameters("head")]
+    optimizer = DistributedLion(named, lr=0.1)
+    if kind == "one of two":
+        optimizer.attach(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(2):
             optimizer.zero_grad()
             x = torch.randn(2, 64, generator=torch.Generator().manual_seed(2 * step + rank))
-            model(x).square().sum().backward()
+            head(model(x)).square().sum().backward()
             optimizer.step()
     everyone = [torch.empty(4, 64) for _ in range(world_size)]
     dist.all_gather(everyone, next(model.parameters()).detach())
     assert all(torch.equal(own, everyone[0]) for own in everyone)
-    del model
+    del model, head
     gc.collect()
     return [str(own.message) for own in caught if "attach" in str(own.message)]
 
 
-def test_a_forgotten_attach_trains_and_warns_once(pools: RankPools) -> None:
-    first, second = pools(2).run(forgets, "ddp")
+@pytest.mark.parametrize("kind", ["ddp", "one of two"])
+def test_a_forgotten_attach_trains_and_warns_once(pools: RankPools, kind: str) -> None:
+    first, second = pools(2).run(forgets, kind)
     assert len(first) == 1
     assert "add optimizer.attach(ddp_model)" in first[0]
     assert second == []

@@ -12,14 +12,15 @@ from hf_dlion.ranks.agreement import Disagreement, raise_together
 from hf_dlion.ranks.fingerprint import digest, fingerprints
 
 AVERAGED_GRADIENTS = (
-    "all ranks have equal gradients. If the model is wrapped in DistributedDataParallel, add "
+    "all ranks have equal gradients. If a model is wrapped in DistributedDataParallel, add "
     "optimizer.attach(ddp_model): DDP still averages gradients, so training is right, but at full "
-    "traffic. If it isn't, all ranks train on the same data: check the sampler"
+    "traffic. If none is, all ranks train on the same data: check the sampler"
 )
 COPIED_MOMENTA = (
-    "all ranks loaded the same momentum, for example that of rank 0. Each rank has its own: save "
-    "it with hf_dlion.save_momentum() and load it with hf_dlion.load_momentum(). Training "
-    "continues, and the momenta become different again in about 100 steps"
+    "all ranks loaded the same momentum, which is right after optimizer.synchronize_momentum(). "
+    "Otherwise, save each rank's own with hf_dlion.save_momentum() and load it with "
+    "hf_dlion.load_momentum(). Training continues, and the momenta become different again in "
+    "about 100 steps"
 )
 # Name, shape and dtype, and hash of a parameter.
 Entry = tuple[str, str, int]
