@@ -36,9 +36,8 @@ COLUMNS = {
 }
 VOCABULARY, WIDTH, INNER = 8192, 512, 1376
 LAYER = 4 * WIDTH**2 + 3 * WIDTH * INNER
-# Fewest measured steps of a slow method, enough for a median and a spread; and fewest measured
-# periods of a method that exchanges once per period.
-FEWEST, PERIODS = 3, 4
+# Fewest measured steps or periods of a slow method, enough for a spread.
+FEWEST = 3
 
 
 def model_of(parameters: int, name: str | None) -> nn.Module:
@@ -71,16 +70,13 @@ class Timed:
     """One method, its model, and its measurements.
 
     Attributes:
-        laps: Number of laps to time. A lap is one period of the method, mostly one step.
-        times: Seconds of each lap.
+        times: Seconds of each lap, which is one period of the method, mostly one step.
     """
 
     def __init__(self, name: str, args: argparse.Namespace, tokens: Tensor) -> None:
         self._method, self._tokens = method_of(name), tokens
         model = model_of(args.parameters, args.model).to(tokens.device)
         self.rank = self._method.make(model, Hyper())
-        self._fewest = PERIODS if self._method.period > 1 else FEWEST
-        self.laps = max(args.steps, PERIODS) if self._method.period > 1 else args.steps
         self.times: list[float] = []
         self._sent: list[float] = []
         self._links: list[int] = []
@@ -99,8 +95,7 @@ class Timed:
 
     def measure(self, seconds: float) -> None:
         """Times a lap, unless this method has used its time; all ranks must call this."""
-        late = len(self.times) >= self._fewest and sum(self.times) > seconds
-        if late or len(self.times) == self.laps:
+        if len(self.times) >= FEWEST and sum(self.times) > seconds:
             return
         sent, link, parts = self.rank.bytes_sent, _interface_bytes(), self._part_seconds()
         self.times.append(slowest(self.lap, self._tokens.device))
@@ -148,7 +143,7 @@ def run(args: argparse.Namespace) -> None:
     for method in command.track(timed, "warming up"):
         method.warm_up(args.warmup)
     # Methods take turns, so all see the same load of the machine.
-    for _ in command.track(range(max(method.laps for method in timed)), "steps"):
+    for _ in command.track(range(args.steps), "steps"):
         for method in timed:
             method.measure(args.seconds)
     rows = [method.row(args.emulate is not None) for method in timed]
@@ -208,9 +203,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", type=positive, default=1, help="Sequences per rank (default: 1).")
     add("--sequence", type=positive, default=128, help="Tokens of a sequence (default: 128).")
     add("--warmup", type=positive, default=2, help="Steps before the measured ones (default: 2).")
-    steps = "Measured steps; at least 4 periods if a method has periods (default: 5)."
+    steps = "Measured steps, or periods if a method has them (default: 5)."
     add("--steps", type=positive, default=5, help=steps)
-    stop = "Seconds after which a method stops, with at least 3 steps or 4 periods (default: 25)."
+    stop = "Seconds after which a method stops, with at least 3 steps or periods (default: 25)."
     add("--seconds", type=float, default=25.0, help=stop)
     chosen = "Methods, with options as in majority:bits=4 (default: those that need only torch)."
     add("--methods", nargs="+", help=chosen)
