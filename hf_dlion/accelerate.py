@@ -257,17 +257,11 @@ def _save_state(accelerator: Accelerator, original: Callable[[], Any]) -> Any:
         return original()
     folder, scaler = "", accelerator.scaler
     failure: BaseException | None = None
-    all_know = False  # Whether all ranks have raised because one failed.
     iteration, wait = project.iteration, accelerator.wait_for_everyone
 
     def meet_and_wait() -> None:
         # A rank that has failed is not at Accelerate's barrier, but in `save_momentum`.
-        nonlocal all_know
-        try:
-            lions[0][1].meet(Kind.SAVE, None)
-        except BaseException:
-            all_know = True
-            raise
+        lions[0][1].meet(Kind.SAVE, None)
         wait()
 
     try:
@@ -280,7 +274,7 @@ def _save_state(accelerator: Accelerator, original: Callable[[], Any]) -> Any:
                 folder = original()
         except BaseException as error:
             # With FSDP the other ranks may be in its collectives, where they can't meet this one.
-            if all_know or is_sharded(accelerator):
+            if is_sharded(accelerator):
                 raise
             failure = error
         finally:

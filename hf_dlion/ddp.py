@@ -316,6 +316,6 @@ def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             if param in attached and owner_of.get(param) is not optimizer:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} would step gradients that DDP did not average, "
-                    "because another optimizer is attached to the wrapper of its parameters: call "
-                    "detach() on that optimizer first"
+                    "because another optimizer is attached to the wrapper of its parameters: "
+                    "attach this one too, or call detach() on the other one"
                 )

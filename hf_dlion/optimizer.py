@@ -599,12 +599,13 @@ class DistributedLion(LionState):
             average_whole(momenta, self._topology().voters)
 
     def _warnings(self, tensors: Tensors, ranks: Topology) -> list[str]:
-        """Returns the warnings of rank 0: equal gradients at first, equal momenta after a load.
+        """Returns the warnings of rank 0: equal gradients, or momenta after a load.
 
         Every voter must call this in the same step.
         """
         texts = []
-        if not self._stepped:
+        if self._attaches != self._compared_attaches:
+            self._compared_attaches = self._attaches
             # DDP may still average one of two models, so each side is compared by itself.
             wrapped = {p for model in ddp.attached_wrappers(self) for p in model.parameters()}
             sides: dict[bool, list[Tensor]] = {True: [], False: []}

@@ -33,6 +33,9 @@ from hf_dlion.vote.local_steps import LocalSteps, Period
 from hf_dlion.vote.message import Shape
 from hf_dlion.vote.update import Scratch
 
+# Attribute of an exception that a meeting has raised, on all ranks.
+_MET = "_hf_dlion_met"
+
 
 class LionState(torch.optim.Optimizer):
     """Parameter groups and momenta as torch keeps them, and the state of this process."""
@@ -56,6 +59,7 @@ class LionState(torch.optim.Optimizer):
         self._stepped = False  # In this process; `steps` also counts those before a resume.
         self._meets_next = True  # Whether the ranks send headers in the next local step.
         self._loads = self._compared_loads = self._attaches = 0
+        self._compared_attaches = -1
         self._scratch = Scratch()
         self._abstentions = Abstentions(options.max_abstained_steps)
         # A function has another text in every process.
@@ -251,7 +255,9 @@ class LionState(torch.optim.Optimizer):
     def meet(self, kind: Kind, failure: BaseException | None) -> Topology | None:
         """Verifies that all ranks save or load together, or raises on all of them.
 
-        Every rank must call this, also a rank where something failed. Bytes: see `Meetings.meet`.
+        Every rank must call this, also a rank where something failed. If `failure` is what an
+        earlier meeting raised, all ranks have it, and it is raised without another meeting. Bytes:
+        see `Meetings.meet`.
 
         Args:
             kind: What the ranks do.
@@ -264,9 +270,9 @@ class LionState(torch.optim.Optimizer):
             Disagreement: On every rank, if the ranks differ, or something failed on another rank.
             BaseException: `failure`.
         """
+        if failure is not None and (self._world_size() == 1 or hasattr(failure, _MET)):
+            raise failure
         if self._world_size() == 1:
-            if failure is not None:
-                raise failure
             return None
         ranks = self._topology()
         if failure is None:
@@ -274,8 +280,12 @@ class LionState(torch.optim.Optimizer):
                 self._planned()
             except Exception as error:
                 failure = error
-        self._agree_in_node(kind, failure)
-        self._meet(kind, failure, present=[])
+        try:
+            self._agree_in_node(kind, failure)
+            self._meet(kind, failure, present=[])
+        except BaseException as error:
+            setattr(error, _MET, True)
+            raise
         ranks.form()
         return ranks
 

@@ -221,6 +221,8 @@ def _check_one_save(files: list[tuple[str, str]]) -> None:
 
 def _apply(lion: DistributedLion, loaded: Loaded) -> None:
     """Gives the optimizer what its file holds."""
+    lion._plan = None  # Which may say that the momenta of averaged gradients are equal.
+    lion._compared_loads = lion._loads  # These momenta are the ranks' own.
     for group in lion.param_groups:
         group["step"] = loaded.header.step
         for param in group["params"]:

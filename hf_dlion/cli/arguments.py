@@ -72,7 +72,9 @@ def count(text: str) -> int:
         return number
     # Units such as "bb" or "mb": keep the first letter, if it is a unit.
     meant = re.match(r"\d+(?:\.\d+)?[kmbt]", text.lower())
-    hint = f"did you mean {meant[0]}?" if meant else "write a number such as 350m or 7b"
+    hint = "write a number such as 350m or 7b"
+    if meant and parse_count(meant[0]):
+        hint = f"did you mean {meant[0]}?"
     raise argparse.ArgumentTypeError(f"{text!r} is not a count of parameters; {hint}")
 
 

@@ -192,12 +192,13 @@ def _among_ranks(report: Report) -> None:
     device, backend, advice = torch.device("cpu"), "gloo", ""
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"
     try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         dist.init_process_group(backend, timeout=PATIENCE)
     except Exception as error:
-        report.add(FAIL, "all ranks", f"cannot connect: {error}")
+        report.add(FAIL, "all ranks", f"cannot join them: {error}")
         report.end()
         return
     try:

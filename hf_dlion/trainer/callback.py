@@ -210,6 +210,10 @@ def _warn_about_waits(lion: DistributedLion, trainer: Trainer, dataloader: Any) 
             args.include_num_input_tokens_seen != "no",
             "include_num_input_tokens_seen='no'",
         ),
+        "asks all ranks whether to save just in time": (
+            args.enable_jit_checkpoint,
+            "enable_jit_checkpoint=False",
+        ),
     }
     for why, (waits_so, remedy) in waits.items():
         if waits_so:

@@ -1,8 +1,9 @@
 """Wrappers around methods of Trainer and TrainingArguments.
 
-Every rank enters these methods, so the ranks can meet in them. The wrappers do nothing if the
-Trainer's optimizer is not a DistributedLion. A save has these meetings, in which a failure on one
-rank is raised on all:
+`train` and `create_optimizer` are wrapped in the class. While a Trainer trains, its other methods
+are wrapped in the object, whether a subclass overrides them or not. The wrappers do nothing if the
+optimizer is not a DistributedLion. Every rank enters these methods, so the ranks can meet in them.
+A save has these meetings, in which a failure on one rank is raised on all:
 
     _save_checkpoint
       save_model                      rank 0 writes the weights                     meeting
@@ -34,6 +35,7 @@ from accelerate.utils import gather_object
 from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
+import hf_dlion.ddp as ddp
 from hf_dlion.accelerate import is_sharded, replicas_of
 from hf_dlion.checkpoint import NAME, CheckpointError, find_optimizer, load_momentum, save_momentum
 from hf_dlion.optimizer import DistributedLion
@@ -53,11 +55,6 @@ logger = logging.get_logger(__name__)
 # The file that transformers writes last into a checkpoint.
 TRAINER_STATE = "trainer_state.json"
 _INSTALLED = "_hf_dlion_installed"
-# Methods that save the model's weights, which must be those that all ranks have.
-_SAVES = ("_save_checkpoint", "save_model")
-
-# Trainers that are saving a checkpoint, and whether a meeting has raised on all ranks.
-_saving: dict[Trainer, bool] = {}
 
 
 def missing(what: str) -> RuntimeError:
@@ -81,18 +78,19 @@ def internal(path: str) -> Any:
 
 
 def install() -> None:
-    """Wraps the methods, once per process.
+    """Wraps the classes' methods, once per process.
 
     Raises:
-        RuntimeError: If this version of transformers lacks one of them. No method is wrapped then.
+        RuntimeError: If this version of transformers lacks one of the methods that are wrapped now
+            or later. No method is wrapped then.
     """
     if hasattr(Trainer, _INSTALLED):
         return
-    for name in _AROUND:
+    for name in ("train", "create_optimizer", *_AROUND):
         internal(f"trainer:Trainer.{name}")
     _wrap(TrainingArguments, "__post_init__", _check_arguments)
-    for name, around in _AROUND.items():
-        _wrap(Trainer, name, around)
+    _wrap(Trainer, "train", _train)
+    _wrap(Trainer, "create_optimizer", _create_optimizer)
     setattr(Trainer, _INSTALLED, True)
 
 
@@ -139,11 +137,11 @@ def _train(
     _check_optim_args(trainer.args)  # They may have changed since they were made.
     if _uses_lion(trainer):
         refuse(trainer)
-        is_bare = trainer.model_wrapped is trainer.model
+        model: Any = trainer.model
+        is_bare = ddp.wrapper_in(trainer.model_wrapped) is None
         if is_bare and trainer.args.world_size > 1 and not is_sharded(trainer.accelerator):
-            # Otherwise, Trainer wouldn't wrap a model in DDP that it has evaluated.
-            model: Any = trainer.model
-            model._is_accelerate_prepared = False
+            # Otherwise, Trainer wouldn't wrap a model in DDP that it has evaluated or compiled.
+            trainer.model_wrapped, model._is_accelerate_prepared = model, False
         resume_from_checkpoint = _agreed_checkpoint(trainer, resume_from_checkpoint)
     elif idle := only_ours(trainer.args.optim_args):
         logger.warning_once(
@@ -151,22 +149,27 @@ def _train(
             f"optim_args={trainer.args.optim_args!r}. To use DistributedLion, set "
             f"optim={OPTIM_NAME!r}"
         )
-    _wrap_overrides(trainer)
+    with _wrapped(trainer):
+        try:
+            return original(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            # on_train_end isn't reached after an exception, and another Trainer may use the model.
+            if (lion := find_optimizer(trainer.optimizer)) is not None:
+                lion.detach()
+
+
+@contextlib.contextmanager
+def _wrapped(trainer: Trainer) -> Iterator[None]:
+    """Wraps methods of one object, also those that a subclass overrides without `super()`."""
+    own = {name: vars(trainer)[name] for name in _AROUND if name in vars(trainer)}
+    for name, around in _AROUND.items():
+        setattr(trainer, name, functools.partial(around, trainer, getattr(trainer, name)))
     try:
-        return original(resume_from_checkpoint, *args, **kwargs)
+        yield
     finally:
-        # on_train_end isn't reached after an exception, and another Trainer may use the model.
-        if (lion := find_optimizer(trainer.optimizer)) is not None:
-            lion.detach()
-
-
-def _wrap_overrides(trainer: Trainer) -> None:
-    """Wraps a subclass's own methods, which may not call those of Trainer."""
-    arounds = {"_load_best_model": _load_best_model, **dict.fromkeys(_SAVES, _in_common_weights)}
-    for name, around in arounds.items():
-        if getattr(type(trainer), name) is not getattr(Trainer, name) and name not in vars(trainer):
-            own = getattr(trainer, name)
-            setattr(trainer, name, functools.partial(around, trainer, own))
+        for name in _AROUND:
+            delattr(trainer, name)
+        vars(trainer).update(own)
 
 
 def _uses_lion(trainer: Trainer) -> bool:
@@ -261,7 +264,7 @@ def _save_checkpoint(
     if lion is None:
         original(*args, **kwargs)
         return
-    _saving[trainer], failure = False, None
+    failure = None
     try:
         with lion.common_weights():
             original(*args, **kwargs)
@@ -272,39 +275,25 @@ def _save_checkpoint(
             mark = Path(trainer._get_output_dir(trial=None), step, "checkpoint-is-incomplete.txt")
             mark.unlink(missing_ok=True)
     except BaseException as error:
-        if _saving[trainer] or is_sharded(trainer.accelerator):
+        if is_sharded(trainer.accelerator):
             raise
         failure = error
-    finally:
-        del _saving[trainer]
     lion.meet(Kind.SAVE, failure)
-
-
-@contextlib.contextmanager
-def _meeting(trainer: Trainer) -> Iterator[None]:
-    """Notes an error that all ranks raise, for which `_save_checkpoint` needs no other meeting."""
-    try:
-        yield
-    except BaseException:
-        if trainer in _saving:
-            _saving[trainer] = True
-        raise
 
 
 def _save_model(
     trainer: Trainer,
     original: Callable[..., None],
     output_dir: str | None = None,
-    *args: Any,
-    **kwargs: Any,
+    _internal_call: bool = False,
 ) -> None:
     lion, failure = find_optimizer(trainer.optimizer), None
     if lion is None:
-        original(output_dir, *args, **kwargs)
+        original(output_dir, _internal_call)
         return
-    if trainer not in _saving or output_dir is None:
+    if output_dir is None or not _internal_call:
         with lion.common_weights():  # No meeting, because a user may save on rank 0 alone.
-            original(output_dir, *args, **kwargs)
+            original(output_dir, _internal_call)
         return
     try:
         # Trainer calls a checkpoint the best if its folder exists, so all ranks must find it.
@@ -312,15 +301,14 @@ def _save_model(
         if trainer.args.should_save:
             # The file of an earlier save would make a partial checkpoint look complete.
             Path(output_dir, TRAINER_STATE).unlink(missing_ok=True)
-        original(output_dir, *args, **kwargs)
+        original(output_dir, _internal_call)
     except BaseException as error:
         if is_sharded(trainer.accelerator):
             raise
         failure = error
     # Now, because the other ranks may next wait at a barrier of Trainer, where they can't meet
     # this one.
-    with _meeting(trainer):
-        lion.meet(Kind.WEIGHTS, failure)
+    lion.meet(Kind.WEIGHTS, failure)
     # Shards of FSDP2 are written later.
     written = os.listdir(output_dir) or is_sharded(trainer.accelerator)
     if not trainer.args.should_save and not written:
@@ -342,8 +330,7 @@ def _save_rng_state(trainer: Trainer, original: Callable[[str], None], output_di
         failure = error
     scaler = _scaler(trainer)
     state = None if scaler is None else scaler.state_dict()
-    with _meeting(trainer):
-        save_momentum(lion, output_dir, scaler=state, failure=failure)
+    save_momentum(lion, output_dir, scaler=state, failure=failure)
 
 
 def _load_optimizer_and_scheduler(
@@ -371,7 +358,9 @@ def _load_scaler(
     trainer: Trainer, original: Callable[[str | None], None], checkpoint: str | None
 ) -> None:
     lion, failure = find_optimizer(trainer.optimizer), None
-    if lion is None or checkpoint is None:
+    # Ray Tune's checkpoints have no momentum files; one process finds all in the optimizer's state.
+    alone = checkpoint and trainer.args.world_size == 1 and not _holds(checkpoint, NAME)
+    if lion is None or checkpoint is None or alone:
         original(checkpoint)
         return
     try:
@@ -414,8 +403,6 @@ def _scaler(trainer: Trainer) -> Any:
 
 
 _AROUND: dict[str, Callable[..., Any]] = {
-    "train": _train,
-    "create_optimizer": _create_optimizer,
     "_evaluate": _in_common_weights,  # Also calls a subclass's own `evaluate`.
     "_save_checkpoint": _save_checkpoint,
     "save_model": _save_model,

@@ -84,7 +84,7 @@ def test_ranks_that_cannot_connect_fail(
     for name, value in launched.items():
         alone.setenv(name, value)
     said = report(capsys, code=1)
-    assert "FAIL  all ranks       cannot connect: " in said
+    assert "FAIL  all ranks       cannot join them: " in said
     assert said.endswith("this would not train\n")
 
 

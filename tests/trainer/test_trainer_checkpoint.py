@@ -158,9 +158,44 @@ def resume_on_one(rank: int, world_size: int, folder: str) -> str:
 class SavesOnRank0(Trainer):
     """What a user may write who thinks that one rank should save."""
 
+    full_disk = False
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self.is_world_process_zero():
+            if self.full_disk:
+                raise OSError("no space left")
             super().save_model(output_dir, _internal_call)
+
+
+def save_on_rank_0(rank: int, world_size: int, folder: str, full_disk: bool) -> str:
+    """Trains with a best model, for which Trainer has a barrier after each save."""
+    hf_dlion.register()
+    saving = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True}
+    evaluating = {"eval_strategy": "steps", "eval_steps": 2, "optim_args": "vote_every=3"}
+    args = tiny_args(folder, max_steps=4, **saving, **evaluating)
+    trainer = tiny_trainer(args, SavesOnRank0, eval_dataset=tiny_data(8))
+    trainer.full_disk = full_disk
+    try:
+        trainer.train()
+    except (OSError, hf_dlion.Disagreement) as error:
+        return f"{type(error).__name__}: {error}"
+    return str(trainer.state.best_model_checkpoint)
+
+
+@pytest.mark.parametrize("full_disk", [False, True])
+def test_an_overridden_save_may_write_on_rank_0_alone(
+    pools: RankPools, tmp_path: Path, full_disk: bool
+) -> None:
+    zero, one = pools(2).run(save_on_rank_0, str(tmp_path), full_disk, timeout=120)
+    if full_disk:
+        assert zero == "OSError: no space left"
+        assert one == (
+            "Disagreement: save failed on 1 of 2 ranks: rank 0: OSError: no space left"
+        )
+    else:
+        assert zero == one
+        assert Path(zero, "trainer_state.json").exists()
+        assert Path(zero, "model.safetensors").exists()
 
 
 def ranks_that_differ(rank: int, world_size: int, folder: str, how: str) -> tuple[int, str]:
@@ -168,8 +203,7 @@ def ranks_that_differ(rank: int, world_size: int, folder: str, how: str) -> tupl
     hf_dlion.register()
     place = f"{folder}/{rank}" if how in ("output_dir", "weights") else folder
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
-    kind = SavesOnRank0 if how == "save_model" else Trainer
-    trainer = tiny_trainer(tiny_args(place, **saving), kind)
+    trainer = tiny_trainer(tiny_args(place, **saving))
     resume = None
     if how == "weights":  # Rank 1 has a copy of the weights and nothing else.
         trainer = tiny_trainer(tiny_args(place, max_steps=4))
@@ -197,9 +231,6 @@ def test_ranks_that_differ_around_a_checkpoint_raise_together(
         assert (
             f"output_dir differs between ranks (rank 0: {tmp_path}/0; rank 1: {tmp_path}/1)" in text
         )
-    for step, text in pools(2).run(ranks_that_differ, str(tmp_path), "save_model"):
-        assert step == 2
-        assert "rank 1 saves while rank 0 saves the model" in text
     for _, text in pools(2).run(ranks_that_differ, str(tmp_path), "drift"):
         assert "ranks differ in hashes of parameter values" in text
     pools(2).run(train, str(tmp_path / "uninterrupted"), {**LONG, "max_steps": 2, "save_steps": 2})

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from hf_dlion.cli.plan.advice import advice, warning
 from hf_dlion.cli.plan.machine import GPUS, computed, here, measured
-from hf_dlion.cli.plan.methods import Case, Link, Prediction, predict
+from hf_dlion.cli.plan.methods import Case, Link, Prediction, check_ranks, predict
 from hf_dlion.cli.plan.workload import Workload, workload
 
 
@@ -29,8 +29,10 @@ def run(args: argparse.Namespace) -> int:
         ValueError: If the arguments don't describe a training that can be predicted.
         OSError: If a model's folder cannot be read.
     """
-    work, dtype = workload(args.model, args.trainable), getattr(torch, args.dtype)
     per_node = args.ranks_per_node or args.shard
+    ranks = args.ranks or 2 * per_node
+    check_ranks(ranks, per_node, args.shard, args.vote_every)  # Before it measures.
+    work, dtype = workload(args.model, args.trainable), getattr(torch, args.dtype)
     link = Link(bits_per_s=args.link, latency_s=1e-3 * args.latency_ms, efficiency=args.efficiency)
     given_s, busy = None if args.step_ms is None else 1e-3 * args.step_ms, 0.0
     if args.gpu is None:
@@ -41,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         machines = [computed(GPUS[args.gpu], work, dtype, args.tokens, given_s)]
     cases = [
         Case(
-            work=work, ranks=args.ranks or 2 * per_node, per_node=per_node, shard=args.shard,
+            work=work, ranks=ranks, per_node=per_node, shard=args.shard,
             link=link, machine=machine, dtype=dtype, vote_every=args.vote_every,
         )
         for machine in machines

@@ -56,6 +56,28 @@ class Link:
         return rounds * self.latency_s + 8 * sent_bytes / (self.bits_per_s * self.efficiency)
 
 
+def check_ranks(ranks: int, per_node: int, shard: int, vote_every: int | None) -> None:
+    """Checks that the ranks fill two nodes or more, and take local steps if asked to.
+
+    Raises:
+        ValueError: If they don't.
+    """
+    if vote_every == 1:
+        raise ValueError("--vote-every must be at least 2; each table has a row for 1")
+    if shard not in (1, per_node):
+        raise ValueError(
+            f"--shard {shard} and --ranks-per-node {per_node} must be equal: each node holds one "
+            f"copy of the model"
+        )
+    if ranks <= per_node:
+        raise ValueError(
+            f"--ranks {ranks} fits on one node of {per_node}, so there is no network traffic to "
+            f"predict; use at least {2 * per_node} ranks"
+        )
+    if ranks % per_node:
+        raise ValueError(f"--ranks ({ranks}) must be a multiple of the ranks per node ({per_node})")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """Everything that a prediction depends on."""
@@ -68,29 +90,6 @@ class Case:
     machine: Machine
     dtype: torch.dtype = torch.float32  # Dtype of weights and gradients.
     vote_every: int | None = None  # None: see `vote_every_for`.
-
-    def __post_init__(self) -> None:
-        """Checks that the ranks fill two nodes or more, and take local steps if asked to.
-
-        Raises:
-            ValueError: If they don't.
-        """
-        if self.vote_every == 1:
-            raise ValueError("--vote-every must be at least 2; each table has a row for 1")
-        if self.shard not in (1, self.per_node):
-            raise ValueError(
-                f"--shard {self.shard} and --ranks-per-node {self.per_node} must be equal: each "
-                f"node holds one copy of the model"
-            )
-        if self.ranks <= self.per_node:
-            raise ValueError(
-                f"--ranks {self.ranks} fits on one node of {self.per_node}, so there is no network "
-                f"traffic to predict; use at least {2 * self.per_node} ranks"
-            )
-        if self.ranks % self.per_node:
-            raise ValueError(
-                f"--ranks ({self.ranks}) must be a multiple of the ranks per node ({self.per_node})"
-            )
 
     @property
     def nodes(self) -> int:
