@@ -221,7 +221,7 @@ class DistributedLion(LionState):
     def _count_attach(self) -> None:
         """Counts an attach or detach, so the next step compares the ranks and their weights."""
         self._attaches += 1
-        self._meets_next = True
+        self._checked_plan, self._meets_next = None, True
         if self._meetings is not None:
             self._meetings.compare_again()
 
@@ -233,9 +233,11 @@ class DistributedLion(LionState):
         """
         ddp.detach(self)
         self._count_attach()
-        if self._local.anchors:
-            self._show_anchors()
-        self._local = LocalSteps(self.options.bits, exchanges=self._local.exchanges)
+        try:
+            if self._local.anchors:
+                self._show_anchors()
+        finally:
+            self._local = LocalSteps(self.options.bits, exchanges=self._local.exchanges)
 
     def eval(self) -> None:
         """Puts the common weights into the model, to evaluate or save it.
@@ -294,11 +296,13 @@ class DistributedLion(LionState):
         agreed = self._meet(Kind.EXCHANGE, failure, used)
         ranks.form()
         if ranks.voters.world_size > 1:
-            swapped = self._local.swapped
+            swapped, texts = self._local.swapped, []
             self._show_own()
-            texts = self._exchange(agreed.moves, ranks)
-            if swapped:
-                self._show_anchors()
+            try:
+                texts = self._exchange(agreed.moves, ranks)
+            finally:
+                if swapped:
+                    self._show_anchors()
             for text in texts:
                 warnings.warn(text, stacklevel=2)
 
@@ -342,9 +346,10 @@ class DistributedLion(LionState):
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            if not self._stepped:
-                self._check_attached()
             tensors = self._collect()
+            if self._plan is not self._checked_plan:
+                self._check_attached()
+                self._checked_plan = self._plan
             if self.options.vote_every > 1:
                 period = self._next_period(kind)
         except BaseException as error:  # Sent to all ranks, which wait for this one, then raised.
@@ -432,11 +437,15 @@ class DistributedLion(LionState):
 
     def _step_together(self, tensors: Tensors, agreed: Agreed) -> None:
         """Votes and moves by the verdict, the same on all ranks, and then runs periodic tasks."""
-        self.wire.abstentions += self._abstentions.count(agreed.finite)
+        plan, ranks, turn = self._plan, self._ranks, self._turn()
+        voter_of_rank = None if ranks is None else ranks.voter_of_rank
+        finite = agreed.finite
+        if voter_of_rank is not None:
+            finite = [agreed.finite[voter] for voter in voter_of_rank]
+        self.wire.abstentions += self._abstentions.count(finite)
         self._abstentions.check()
         if not any(agreed.moves):
             return
-        plan, ranks, turn = self._plan, self._ranks, self._turn()
         assert plan is not None
         texts = [] if ranks is None else self._warnings(tensors, ranks)
         tensors.abstain(agreed.finite[turn.voter], agreed.present[turn.voter])

@@ -68,7 +68,7 @@ class Options:
         _check_choice("ties", self.ties, get_args(Ties))
         _check_choice("level_scale", self.level_scale, get_args(LevelScale))
         _check_choice("exchange", self.exchange, get_args(ExchangeName))
-        if self.bits not in (1, 2, 4, 8) or isinstance(self.bits, bool):
+        if type(self.bits) is not int or self.bits not in (1, 2, 4, 8):
             raise ValueError(f"bits must be 1, 2, 4 or 8 (got {self.bits!r})")
         _check_integer("seed", self.seed, 0, 2**64 - 1)
         _check_integer("max_abstained_steps", self.max_abstained_steps, 1, 2**31 - 1)

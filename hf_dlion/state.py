@@ -54,6 +54,7 @@ class LionState(torch.optim.Optimizer):
         self._ranks: Topology | None = None
         self._meetings: Meetings | None = None
         self._plan: Plan | None = None
+        self._checked_plan: Plan | None = None  # the plan for which `attach` was checked
         self._fsdp_models: list[nn.Module] = []
         self._local = LocalSteps(options.bits)
         self._stepped = False  # In this process; `steps` also counts those before a resume.
@@ -352,6 +353,9 @@ class LionState(torch.optim.Optimizer):
             options["exchanges"] = self._local.exchanges
             options["steps since the last exchange"] = period.steps
             options["lr, betas and weight decay since the last exchange"] = period.history
+            options["frozen parameters"] = [
+                name for name, p in groups.named(self.param_groups) if not p.requires_grad
+            ]
         hyperparameters: list[dict[str, object]] = []
         try:
             hyperparameters = groups.hyperparameters(self.param_groups)

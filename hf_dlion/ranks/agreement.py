@@ -40,6 +40,7 @@ _VERBS: dict[int, tuple[str, str]] = {
     Kind.REPLICATE: ("has replicate=", "have replicate="),
     Kind.EXCHANGE: ("exchanges", "exchange"),
     Kind.LOCAL_STEP: ("takes a local step", "take a local step"),
+    Kind.NODES: ("has local_group=", "have local_group="),
 }
 _ELSEWHERE = (
     "a rank is at another point of its program: let every rank take the same number of steps, and "
@@ -163,11 +164,9 @@ class Abstentions:
         """Counts a step, and returns how many ranks abstain in it.
 
         Args:
-            finite: Whether the gradients of each voter, or of each rank, are finite.
+            finite: Whether the gradients with which each rank votes are finite.
         """
-        # Steps with votes count voters and local steps count ranks, so a change begins at zero.
-        same_length = len(self._in_a_row) == len(finite)
-        before = self._in_a_row if same_length else [0] * len(finite)
+        before = self._in_a_row or [0] * len(finite)
         self._in_a_row = [0 if ok else n + 1 for ok, n in zip(finite, before, strict=True)]
         return list(finite).count(False)
 
@@ -235,7 +234,7 @@ class Meetings:
         ranks = len(headers)
         if header is not None and header.layout == self._layout and headers.count(header) == ranks:
             return Agreed([header.finite] * ranks, [self._present[0]] * ranks)
-        if any(header.kind == Kind.REPLICATE for header in headers):
+        if any(header.kind in (Kind.REPLICATE, Kind.NODES) for header in headers):
             # Those ranks are in `Topology.form` and don't take part in `raise_together`.
             if failure is not None:
                 raise failure

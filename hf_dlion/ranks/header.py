@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 # Version of all that is sent, hashed, and rounded.
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 
 # Bits of the word of flags.
 FINITE, FAILED = 1, 2
@@ -25,6 +25,7 @@ class Kind(enum.IntEnum):
     WEIGHTS = 5
     EXCHANGE = 6
     LOCAL_STEP = 7
+    NODES = 8
 
 
 class Header(NamedTuple):

@@ -10,7 +10,7 @@ import functools
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 
 from hf_dlion.exchange.wire import Wire, WireStats
 from hf_dlion.ranks.agreement import Disagreement, check_kinds, raise_together
-from hf_dlion.ranks.header import FINITE, WIRE_VERSION, Header, Kind
+from hf_dlion.ranks.header import FAILED, FINITE, WIRE_VERSION, Header, Kind
 
 _SIZE, _PLACE = "LOCAL_WORLD_SIZE", "LOCAL_RANK"
 
@@ -150,17 +150,29 @@ class Topology:
         return voters
 
     def _with_nodes(self, local_group: Literal["node"] | int) -> Wire:
-        """Creates the groups of nodes and of voters. Bytes per rank: two `gather_objects`."""
+        """Creates the groups of nodes and of voters. Bytes per rank: 64 * (N - 1)."""
         everyone = self.everyone
-        place, failure = {}, None
+        size, place, failure = 0, 0, None
         try:
-            place = _place_in_node(local_group, os.environ)
+            size, place = _place_in_node(local_group, os.environ)
         except ValueError as error:  # The other ranks wait for this one.
             failure = error
-        raise_together(failure, everyone, "local_group")
-        # torch derives a new group's name from the number of groups that its members are in.
-        groups = len(distributed_c10d._world.pg_names)
-        size = _checked_size(everyone.gather_objects({**place, "groups": groups}))
+        # A header, as in `_with_replicas`.
+        header = Header(
+            WIRE_VERSION,
+            Kind.NODES,
+            optimizer=size,
+            step=place,
+            flags=FINITE if failure is None else FAILED,
+            # torch derives a new group's name from the number of groups that its members are in.
+            options=len(distributed_c10d._world.pg_names),
+        )
+        table = everyone.gather_words(header, "the nodes").tolist()
+        headers = [Header(*words) for words in table]
+        check_kinds([header.kind for header in headers])
+        if any(header.failed for header in headers):
+            raise_together(failure, everyone, "local_group")
+        size = _checked_size(headers)
         if size == 1:
             return everyone
         first = everyone.rank - everyone.rank % size
@@ -176,14 +188,14 @@ class Topology:
 
 def _place_in_node(
     local_group: Literal["node"] | int, environment: Mapping[str, str]
-) -> dict[str, Any]:
-    """Returns the size of this rank's node, and its place in it, None if it isn't known.
+) -> tuple[int, int]:
+    """Returns the size of this rank's node, and its place in it, -1 if it isn't known.
 
     Raises:
         ValueError: If a variable that "node" reads isn't set or isn't a number.
     """
     if local_group != "node":
-        return {"size": local_group, "place": None}
+        return local_group, -1
     size, place = environment.get(_SIZE), environment.get(_PLACE)
     for name, text in ((_SIZE, size), (_PLACE, place)):
         if text is not None and not text.isdecimal():
@@ -193,36 +205,37 @@ def _place_in_node(
             f"local_group='node' reads {_SIZE}, which is not set: start the ranks with torchrun or "
             f"accelerate launch, or set local_group to the number of ranks per node"
         )
-    return {"size": int(size), "place": None if place is None else int(place)}
+    return int(size), -1 if place is None else int(place)
 
 
-def _checked_size(gathered: Sequence[Mapping[str, Any]]) -> int:
+def _checked_size(headers: Sequence[Header]) -> int:
     """Returns the number of ranks per node.
 
     Args:
-        gathered: Size and place of `_place_in_node`, and number of process groups, by rank.
+        headers: By rank, with size and place of `_place_in_node` and the number of process groups
+            as `optimizer`, `step`, and `options`.
 
     Raises:
         Disagreement: On every rank, if the ranks don't form nodes of one size.
     """
-    sizes, places = ([by_rank[key] for by_rank in gathered] for key in ("size", "place"))
-    size: int = sizes[0]
+    sizes, places = [header.optimizer for header in headers], [header.step for header in headers]
+    size = sizes[0]
     if len(set(sizes)) > 1:
         raise Disagreement(
             f"nodes must have the same number of ranks (local_group or {_SIZE}), got {sizes} in "
             f"rank order"
         )
-    if size < 1 or len(gathered) % size:
+    if size < 1 or len(headers) % size:
         raise Disagreement(
-            f"{len(gathered)} ranks cannot be divided into nodes of {size} ranks (local_group or "
+            f"{len(headers)} ranks cannot be divided into nodes of {size} ranks (local_group or "
             f"{_SIZE}): start the same number of ranks on every node"
         )
-    if any(place not in (None, rank % size) for rank, place in enumerate(places)):
+    if any(place not in (-1, rank % size) for rank, place in enumerate(places)):
         raise Disagreement(
             f"the ranks of a node must be consecutive, {size} by {size}, but {_PLACE} is {places} "
             f"in rank order: number the ranks node by node, as torchrun does"
         )
-    counts = [by_rank["groups"] for by_rank in gathered]
+    counts = [header.options for header in headers]
     if len(set(counts)) > 1:
         raise Disagreement(
             f"ranks are members of different numbers of process groups, {counts} in rank order, "

@@ -46,7 +46,8 @@ def selection(groups: Groups, options: Options, name: str) -> list[bool]:
             matches no name.
     """
     value = getattr(options, name)
-    if value is None or (isinstance(value, str) and value in SYNC_WORDS):
+    is_word = name == "momentum_sync" and isinstance(value, str) and value in SYNC_WORDS
+    if value is None or is_word:
         return [value is not None for group in groups for _ in group["params"]]
     if any("param_names" not in group for group in groups):
         raise ValueError(

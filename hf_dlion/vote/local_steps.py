@@ -167,9 +167,16 @@ class LocalSteps:
                 for flat, was_written in zip(trainable.flat, written, strict=True)
             ]
             self._round_all(trainable, self._weights(trainable, written), turn)
-            for p, flat, values in zip(trainable.params, trainable.flat, found, strict=True):
-                if values is not None and not torch.equal(flat, values):
-                    raise _changed(p, "its values were changed between two steps")
+            written_to = [
+                (p, flat, values)
+                for p, flat, values in zip(trainable.params, trainable.flat, found, strict=True)
+                if values is not None
+            ]
+            changed = [p for p, flat, values in written_to if not torch.equal(flat, values)]
+            if changed:
+                for _, flat, values in written_to:
+                    flat.copy_(values)
+                raise _changed(changed[0], "its values were changed between two steps")
             self._note_rounded(trainable)
 
     def step(self, trainable: Trainable, tensors: Tensors, turn: Turn) -> None:
@@ -283,7 +290,8 @@ class LocalSteps:
         if ranks.voters is not ranks.everyone:
             flags = ranks.everyone.gather_words([bool(replaced)], "replaced weights").view(-1)
             if bool(flags.any()):
-                _raise_replaced("some parameters", flags.nonzero().view(-1).tolist())
+                numbers = flags.nonzero().view(-1).tolist()
+                _raise_replaced("some parameters", [ranks.everyone.ranks[k] for k in numbers])
         means = [
             _REPLACED if k in replaced else amount / count
             for k, (amount, count) in enumerate(zip(amounts, counts, strict=True))
