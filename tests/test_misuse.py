@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -122,9 +123,32 @@ def loads_momenta_that_differ(rank: int, world_size: int, folder: str) -> None:
 
 @multiproc
 def test_momenta_of_averaged_gradients_are_equal_after_a_load(
-    pools: RankPools, tmp_path: object
+    pools: RankPools, tmp_path: Path
 ) -> None:
     pools(2).run(loads_momenta_that_differ, str(tmp_path))
+
+
+def loads_what_one_process_saved(rank: int, world_size: int, folder: str) -> list[str]:
+    param = filled(1.0)
+    optimizer = DistributedLion([("w", param)], lr=0.01)
+    optimizer.load_state_dict(torch.load(f"{folder}/optimizer.pt"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_momentum(optimizer, folder)
+        param.grad = torch.linspace(-1, 1, 128) * (-1) ** rank
+        optimizer.step()
+    return [str(one.message) for one in caught]
+
+
+@multiproc
+def test_ranks_that_load_one_ranks_momentum_are_told_once(pools: RankPools, tmp_path: Path) -> None:
+    optimizer = DistributedLion([("w", filled(1.0))], lr=0.01)
+    optimizer.step()
+    save_momentum(optimizer, tmp_path)
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    (said,), others = pools(2).run(loads_what_one_process_saved, str(tmp_path))
+    assert "was saved by 1 rank and is loaded by 2" in said
+    assert others == []
 
 
 def abstains_in_a_node(rank: int, world_size: int) -> str:
@@ -188,6 +212,23 @@ def attaches_once_of_twice(rank: int, world_size: int) -> list[str]:
     del model
     gc.collect()
     return [str(one.message) for one in caught]
+
+
+def steps_another_optimizer(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(nn.Linear(64, 2))
+    first = DistributedLion([model.module.weight])
+    second = DistributedLion([model.module.bias])
+    first.attach(model)  # Which accepts that the second one comes later.
+    model(torch.ones(1, 64)).sum().backward()
+    with pytest.raises(RuntimeError, match="attach this one too, or call detach"):
+        second.step()
+    del model
+    gc.collect()
+
+
+@multiproc
+def test_a_second_optimizer_that_is_not_attached_cannot_step(pools: RankPools) -> None:
+    pools(2).run(steps_another_optimizer)
 
 
 @multiproc

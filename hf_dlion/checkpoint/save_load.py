@@ -240,8 +240,9 @@ def _difference(folder: Path, loaded: Loaded, at: Position) -> str:
     weights = ", and with the weights of the last exchange" if local and header.local else ""
     ending = f"{weights}, so training differs from an uninterrupted run"
     if header.world_size != at.world_size:
+        plural = "s" if header.world_size > 1 else ""
         return (
-            f"{folder} was saved by {header.world_size} ranks and is loaded by {at.world_size}. "
+            f"{folder} was saved by {header.world_size} rank{plural} and is loaded by {at.world_size}. "
             f"Rank r continues with the momentum of saved rank r modulo {header.world_size}{ending}"
         )
     if header.voters != at.voters:

@@ -219,17 +219,21 @@ def test_a_slow_link_shows_and_encoding_hides_a_part_of_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("words", "said"),
     [
-        ({"ranks": 1}, "--ranks 1 fits on one node of 1"),
-        ({"ranks": 8, "per_node": 8}, "use at least 16 ranks"),
-        ({"ranks": 9, "per_node": 2}, r"--ranks \(9\) must be a multiple of the ranks per node"),
-        ({"ranks": 8, "per_node": 4, "shard": 2}, "--shard 2 and --ranks-per-node 4 must be equal"),
+        ("--ranks 1", "--ranks 1 fits on one node of 1"),
+        ("--ranks 8 --ranks-per-node 8", "use at least 16 ranks"),
+        ("--ranks 9 --ranks-per-node 2", "--ranks (9) must be a multiple of the ranks per node"),
+        ("--ranks 8 --ranks-per-node 4 --shard 2", "--shard 2 and --ranks-per-node 4 must be"),
+        ("--vote-every 1", "--vote-every must be at least 2; each table has a row for 1"),
     ],
 )
-def test_ranks_that_do_not_fill_two_nodes_are_refused(changes: dict[str, int], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        a_case(**changes)
+def test_ranks_that_do_not_fill_two_nodes_are_refused_before_this_machine_is_measured(
+    words: str, said: str, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.setattr(plan, "measured", lambda *args: pytest.fail("the machine was measured"))
+    assert cli.main(["plan", "1m", "--link=1g", *words.split()]) == 2
+    assert said in capsys.readouterr().err
 
 
 # The machine

@@ -294,6 +294,17 @@ def test_a_checkpoint_of_the_other_optimizer_is_refused_with_what_to_do(
         again.train(resume_from_checkpoint=True)
 
 
+def test_one_process_resumes_without_a_momentum_file(tmp_path: Path) -> None:
+    """Ray Tune's checkpoints have the optimizer's state, which is complete for one process."""
+    changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    uninterrupted = tiny_trainer(tiny_args(tmp_path, **changes))
+    uninterrupted.train()
+    (tmp_path / "checkpoint-2" / "dlion_momentum_0_of_1.safetensors").unlink()
+    resumed = tiny_trainer(tiny_args(tmp_path, **changes))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert weights_digest(resumed.model) == weights_digest(uninterrupted.model)
+
+
 def test_true_resumes_from_the_newest_checkpoint_that_a_save_completed(tmp_path: Path) -> None:
     changes = {"save_strategy": "steps", "save_steps": 2}
     uninterrupted = tiny_trainer(tiny_args(tmp_path, **changes))

@@ -11,13 +11,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
-from torch.nn.parallel import DistributedDataParallel
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, set_seed
 
 import hf_dlion
+from hf_dlion.ddp import wrapper_in
 from hf_dlion.trainer import optimizer_cls_and_kwargs
 from tests.support.spawn import RankPools, run_script
-from tests.support.tiny import tiny_args, tiny_data, tiny_llama, tiny_trainer, weights_digest
+from tests.support.tiny import (
+    tiny_args,
+    tiny_data,
+    tiny_llama,
+    tiny_tokenizer,
+    tiny_trainer,
+    weights_digest,
+)
 
 pytestmark = pytest.mark.multiproc
 
@@ -177,17 +184,19 @@ def test_a_training_that_fails_lets_ddp_average_again(pools: RankPools, tmp_path
 def evaluate_first(rank: int, world_size: int, folder: str, first: bool) -> Any:
     hf_dlion.register()
     found = []
-    for optim_args in (None, "local_group=2"):
+    for optim_args, compiled in ((None, False), ("local_group=2", False), ("local_group=2", True)):
         model = tiny_llama()
         if rank:  # As a new head is that is drawn from another seed; DDP sends rank 0's weights.
             torch.nn.init.constant_(model.lm_head.weight, 1.0)
         args = tiny_args(folder, optim_args=optim_args)
+        if compiled:
+            args.torch_compile, args.torch_compile_backend = True, "eager"
         trainer = tiny_trainer(args, model=model, eval_dataset=tiny_data(8))
         if first:
             trainer.evaluate()
         set_seed(0)  # The evaluation drew random numbers.
         trainer.train()
-        assert isinstance(trainer.model_wrapped, DistributedDataParallel)
+        assert wrapper_in(trainer.model_wrapped) is not None
         found.append(weights_digest(trainer.model))
     return found
 
@@ -338,15 +347,7 @@ def test_a_peft_model_by_the_class_route_trains_saves_and_resumes(
 
 
 def write_model_and_data(folder: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{i}": i for i in range(62)} | {"<eos>": 62, "<pad>": 63}
-    inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>", model_max_length=32
-    ).save_pretrained(folder / "model")
+    tiny_tokenizer(model_max_length=32).save_pretrained(folder / "model")
     tiny_llama(attention_dropout=0.0).save_pretrained(folder / "model")
     (folder / "data").mkdir()
     lines = [" ".join(f"w{(i * 7 + k) % 60}" for k in range(10)) for i in range(48)]
