@@ -1,7 +1,7 @@
 """Times the local work of a rank in a step of DistributedLion: encode, tally, and move.
 
-A fused AdamW step, a copy, and a hash of all parameters are timed in the same run. Each row also
-has the number of operations of one message of 24 tensors on a GPU, each of which is a launch.
+A fused AdamW step and a copy of all parameters are timed in the same run. Each row also has the
+number of operations of one message of 24 tensors on a GPU, each of which is a launch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from benchmarks.command import (
 )
 from hf_dlion.cli.plan.machine import seconds_of
 from hf_dlion.exchange.rule import Majority
-from hf_dlion.ranks.fingerprint import fingerprints
+from hf_dlion.options import Options
 from hf_dlion.vote.codec import TOP, spread, tally
 from hf_dlion.vote.message import Shape, messages
 from hf_dlion.vote.update import Scratch, Turn, encode, move
@@ -68,8 +68,7 @@ class Work:
         self._grads = [param.grad.view(-1) for param in params if param.grad is not None]
         self._momenta = [torch.zeros_like(param) for param in self._params]
         self._turn = Turn(
-            step=1, voter=0, seed=0, bits=bits, level_scale="word", exchange="gather",
-            groups=[GROUP], scratch=Scratch(),
+            step=1, voter=0, options=Options(bits=bits), groups=[GROUP], scratch=Scratch(),
         )  # fmt: skip
         self._bits, self._rule = bits, Majority("alternate")
         self._votes, self._voters, self._totals = [], [], []
@@ -156,7 +155,6 @@ def _rows_of(name: str, args: argparse.Namespace, device: torch.device) -> list[
     tasks: dict[str, list[Callable[[], object]]] = {
         "fused AdamW step": [adamw.step],
         "copy": [partial(torch._foreach_copy_, copies, params)],
-        "hash of all parameters": [partial(fingerprints, params)],
     }
     counts: dict[str, tuple[int, int]] = {}
     for bits, ranks in itertools.product(args.bits, args.ranks):

@@ -30,9 +30,10 @@ from hf_dlion.ranks.agreement import Agreed
 from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.replicas import (
     AVERAGED_GRADIENTS,
+    CHANGED_PARAMETERS,
     COPIED_MOMENTA,
     all_ranks_have,
-    compare_replicas,
+    compare_parameters,
 )
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.state import LionState
@@ -456,11 +457,9 @@ class DistributedLion(LionState):
             for message in [*plan.messages, *plan.full]:
                 plain_lion(message, params, grads, momenta, turn)
         else:
-            rule: Rule
+            rule: Rule = Majority(self.options.ties)
             if self.options.aggregation == "average":
                 rule = Average(ranks.voters.world_size, self.options.bits)
-            else:
-                rule = Majority(self.options.ties)
             step_by_votes(plan.messages, params, grads, momenta, turn, rule, ranks)
             if plan.full:
                 # On all voters, because these momenta follow the mean gradient.
@@ -596,7 +595,10 @@ class DistributedLion(LionState):
             synchronize(momenta, self.options, ranks, count)
         every = self.options.check_replicas_every
         if every and count % every == 0:
-            compare_replicas(self._common_parts(), ranks.everyone, self.steps, ranks.same_parts)
+            compare_parameters(
+                self._common_parts, ranks.everyone, ranks.same_parts, CHANGED_PARAMETERS,
+                when=f" after step {self.steps}",
+            )  # fmt: skip
 
     def synchronize_momentum(self) -> None:
         """Replaces every momentum by its mean over the voters; every rank must call this.
@@ -639,10 +641,7 @@ class DistributedLion(LionState):
         return Turn(
             step=self.steps + 1,
             voter=0 if self._ranks is None else self._ranks.voter,
-            seed=self.options.seed,
-            bits=self.options.bits,
-            level_scale=self.options.level_scale,
-            exchange=self.options.exchange,
+            options=self.options,
             groups=self.param_groups,
             scratch=self._scratch,
         )

@@ -16,15 +16,8 @@ from torch import Tensor, nn
 import hf_dlion.fsdp as fsdp
 from hf_dlion.exchange.wire import WireStats
 from hf_dlion.options import Options, check_group
-from hf_dlion.ranks.agreement import (
-    Abstentions,
-    Agreed,
-    Disagreement,
-    Meetings,
-    Report,
-    agree_in_node,
-)
-from hf_dlion.ranks.fingerprint import fingerprints
+from hf_dlion.ranks.agreement import Abstentions, Agreed, Meetings, Report, agree_in_node
+from hf_dlion.ranks.failures import Disagreement
 from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote import groups, local
@@ -191,9 +184,6 @@ class LionState(torch.optim.Optimizer):
         """Returns a parameter's momentum, in the parameter's memory layout.
 
         It is created as zeros at the first call, and copied if its strides differ.
-
-        Raises:
-            RuntimeError: If the momentum has another shape than the parameter.
         """
         state = self.state[param]
         param = param.detach()
@@ -229,12 +219,6 @@ class LionState(torch.optim.Optimizer):
             found.append((name, part))
         return found
 
-    def _hashes(self) -> list[tuple[str, int]]:
-        """Returns name and hash of this rank's part of every parameter."""
-        named = self._common_parts()
-        hashes = fingerprints([part for _, part in named])
-        return [(name, value) for (name, _), value in zip(named, hashes, strict=True)]
-
     def _world_size(self) -> int:
         if not (dist.is_available() and dist.is_initialized()):
             return 1
@@ -257,15 +241,8 @@ class LionState(torch.optim.Optimizer):
         """Verifies that all ranks save or load together, or raises on all of them.
 
         Every rank must call this, also a rank where something failed. If `failure` is what an
-        earlier meeting raised, all ranks have it, and it is raised without another meeting. Bytes:
-        see `Meetings.meet`.
-
-        Args:
-            kind: What the ranks do.
-            failure: What failed on this rank, or None.
-
-        Returns:
-            The groups of ranks; None for one rank alone.
+        earlier meeting raised, all ranks have it, and it is raised without another meeting. It
+        returns the groups of ranks, or None for one rank alone. Bytes: see `Meetings.meet`.
 
         Raises:
             Disagreement: On every rank, if the ranks differ, or something failed on another rank.
@@ -300,21 +277,10 @@ class LionState(torch.optim.Optimizer):
         """Tells the ranks of this node, with local steps, what this rank does, before any header.
 
         All ranks do this in every step, exchange, save, and load, whatever they do themselves, so
-        no rank of a node waits for another that is somewhere else.
-
-        Args:
-            kind: What this rank does.
-            failure: What failed on this rank, or None.
-            finite: Whether all of this rank's gradients are finite. A rank that doesn't step passes
-                False, so no rank gathers presence.
-            present: Whether this rank has a gradient of each trainable parameter.
-
-        Returns:
-            `finite` and `present` of the node, as `agree_in_node`; those of this rank without one.
-
-        Raises:
-            Disagreement: On every rank of the node, if they do different things.
-            BaseException: `failure`, in its place.
+        no rank of a node waits for another that is somewhere else. It returns `finite` and
+        `present` of the node, or those of this rank if there is none. A rank that doesn't step
+        passes `finite=False`, so no rank gathers presence. Ranks that do different things raise
+        their `failure`, or Disagreement.
         """
         ranks = self._ranks
         if self.options.vote_every == 1 or ranks is None or not ranks.is_formed or not ranks.node:
@@ -334,12 +300,8 @@ class LionState(torch.optim.Optimizer):
     ) -> Agreed:
         """Sends this rank's header and returns what all ranks have; raises on all of them.
 
-        Args:
-            kind: What the ranks do.
-            failure: What failed on this rank, or None.
-            present: Whether each trainable parameter has a gradient, or was used in an exchange.
-            finite: Whether all gradients are finite.
-            period: Local steps since the last exchange (default: those that were taken).
+        In an exchange, `present` marks the parameters that were used. `period` has the local steps
+        since the last exchange (default: those that were taken).
         """
         assert self._meetings is not None
         # If only some ranks loaded, all raise here, before they would compare momenta.
@@ -375,7 +337,7 @@ class LionState(torch.optim.Optimizer):
             groups=hyperparameters,
             layout=self._plan.lines if self._plan is not None else [],
             present=present,
-            values=self._hashes,
+            parameters=self._common_parts,
         )
         return self._meetings.meet(report)
 

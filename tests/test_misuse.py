@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.checkpoint import load_momentum, save_momentum
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.agreement import Disagreement
+from hf_dlion.ranks.failures import Disagreement
 from tests.support.spawn import RankPools
 from tests.support.training import is_equal_everywhere
 

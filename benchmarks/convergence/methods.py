@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,6 @@ from hf_dlion.vote.message import Shape, messages
 from hf_dlion.vote.momentum_sync import slice_of
 from hf_dlion.vote.update import Scratch, Turn, encode, move
 
-T = TypeVar("T")
 HEADER_BYTES = 64
 
 
@@ -68,9 +68,9 @@ class Workers(ABC):
     def step(self, lr: float) -> None:
         """Updates the parameters and drops the gradients."""
 
-    def evaluated(self, evaluate: Callable[[nn.Module], T], otherwise: T) -> T:
-        """Evaluates the model; returns `otherwise` on ranks whose record isn't kept."""
-        return evaluate(self.model)
+    def evaluated(self, validation: Callable[[nn.Module], float]) -> float:
+        """Returns the validation loss; NaN on ranks whose record isn't kept."""
+        return validation(self.model)
 
     def own_loss(self, validation: Callable[[nn.Module], float]) -> float | None:
         """Returns the loss of rank 0's own weights, if ranks have their own."""
@@ -211,10 +211,8 @@ class Votes(Separate):
         return [flat_gradient("", g, p) if g is not None and finite else None for g, p in pairs]
 
     def _turn(self, rank: int) -> Turn:
-        options = self._optimizer.options
         return Turn(
-            step=self._step, voter=rank, seed=options.seed, bits=options.bits, level_scale="word",
-            exchange="gather",
+            step=self._step, voter=rank, options=self._optimizer.options,
             groups=self._optimizer.param_groups, scratch=self._scratch,
         )  # fmt: skip
 
@@ -252,14 +250,14 @@ class RealRank(Workers):
         self._rank.step()
         self.bytes_sent = self._rank.bytes_sent
 
-    def evaluated(self, evaluate: Callable[[nn.Module], T], otherwise: T) -> T:
+    def evaluated(self, validation: Callable[[nn.Module], float]) -> float:
         if dist.get_rank():
-            return otherwise
+            return math.nan
         optimizer = self._rank.optimizer
         if not isinstance(optimizer, DistributedLion):
-            return self._alone(evaluate)
+            return self._alone(validation)
         with optimizer.common_weights():
-            return self._alone(evaluate)
+            return self._alone(validation)
 
     def own_loss(self, validation: Callable[[nn.Module], float]) -> float | None:
         optimizer = self._rank.optimizer
@@ -268,11 +266,11 @@ class RealRank(Workers):
             return None
         return self._alone(validation)
 
-    def _alone(self, evaluate: Callable[[nn.Module], T]) -> T:
-        """Evaluates on one thread per rank, since the other ranks wait."""
+    def _alone(self, validation: Callable[[nn.Module], float]) -> float:
+        """Validates on one thread per rank, since the other ranks wait."""
         threads = torch.get_num_threads()
         torch.set_num_threads(min(dist.get_world_size(), os.cpu_count() or 1))
-        found = evaluate(getattr(self.model, "module", self.model))
+        found = validation(getattr(self.model, "module", self.model))
         torch.set_num_threads(threads)
         return found
 
@@ -291,14 +289,14 @@ IN_PROCESS: dict[str, Callable[[Task, Setting], Workers]] = {
     "lion": partial(Averaged, make=distributed_lion),  # One rank alone takes plain Lion.
     **{
         name: partial(Votes, **(METHODS[name].options or {}))
-        for name in ("majority", "average", "bits2", "bits4", "bits8", "sync16")
+        for name in ("majority", "average", "bits2", "bits4", "sync16")
     },
     "terngrad": partial(Compressed, make=adamw, compressor=TernGrad),
     "graddrop": partial(Compressed, make=adamw, compressor=GradDrop),
     "dgc": partial(Compressed, make=_sgd, compressor=DGC),
 }
 # Methods of step_time.py whose ranks don't train a common model, or that need several nodes.
-NOT_TRAINED = ("none", "alone", "adamw-alone", "ddp-lion", "node", "fsdp2")
+NOT_TRAINED = ("none", "alone", "adamw-alone", "ddp-lion", "node")
 # Methods that run only in this process: the family of learning rates, and a line for --help.
 ONLY_IN_PROCESS = {
     "terngrad": ("adamw", "TernGrad: AdamW on gradients of three values (2 bits)"),

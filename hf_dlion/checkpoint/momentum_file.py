@@ -45,11 +45,8 @@ class CheckpointError(RuntimeError):
 class Position:
     """A rank among those that save or load.
 
-    Attributes:
-        rank: Number of the rank.
-        world_size: Number of ranks.
-        local_size: Number of ranks that vote as one, with `local_group`.
-        voters: Number of ranks, nodes, or replicas that vote.
+    With `local_group`, `local_size` ranks vote as one. `voters` is the number of ranks, nodes, or
+    replicas that vote.
     """
 
     rank: int = 0
@@ -60,15 +57,9 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class _LocalHeader:
-    """The header's part about local steps; parameters are numbers.
+    """The header's part about local steps, as in `LocalSteps`; parameters are numbers.
 
-    Attributes:
-        bits: Bits of a message, which decide what the limits mean.
-        exchanges: Number of exchanges so far.
-        period: Steps since the last exchange.
-        used: Parameters that this rank used in these steps.
-        moved: Parameters that may have moved in these steps, the same on all ranks.
-        limits: Limits of the parameters that took part in an exchange.
+    `bits` decides what the limits mean.
     """
 
     bits: int
@@ -96,11 +87,7 @@ class _LocalHeader:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> _LocalHeader:
-        """Returns the header that parsed JSON describes, checked.
-
-        Raises:
-            KeyError, TypeError, ValueError: If the values are something else.
-        """
+        """Returns the header in parsed JSON, or raises KeyError, TypeError, or ValueError."""
         period = dict(values["period"])
         for name in ("decays", "paths"):
             period[name] = tuple(float(value) for value in period[name])
@@ -122,11 +109,8 @@ class Header:
     Attributes:
         save: Id of the save, the same in the files of all ranks.
         step: Number of the last step before the save.
-        rank: Rank that wrote the file.
-        world_size: Number of ranks that saved.
-        voters: Number of voters, nodes or replicas, among these ranks.
+        voters: Number of voters, nodes or replicas, among the ranks that saved.
         shard: Index of the rank's FSDP2 shard, and number of shards; None without FSDP2.
-        scaler: State of the rank's GradScaler.
         local: State of local steps; None with `vote_every=1`.
     """
 
@@ -149,11 +133,8 @@ class Header:
 class Loaded:
     """A file's content for this rank, on its device.
 
-    Attributes:
-        header: Header of the file.
-        momenta: Momenta by parameter, in the parameter's shape.
-        local: Local steps as after `eval()`, with own weights in the place of anchors; None with
-            `vote_every=1`.
+    Momenta have their parameter's shape. `local` has local steps as after `eval()`, with own
+    weights in the place of anchors. It is None with `vote_every=1`.
     """
 
     header: Header
@@ -174,15 +155,7 @@ def files_in(folder: Path, name: str, ending: str = "safetensors") -> list[tuple
 
 
 def write(path: Path, lion: DistributedLion, save: str, at: Position, scaler: Any) -> None:
-    """Writes a rank's file, which is complete after a crash or has a temporary name.
-
-    Args:
-        path: Path of the file; its folder is created.
-        lion: The optimizer.
-        save: Id of the save.
-        at: This rank and its group.
-        scaler: State of the GradScaler, or None.
-    """
+    """Writes a rank's file, which is complete after a crash or has a temporary name."""
     header = Header(
         save=save,
         step=lion.steps,
@@ -258,11 +231,6 @@ def find_file(at: Position, folder: Path, name: str) -> Path:
 def read(path: Path, lion: DistributedLion, at: Position) -> Loaded:
     """Returns a file's content, checked against the optimizer.
 
-    Args:
-        path: Path of the file.
-        lion: The optimizer.
-        at: This rank and its group.
-
     Raises:
         CheckpointError: If the file is damaged or doesn't fit.
     """
@@ -325,11 +293,7 @@ def _read_header(path: Path, metadata: Mapping[str, str] | None) -> Header:
 
 
 def _check_state(path: Path, header: Header, lion: DistributedLion) -> None:
-    """Refuses a file that doesn't belong to the state that the optimizer has loaded.
-
-    Raises:
-        CheckpointError: If step or shard differ, or the optimizer is between two exchanges.
-    """
+    """Refuses a file that doesn't belong to the state that the optimizer has loaded."""
     # A new optimizer continues from the file's step.
     if header.step != lion.steps and (lion.steps or lion.state):
         raise CheckpointError(
@@ -355,11 +319,7 @@ def _local_steps(
     saved: _LocalHeader | None,
     own_weights: dict[int, Tensor] | None,
 ) -> LocalSteps:
-    """Returns the state of local steps, checked; without own weights a period begins.
-
-    Raises:
-        CheckpointError: If own weights are missing or don't fit.
-    """
+    """Returns the state of local steps, checked; without own weights a period begins."""
     local = LocalSteps(lion.options.bits, swapped=True)
     if saved is not None:
         local.exchanges = saved.exchanges

@@ -70,7 +70,8 @@ def save_momentum(
         scaler: State dict of this rank's GradScaler, to keep it (default: None).
         failure: Error with which this rank failed to save the rest of the checkpoint. All ranks
             then raise, and no file is written (default: None).
-        name: Prefix of the file's name, for a second optimizer in one folder.
+        name: Prefix of the file's name, another one for each optimizer and each process group that
+            saves into one folder.
 
     Raises:
         TypeError: If `optimizer` isn't a DistributedLion.
@@ -242,8 +243,9 @@ def _difference(folder: Path, loaded: Loaded, at: Position) -> str:
     if header.world_size != at.world_size:
         plural = "s" if header.world_size > 1 else ""
         return (
-            f"{folder} was saved by {header.world_size} rank{plural} and is loaded by {at.world_size}. "
-            f"Rank r continues with the momentum of saved rank r modulo {header.world_size}{ending}"
+            f"{folder} was saved by {header.world_size} rank{plural} and is loaded by "
+            f"{at.world_size}. Rank r continues with the momentum of saved rank r modulo "
+            f"{header.world_size}{ending}"
         )
     if header.voters != at.voters:
         whose = "Each node continues with the momentum of its first rank"

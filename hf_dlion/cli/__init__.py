@@ -47,10 +47,7 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code.
-
-    Args:
-        argv: Words after `hf-dlion` (default: those of this process).
+    """Runs the command in `argv` (default: this process's arguments) and returns its exit code.
 
     Raises:
         SystemExit: With code 2 and a message, if `argv` cannot be run; with code 0 after help.

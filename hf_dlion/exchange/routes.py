@@ -35,12 +35,8 @@ from hf_dlion.vote.codec import TOP, WORD, pack, spread, tally, unpack
 class Rows:
     """The rows of a message, each of complete words.
 
-    Args:
-        lengths: Stretches of rows of one length: the number of rows, and words per row.
-        device: Device of `of_word`.
-
-    Attributes:
-        count: Number of rows R.
+    `lengths` has stretches of rows of one length: the number of rows, and words per row. `count` is
+    the number of rows R.
     """
 
     def __init__(self, lengths: Sequence[tuple[int, int]], device: torch.device) -> None:
@@ -66,10 +62,8 @@ class Rows:
 class Votes:
     """A rank's votes of one message.
 
-    Attributes:
-        planes: Planes of the codes, int64, shape (bits, W); 0 in rows on which the rank abstains.
-        active: Whether the rank votes on each row, bool, shape (R,).
-        rows: Rows of the message.
+    `planes` has the planes of the codes, int64, shape (bits, W), with 0 in rows on which the rank
+    abstains. `active` tells whether the rank votes on each row, bool, shape (R,).
     """
 
     planes: Tensor
@@ -81,9 +75,8 @@ class Votes:
 class Verdict:
     """The result of the votes on one message, equal on all ranks.
 
-    Attributes:
-        planes: Planes of the verdict, int64, shape (W,) each, contiguous.
-        voters: Number of active ranks by row, int64, shape (R,); None if all are active.
+    Its planes are int64, shape (W,) each, contiguous. `voters` is the number of active ranks by
+    row, int64, shape (R,), or None if all are active.
     """
 
     planes: list[Tensor]
@@ -114,14 +107,8 @@ def start(
     Bytes per rank to other nodes: those of the module for ceil(W / L) words and all R rows. Bytes
     per rank inside the node: 8 (L - 1) v ceil(W / L).
 
-    Args:
-        votes: Votes of this rank's voter, equal on the ranks of a node.
-        name: Name of the route; "auto" takes the one that sends fewer bytes, gather if both send
-            the same.
-        voters: Collectives of the voters.
-        node: Collectives of this rank's node, whose ranks vote as one; None if every rank votes.
-        rule: Rule that turns votes into a verdict.
-        step: Number of the step.
+    The votes must be equal on the ranks of a node, and `node` is None if every rank votes. "auto"
+    takes the route that sends fewer bytes, gather if both send the same.
     """
     if node is not None:
         words = votes.planes.shape[1]
@@ -140,10 +127,7 @@ def start(
 def complete(routes: Sequence[Route], words: Sequence[int], node: Wire | None) -> Iterator[Verdict]:
     """Yields the verdict of every message, in order; every rank must exhaust the iterator.
 
-    Args:
-        routes: What `start` returned for each message.
-        words: Number of words of each message.
-        node: Collectives of this rank's node; None if every rank votes.
+    `routes` has what `start` returned for each message, and `words` the number of words of each.
     """
     for route in routes:
         next(route)

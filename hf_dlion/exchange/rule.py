@@ -3,42 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hf_dlion.vote.codec import TOP, WORD, alternating_word, compare, divided, unpack
-
-
-class Rule(Protocol):
-    """Turns sums of codes into the planes of a verdict, and these planes into moves.
-
-    Attributes:
-        planes: Number of planes of a verdict.
-    """
-
-    planes: int
-
-    def decide(self, sums: list[Tensor], total: int | Sequence[Tensor], step: int) -> list[Tensor]:
-        """Returns the planes of the verdict, int64, shape (W,) each.
-
-        Args:
-            sums: Planes of the sum of all ranks' codes, int64, shape (W,) each.
-            total: Number of active ranks times `top`: one number, or its planes, int64, shape (W,)
-                each.
-            step: Number of the step, for ties.
-        """
-
-    def move(self, planes: list[Tensor], voters: Tensor | None, lr: float, out: Tensor) -> Tensor:
-        """Returns lr * v for every element.
-
-        Args:
-            planes: Planes of the verdict, int64, contiguous, shape (W,) each.
-            voters: Number of active ranks by word, int64, shape (W,); None if all are active.
-            lr: Learning rate.
-            out: Output, float32 or float64, shape (64 * W,), overwritten.
-        """
 
 
 class Majority:
@@ -54,14 +23,28 @@ class Majority:
         self.planes = 2 if self._zero else 1
 
     def decide(self, sums: list[Tensor], total: int | Sequence[Tensor], step: int) -> list[Tensor]:
-        """See `Rule`: a plane of the positive elements, and with "zero" a plane of the ties."""
+        """Returns the verdict: a plane of the positive elements, and with "zero" one of the ties.
+
+        Args:
+            sums: Planes of the sum of all ranks' codes, int64, shape (W,) each.
+            total: Number of active ranks times the largest code: one number, or its planes, int64,
+                shape (W,) each.
+            step: Number of the step, for ties.
+        """
         greater, equal = compare(sums, total)
         if self._zero:
             return [greater, equal]
         return [greater | (equal & alternating_word((step + 1) % 2))]
 
     def move(self, planes: list[Tensor], voters: Tensor | None, lr: float, out: Tensor) -> Tensor:
-        """See `Rule`. Exact: v is -1, 0 or 1."""
+        """Returns lr * v for every element, exactly: v is -1, 0, or 1.
+
+        Args:
+            planes: Planes of the verdict, int64, contiguous, shape (W,) each.
+            voters: Number of active ranks by word, int64, shape (W,); None if all are active.
+            lr: Learning rate.
+            out: Output, float32 or float64, shape (64 * W,), overwritten.
+        """
         unpack(planes[0], -lr, lr, out)
         if self._zero:
             out.mul_(unpack(planes[1], 1.0, 0.0, torch.empty_like(out)))
@@ -84,12 +67,12 @@ class Average:
         self.planes = (ranks * self._top).bit_length()
 
     def decide(self, sums: list[Tensor], total: int | Sequence[Tensor], step: int) -> list[Tensor]:
-        """See `Rule`: the planes of the sum itself."""
+        """Returns the verdict: the planes of the sum itself; see `Majority.decide`."""
         missing = self.planes - len(sums)
         return [*sums, *(torch.zeros_like(sums[0]) for _ in range(missing))]
 
     def move(self, planes: list[Tensor], voters: Tensor | None, lr: float, out: Tensor) -> Tensor:
-        """See `Rule`. v = (2 * sum - n * top) / N is rounded once, then lr * v is rounded."""
+        """Returns lr * v; v = (2 * sum - n * top) / N and lr * v are rounded once each."""
         unpack(planes[0], 0.0, 2.0, out)
         digit = torch.empty_like(out)
         for j, plane in enumerate(planes[1:], start=2):
@@ -101,3 +84,7 @@ class Average:
         if self._ranks > 1:
             divided(out, self._ranks)
         return out if lr == 1.0 else out.mul_(lr)
+
+
+# Both have `planes`, the number of planes of a verdict.
+Rule = Majority | Average

@@ -31,23 +31,13 @@ class LostRank(RuntimeError):
 
 
 class Pending:
-    """A collective that was started.
-
-    Args:
-        work: Handle from torch.
-        what: Name of what the other ranks send, for an error message.
-        group: Process group of the collective.
-    """
+    """A collective that was started."""
 
     def __init__(self, work: dist.Work, what: str, group: dist.ProcessGroup) -> None:
         self._work, self._what, self._group = work, what, group
 
     def wait(self) -> None:
-        """Waits until the collective is done.
-
-        Raises:
-            LostRank: If another rank ended or stalled.
-        """
+        """Waits until the collective is done; raises LostRank if another rank ended or stalled."""
         try:
             self._work.wait()
         except torch.OutOfMemoryError:
@@ -93,12 +83,7 @@ class WireStats:
     sample: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
 
     def add(self, name: str, since: float) -> float:
-        """Adds the time since `since` to a count, and returns the time of this call.
-
-        Args:
-            name: Name of the count, such as "encode_s".
-            since: Earlier result of `time.perf_counter()`, in seconds.
-        """
+        """Adds the time since `since` to a count such as "encode_s", and returns the time now."""
         now = time.perf_counter()
         setattr(self, name, getattr(self, name) + now - since)
         return now
@@ -119,15 +104,12 @@ class WireStats:
 class Wire:
     """Collectives of one process group, with every byte counted.
 
-    Every rank of the group must make the same calls in the same order.
+    Every rank of the group must make the same calls in the same order, with contiguous tensors of
+    the same shape and dtype. Wait for a `Pending` before you read its output. `what` names the data
+    for the message if a rank is lost.
 
-    Attributes:
-        group: The process group.
-        stats: Object that receives the counts.
-        rank: Number of this rank in the group.
-        world_size: Number of ranks in the group.
-        ranks: Ranks of the group, as numbers in the default group.
-        neighbors: Number of other ranks in the group that are on this rank's node.
+    `ranks` has the numbers of the group's ranks in the default group. `neighbors` is the number of
+    other ranks in the group that are on this rank's node.
     """
 
     def __init__(
@@ -140,13 +122,9 @@ class Wire:
     ) -> None:
         """Doesn't communicate.
 
-        Args:
-            group: The process group.
-            stats: Object that receives the counts.
-            in_node: Whether all ranks of the group are on one node, so bytes count as
-                `node_bytes_sent` (default: False).
-            device: Device of the parameters, for control messages in a group without CPU backend
-                (default: the device that init_process_group was given).
+        If `in_node`, all ranks of the group are on one node, so bytes count as `node_bytes_sent`.
+        `device` is that of the parameters, for control messages in a group without CPU backend
+        (default: the device that init_process_group was given).
         """
         self.group, self.stats = group, stats
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -181,46 +159,31 @@ class Wire:
         return torch.device("cpu") if "cpu" in self._backends else self.device_for(self._device)
 
     def all_gather(self, out: Tensor, tensor: Tensor, what: str) -> Pending:
-        """Starts gathering every rank's tensor; all ranks must call this.
+        """Starts gathering every rank's tensor into `out`, shape (N, *tensor.shape).
 
             rank 0: a     ->  rank 0: a b
             rank 1: b         rank 1: a b
 
         Bytes per rank: (N - 1) * bytes of `tensor`.
-
-        Args:
-            out: Output, contiguous, shape (N, *tensor.shape); wait before you read it.
-            tensor: Tensor to send, contiguous, same shape and dtype on every rank.
-            what: Name of what is gathered, for the message if a rank is lost.
         """
         self._count_to_each(tensor.numel() * tensor.element_size())
         return self._start(what, _all_gather_single, out.view(-1), tensor.view(-1))
 
     def all_to_all(self, out: Tensor, tensor: Tensor, what: str) -> Pending:
-        """Starts sending segment j of `tensor` to rank j, for all j; all ranks must call this.
+        """Starts sending segment j of `tensor`, shape (N, ...), to rank j, into `out`.
 
             rank 0: a0 a1  ->  rank 0: a0 b0
             rank 1: b0 b1      rank 1: a1 b1
 
         Bytes per rank: (N - 1) / N * bytes of `tensor`.
-
-        Args:
-            out: Output, contiguous, shape of `tensor`; wait before you read it.
-            tensor: Tensor to send, contiguous, shape (N, ...), same shape and dtype on every rank.
-            what: Name of what is sent, for the message if a rank is lost.
         """
         self._count_to_each(tensor[0].numel() * tensor.element_size())
         return self._start(what, dist.all_to_all_single, out.view(-1), tensor.view(-1))
 
     def all_reduce(self, tensor: Tensor, what: str) -> Pending:
-        """Starts summing `tensor` over the ranks, in place; all ranks must call this.
+        """Starts summing `tensor` over the ranks, in place.
 
         Bytes per rank, as a ring: 2 * (N - 1) * ceil(numel / N) elements.
-
-        Args:
-            tensor: Tensor to sum, contiguous, same shape and dtype on every rank, overwritten; wait
-                before you read it.
-            what: Name of what is summed, for the message if a rank is lost.
         """
         per_rank = -(-tensor.numel() // self.world_size) * tensor.element_size()
         # A ring sends to the next rank, which is on this node if all ranks are.
@@ -233,13 +196,9 @@ class Wire:
         return self._start(what, dist.all_reduce, tensor)
 
     def gather_words(self, words: Sequence[int] | Tensor, what: str) -> Tensor:
-        """Returns every rank's words, in rank order: int64, shape (N, n), on the CPU.
+        """Returns every rank's n words of 64 bits, in rank order: int64, shape (N, n), on the CPU.
 
-        All ranks must call this with the same number of words. Bytes per rank: 8 * (N - 1) * n.
-
-        Args:
-            words: Sequence of n integers of 64 bits, or a tensor, int64, shape (n,).
-            what: Name of what is gathered, for the message if a rank is lost.
+        All ranks must pass the same number of words. Bytes per rank: 8 * (N - 1) * n.
         """
         sent = torch.as_tensor(words, dtype=torch.int64, device=self.control_device)
         gathered = sent.new_empty((self.world_size, sent.numel()))
@@ -249,12 +208,8 @@ class Wire:
     def gather_objects(self, value: object) -> list[Any]:
         """Returns every rank's `value` after a trip through JSON, in rank order.
 
-        All ranks must call this. Tuples become lists. It is slow, so steps use `gather_words`.
-        Bytes per rank: (N - 1) * (8 + bytes of the longest JSON).
-
-        Args:
-            value: Numbers, text, sequences and dictionaries with text as keys; any other object
-                becomes its `repr`.
+        Tuples become lists, and objects that JSON doesn't know become their `repr`. It is slow, so
+        steps use `gather_words`. Bytes per rank: (N - 1) * (8 + bytes of the longest JSON).
         """
         data = torch.frombuffer(bytearray(as_json(value)), dtype=torch.uint8)
         sizes = self.gather_words([data.numel()], "a description").view(-1).tolist()
@@ -268,8 +223,7 @@ class Wire:
     def new_group(self, members: Sequence[int]) -> dist.ProcessGroup:
         """Returns a new process group of some of the ranks, which must all call this.
 
-        Args:
-            members: Numbers of the new group's ranks in this wire's group, this rank included.
+        `members` are numbers in this wire's group, and include this rank.
 
         Raises:
             NotImplementedError: If torch needs ranks outside of this wire's group for it.
@@ -325,13 +279,7 @@ def _repr(value: object) -> str:
 
 
 def lost(what: str, group: dist.ProcessGroup, error: BaseException) -> LostRank:
-    """Returns the error that replaces a backend's error.
-
-    Args:
-        what: Name of what this rank waited for.
-        group: Process group of the collective.
-        error: The backend's error.
-    """
+    """Returns the error that replaces a backend's error while this rank waited for `what`."""
     ranks = dist.get_process_group_ranks(group)
     other_ranks = [rank for rank in ranks if rank != dist.get_rank()]
     return LostRank(

@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from hf_dlion.exchange.wire import Wire, named_ranks
+from hf_dlion.ranks.failures import ELSEWHERE, VERBS, Disagreement, check_kinds, raise_together
 from hf_dlion.ranks.fingerprint import digest
 from hf_dlion.ranks.header import (
     FAILED,
@@ -27,24 +29,12 @@ from hf_dlion.ranks.header import (
     pack_bools,
     unpack_bools,
 )
+from hf_dlion.ranks.replicas import compare_parameters
 
-# Length of the longest error text that other ranks show, in characters.
-_LONGEST_TEXT = 4000
-
-# What one rank and what several ranks do, for error messages.
-_VERBS: dict[int, tuple[str, str]] = {
-    Kind.STEP: ("steps", "step"),
-    Kind.SAVE: ("saves", "save"),
-    Kind.LOAD: ("loads", "load"),
-    Kind.WEIGHTS: ("saves the model", "save"),
-    Kind.REPLICATE: ("has replicate=", "have replicate="),
-    Kind.EXCHANGE: ("exchanges", "exchange"),
-    Kind.LOCAL_STEP: ("takes a local step", "take a local step"),
-    Kind.NODES: ("has local_group=", "have local_group="),
-}
-_ELSEWHERE = (
-    "a rank is at another point of its program: let every rank take the same number of steps, and "
-    "step, save, and load in the same order"
+_START_EQUAL = (
+    "Replicas must start equal: pass the parameters in the same order, and wrap the model in "
+    "DistributedDataParallel, or load the same weights or set the same seed on every rank before "
+    "you build it. With vote_every, load the model, too, before you load the optimizer's state"
 )
 _OTHER_OPTIMIZER = (
     "ranks use different optimizers: create and step several DistributedLions in the same order on "
@@ -52,29 +42,20 @@ _OTHER_OPTIMIZER = (
 )
 
 
-class Disagreement(RuntimeError):
-    """Raised on every rank if the ranks differ in what must be equal, or if one of them failed.
-
-    Without this error, weights would become different, or ranks would wait for each other forever.
-    """
-
-
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """This rank's part of a meeting.
 
+    Kind, step, options, groups, and layout must be equal on all ranks.
+
     Attributes:
-        kind: What the rank is about to do; must be equal on all ranks.
-        step: Number of the last step that the rank took; must be equal.
-        options: Options by name; must be equal.
-        groups: lr, betas, weight decay, and number of parameters of each group; must be equal.
+        step: Number of the last step that the rank took.
+        groups: lr, betas, weight decay, and number of parameters of each group.
         layout: One line per trainable parameter: name, shape, dtype, strides, device type, and
-            whether its gradient is averaged; must be equal.
+            whether its gradient is averaged.
         present: Whether each trainable parameter has a gradient.
-        values: Function that returns name and hash of every parameter, frozen ones included; called
-            only if the layout is new.
-        finite: Whether all gradients are finite.
-        failure: What failed on this rank, or None.
+        parameters: Function that returns name and this rank's part of every parameter, frozen ones
+            included; called only if the layout is new.
     """
 
     kind: Kind
@@ -83,7 +64,7 @@ class Report:
     groups: Sequence[Mapping[str, object]]
     layout: Sequence[tuple[object, ...]]
     present: Sequence[bool]
-    values: Callable[[], list[tuple[str, int]]]
+    parameters: Callable[[], Sequence[tuple[str, Tensor]]]
     finite: bool = True
     failure: BaseException | None = None
 
@@ -92,9 +73,7 @@ class Report:
 class Agreed:
     """What a meeting found about the gradients of every rank, or of every voter.
 
-    Attributes:
-        finite: Whether each rank's gradients are finite.
-        present: Whether each trainable parameter has a gradient, by rank; don't change the lists.
+    `present` tells by rank whether each trainable parameter has a gradient. Don't change its lists.
     """
 
     finite: list[bool]
@@ -112,11 +91,7 @@ class Agreed:
         return [any(column) for column in zip(*rows, strict=True)]
 
     def by_voter(self, voter_of_rank: Sequence[int]) -> Agreed:
-        """Returns the result by voter, which has a gradient if all of its ranks have it.
-
-        Args:
-            voter_of_rank: Number of each rank's voter.
-        """
+        """Returns the result by voter, which has a gradient if all of its ranks have it."""
         voters: list[list[int]] = [[] for _ in range(max(voter_of_rank) + 1)]
         for rank, voter in enumerate(voter_of_rank):
             voters[voter].append(rank)
@@ -133,11 +108,9 @@ class Agreed:
 class _Optimizers:
     """The optimizers of one process group.
 
-    Attributes:
-        created: Counter of the optimizers that this rank created.
-        met: Number of optimizers that have met, equal on every rank.
-        twins: Creation numbers by rank of the optimizers that have met, by hashes of layout and
-            values.
+    `created` counts those that this rank created, and `met` those that have met, equal on every
+    rank. `twins` has creation numbers by rank of those that have met, by hashes of layout and
+    values.
     """
 
     created: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
@@ -152,20 +125,12 @@ class Abstentions:
     """Counts consecutive steps in which ranks abstained."""
 
     def __init__(self, limit: int) -> None:
-        """Starts at zero.
-
-        Args:
-            limit: Number of consecutive steps at which `check` raises.
-        """
+        """Starts at zero; `limit` is the number of consecutive steps at which `check` raises."""
         self._limit = limit
         self._in_a_row: list[int] = []
 
     def count(self, finite: Sequence[bool]) -> int:
-        """Counts a step, and returns how many ranks abstain in it.
-
-        Args:
-            finite: Whether the gradients with which each rank votes are finite.
-        """
+        """Counts a step, and returns how many ranks abstain in it."""
         before = self._in_a_row or [0] * len(finite)
         self._in_a_row = [0 if ok else n + 1 for ok, n in zip(finite, before, strict=True)]
         return list(finite).count(False)
@@ -192,12 +157,10 @@ class Meetings:
     def __init__(self, wire: Wire, same_parts: Sequence[Sequence[int]] | None = None) -> None:
         """Doesn't communicate.
 
-        Args:
-            wire: All ranks that meet.
-            same_parts: Groups of ranks that hold the same parts of sharded parameters (default: all
-                ranks hold complete parameters).
+        `same_parts` has the groups of ranks that hold the same parts of sharded parameters
+        (default: all ranks hold complete parameters).
         """
-        self._wire, self._same_parts = wire, same_parts or [range(wire.world_size)]
+        self._wire, self._same_parts = wire, same_parts
         self._optimizers = _optimizers.setdefault(wire.group, _Optimizers())
         self._created = next(self._optimizers.created)
         self._number = 0  # among the optimizers that have met; 0 before the first meeting
@@ -215,9 +178,6 @@ class Meetings:
 
         Bytes per rank: 64 * (N - 1). If presence differs between ranks, 8 * (N - 1) * ceil(P / 64)
         more for P trainable parameters. At a new layout, 24 * (N - 1) more.
-
-        Args:
-            report: This rank's part of the meeting.
 
         Raises:
             Disagreement: On every rank, if ranks differ or something failed on another rank.
@@ -240,7 +200,7 @@ class Meetings:
                 raise failure
             check_kinds([header.kind for header in headers])
         if any(header.failed for header in headers):
-            raise_together(failure, self._wire, _VERBS[report.kind][1])
+            raise_together(failure, self._wire, VERBS[report.kind][1])
         assert header is not None  # Otherwise this rank's header says that it failed.
         check_kinds([header.kind for header in headers])
         if len({header.optimizer for header in headers}) > 1:
@@ -284,7 +244,7 @@ class Meetings:
         if versions != [WIRE_VERSION] * len(headers):
             raise Disagreement(
                 f"ranks have different versions of the wire format, {_by_value(versions)}: install "
-                f"the same hf_dlion everywhere. Or {_ELSEWHERE}"
+                f"the same hf_dlion everywhere. Or {ELSEWHERE}"
             )
         return headers
 
@@ -296,7 +256,8 @@ class Meetings:
         )
 
     def _raise_layouts(self, report: Report) -> None:
-        tables = self._wire.gather_objects(dict(_numbered(_lines(report.layout))))
+        lines = enumerate(_lines(report.layout))
+        tables = self._wire.gather_objects({f"parameter {number}": line for number, line in lines})
         raise Disagreement(
             f"{_first_difference('trainable parameters', tables)}. Every rank must hold the same "
             f"parameters, in the same order and on the same type of device; FSDP1, DeepSpeed, and "
@@ -305,18 +266,9 @@ class Meetings:
 
     def _compare_values(self, layout: int, report: Report) -> None:
         """Checks that parameters are equal at a new layout, and numbers a new optimizer."""
-        values, failure = [], None
-        try:
-            values = report.values()
-        except Exception as error:  # The other ranks wait for a hash.
-            failure = error
-        words = [failure is not None, digest(values), self._created]
-        failed, hashes, created = self._wire.gather_words(words, "a layout").t().tolist()
-        if any(failed):
-            raise_together(failure, self._wire, "the comparison of parameters")
-        for ranks in self._same_parts:
-            if len({hashes[rank] for rank in ranks}) > 1:
-                self._raise_values(values)
+        hashes, created = compare_parameters(
+            report.parameters, self._wire, self._same_parts, _START_EQUAL, number=self._created
+        )
         if not self._number:
             self._check_order(created, (layout, *hashes))
             self._optimizers.met += 1
@@ -326,9 +278,7 @@ class Meetings:
     def _check_order(self, created: list[int], key: tuple[int, ...]) -> None:
         """Checks that optimizers with equal parameters were created in one order on all ranks.
 
-        Args:
-            created: Number of this optimizer among those created, by rank.
-            key: Hashes of layout and values, equal for twins.
+        `created` has the creation number of this optimizer by rank, and `key` is equal for twins.
         """
         twins = self._optimizers.twins.setdefault(key, [])
         for twin in twins:
@@ -336,30 +286,6 @@ class Meetings:
             if any(is_later) != all(is_later):
                 raise Disagreement(_OTHER_OPTIMIZER)
         twins.append(created)
-
-    def _raise_values(self, values: list[tuple[str, int]]) -> None:
-        everyone = self._wire.gather_objects(values)
-        names = [[name for name, _ in pairs] for pairs in everyone]
-        if any(names_of_rank != names[0] for names_of_rank in names):
-            numbered = [dict(_numbered(names_of_rank)) for names_of_rank in names]
-            difference = _first_difference("names of parameters", numbered)
-            raise Disagreement(f"{difference}. Pass the parameters in the same order on every rank")
-        keys = [  # Two parameters may have one name.
-            name if names[0].count(name) == 1 else f"{name} (parameter {number})"
-            for number, name in enumerate(names[0])
-        ]
-        hashes = [[value for _, value in pairs] for pairs in everyone]
-        tables = [dict(zip(keys, of_rank, strict=True)) for of_rank in hashes]
-        for ranks in self._same_parts:
-            if any(tables[rank] != tables[ranks[0]] for rank in ranks):
-                compared = [tables[rank] for rank in ranks]
-                difference = _first_difference("hashes of parameter values", compared, ranks)
-                break
-        raise Disagreement(
-            f"{difference}. Replicas must start equal: wrap the model in DistributedDataParallel, "
-            f"or load the same weights or set the same seed on every rank before you build it. "
-            f"With vote_every, load the model, too, before you load the optimizer's state"
-        )
 
     def _presence(self, headers: list[Header]) -> list[list[bool]]:
         """Returns which trainable parameters have a gradient, by rank."""
@@ -370,42 +296,14 @@ class Meetings:
         return [unpack_bools(words, len(present)) for words in table.tolist()]
 
 
-def raise_together(failure: BaseException | None, wire: Wire, what: str) -> None:
-    """Raises on every rank if something failed on any; every rank must call this.
-
-    Bytes per rank: `Wire.gather_objects`.
-
-    Args:
-        failure: What failed on this rank, or None.
-        wire: The ranks.
-        what: Name of what the ranks did, for the message.
-
-    Raises:
-        BaseException: This rank's failure.
-        Disagreement: On the other ranks, with the text of each failure.
-    """
-    texts = wire.gather_objects(None if failure is None else failure_text(failure))
-    if failure is not None:
-        raise failure
-    failed = {rank: text for rank, text in enumerate(texts) if text is not None}
-    if failed:
-        named = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
-        raise Disagreement(f"{what} failed on {len(failed)} of {len(texts)} ranks: {named}")
-
-
 def agree_in_node(
     node: Wire, kind: Kind, finite: bool, present: Sequence[bool]
 ) -> tuple[bool, list[bool]]:
     """Returns whether all ranks of a node have finite gradients, and of which parameters all do.
 
-    All ranks of the node must call this. Bytes per rank: 24 (L - 1), and 8 (L - 1) ceil(P / 64)
-    more if presence differs and all gradients are finite.
-
-    Args:
-        node: The ranks of the node.
-        kind: What this rank does.
-        finite: Whether all gradients of this rank are finite, and its step didn't fail.
-        present: Whether this rank has a gradient of each trainable parameter.
+    All ranks of the node must call this. A rank whose step failed passes `finite=False`. Bytes per
+    rank: 24 (L - 1), and 8 (L - 1) ceil(P / 64) more if presence differs and all gradients are
+    finite.
 
     Raises:
         Disagreement: On every rank of the node, if one exchanges and another doesn't.
@@ -421,39 +319,6 @@ def agree_in_node(
     return True, [all(column) for column in zip(*rows, strict=True)]
 
 
-def failure_text(failure: BaseException) -> str:
-    """Returns a failure's text for other ranks; it can't raise, because they wait for the text."""
-    kind = type(failure).__name__
-    try:
-        text = f"{kind}: {failure}"
-    except Exception as error:
-        text = f"{kind} (its text raised {type(error).__name__})"
-    if len(text) > _LONGEST_TEXT:
-        text = f"{text[:_LONGEST_TEXT]} ... ({len(text)} characters)"
-    return text.encode(errors="backslashreplace").decode()
-
-
-def check_kinds(kinds: Sequence[int]) -> None:
-    """Verifies that all ranks do the same.
-
-    Args:
-        kinds: The `Kind` of each rank, equal on all ranks that call this.
-
-    Raises:
-        Disagreement: On every rank, with what each rank does.
-    """
-    if len(set(kinds)) == 1:
-        return
-    ranks_of = {
-        kind: [r for r, k in enumerate(kinds) if k == kind] for kind in dict.fromkeys(kinds)
-    }
-    clauses = []
-    for kind, ranks in sorted(ranks_of.items(), key=lambda item: (len(item[1]), -item[1][0])):
-        verbs = _VERBS[Kind(kind)] if kind in _VERBS else ("does something else",) * 2
-        clauses.append(f"{named_ranks(ranks)} {verbs[len(ranks) > 1]}")
-    raise Disagreement(f"{' while '.join(clauses)}: {_ELSEWHERE}")
-
-
 def _settings(report: Report) -> dict[str, Any]:
     settings = dict(report.options)
     for number, group in enumerate(report.groups):
@@ -465,24 +330,18 @@ def _lines(layout: Sequence[tuple[object, ...]]) -> list[str]:
     return [" ".join(map(str, line)) for line in layout]
 
 
-def _numbered(values: Sequence[str]) -> list[tuple[str, str]]:
-    return [(f"parameter {number}", value) for number, value in enumerate(values)]
-
-
-def _by_value(values: Sequence[object], ranks: Sequence[int] | None = None) -> str:
+def _by_value(values: Sequence[object]) -> str:
     """Returns "rank 0: 3, ranks 1 and 2: 4"."""
     ranks_of: dict[str, list[int]] = {}
-    for rank, value in zip(ranks or range(len(values)), values, strict=True):
+    for rank, value in enumerate(values):
         ranks_of.setdefault(repr(value), []).append(rank)
     return ", ".join(f"{named_ranks(group)}: {value}" for value, group in ranks_of.items())
 
 
-def _first_difference(
-    what: str, tables: Sequence[Mapping[str, object]], ranks: Sequence[int] | None = None
-) -> str:
+def _first_difference(what: str, tables: Sequence[Mapping[str, object]]) -> str:
     """Returns a clause that names the first key on which the ranks' tables differ."""
     for key in dict.fromkeys(key for table in tables for key in table):
         values = [table.get(key, "missing") for table in tables]
         if len({repr(value) for value in values}) > 1:
-            return f"ranks differ in {what}, first in {key!r}: {_by_value(values, ranks)}"
+            return f"ranks differ in {what}, first in {key!r}: {_by_value(values)}"
     return f"ranks differ in {what}"

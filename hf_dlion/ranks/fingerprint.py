@@ -36,9 +36,6 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
 
     Only the hashes are copied to the host. Memory: a few rows, and a copy of one tensor at a time
     if it isn't contiguous.
-
-    Args:
-        tensors: Tensors of any floating dtype, shape, strides, and device; not changed.
     """
     hashes = [_hash(tensor.detach()) for tensor in tensors]
     found = [0] * len(tensors)

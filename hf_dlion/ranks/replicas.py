@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from hf_dlion.exchange.wire import Wire, named_ranks
-from hf_dlion.ranks.agreement import Disagreement, raise_together
+from hf_dlion.ranks.failures import Disagreement, raise_together
 from hf_dlion.ranks.fingerprint import digest, fingerprints
 
 AVERAGED_GRADIENTS = (
@@ -16,91 +17,72 @@ AVERAGED_GRADIENTS = (
     "optimizer.attach(ddp_model): DDP still averages gradients, so training is right, but at full "
     "traffic. If none is, all ranks train on the same data: check the sampler"
 )
+CHANGED_PARAMETERS = (
+    "Something changed parameters on some ranks only: code that runs on one rank or uses its "
+    "gradients (as AdaLoRA does), weights loaded there, another type of device or version of "
+    "torch, or faulty memory. Remove the cause, and resume from an earlier checkpoint"
+)
 COPIED_MOMENTA = (
     "all ranks loaded the same momentum, which is right after optimizer.synchronize_momentum(). "
     "Otherwise, save each rank's own with hf_dlion.save_momentum() and load it with "
     "hf_dlion.load_momentum(). Training continues, and the momenta become different again in "
     "about 100 steps"
 )
-# Name, shape and dtype, and hash of a parameter.
-Entry = tuple[str, str, int]
 
 
 def all_ranks_have(tensors: Sequence[Tensor], voters: Wire, what: str) -> bool:
     """Returns whether all voters hold equal tensors that aren't zero; every voter must call this.
 
     Bytes per rank: 16 * (N - 1).
-
-    Args:
-        tensors: Tensors of this rank, not changed.
-        voters: The ranks that vote.
-        what: Name of what is gathered, for the message if a rank is lost.
     """
     nonzero = any([bool(tensor.any()) for tensor in tensors])
     table = voters.gather_words([digest(fingerprints(tensors)), int(nonzero)], what).tolist()
     return nonzero and len(table) > 1 and bool(table.count(table[0]) == len(table))
 
 
-def hashed(named_params: Iterable[tuple[str, Tensor]]) -> list[Entry]:
-    """Returns name, shape and dtype, and a hash of the bits of every parameter.
-
-    Args:
-        named_params: Names and parameters, with this rank's parts of sharded ones; not changed.
-    """
-    pairs = list(named_params)
-    hashes = fingerprints([param for _, param in pairs])
-    return [
-        (name, f"{tuple(param.shape)} {param.dtype}", value)
-        for (name, param), value in zip(pairs, hashes, strict=True)
-    ]
-
-
-def compare_replicas(
-    named_params: Iterable[tuple[str, Tensor]],
+def compare_parameters(
+    named: Callable[[], Sequence[tuple[str, Tensor]]],
     wire: Wire,
-    step: int,
-    same_parts: Sequence[Sequence[int]] | None = None,
-) -> None:
+    same_parts: Sequence[Sequence[int]] | None,
+    remedy: str,
+    *,
+    when: str = "",
+    number: int = 0,
+) -> tuple[list[int], list[int]]:
     """Verifies that parameters are bitwise equal; every rank must call this.
 
-    Bytes per rank: 16 * (N - 1), and a `gather_objects` of all entries if ranks differ.
-
-    Args:
-        named_params: Names and parameters, frozen ones included, with this rank's parts of sharded
-            ones; not changed.
-        wire: All ranks.
-        step: Number of the step that was taken.
-        same_parts: Groups of ranks that hold the same parts (default: all ranks hold complete
-            parameters).
+    `named` returns names and parameters, frozen ones included, with this rank's parts of sharded
+    ones. `same_parts` has the groups of ranks that hold the same parts, None if all ranks do. The
+    result is the hash of all parameters and the `number` of each rank. Bytes per rank:
+    24 * (N - 1), and a `gather_objects` of all names and hashes if ranks differ.
 
     Raises:
         Disagreement: On every rank, with the first parameter that differs and the ranks in the
             minority.
     """
-    entries, failure = [], None
+    entries: list[tuple[str, str, int]] = []
+    failure = None
     try:
-        entries = hashed(named_params)
+        pairs = named()
+        values = fingerprints([param for _, param in pairs])
+        for (name, param), value in zip(pairs, values, strict=True):
+            entries.append((name, f"{tuple(param.shape)} {param.dtype}", value))
     except Exception as error:  # The other ranks wait for a hash.
         failure = error
-    words = [failure is not None, digest(entries)]
-    failed, digests = wire.gather_words(words, "a hash of parameters").t().tolist()
+    words = [failure is not None, digest(entries), number]
+    failed, hashes, numbers = wire.gather_words(words, "a hash of parameters").t().tolist()
     if any(failed):
-        raise_together(failure, wire, "the comparison of replicas")
+        raise_together(failure, wire, "the comparison of parameters")
     compared = same_parts or [range(wire.world_size)]
-    different = [ranks for ranks in compared if len({digests[rank] for rank in ranks}) > 1]
-    if not different:
-        return
-    # Several groups may differ. Every rank describes the first one.
-    ranks, tables = different[0], wire.gather_objects(entries)
-    raise Disagreement(
-        f"{_difference(step, ranks, [tables[rank] for rank in ranks])}. Something changed "
-        f"parameters on some ranks only: code that runs on one rank or uses its gradients (as "
-        f"AdaLoRA does), weights loaded there, another type of device or version of torch, or "
-        f"faulty memory. Remove the cause, and resume from an earlier checkpoint"
-    )
+    different = [ranks for ranks in compared if len({hashes[rank] for rank in ranks}) > 1]
+    if different:
+        # Several groups may differ. Every rank describes the first one.
+        ranks, tables = different[0], wire.gather_objects(entries)
+        raise Disagreement(f"{_difference(when, ranks, [tables[r] for r in ranks])}. {remedy}")
+    return hashes, numbers
 
 
-def _difference(step: int, ranks: Sequence[int], tables: Sequence[Sequence[Entry]]) -> str:
+def _difference(when: str, ranks: Sequence[int], tables: Sequence[Sequence[Any]]) -> str:
     texts = [repr(table) for table in tables]
     counts = Counter(texts).most_common()
     most, count = counts[0]  # If two are equally frequent, the one of the lowest rank.
@@ -113,7 +95,7 @@ def _difference(step: int, ranks: Sequence[int], tables: Sequence[Sequence[Entry
     different = [row for row in rows if any(entry != row[0] for entry in row)]
     first = next(entry for entry in different[0] if entry is not None)
     return (
-        f"replicas differ after step {step} in {len(different)} of {length} parameters, first in "
+        f"replicas differ{when} in {len(different)} of {length} parameters, first in "
         f"{first[0]!r}: {named_ranks(minority)} from {named_ranks(majority)} "
         f"({'no majority' if tied else 'the majority'})"
     )

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from hf_dlion.exchange.wire import Wire, WireStats
-from hf_dlion.ranks.agreement import Disagreement, check_kinds, raise_together
+from hf_dlion.ranks.failures import Disagreement, check_kinds, raise_together
 from hf_dlion.ranks.header import FAILED, FINITE, WIRE_VERSION, Header, Kind
 
 _SIZE, _PLACE = "LOCAL_WORLD_SIZE", "LOCAL_RANK"
@@ -51,14 +51,10 @@ class Topology:
     ) -> None:
         """Doesn't communicate.
 
-        Args:
-            process_group: Group of all ranks (default: the default group).
-            local_group: Number of consecutive ranks that form a node and vote as one; "node" reads
-                LOCAL_WORLD_SIZE (default: every rank votes).
-            stats: Object that receives the counts (default: a new one).
-            replicate: Group of the ranks that hold the same FSDP2 shards as this rank, which are
-                its voters (default: parameters aren't sharded).
-            device: Device of the parameters, see `Wire`.
+        `local_group` is the number of consecutive ranks that form a node and vote as one, and
+        "node" reads LOCAL_WORLD_SIZE. `replicate` is the group of the ranks that hold the same
+        FSDP2 shards as this rank, which are its voters. By default, every rank votes. For `device`
+        see `Wire`.
 
         Raises:
             RuntimeError: If torch.distributed isn't initialized.
@@ -189,11 +185,7 @@ class Topology:
 def _place_in_node(
     local_group: Literal["node"] | int, environment: Mapping[str, str]
 ) -> tuple[int, int]:
-    """Returns the size of this rank's node, and its place in it, -1 if it isn't known.
-
-    Raises:
-        ValueError: If a variable that "node" reads isn't set or isn't a number.
-    """
+    """Returns the size of this rank's node, and its place in it, -1 if it isn't known."""
     if local_group != "node":
         return local_group, -1
     size, place = environment.get(_SIZE), environment.get(_PLACE)
@@ -209,14 +201,10 @@ def _place_in_node(
 
 
 def _checked_size(headers: Sequence[Header]) -> int:
-    """Returns the number of ranks per node.
+    """Returns the number of ranks per node, or raises Disagreement on every rank.
 
-    Args:
-        headers: By rank, with size and place of `_place_in_node` and the number of process groups
-            as `optimizer`, `step`, and `options`.
-
-    Raises:
-        Disagreement: On every rank, if the ranks don't form nodes of one size.
+    The headers have size and place of `_place_in_node` and the number of process groups as
+    `optimizer`, `step`, and `options`.
     """
     sizes, places = [header.optimizer for header in headers], [header.step for header in headers]
     size = sizes[0]

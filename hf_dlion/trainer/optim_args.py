@@ -39,15 +39,11 @@ def as_text(optim_args: Mapping[str, Any]) -> str:
 
 
 def parse_optim_args(text: str | None, chosen: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the keyword arguments in an `optim_args`.
+    """Returns the keyword arguments in an `optim_args`, with "beta1" and "beta2" as floats.
 
-    Args:
-        text: Any option of `Options`, `beta1`, `beta2`, or `betas=0.9;0.99`, separated by commas.
-            Semicolons separate the parts of a list.
-        chosen: Options that override the text and are checked together with it (default: none).
-
-    Returns:
-        The text's options by name, and "beta1" and "beta2" as floats.
+    The text has options of `Options`, `beta1`, `beta2`, or `betas=0.9;0.99`, separated by commas.
+    Semicolons separate the parts of a list. Options in `chosen` override the text, and are checked
+    together with it.
 
     Raises:
         ValueError: If an item is not name=value, is unknown or set twice, or has a bad value.
@@ -71,12 +67,7 @@ def parse_optim_args(text: str | None, chosen: Mapping[str, Any] | None = None) 
 
 
 def check_known(name: str, others: Sequence[str], where: str) -> None:
-    """Refuses an unknown option.
-
-    Args:
-        name: Name of the option.
-        others: Names that are allowed in addition to those in `Options`.
-        where: Place where the option was set, for the message.
+    """Refuses an option that is neither in `Options` nor in `others`.
 
     Raises:
         ValueError: If the name is unknown; the message has the closest one, or where to set it.
@@ -95,9 +86,7 @@ def check_known(name: str, others: Sequence[str], where: str) -> None:
 def check_optim_name(optim: str, known: Sequence[str]) -> None:
     """Refuses a name that is close to "dlion", and "dlion" without `register()`.
 
-    Args:
-        optim: Name that was passed to TrainingArguments.
-        known: Names that transformers knows. It refuses other names itself.
+    Transformers itself refuses other names that aren't in `known`.
 
     Raises:
         ValueError: If the name is refused; the message says what to write or to call.

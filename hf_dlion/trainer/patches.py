@@ -66,11 +66,7 @@ def missing(what: str) -> RuntimeError:
 
 
 def internal(path: str) -> Any:
-    """Returns the object at "module:name" in transformers.
-
-    Raises:
-        RuntimeError: If this version of transformers doesn't have it.
-    """
+    """Returns the object at "module:name" in transformers, or raises RuntimeError."""
     try:
         return pkgutil.resolve_name(f"transformers.{path}")
     except (ImportError, AttributeError) as error:
@@ -239,11 +235,7 @@ def _check_equal(name: str, value: str, remedy: str) -> None:
 
 
 def _newest_complete(folder: str) -> str:
-    """Returns the checkpoint of the highest step that a save completed.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Returns the checkpoint of the highest step that a save completed, or raises ValueError."""
     found = {}
     for entry in os.listdir(folder) if os.path.isdir(folder) else []:
         match = re.fullmatch(r"checkpoint-(\d+)", entry)

@@ -61,9 +61,7 @@ def refuse(trainer: Trainer) -> None:
 def prepare(lion: DistributedLion, trainer: Trainer) -> None:
     """Names the optimizer's parameters and attaches it; warns if it has no votes to exchange.
 
-    Raises:
-        NotImplementedError: If `refuse` raises it.
-        RuntimeError: If `refuse` or `attach` raises it.
+    Raises what `refuse` and `attach` raise.
     """
     refuse(trainer)
     _name_parameters(lion, trainer)

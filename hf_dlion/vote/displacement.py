@@ -36,21 +36,12 @@ from hf_dlion.vote.update import (
 class Weights:
     """Flat tensors by index in the layout; None for a parameter that has no anchor or isn't chosen.
 
-    Attributes:
-        own: Own weights p, wide and low.
-        wide: Own weights p, wide only.
-        wide_anchors: Anchors x of `wide`.
-        low: Own weights p, low only.
-        low_anchors: Anchors x of `low`.
-        displacements: x - p of `low`.
+    `own` has all own weights p. `wide` and `low` have those of wide or low parameters only, and
+    `wide_anchors` and `low_anchors` their anchors x. `displacements` has x - p of `low`.
     """
 
     def __init__(self, count: int) -> None:
-        """Begins without weights.
-
-        Args:
-            count: Number of tensors in the layout.
-        """
+        """Begins without weights of the `count` tensors in the layout."""
         self.own: list[Tensor | None] = [None] * count
         self.wide: list[Tensor | None] = [None] * count
         self.wide_anchors: list[Tensor | None] = [None] * count
@@ -61,12 +52,11 @@ class Weights:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the voters sent of a piece, each of shape (64 * W,) in the piece's dtype.
+    """The mean of what the voters sent of a piece, and what this voter sent.
 
-    Attributes:
-        mean: Mean of what the voters sent.
-        sent: What this voter sent; None if `mean` is exact.
-        silent: Words on which every voter abstained, bool, shape (W, 1); None if there are none.
+    Both have shape (64 * W,) and the piece's dtype. `sent` is None if `mean` is exact. `silent`
+    marks the words on which every voter abstained, bool, shape (W, 1). It is None if there are
+    none.
     """
 
     mean: Tensor
@@ -124,7 +114,7 @@ def amounts_of(
 ) -> tuple[list[float], list[float]]:
     """Returns each tensor's sum of |w| and number of elements; with 8 bits largest |w| and 1."""
     messages = [*plan.messages, *plan.full]
-    if exchange_turn.bits == 8:
+    if exchange_turn.options.bits == 8:
         maxima = tensor_maxima(messages, weights.own, source)
         return _numbers(maxima), [1.0] * len(maxima)
     sums, counts = tensor_sums(messages, weights.own, source, exchange_turn)

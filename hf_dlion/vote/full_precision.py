@@ -29,17 +29,9 @@ def step_in_full(
 ) -> None:
     """Takes plain Lion's step on mean gradients; every voter must call this.
 
-    The mean is over the voters that have a finite gradient. Each rank sends
-    2 (N - 1) ceil(n / N) elements for the n elements of one message and dtype, as in a ring.
-
-    Args:
-        plan: Layout, whose `full` messages have the selected tensors.
-        params: Flat parameters, changed in place; None for one that doesn't move.
-        grads: Flat gradients, not changed; None counts as zeros.
-        momenta: Flat momenta of all selected tensors, changed in place; None for other tensors.
-        agreed: Gradients that each voter has.
-        wire: Collectives of the voters.
-        turn: The step.
+    The mean is over the voters that have a finite gradient, and a gradient of None counts as zeros.
+    `momenta` also has those of selected parameters that don't move. Each rank sends 2 (N - 1)
+    ceil(n / N) elements for the n elements of one message and dtype, as in a ring.
     """
     if not plan.full_momenta_equal:
         _equalize([m for m in momenta if m is not None], wire)
@@ -60,15 +52,8 @@ def sum_over_voters(
 ) -> list[Tensor | None]:
     """Returns the sums of the messages' tensors over the voters, which must all call this.
 
-    Args:
-        messages: Messages of the tensors.
-        params: Flat parameters, for their sizes and dtypes; None for one that takes no part.
-        tensors: Flat tensors to add, not changed; None counts as zeros.
-        wire: Collectives of the voters.
-
-    Returns:
-        Sums by index in the layout, flat, float64 for float64 parameters, else float32; None for
-        tensors that take no part.
+    A tensor of None counts as zeros, and `params` has the sizes and dtypes. The sums are flat,
+    float64 for float64 parameters, else float32. They are None for parameters that take no part.
     """
     sums: list[Tensor | None] = [None] * len(params)
     for index in {index for message in messages for index, *_ in message.spans}:

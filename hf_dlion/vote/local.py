@@ -48,12 +48,10 @@ class Plan:
         trainable: Sequence[tuple[str, Tensor]],
         full: Sequence[bool],
     ) -> Plan:
-        """Makes the plan of this rank's trainable tensors.
+        """Makes the plan of the trainable tensors from the shapes of this rank's parts.
 
-        Args:
-            shapes: Shape of this rank's part of each.
-            trainable: Name and parameter, unsharded, because shards may differ in size.
-            full: Whether the gradient of each is averaged.
+        `trainable` has the unsharded parameters, because shards may differ in size. `full` marks
+        those whose gradients are averaged.
         """
         lines: list[Line] = [
             (
@@ -81,10 +79,8 @@ class Plan:
 class Trainable:
     """The trainable parameters, in the order of the groups.
 
-    Attributes:
-        plan: Their layout.
-        params: The model's parameters, which are DTensors with FSDP2.
-        flat: This rank's part of each, a flat view in memory order.
+    `params` are those of the model, DTensors with FSDP2. `flat` has this rank's part of each, a
+    flat view in memory order.
     """
 
     plan: Plan
@@ -96,12 +92,8 @@ class Trainable:
 class Tensors:
     """This rank's flat tensors in one step, by index of the trainable parameter.
 
-    Attributes:
-        params: Parameters.
-        grads: Gradients; None if this rank's voter abstains.
-        momenta: Momenta; None if this rank's voter abstains.
-        present: Whether this rank has a gradient.
-        finite: Whether all gradients of this rank are finite.
+    A gradient and its momentum are None if this rank's voter abstains. `present` tells whether this
+    rank has a gradient, and `finite` whether all of its gradients are finite.
     """
 
     params: list[Tensor] = field(default_factory=list)
@@ -111,11 +103,9 @@ class Tensors:
     finite: bool = True
 
     def abstain(self, finite: bool, present: Sequence[bool]) -> None:
-        """Drops the gradients and momenta of the parameters on which this rank's voter abstains.
+        """Drops gradients and momenta of parameters on which the voter abstains.
 
-        Args:
-            finite: Whether all gradients of the voter are finite.
-            present: Whether the voter has a gradient, by parameter.
+        `finite` and `present` are those of all ranks that vote as one with this rank.
         """
         for k, has_gradient in enumerate(present):
             if not (finite and has_gradient):
@@ -142,11 +132,6 @@ def flat_gradient(name: str, grad: Tensor, param: Tensor) -> Tensor:
     """Returns a gradient's elements in the memory order of its parameter, shape (numel,).
 
     The result is a view if the strides are equal, and a copy otherwise.
-
-    Args:
-        name: Name of the parameter, for error messages.
-        grad: This rank's part of the gradient.
-        param: This rank's part of the parameter.
 
     Raises:
         NotImplementedError: If the gradient is sparse.

@@ -22,7 +22,7 @@ from torch import Tensor
 from hf_dlion.exchange import routes
 from hf_dlion.exchange.rule import Average
 from hf_dlion.exchange.wire import Wire, named_ranks
-from hf_dlion.ranks.agreement import Disagreement
+from hf_dlion.ranks.failures import Disagreement
 from hf_dlion.ranks.fingerprint import digest
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote.codec import divided
@@ -65,11 +65,7 @@ _REMEDY = (
 def vote_every_for(step_s: float, exchange_s: float) -> int:
     """Returns the smallest power of two k for which an exchange takes at most 10% of k steps.
 
-    It is at most 64.
-
-    Args:
-        step_s: Seconds of a step without exchange.
-        exchange_s: Seconds of an exchange.
+    It is at most 64. `step_s` is the time of a step without exchange.
     """
     steps = exchange_s / (LOCAL_SHARE * step_s)
     return min(1 << math.ceil(math.log2(max(steps, 1.0))), MOST_STEPS)
@@ -79,11 +75,8 @@ def vote_every_for(step_s: float, exchange_s: float) -> int:
 class Period:
     """The steps since the last exchange, the same on every rank.
 
-    Attributes:
-        steps: Number of steps.
-        decays: Product D of 1 - lr * weight_decay, by parameter group.
-        paths: Sum of lr, by parameter group.
-        history: Hash of every step's lr, betas and weight decay.
+    By parameter group, `decays` has the product D of 1 - lr * weight_decay, and `paths` the sum of
+    lr. `history` is a hash of every step's lr, betas and weight decay.
     """
 
     steps: int = 0
@@ -108,17 +101,14 @@ class LocalSteps:
     """State of a rank's local steps, by parameter; tensors are flat and this rank's parts.
 
     Attributes:
-        bits: Bits per element of a message.
-        period: The steps since the last exchange.
-        exchanges: Number of exchanges so far.
         used: Parameters of which this rank had a finite gradient since the last exchange.
         moved: Parameters that local steps may have moved. One that is frozen leaves them in the
             next exchange, and then has the common weights.
         anchors: Anchors x. While `swapped`, own weights of 32 and 64 bits, and for 16 bits tensors
             of any value.
         displacements: x - p of parameters of 16 bits, in their dtype.
-        limits: Largest sum of |x - p| that the last exchange can have left (with 8 bits the
-            largest |x - p|).
+        limits: Largest sum of |x - p| that the last exchange can have left (with 8 bits the largest
+            |x - p|).
         swapped: Whether the model holds the anchors, as between `eval()` and `train()`.
     """
 
@@ -137,10 +127,6 @@ class LocalSteps:
 
     def check(self, trainable: Trainable, turn: Turn) -> None:
         """Refuses changes to parameters that a step would undo or mix up.
-
-        Args:
-            trainable: The trainable parameters.
-            turn: The last step.
 
         Raises:
             RuntimeError: If a parameter has another dtype or memory layout than its anchor, or a
@@ -180,13 +166,7 @@ class LocalSteps:
             self._note_rounded(trainable)
 
     def step(self, trainable: Trainable, tensors: Tensors, turn: Turn) -> None:
-        """Takes a step on this rank's gradients, without communication.
-
-        Args:
-            trainable: The trainable parameters, changed in place.
-            tensors: Gradients and momenta of this step; None for gradients that don't count.
-            turn: The step.
-        """
+        """Takes a step on this rank's gradients, without communication."""
         self.moved.update(trainable.params)
         for p, flat, grad in zip(trainable.params, trainable.flat, tensors.grads, strict=True):
             if grad is not None:
@@ -203,16 +183,9 @@ class LocalSteps:
     ) -> list[int]:
         """Averages how far the ranks were moved; every rank must call this.
 
-        Bytes: 8 (N - 1) for each trainable parameter, and those of `exchange.routes`.
-
-        Args:
-            trainable: The trainable parameters, changed in place.
-            used_anywhere: Whether some rank used each parameter.
-            turn: The last step.
-            ranks: The groups of ranks, with several voters.
-
-        Returns:
-            Indices of parameters that weren't finite on this rank and were reset to the anchor.
+        It returns indices of parameters that weren't finite on this rank and were reset to the
+        anchor. `used_anywhere` marks the parameters that some rank used. Bytes: 8 (N - 1) for each
+        trainable parameter, and those of `exchange.routes`.
 
         Raises:
             Disagreement: On every rank, before anchors move, if weights were replaced on one.
@@ -232,7 +205,7 @@ class LocalSteps:
         sent = [votes_by(source, message, exchange_turn, magnitudes) for message in plan.messages]
         mean = Average(voters.world_size, self.bits)
         under_way = [
-            routes.start(votes, turn.exchange, voters, ranks.node, mean, exchange_turn.step)
+            routes.start(votes, turn.options.exchange, voters, ranks.node, mean, exchange_turn.step)
             for votes in sent
         ]
         words = [message.words for message in plan.messages]
@@ -315,12 +288,7 @@ class LocalSteps:
         self.swapped = True
 
     def show_own(self, trainable: Trainable, turn: Turn) -> None:
-        """Puts the own weights back, bit for bit.
-
-        Args:
-            trainable: The trainable parameters, changed in place.
-            turn: The last step.
-        """
+        """Puts the own weights back, bit for bit."""
         for p, flat in zip(trainable.params, trainable.flat, strict=True):
             kept = self.anchors.get(p)
             if kept is None:
@@ -396,10 +364,8 @@ class LocalSteps:
 def _agreed_scales(means: Sequence[float], plan: Plan, bits: int, voters: Wire) -> list[float]:
     """Returns each tensor's scale, the same on all voters, which must all call this.
 
-    Bytes per rank: 8 (N - 1) for each tensor.
-
-    Raises:
-        Disagreement: On every voter, if weights were replaced on one.
+    If weights were replaced on one voter, all of them raise Disagreement. Bytes per rank: 8 (N - 1)
+    for each tensor.
     """
     words = torch.tensor(means, dtype=torch.float64).view(torch.int64)
     table = voters.gather_words(words, "means of displacements").view(torch.float64).tolist()

@@ -38,13 +38,9 @@ MESSAGES = 16
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of one tensor in a piece.
+    """Elements `start` to `stop` - 1 of a tensor, which are in a piece from element `at`.
 
-    Attributes:
-        tensor: Index of the tensor in the layout.
-        start: Index of the first element in the tensor.
-        stop: Index of the last element in the tensor, plus 1.
-        at: Index of the first element in the piece, a multiple of 64.
+    `tensor` is the tensor's index in the layout, and `at` a multiple of 64.
     """
 
     tensor: int
@@ -55,15 +51,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements that one call of the codec takes.
+    """Elements that one call of the codec takes, all of one parameter group.
 
-    Attributes:
-        parts: Stretches of tensors, in order.
-        group: Index of the parameter group, the same for all parts.
-        dtype: dtype of the computation, float32 or float64.
-        first: Number of the first element in the layout.
-        words: Slice of the message's words.
-        device: Device of the tensors.
+    The computation is in `dtype`, float32 or float64. `first` is the number of the first element in
+    the layout, and `words` a slice of the message's words.
     """
 
     parts: tuple[Part, ...]
@@ -86,14 +77,10 @@ class Piece:
 
 @dataclass
 class Message:
-    """Rows whose votes travel together.
+    """Rows whose votes travel together, in `words` words.
 
-    Attributes:
-        device: Device of the tensors.
-        pieces: Pieces, in order.
-        spans: Index, first word in this message, number of words in this message, and words per row
-            of each tensor.
-        words: Number of words W.
+    A span has a tensor's index, its first word in this message, its number of words here, and its
+    words per row.
     """
 
     device: torch.device
@@ -111,12 +98,8 @@ class Message:
 class Shape:
     """The properties of a tensor on which the layout depends, equal on all voters.
 
-    Attributes:
-        size: Number of elements.
-        row: Number of elements per row; 0 if the tensor is one row.
-        group: Index of the parameter group.
-        dtype: dtype of the tensor.
-        device: Device of the tensor.
+    `row` is the number of elements per row, 0 if the tensor is one row. `group` is the index of the
+    parameter group.
     """
 
     size: int
@@ -127,12 +110,7 @@ class Shape:
 
     @classmethod
     def of(cls, tensor: Tensor, group: int) -> Shape:
-        """Returns the shape of this rank's part of a parameter.
-
-        Args:
-            tensor: This rank's part.
-            group: Index of the parameter group.
-        """
+        """Returns the shape of this rank's part of a parameter."""
         length = tensor.stride(0) if tensor.dim() and tensor.numel() else 0
         # If the first dimension isn't the outermost in memory, its slices aren't contiguous.
         outermost = length * tensor.shape[0] == tensor.numel() if length else False
@@ -143,10 +121,8 @@ class Shape:
 def messages(shapes: Sequence[Shape], after: Sequence[Message] = ()) -> list[Message]:
     """Returns the messages of a layout, the same on every rank.
 
-    Args:
-        shapes: Shapes of the trainable tensors, in the order of the groups; empty tensors are
-            skipped.
-        after: Messages of other tensors of the same layout, whose elements come before these.
+    The shapes are those of the trainable tensors in the order of the groups, and empty tensors are
+    skipped. The elements of `after`, messages of other tensors, come first in the layout.
     """
     return _Layout(shapes, WORD * sum(message.words for message in after)).messages
 

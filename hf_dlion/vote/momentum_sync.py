@@ -27,12 +27,10 @@ _SPREAD = 2_654_435_769
 
 @dataclass(frozen=True)
 class Momentum:
-    """A momentum that may be synchronized.
+    """This rank's part of a momentum that may be synchronized, flat.
 
-    Attributes:
-        flat: This rank's part of the momentum, flat.
-        size: Number of elements of the largest rank's part, equal on all ranks.
-        state: The optimizer's state of the parameter, where "auto" keeps the divergence.
+    `size` is the number of elements of the largest rank's part, equal on all ranks. In `state`, the
+    optimizer's state of the parameter, "auto" keeps the divergence.
     """
 
     flat: Tensor
@@ -48,14 +46,9 @@ class Momentum:
 def synchronize(momenta: Sequence[Momentum], options: Options, ranks: Topology, step: int) -> None:
     """Averages the slice of momenta that is due; every rank must call this after the same step.
 
-    Bytes per rank: those of `average_momenta`, and of `measure` in steps that measure.
-
-    Args:
-        momenta: Momenta that `momentum_sync` selects, or all for "auto", in the same order on all
-            ranks; changed in place.
-        options: The options, for momentum_sync, momentum_sync_every and momentum_sync_budget.
-        ranks: The groups of ranks, with several voters.
-        step: Number of the step that was taken, or of the exchange with local steps.
+    The momenta are those that `momentum_sync` selects, or all for "auto", in the same order on all
+    ranks. They are changed in place. With local steps, `step` is the number of the exchange. Bytes
+    per rank: those of `average_momenta`, and of `measure` in steps that measure.
     """
     every, voters = options.momentum_sync_every, ranks.voters
     if options.momentum_sync == "auto":
@@ -72,17 +65,12 @@ def synchronize(momenta: Sequence[Momentum], options: Options, ranks: Topology, 
 
 
 def average_momenta(momenta: Sequence[Tensor], wire: Wire, start: int, stop: int) -> None:
-    """Averages a slice of momenta over the voters; every voter must call this.
+    """Averages a slice of momenta over the voters, in place; every voter must call this.
 
+    The flat momenta count as one sequence, and the slice is its elements `start` to `stop` - 1.
     With q the momentum rounded to bfloat16 and M the mean of all q, rounded to bfloat16, m becomes
     M + (m - q), so each rank keeps its own rounding error. Bytes per rank, for n elements:
     4 (N - 1) ceil(n / N).
-
-    Args:
-        momenta: Flat tensors, counted as one sequence of elements; changed in place.
-        wire: Collectives of the voters.
-        start: Index of the slice's first element.
-        stop: Index of the slice's last element, plus 1.
     """
     at, parts = 0, []
     for momentum in momenta:
@@ -112,13 +100,9 @@ def average_momenta(momenta: Sequence[Tensor], wire: Wire, start: int, stop: int
 
 
 def average_whole(momenta: Sequence[Tensor], voters: Wire) -> None:
-    """Replaces momenta by their means over the voters; every voter must call this.
+    """Replaces flat momenta by their means over the voters; every voter must call this.
 
     Bytes per rank: 8 (N - 1) / N per element, 16 (N - 1) / N in float64.
-
-    Args:
-        momenta: Flat tensors, changed in place.
-        voters: Collectives of the voters.
     """
     for momentum in momenta:
         dtype = torch.promote_types(momentum.dtype, torch.float32)
@@ -140,16 +124,12 @@ def slice_of(total: int, every: int, step: int) -> tuple[int, int]:
 
 
 def measure(momenta: Sequence[Tensor], ranks: Topology) -> list[float]:
-    """Returns how far the ranks' momenta differ, equal on all ranks, which all must call this.
+    """Returns how far the ranks' flat momenta differ, equal on all ranks, which all must call this.
 
     The divergence is the variance over the voters relative to the mean square, in a sample of up to
     256 elements per momentum: 0 if the momenta are equal, about 1 - 1/N if they are independent,
     and 1 if their sum is 0. Bytes per rank and momentum: 1024 * (N - 1) to other voters, and
     16 * (N - 1) to all ranks if nodes or replicas vote.
-
-    Args:
-        momenta: Flat tensors of the same parameters on all ranks; not changed.
-        ranks: The groups of ranks.
     """
     wire = ranks.voters
     table = torch.zeros(len(momenta), SAMPLES, dtype=torch.float32, device=wire.control_device)

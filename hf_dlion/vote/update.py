@@ -21,7 +21,7 @@ from torch import Tensor
 from hf_dlion.exchange import routes
 from hf_dlion.exchange.routes import Votes
 from hf_dlion.exchange.rule import Majority, Rule
-from hf_dlion.options import ExchangeName
+from hf_dlion.options import Options
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote import codec
 from hf_dlion.vote.codec import WORD
@@ -29,7 +29,9 @@ from hf_dlion.vote.groups import Groups
 from hf_dlion.vote.message import Message, Part, Piece
 from hf_dlion.vote.rounding import MOMENTA, PARAMETERS, random_bits, round_to
 
-# This rank's flat tensors by index in the layout; None for a tensor that takes no part.
+# This rank's flat tensors by index in the layout. Steps change parameters and momenta in place, and
+# don't change gradients. None takes no part: a parameter that doesn't move, or a gradient, and with
+# it a momentum, for which this rank abstains.
 Flat = Sequence[Tensor | None]
 # Returns what a piece's votes encode, in scratch memory: its direction u, or its displacement w.
 Source = Callable[[Piece], Tensor]
@@ -57,23 +59,12 @@ class Scratch:
 class Turn:
     """The step and the options on which the arithmetic depends, in addition to tensors.
 
-    Attributes:
-        step: Number of the step, 1 for the first.
-        voter: Number of this voter.
-        seed: Seed of the stochastic rounding.
-        bits: Bits per vote.
-        level_scale: Scale of votes of 2, 4 or 8 bits: "word" or "tensor".
-        exchange: Name of the exchange: "auto", "gather" or "two_phase".
-        groups: The parameter groups.
-        scratch: Memory for intermediate results.
+    `step` is 1 for the first step. `voter` is the number of this rank's voter.
     """
 
     step: int
     voter: int
-    seed: int
-    bits: int
-    level_scale: str
-    exchange: ExchangeName
+    options: Options
     groups: Groups
     scratch: Scratch
 
@@ -89,21 +80,13 @@ def step_by_votes(
 ) -> None:
     """Takes a step: encodes and sends all messages, then counts and applies one after the other.
 
-    Every rank must call this with the same messages. Bytes: see `exchange.routes`.
-
-    Args:
-        messages: Messages of the plan.
-        params: Flat parameters, changed in place; None for one that doesn't move.
-        grads: Flat gradients, not changed; None to abstain.
-        momenta: Flat momenta, changed in place; None if the gradient is None.
-        turn: The step.
-        rule: Rule that turns votes into a verdict.
-        ranks: The groups of ranks, with several voters.
+    Every rank must call this with the same messages, and there must be several voters. Bytes: see
+    `exchange.routes`.
     """
     stats, voters, node = ranks.voters.stats, ranks.voters, ranks.node
     now = time.perf_counter()
     means: Flat = ()
-    if turn.bits > 1 and turn.level_scale == "tensor":
+    if turn.options.bits > 1 and turn.options.level_scale == "tensor":
         # The first of two passes over u, which leaves the momenta as they are.
         source = functools.partial(
             direction, grads=grads, momenta=momenta, turn=turn, advance=False
@@ -115,12 +98,12 @@ def step_by_votes(
         votes = encode(message, grads, momenta, turn, means)
         if not under_way:
             sample = votes.planes[0, :SAMPLE].clone()
-        under_way.append(routes.start(votes, turn.exchange, voters, node, rule, turn.step))
+        under_way.append(routes.start(votes, turn.options.exchange, voters, node, rule, turn.step))
     now = stats.add("encode_s", now)
     words = [message.words for message in messages]
     for k, verdict in enumerate(routes.complete(under_way, words, node)):
         now = stats.add("exchange_s", now)
-        if k == 0 and turn.bits == 1 and isinstance(rule, Majority):
+        if k == 0 and turn.options.bits == 1 and isinstance(rule, Majority):
             stats.sample = sample, verdict.planes[0][:SAMPLE].clone()
         move(messages[k], params, verdict.planes, verdict.voters, rule, turn)
         now = stats.add("apply_s", now)
@@ -128,39 +111,28 @@ def step_by_votes(
 
 
 def encode(message: Message, grads: Flat, momenta: Flat, turn: Turn, scales: Flat) -> Votes:
-    """Returns the votes of a message, and updates this rank's momenta.
-
-    Args:
-        message: Message to encode.
-        grads: Flat gradients, not changed; None to abstain from the tensor.
-        momenta: Flat momenta, changed in place; None if the gradient is None.
-        turn: The step.
-        scales: Scale of each tensor, see `votes_by`.
-    """
+    """Returns the votes of a message, see `votes_by`, and updates this rank's momenta."""
     source = functools.partial(direction, grads=grads, momenta=momenta, turn=turn, advance=True)
     return votes_by(source, message, turn, scales)
 
 
 def votes_by(source: Source, message: Message, turn: Turn, scales: Flat) -> Votes:
-    """Returns the votes of a message.
+    """Returns the votes of a message, which encode what `source` returns.
 
-    Args:
-        source: Function that returns the numbers which a piece's votes encode.
-        message: Message to encode.
-        turn: The step.
-        scales: Magnitude of each tensor to which votes of 2, 4 or 8 bits are relative, 0-D; empty
-            with level_scale="word".
+    `scales` has each tensor's magnitude, 0-D, to which votes of 2, 4 or 8 bits are relative. It is
+    empty with level_scale="word".
     """
-    planes = torch.empty(turn.bits, message.words, dtype=torch.int64, device=message.device)
+    bits, phase = turn.options.bits, turn.step + turn.voter
+    planes = torch.empty(bits, message.words, dtype=torch.int64, device=message.device)
     words = torch.ones(message.words, dtype=torch.bool, device=message.device)
     all_active = True
     for piece in message.pieces:
         u = source(piece)
         codes = _codes(piece, u, turn, scales)
         out = planes[:, piece.words]
-        for bit in range(turn.bits):
+        for bit in range(bits):
             codec.pack(codes, bit, out[bit], turn.scratch("bit", piece.size, codes.dtype, u.device))
-        active = codec.active_words(u, out[0] if turn.bits == 1 else None, turn.step + turn.voter)
+        active = codec.active_words(u, out[0] if bits == 1 else None, phase)
         if active is not None:
             words[piece.words] = active
             all_active = False
@@ -182,14 +154,9 @@ def direction(
 ) -> Tensor:
     """Returns a piece's u = beta1 * m + (1 - beta1) * g, in scratch memory.
 
-    Args:
-        piece: Piece to compute.
-        grads: Flat gradients, not changed.
-        momenta: Flat momenta, changed in place if `advance`.
-        turn: The step.
-        advance: Whether to update the momentum with beta2.
-        fused: Whether processors may differ in the last bit, as in torch.lerp. Ranks that must get
-            the same u and momentum pass False: each operation then rounds by itself.
+    `advance` also updates the momentum with beta2. If `fused`, processors may differ in the last
+    bit, as in torch.lerp. Ranks that must get the same u and momentum pass False, and each
+    operation then rounds by itself.
     """
     beta1, beta2 = turn.groups[piece.group]["betas"]
     g = read(piece, grads, "gradient", turn.scratch)
@@ -214,13 +181,7 @@ def tensor_sums(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Returns each tensor's sum of |u|, and the number of elements in its active rows, at least 1.
 
-    Both are 0-D, float64, on the tensor's device.
-
-    Args:
-        messages: Messages of all tensors or of some.
-        tensors: Flat tensors, for their sizes and devices.
-        source: Function that returns u of a piece.
-        turn: The step.
+    Both are 0-D, float64, on the tensor's device. `tensors` has the sizes and devices.
     """
     devices = [torch.device("cpu") if t is None else t.device for t in tensors]
     counts = [torch.zeros((), dtype=torch.float64, device=device) for device in devices]
@@ -274,13 +235,7 @@ def move(
 ) -> None:
     """Moves a message's parameters by its verdict, to the same bits on every rank.
 
-    Args:
-        message: Message to which the verdict belongs.
-        params: Flat parameters, changed in place; None for one that doesn't move.
-        planes: Planes of the verdict, int64, shape (W,) each.
-        voters: Number of active ranks by row, int64, shape (R,); None if all ranks are active.
-        rule: Rule that made the verdict.
-        turn: The step.
+    `planes` and `voters` are those of the `Verdict`.
     """
     voters_of_word = None if voters is None else voters[message.rows.of_word]
     for piece in message.pieces:
@@ -337,12 +292,8 @@ def read(piece: Piece, tensors: Flat, name: str, scratch: Scratch) -> Tensor:
 def write(piece: Piece, flat: Tensor, tensors: Flat, turn: Turn, stream: int) -> None:
     """Writes a piece's elements back, rounded stochastically to bfloat16 or float16.
 
-    Args:
-        piece: Piece to write.
-        flat: The elements, as `read` returned them, changed since then; rounded in place.
-        tensors: Flat tensors, changed in place.
-        turn: The step.
-        stream: Stream of random bits, see `rounding`.
+    `flat` is what `read` returned, changed since then, and is rounded in place. `stream` is a
+    stream of random bits, see `rounding`.
     """
     if _is_view(piece, tensors):
         return  # `flat` is a view of the tensor.
@@ -353,7 +304,7 @@ def write(piece: Piece, flat: Tensor, tensors: Flat, turn: Turn, stream: int) ->
     in_scratch, in_tensors, parts = _stretches(piece, flat, tensors)
     if is_low:
         words = turn.scratch("random", piece.size // 2, torch.int32, flat.device)
-        random = random_bits(piece.size, piece.first, turn.step, turn.seed, stream, words)
+        random = random_bits(piece.size, piece.first, turn.step, turn.options.seed, stream, words)
         # Usually all at once, and one by one if some tensors have another dtype.
         rounded = [(flat, random, in_tensors[0].dtype)]
         if len(dtypes) > 1:
@@ -397,12 +348,7 @@ def _stretches(
 
 
 def rows_of(words: Tensor, message: Message) -> Tensor:
-    """Returns which rows have at least one set word, bool, shape (R,).
-
-    Args:
-        words: Flag of each of the message's words, bool, shape (W,).
-        message: The message.
-    """
+    """Returns which rows have at least one set word, bool, shape (R,), from a flag per word."""
     count = torch.zeros(message.rows.count, dtype=torch.int32, device=message.device)
     return count.index_add_(0, message.rows.of_word, words.to(torch.int32)) > 0
 
@@ -422,7 +368,7 @@ def by_word(piece: Piece, numbers: Flat, like: Tensor) -> Tensor:
 def _codes(piece: Piece, u: Tensor, turn: Turn, scales: Flat) -> Tensor:
     """Returns a piece's codes in scratch: bool for one bit, else uint8, shape (64 * W,)."""
     phase = turn.step + turn.voter
-    if turn.bits == 1:
+    if turn.options.bits == 1:
         out = turn.scratch("codes", piece.size, torch.bool, u.device)
         return codec.sign_codes(u, phase, out)
     scratch = turn.scratch("levels", piece.size, u.dtype, u.device)
@@ -432,7 +378,7 @@ def _codes(piece: Piece, u: Tensor, turn: Turn, scales: Flat) -> Tensor:
         sums, counts = codec.word_magnitudes(u, scratch)
         magnitude = sums.div_(counts.clamp_min_(1))
     codes = turn.scratch("codes", 2 * piece.size, torch.uint8, u.device).view(2, -1)
-    return codec.level_codes(u, magnitude, turn.bits, phase, codes, scratch)
+    return codec.level_codes(u, magnitude, turn.options.bits, phase, codes, scratch)
 
 
 def _tree_sum(values: Tensor) -> Tensor:

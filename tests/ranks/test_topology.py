@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hf_dlion.exchange.wire import WireStats
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.agreement import Disagreement
+from hf_dlion.ranks.failures import Disagreement
 from hf_dlion.ranks.topology import Topology
 from tests.support.spawn import LASTING, RankPools
 
@@ -34,13 +34,11 @@ def every_rank_votes(rank: int, world_size: int, local_group: int | None) -> Any
     return (*described(topology), stats.bytes_sent)
 
 
-def test_every_rank_votes_by_default_and_nothing_is_sent(pools: RankPools) -> None:
-    assert pools(3).run(every_rank_votes, None) == [([0, 1, 2], None, 1, 0)] * 3
-
-
-def test_every_rank_votes_if_nodes_have_one_rank(pools: RankPools) -> None:
-    results = pools(3).run(every_rank_votes, 1)
-    assert [result[:3] for result in results] == [([0, 1, 2], None, 1)] * 3
+@pytest.mark.parametrize("local_group", [None, 1])
+def test_every_rank_votes_without_nodes(pools: RankPools, local_group: int | None) -> None:
+    for *found, sent in pools(3).run(every_rank_votes, local_group):
+        assert found == [[0, 1, 2], None, 1]
+        assert (sent > 0) == (local_group is not None)
 
 
 def nodes(rank: int, world_size: int, size: int) -> Any:
@@ -109,7 +107,11 @@ def test_node_reads_what_a_launcher_sets(pools: RankPools, launcher: list[dict[s
 @pytest.mark.parametrize(
     ("launcher", "expected"),
     [
-        (variables([2, 2, 1, 1], [0, 1, 0, 0]), "nodes must have the same number of ranks"),
+        (
+            variables([2, 2, 1, 1], [0, 1, 0, 0]),
+            "nodes must have the same number of ranks (local_group or LOCAL_WORLD_SIZE), got "
+            "[2, 2, 1, 1] in rank order",
+        ),
         (variables([3] * 4, [0, 1, 2, 0]), "4 ranks cannot be divided into nodes of 3 ranks"),
         (variables([0] * 4, [0] * 4), "4 ranks cannot be divided into nodes of 0 ranks"),
         (variables([2] * 4, [0, 0, 1, 1]), "the ranks of a node must be consecutive, 2 by 2"),
@@ -121,18 +123,6 @@ def test_ranks_that_form_no_equal_nodes_raise_one_error(
     text, *others = pools(4).run(from_environment, launcher)
     assert text.startswith(f"Disagreement: {expected}")
     assert others == [text] * 3
-
-
-def test_sizes_that_differ_are_named(pools: RankPools) -> None:
-    results = pools(3).run(given_sizes)
-    assert len(set(results)) == 1
-    assert "(local_group or LOCAL_WORLD_SIZE), got [1, 3, 1] in rank order" in results[0]
-
-
-def given_sizes(rank: int, world_size: int) -> str:
-    with pytest.raises(Disagreement) as caught:
-        _ = Topology(None, 3 if rank == 1 else 1).voters
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(

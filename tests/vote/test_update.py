@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dlion import DistributedLion
 from hf_dlion.exchange.rule import Average, Majority
+from hf_dlion.options import Options
 from hf_dlion.vote import codec, local, message
 from hf_dlion.vote.groups import named, trainable
 from hf_dlion.vote.local import Plan
@@ -24,12 +25,10 @@ from hf_dlion.vote.update import (
     direction,
     encode,
     move,
-    plain_lion,
     tensor_sums,
 )
 from tests.support.definition import TOP, Lions
-
-SHAPES = [(3, 64), (5,), (), (0, 4), (130, 128), (7, 3), (2, 200), (300, 64), (70,), (1, 64)]
+from tests.support.gradients import SHAPES
 
 
 class Ranks:
@@ -82,10 +81,7 @@ class Ranks:
             Turn(
                 step=self.step_number,
                 voter=rank,
-                seed=lions.seed,
-                bits=lions.bits,
-                level_scale=lions.level_scale,
-                exchange="gather",
+                options=Options(seed=lions.seed, bits=lions.bits, level_scale=lions.level_scale),
                 groups=self.groups,
                 scratch=Scratch(),
             )
@@ -100,9 +96,6 @@ class Ranks:
                     sums, counts = tensor_sums(plan.messages, params, look, turn)
                     scales[rank] = [a / b for a, b in zip(sums, counts, strict=True)]
             for msg in plan.messages:
-                if ranks == 1:
-                    plain_lion(msg, moved, *flats[0], turns[0])
-                    continue
                 votes = [encode(msg, *flats[r], turns[r], scales[r]) for r in range(ranks)]
                 voters = torch.stack([own.active for own in votes]).sum(dim=0)
                 top = TOP[lions.bits]

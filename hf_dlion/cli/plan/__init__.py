@@ -23,12 +23,7 @@ from hf_dlion.cli.plan.workload import Workload, workload
 
 
 def run(args: argparse.Namespace) -> int:
-    """Predicts and prints.
-
-    Raises:
-        ValueError: If the arguments don't describe a training that can be predicted.
-        OSError: If a model's folder cannot be read.
-    """
+    """Predicts and prints, or raises ValueError or OSError with a message for the user."""
     per_node = args.ranks_per_node or args.shard
     ranks = args.ranks or 2 * per_node
     check_ranks(ranks, per_node, args.shard, args.vote_every)  # Before it measures.
@@ -64,11 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_memory(work: Workload, dtype: torch.dtype, shard: int) -> None:
-    """Refuses to judge a model by the CPU of a machine that cannot train it.
-
-    Raises:
-        ValueError: If this machine has no GPU and too little memory.
-    """
+    """Refuses to judge a model by the CPU of a machine that cannot train it."""
     device, _, memory = here()
     needed = dtype.itemsize * (work.parameters + 2 * work.trainable) / shard
     if device.type == "cpu" and needed > memory:

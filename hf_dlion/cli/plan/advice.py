@@ -28,11 +28,8 @@ class _Verdict(NamedTuple):
 def advice(case: Case, measured: Sequence[Predictions], busy: float = 0.0) -> str:
     """Returns whether the exchange of votes pays, in a sentence or two.
 
-    Args:
-        case: The case.
-        measured: Predictions by the shortest times, and by the longest if this machine was
-            measured.
-        busy: Share of this machine's cores that other processes used meanwhile.
+    `measured` has predictions by the shortest times, and by the longest if this machine was
+    measured. `busy` is the share of its cores that other processes used meanwhile.
     """
     memory, cannot = _memory(case, measured[0]), f"Cannot tell whether {DLION} pays, because"
     predictions, longest = (_fitting(case, measured[place]) for place in (0, -1))

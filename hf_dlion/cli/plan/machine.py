@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hf_dlion.cli.plan.workload import Workload
 from hf_dlion.exchange.rule import Majority
+from hf_dlion.options import Options
 from hf_dlion.vote import codec
 from hf_dlion.vote.local import Plan, Tensors, Trainable
 from hf_dlion.vote.local_steps import LocalSteps
@@ -134,11 +135,9 @@ def measured(
 ) -> tuple[list[Machine], float]:
     """Measures this machine in rounds, so work of other processes shows as a difference.
 
-    Without `given_s`, forward and backward lie on the line through two small transformers.
-
-    Returns:
-        The machine by the shortest times and by the longest; and the share of all cores that other
-        processes used meanwhile.
+    Without `given_s`, forward and backward lie on the line through two small transformers. It
+    returns the machine by the shortest times and by the longest, and the share of all cores that
+    other processes used meanwhile.
     """
     device, name, memory = here()
     tokens = tokens or TOKENS[device.type]
@@ -200,7 +199,7 @@ def _votes(param: Tensor, bits: int) -> Calls:
     params, grads, momenta = [flat], [param.grad.view(-1)], [torch.zeros_like(flat)]
     layout = messages([Shape.of(param, 0)])
     turn = Turn(
-        step=1, voter=0, seed=0, bits=bits, level_scale="word", exchange="gather",
+        step=1, voter=0, options=Options(bits=bits),
         groups=[{"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}], scratch=Scratch(),
     )  # fmt: skip
     votes: list[list[Tensor]] = []

@@ -47,9 +47,7 @@ class Link:
     def seconds(self, sent_bytes: float, rounds: int) -> float:
         """Returns the time of a collective.
 
-        Args:
-            sent_bytes: Bytes that leave the busiest network card.
-            rounds: Number of messages that wait for one another.
+        `sent_bytes` leave the busiest network card, in `rounds` messages that wait for one another.
         """
         if not sent_bytes:
             return 0.0
@@ -57,11 +55,7 @@ class Link:
 
 
 def check_ranks(ranks: int, per_node: int, shard: int, vote_every: int | None) -> None:
-    """Checks that the ranks fill two nodes or more, and take local steps if asked to.
-
-    Raises:
-        ValueError: If they don't.
-    """
+    """Raises ValueError unless ranks fill two nodes or more, and take local steps if asked to."""
     if vote_every == 1:
         raise ValueError("--vote-every must be at least 2; each table has a row for 1")
     if shard not in (1, per_node):
@@ -271,15 +265,9 @@ def _votes(
     """Returns the cost of a step of `DistributedLion`.
 
     All messages are encoded and sent, one after another. Then each is counted, where two_phase
-    sends a verdict, and then each is applied.
-
-    Args:
-        case: The ranks that exchange votes, and their network.
-        ranks: Number of all ranks, which exchange headers.
-        bits: Bits of a vote.
-        share: Ranks of a node that split each message.
-        planes: Bits of a verdict.
-        inside_s: Seconds in addition to forward and backward before the exchange.
+    sends a verdict, and then each is applied. `ranks` is the number of all ranks, which exchange
+    headers, and `share` the ranks of a node that split each message. `inside_s` is time in addition
+    to forward and backward before the exchange.
     """
     clock, n, link = _Clock(), case.ranks, case.link
     encode_s, move_s = case.machine.each_s[f"encode {bits}"], case.machine.each_s["move"]
