@@ -9,8 +9,6 @@ import os
 import pickle
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +16,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import (
@@ -31,10 +28,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accelerate
 import hf_dlion.accelerate
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from hf_dlion import CheckpointError, DistributedLion
 from hf_dlion.accelerate import attach, parallelism_config
+from tests.support.gpus import as_if_on_gpus
 from tests.support.spawn import LASTING, RankPools, run_command
+from tests.support.training import is_equal_everywhere, same
 
 multiproc = pytest.mark.multiproc
 
@@ -88,16 +87,9 @@ class Loop:
         gc.collect()
 
 
-def same(left: list[Tensor], right: list[Tensor]) -> bool:
-    return all(map(torch.equal, left, right))
-
-
 def accumulates(rank: int, world_size: int, accumulate: int) -> tuple[int, int]:
     loop = Loop(accumulate=accumulate)
-    for p in loop.train(6):
-        everyone = [torch.empty_like(p) for _ in range(world_size)]
-        dist.all_gather(everyone, p)
-        assert all(torch.equal(own, everyone[0]) for own in everyone)
+    assert all(map(is_equal_everywhere, loop.train(6)))
     found = loop.lion.steps, loop.lion.wire.exchanges
     loop.close()
     return found
@@ -136,7 +128,7 @@ def scaled(rank: int, world_size: int, clip: bool) -> list[float]:
         optimizer.zero_grad()
         other.zero_grad()
         scales.append(scaler.get_scale())
-        assert torch.equal(model.weight, plain.weight)
+        assert same(list(model.parameters()), list(plain.parameters()))
     return scales
 
 
@@ -175,7 +167,8 @@ def loads(
     loop.accelerator.scaler = None
     found = [loop.momenta(), loop.common(), loop.train(4), loop.momenta(), loop.common()]
     loop.accelerator.load_state(folder)  # In the midst of a run.
-    assert all(map(same, found, [loop.momenta(), loop.common(), loop.train(4), loop.momenta()]))
+    again = [loop.momenta(), loop.common(), loop.train(4), loop.momenta(), loop.common()]
+    assert all(same(*pair) for pair in zip(found, again, strict=True))
     messages = [str(warning.message) for warning in caught if "ranks" in str(warning.message)]
     loop.close()
     return found, scale, messages
@@ -193,7 +186,7 @@ def test_a_loaded_state_equals_the_saved_one_on_every_rank(
     assert same(saved[0][4], saved[1][4])
     for rank in range(2):
         found, scale, messages = loaded[rank]
-        assert all(map(same, found, saved[rank]))
+        assert all(same(*pair) for pair in zip(found, saved[rank], strict=True))
         assert scale == 2.0 ** (3 + rank)
         assert messages == []
     # One rank alone continues from the first file.
@@ -343,29 +336,6 @@ def test_several_optimizers_have_files_of_their_own(pools: RankPools, tmp_path: 
             "dlion_momentum_2_0_of_2.safetensors",
             "dlion_momentum_2_1_of_2.safetensors",
         ]
-
-
-@contextmanager
-def as_if_on_gpus() -> Iterator[None]:
-    """Makes Accelerate take these gloo ranks for those of several GPUs, on which alone it shards.
-
-    All else is its own, and the devices remain CPUs.
-    """
-    original = PartialState.__init__
-
-    def made(self: PartialState, cpu: bool = False, **kwargs: Any) -> None:
-        original(self, True, **kwargs)
-        if self.distributed_type is DistributedType.MULTI_CPU:
-            self.distributed_type = DistributedType.MULTI_GPU
-
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    try:
-        with mock.patch.object(PartialState, "__init__", made), mock.patch.dict(os.environ):
-            yield
-    finally:
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
 
 
 def sharding(kind: str, **options: Any) -> tuple[Accelerator, Any, DistributedLion]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.spawn import run_script
+from tests.support.tiny import WORDS, tiny_llama, tiny_tokenizer
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NOTEBOOK = json.loads((EXAMPLES / "quickstart.ipynb").read_text())
@@ -126,67 +127,17 @@ def test_finetune_llm_without_smollm2_says_so_and_trains_a_small_model(
     assert sum(param.numel() for param in model.parameters()) < 200_000
 
 
-def saved_model(folder: Path) -> Path:
-    """A small model with a tokenizer of its own, as a download would have left them."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Split
-    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
-
-    letters = "0123456789 abcdefghijklmnopqrstuvwxyz"
-    vocabulary = {letter: index for index, letter in enumerate(letters)} | {"<end>": len(letters)}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=" "))
-    tokenizer.pre_tokenizer = Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
-    config = GPT2Config(
-        vocab_size=len(vocabulary),
-        n_positions=256,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        bos_token_id=len(letters),
-        eos_token_id=len(letters),
-    )
-    GPT2LMHeadModel(config).save_pretrained(folder)
-    return folder
-
-
-def test_ddp_loop_resumes_where_it_stopped(tmp_path):
-    whole = run_example("ddp_loop.py", "--steps", "200", "--output_dir", tmp_path / "whole")
-    losses = numbers_after("held-out loss", whole)
+def assert_learned(said: str) -> None:
+    losses = numbers_after("held-out loss", said)
     assert losses[-1] < 0.2 * losses[0]
-    assert numbers_after("accuracy", whole)[-1] > 0.95
-
-    folder = tmp_path / "parts"
-    run_example("ddp_loop.py", "--steps", "100", "--output_dir", folder)
-    resumed = run_example("ddp_loop.py", "--steps", "200", "--resume", "--output_dir", folder)
-    # Both end with the same lines: held-out loss, accuracy, bytes.
-    assert resumed.splitlines()[-2:] == whole.splitlines()[-2:]
+    assert numbers_after("accuracy", said)[-1] > 0.95
 
 
 def test_fsdp2_loop_learns(tmp_path):
-    whole = run_fsdp2("--steps", "200", "--output_dir", tmp_path / "whole")
-    losses = numbers_after("held-out loss", whole)
-    assert losses[-1] < 0.2 * losses[0]
-    assert numbers_after("accuracy", whole)[-1] > 0.95
+    said = run_example("fsdp2_loop.py", "--steps", "200", "--output_dir", tmp_path, ranks=4)
+    assert_learned(said)
     # What leaves a replica of two is one bit of each part, and what padding and the header add.
-    assert 1.0 <= numbers_after("and sent", whole)[-1] < 1.3
-
-
-@pytest.mark.long
-def test_fsdp2_loop_resumes_where_it_stopped(tmp_path):
-    whole, folder = (
-        run_fsdp2("--steps", "200", "--output_dir", tmp_path / "whole"),
-        tmp_path / "parts",
-    )
-    run_fsdp2("--steps", "100", "--output_dir", folder)
-    resumed = run_fsdp2("--steps", "200", "--resume", "--output_dir", folder)
-    assert resumed.splitlines()[-2:] == whole.splitlines()[-2:]
-
-
-def run_fsdp2(*flags: str | Path) -> str:
-    """Runs the example of FSDP2 as two replicas of two ranks."""
-    return run_example("fsdp2_loop.py", *flags, ranks=4)
+    assert 1.0 <= numbers_after("and sent", said)[-1] < 1.3
 
 
 def test_accelerate_loop_learns(tmp_path):
@@ -195,12 +146,24 @@ def test_accelerate_loop_learns(tmp_path):
     assert losses[-1] < 0.5 * losses[0]
 
 
-@pytest.mark.long
-def test_accelerate_loop_resumes_where_it_stopped(tmp_path):
-    whole = run_example("accelerate_loop.py", "--epochs", "2", "--output_dir", tmp_path / "whole")
-    folder = tmp_path / "parts"
-    run_example("accelerate_loop.py", "--epochs", "1", "--output_dir", folder)
-    resumed = run_example("accelerate_loop.py", "--epochs", "2", "--resume", "--output_dir", folder)
+@pytest.mark.parametrize(
+    ("name", "ranks", "flag", "half", "end"),
+    [
+        ("ddp_loop", 2, "--steps", "100", "200"),
+        pytest.param("fsdp2_loop", 4, "--steps", "100", "200", marks=pytest.mark.long),
+        pytest.param("accelerate_loop", 2, "--epochs", "1", "2", marks=pytest.mark.long),
+    ],
+)
+def test_a_loop_resumes_where_it_stopped(tmp_path, name, ranks, flag, half, end):
+    def run(folder: str, *flags: str) -> str:
+        return run_example(f"{name}.py", "--output_dir", tmp_path / folder, *flags, ranks=ranks)
+
+    whole = run("whole", flag, end)
+    if name == "ddp_loop":
+        assert_learned(whole)
+    run("parts", flag, half)
+    resumed = run("parts", flag, end, "--resume")
+    # Both end with the same lines: held-out loss, accuracy, bytes.
     assert resumed.splitlines()[-2:] == whole.splitlines()[-2:]
 
 
@@ -216,25 +179,19 @@ def test_finetune_llm_runs_on_one_process(tmp_path):
 def test_finetune_llm_of_an_adapter_on_a_local_file_sends_only_its_votes(tmp_path):
     from safetensors.torch import load_file
 
-    base, file, out = saved_model(tmp_path / "model"), tmp_path / "my.jsonl", tmp_path / "out"
+    base, file, out = tmp_path / "model", tmp_path / "my.jsonl", tmp_path / "out"
+    tiny_llama().save_pretrained(base)
+    tiny_tokenizer().save_pretrained(base)
     template = "{% for turn in messages %}{{ turn['content'] }}{% endfor %}"
     (base / "chat_template.jinja").write_text(template)
     with file.open("w") as stream:
         for k in range(200):
-            words = {"user": f"{k} plus {k + 1} ", "assistant": f"is {2 * k + 1}"}
+            words = {"user": f"w{k % WORDS} w1 ", "assistant": f"w2 w{3 * k % WORDS}"}
             messages = [{"role": role, "content": text} for role, text in words.items()]
             stream.write(json.dumps({"messages": messages}) + "\n")
     said = run_example(
-        *(
-            "finetune_llm.py",
-            "--model_name_or_path",
-            base,
-            "--train_file",
-            file,
-            "--output_dir",
-            out,
-        ),
-        *("--use_peft", "--lora_r", "2", "--max_steps", "5"),
+        *("finetune_llm.py", "--model_name_or_path", base, "--train_file", file),
+        *("--output_dir", out, "--use_peft", "--lora_r", "2", "--max_steps", "5"),
         *("--dataset_train_split", "learned", "--dataset_test_split", "judged"),
     )
     parameters, _, _, sent, _ = sizes_of(said)

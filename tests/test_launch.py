@@ -21,7 +21,7 @@ import hf_dlion
 from hf_dlion import launch
 from hf_dlion.launch import ANYWHERE, Route, interfaces, name_interface, route_to
 from tests.support import tiny
-from tests.support.spawn import run_command, run_script
+from tests.support.spawn import free_port, run_command, run_script
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "guides" / "multi_node.md").read_text()
@@ -258,12 +258,6 @@ def test_if_rank_0s_name_is_a_loopback_address_the_interface_to_other_nodes_is_s
 def on_both(run: Callable[[int], Any]) -> list[Any]:
     with ThreadPoolExecutor(2) as nodes:
         return list(nodes.map(run, (0, 1)))
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def test_the_page_and_the_files_of_accelerate_agree() -> None:

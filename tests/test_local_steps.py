@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,13 +15,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.checkpoint import load_momentum, save_momentum
-from hf_dlion.exchange.wire import LostRank
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.agreement import Disagreement
-from hf_dlion.vote import message
-from tests.support.gradients import KINDS, SHAPES, gradients
+from hf_dlion.ranks.failures import Disagreement
+from tests.support.gradients import KINDS, SHAPES, gradients, pair
 from tests.support.local_definition import LocalLions
-from tests.support.spawn import LASTING, RankPools, run_script
+from tests.support.spawn import LASTING, RankPools
+from tests.support.training import batch, everyones, is_equal_everywhere, model_of, same
 
 pytestmark = pytest.mark.multiproc
 
@@ -38,26 +34,8 @@ def equals_the_definition(
     faults: bool = True,
 ) -> None:
     """Compares eleven steps with the definition; the last exchange comes before its period ends."""
-    message.PIECE["cpu"], message.MESSAGE["cpu"], message.MESSAGES = 1 << 10, 1 << 13, 1 << 20
-    torch.manual_seed(0)
     dtypes = [kinds[k % len(kinds)] for k in range(len(SHAPES))]
-    start = [torch.randn(shape).to(dtype) for shape, dtype in zip(SHAPES, dtypes, strict=True)]
-    lions = LocalLions(
-        [p.clone() for p in start],
-        world_size,
-        [0.1 if k < 4 else 0.01 for k in range(len(SHAPES))],
-        [0.3 if k < 4 else 0.0 for k in range(len(SHAPES))],
-        every=options["vote_every"],
-        **{
-            name: value for name, value in options.items() if name not in ("exchange", "vote_every")
-        },
-    )
-    params = [torch.nn.Parameter(p.clone()) for p in start]
-    groups = [
-        {"params": params[:4], "lr": 0.1, "weight_decay": 0.3},
-        {"params": params[4:], "lr": 0.01, "weight_decay": 0.0},
-    ]
-    optimizer = DistributedLion(groups, **options)
+    lions, optimizer, params = pair(LocalLions, world_size, dtypes, options)
 
     def check(step: int) -> None:
         for k, (param, wanted) in enumerate(zip(params, lions.own[rank], strict=True)):
@@ -120,22 +98,6 @@ def test_ranks_equal_the_definition_in_other_dtypes(
     pools(2).run(equals_the_definition, {"vote_every": 2, "bits": 2}, kinds, 6)
 
 
-def everyones(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Returns every rank's tensor."""
-    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, tensor.detach().contiguous())
-    return found
-
-
-def model_of() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 10), nn.Linear(10, 3))
-
-
-def batch(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(4, 64, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
 def in_nodes(rank: int, world_size: int) -> None:
     """Compares two nodes of two ranks with the definition, on gradients that DDP averaged."""
     ddp = DistributedDataParallel(model_of())
@@ -161,11 +123,8 @@ def in_nodes(rank: int, world_size: int) -> None:
             assert torch.equal(p, wanted), step
     optimizer.exchange_now()
     optimizer.eval()
-    for p in params:
-        assert all(torch.equal(p, own) for own in everyones(p))
+    assert all(map(is_equal_everywhere, params))
     optimizer.detach()
-    del ddp
-    gc.collect()
 
 
 def test_two_nodes_of_two_ranks_equal_the_definition(pools: RankPools) -> None:
@@ -210,7 +169,7 @@ def in_shards(rank: int, world_size: int) -> None:
         optimizer.train()
         assert torch.equal(own, model(batch(0, 0)))
     assert not torch.equal(own, common)
-    assert all(torch.equal(common, other) for other in everyones(common))
+    assert is_equal_everywhere(common)
 
 
 def test_two_replicas_of_two_shards_equal_the_definition(pools: RankPools) -> None:
@@ -291,9 +250,9 @@ def test_local_steps_send_nothing_and_an_exchange_one_bit(
     pools: RankPools, every: int, most: float
 ) -> None:
     for bits, local, memory in pools(2).run(sends, every):
-        assert bits <= most
+        assert 1 / every <= bits <= most
         assert set(local) == {0}
-        assert memory <= 8.1
+        assert 8 <= memory <= 8.1
 
 
 def fails(rank: int, world_size: int, what: str) -> list[str]:
@@ -356,7 +315,7 @@ def fails(rank: int, world_size: int, what: str) -> list[str]:
         (
             "one",
             "7 RuntimeError: a torch.bfloat16 parameter of shape (3, 64) has",
-            "7 Disagreement: ",
+            "7 Disagreement: exchange failed on 1 of 2 ranks: rank 1: RuntimeError: a torch",
         ),
         ("layout", "5 RuntimeError: a torch.float32 parameter of shape (3, 64) has local", ""),
         (
@@ -409,15 +368,15 @@ def changes(rank: int, world_size: int) -> list[str]:
             # Frozen after the exchange of step 2: it takes part in that of step 5.
             assert (params[0] in optimizer._local.anchors) == (step < 5)
             if step >= 5:
-                assert all(torch.equal(params[0], own) for own in everyones(params[0]))
+                assert is_equal_everywhere(params[0])
         said = [str(own.message) for own in caught]
     with optimizer.common_weights():
         optimizer.exchange_now()
-        assert all(torch.equal(p, own) for p in params for own in everyones(p))
+        assert all(map(is_equal_everywhere, params))
     optimizer.eval()
     for p in params:
         assert bool(p.isfinite().all())
-        assert all(torch.equal(p, own) for own in everyones(p))
+        assert is_equal_everywhere(p)
     # Seven steps with the decay of its group, in three exchanges.
     torch.testing.assert_close(params[3].detach(), torch.full((5,), 0.95**7))
     optimizer.detach()
@@ -449,7 +408,7 @@ def rotates(rank: int, world_size: int) -> None:
             assert torch.equal(frozen, before)
     optimizer.eval()
     for p, start in zip(params, starts, strict=True):
-        assert all(torch.equal(p, own) for own in everyones(p))
+        assert is_equal_everywhere(p)
         # Six steps each, all down on all ranks.
         torch.testing.assert_close(p.detach(), start - 0.06)
 
@@ -475,7 +434,7 @@ def freezes_for_a_moment(rank: int, world_size: int, folder: str) -> None:
         optimizer.exchange_now()
         optimizer.eval()
         results.append([p.detach().clone() for p in model.parameters()])
-    assert all(map(torch.equal, *results))
+    assert same(*results)
 
 
 def test_an_evaluation_or_a_save_of_a_frozen_model_loses_no_step(
@@ -513,8 +472,6 @@ def in_wrong_order(rank: int, world_size: int) -> list[str]:
     with pytest.raises(Disagreement) as disagreed:
         step()
     said.append(str(disagreed.value))
-    del ddp
-    gc.collect()
     return said
 
 
@@ -522,7 +479,7 @@ def test_a_wrong_order_of_calls_is_refused(pools: RankPools) -> None:
     for swapped, wrapped, differs in pools(2).run(in_wrong_order):
         assert "in common_weights()" in swapped
         assert "attach() got a DDP wrapper that was made during local steps" in wrapped
-        assert "hashes of parameter values, first in '0.weight'" in differs
+        assert "parameters, first in '0.weight'" in differs
 
 
 def breaks_in_a_node(rank: int, world_size: int) -> str:
@@ -543,8 +500,6 @@ def breaks_in_a_node(rank: int, world_size: int) -> str:
             said = f"{step}: {error}"
             break
     optimizer.detach()
-    del ddp
-    gc.collect()
     return said
 
 
@@ -580,8 +535,6 @@ def leaves_a_local_step(rank: int, world_size: int, does: str, folder: str) -> s
             said = f"{type(error).__name__}: {error}"
             break
     optimizer.detach()
-    del ddp
-    gc.collect()
     return said
 
 
@@ -658,13 +611,12 @@ def changes_the_layout(rank: int, world_size: int, thaws: bool) -> None:
     own = [p.detach().clone() for p in params]
     optimizer.eval()
     optimizer.train()
-    assert all(map(torch.equal, own, params))
+    assert same(own, params)
     with torch.no_grad():
         params[2].clamp_(-1e9, 1e9)
     steps(1)
     optimizer.eval()
-    for p in params:
-        assert all(torch.equal(p, other) for other in everyones(p))
+    assert all(map(is_equal_everywhere, params))
 
 
 @pytest.mark.parametrize("thaws", [False, True], ids=["freezes", "thaws"])
@@ -704,39 +656,8 @@ def with_full_precision_and_momenta(rank: int, world_size: int) -> None:
     assert float((momenta[0] - momenta[1])[:128].abs().max()) < 1e-3
     assert float((momenta[0] - momenta[1])[128:].abs().max()) > 1e-3
     optimizer.eval()
-    for p in params:
-        assert all(torch.equal(p, own) for own in everyones(p))
+    assert all(map(is_equal_everywhere, params))
 
 
 def test_local_steps_with_full_precision_and_synchronized_momenta(pools: RankPools) -> None:
     pools(2).run(with_full_precision_and_momenta)
-
-
-@pytest.mark.parametrize("when", ["local", "exchange"])
-def test_a_killed_rank_is_named_at_the_next_exchange(when: str) -> None:
-    done = run_script(2, ["-m", "tests.test_local_steps", when])
-    assert "step 7: rank 0 lost rank 1 while waiting for" in done.stdout
-
-
-def leave(when: str) -> None:
-    """Ends rank 1 in its sixth step, or at its second exchange, in its eighth step."""
-    dist.init_process_group("gloo")
-    model = model_of()
-    optimizer = DistributedLion(model.named_parameters(), lr=0.1, vote_every=4)
-    for step in range(12):
-        model(batch(step, dist.get_rank())).square().sum().backward()
-        if dist.get_rank() == 1:
-            if when == "local" and step == 5:
-                os._exit(0)
-            if when == "exchange" and step == 7:
-                optimizer._local.exchange = lambda *_: os._exit(0)  # type: ignore[method-assign]
-        try:
-            optimizer.step()
-        except LostRank as error:
-            sys.stdout.write(f"step {step}: {error}\n")
-            sys.stdout.flush()
-            os._exit(0)
-
-
-if __name__ == "__main__":
-    leave(sys.argv[1])

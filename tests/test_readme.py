@@ -6,7 +6,7 @@ import ast
 import importlib
 import inspect
 import re
-import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,12 @@ import torch
 from transformers import TrainingArguments
 
 import hf_dlion
+from benchmarks import step_time
+from benchmarks.convergence import cli as study
+from benchmarks.methods import method_of
 from hf_dlion import DistributedLion
 from tests.support.spawn import RankPools, run_script
+from tests.support.tiny import WORDS, tiny_llama, tiny_tokenizer
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -49,24 +53,13 @@ def test_the_readme_is_short_enough_to_be_read_to_the_end():
 @pytest.mark.multiproc
 def test_the_quick_start_trains_as_it_stands(tmp_path: Path) -> None:
     """A folder with a small model stands for the one of the hub."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-    from transformers import PreTrainedTokenizerFast
-
-    from tests.support.tiny import tiny_llama
-
     code = blocks(ROOT / "README.md", "python")[0]
     name = re.search(r'name = "([^"]+)"', code)
     assert name is not None
-    words = {"</s>": 0, **{f"w{number}": number for number in range(1, 60)}}
-    plain = Tokenizer(WordLevel(words, unk_token="</s>"))
-    plain.pre_tokenizer = Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="</s>")
-    tokenizer.save_pretrained(tmp_path / name[1])
+    tiny_tokenizer().save_pretrained(tmp_path / name[1])
     tiny_llama().save_pretrained(tmp_path / name[1])
     (tmp_path / "train.py").write_text(code)
-    lines = [" ".join(f"w{1 + (7 * row + k) % 59}" for k in range(9)) for row in range(80)]
+    lines = [" ".join(f"w{(7 * row + k) % WORDS}" for k in range(9)) for row in range(80)]
     (tmp_path / "train.txt").write_text("\n".join(lines))
     done = run_script(2, [tmp_path / "train.py"], cwd=tmp_path, env={"HF_HUB_OFFLINE": "1"})
     assert "dlion/wire_mb_per_step" in done.stdout + done.stderr
@@ -183,19 +176,6 @@ def test_continuous_integration_runs_the_test_command_of_the_readme():
     assert 'bash -euo pipefail -c "$test_command"' in script
 
 
-def test_continuous_integration_clones_into_the_default_folder_name():
-    script = (ROOT / ".ci" / "run").read_text()
-    assert re.search(r'^clone="\$work/[^"]* [^"]*/hf_dlion"$', script, re.MULTILINE)
-
-
-def test_continuous_integration_counts_the_warnings_of_the_pages():
-    script = (ROOT / ".ci" / "run").read_text()
-    build = re.search(r"mkdocs build (.*)$", script, re.MULTILINE)
-    assert build is not None
-    assert "--strict" in build[1]
-    assert "--quiet" not in build[1]
-
-
 def called(node: ast.Call) -> str:
     """The last name of what is called: `c` of `a.b.c(...)`."""
     return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
@@ -221,15 +201,38 @@ COMMANDS = {
         for name in ("codec", "plot", "step_time")
     },
 }
+# Lets bash expand variables, loops, and quotes. It finds no program, so it prints each command.
+PRINTS = """
+exec 3>&1
+PATH=/nowhere
+cd() { :; }
+command_not_found_handle() { printf '%s\\x1f' "$@" >&3; printf '\\n' >&3; }
+"""
+
+
+def commands(block: str, folder: Path) -> list[list[str]]:
+    """The words of the commands of a code block, in the order in which bash would run them."""
+    bash = ["/bin/bash", "-c", PRINTS + block]
+    printed = subprocess.run(bash, cwd=folder, capture_output=True, text=True, timeout=60).stdout
+    return [line.split("\x1f")[:-1] for line in printed.splitlines()]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=identity)
-def test_the_commands_of_a_page_are_those_that_the_tools_take(page: Path) -> None:
-    for line in "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines():
+def test_the_commands_of_a_page_are_those_that_the_tools_take(page: Path, tmp_path: Path) -> None:
+    for words in (words for block in blocks(page, "bash") for words in commands(block, tmp_path)):
         for start, module in COMMANDS.items():
-            if line.startswith(f"{start} "):
-                words = shlex.split(line.removeprefix(start).partition("$")[0], comments=True)
-                importlib.import_module(module)._parser().parse_args(words)
+            if f"{' '.join(words)} ".startswith(f"{start} "):
+                tool = importlib.import_module(module)
+                args = tool._parser().parse_args(words[len(start.split()) :])
+                if tool is study:
+                    assert study._trials(args)
+                elif tool is step_time:
+                    assert all(map(method_of, args.methods or ()))
+
+
+def test_bash_expands_the_commands_of_a_block_without_running_them(tmp_path: Path) -> None:
+    block = 'p=\'a -x\'  # Comment.\np="$p b"\nfor k in 1 2; do\n  $p "*k"=$k \\\n  -y > f\ndone\n'
+    assert commands(block, tmp_path) == [["a", "-x", "b", f"*k={k}", "-y"] for k in "12"]
 
 
 def save_and_load(rank: int, world_size: int, folder: str, every: int) -> tuple[Any, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import warnings
 from typing import Any
@@ -18,106 +17,84 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hf_dlion.fsdp as fsdp
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.agreement import Disagreement
+from hf_dlion.ranks.failures import Disagreement
 from hf_dlion.vote import message
 from tests.support.definition import Lions
 from tests.support.spawn import LASTING, RankPools
+from tests.support.training import batch, everyones, is_equal_everywhere, model_of, same
 
 pytestmark = pytest.mark.multiproc
-
-
-def model_of(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 10), nn.Linear(10, 3))
-
-
-def batch(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(4, 64, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return list(torch.autograd.grad(model(x).square().sum(), list(model.parameters())))
 
 
-def end(*made: Any) -> None:
-    gc.collect()
-
-
-def attached(rank: int, world_size: int, options: dict[str, Any]) -> int:
-    """Compares training under DDP with the definition on the gradients of a bare model."""
+def attached(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """Compares training under DDP with the definition on the gradients of every node."""
     bare = model_of()
     ddp = DistributedDataParallel(model_of())
     optimizer = DistributedLion(ddp.named_parameters(), lr=0.01, weight_decay=0.1, **options)
     optimizer.attach(ddp)
     node = options.get("local_group", 1)
-    voters = world_size // node
     params = [p.detach().clone() for p in bare.parameters()]
-    lions = Lions(params, voters, [0.01] * len(params), [0.1] * len(params))
-    off = total = 0
+    lions = Lions(params, world_size // node, [0.01] * len(params), [0.1] * len(params))
+    first = rank - rank % node
     for step in range(4):
         with torch.no_grad():
             for p, own in zip(bare.parameters(), lions.params, strict=True):
                 p.copy_(own)
-        grads = []
-        for voter in range(voters):
-            members = [gradients(bare, batch(step, voter * node + k)) for k in range(node)]
-            grads.append([sum(own) / node for own in zip(*members, strict=True)])
-        lions.step(grads)
         optimizer.zero_grad()
         ddp(batch(step, rank)).square().sum().backward()
+        grads = [p.grad for p in ddp.parameters()]
+        members = [gradients(bare, batch(step, first + k)) for k in range(node)]
+        for grad, *own in zip(grads, *members, strict=True):
+            # DDP may round the mean in a node differently.
+            tolerance = {"rtol": 0.0, "atol": 0.0} if node == 1 else {}
+            torch.testing.assert_close(grad, sum(own) / node, **tolerance)
+        by_rank = list(zip(*map(everyones, grads), strict=True))
+        assert all(same(by_rank[r], by_rank[r - r % node]) for r in range(world_size))
+        lions.step(by_rank[::node])
         optimizer.step()
-        for p, own in zip(ddp.parameters(), lions.params, strict=True):
-            off += int((p != own).sum())
-            total += p.numel()
-            everyone = [torch.empty_like(p) for _ in range(world_size)]
-            dist.all_gather(everyone, p.detach())
-            assert all(torch.equal(everyone[0], other) for other in everyone)
-            with torch.no_grad():
-                p.copy_(own)
-    assert off <= total / 1000  # DDP may round the mean in a node differently.
+        assert same(list(ddp.parameters()), lions.params)
     optimizer.detach()
-    del ddp
-    end()
-    return off
 
 
-@pytest.mark.smoke
-def test_attached_wrappers_equal_the_definition(pools: RankPools) -> None:
-    assert pools(2).run(attached, {}) == [0, 0]
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        pytest.param(2, {}, marks=pytest.mark.smoke),
+        (2, {"local_group": 2}),  # Lion on the mean gradient
+        (4, {"local_group": 2, "exchange": "gather"}),
+        (4, {"local_group": 2, "exchange": "two_phase"}),
+    ],
+)
+def test_attached_wrappers_equal_the_definition(
+    pools: RankPools, ranks: int, options: dict[str, Any]
+) -> None:
+    pools(ranks).run(attached, options)
 
 
-@pytest.mark.parametrize("exchange", ["gather", "two_phase"])
-def test_two_nodes_of_two_ranks_equal_the_definition(pools: RankPools, exchange: str) -> None:
-    pools(4).run(attached, {"local_group": 2, "exchange": exchange})
-
-
-def one_node(rank: int, world_size: int) -> None:
-    attached(rank, world_size, {"local_group": 2})
-
-
-def test_one_node_alone_is_lion_on_the_mean_gradient(pools: RankPools) -> None:
-    pools(2).run(one_node)
-
-
-def unattached_node(rank: int, world_size: int, resumed: bool) -> str:
+def unattached_node(rank: int, world_size: int, case: str) -> str:
     model = model_of()
-    optimizer = DistributedLion(model.named_parameters(), lr=0.01, local_group=2)
-    if resumed:
+    options: dict[str, Any] = {} if case == "on rank 1" and rank == 0 else {"local_group": 2}
+    optimizer = DistributedLion(model.named_parameters(), lr=0.01, **options)
+    if case == "resumed":
         state = optimizer.state_dict()
         state["param_groups"][0]["step"] = 7
         optimizer.load_state_dict(state)
     model(batch(0, rank)).sum().backward()
-    try:
+    with pytest.raises(RuntimeError) as caught:
         optimizer.step()
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    return str(caught.value)
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-def test_nodes_need_attach(pools: RankPools, resumed: bool) -> None:
-    for said in pools(2).run(unattached_node, resumed):
-        assert "needs optimizer.attach(ddp_model)" in said
+@pytest.mark.parametrize("case", ["new", "resumed", "on rank 1"])
+def test_nodes_need_attach(pools: RankPools, case: str) -> None:
+    first, second = pools(2).run(unattached_node, case)
+    assert "needs optimizer.attach(ddp_model)" in second
+    alone = f"step failed on 1 of 2 ranks: rank 1: RuntimeError: {second}"
+    assert first == (alone if case == "on rank 1" else second)
 
 
 def refused_on_one_rank(rank: int, world_size: int) -> str:
@@ -129,8 +106,6 @@ def refused_on_one_rank(rank: int, world_size: int) -> str:
         return str(error)
     finally:
         optimizer.detach()
-        del ddp
-        end()
     return ""
 
 
@@ -159,7 +134,6 @@ def unaveraged(rank: int, world_size: int, how: str) -> str:
     except RuntimeError as error:
         said = str(error)
     optimizer.detach()
-    end(ddp)
     return said
 
 
@@ -183,39 +157,15 @@ def test_scaled_gradients_of_float16_are_refused() -> None:
 def uneven_nodes(rank: int, world_size: int) -> str:
     ddp = DistributedDataParallel(model_of())
     optimizer = DistributedLion(ddp.named_parameters(), lr=0.01, local_group=1 + rank)
-    try:
+    with pytest.raises(Disagreement) as caught:
         optimizer.attach(ddp)
-    except Disagreement as error:
-        return str(error)
-    finally:
-        del ddp
-        end()
-    return ""
+    return str(caught.value)
 
 
 def test_nodes_of_different_sizes_are_refused_together(pools: RankPools) -> None:
     texts = pools(3).run(uneven_nodes)
     assert texts[0] == texts[1] == texts[2]
-    assert "local_group" in texts[0]
-
-
-def nodes_of_one_rank(rank: int, world_size: int) -> str:
-    """Sets local_group on rank 1 only, without `attach`."""
-    model = model_of()
-    options: dict[str, Any] = {"local_group": 2} if rank == 1 else {}
-    optimizer = DistributedLion(model.named_parameters(), lr=0.01, **options)
-    model(batch(0, rank)).sum().backward()
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_nodes_on_one_rank_only_do_not_hang(pools: RankPools) -> None:
-    first, second = pools(2).run(nodes_of_one_rank)
-    assert "needs optimizer.attach(ddp_model)" in second
-    assert "rank 1" in first
+    assert "(local_group or LOCAL_WORLD_SIZE), got [1, 2, 3] in rank order" in texts[0]
 
 
 def sharded(rank: int, world_size: int, attach: bool) -> str:
@@ -313,7 +263,7 @@ def two_sharded(rank: int, world_size: int, evaluates: bool) -> list[torch.Tenso
 def test_an_evaluation_of_two_sharded_models_changes_nothing(pools: RankPools) -> None:
     pairs = zip(*(pools(4).run(two_sharded, evaluates) for evaluates in (False, True)), strict=True)
     for without, with_evaluation in pairs:
-        assert all(map(torch.equal, without, with_evaluation))
+        assert same(without, with_evaluation)
 
 
 def unevenly_sharded(rank: int, world_size: int) -> list[tuple[int, int]]:
@@ -428,10 +378,9 @@ def test_full_precision_is_lion_on_the_mean_gradient(pools: RankPools, selection
     pools(2).run(in_full, selection)
 
 
-def synchronizes_some(rank: int, world_size: int, equal: bool) -> list[bool]:
-    """Returns which momenta are equal on all ranks after one step, by name."""
-    chosen = "0.weight" if equal or rank == 0 else "0.bias"
+def selects_apart(rank: int, world_size: int) -> None:
     model = model_of()
+    chosen = "0.weight" if rank == 0 else "0.bias"
     optimizer = DistributedLion(
         model.named_parameters(),
         lr=0.01,
@@ -439,26 +388,12 @@ def synchronizes_some(rank: int, world_size: int, equal: bool) -> list[bool]:
         momentum_sync=lambda name, param: name == chosen,
     )
     model(batch(0, rank)).square().sum().backward()
-    if not equal:
-        with pytest.raises(Disagreement, match="choices of momentum_sync"):
-            optimizer.step()
-        return []
-    optimizer.step()
-    found = []
-    for p in model.parameters():
-        own = optimizer.state[p]["exp_avg"]
-        total = own.clone()
-        dist.all_reduce(total)
-        # Each rank keeps its own rounding error of bfloat16.
-        found.append(bool((total / world_size - own).abs().max() < 0.01 * own.abs().max()))
-    return found
+    with pytest.raises(Disagreement, match="choices of momentum_sync"):
+        optimizer.step()
 
 
-def test_a_function_selects_the_momenta_to_synchronize(pools: RankPools) -> None:
-    model = model_of()
-    expected = [name == "0.weight" for name, _ in model.named_parameters()]
-    assert pools(2).run(synchronizes_some, True) == [expected, expected]
-    pools(2).run(synchronizes_some, False)
+def test_functions_that_select_different_momenta_are_refused(pools: RankPools) -> None:
+    pools(2).run(selects_apart)
 
 
 def in_bfloat16_by_default(rank: int, world_size: int) -> None:
@@ -489,40 +424,29 @@ def averaged(rank: int, world_size: int) -> None:
     model(batch(0, rank)).square().sum().backward()
     optimizer.step()
     optimizer.synchronize_momentum()
-    for p in model.parameters():
-        momentum = optimizer.state[p]["exp_avg"]
-        everyone = [torch.empty_like(momentum) for _ in range(world_size)]
-        dist.all_gather(everyone, momentum)
-        assert all(torch.equal(own, everyone[0]) for own in everyone)
+    assert all(is_equal_everywhere(optimizer.state[p]["exp_avg"]) for p in model.parameters())
 
 
 def test_synchronize_momentum_makes_all_momenta_equal(pools: RankPools) -> None:
     pools(3).run(averaged)
 
 
-def resumed(rank: int, world_size: int, dtype: torch.dtype) -> None:
-    """Compares six steps with three, a saved state, and three more in a new optimizer."""
-    ends = []
-    for interrupted in (False, True):
-        model = model_of().to(torch.bfloat16)
-        named = model.named_parameters
-        optimizer = DistributedLion(named(), lr=0.01, momentum_dtype=dtype)
-        for step in range(6):
-            if step == 3 and interrupted:
-                state = copy.deepcopy(optimizer.state_dict())
-                optimizer = DistributedLion(named(), lr=0.5, momentum_dtype=dtype)
-                optimizer.load_state_dict(state)
-            optimizer.zero_grad()
-            model(batch(step, rank).bfloat16()).square().sum().backward()
-            optimizer.step()
-        ends.append([p.detach().clone() for p in model.parameters()])
-        assert optimizer.steps == 6
-    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_loaded_state_continues_bit_for_bit(pools: RankPools, dtype: torch.dtype) -> None:
-    pools(2).run(resumed, dtype)
+def test_a_loaded_momentum_keeps_its_dtype_and_bits(dtype: torch.dtype) -> None:
+    """Other than torch, which converts a loaded state to the dtype of the parameters."""
+    model = model_of().to(torch.bfloat16)
+    optimizer = DistributedLion(model.named_parameters(), momentum_dtype=dtype)
+    for step in range(3):
+        model(batch(step, 0).bfloat16()).square().sum().backward()
+        optimizer.step()
+    loaded = DistributedLion(model.named_parameters(), momentum_dtype=dtype)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert loaded.steps == 3
+    momenta, others = (
+        [own.state[p]["exp_avg"] for p in model.parameters()] for own in (optimizer, loaded)
+    )
+    assert same(momenta, others)
+    assert {own.dtype for own in others} == {dtype}
 
 
 def attached_again(rank: int, world_size: int, alone: bool) -> str:
@@ -540,8 +464,6 @@ def attached_again(rank: int, world_size: int, alone: bool) -> str:
     with pytest.raises(Disagreement) as caught:
         optimizer.step()
     optimizer.detach()
-    del ddp
-    end()
     return str(caught.value)
 
 
@@ -615,37 +537,6 @@ def frozen(rank: int, world_size: int) -> None:
 
 def test_parameters_can_be_frozen_unfrozen_and_added(pools: RankPools) -> None:
     pools(2).run(frozen)
-
-
-def scaled(rank: int, world_size: int) -> list[float]:
-    """Trains with a GradScaler on every rank; rank 1 overflows in step 1."""
-    model = model_of()
-    optimizer = DistributedLion(model.named_parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    plain = copy.deepcopy(model)
-    other = DistributedLion(plain.named_parameters(), lr=0.01)
-    scales = []
-    for step in range(3):
-        optimizer.zero_grad()
-        other.zero_grad()
-        scaler.scale(model(batch(step, rank)).square().sum()).backward()
-        plain(batch(step, rank)).square().sum().backward()
-        if rank == 1 and step == 1:
-            for own in (model, plain):
-                next(own.parameters()).grad[0, 0] = torch.inf  # type: ignore[index]
-        scaler.step(optimizer)
-        scaler.update()
-        other.step()
-        scales.append(scaler.get_scale())
-        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(p, q)
-    return scales
-
-
-def test_a_scaler_backs_off_on_the_rank_that_overflowed(pools: RankPools) -> None:
-    first, second = pools(2).run(scaled)
-    assert first == [1024.0, 1024.0, 1024.0]
-    assert second == [1024.0, 512.0, 512.0]
 
 
 def scaled_without_gradients(rank: int, world_size: int) -> int:

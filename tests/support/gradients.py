@@ -2,11 +2,44 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 import numpy as np
 import torch
 
+from hf_dlion.optimizer import DistributedLion
+from hf_dlion.vote import message
+from tests.support.definition import Lions
+
 SHAPES = [(3, 64), (5,), (), (0, 4), (130, 128), (7, 3), (2, 200), (300, 64), (70,), (1, 64)]
 KINDS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+Definition = TypeVar("Definition", bound=Lions)
+
+
+def pair(
+    definition: type[Definition],
+    world_size: int,
+    dtypes: list[torch.dtype],
+    options: dict[str, Any],
+) -> tuple[Definition, DistributedLion, list[torch.nn.Parameter]]:
+    """Returns a definition and an optimizer of equal parameters, in small messages and two groups.
+
+    `options` are those of the optimizer.
+    """
+    message.PIECE["cpu"], message.MESSAGE["cpu"], message.MESSAGES = 1 << 10, 1 << 13, 1 << 20
+    torch.manual_seed(0)
+    start = [torch.randn(shape).to(dtype) for shape, dtype in zip(SHAPES, dtypes, strict=True)]
+    own = {"every" if name == "vote_every" else name: value for name, value in options.items()}
+    own.pop("exchange", None)
+    lrs = [0.1 if k < 4 else 0.01 for k in range(len(SHAPES))]
+    decays = [0.3 if k < 4 else 0.0 for k in range(len(SHAPES))]
+    lions = definition([p.clone() for p in start], world_size, lrs, decays, **own)
+    params = [torch.nn.Parameter(p.clone()) for p in start]
+    groups = [
+        {"params": params[:4], "lr": 0.1, "weight_decay": 0.3},
+        {"params": params[4:], "lr": 0.01, "weight_decay": 0.0},
+    ]
+    return lions, DistributedLion(groups, **options), params
 
 
 def gradients(

@@ -1,9 +1,9 @@
 """Helpers with which tests start several ranks.
 
 `RankPool` keeps `world_size` processes with one gloo process group alive, so a test module starts
-them once. `run_ranks` is a pool for a single call. `run_script` runs a complete command under
-torchrun. A rank function is a top-level function `f(rank, world_size, *args)` of an
-importable module, and what it returns must be picklable (arrays and tensors are).
+them once. `run_script` runs a complete command under torchrun. A rank function is a top-level
+function `f(rank, world_size, *args)` of an importable module, and what it returns must be picklable
+(arrays and tensors are).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import pickle
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -197,21 +198,16 @@ class RankPool:
 
 
 class RankPools:
-    """One pool per world size: `pools(2).run(f)`.
+    """One pool per world size: `pools(2).run(f)`."""
 
-    Args:
-        make: Makes one; processes unless something else is given.
-    """
-
-    def __init__(self, make: Callable[[int], Any] = RankPool) -> None:
+    def __init__(self) -> None:
         """Begins without pools."""
-        self._make = make
-        self._pools: dict[int, Any] = {}
+        self._pools: dict[int, RankPool] = {}
 
-    def __call__(self, world_size: int) -> Any:
+    def __call__(self, world_size: int) -> RankPool:
         """Returns the pool of `world_size` ranks."""
         if world_size not in self._pools:
-            self._pools[world_size] = self._make(world_size)
+            self._pools[world_size] = RankPool(world_size)
         return self._pools[world_size]
 
     def close(self) -> None:
@@ -220,18 +216,6 @@ class RankPools:
             for pool in self._pools.values():
                 stack.callback(pool.close)
         self._pools = {}
-
-
-def run_ranks(
-    world_size: int, function: RankFunction, *args: Any, timeout: float = 60.0
-) -> list[Any]:
-    """Calls `function(rank, world_size, *args)` in new processes; returns a result per rank.
-
-    Raises:
-        RanksFailedError: As `RankPool.run`.
-    """
-    with RankPool(world_size, timeout) as pool:
-        return pool.run(function, *args)
 
 
 def run_script(
@@ -398,6 +382,13 @@ def _serve(rank: int, world_size: int, folder: str, connection: Connection) -> N
     dist.destroy_process_group()
 
 
+def free_port() -> str:
+    """Returns a port of this machine that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
 def rank_environment(rank: int, world_size: int) -> dict[str, str]:
     """Returns the environment variables that a launcher sets for a rank."""
     names = {"RANK": rank, "LOCAL_RANK": rank}
@@ -453,13 +444,11 @@ def _dumps(value: object) -> bytes:
 
 def _end_groups() -> None:
     """Ends the process groups that a case made: each has threads that wake 100 times a second."""
+    gc.collect()  # A DDP model must not outlive its group.
     tables = list(_created_groups.values())
     made = [group for table in tables for group in table.values()]
     kept = {dist.group.WORLD, *made, *LASTING}
-    groups = [group for group in distributed_c10d._world.pg_map if group not in kept]
-    if groups:
-        gc.collect()  # A DDP model must not outlive its group.
-    for group in groups:
+    for group in [group for group in distributed_c10d._world.pg_map if group not in kept]:
         dist.destroy_process_group(group)
 
 

@@ -10,9 +10,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.spawn import RankPool, RankPools, RanksFailedError, run_ranks, run_script
+from tests.support.spawn import RankPool, RankPools, RanksFailedError, run_script
 
 pytestmark = pytest.mark.multiproc
 
@@ -21,14 +20,6 @@ def _sum_of_ranks(rank: int, world_size: int, scale: int) -> tuple[int, torch.Te
     total = torch.tensor([float(rank * scale)])
     dist.all_reduce(total)
     return os.getpid(), total
-
-
-def _train_ddp(rank: int, world_size: int) -> torch.Tensor:
-    model = DistributedDataParallel(torch.nn.Linear(3, 2))
-    model(torch.ones(1, 3) * rank).sum().backward()
-    grad = model.module.weight.grad
-    assert isinstance(grad, torch.Tensor)
-    return grad
 
 
 def _raise_on_rank_1(rank: int, world_size: int) -> None:
@@ -70,12 +61,6 @@ def test_every_call_starts_from_one_thread_and_the_same_seed(pools: RankPools) -
     assert set(answers) == {(1, answers[0][1])}
 
 
-def test_ranks_with_a_ddp_model_end_cleanly() -> None:
-    grads = run_ranks(2, _train_ddp)
-    assert torch.equal(grads[0], torch.full((2, 3), 0.5))
-    assert torch.equal(grads[0], grads[1])
-
-
 def test_a_failure_shows_the_traceback_and_the_output_of_each_rank_and_renews_the_pool() -> None:
     with RankPool(2) as pool:
         before = pool.run(_pid)
@@ -93,8 +78,9 @@ def test_a_failure_shows_the_traceback_and_the_output_of_each_rank_and_renews_th
 
 
 def test_a_rank_that_dies_is_named_with_its_exit_code() -> None:
-    with pytest.raises(RanksFailedError, match="rank 0:\ndied with exit code 7"):
-        run_ranks(2, _die_on_rank_0)
+    text = "rank 0:\ndied with exit code 7"
+    with RankPool(2) as pool, pytest.raises(RanksFailedError, match=text):
+        pool.run(_die_on_rank_0)
 
 
 def test_a_timeout_shows_where_each_rank_was() -> None:
@@ -105,20 +91,6 @@ def test_a_timeout_shows_where_each_rank_was() -> None:
     assert "in _sleep_on_rank_1" in str(failure.value)
     assert "limit 3 s" in str(failure.value)
     assert "rank 0:\nreturned" in str(failure.value)
-
-
-def test_run_script_runs_ranks_that_can_talk(tmp_path: Path) -> None:
-    script = tmp_path / "talk.py"
-    script.write_text(
-        "import sys, torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
-        "t = torch.ones(1); dist.all_reduce(t)\n"
-        # One write: torchrun unbuffers its ranks, so the pieces of a print interleave.
-        "sys.stdout.write(f'{sys.argv[1]} {dist.get_rank()} {int(t)}\\n')\n"
-        "dist.destroy_process_group()\n"
-    )
-    done = run_script(2, [script, "word"])
-    assert sorted(done.stdout.splitlines()) == ["word 0 2", "word 1 2"]
 
 
 @pytest.mark.long

@@ -7,9 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 VOCABULARY = 64
+WORDS = VOCABULARY - 2
 SEQUENCE = 12
 
 
@@ -29,6 +38,16 @@ def tiny_llama(**changes: Any) -> LlamaForCausalLM:
     )
     torch.manual_seed(0)
     return LlamaForCausalLM(config)
+
+
+def tiny_tokenizer(**changes: Any) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer of the words w0 to w61, for the tiny model."""
+    words = {f"w{index}": index for index in range(WORDS)} | {"<eos>": WORDS, "<pad>": WORDS + 1}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>", **changes
+    )
 
 
 def tiny_data(length: int = 48) -> list[dict[str, torch.Tensor]]:
