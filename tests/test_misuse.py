@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import warnings
 from pathlib import Path
@@ -57,8 +56,6 @@ def steps_a_detached_node(rank: int, world_size: int) -> None:
     optimizer.detach()
     with pytest.raises(RuntimeError, match=r"local_group=2 needs optimizer\.attach"):
         optimizer.step()
-    del model
-    gc.collect()
 
 
 @multiproc
@@ -76,8 +73,6 @@ def has_a_node_alone(rank: int, world_size: int) -> str:
         optimizer.step()
     except Disagreement as error:
         said = str(error)
-    del model, optimizer
-    gc.collect()
     return said
 
 
@@ -159,8 +154,6 @@ def abstains_in_a_node(rank: int, world_size: int) -> str:
     with pytest.raises(RuntimeError) as caught:
         optimizer.step()
     assert optimizer.wire.abstentions == 2
-    del model
-    gc.collect()
     return str(caught.value)
 
 
@@ -209,8 +202,6 @@ def attaches_once_of_twice(rank: int, world_size: int) -> list[str]:
             if attaches:
                 assert not caught
                 optimizer.detach()
-    del model
-    gc.collect()
     return [str(one.message) for one in caught]
 
 
@@ -222,8 +213,6 @@ def steps_another_optimizer(rank: int, world_size: int) -> None:
     model(torch.ones(1, 64)).sum().backward()
     with pytest.raises(RuntimeError, match="attach this one too, or call detach"):
         second.step()
-    del model
-    gc.collect()
 
 
 @multiproc
