@@ -11,12 +11,15 @@ import platform
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from rich import box, progress
+from rich.console import Console
+from rich.table import Table
 
 T = TypeVar("T")
 # Titles of the columns of a `summary`.
@@ -84,15 +87,12 @@ def exit_code_of(parser: argparse.ArgumentParser, run: Callable[[], int | None])
         return 2
 
 
-def track(items: Sequence[T], text: str) -> Iterator[T]:
+def track(items: Sequence[T], text: str) -> Iterable[T]:
     """Yields the items; rank 0 prints the progress on a terminal."""
     shown = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
-    for number, item in enumerate(items, 1):
-        if shown:
-            print(f"\r{text}: {number} of {len(items)} ", end="", file=sys.stderr, flush=True)
-        yield item
-    if shown:
-        print(file=sys.stderr)
+    # A thread that refreshes would disturb what is timed.
+    how = {"auto_refresh": False, "disable": not shown}
+    return progress.track(items, text, console=Console(stderr=True), **how)
 
 
 def environment() -> dict[str, Any]:
@@ -169,20 +169,13 @@ def print_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -
         columns: Titles of the columns, by the keys of the rows.
         rows: One mapping per row.
     """
-    rows = list(rows)
-    kept = [
-        [title, *(_cell(row.get(key)) for row in rows)]
-        for key, title in columns.items()
-        if any(row.get(key) is not None for row in rows)
-    ]
-    widths = [max(map(len, column)) for column in kept]
-    for number, cells in enumerate(zip(*kept, strict=True)):
-        first, *rest = zip(cells, widths, strict=True)
-        padded = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]
-        print(f"| {' | '.join(padded)} |")
-        if not number:
-            rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-            print(f"| {' | '.join(rule)} |")
+    rows, table = list(rows), Table(box=box.MARKDOWN)
+    kept = [key for key in columns if any(row.get(key) is not None for row in rows)]
+    for key in kept:
+        table.add_column(columns[key], justify="right" if table.columns else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(_cell(row.get(key)) for key in kept))
+    Console(width=1000, highlight=False, markup=False).print(table)
 
 
 def _cell(value: Any) -> str:

@@ -10,9 +10,9 @@ the id of the process that created them, so the next start removes what a killed
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -21,9 +21,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from hf_dlion.cli import arguments
+
 PREFIX = "hfdlion"
 INTERFACE = "eth0"
-_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
 def bits_per_s(rate: str) -> float:
@@ -32,10 +33,10 @@ def bits_per_s(rate: str) -> float:
     Raises:
         ValueError: If the text is not a rate above 0.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate.lower())
-    if found is None or not float(found[1]):
-        raise ValueError(f"{rate!r} is not a rate; use kbit, mbit, or gbit, for example 100mbit")
-    return float(found[1]) * _UNITS[found[2]]
+    try:
+        return arguments.rate(rate)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Network:
 
     Attributes:
         hosts: Number of hosts.
-        rate: Rate in the notation of `tc`, for example "100mbit".
+        rate: Rate of a host's link as it was written, for example "100mbit".
     """
 
     hosts: int
@@ -60,7 +61,7 @@ class Network:
         Raises:
             ValueError: If the text is not a network.
         """
-        hosts, cross, rate = text.lower().rpartition("x")
+        hosts, cross, rate = text.rpartition("x")
         hosts = hosts if cross else "2"
         if not hosts.isdecimal() or not 2 <= int(hosts) <= 64:
             raise ValueError(f"{text!r} is not a network; use 2 to 64 hosts, for example 2x100mbit")
@@ -148,9 +149,9 @@ class Emulation:
 
     def _limit(self, namespace: str, device: str) -> None:
         # The bucket must hold the bytes between two ticks of a slow kernel clock.
-        rate = self._network.rate
-        burst = max(64 * 1024, int(bits_per_s(rate) / 8 * 0.004))
-        limit = ["tbf", "rate", rate, "burst", str(burst), "latency", "50ms"]
+        bits = bits_per_s(self._network.rate)
+        burst = max(64 * 1024, int(bits / 8 * 0.004))
+        limit = ["tbf", "rate", f"{bits:.0f}bit", "burst", str(burst), "latency", "50ms"]
         _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *limit)
 
 

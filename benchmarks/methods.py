@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.model_averaging import utils as averaging
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
@@ -93,33 +92,15 @@ class Voting(Rank):
 
     def __init__(self, model: nn.Module, hyper: Hyper, **options: Any) -> None:
         ddp = DistributedDataParallel(model, init_sync=False)
-        self._begin(ddp, distributed_lion(model, hyper, **options), hyper)
-
-    def _begin(self, model: nn.Module, optimizer: DistributedLion, hyper: Hyper) -> None:
-        super().__init__(model, optimizer)
+        super().__init__(ddp, distributed_lion(model, hyper, **options))
         self._last, self._counted = hyper.steps, 0
-        optimizer.attach(model)
+        self.optimizer.attach(ddp)
 
     def _sent(self) -> float:
         if self._taken == self._last:
             self.optimizer.exchange_now()  # Training may end within a period.
         before, self._counted = self._counted, self.optimizer.wire.bytes_sent
         return float(self._counted - before)
-
-
-class Sharded(Voting):
-    """DistributedLion on a Llama that FSDP2 shards inside each node."""
-
-    def __init__(self, model: nn.Module, hyper: Hyper, **options: Any) -> None:
-        from torch.distributed.fsdp import fully_shard
-
-        ranks, shards = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        kind, names = next(model.parameters()).device.type, ("replicate", "shard")
-        mesh = init_device_mesh(kind, (ranks // shards, shards), mesh_dim_names=names)
-        for module in (*model.model.layers, model):  # type: ignore[union-attr, misc]
-            fully_shard(module, mesh=mesh["shard"])
-        optimizer = distributed_lion(model, hyper, replicate=mesh["replicate"], **options)
-        self._begin(model, optimizer, hyper)
 
 
 class PowerSGD(Rank):
@@ -411,7 +392,6 @@ METHODS: dict[str, Method] = {
     ),
     "bits2": _voting(f"{DLION}, 2 bits", "DistributedLion: votes of 2 bits", bits=2),
     "bits4": _voting(f"{DLION}, 4 bits", "DistributedLion: votes of 4 bits", bits=4),
-    "bits8": _voting(f"{DLION}, 8 bits", "DistributedLion: votes of 8 bits", bits=8),
     "sync16": _voting(
         f"{DLION}, momentum_sync_every=16",
         "DistributedLion: momenta averaged once in 16 steps (Lion Cub)",
@@ -425,13 +405,6 @@ METHODS: dict[str, Method] = {
     ),
     "node": _voting(
         f"{DLION}, a vote per node", "DistributedLion: one vote per node", local_group="node"
-    ),
-    "fsdp2": Method(
-        f"{DLION}, FSDP2 in the node",
-        "DistributedLion: FSDP2 inside each node",
-        Sharded,
-        "lion",
-        {},
     ),
     "localsgd8": _local_sgd(8),
     "localsgd32": _local_sgd(32),
@@ -473,8 +446,7 @@ def method_of(name: str) -> Method:
     both = method.options | {option: _value(value) for option, value in options.items()}
     # Raises for wrong options before any rank starts.
     DistributedLion([("parameter", torch.zeros(1))], **both)
-    make = Sharded if key == "fsdp2" else Voting
-    return Method(f"{method.title}, {text}", method.about, partial(make, **both), "lion", both)
+    return _voting(f"{method.title}, {text}", method.about, **both)
 
 
 def _value(text: str) -> Any:

@@ -164,9 +164,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def usual_methods() -> list[str]:
-    """Returns the methods that need only torch; with several nodes also those for nodes."""
+    """Returns the methods that need only torch; with several nodes also `node`."""
     several = 1 < int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < dist.get_world_size()
-    return [name for name, method in METHODS.items() if method.usual] + ["node", "fsdp2"] * several
+    return [name for name, method in METHODS.items() if method.usual] + ["node"] * several
 
 
 def _interface_bytes() -> int:
@@ -202,7 +202,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--local-ranks", type=positive, default=1, help=local)
     add("--batch", type=positive, default=1, help="Sequences per rank (default: 1).")
     add("--sequence", type=positive, default=128, help="Tokens of a sequence (default: 128).")
-    add("--warmup", type=positive, default=2, help="Steps before the measured ones (default: 2).")
+    add("--warmup", type=_count, default=2, help="Steps before the measured ones (default: 2).")
     steps = "Measured steps, or periods if a method has them (default: 5)."
     add("--steps", type=positive, default=5, help=steps)
     stop = "Seconds after which a method stops, with at least 3 steps or periods (default: 25)."
@@ -210,6 +210,10 @@ def _parser() -> argparse.ArgumentParser:
     chosen = "Methods, with options as in majority:bits=4 (default: those that need only torch)."
     add("--methods", nargs="+", help=chosen)
     return parser
+
+
+def _count(text: str) -> int:
+    return 0 if text == "0" else positive(text)
 
 
 def _network(text: str) -> Network:

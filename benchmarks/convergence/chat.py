@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import os
 import shutil
 from pathlib import Path
@@ -16,8 +15,6 @@ from benchmarks.convergence.tasks import Task, evaluating, generator, seeded, wi
 from examples import smollm2
 
 VALIDATION_ROWS, VALIDATION_BATCH = 64, 16
-# Number of held-out questions with greedy answers, and the longest answer.
-QUESTIONS, ANSWER_TOKENS = 48, 32
 IGNORED = -100  # A label that the losses of transformers leave out.
 
 
@@ -80,24 +77,11 @@ class Chat(Task):
                 tokens += count
         return total / tokens
 
-    def metrics(self, model: nn.Module) -> dict[str, float]:
-        """Returns the word F1 of greedy answers to test questions, and the share of exact answers.
-
-        F1 is defined as in SQuAD (Rajpurkar et al. 2016, arXiv 1606.05250), but counts articles.
-        """
-        rows = _spread(self._splits["test"]["messages"], QUESTIONS)
-        answers = self._answers(model, [row[:1] for row in rows])
-        pairs = [(answer, row[1]["content"]) for answer, row in zip(answers, rows, strict=True)]
-        return {
-            "f1": sum(f1(answer, expected) for answer, expected in pairs) / len(pairs),
-            "exact": sum(_words(one) == _words(other) for one, other in pairs) / len(pairs),
-        }
-
     def _tokens(self, turns: list[dict[str, str]], prompt: bool) -> list[int]:
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
-            self._tokenizer = AutoTokenizer.from_pretrained(self._base, padding_side="left")
+            self._tokenizer = AutoTokenizer.from_pretrained(self._base)
         text = self._tokenizer.apply_chat_template(
             turns, tokenize=False, add_generation_prompt=prompt
         )
@@ -119,22 +103,6 @@ class Chat(Task):
             mask[row, : len(tokens)] = 1
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
-    def _answers(self, model: Any, rows: list[list[dict[str, str]]]) -> list[str]:
-        """Returns a greedy answer to each question."""
-        answers: list[str] = []
-        with evaluating(model):
-            for first in range(0, len(rows), VALIDATION_BATCH):
-                part = rows[first : first + VALIDATION_BATCH]
-                asked = [self._tokens(turns, prompt=True) for turns in part]
-                batch = self._tokenizer.pad({"input_ids": asked}, return_tensors="pt")
-                pad = self._tokenizer.pad_token_id
-                output = model.generate(
-                    **batch, max_new_tokens=ANSWER_TOKENS, do_sample=False, pad_token_id=pad
-                )
-                new = output[:, batch["input_ids"].shape[1] :]
-                answers += self._tokenizer.batch_decode(new, skip_special_tokens=True)
-        return answers
-
 
 class ChatLoRA(Chat):
     """Trains LoRA factors of all linear layers of SmolLM2-135M-Instruct."""
@@ -147,21 +115,6 @@ class ChatLoRA(Chat):
 
     def model(self, seed: int) -> nn.Module:
         return with_lora(super().model(seed), seed)
-
-
-def f1(answer: str, expected: str) -> float:
-    """Returns the harmonic mean of precision and recall of words.
-
-    >>> f1("Return the mean.", "return a mean of data")
-    0.5
-    """
-    words, right = _words(answer), _words(expected)
-    common = sum((collections.Counter(words) & collections.Counter(right)).values())
-    return 2 * common / (len(words) + len(right)) if common else 0.0
-
-
-def _words(text: str) -> list[str]:
-    return "".join(letter if letter.isalnum() else " " for letter in text.lower()).split()
 
 
 def _spread(rows: Any, count: int) -> list[Any]:

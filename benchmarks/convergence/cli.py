@@ -62,9 +62,6 @@ EXAMPLES = (
 def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
-    for name, value in SCALES[args.scale].items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
     return exit_code_of(parser, lambda: _run(args))
 
 
@@ -121,7 +118,10 @@ def _made_task(setting: Setting, folder: str) -> Task:
 
 
 def _trials(args: argparse.Namespace) -> list[Trial]:
-    """Returns a trial for every task, number of workers, batch, and method."""
+    """Returns a trial for every task, number of workers, batch, and method; adds default sizes."""
+    for name, value in SCALES[args.scale].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     given = {"adamw": args.lr_adamw, "lion": args.lr_lion, "sgd": args.lr_sgd}
     names = ("sequence", "hidden", "layers", "steps", "weight_decay", "evaluations")
     same = {name: getattr(args, name) for name in (*names, "real", "warmup")}
@@ -130,7 +130,8 @@ def _trials(args: argparse.Namespace) -> list[Trial]:
     for task, workers, batch, method in itertools.product(
         args.tasks, args.workers, args.batch, args.methods
     ):
-        grid = given[family(method)] or task_class(task).grids[family(method)]
+        kind, grids = family(method), task_class(task).grids
+        grid = given[kind] or grids[kind]
         setting = Setting(
             task=task, method=method, workers=workers, batch=batch, lr=0.0, seed=0,
             base_steps=args.base_steps if task in FINE_TUNING else 0,
@@ -177,7 +178,6 @@ def _parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--scale", choices=list(SCALES), default="small", help="Default sizes (default: small).")
     add("--tasks", nargs="+", default=["pretrain"], help="Tasks, see below (default: pretrain).")
-    add("--scenes", nargs="+", dest="tasks", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     compared = f"Methods, see below (default: {' '.join(COMPARED)})."
     add("--methods", nargs="+", help=compared)
     add("--workers", nargs="+", type=_several, help="Numbers of ranks (default: 2 4 8).")

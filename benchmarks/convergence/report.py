@@ -47,11 +47,10 @@ def title(together: Sequence[Result]) -> str:
     """Returns the settings that compared results have in common."""
     common, (record, *_) = together[0].setting, together[0].records.values()
     workers = ", ".join(map(str, sorted({result.setting.workers for result in together})))
-    images = common.task in ("vision", "cifar10")
+    size = f"{common.batch} " + ("images" if common.task == "vision" else f"x {common.sequence}")
     return (
         f"{common.task}: {record['parameters']:,} parameters, {workers} "
-        f"{'real ranks' if common.real else 'workers'}"
-        f" x {f'{common.batch} images' if images else f'{common.batch} x {common.sequence}'}, "
+        f"{'real ranks' if common.real else 'workers'} x {size}, "
         f"{common.steps} steps, betas {common.betas[0]:g} {common.betas[1]:g}, "
         f"weight decay {common.weight_decay:g}"
         + (f", clipped to {common.clip:g}" if common.clip else "")
@@ -65,7 +64,6 @@ def print_tables(together: Sequence[Result], times: StepTimes) -> None:
     columns = {"method": "method", "lr": "best lr", "seeds": "seeds", "loss": "validation loss"}
     columns |= {"gap": "to lion", "bits": "bits/param/step", "bytes": "bytes/step"}
     columns |= {link: f"ms at {link}, computed" for link in times}
-    columns |= {name: name for result in together for name in result.metrics()}
     rows = [
         {
             "method": result.setting.method,
@@ -76,11 +74,10 @@ def print_tables(together: Sequence[Result], times: StepTimes) -> None:
             "bits": result.bits_per_step,
             "bytes": round(result.average("bytes_per_step")),
             **{link: f"{1e3 * seconds(result):,.0f}" for link, seconds in times.items()},
-            **{name: f"{value:.3f}" for name, value in result.metrics().items()},
         }
         for result in together
     ]
-    print(f"\n{title(together)}\n")
+    print(f"\n{title(together)}")
     print_table(columns, rows)
     lrs = sorted({lr for result in together for lr in result.grid})
     grids = [
@@ -88,7 +85,6 @@ def print_tables(together: Sequence[Result], times: StepTimes) -> None:
         | {f"{lr:g}": f"{loss:.3f}" for lr, loss in result.grid.items()}
         for result in together
     ]
-    print()
     print_table({"method": "loss of seed 0"} | {f"{lr:g}": f"{lr:g}" for lr in lrs}, grids)
 
 
@@ -99,8 +95,6 @@ def draw(found: Sequence[Sequence[Result]], times: Sequence[StepTimes], folder: 
         setting = together[0].setting
         name = f"{setting.task}-{setting.workers}x{setting.batch}.png"
         written.append(_curves(together, step_s, folder / f"curves-{name}"))
-        bits = {"bits per parameter, out of a rank": lambda result: result.bits_per_step}
-        written.append(_points(together, bits, folder / f"bits-{name}"))
         minutes = {f"minutes at {link} (computed)": _minutes(step_s[link]) for link in step_s}
         written.append(_points(together, minutes, folder / f"minutes-{name}"))
         place = setting.replace(method="", lr=0.0, seed=0, workers=0)

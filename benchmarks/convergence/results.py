@@ -94,12 +94,6 @@ class Result:
         """Returns the mean of a number in the records."""
         return statistics.fmean(float(record[key]) for record in self.records.values())
 
-    def metrics(self) -> dict[str, float]:
-        """Returns the mean of each metric."""
-        found = [record["metrics"] for record in self.records.values() if record["metrics"]]
-        names = found[0] if found else ()
-        return {name: statistics.fmean(values[name] for values in found) for name in names}
-
     def curve(self) -> tuple[list[int], list[float], list[float]]:
         """Returns steps, mean losses, and their standard deviations, which are 0 for one seed."""
         curves = [run["curve"] for run in self.records.values() if run["failure"] is None]

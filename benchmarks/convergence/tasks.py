@@ -31,7 +31,6 @@ TASKS = {
         "vision:Digits",
         "A small version of the paper's vision transformer on scikit-learn's digits",
     ),
-    "cifar10": ("vision:Cifar10", "The paper's vision transformer on CIFAR-10"),
 }
 
 
@@ -70,10 +69,6 @@ class Task(ABC):
     @abstractmethod
     def validation(self, model: nn.Module) -> float:
         """Returns the mean loss on held-out data."""
-
-    def metrics(self, model: nn.Module) -> dict[str, float]:
-        """Returns other measures of a trained model."""
-        return {}
 
 
 def task_class(name: str) -> type[Task]:

@@ -31,6 +31,10 @@ def _one_thread() -> Any:
     torch.set_num_threads(before)
 
 
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return bool(one) and all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
 def outcome(setting: Setting, method: Any) -> tuple[dict[str, Any], list[Tensor]]:
     record = train(setting, Pretraining(setting), method)
     return record, [param.detach().clone() for param in method.params]
@@ -76,7 +80,7 @@ def test_the_simulation_is_real_ranks_bit_for_bit(pools: RankPools, workers: int
     for setting, (of_real, expected) in zip(settings, real, strict=True):
         record, values = outcome(setting, IN_PROCESS[setting.method](Pretraining(setting), setting))
         if workers == 2 or setting.method not in ("adamw", "lion"):  # A ring's order of three.
-            assert all(map(torch.equal, values, expected)), setting.method
+            assert same(values, expected), setting.method
             assert record["loss"] == of_real["loss"]
         assert record["loss"] < record["curve"][0][1], setting.method
         # Real ranks also compare layouts, parameters and gradients at their first step, and
@@ -121,7 +125,7 @@ def test_alternatives_train_on_real_ranks_and_end_with_equal_replicas(pools: Ran
     mine, theirs = pools(2).run(of_rank, settings, timeout=120)
     records = {}
     for setting, (record, values), (_, others) in zip(settings, mine, theirs, strict=True):
-        assert all(map(torch.equal, values, others)), setting.method
+        assert same(values, others), setting.method
         assert record["loss"] < record["curve"][0][1], setting.method
         records[setting.method] = record, values
     sent = {name: record["bytes_per_step"] for name, (record, _) in records.items()}
@@ -141,7 +145,7 @@ def test_alternatives_train_on_real_ranks_and_end_with_equal_replicas(pools: Ran
         ("localsgd160", local_sgd(every=160)),
         ("localsgd32-bf16", local_sgd(every=32, dtype=torch.bfloat16)),
     ):
-        assert all(map(torch.equal, records[name][1], right)), name
+        assert same(records[name][1], right), name
 
 
 @pytest.mark.multiproc
@@ -151,7 +155,7 @@ def test_local_steps_are_judged_by_common_weights_and_end_with_an_exchange(
 ) -> None:
     setting = TINY.replace(method="majority:vote_every=5", evaluations=3)
     mine, theirs = pools(2).run(of_local_steps, setting)
-    assert all(map(torch.equal, mine["common"], theirs["common"]))
+    assert same(mine["common"], theirs["common"])
     assert not any(map(torch.equal, mine["own"], theirs["own"]))
     record, start = mine["record"], mine["record"]["curve"][0][1]
     assert record["loss"] == mine["loss"] < start

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import signal
 import statistics
 import subprocess
@@ -18,6 +17,7 @@ import torch
 from benchmarks import codec, emulate, plot, step_time
 from benchmarks.emulate import Emulation, Network, bits_per_s, namespaces, remove_stale
 from benchmarks.methods import METHODS, Method, Rank
+from tests.support.help_text import checked_help
 from tests.support.spawn import run_command, run_script
 from tests.support.tiny import tiny_llama
 
@@ -48,26 +48,18 @@ def checked(path: Path, bench: str) -> list[dict[str, Any]]:
 def test_help_explains_every_option_and_has_two_examples(
     script: Any, capsys: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    with pytest.raises(SystemExit):
-        script.main(["--help"])
-    text = capsys.readouterr().out
-    assert len(re.findall(r"^  python benchmarks/\w+\.py ", text, re.M)) == 2
-    options = re.split(r"\n  (?=--)", re.split(r"\n\n(?:methods|examples):", text)[0])[1:]
-    assert options
-    for option in options:
-        assert re.search(r"\(default: [^()]+\)\.$", " ".join(option.split())), option
+    checked_help(script.main, [], r"python benchmarks/\w+\.py", monkeypatch, capsys)
 
 
 def test_codec_times_every_number_of_bits_and_fused_adamw(tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "new" / "codec.json"
     assert codec.main(["--parameters=5000", "--repeats=2", "--ranks=4", f"--json={out}"]) == 0
     rows = {(row["name"], row["dtype"]): row for row in checked(out, "codec")}
-    assert len(rows) == 14
+    assert len(rows) == 12
     for dtype in ("float32", "bfloat16"):
         assert rows["fused AdamW step", dtype]["ratio"] == 1.0
         launches = [rows[f"{k} bit{'s' * (k > 1)}, 4 ranks", dtype]["launches"] for k in (1, 2, 4)]
-        assert launches == sorted(launches)
+        assert 24 < launches[0] < launches[1] < launches[2]  # The message has 24 tensors.
         row = rows["4 bits, 4 ranks", dtype]
         parts = [row[f"{part}_ms"] for part in codec.PARTS]
         assert 0 < sum(parts) <= 1.5 * row["max_ms"]
@@ -107,7 +99,14 @@ def test_step_time_under_torchrun_times_whole_periods_of_a_given_model(tmp_path:
     out, folder = tmp_path / "train.json", tmp_path / "tiny"
     tiny_llama().config.save_pretrained(folder)
     names = ["adamw", "localsgd8", "diloco16", "demo", "bits4:exchange=gather", "every16"]
-    words = [f"--model={folder}", "--sequence=16", "--steps=2", f"--json={out}", "--methods"]
+    words = [
+        f"--model={folder}",
+        "--sequence=16",
+        "--steps=2",
+        "--warmup=0",
+        f"--json={out}",
+        "--methods",
+    ]
     run_script(2, [STEP_TIME, *words, *names])
     adamw, local, diloco, demo, bits, ours = checked(out, "train")
     config = json.loads(out.read_text())["config"]
@@ -158,14 +157,13 @@ def test_times_and_bytes_of_a_method_with_periods_are_means_of_at_least_three(
 
 
 @pytest.mark.multiproc
-def test_ranks_of_a_node_vote_together_or_share_parameters(tmp_path: Path) -> None:
+def test_ranks_of_a_node_vote_together(tmp_path: Path) -> None:
     out = tmp_path / "train.json"
     words = ["--parameters=5000", *TINY, f"--json={out}", "--ranks=4", "--local-ranks=2"]
-    run_command([sys.executable, STEP_TIME, *words, "--methods", "majority", "node", "fsdp2"])
-    flat, node, sharded = (row["bytes_per_step"] for row in checked(out, "train"))
+    run_command([sys.executable, STEP_TIME, *words, "--methods", "majority", "node"])
+    flat, node = (row["bytes_per_step"] for row in checked(out, "train"))
     # Each rank sends votes on half of the model, to one other rank instead of three.
     assert 0 < node < flat / 2
-    assert 0 < sharded < flat / 2
 
 
 @pytest.mark.parametrize(
@@ -203,8 +201,9 @@ def test_a_network_is_hosts_and_a_rate() -> None:
     assert Network.parse("4x2.5gbit") == Network(4, "2.5gbit")
     assert Network.parse("100mbit") == Network(2, "100mbit")
     assert bits_per_s("2.5gbit") == 2.5e9
-    for bad in ("1x1gbit", "2x0mbit", "2x100", "2xfast", "x1gbit"):
-        with pytest.raises(ValueError, match="for example"):
+    assert str(Network.parse("2x10mbit")) == "2x10mbit"
+    for bad in ("1x1gbit", "x1gbit", "2x0mbit", "2x100", "2xfast", "2x1GB/s"):
+        with pytest.raises(ValueError, match=r"is not a (network; use 2 to 64|rate; write bits)"):
             Network.parse(bad)
 
 
@@ -284,8 +283,10 @@ def test_emulated_hosts_of_two_ranks_send_over_a_link_of_the_given_rate(tmp_path
     words = ["--parameters=5000", *TINY, f"--json={out}", "--local-ranks=2", "--emulate=2x2mbit"]
     methods = ["--methods", "majority", "node", "adamw"]
     run_command([sys.executable, STEP_TIME, *words, *methods])
-    flat, node, adamw = checked(out, "train")
+    flat, node, adamw = rows = checked(out, "train")
     assert 0 < node["interface_bytes"] < flat["interface_bytes"] < adamw["interface_bytes"]
-    # 10,848 numbers of 4 bytes pass the link at least once: 0.17 s, beyond tbf's first burst.
-    assert adamw["median_ms"] > 50 > 0
+    # All bytes beyond a burst leave at the given rate. Between laps, which aren't timed, few do.
+    seconds = sum(1e-3 * sum(row["times_ms"]) for row in rows)
+    sent = sum(row["repeats"] * row["interface_bytes"] for row in rows) - 64 * 1024
+    assert seconds > 0.8 * 8 * sent / 2e6 > 0.5
     assert not namespaces()

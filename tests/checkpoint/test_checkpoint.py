@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion import CheckpointError, DistributedLion, load_momentum, save_momentum
 from hf_dlion.checkpoint import find_optimizer, momentum_file
-from hf_dlion.ranks.agreement import Disagreement
+from hf_dlion.ranks.failures import Disagreement
 from tests.support.spawn import LASTING, RankPools, RanksFailedError
 
 multiproc = pytest.mark.multiproc
@@ -333,8 +333,6 @@ def other_local_group(
     assert same([saved[str(k)] for k in range(4)], momenta_of(optimizer))
     train(ddp, optimizer, range(1 + every, 3 + every), rank)
     optimizer.detach()
-    del ddp
-    gc.collect()
     return [str(warning.message) for warning in caught]
 
 
@@ -418,7 +416,7 @@ def test_the_optimizers_state_alone_is_refused_between_two_exchanges(
         assert_matches("load the model and the optimizer's state_dict.. of the same", first)
         assert len(others) == 3
         for message in others:
-            assert_matches("hashes of parameter values, .*load the model, too, before you", message)
+            assert_matches("replicas differ in .*load the model, too, before you", message)
 
 
 def freezes_before_a_save(rank: int, world_size: int, folder: str) -> int:
@@ -705,52 +703,73 @@ class Planted:
         return Path.touch, (self.path,)
 
 
-def damage(path: Path, case: str) -> None:
-    """Changes rank 1's file."""
-    if case == "missing":
-        path.unlink()
-    elif case == "cut":
-        path.write_bytes(path.read_bytes()[:-5])
-    elif case == "empty":
-        path.write_bytes(b"")
-    elif case == "pickle":
-        path.write_bytes(pickle.dumps(Planted(path.parent / "unpickled")))
-    elif case == "shape":
-        rewrite(path, lambda tensors: tensors.update({"1": torch.zeros(11)}))
-    elif case == "dtype":
-        rewrite(path, lambda tensors: tensors.update({"1": torch.zeros(10, dtype=torch.int64)}))
-    elif case == "key":
-        rewrite(path, lambda tensors: tensors.update({"9": tensors.pop("1")}))
-    elif case == "own shape":
-        rewrite(path, lambda tensors: tensors.update({"own.1": torch.zeros(11)}))
-    elif case == "own dtype":
-        rewrite(path, lambda tensors: tensors.update({"own.1": tensors["own.1"].bfloat16()}))
-    elif case == "own key":
-        rewrite(path, lambda tensors: tensors.update({"own.9": tensors.pop("own.1")}))
-    elif case == "own missing":
-        rewrite(path, lambda tensors: [tensors.pop(f"own.{number}") for number in range(4)])
-    elif case == "own planted":
-        header = json.loads(metadata_of(path)["hf_dlion momentum 2"])
-        header["local"]["period"]["decays"] = "x"
-        rewrite(path, lambda tensors: None, **{"hf_dlion momentum 2": json.dumps(header)})
-    elif case == "foreign":
-        save_file({"1": torch.zeros(10)}, path)
-    elif case == "header":
-        rewrite(path, lambda tensors: None, **{"hf_dlion momentum 2": '{"rank": "x"}'})
-    elif case == "renamed":
-        path.write_bytes(file_of(path.parent, 0, 2).read_bytes())
-    elif case == "other run":
-        path.write_bytes(file_of(path.parents[1] / "other", 1, 2).read_bytes())
-    elif case == "other step":
-        path.write_bytes(file_of(path.parents[1] / "later", 1, 2).read_bytes())
-    elif case == "earlier format":
-        for rank in range(2):
-            file_of(path.parent, rank, 2).rename(path.parent / f"dlion_momentum_{rank}_of_2.pt")
-    elif case == "none":
-        for rank in range(2):
-            file_of(path.parent, rank, 2).unlink()
-    elif case == "no folder":
-        path.parent.rename(path.parents[1] / "moved")
+def put(key: str, *shape: int, dtype: torch.dtype = torch.float32) -> Callable[[Path], None]:
+    tensor = torch.zeros(shape, dtype=dtype)
+    return lambda path: rewrite(path, lambda own: own.update({key: tensor}))
+
+
+def rename(old: str, new: str) -> Callable[[Path], None]:
+    return lambda path: rewrite(path, lambda own: own.update({new: own.pop(old)}))
+
+
+def copy(folder: str, rank: int) -> Callable[[Path], Any]:
+    return lambda path: path.write_bytes(file_of(path.parents[1] / folder, rank, 2).read_bytes())
+
+
+def each(change: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    return lambda path: [change(file_of(path.parent, rank, 2)) for rank in range(2)]
+
+
+def plant(path: Path) -> None:
+    header = json.loads(metadata_of(path)[HEADER])
+    header["local"]["period"]["decays"] = "x"
+    rewrite(path, lambda own: None, **{HEADER: json.dumps(header)})
+
+
+HEADER, FILE = "hf_dlion momentum 2", r"dlion_momentum_1_of_2\.safetensors"
+DAMAGED = rf"{FILE} is damaged .*: load an older checkpoint"
+FOREIGN = rf"{FILE} is not a momentum file that this hf_dlion can read"
+MOMENTUM, OWN = rf"{FILE} holds a momentum of", rf"{FILE} holds own weights of"
+# What happens to rank 1's file, and the pattern of the error.
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "missing": (Path.unlink, rf"{FILE}, the momentum of rank 1, is missing: load an older"),
+    "cut": (lambda path: path.write_bytes(path.read_bytes()[:-5]), DAMAGED),
+    "empty": (lambda path: path.write_bytes(b""), DAMAGED),
+    "pickle": (lambda p: p.write_bytes(pickle.dumps(Planted(p.parent / "unpickled"))), DAMAGED),
+    "shape": (put("1", 11), rf"{MOMENTUM} \(11,\) torch.float32 for parameter 1, which"),
+    "dtype": (put("1", 10, dtype=torch.int64), rf"{MOMENTUM} \(10,\) torch.int64 for parameter 1"),
+    "key": (rename("1", "9"), rf"{FILE} holds momenta \['0', '2', '3', '9'\], but .* has 4 param"),
+    "own shape": (put("own.1", 11), rf"{OWN} \(11,\) torch.float32 for parameter 1, which"),
+    "own dtype": (put("own.1", 10, dtype=torch.bfloat16), rf"{OWN} \(10,\) torch.bfloat16 for par"),
+    "own key": (
+        rename("own.1", "own.9"),
+        rf"{FILE} holds momenta .*'own.9'\], but the optimizer has 4 parameters",
+    ),
+    "own missing": (
+        lambda path: rewrite(path, lambda own: [own.pop(f"own.{number}") for number in range(4)]),
+        rf"{OWN} .* \[\], but .* \[0, 1, 2, 3\]: load",
+    ),
+    "own planted": (plant, rf"{FOREIGN} \(ValueError"),
+    "foreign": (lambda path: save_file({"1": torch.zeros(10)}, path), rf"{FOREIGN} .*: load an"),
+    "header": (
+        lambda path: rewrite(path, lambda own: None, **{HEADER: '{"rank": "x"}'}),
+        rf"{FOREIGN} .*: load an",
+    ),
+    "renamed": (copy("new", 0), rf"{FILE} holds the momentum of rank 0 of 2: restore"),
+    "other run": (copy("other", 1), rf"rank 0: .*/new/.*; rank 1: .*/new/{FILE} of save .*: load"),
+    "other step": (copy("later", 1), rf"{FILE} was saved after step 3, but the .* step 2: first"),
+    "earlier format": (
+        each(lambda p: p.rename(p.with_suffix(".pt"))),
+        r"only \.pt files of an e",
+    ),
+    "none": (each(Path.unlink), r"_[01]_of_2\.safetensors: momenta were not saved\. Save"),
+    "no folder": (lambda p: p.parent.rename(p.parents[1] / "moved"), "no folder .*/new: check the"),
+    # `failing_load` does what fails.
+    "other folders": (Path.exists, r"rank 0: '.*/new', rank 1: '.*/other'\): pass the same path"),
+    "failed before": (Path.exists, "ValueError: no model"),
+    "alone": (Path.exists, "rank 1 steps while rank 0 loads"),
+    "interrupt": (Path.exists, "KeyboardInterrupt: stop"),
+}
 
 
 def failing_load(rank: int, world_size: int, folder: str, case: str) -> str:
@@ -767,7 +786,7 @@ def failing_load(rank: int, world_size: int, folder: str, case: str) -> str:
     kept = [*momenta_of(optimizer), *weights_of(model)]
     dist.barrier()
     if rank == 1:
-        damage(file_of(f"{folder}/new", 1, 2), case)
+        DAMAGES[case][0](file_of(f"{folder}/new", 1, 2))
     dist.barrier()
     try:
         if case == "other folders":
@@ -790,50 +809,13 @@ def failing_load(rank: int, world_size: int, folder: str, case: str) -> str:
     return ""
 
 
-FILE = r"dlion_momentum_1_of_2\.safetensors"
-
-
 @multiproc
-@pytest.mark.parametrize(
-    ("case", "pattern"),
-    [
-        ("missing", rf"{FILE}, the momentum of rank 1, is missing: load an older checkpoint"),
-        ("cut", rf"{FILE} is damaged .*: load an older checkpoint"),
-        ("empty", rf"{FILE} is damaged .*: load an older checkpoint"),
-        ("pickle", rf"{FILE} is damaged .*: load an older checkpoint"),
-        ("shape", rf"{FILE} holds a momentum of \(11,\) torch.float32 for parameter 1, which"),
-        ("dtype", rf"{FILE} holds a momentum of \(10,\) torch.int64 for parameter 1, which"),
-        ("key", rf"{FILE} holds momenta \['0', '2', '3', '9'\], but .* has 4 parameters"),
-        ("own shape", rf"{FILE} holds own weights of \(11,\) torch.float32 for parameter 1, which"),
-        ("own dtype", rf"{FILE} holds own weights of \(10,\) torch.bfloat16 for parameter 1, wh"),
-        ("own key", rf"{FILE} holds momenta .*'own.9'\], but the optimizer has 4 parameters"),
-        (
-            "own missing",
-            rf"{FILE} holds own weights of .* \[\], but .* \[0, 1, 2, 3\]: load",
-        ),
-        ("own planted", rf"{FILE} is not a momentum file that this hf_dlion can read \(ValueError"),
-        (
-            "foreign",
-            rf"{FILE} is not a momentum file that this hf_dlion can read .*: load an",
-        ),
-        ("header", rf"{FILE} is not a momentum file that this hf_dlion can read .*: load an"),
-        ("renamed", rf"{FILE} holds the momentum of rank 0 of 2: restore"),
-        ("other run", rf"rank 0: .*/new/.*; rank 1: .*/new/{FILE} of save .*: load an older"),
-        ("other step", rf"{FILE} was saved after step 3, but the optimizer is at step 2: first"),
-        ("earlier format", r"only \.pt files of an earlier hf_dlion, which this version cannot"),
-        ("none", r"dlion_momentum_[01]_of_2\.safetensors: momenta were not saved\. Save with"),
-        ("no folder", "there is no folder .*/new: check the path"),
-        ("other folders", r"rank 0: '.*/new', rank 1: '.*/other'\): pass the same path"),
-        ("failed before", "ValueError: no model"),
-        ("alone", "rank 1 steps while rank 0 loads"),
-        ("interrupt", "KeyboardInterrupt: stop"),
-    ],
-)
+@pytest.mark.parametrize("case", DAMAGES)
 def test_a_load_that_fails_on_one_rank_changes_nothing_and_fails_on_all(
-    pools: RankPools, tmp_path: Path, case: str, pattern: str
+    pools: RankPools, tmp_path: Path, case: str
 ) -> None:
     for rank, message in enumerate(pools(2).run(failing_load, str(tmp_path), case)):
-        assert_matches(pattern, message)
+        assert_matches(DAMAGES[case][1], message)
         everywhere = ("other run", "earlier format", "none", "no folder", "other folders", "alone")
         assert rank == 1 or case in everywhere or "rank 1: " in message
     assert not (tmp_path / "new" / "unpickled").exists()

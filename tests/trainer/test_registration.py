@@ -17,7 +17,7 @@ from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArg
 from transformers.training_args import OptimizerNames
 
 import hf_dlion
-from hf_dlion import CheckpointError, DistributedLion
+from hf_dlion import DistributedLion
 from hf_dlion.trainer import DistributedLionCallback, optimizer_cls_and_kwargs, patches
 from tests.support.tiny import tiny_args, tiny_llama, tiny_trainer, weights_digest
 
@@ -242,16 +242,6 @@ def test_an_optimizer_that_the_user_made_is_named_logged_and_saved(
     assert (tmp_path / "checkpoint-4" / "dlion_momentum_0_of_1.safetensors").is_file()
 
 
-def test_the_default_learning_rate_warns_if_the_optimizer_has_it(
-    tmp_path: Path, warned: list[str]
-) -> None:
-    args = tiny_args(tmp_path, learning_rate=5e-5)
-    tiny_trainer(args, OwnOptimizer).train()
-    assert not [text for text in warned if "learning_rate=5e-5 is Trainer's default" in text]
-    tiny_trainer(args).train()
-    assert [text for text in warned if "learning_rate=5e-5 is Trainer's default" in text]
-
-
 def test_other_optimizers_train_as_before_and_our_options_warn(
     tmp_path: Path, warned: list[str]
 ) -> None:
@@ -273,36 +263,21 @@ def test_one_process_warns_that_it_exchanges_nothing(tmp_path: Path, warned: lis
     ]
 
 
-@pytest.mark.parametrize(("rate", "optim"), [(5e-5, "dlion"), (5e-5, "sgd"), (2e-5, "dlion")])
+@pytest.mark.parametrize(
+    ("rate", "optim", "cls", "count"),
+    [
+        (5e-5, "dlion", Trainer, 1),
+        (5e-5, "dlion", OwnOptimizer, 0),  # It has another rate.
+        (5e-5, "sgd", Trainer, 0),
+        (2e-5, "dlion", Trainer, 0),
+    ],
+)
 def test_the_default_learning_rate_warns_with_where_to_start(
-    tmp_path: Path, warned: list[str], rate: float, optim: str
+    tmp_path: Path, warned: list[str], rate: float, optim: str, cls: type[Trainer], count: int
 ) -> None:
-    tiny_trainer(tiny_args(tmp_path, optim=optim, learning_rate=rate, max_steps=1)).train()
-    hints = [text for text in warned if "start with a third of your AdamW" in text]
-    assert len(hints) == (rate == 5e-5 and optim == "dlion")
-
-
-@pytest.mark.parametrize(("first", "second"), [("adamw_torch", "dlion"), ("dlion", "adamw_torch")])
-def test_a_checkpoint_of_the_other_optimizer_is_refused_with_what_to_do(
-    tmp_path: Path, first: str, second: str
-) -> None:
-    changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
-    tiny_trainer(tiny_args(tmp_path, optim=first, **changes)).train()
-    again = tiny_trainer(tiny_args(tmp_path, optim=second, **changes))
-    error: Any = ValueError if second == "dlion" else CheckpointError
-    with pytest.raises(error, match="load the model's weights"):
-        again.train(resume_from_checkpoint=True)
-
-
-def test_one_process_resumes_without_a_momentum_file(tmp_path: Path) -> None:
-    """Ray Tune's checkpoints have the optimizer's state, which is complete for one process."""
-    changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    uninterrupted = tiny_trainer(tiny_args(tmp_path, **changes))
-    uninterrupted.train()
-    (tmp_path / "checkpoint-2" / "dlion_momentum_0_of_1.safetensors").unlink()
-    resumed = tiny_trainer(tiny_args(tmp_path, **changes))
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert weights_digest(resumed.model) == weights_digest(uninterrupted.model)
+    tiny_trainer(tiny_args(tmp_path, optim=optim, learning_rate=rate, max_steps=1), cls).train()
+    hints = [text for text in warned if "learning_rate=5e-5 is Trainer's default" in text]
+    assert ["start with a third of your AdamW" in text for text in hints] == [True] * count
 
 
 def test_true_resumes_from_the_newest_checkpoint_that_a_save_completed(tmp_path: Path) -> None:

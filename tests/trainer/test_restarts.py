@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.spawn import run_command, run_script
+from tests.support.spawn import free_port, run_command, run_script
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
@@ -121,12 +120,6 @@ def test_after_a_rank_died_torchrun_restarts_and_the_end_is_the_same(
     run_script(2, words, env=settings(), cwd=folder, timeout=240)
     assert (folder / "died").exists()
     assert_resumed(folder, whole, step)
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize("where", ["step", "node"])

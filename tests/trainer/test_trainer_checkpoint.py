@@ -120,12 +120,6 @@ def test_another_number_of_ranks_resumes_with_a_warning(
     assert {steps for *_, steps in results} == {STEPS}
 
 
-def refused(rank: int, world_size: int, folder: str) -> str:
-    with pytest.raises((CheckpointError, hf_dlion.Disagreement)) as caught:
-        run_rest(rank, world_size, folder)
-    return str(caught.value)
-
-
 def refused_after_a_damaged_state(rank: int, world_size: int, folder: str) -> str:
     def fail(*_: Any) -> None:
         raise OSError("bad sector")
@@ -143,7 +137,8 @@ def adamw_resumes(rank: int, world_size: int, folder: str, first: str, second: s
     changes = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
     tiny_trainer(tiny_args(folder, optim=first, **changes)).train()
     other = tiny_trainer(tiny_args(folder, optim=second, **changes))
-    with pytest.raises((ValueError, CheckpointError), match="load the model's weights") as caught:
+    error: Any = ValueError if second == "dlion" else CheckpointError
+    with pytest.raises(error, match="load the model's weights") as caught:
         other.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
     return str(caught.value)
 
@@ -189,9 +184,7 @@ def test_an_overridden_save_may_write_on_rank_0_alone(
     zero, one = pools(2).run(save_on_rank_0, str(tmp_path), full_disk, timeout=120)
     if full_disk:
         assert zero == "OSError: no space left"
-        assert one == (
-            "Disagreement: save failed on 1 of 2 ranks: rank 0: OSError: no space left"
-        )
+        assert one == ("Disagreement: save failed on 1 of 2 ranks: rank 0: OSError: no space left")
     else:
         assert zero == one
         assert Path(zero, "trainer_state.json").exists()
@@ -232,7 +225,7 @@ def test_ranks_that_differ_around_a_checkpoint_raise_together(
             f"output_dir differs between ranks (rank 0: {tmp_path}/0; rank 1: {tmp_path}/1)" in text
         )
     for _, text in pools(2).run(ranks_that_differ, str(tmp_path), "drift"):
-        assert "ranks differ in hashes of parameter values" in text
+        assert "replicas differ in 1 of " in text
     pools(2).run(train, str(tmp_path / "uninterrupted"), {**LONG, "max_steps": 2, "save_steps": 2})
     for _, text in pools(2).run(ranks_that_differ, str(tmp_path), "weights"):
         assert "ranks are at different steps: rank 0: 2, rank 1: 0" in text
@@ -250,10 +243,6 @@ def test_what_cannot_be_loaded_is_refused_on_every_rank(
     for pair in (("adamw_torch", "dlion"), ("dlion", "adamw_torch")):
         left, right = pools(2).run(adamw_resumes, str(tmp_path / pair[0]), *pair)
         assert left == right
-    (half / f"checkpoint-{HALF}" / "dlion_momentum_1_of_2.safetensors").unlink()
-    left, right = pools(2).run(refused, str(half))
-    assert "dlion_momentum_1_of_2.safetensors, the momentum of rank 1, is missing" in left
-    assert "dlion_momentum_1_of_2.safetensors, the momentum of rank 1, is missing" in right
 
 
 class SaveAt(TrainerCallback):

@@ -51,6 +51,9 @@ class Watch(TrainerCallback):
         self.own[state.global_step] = weights_digest(model)
         self.sent[state.global_step] = optimizer.optimizer.wire.bytes_sent
 
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        self.end = weights_digest(model)
+
     def on_evaluate(self, args, state, control, model=None, **kwargs):
         self.evaluated[state.global_step] = weights_digest(model)
 
@@ -91,8 +94,11 @@ def evaluate_and_save(rank: int, world_size: int, folder: str) -> dict[str, Any]
     }
 
 
-def train_without_saves(rank: int, world_size: int, folder: str) -> str:
-    return weights_digest(watched(folder, Watch()).model)
+def train_without_saves(rank: int, world_size: int, folder: str) -> tuple[str, str]:
+    """Also returns what a callback sees that uploads the model when training ends."""
+    watch = Watch()
+    trainer = watched(folder, watch)
+    return watch.end, weights_digest(trainer.model)
 
 
 @pytest.mark.smoke
@@ -113,7 +119,8 @@ def test_evaluations_and_saves_have_common_weights_and_change_nothing(
     assert left["end"] == left["evaluated"][10] != left["evaluated"][9]
     assert file_digest(tmp_path / "checkpoint-10") == left["end"]
     assert file_digest(tmp_path / "end") == left["end"]
-    assert pools(2).run(train_without_saves, str(tmp_path / "silent")) == [left["end"]] * 2
+    silent = pools(2).run(train_without_saves, str(tmp_path / "silent"))
+    assert silent == [(left["end"], left["end"])] * 2
 
     # A period that isn't over is in no entry.
     key = "dlion/wire_mb_per_step"
@@ -187,7 +194,7 @@ def test_waits_in_local_steps_are_warned_of(pools: RankPools, tmp_path: Path) ->
     assert pools(2).run(streams, str(tmp_path), False) == [[], []]
 
 
-def end_within_a_period(rank: int, world_size: int, folder: str) -> tuple[str, str, str, int]:
+def end_within_a_period(rank: int, world_size: int, folder: str) -> Any:
     class Failing(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):
             if state.global_step == 6:
@@ -200,20 +207,21 @@ def end_within_a_period(rank: int, world_size: int, folder: str) -> tuple[str, s
     with pytest.raises(KeyError, match="of the user's callback"):
         trainer.train()
     failed = weights_digest(trainer.model)
+    averages = bool(trainer.model_wrapped.require_backward_grad_sync)  # Pickles as True.
     trainer = tiny_trainer(args, callbacks=[StopAt(6)])
     trainer.train()
     exchanges = trainer.optimizer.optimizer.wire.exchanges
-    return failing.own, failed, weights_digest(trainer.model), exchanges
+    return failing.own, failed, weights_digest(trainer.model), exchanges, averages
 
 
-def test_a_training_that_fails_or_stops_within_a_period_leaves_common_weights(
+def test_a_training_that_fails_or_stops_within_a_period_leaves_common_weights_and_ddp_averages(
     pools: RankPools, tmp_path: Path
 ) -> None:
     left, right = pools(2).run(end_within_a_period, str(tmp_path))
     assert left[0] != right[0]
     assert left[1:] == right[1:]
     assert left[1] != left[2]  # Who stops early keeps the last two steps.
-    assert left[3] == 2
+    assert left[3:] == (2, True)
 
 
 def resume(rank: int, world_size: int, folder: str, dtype: torch.dtype) -> list[Any]:
@@ -251,32 +259,6 @@ def test_a_run_resumed_within_a_period_equals_the_run_that_saved(
             assert steps == 8
             assert all(map(torch.equal, momenta, ends[0][1]))
     assert not all(map(torch.equal, left[0][1], right[0][1]))
-
-
-class AtTheEnd(TrainerCallback):
-    """Notes what the model holds when training ends, as a callback that uploads it would see it."""
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        self.own = weights_digest(model)
-
-    def on_train_end(self, args, state, control, model=None, **kwargs):
-        self.end = weights_digest(model)
-
-
-def ends(rank: int, world_size: int, folder: str) -> tuple[str, str, str]:
-    hf_dlion.register()
-    args, seen = tiny_args(folder, optim_args="vote_every=4", max_steps=4), AtTheEnd()
-    trainer = tiny_trainer(args, callbacks=[seen])
-    trainer.train()
-    return seen.own, seen.end, weights_digest(trainer.model)
-
-
-def test_other_callbacks_see_common_weights_when_training_ends(
-    pools: RankPools, tmp_path: Path
-) -> None:
-    (own, end, after), (other_own, other_end, other_after) = pools(2).run(ends, str(tmp_path))
-    assert own != other_own
-    assert end == other_end == after == other_after
 
 
 class OwnLoop(Trainer):

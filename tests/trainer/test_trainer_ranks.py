@@ -146,7 +146,7 @@ def train_in_turns(rank: int, world_size: int, folder: str) -> Any:
         digests,
         wire.bytes_sent - sent,
         logged,
-        ours.model_wrapped.require_backward_grad_sync,
+        bool(ours.model_wrapped.require_backward_grad_sync),
         hooks,
     )
 
@@ -162,23 +162,6 @@ def test_trainers_take_turns_on_one_model_and_adamw_averages_again(
         assert math.isclose(sent, logged)
         assert averages
         assert hooks == 1
-
-
-def raise_and_detach(rank: int, world_size: int, folder: str) -> bool:
-    hf_dlion.register()
-
-    class Failing(TrainerCallback):
-        def on_step_end(self, *args, **kwargs):
-            raise KeyError("of the user's callback")
-
-    trainer = tiny_trainer(tiny_args(folder), callbacks=[Failing()])
-    with pytest.raises(KeyError, match="of the user's callback"):
-        trainer.train()
-    return bool(trainer.model_wrapped.require_backward_grad_sync)
-
-
-def test_a_training_that_fails_lets_ddp_average_again(pools: RankPools, tmp_path: Path) -> None:
-    assert pools(2).run(raise_and_detach, str(tmp_path)) == [True, True]
 
 
 def evaluate_first(rank: int, world_size: int, folder: str, first: bool) -> Any:
@@ -343,7 +326,9 @@ def test_a_peft_model_by_the_class_route_trains_saves_and_resumes(
         assert uninterrupted == resumed == results[0][0][0]
         assert "dlion/abstained" in entries[0]
         # Only votes of the adapter travel, two bits of each with a majority that may be zero.
-        assert 0 <= wire.last_bytes_sent < 300
+        assert (wire.last_bytes_sent > 0) == ("ties" in options)  # None within a period.
+        assert wire.last_bytes_sent < 300
+        assert 300 < wire.bytes_sent < 2000
 
 
 def write_model_and_data(folder: Path) -> None:

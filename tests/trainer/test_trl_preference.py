@@ -7,30 +7,17 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from transformers import PreTrainedTokenizerFast, Trainer
+from transformers import Trainer
 
 import hf_dlion
 from hf_dlion.exchange.wire import WireStats
 from tests.support.spawn import RankPools
-from tests.support.tiny import VOCABULARY, tiny_llama, weights_digest
+from tests.support.tiny import WORDS, tiny_llama, tiny_tokenizer, weights_digest
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
-WORDS = VOCABULARY - 2
 # The weights before and after training, rank 0's log, and what was sent.
 Outcome = tuple[str, str, list[dict[str, Any]], WireStats]
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer of words w0, w1 and so on, for the tiny model."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {f"w{index}": index for index in range(WORDS)} | {"<eos>": WORDS, "<pad>": WORDS + 1}
-    inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>", padding_side="left"
-    )
 
 
 def sentence(row: int, start: int, length: int) -> str:
@@ -72,7 +59,7 @@ def prefer(rank: int, world_size: int, folder: str, changes: dict[str, Any]) -> 
         ref_model=tiny_llama(attention_dropout=0.0),  # TRL would load it from the model's folder.
         args=DPOConfig(**arguments(folder, **changes)),
         train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer(),
+        processing_class=tiny_tokenizer(padding_side="left"),
     )
     return outcome(trainer)
 
@@ -94,7 +81,7 @@ def reinforce(rank: int, world_size: int, folder: str, changes: dict[str, Any]) 
         reward_funcs=reward_of_even_words,
         args=GRPOConfig(**args),
         train_dataset=Dataset.from_list([{"prompt": sentence(row, 0, 4)} for row in range(32)]),
-        processing_class=tokenizer(),
+        processing_class=tiny_tokenizer(padding_side="left"),
     )
     return outcome(trainer)
 
