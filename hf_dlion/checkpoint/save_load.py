@@ -151,7 +151,14 @@ def load_momentum(
         failure = error
     lion.meet(Kind.LOAD, failure)
     assert loaded is not None
-    _check_one_save(_gathered(ranks, (str(path), loaded.header.save)))
+    files = _gathered(ranks, (str(path), loaded.header.save))
+    if len({save_id for _, save_id in files}) > 1:
+        by_rank = "; ".join(
+            f"rank {rank}: {path} of save {save_id}" for rank, (path, save_id) in enumerate(files)
+        )
+        raise CheckpointError(
+            f"the ranks' momentum files are from different saves ({by_rank}): {LOAD_OLDER}"
+        )
     _apply(lion, loaded)
     if at.rank == 0 and (text := _difference(Path(folder), loaded, at)):
         warnings.warn(text, stacklevel=2)
@@ -200,24 +207,6 @@ def _position(ranks: Topology | None) -> Position:
         local_size=ranks.local_size,
         voters=ranks.voters.world_size,
     )
-
-
-def _check_one_save(files: list[tuple[str, str]]) -> None:
-    """Refuses files of different saves.
-
-    Args:
-        files: Path and id of the save, by rank.
-
-    Raises:
-        CheckpointError: On every rank, if the ids differ.
-    """
-    if len({save_id for _, save_id in files}) > 1:
-        by_rank = "; ".join(
-            f"rank {rank}: {path} of save {save_id}" for rank, (path, save_id) in enumerate(files)
-        )
-        raise CheckpointError(
-            f"the ranks' momentum files are from different saves ({by_rank}): {LOAD_OLDER}"
-        )
 
 
 def _apply(lion: DistributedLion, loaded: Loaded) -> None:

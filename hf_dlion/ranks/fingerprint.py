@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,13 +38,14 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
     Only the hashes are copied to the host. Memory: a few rows, and a copy of one tensor at a time
     if it isn't contiguous.
     """
-    hashes = [_hash(tensor.detach()) for tensor in tensors]
-    found = [0] * len(tensors)
-    for device in dict.fromkeys(value.device for value in hashes):
-        indices = [index for index, value in enumerate(hashes) if value.device == device]
-        values = torch.stack([hashes[index] for index in indices]).tolist()
-        for index, value in zip(indices, values, strict=True):
-            found[index] = value
+    return numbers([_hash(tensor.detach()) for tensor in tensors])
+
+
+def numbers(values: Sequence[Tensor]) -> list[Any]:
+    """Returns 0-D tensors of one dtype as numbers; the host waits once if one device has them."""
+    if not values:
+        return []
+    found: list[Any] = torch.stack([value.to(values[0].device) for value in values]).tolist()
     return found
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hf_dlion.exchange.routes import Verdict, Votes
 from hf_dlion.exchange.rule import Average
+from hf_dlion.ranks.fingerprint import numbers
 from hf_dlion.vote.codec import WORD
 from hf_dlion.vote.local import Plan, Tensors
 from hf_dlion.vote.message import Piece
@@ -116,9 +117,9 @@ def amounts_of(
     messages = [*plan.messages, *plan.full]
     if exchange_turn.options.bits == 8:
         maxima = tensor_maxima(messages, weights.own, source)
-        return _numbers(maxima), [1.0] * len(maxima)
+        return numbers(maxima), [1.0] * len(maxima)
     sums, counts = tensor_sums(messages, weights.own, source, exchange_turn)
-    return _numbers(sums), _numbers(counts)
+    return numbers(sums), numbers(counts)
 
 
 def reset_to_anchor(index: int, weights: Weights) -> None:
@@ -191,11 +192,3 @@ def move_by(
             left = c.sub_(outcome.sent).mul_(decay).add_(left)
         write(piece, left, weights.displacements, exchange_turn, EXCHANGED + turn.voter)
         round_own(piece, weights, turn)
-
-
-def _numbers(values: Sequence[Tensor]) -> list[float]:
-    """Returns 0-D tensors of one or several devices as numbers; the host waits once."""
-    if not values:
-        return []
-    numbers: list[float] = torch.stack([value.to(values[0].device) for value in values]).tolist()
-    return numbers
