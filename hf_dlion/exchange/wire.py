@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
+import functools
 import json
 import math
 import time
@@ -20,6 +22,20 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 # Largest number of ranks that an error message lists before it shortens the list.
 _MOST_NAMED = 8
+
+
+# Seconds for which a process waits when it ends.
+_EXIT_WAIT_S = 0.1
+
+
+@functools.cache
+def _wait_at_exit() -> None:
+    """Lets gloo's threads free their last collectives before Python ends.
+
+    For that they need the GIL. If Python ends meanwhile, it ends the thread, and C++ then aborts a
+    process that has done its work. Seen with torch 2.13 and Python 3.11, also with AdamW.
+    """
+    atexit.register(time.sleep, _EXIT_WAIT_S)
 
 
 class LostRank(RuntimeError):
@@ -134,6 +150,8 @@ class Wire:
         # For example {"cpu": "gloo", "cuda": "nccl"}.
         config = str(dist.get_backend_config(group))
         self._backends = dict(part.split(":", 1) for part in config.split(","))
+        if "gloo" in self._backends.values():
+            _wait_at_exit()
 
     def device_for(self, device: torch.device) -> torch.device:
         """Returns the device from which the group sends tensors that are on `device`.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import datetime
 import math
+import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import hf_dlion.exchange.wire as wire_module
 from hf_dlion.exchange.wire import LostRank, Wire, WireStats, named_ranks
 from tests.support.spawn import RankPools
 
@@ -25,6 +28,18 @@ def wire_of(**options: Any) -> Wire:
 
 def counts(stats: WireStats) -> tuple[int, int, int]:
     return stats.bytes_sent, stats.bytes_received, stats.node_bytes_sent
+
+
+def waits(rank: int, world_size: int) -> list[Any]:
+    wire_module._wait_at_exit.cache_clear()
+    with mock.patch("atexit.register") as register:
+        for _ in range(2):
+            wire_of()
+    return [call.args for call in register.call_args_list]
+
+
+def test_a_process_with_gloo_waits_once_when_it_ends(pools: RankPools) -> None:
+    assert pools(2).run(waits) == [[(time.sleep, 0.1)]] * 2
 
 
 def gathered(rank: int, world_size: int) -> Any:

@@ -26,7 +26,7 @@ SETTINGS, *LINES = COMMANDS.splitlines()
 
 # Runs the script of the page. Rank 1 may kill itself once, and each rank notes where it begins.
 KILLER = """
-import os, runpy, signal, sys, time
+import os, runpy, signal, sys
 from pathlib import Path
 
 import hf_dlion.checkpoint.momentum_file
@@ -62,8 +62,6 @@ def watched(self, *args, original=Trainer.__init__, **kwargs):
 
 Trainer.__init__ = watched
 runpy.run_path("train.py", run_name="__main__")
-# Torch aborts a process whose Python ends while a thread of gloo frees its last collective.
-time.sleep(1)
 """
 
 
