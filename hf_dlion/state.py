@@ -261,10 +261,10 @@ class LionState(torch.optim.Optimizer):
         try:
             self._agree_in_node(kind, failure)
             self._meet(kind, failure, present=[])
+            ranks.form()
         except BaseException as error:
             setattr(error, _MET, True)
             raise
-        ranks.form()
         return ranks
 
     def _agree_in_node(

@@ -277,15 +277,16 @@ def _save_model(
     trainer: Trainer,
     original: Callable[..., None],
     output_dir: str | None = None,
-    _internal_call: bool = False,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     lion, failure = find_optimizer(trainer.optimizer), None
     if lion is None:
-        original(output_dir, _internal_call)
+        original(output_dir, *args, **kwargs)
         return
-    if output_dir is None or not _internal_call:
+    if output_dir is None or not kwargs.get("_internal_call", any(args)):
         with lion.common_weights():  # No meeting, because a user may save on rank 0 alone.
-            original(output_dir, _internal_call)
+            original(output_dir, *args, **kwargs)
         return
     try:
         # Trainer calls a checkpoint the best if its folder exists, so all ranks must find it.
@@ -293,7 +294,7 @@ def _save_model(
         if trainer.args.should_save:
             # The file of an earlier save would make a partial checkpoint look complete.
             Path(output_dir, TRAINER_STATE).unlink(missing_ok=True)
-        original(output_dir, _internal_call)
+        original(output_dir, *args, **kwargs)
     except BaseException as error:
         if is_sharded(trainer.accelerator):
             raise

@@ -155,11 +155,11 @@ class SavesOnRank0(Trainer):
 
     full_disk = False
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    def save_model(self, output_dir: str | None = None, **kwargs: Any) -> None:
         if self.is_world_process_zero():
             if self.full_disk:
                 raise OSError("no space left")
-            super().save_model(output_dir, _internal_call)
+            super().save_model(output_dir, **kwargs)
 
 
 def save_on_rank_0(rank: int, world_size: int, folder: str, full_disk: bool) -> str:
