@@ -431,18 +431,14 @@ class DistributedLion(LionState):
             return Agreed([tensors.finite], [tensors.present])
         ranks = self._topology()
         agreed = self._meet(Kind.STEP, failure, tensors.present, tensors.finite)
-        if not self._stepped:
-            ranks.form()  # A collective, which needs the options that were just compared.
-        voter_of_rank = ranks.voter_of_rank
-        return agreed if voter_of_rank is None else agreed.by_voter(voter_of_rank)
+        ranks.form()  # A collective, which needs the options that were just compared.
+        return agreed if ranks.voters is ranks.everyone else agreed.by_voter(ranks.voter_of_rank)
 
     def _step_together(self, tensors: Tensors, agreed: Agreed) -> None:
         """Votes and moves by the verdict, the same on all ranks, and then runs periodic tasks."""
         plan, ranks, turn = self._plan, self._ranks, self._turn()
-        voter_of_rank = None if ranks is None else ranks.voter_of_rank
-        finite = agreed.finite
-        if voter_of_rank is not None:
-            finite = [agreed.finite[voter] for voter in voter_of_rank]
+        voter_of_rank = [0] if ranks is None else ranks.voter_of_rank
+        finite = [agreed.finite[voter] for voter in voter_of_rank]
         self.wire.abstentions += self._abstentions.count(finite)
         self._abstentions.check()
         if not any(agreed.moves):
@@ -606,8 +602,9 @@ class DistributedLion(LionState):
         The state dict of any rank then fits all ranks. Bytes per rank: 8 (N - 1) / N per element.
         """
         if self._world_size() > 1:
-            momenta = [self._flat_momentum(p) for p in self._planned()[1]]
-            average_whole(momenta, self._topology().voters)
+            ranks = self._topology()
+            ranks.form()
+            average_whole([self._flat_momentum(p) for p in self._planned()[1]], ranks.voters)
 
     def _warnings(self, tensors: Tensors, ranks: Topology) -> list[str]:
         """Returns the warnings of rank 0: equal gradients, or momenta after a load.

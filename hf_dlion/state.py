@@ -227,14 +227,16 @@ class LionState(torch.optim.Optimizer):
     def _topology(self) -> Topology:
         """Returns the groups of ranks. With `replicate`, the first call is a collective."""
         if self._ranks is None:
-            self._ranks = Topology(
+            ranks = Topology(
                 self.process_group,
                 self.options.local_group,
                 self.wire,
                 replicate=self._replicate,
                 device=groups.named(self.param_groups)[0][1].device,
             )
-            self._meetings = Meetings(self._ranks.everyone, self._ranks.same_parts)
+            if self._replicate is not None:
+                ranks.form()  # A collective.
+            self._ranks, self._meetings = ranks, Meetings(ranks.everyone, ranks.same_parts)
         return self._ranks
 
     def meet(self, kind: Kind, failure: BaseException | None) -> Topology | None:
@@ -283,7 +285,7 @@ class LionState(torch.optim.Optimizer):
         their `failure`, or Disagreement.
         """
         ranks = self._ranks
-        if self.options.vote_every == 1 or ranks is None or not ranks.is_formed or not ranks.node:
+        if self.options.vote_every == 1 or ranks is None or ranks.node is None:
             return finite, list(present)
         try:
             return agree_in_node(ranks.node, kind, finite and failure is None, present)

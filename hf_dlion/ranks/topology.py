@@ -6,7 +6,6 @@ node 1: ranks c d      voters  {a c} {b d}: votes are exchanged
 
 from __future__ import annotations
 
-import functools
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -31,13 +30,15 @@ _created_groups: weakref.WeakKeyDictionary[
 class Topology:
     """Collectives of all ranks, of the voters, and of this rank's node.
 
-    `form` communicates: it creates the process groups of nodes, or gathers the ranks of each
-    replica. All ranks must call it together, after a meeting of `everyone` has verified that their
-    options are equal. The first use of `voters`, `node`, or `same_parts` calls it.
+    Every rank votes until `form` was called.
 
     Attributes:
         everyone: All ranks, which exchange headers.
+        voters: The ranks that exchange votes with this one; `voters.rank` is the voter's number.
+        node: The ranks of this rank's node; None if every rank votes.
         local_size: Ranks per node; 1 if every rank votes.
+        voter_of_rank: Number of each rank's voter, which is a rank, a node, or a replica.
+        same_parts: Groups of ranks that hold the same parts; None if parameters aren't sharded.
     """
 
     def __init__(
@@ -66,71 +67,47 @@ class Topology:
         if local_group is not None and replicate is not None:
             raise ValueError("local_group cannot be combined with FSDP2's replicas")
         self._stats, self._device = stats or WireStats(), device
-        self.everyone = Wire(group, self._stats, device=device)
+        self._local_group, self._replicate = local_group, replicate
+        self._is_formed = False
+        self.everyone = self.voters = Wire(group, self._stats, device=device)
+        self.node: Wire | None = None
         self.local_size = 1
-        self._local_group = local_group
-        self._replicate = replicate
-        self._node: Wire | None = None
-        self._same_parts: list[list[int]] | None = None
-
-    def form(self) -> None:
-        """Creates or gathers the groups at the first call; all ranks must call this together."""
-        _ = self.voters
+        self.voter_of_rank = list(range(self.everyone.world_size))
+        self.same_parts: list[list[int]] | None = None
 
     @property
-    def is_formed(self) -> bool:
-        """Whether the groups exist, on this rank and so on all."""
-        return "voters" in vars(self)
-
-    @functools.cached_property
-    def voters(self) -> Wire:
-        """The ranks that exchange votes with this one; `voters.rank` is the voter's number."""
-        if self._replicate is not None:
-            return self._with_replicas(self._replicate)
-        if self._local_group is not None:
-            return self._with_nodes(self._local_group)
-        return self.everyone
-
-    @functools.cached_property
-    def node(self) -> Wire | None:
-        """The ranks of this rank's node; None if every rank votes."""
-        self.form()
-        return self._node
-
-    @functools.cached_property
-    def same_parts(self) -> list[list[int]] | None:
-        """Groups of ranks that hold the same parts; None if all ranks hold complete parameters."""
-        if self._replicate is not None:
-            self.form()
-        return self._same_parts
-
-    @functools.cached_property
-    def voter_of_rank(self) -> list[int] | None:
-        """Number of each rank's voter, its node or its replica; None if every rank votes."""
-        self.form()
-        if self.same_parts is not None:
-            number = {rank: k for ranks in self.same_parts for k, rank in enumerate(ranks)}
-            return [number[rank] for rank in range(self.everyone.world_size)]
-        if self.local_size == 1:
-            return None
-        return [rank // self.local_size for rank in range(self.everyone.world_size)]
-
-    @functools.cached_property
     def voter(self) -> int:
         """Number of this rank's voter."""
-        rank = self.everyone.rank
-        return rank if self.voter_of_rank is None else self.voter_of_rank[rank]
+        return self.voter_of_rank[self.everyone.rank]
 
-    def _with_replicas(self, group: dist.ProcessGroup) -> Wire:
-        """Gathers which ranks hold the same parts. Bytes per rank: 64 * (N - 1)."""
-        voters = Wire(group, self._stats, device=self._device)
-        # Ranks that hold the same parts send the same first rank. This is a header, so that it
-        # matches the header of a rank without `replicate`, and `check_kinds` finds that rank.
-        first, size = min(voters.ranks), voters.world_size
-        header = Header(WIRE_VERSION, Kind.REPLICATE, optimizer=first, step=size, flags=FINITE)
-        table = self.everyone.gather_words(header, "the replicas").tolist()
+    def form(self) -> None:
+        """Creates the groups of nodes, or gathers the ranks of each replica, at the first call.
+
+        All ranks must call this together. Bytes per rank: 64 * (N - 1) with nodes or replicas.
+
+        Raises:
+            Disagreement: On every rank, if the ranks can't form groups.
+        """
+        if not self._is_formed:
+            if self._replicate is not None:
+                self._form_replicas(self._replicate)
+            elif self._local_group is not None:
+                self._form_nodes(self._local_group)
+            self._is_formed = True
+
+    def _gather(self, header: Header, what: str) -> list[Header]:
+        """Returns all ranks' headers of one kind, which match those of a rank in a meeting."""
+        table = self.everyone.gather_words(header, what).tolist()
         headers = [Header(*words) for words in table]
         check_kinds([header.kind for header in headers])
+        return headers
+
+    def _form_replicas(self, group: dist.ProcessGroup) -> None:
+        voters = Wire(group, self._stats, device=self._device)
+        # Ranks that hold the same parts send the same first rank.
+        first, size = min(voters.ranks), voters.world_size
+        header = Header(WIRE_VERSION, Kind.REPLICATE, optimizer=first, step=size, flags=FINITE)
+        headers = self._gather(header, "the replicas")
         firsts, sizes = [h.optimizer for h in headers], [h.step for h in headers]
         same_parts = [
             [rank for rank, other in enumerate(firsts) if other == first]
@@ -142,18 +119,18 @@ class Topology:
                 f"sizes are {sizes} and their first ranks {firsts} in rank order: pass each rank's "
                 f"own group of one device mesh that contains all ranks"
             )
-        self._same_parts = same_parts
-        return voters
+        self.voters, self.same_parts = voters, same_parts
+        for ranks in same_parts:
+            for number, rank in enumerate(ranks):
+                self.voter_of_rank[rank] = number
 
-    def _with_nodes(self, local_group: Literal["node"] | int) -> Wire:
-        """Creates the groups of nodes and of voters. Bytes per rank: 64 * (N - 1)."""
+    def _form_nodes(self, local_group: Literal["node"] | int) -> None:
         everyone = self.everyone
         size, place, failure = 0, 0, None
         try:
             size, place = _place_in_node(local_group, os.environ)
         except ValueError as error:  # The other ranks wait for this one.
             failure = error
-        # A header, as in `_with_replicas`.
         header = Header(
             WIRE_VERSION,
             Kind.NODES,
@@ -163,23 +140,21 @@ class Topology:
             # torch derives a new group's name from the number of groups that its members are in.
             options=len(distributed_c10d._world.pg_names),
         )
-        table = everyone.gather_words(header, "the nodes").tolist()
-        headers = [Header(*words) for words in table]
-        check_kinds([header.kind for header in headers])
+        headers = self._gather(header, "the nodes")
         if any(header.failed for header in headers):
             raise_together(failure, everyone, "local_group")
         size = _checked_size(headers)
         if size == 1:
-            return everyone
-        first = everyone.rank - everyone.rank % size
-        members = range(first, first + size)
-        peers = range(everyone.rank % size, everyone.world_size, size)
-        self.local_size = size
-        everyone.neighbors = size - 1
+            return
         # First nodes, then voters: one order on every rank, so no two ranks wait for each other.
-        node = _group(everyone, members)
-        self._node = Wire(node, self._stats, in_node=True, device=self._device)
-        return Wire(_group(everyone, peers), self._stats, device=self._device)
+        first = everyone.rank - everyone.rank % size
+        node = _group(everyone, range(first, first + size))
+        voters = _group(everyone, range(everyone.rank % size, everyone.world_size, size))
+        everyone.neighbors = size - 1
+        self.node = Wire(node, self._stats, in_node=True, device=self._device)
+        self.voters = Wire(voters, self._stats, device=self._device)
+        self.local_size = size
+        self.voter_of_rank = [rank // size for rank in self.voter_of_rank]
 
 
 def _place_in_node(

@@ -28,6 +28,7 @@ def described(topology: Topology) -> tuple[Any, ...]:
 def every_rank_votes(rank: int, world_size: int, local_group: int | None) -> Any:
     stats = WireStats()
     topology = Topology(None, local_group, stats)
+    topology.form()
     assert topology.voters is topology.everyone
     assert topology.same_parts is None
     assert topology.everyone.group is dist.group.WORLD
@@ -44,8 +45,9 @@ def test_every_rank_votes_without_nodes(pools: RankPools, local_group: int | Non
 def nodes(rank: int, world_size: int, size: int) -> Any:
     stats = WireStats()
     topology = Topology(None, size, stats)
-    assert topology.same_parts is None
     assert stats.bytes_sent == 0
+    topology.form()
+    assert topology.same_parts is None
     found = described(topology)
     before = stats.bytes_sent, stats.node_bytes_sent
     assert topology.node is not None
@@ -53,6 +55,7 @@ def nodes(rank: int, world_size: int, size: int) -> Any:
     between = topology.voters.gather_words([rank], "a word").view(-1).tolist()
     topology.everyone.gather_words([rank], "a word")
     again = Topology(None, size)
+    again.form()
     assert again.voters.group is topology.voters.group
     sent = stats.bytes_sent - before[0], stats.node_bytes_sent - before[1]
     return found, inside, between, topology.voters.rank, sent
@@ -80,7 +83,9 @@ def from_environment(rank: int, world_size: int, variables: list[dict[str, str]]
         os.environ.pop(name, None)
     os.environ.update(variables[rank])
     try:
-        return described(Topology(None, "node"))
+        topology = Topology(None, "node")
+        topology.form()
+        return described(topology)
     except (Disagreement, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -148,7 +153,7 @@ def other_groups(rank: int, world_size: int) -> str:
     group = dist.new_group()
     assert group is not None
     with pytest.raises(Disagreement) as caught:
-        _ = Topology(group, 2).voters
+        Topology(group, 2).form()
     return str(caught.value)
 
 
@@ -164,6 +169,7 @@ def mesh(rank: int, world_size: int) -> Any:
     part = whole["replicate"]
     stats = WireStats()
     topology = Topology(replicate=part.get_group(), stats=stats)
+    topology.form()
     assert topology.node is None
     assert topology.everyone.world_size == 4
     found = topology.voters.gather_words([rank], "a word").view(-1).tolist()
@@ -191,7 +197,7 @@ def test_control_messages_travel_from_the_parameters_device(
 def uneven(rank: int, world_size: int) -> str:
     groups = [dist.new_group([0, 1]), dist.new_group([2])]
     with pytest.raises(Disagreement) as caught:
-        _ = Topology(replicate=groups[rank == 2]).voters
+        Topology(replicate=groups[rank == 2]).form()
     return str(caught.value)
 
 

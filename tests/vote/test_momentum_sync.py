@@ -221,6 +221,7 @@ def in_replicas(rank: int, world_size: int) -> tuple[list[float], list[float]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     LASTING.update(mesh.get_all_groups())
     ranks = Topology(replicate=mesh["replicate"].get_group())
+    ranks.form()
     # Ranks with the same shard share a column of the mesh. Sizes of shards differ a lot.
     parts = [torch.randn(64, generator=torch.Generator().manual_seed(r)) for r in range(4)]
     parts = [part * (1 if r % 2 else 10) for r, part in enumerate(parts)]
