@@ -320,9 +320,8 @@ class LionState(torch.optim.Optimizer):
             options["frozen parameters"] = [
                 name for name, p in groups.named(self.param_groups) if not p.requires_grad
             ]
-        hyperparameters: list[dict[str, object]] = []
         try:
-            hyperparameters = groups.hyperparameters(self.param_groups)
+            options |= groups.hyperparameters(self.param_groups)
             if callable(self.options.momentum_sync):
                 chosen = groups.selection(self.param_groups, self.options, "momentum_sync")
                 options["choices of momentum_sync"] = chosen
@@ -336,7 +335,6 @@ class LionState(torch.optim.Optimizer):
             finite=finite,
             failure=failure,
             options=options,
-            groups=hyperparameters,
             layout=self._plan.lines if self._plan is not None else [],
             present=present,
             parameters=self._common_parts,

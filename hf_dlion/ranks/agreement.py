@@ -12,7 +12,6 @@ import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -46,11 +45,11 @@ _OTHER_OPTIMIZER = (
 class Report:
     """This rank's part of a meeting.
 
-    Kind, step, options, groups, and layout must be equal on all ranks.
+    Kind, step, options, and layout must be equal on all ranks.
 
     Attributes:
         step: Number of the last step that the rank took.
-        groups: lr, betas, weight decay, and number of parameters of each group.
+        options: Options of the optimizer and hyperparameters of its groups.
         layout: One line per trainable parameter: name, shape, dtype, strides, device type, and
             whether its gradient is averaged.
         present: Whether each trainable parameter has a gradient.
@@ -61,7 +60,6 @@ class Report:
     kind: Kind
     step: int
     options: Mapping[str, object]
-    groups: Sequence[Mapping[str, object]]
     layout: Sequence[tuple[object, ...]]
     present: Sequence[bool]
     parameters: Callable[[], Sequence[tuple[str, Tensor]]]
@@ -232,7 +230,7 @@ class Meetings:
             self._number,
             report.step,
             flags=FINITE * report.finite,
-            options=digest([report.options, report.groups]),
+            options=digest(report.options),
             layout=self._lines[1],
             presence=self._present[1],
         )
@@ -249,7 +247,7 @@ class Meetings:
         return headers
 
     def _raise_options(self, report: Report) -> None:
-        difference = _first_difference("options", self._wire.gather_objects(_settings(report)))
+        difference = _first_difference("options", self._wire.gather_objects(report.options))
         raise Disagreement(
             f"{difference}. Create the optimizer with the same options on every rank, and step its "
             f"scheduler on all ranks together"
@@ -317,13 +315,6 @@ def agree_in_node(
     table = node.gather_words(packed, "which parameters have a gradient").tolist()
     rows = [unpack_bools(words, len(present)) for words in table]
     return True, [all(column) for column in zip(*rows, strict=True)]
-
-
-def _settings(report: Report) -> dict[str, Any]:
-    settings = dict(report.options)
-    for number, group in enumerate(report.groups):
-        settings |= {f"group {number} {name}": value for name, value in group.items()}
-    return settings
 
 
 def _lines(layout: Sequence[tuple[object, ...]]) -> list[str]:

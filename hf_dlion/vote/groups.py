@@ -57,8 +57,8 @@ def selection(groups: Groups, options: Options, name: str) -> list[bool]:
     return selected(name, value, named(groups))
 
 
-def hyperparameters(groups: Groups) -> list[dict[str, object]]:
-    """Returns the hyperparameters of each group, which must be equal on all ranks.
+def hyperparameters(groups: Groups) -> dict[str, object]:
+    """Returns the hyperparameters of all groups by name, which must be equal on all ranks.
 
     Raises:
         ValueError: If a learning rate is negative, infinite, or NaN, as a schedule may set it.
@@ -69,12 +69,10 @@ def hyperparameters(groups: Groups) -> list[dict[str, object]]:
                 f"lr of group {number} must be finite and at least 0 (got {group['lr']}): check "
                 f"the learning rate's schedule"
             )
-    return [
-        {
-            "lr": float(group["lr"]),
-            "betas": [float(group["betas"][0]), float(group["betas"][1])],
-            "weight_decay": float(group["weight_decay"]),
-            "parameters": len(group["params"]),
-        }
-        for group in groups
-    ]
+    found: dict[str, object] = {}
+    for number, group in enumerate(groups):
+        found[f"group {number} lr"] = float(group["lr"])
+        found[f"group {number} betas"] = [float(beta) for beta in group["betas"]]
+        found[f"group {number} weight_decay"] = float(group["weight_decay"])
+        found[f"group {number} parameters"] = len(group["params"])
+    return found

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.multiproc
 WORLD_SIZES = pytest.mark.parametrize("world_size", [2, 3])
 
 OPTIONS = {"bits": 1, "ties": "alternate", "momentum_sync": ("embed*",)}
-GROUPS = ({"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.0, "parameters": 2},)
+OPTIONS |= {"group 0 lr": 0.1, "group 0 weight_decay": 0.0}
 LAYOUT = (
     ("weight", (4, 3), torch.float32, (3, 1), None, "cpu"),
     ("bias", (4,), torch.float32, (1,), None, "cpu"),
@@ -34,7 +34,6 @@ def report(**changes: Any) -> Report:
         "kind": Kind.STEP,
         "step": 0,
         "options": OPTIONS,
-        "groups": GROUPS,
         "layout": LAYOUT,
         "present": (True, True),
         "parameters": lambda: VALUES,
@@ -125,15 +124,15 @@ DIFFERENCES = {
         "ranks differ in options, first in 'bits': {others}: 1, rank 1: 2. ",
     ),
     "missing option": (
-        {"options": {"bits": 1, "ties": "alternate"}},
+        {"options": {name: OPTIONS[name] for name in OPTIONS if name != "momentum_sync"}},
         "first in 'momentum_sync': {others}: ['embed*'], rank 1: 'missing'",
     ),
     "rate": (
-        {"groups": [GROUPS[0] | {"lr": 0.2}]},
+        {"options": OPTIONS | {"group 0 lr": 0.2}},
         "first in 'group 0 lr': {others}: 0.1, rank 1: 0.2",
     ),
     "kind of number": (
-        {"groups": [GROUPS[0] | {"weight_decay": 0}]},
+        {"options": OPTIONS | {"group 0 weight_decay": 0}},
         "first in 'group 0 weight_decay': {others}: 0.0, rank 1: 0",
     ),
     "step": ({"step": 1}, "ranks are at different steps: {others}: 0, rank 1: 1. "),
