@@ -87,11 +87,14 @@ def train(args: argparse.Namespace, accelerator: Accelerator) -> None:
 
 def main() -> None:
     """Start and end Accelerate around `train`."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
-    parser.add_argument("--output_dir", type=Path, default=Path("outputs/accelerate_loop"))
+    raw = argparse.RawDescriptionHelpFormatter  # keeps the lines of the description
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--epochs", type=int, default=4, help="Number of epochs (default: 4).")
+    parser.add_argument("--lr", type=float, default=2e-3, help="Learning rate (default: 2e-3).")
+    parser.add_argument("--resume", action="store_true", help="Continue from the checkpoint.")
+    folder = Path("outputs/accelerate_loop")
+    text = "Folder of the checkpoint (default: %(default)s)."
+    parser.add_argument("--output_dir", type=Path, default=folder, help=text)
     args = parser.parse_args()
 
     accelerator = Accelerator(

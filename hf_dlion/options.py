@@ -69,7 +69,7 @@ class Options:
         _check_choice("level_scale", self.level_scale, get_args(LevelScale))
         _check_choice("exchange", self.exchange, get_args(ExchangeName))
         if type(self.bits) is not int or self.bits not in (1, 2, 4, 8):
-            raise ValueError(f"bits must be 1, 2, 4 or 8 (got {self.bits!r})")
+            raise ValueError(f"bits must be 1, 2, 4, or 8 (got {self.bits!r})")
         _check_integer("seed", self.seed, 0, 2**64 - 1)
         _check_integer("max_abstained_steps", self.max_abstained_steps, 1, 2**31 - 1)
         _check_integer("check_replicas_every", self.check_replicas_every, 0, 2**31 - 1)
@@ -115,7 +115,7 @@ class Options:
         syncs = self.momentum_sync_every > 0
         needs = {
             "ties": (self.aggregation == "majority", "aggregation='majority'"),
-            "level_scale": (self.bits > 1 and not local, "bits=2, 4 or 8 and vote_every=1"),
+            "level_scale": (self.bits > 1 and not local, "bits=2, 4, or 8 and vote_every=1"),
             "momentum_sync": (syncs, "momentum_sync_every=k"),
             "momentum_sync_budget": (syncs and auto, "momentum_sync='auto'"),
         }
@@ -143,7 +143,7 @@ def check_group(group: Mapping[str, Any]) -> None:
         if group.get(name):
             raise ValueError(
                 f"{name}={group[name]!r} in a parameter group has no effect: DistributedLion "
-                f"has no such option; a group may have its own lr, betas and weight_decay"
+                f"has no such option; a group may have its own lr, betas, and weight_decay"
             )
     check_number("lr", group["lr"])
     check_number("weight_decay", group["weight_decay"])

@@ -33,6 +33,9 @@ _MET = "_hf_dlion_met"
 class LionState(torch.optim.Optimizer):
     """Parameter groups and momenta as torch keeps them, and the state of this process."""
 
+    wire: WireStats
+    """Counts of the bytes that this rank sent and received."""
+
     def _begin(
         self,
         options: Options,

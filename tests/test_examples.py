@@ -87,7 +87,7 @@ def sizes_of(said: str) -> list[int]:
     patterns = (
         r"([\d,]+) trained parameters, (\d+) ranks, (\d+) steps",
         r"rank 0 sent per step +([\d,]+) bytes",
-        r"a bf16 gradient all-reduce +([\d,]+) bytes",
+        r"a float32 gradient all-reduce +([\d,]+) bytes",
     )
     found = [re.search(pattern, said).groups() for pattern in patterns]
     return [int(number.replace(",", "")) for numbers in found for number in numbers]

@@ -235,5 +235,5 @@ def test_the_words_of_momentum_sync_are_patterns_elsewhere(word: str) -> None:
 
 
 def test_bits_must_be_an_integer() -> None:
-    with pytest.raises(ValueError, match=r"bits must be 1, 2, 4 or 8 \(got 2.0\)"):
+    with pytest.raises(ValueError, match=r"bits must be 1, 2, 4, or 8 \(got 2.0\)"):
         DistributedLion([filled(1.0)], bits=2.0)

@@ -32,8 +32,9 @@ work first.
 """
 _PLAN_EXAMPLES = """\
 columns: "sent" is what a rank sends in a step, "network" the part of a step that waits for the
-network, "memory" the weights, gradients, DDP's buckets, and optimizer state of a rank, without
-activations. "AdamW on one node" accumulates the batches of all nodes.
+network, "vs. no network" the ratio to a step of AdamW without network, and "memory" the weights,
+gradients, DDP's buckets, and optimizer state of a rank, without activations. "AdamW on one node"
+accumulates the batches of all nodes.
 
 examples:
   hf-dlion plan 1b --ranks 8 --ranks-per-node 4 --link 10gbit --gpu h100 --tokens 16384
@@ -100,9 +101,7 @@ def _add_options_of_plan(plan: Parser) -> None:
     add("--step-ms", above_zero, "MS", "Time of forward and backward (default: estimated).")
     tokens = "Tokens of a rank per step, with accumulation (default: 8192, on a CPU 128)."
     add("--tokens", positive, "N", tokens)
-    every = (
-        "Steps per exchange (default: so many that it takes at most 10%% of the time, up to 64)."
-    )
+    every = "Steps per exchange (default: the fewest from 2 to 64 for 10%% of the time or less)."
     add("--vote-every", positive, "K", every)
     latency = "Time of a short message between nodes (default: 0.1)."
     add("--latency-ms", above_zero, "MS", latency, default=0.1)

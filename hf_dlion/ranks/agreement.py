@@ -33,7 +33,7 @@ from hf_dlion.ranks.replicas import compare_parameters
 _START_EQUAL = (
     "Replicas must start equal: pass the parameters in the same order, and wrap the model in "
     "DistributedDataParallel, or load the same weights or set the same seed on every rank before "
-    "you build it. With vote_every, load the model, too, before you load the optimizer's state"
+    "you build it. With vote_every, also load the model before you load the optimizer's state"
 )
 _OTHER_OPTIMIZER = (
     "ranks use different optimizers: create and step several DistributedLions in the same order on "

@@ -157,7 +157,7 @@ def _option(name: str, value: str) -> Any:
         dtype = _DTYPES.get(value.lower()) or getattr(torch, value.removeprefix("torch."), None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(
-                f"optim_args: {name}={value} is not a dtype; use float32, bfloat16 or float16"
+                f"optim_args: {name}={value} is not a dtype; use float32, bfloat16, or float16"
             )
         return dtype
     if int in types:

@@ -61,12 +61,12 @@ def _above(values: Tensor, limits: Tensor | float, out: Tensor) -> None:
 def level_codes(
     u: Tensor, magnitude: Tensor, bits: int, phase: int, out: Tensor, scratch: Tensor
 ) -> Tensor:
-    """Returns the codes of votes of 2, 4 or 8 bits.
+    """Returns the codes of votes of 2, 4, or 8 bits.
 
     Args:
         u: Direction, float32 or float64, shape (64 * W,).
         magnitude: Mean of |u| for each word, dtype of `u`, shape (W,) (Lion Cub's scale).
-        bits: Bits per vote: 2, 4 or 8.
+        bits: Bits per vote: 2, 4, or 8.
         phase: Step plus rank, which decides the sign of an exact zero with 2 bits.
         out: Output, uint8, shape (2, 64 * W), overwritten; the first row is returned.
         scratch: Scratch memory, dtype and shape of `u`, overwritten.

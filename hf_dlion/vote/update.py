@@ -119,7 +119,7 @@ def encode(message: Message, grads: Flat, momenta: Flat, turn: Turn, scales: Fla
 def votes_by(source: Source, message: Message, turn: Turn, scales: Flat) -> Votes:
     """Returns the votes of a message, which encode what `source` returns.
 
-    `scales` has each tensor's magnitude, 0-D, to which votes of 2, 4 or 8 bits are relative. It is
+    `scales` has each tensor's magnitude, 0-D, to which votes of 2, 4, or 8 bits are relative. It is
     empty with level_scale="word".
     """
     bits, phase = turn.options.bits, turn.step + turn.voter

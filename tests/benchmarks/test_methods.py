@@ -227,7 +227,7 @@ def test_a_method_is_a_name_with_options_that_exist(monkeypatch: pytest.MonkeyPa
     for refused in (method_of, family):
         with pytest.raises(ValueError, match=r"only methods with DistributedLion .*, not adamw$"):
             refused("adamw:bits=4")
-    with pytest.raises(ValueError, match=r"bits must be 1, 2, 4 or 8 \(got 3\)"):
+    with pytest.raises(ValueError, match=r"bits must be 1, 2, 4, or 8 \(got 3\)"):
         method_of("majority:bits=3")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(

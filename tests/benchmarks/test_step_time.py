@@ -170,7 +170,7 @@ def test_ranks_of_a_node_vote_together(tmp_path: Path) -> None:
     ("words", "text"),
     [
         (["--methods", "magic"], "unknown method 'magic'; use one of none, alone, adamw"),
-        (["--methods", "majority:bits=3"], "bits must be 1, 2, 4 or 8 (got 3)"),
+        (["--methods", "majority:bits=3"], "bits must be 1, 2, 4, or 8 (got 3)"),
         (["--ranks=4", "--emulate=2x1gbit"], "use --local-ranks, not --ranks"),
         (["--ranks=3", "--local-ranks=2"], "--ranks (3) must be a multiple of --local-ranks (2)"),
         (["--json=/dev/null/x.json"], "/dev/null"),

@@ -416,7 +416,7 @@ def test_the_optimizers_state_alone_is_refused_between_two_exchanges(
         assert_matches("load the model and the optimizer's state_dict.. of the same", first)
         assert len(others) == 3
         for message in others:
-            assert_matches("replicas differ in .*load the model, too, before you", message)
+            assert_matches("replicas differ in .*also load the model before you", message)
 
 
 def freezes_before_a_save(rank: int, world_size: int, folder: str) -> int:

@@ -182,7 +182,7 @@ def test_the_class_route_trains_as_the_name_does_and_its_options_win(tmp_path: P
     assert "dlion/abstained" in by_class.state.log_history[0]
     for options, words in (
         ({"tie": "zero"}, "did you mean 'ties'"),
-        ({"bits": 3}, "bits must be 1, 2, 4 or 8"),
+        ({"bits": 3}, "bits must be 1, 2, 4, or 8"),
         ({"weight_decay": 0.1}, r"set TrainingArguments\(weight_decay"),
     ):
         with pytest.raises(ValueError, match=words):
