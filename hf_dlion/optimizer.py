@@ -12,6 +12,7 @@ from typing import Any, Literal, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
 import hf_dlion.ddp as ddp
@@ -271,6 +272,7 @@ class DistributedLion(LionState):
             if not swapped:
                 self._show_own()
 
+    @torch.inference_mode(False)  # Buffers that are made here serve later steps, too.
     @torch.no_grad()
     def exchange_now(self) -> None:
         """Exchanges the local steps since the last exchange; every rank must call this.
@@ -313,6 +315,7 @@ class DistributedLion(LionState):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @_disable_dynamo  # As torch's optimizers: NumPy and collectives can't be compiled.
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Takes one step; all ranks of the process group must call this together.
@@ -529,7 +532,6 @@ class DistributedLion(LionState):
         """Averages how far the ranks were moved, and runs periodic tasks; returns warnings."""
         if not any(used_anywhere):
             self._local.period = Period()
-            self._local.exchanges += 1
             return []
         trainable = self._writable()
         reset = self._local.exchange(trainable, used_anywhere, self._last_turn(), ranks)
@@ -596,6 +598,7 @@ class DistributedLion(LionState):
                 when=f" after step {self.steps}",
             )  # fmt: skip
 
+    @torch.inference_mode(False)
     def synchronize_momentum(self) -> None:
         """Replaces every momentum by its mean over the voters; every rank must call this.
 

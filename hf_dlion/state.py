@@ -5,8 +5,9 @@ It holds parameter groups, momenta, and the plan of its tensors.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from hf_dlion.vote.update import Scratch
 # Attribute of an exception that a meeting has raised, on all ranks.
 _MET = "_hf_dlion_met"
 
+_numbers = itertools.count(1)
+
 
 class LionState(torch.optim.Optimizer):
     """Parameter groups and momenta as torch keeps them, and the state of this process."""
@@ -47,6 +50,7 @@ class LionState(torch.optim.Optimizer):
         self.process_group = process_group
         self.wire = WireStats()
         self._replicate = replicate
+        self._created = next(_numbers)  # among the optimizers of this process
         self._ranks: Topology | None = None
         self._meetings: Meetings | None = None
         self._plan: Plan | None = None
@@ -61,7 +65,9 @@ class LionState(torch.optim.Optimizer):
         self._abstentions = Abstentions(options.max_abstained_steps)
         # A function has another text in every process.
         self._option_texts = {
-            name: str(value) for name, value in asdict(options).items() if not callable(value)
+            field.name: str(value)
+            for field in fields(options)
+            if not callable(value := getattr(options, field.name))
         }
 
     @property
@@ -73,7 +79,8 @@ class LionState(torch.optim.Optimizer):
         """Adds a parameter group; every rank must add the same one.
 
         Raises:
-            ValueError: If a value is out of its range or would be ignored.
+            ValueError: If a value is out of its range or would be ignored, or a parameter is in two
+                places.
             TypeError: If a value has the wrong type, or a parameter isn't a real float.
             NotImplementedError: If a parameter has gaps in memory.
         """
@@ -82,6 +89,8 @@ class LionState(torch.optim.Optimizer):
         group = self.param_groups[-1]
         group["step"] = self.steps
         try:
+            if len(set(group["params"])) < len(group["params"]):
+                raise ValueError("a parameter is in its group twice: pass each one once")
             for param in group["params"]:
                 if param.dtype not in local.DTYPES:
                     raise TypeError(
@@ -172,6 +181,8 @@ class LionState(torch.optim.Optimizer):
     def _unscale(self, grads: list[Tensor]) -> bool:
         """Unscales gradients that GradScaler left scaled; returns whether all are finite."""
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if scale is not None:  # GradScaler would multiply it into the next one if the step fails.
+            self.grad_scale = 1.0
         if found is not None and float(found) > 0:
             return False
         if scale is not None and any(grad.dtype == torch.float16 for grad in grads):
@@ -235,11 +246,12 @@ class LionState(torch.optim.Optimizer):
                 self.options.local_group,
                 self.wire,
                 replicate=self._replicate,
-                device=groups.named(self.param_groups)[0][1].device,
+                device=next((p.device for _, p in groups.named(self.param_groups)), None),
             )
             if self._replicate is not None:
                 ranks.form()  # A collective.
-            self._ranks, self._meetings = ranks, Meetings(ranks.everyone, ranks.same_parts)
+            self._meetings = Meetings(ranks.everyone, self._created, ranks.same_parts)
+            self._ranks = ranks
         return self._ranks
 
     def meet(self, kind: Kind, failure: BaseException | None) -> Topology | None:
@@ -381,7 +393,16 @@ class LionState(torch.optim.Optimizer):
         self._abstentions = Abstentions(self.options.max_abstained_steps)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what pickle and deepcopy copy, without the process group."""
+        """Returns what pickle and deepcopy copy.
+
+        Raises:
+            TypeError: If the optimizer has a process group of its own, which can't be copied.
+        """
+        if self.process_group is not None or self._replicate is not None:
+            raise TypeError(
+                "a DistributedLion with process_group or replicate can't be copied or pickled: "
+                "create another one, and load state_dict() into it"
+            )
         return {**super().__getstate__(), "options": self.options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import threading
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -237,3 +240,193 @@ def test_the_words_of_momentum_sync_are_patterns_elsewhere(word: str) -> None:
 def test_bits_must_be_an_integer() -> None:
     with pytest.raises(ValueError, match=r"bits must be 1, 2, 4, or 8 \(got 2.0\)"):
         DistributedLion([filled(1.0)], bits=2.0)
+
+
+def exchanges_nothing(rank: int, world_size: int) -> list[float]:
+    """Calls `exchange_now` before an evaluation that follows an exchange."""
+    param = filled(1.0)
+    optimizer = DistributedLion([("w", param)], lr=0.01, vote_every=2, check_replicas_every=2)
+    found = []
+    for _ in range(8):
+        optimizer.exchange_now()
+        for _ in range(2):
+            param.grad = torch.full_like(param, (-1.0) ** rank)
+            before = optimizer.wire.bytes_sent
+            optimizer.step()
+        found.append(optimizer.wire.bytes_sent - before)
+    return found
+
+
+@multiproc
+def test_replicas_are_compared_if_empty_exchanges_come_between(pools: RankPools) -> None:
+    first, *found = pools(2).run(exchanges_nothing)[0]
+    assert found[1::2] == [found[1]] * 3
+    assert found[0::2] == [found[1] + 24] * 4, first
+
+
+def steps_twins_from_a_set(rank: int, world_size: int) -> str:
+    params = [filled(1.0), filled(1.0)]
+    optimizers = [DistributedLion([("w", param)]) for param in params]
+    first, second = optimizers[:: (-1) ** rank]
+    first.step()
+    with pytest.raises(Disagreement) as caught:
+        second.step()
+    return str(caught.value)
+
+
+@multiproc
+def test_equal_optimizers_that_step_in_another_order_are_refused(pools: RankPools) -> None:
+    for text in pools(2).run(steps_twins_from_a_set):
+        assert text.startswith("ranks use different optimizers: ")
+
+
+def changes_the_layout_after_eval(rank: int, world_size: int) -> None:
+    model = nn.Conv2d(3, 4, 3)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, (-1.0) ** rank)
+    optimizer = DistributedLion(model.named_parameters(), lr=0.01, vote_every=4)
+    optimizer.step()
+    optimizer.eval()
+    model.to(memory_format=torch.channels_last)
+    with pytest.raises(RuntimeError, match="dtype or memory layout was changed"):
+        optimizer.train()
+
+
+@multiproc
+def test_a_layout_changed_between_eval_and_train_is_refused(pools: RankPools) -> None:
+    pools(2).run(changes_the_layout_after_eval)
+
+
+def compiles_the_step(rank: int, world_size: int, vote_every: int) -> None:
+    def trained(compiled: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(64, 2)
+        optimizer = DistributedLion(model.named_parameters(), lr=0.01, vote_every=vote_every)
+
+        def train(x: torch.Tensor) -> None:
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step = torch.compile(train, backend="eager") if compiled else train
+        for number in range(4):
+            generator = torch.Generator().manual_seed(10 * number + rank)
+            step(torch.randn(2, 64, generator=generator))
+        return model.weight.detach()
+
+    torch.testing.assert_close(trained(True), trained(False), rtol=0, atol=0)
+
+
+@multiproc
+@pytest.mark.parametrize("vote_every", [1, 2])
+def test_a_compiled_function_may_step(pools: RankPools, vote_every: int) -> None:
+    pools(2).run(compiles_the_step, vote_every)
+
+
+def exchanges_in_inference_mode(rank: int, world_size: int) -> None:
+    param = filled(1.0)
+    optimizer = DistributedLion([("w", param)], lr=0.01, vote_every=2)
+    optimizer.step()
+    with torch.inference_mode():
+        optimizer.synchronize_momentum()
+        optimizer.exchange_now()
+        optimizer.eval()
+        optimizer.train()
+    for _ in range(2):
+        optimizer.step()
+    assert optimizer.wire.exchanges == 2
+    assert is_equal_everywhere(optimizer.state[param]["exp_avg"])
+
+
+@multiproc
+def test_an_evaluation_in_inference_mode_may_exchange(pools: RankPools) -> None:
+    pools(2).run(exchanges_in_inference_mode)
+
+
+def recovers_from_abstentions(rank: int, world_size: int) -> list[int]:
+    param = filled(1.0)
+    optimizer = DistributedLion([param], lr=0.01, vote_every=2, max_abstained_steps=3)
+    raised = []
+    for number in range(10):
+        param.grad = torch.full_like(param, math.nan if rank and number < 3 else 1.0)
+        try:
+            optimizer.step()
+        except RuntimeError:
+            raised.append(number)
+    return raised
+
+
+@multiproc
+def test_local_steps_go_on_after_the_error_about_abstentions(pools: RankPools) -> None:
+    assert pools(2).run(recovers_from_abstentions) == [[3], [3]]
+
+
+class Chooser:
+    """Something that can't be copied, as a Trainer can't."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def choose(self, name: str, param: torch.Tensor) -> bool:
+        return name == "norm"
+
+
+def test_a_method_may_select_parameters() -> None:
+    optimizer = DistributedLion([("norm", filled(1.0))], full_precision=Chooser().choose)
+    optimizer.step()
+    assert optimizer.steps == 1
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_parameter_that_is_passed_twice_is_refused() -> None:
+    param = filled(1.0)
+    with pytest.raises(ValueError, match="a parameter is in its group twice"):
+        DistributedLion([param, param])
+
+
+def scales_after_an_error(rank: int, world_size: int) -> list[float]:
+    param = nn.Parameter(torch.ones(128))
+    optimizer = DistributedLion([param], lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    found = []
+    for number in range(3):
+        scaler.scale((param * 2.0).sum()).backward()
+        optimizer.param_groups[0]["lr"] = 0.02 if (rank, number) == (1, 1) else 0.01
+        try:
+            scaler.step(optimizer)
+        except Disagreement:
+            assert number == 1
+        assert param.grad is not None
+        found.append(float(param.grad[0]))
+        scaler.update()
+        optimizer.zero_grad()
+    return found
+
+
+@multiproc
+def test_gradients_are_unscaled_once_after_a_step_that_raised(pools: RankPools) -> None:
+    assert pools(2).run(scales_after_an_error) == [[2.0] * 3] * 2
+
+
+def copies(rank: int, world_size: int) -> None:
+    optimizer = DistributedLion([filled(1.0)], process_group=dist.group.WORLD)
+    with pytest.raises(TypeError, match="can't be copied or pickled"):
+        copy.deepcopy(optimizer)
+
+
+@multiproc
+def test_a_copy_would_lose_its_process_group(pools: RankPools) -> None:
+    pools(2).run(copies)
+
+
+def has_no_parameters(rank: int, world_size: int) -> str:
+    optimizer = DistributedLion([{"params": [filled(1.0)] if rank else []}])
+    with pytest.raises(Disagreement) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+@multiproc
+def test_a_rank_without_parameters_is_named(pools: RankPools) -> None:
+    for text in pools(2).run(has_no_parameters):
+        assert "first in 'group 0 parameters': rank 0: 0, rank 1: 1" in text

@@ -8,7 +8,6 @@ gather alone, so all ranks take the same ones.
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -106,12 +105,10 @@ class Agreed:
 class _Optimizers:
     """The optimizers of one process group.
 
-    `created` counts those that this rank created, and `met` those that have met, equal on every
-    rank. `twins` has creation numbers by rank of those that have met, by hashes of layout and
-    values.
+    `met` counts those that have met, equal on every rank. `twins` has creation numbers by rank of
+    those that have met, by hashes of layout and values.
     """
 
-    created: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     met: int = 0
     twins: dict[tuple[int, ...], list[list[int]]] = field(default_factory=dict)
 
@@ -142,6 +139,7 @@ class Abstentions:
         longest = max(self._in_a_row, default=0)
         if longest >= self._limit:
             ranks = [rank for rank, count in enumerate(self._in_a_row) if count == longest]
+            self._in_a_row = []
             raise RuntimeError(
                 f"gradients of {named_ranks(ranks)} held a NaN or an Inf in {longest} steps in a "
                 f"row: lower the learning rate, check that rank's data, or raise "
@@ -152,15 +150,18 @@ class Abstentions:
 class Meetings:
     """Meetings of one optimizer with the same optimizer on the other ranks."""
 
-    def __init__(self, wire: Wire, same_parts: Sequence[Sequence[int]] | None = None) -> None:
+    def __init__(
+        self, wire: Wire, created: int, same_parts: Sequence[Sequence[int]] | None = None
+    ) -> None:
         """Doesn't communicate.
 
+        `created` is the number of the optimizer among those that this process created.
         `same_parts` has the groups of ranks that hold the same parts of sharded parameters
         (default: all ranks hold complete parameters).
         """
         self._wire, self._same_parts = wire, same_parts
         self._optimizers = _optimizers.setdefault(wire.group, _Optimizers())
-        self._created = next(self._optimizers.created)
+        self._created = created
         self._number = 0  # among the optimizers that have met; 0 before the first meeting
         self._layout: int | None = None  # hash of the layout whose values were compared
         # Lines and presence of the last meeting with their hashes, which mostly stay the same.

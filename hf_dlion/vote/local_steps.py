@@ -289,6 +289,7 @@ class LocalSteps:
 
     def show_own(self, trainable: Trainable, turn: Turn) -> None:
         """Puts the own weights back, bit for bit."""
+        self.check(trainable, turn)  # Their order in memory must be that of `show_anchors`.
         for p, flat in zip(trainable.params, trainable.flat, strict=True):
             kept = self.anchors.get(p)
             if kept is None:

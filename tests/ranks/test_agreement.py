@@ -59,7 +59,7 @@ def refused(meetings: Meetings, said: Report) -> str:
 
 def agreed_steps(rank: int, world_size: int) -> Any:
     wire = wire_of()
-    meetings = Meetings(wire)
+    meetings = Meetings(wire, 1)
     calls, sent, found = [], [0], []
 
     def values() -> list[tuple[str, torch.Tensor]]:
@@ -94,7 +94,7 @@ def present_apart(rank: int, world_size: int, parameters: int) -> Any:
     wire = wire_of()
     layout = [(f"p{number}",) for number in range(parameters)]
     present = [(number * 7 + rank) % 3 > 0 for number in range(parameters)]
-    meetings = Meetings(wire)
+    meetings = Meetings(wire, 1)
     meetings.meet(report(layout=layout, present=[True] * parameters))
     before = wire.stats.bytes_sent
     found = meetings.meet(report(layout=layout, present=present))
@@ -164,7 +164,7 @@ NEW_DIFFERENCES = {
 
 def differ(rank: int, world_size: int, case: str, first: bool) -> Any:
     wire = wire_of()
-    meetings = Meetings(wire)
+    meetings = Meetings(wire, 1)
     if not first:
         meetings.meet(report())
     changes = (DIFFERENCES | NEW_DIFFERENCES)[case][0] if rank == 1 else {}
@@ -198,7 +198,7 @@ def test_parameters_must_start_equal(pools: RankPools, world_size: int, case: st
 
 
 def unfrozen(rank: int, world_size: int) -> Any:
-    meetings = Meetings(wire_of())
+    meetings = Meetings(wire_of(), 1)
     meetings.meet(report(layout=LAYOUT[:1], present=(True,)))
     changed = [("weight", torch.tensor(1.0)), ("bias", torch.tensor(2.0 + rank))]
     text = refused(meetings, report(step=1, parameters=lambda: changed))
@@ -213,7 +213,7 @@ def test_a_new_layout_compares_values_again(pools: RankPools) -> None:
 
 
 def sharded(rank: int, world_size: int, odd: int) -> str:
-    meetings = Meetings(wire_of(), same_parts=[[0, 2], [1, 3]])
+    meetings = Meetings(wire_of(), 1, same_parts=[[0, 2], [1, 3]])
     values = [("weight", torch.tensor(10.0 + rank % 2 + 5 * (rank == odd)))]
     if odd < 0:
         meetings.meet(report(parameters=lambda: values))
@@ -231,7 +231,7 @@ def test_shards_are_compared_with_the_same_shards(pools: RankPools, odd: int, na
 
 
 def other_version(rank: int, world_size: int) -> str:
-    meetings = Meetings(wire_of())
+    meetings = Meetings(wire_of(), 1)
     before = agreement.WIRE_VERSION
     agreement.WIRE_VERSION = 5 if rank == 1 else 1
     try:
@@ -254,8 +254,8 @@ def test_another_version_is_refused_by_all(pools: RankPools, world_size: int) ->
 
 def two_optimizers(rank: int, world_size: int, case: str) -> list[str]:
     wire = wire_of()
-    extra = Meetings(wire) if (rank, case) == (1, "an unused one") else None
-    a, b = Meetings(wire), Meetings(wire)
+    created = 2 if (rank, case) == (1, "an unused one") else 1
+    a, b = Meetings(wire, created), Meetings(wire, created + 1)
     if case == "crossed at first":
         a.meet(report()) if rank == 0 else b.meet(report())
         return [refused(b if rank == 0 else a, report())]
@@ -264,8 +264,7 @@ def two_optimizers(rank: int, world_size: int, case: str) -> list[str]:
     if case == "crossed later":
         return [refused(b if rank == 1 else a, report(step=1))]
     if case == "a new one":
-        return [refused(Meetings(wire) if rank == 1 else a, report(step=1))]
-    del extra
+        return [refused(Meetings(wire, 3) if rank == 1 else a, report(step=1))]
     for step in (1, 2):
         a.meet(report(step=step))
         b.meet(report(step=step))
@@ -308,7 +307,7 @@ def of_failure(kind: str) -> BaseException:
 
 
 def failing(rank: int, world_size: int, kind: str) -> str:
-    meetings = Meetings(wire_of())
+    meetings = Meetings(wire_of(), 1)
     meetings.meet(report())
     if rank == 1:
         failure = of_failure(kind)
@@ -342,7 +341,7 @@ def test_a_failure_is_raised_on_its_rank_and_named_on_the_others(
 
 
 def failing_inside(rank: int, world_size: int, place: str) -> str:
-    meetings = Meetings(wire_of())
+    meetings = Meetings(wire_of(), 1)
 
     def values() -> list[tuple[str, torch.Tensor]]:
         raise MemoryError("too large")

@@ -79,6 +79,9 @@ class LocalLions(Lions):
 
     def exchange(self) -> None:
         """Exchanges how far every rank was moved since the last exchange."""
+        if not any(self.used):
+            self.taken, self.factors = 0, [1.0 for _ in self.params]
+            return
         self.exchanges += 1
         layout, e = self.layout, self.exchanges
         wide = np.float64 if self.params[0].dtype == torch.float64 else np.float32
