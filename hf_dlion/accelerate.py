@@ -17,6 +17,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -87,14 +88,6 @@ def attach(accelerator: Accelerator, model: nn.Module) -> None:
             "the accelerator has no DistributedLion with parameters of this model: call "
             "hf_dlion.accelerate.attach(accelerator, model) after model, optimizer = "
             "accelerator.prepare(model, optimizer)"
-        )
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched > accelerator.num_processes:
-        raise RuntimeError(
-            f"WORLD_SIZE={launched}, but the Accelerator knows of {accelerator.num_processes} "
-            f"process and gives every process all of the data. Without GPUs, use "
-            f"Accelerator(cpu=True). With GPUs, start the ranks with torchrun or accelerate launch "
-            f"--multi_gpu"
         )
     if accelerator.num_processes == 1:
         _warn_alone()
@@ -170,23 +163,38 @@ def replicas_of(accelerator: Any) -> DeviceMesh | None:
     return mesh
 
 
-def refuse_unsupported(accelerator: Any) -> None:
-    """Refuses an accelerator that leaves a rank without gradients of its own.
+def refuse_unsupported(accelerator: Any, *ways: str) -> None:
+    """Refuses an accelerator that leaves a rank without gradients or data of its own.
+
+    `ways` are such ways to train that a Trainer uses.
 
     Raises:
         NotImplementedError: If it does; the message says what works instead.
-        RuntimeError: If `parallelism_config` is used without FSDP2.
+        RuntimeError: If there are more ranks than the accelerator knows of, or
+            `parallelism_config` is used without FSDP2.
     """
-    kind = _UNSUPPORTED.get(getattr(accelerator.distributed_type, "value", ""), "")
-    config = getattr(accelerator, "parallelism_config", None)
-    for name in _UNSUPPORTED_SIZES:
-        if (getattr(config, name, None) or 1) > 1:
-            kind = f"{name}={getattr(config, name)} in a ParallelismConfig"
-    if kind and replicas_of(accelerator) is None:
+    kinds = list(ways)
+    if replicas_of(accelerator) is None:
+        kinds.append(_UNSUPPORTED.get(getattr(accelerator.distributed_type, "value", ""), ""))
+        config = getattr(accelerator, "parallelism_config", None)
+        sizes = {name: getattr(config, name, None) or 1 for name in _UNSUPPORTED_SIZES}
+        kinds += [f"{name}={n} in a ParallelismConfig" for name, n in sizes.items() if n > 1]
+    for kind in filter(None, kinds):
         raise NotImplementedError(
-            f"DistributedLion doesn't work with {kind}, because its ranks have no gradients of "
-            f"their own. Use DDP (torchrun, or accelerate launch --multi_gpu), or FSDP2 inside "
-            f"each replica with hf_dlion.accelerate.parallelism_config"
+            f"DistributedLion doesn't work with {kind}: every rank needs gradients of its own. Use "
+            f"DDP (torchrun, or accelerate launch --multi_gpu), or FSDP2 inside each replica with "
+            f"hf_dlion.accelerate.parallelism_config"
+        )
+    launched = int(os.environ.get("WORLD_SIZE") or 1)
+    if dist.is_available() and dist.is_initialized():
+        launched = dist.get_world_size()
+    if launched > accelerator.num_processes:
+        raise RuntimeError(
+            f"{launched} processes were started, but Accelerate knows of "
+            f"{accelerator.num_processes} and gives every process all of the data. Without GPUs, "
+            f"set TrainingArguments(use_cpu=True) or Accelerator(cpu=True). With GPUs, start the "
+            f"ranks with torchrun or accelerate launch --multi_gpu. To train with one process, "
+            f"unset WORLD_SIZE"
         )
 
 
@@ -211,7 +219,8 @@ def _refuse_other_optimizers(accelerator: Accelerator) -> None:
 def _warn_alone() -> None:
     warnings.warn(
         "this process trains alone, so DistributedLion exchanges nothing and is plain Lion. Start "
-        "several processes with torchrun or accelerate launch --multi_gpu",
+        "several processes with torchrun or accelerate launch --multi_gpu (without GPUs, also set "
+        "ACCELERATE_USE_CPU=true)",
         stacklevel=3,
     )
 

@@ -136,9 +136,8 @@ def main(argv: list[str] | None = None) -> None:
         _fail(f"{first} comes before the script: put options after the script's name")
     elif not os.path.isfile(first):
         _fail(f"{first}: no such script")
-    for note in (name_interface(), _note_alone()):
-        if note and os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"hf_dlion.launch: {note}", file=sys.stderr)
+    if (note := name_interface()) and os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"hf_dlion.launch: {note}", file=sys.stderr)
     import torch.distributed as dist
 
     import hf_dlion  # Not earlier: it takes seconds, and a usage error doesn't need it.
@@ -176,19 +175,6 @@ def _run(argv: list[str]) -> None:
         # As `python SCRIPT` does; -m put the current folder there.
         sys.path[0] = os.path.dirname(os.path.realpath(argv[0]))
     runpy.run_path(argv[0], run_name="__main__")
-
-
-def _note_alone() -> str:
-    """Returns a line for the user if Accelerate started one process instead of several, else ""."""
-    # Accelerate sets MASTER_ADDR only if it was asked for several processes or nodes.
-    asked = {"ACCELERATE_DYNAMO_BACKEND", "MASTER_ADDR"} <= os.environ.keys()
-    if not asked or "WORLD_SIZE" in os.environ:
-        return ""
-    return (
-        "accelerate launch was asked for several processes and started only this one, as it does "
-        "with --cpu or without --multi_gpu. Pass --multi_gpu (without GPUs also set "
-        "ACCELERATE_USE_CPU=true), or use torchrun"
-    )
 
 
 def _fail(reason: str) -> NoReturn:

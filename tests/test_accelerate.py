@@ -439,7 +439,7 @@ def test_ranks_that_the_accelerator_does_not_know_are_refused(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RuntimeError, match=r"knows of 1 process .* Accelerator\(cpu=True\)"):
+    with pytest.raises(RuntimeError, match=r"knows of 1 and .* Accelerator\(cpu=True\)"):
         attach(loop.accelerator, loop.wrapped)
 
 

@@ -118,19 +118,6 @@ def test_what_cannot_run_ends_with_the_usage(
     assert capsys.readouterr().out.count("--optim dlion") == 2
 
 
-def test_one_process_that_accelerate_started_instead_of_several_is_reported(
-    recorder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    for name in ("ACCELERATE_DYNAMO_BACKEND", "MASTER_ADDR"):
-        monkeypatch.setenv(name, "no")
-    launch.main([str(recorder), str(tmp_path / "seen")])
-    assert "started only this one" in capsys.readouterr().err
-
-
 # Trainer
 
 

@@ -34,7 +34,7 @@ LOAD_OLDER = "load an older checkpoint, or restore this one from a copy"
 # Prefix of the keys of own weights; the keys of momenta are numbers alone.
 _OWN = "own."
 # Key of the header in the file's metadata, whose values are strings, with the format's version.
-_HEADER = "hf_dlion momentum 2"
+_HEADER = "hf_dlion momentum 3"
 
 
 class CheckpointError(RuntimeError):
@@ -56,53 +56,6 @@ class Position:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _LocalHeader:
-    """The header's part about local steps, as in `LocalSteps`; parameters are numbers.
-
-    `bits` decides what the limits mean.
-    """
-
-    bits: int
-    exchanges: int
-    period: Period
-    used: list[int]
-    moved: list[int]
-    limits: dict[int, float]
-
-    @classmethod
-    def of(cls, lion: DistributedLion) -> _LocalHeader | None:
-        """Returns this part of an optimizer's header; None with `vote_every=1`."""
-        if lion.options.vote_every == 1:
-            return None
-        local = lion._local
-        numbers = {param: number for number, param in enumerate(_params(lion))}
-        return cls(
-            bits=local.bits,
-            exchanges=local.exchanges,
-            period=local.period,
-            used=sorted(numbers[param] for param in local.used),
-            moved=sorted(numbers[param] for param in local.moved),
-            limits={numbers[param]: limit for param, limit in local.limits.items()},
-        )
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> _LocalHeader:
-        """Returns the header in parsed JSON, or raises KeyError, TypeError, or ValueError."""
-        period = dict(values["period"])
-        for name in ("decays", "paths"):
-            period[name] = tuple(float(value) for value in period[name])
-        return cls(
-            bits=int(values["bits"]),
-            exchanges=int(values["exchanges"]),
-            period=Period(**period),
-            used=[int(number) for number in values["used"]],
-            moved=[int(number) for number in values["moved"]],
-            # Keys in JSON are strings.
-            limits={int(number): float(limit) for number, limit in values["limits"].items()},
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Header:
     """What a file says about its momenta and own weights.
 
@@ -111,7 +64,7 @@ class Header:
         step: Number of the last step before the save.
         voters: Number of voters, nodes or replicas, among the ranks that saved.
         shard: Index of the rank's FSDP2 shard, and number of shards; None without FSDP2.
-        local: State of local steps; None with `vote_every=1`.
+        local: State of local steps, see `_local_values`; None with `vote_every=1`.
     """
 
     save: str
@@ -121,12 +74,12 @@ class Header:
     voters: int
     shard: list[int] | None
     scaler: dict[str, Any] | None
-    local: _LocalHeader | None = None
+    local: dict[str, Any] | None
 
     @property
     def has_own_weights(self) -> bool:
         """Whether the file was saved with weights that differ between ranks."""
-        return self.local is not None and bool(self.local.used or self.local.limits)
+        return self.local is not None and bool(self.local["used"] or self.local["limits"])
 
 
 @dataclass
@@ -164,7 +117,7 @@ def write(path: Path, lion: DistributedLion, save: str, at: Position, scaler: An
         voters=at.voters,
         shard=_shard(lion),
         scaler=None if scaler is None else dict(scaler),
-        local=_LocalHeader.of(lion),
+        local=_local_values(lion),
     )
     momenta = {
         str(number): fsdp.local_part(lion.state[param]["exp_avg"].detach())
@@ -275,11 +228,8 @@ def read(path: Path, lion: DistributedLion, at: Position) -> Loaded:
 
 def _read_header(path: Path, metadata: Mapping[str, str] | None) -> Header:
     try:
-        values = json.loads((metadata or {})[_HEADER])
-        if values.get("local") is not None:
-            values["local"] = _LocalHeader.from_json(values["local"])
-        header = Header(**values)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        header = Header(**json.loads((metadata or {})[_HEADER]))
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path} is not a momentum file that this hf_dlion can read ({type(error).__name__}: "
             f"{error}): {LOAD_OLDER}"
@@ -313,20 +263,40 @@ def _check_state(path: Path, header: Header, lion: DistributedLion) -> None:
         )
 
 
+def _local_values(lion: DistributedLion) -> dict[str, Any] | None:
+    """Returns the header's part about local steps; parameters are numbers.
+
+    `bits` decides what the limits mean. Tuples are lists in JSON, and pairs take the place of keys
+    that aren't strings.
+    """
+    if lion.options.vote_every == 1:
+        return None
+    local, numbers = lion._local, {param: number for number, param in enumerate(_params(lion))}
+    return {
+        "bits": local.bits,
+        "exchanges": local.exchanges,
+        "period": asdict(local.period),
+        "used": sorted(numbers[param] for param in local.used),
+        "moved": sorted(numbers[param] for param in local.moved),
+        "limits": [(numbers[param], limit) for param, limit in local.limits.items()],
+    }
+
+
 def _local_steps(
     path: Path,
     lion: DistributedLion,
-    saved: _LocalHeader | None,
+    saved: dict[str, Any] | None,
     own_weights: dict[int, Tensor] | None,
 ) -> LocalSteps:
     """Returns the state of local steps, checked; without own weights a period begins."""
     local = LocalSteps(lion.options.bits, swapped=True)
-    if saved is not None:
-        local.exchanges = saved.exchanges
-    if saved is None or own_weights is None:
+    if saved is None:
         return local
-    params = _params(lion)
-    expected = {*saved.used, *saved.limits}
+    local.exchanges = saved["exchanges"]
+    if own_weights is None:
+        return local
+    params, limits = _params(lion), dict(saved["limits"])
+    expected = {*saved["used"], *limits}
     if own_weights.keys() != expected:
         raise CheckpointError(
             f"{path} holds own weights of parameters {sorted(own_weights)}, but should hold those "
@@ -341,14 +311,14 @@ def _local_steps(
             local.displacements[param] = flat
             flat = torch.empty_like(flat)  # Own weights follow from anchors and displacements.
         local.anchors[param] = flat
-    local.period = saved.period
-    local.used = {params[number] for number in saved.used}
-    local.moved = {params[number] for number in saved.moved}
+    period = saved["period"]
+    tuples = {name: tuple(period[name]) for name in ("decays", "paths")}
+    local.period = Period(**(period | tuples))
+    local.used = {params[number] for number in saved["used"]}
+    local.moved = {params[number] for number in saved["moved"]}
     # With 8 bits a limit is one of the largest displacement, otherwise one of a sum.
-    comparable = (saved.bits == 8) == (lion.options.bits == 8)
-    local.limits = {
-        params[number]: limit if comparable else math.inf for number, limit in saved.limits.items()
-    }
+    comparable = (saved["bits"] == 8) == (lion.options.bits == 8)
+    local.limits = {params[k]: limit if comparable else math.inf for k, limit in limits.items()}
     return local
 
 

@@ -80,7 +80,7 @@ def count(text: str) -> int:
 
 def model(text: str) -> str:
     """Returns a model's name, refusing a misspelled count, which is no name on the hub."""
-    if re.fullmatch(r"[\d.,_]+[a-z]{0,2}", text.lower()) and not Path(text).exists():
+    if re.fullmatch(r"[\d.,_]+(e\d+)?[a-z]{0,2}", text.lower()) and not Path(text).exists():
         count(text)
     return text
 
@@ -107,18 +107,14 @@ def dtype(text: str) -> str:
 
 
 def gpu(text: str) -> str:
-    """Returns one of `GPUS`."""
-    # Names such as "NVIDIA H100-SXM5-80GB" have more words, which end after their digits. Other
-    # variants, such as a laptop's, have other limits.
-    words = re.findall(r"l40s|[a-z]*\d+", text.lower())
-    names = [f"rtx{word}" if word.isdigit() else word for word in words]
-    known = [name for name in names if name in GPUS]
-    if not known or re.search(r"laptop|max-?q|pcie|nvl|super|\bti\b|a100.*40 ?gb", text.lower()):
+    """Returns one of `GPUS`; other variants, such as a laptop's, have other limits."""
+    name = re.sub(r"nvidia|[\s_-]", "", text.lower())
+    if name not in GPUS:
         raise argparse.ArgumentTypeError(
             f"{text!r} is unknown; use {', '.join(GPUS)}, or run without --gpu on the machine "
             f"itself"
         )
-    return known[0]
+    return name
 
 
 def positive(text: str) -> int:

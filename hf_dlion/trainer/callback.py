@@ -31,29 +31,11 @@ _DEFAULT_LR = 5e-5
 class DistributedLionCallback(TrainerCallback):
     """Attaches the optimizer to the DDP wrapper, and adds what it sends to the log.
 
-    With `optim="dlion"` or `optimizer_cls_and_kwargs`, Trainer has this callback already. If you
-    create the optimizer yourself, also pass the callback:
-    `Trainer(optimizers=(optimizer, None), callbacks=[DistributedLionCallback()])`. Trainer calls it
-    first, so callbacks that report to TensorBoard or other services see its entries:
-
-    - `dlion/wire_mb_per_step`: Megabytes (10^6 bytes) that this rank sent to other nodes per step,
-      mean since the last entry. Without `local_group`, every rank is a node.
-    - `dlion/node_mb_per_step`: Megabytes that it sent inside its node, with `local_group` only.
-    - `dlion/encode_ms`, `dlion/exchange_ms`, `dlion/apply_ms`: Milliseconds per step for encoding
-      votes, for waiting and counting, and for moving parameters, means since the last entry.
-    - `dlion/abstained`: Ranks (with local steps: rank 0 alone) that abstained because their
-      gradients held a NaN or an Inf, summed over the steps since the last entry.
-    - `dlion/agreement`: Share of this rank's votes that the verdict followed, in a sample of the
-      last step, with `bits=1` and a majority only.
-
-    With `vote_every=k` above 1, megabytes and milliseconds are means over the periods of k steps
-    that ended since the last entry. If no period ended, they are those of the last entry. The
-    callback also exchanges at the end of training.
+    A Trainer has it while it trains. docs/guides/logging.md describes the entries.
     """
 
-    def __init__(self) -> None:
-        """Communicates nothing."""
-        self.trainer: Trainer | None = None  # `Trainer.train` sets it.
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
         self._steps = self._abstentions = 0
         # Number of steps and counters, at the end of the last period and of the last logged one.
         # Without local steps, every step is a period.
@@ -62,7 +44,7 @@ class DistributedLionCallback(TrainerCallback):
         self._times: list[tuple[float, float]] = []
         self._step_end = 0.0, 0.0
         self._jit_managers: list[Any] = []
-        self._save_requested = False
+        self._save_requested = self._others_see_weights = False
 
     def on_train_begin(
         self, *_: Any, optimizer: Any = None, train_dataloader: Any = None, **__: Any
@@ -73,8 +55,8 @@ class DistributedLionCallback(TrainerCallback):
             NotImplementedError: If the ranks have no gradients of their own.
             RuntimeError: If there are more ranks than the arguments know of, or `attach` raises it.
         """
-        lion, trainer = find_optimizer(optimizer), self.trainer
-        if lion is None or trainer is None:
+        lion, trainer = find_optimizer(optimizer), self._trainer
+        if lion is None:
             return
         prepare(lion, trainer)
         _warn_about_waits(lion, trainer, train_dataloader)
@@ -93,6 +75,11 @@ class DistributedLionCallback(TrainerCallback):
         managers = [getattr(callback, "jit_manager", None) for callback in callbacks]
         self._jit_managers = [manager for manager in managers if manager is not None]
         self._save_requested = False
+        # TRL's copy the model into a reference or an average, for example.
+        self._others_see_weights = lion.options.vote_every > 1 and any(
+            not type(callback).__module__.startswith(("transformers.", "hf_dlion."))
+            for callback in callbacks
+        )
         for manager in self._jit_managers:
             manager._enable_checkpoint = self._request_save
 
@@ -100,20 +87,22 @@ class DistributedLionCallback(TrainerCallback):
         self._save_requested = True
 
     def on_step_begin(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
-        """Puts this rank's own weights back, which a subclass's own `training_step` may not do."""
+        """Puts this rank's own weights back."""
         if (lion := find_optimizer(optimizer)) is not None:
             lion.train()
 
     def on_step_end(
         self, args: Any, state: TrainerState, control: Any, optimizer: Any = None, **__: Any
     ) -> None:
-        """Exchanges after the last step; lets ranks save just in time after the same step."""
+        """Exchanges after the last step; shows common weights to others' callbacks."""
         lion = find_optimizer(optimizer)
         if lion is not None and state.global_step >= state.max_steps:
             exchange_rest(lion)  # Now, so the last evaluation and checkpoint have all steps.
-        if self._jit_managers and self.trainer is not None:
+        if lion is not None and self._others_see_weights:
+            lion.eval()  # Until `on_step_begin`.
+        if self._jit_managers:
             requested = torch.tensor([int(self._save_requested)], device=args.device)
-            by_any_rank = bool(self.trainer.accelerator.gather(requested).any())
+            by_any_rank = bool(self._trainer.accelerator.gather(requested).any())
             for manager in self._jit_managers:
                 manager.is_checkpoint_requested = by_any_rank
 
@@ -221,13 +210,3 @@ def _warn_about_waits(lion: DistributedLion, trainer: Trainer, dataloader: Any) 
                 f"vote_every={lion.options.vote_every}, but Trainer {why}, so all ranks wait for "
                 f"one another in every step. To avoid that, set {remedy}"
             )
-
-
-def put_first(trainer: Trainer) -> None:
-    """Puts the callback before a Trainer's others: the one that the user passed, or a new one."""
-    callbacks = trainer.callback_handler.callbacks
-    passed = [callback for callback in callbacks if isinstance(callback, DistributedLionCallback)]
-    for callback in passed:
-        callbacks.remove(callback)
-    callbacks.insert(0, passed[0] if passed else DistributedLionCallback())
-    callbacks[0].trainer = trainer

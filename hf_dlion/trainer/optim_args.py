@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args, get_type_hints
 
@@ -81,28 +80,6 @@ def check_known(name: str, others: Sequence[str], where: str) -> None:
     raise ValueError(
         f"{where}: there is no option {name!r}, did you mean {close!r}? Options: {', '.join(known)}"
     )
-
-
-def check_optim_name(optim: str, known: Sequence[str]) -> None:
-    """Refuses a name that is close to "dlion", and "dlion" without `register()`.
-
-    Transformers itself refuses other names that aren't in `known`.
-
-    Raises:
-        ValueError: If the name is refused; the message says what to write or to call.
-    """
-    if optim in known:
-        return
-    bare = re.sub("[^a-z]", "", optim.lower())
-    close = difflib.get_close_matches(optim, [*known, OPTIM_NAME], n=1)
-    if bare in (OPTIM_NAME, "distributedlion", "hfdlion", "lion") or close == [OPTIM_NAME]:
-        call = "" if OPTIM_NAME in known else "call hf_dlion.register() before TrainingArguments"
-        if optim == OPTIM_NAME:
-            raise ValueError(f"optim={optim!r} is not registered: {call}")
-        meant = f"did you mean {OPTIM_NAME!r}?"
-        if bare == "lion":
-            meant = f"did you mean {OPTIM_NAME!r} (DistributedLion) or 'lion_32bit' (bitsandbytes)?"
-        raise ValueError(f"optim={optim!r} is unknown, {meant}{call and f' If so, {call}.'}")
 
 
 def only_ours(text: str | None) -> list[str]:

@@ -1,9 +1,9 @@
 """Wrappers around methods of Trainer and TrainingArguments.
 
-`train` and `create_optimizer` are wrapped in the class. While a Trainer trains, its other methods
-are wrapped in the object, whether a subclass overrides them or not. The wrappers do nothing if the
-optimizer is not a DistributedLion. Every rank enters these methods, so the ranks can meet in them.
-A save has these meetings, in which a failure on one rank is raised on all:
+`train` is wrapped in the class. While a Trainer trains, other methods are wrapped in the object,
+whether a subclass overrides them or not. The wrappers do nothing if the optimizer is not a
+DistributedLion. Every rank enters these methods, so the ranks can meet in them. A save has these
+meetings, in which a failure on one rank is raised on all:
 
     _save_checkpoint
       save_model                      rank 0 writes the weights                     meeting
@@ -40,11 +40,10 @@ from hf_dlion.accelerate import is_sharded, replicas_of
 from hf_dlion.checkpoint import NAME, CheckpointError, find_optimizer, load_momentum, save_momentum
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.header import Kind
-from hf_dlion.trainer.callback import exchange_rest, put_first
+from hf_dlion.trainer.callback import DistributedLionCallback, exchange_rest
 from hf_dlion.trainer.optim_args import (
     OPTIM_NAME,
     as_text,
-    check_optim_name,
     only_ours,
     parse_optim_args,
 )
@@ -82,11 +81,10 @@ def install() -> None:
     """
     if hasattr(Trainer, _INSTALLED):
         return
-    for name in ("train", "create_optimizer", *_AROUND):
+    for name in ("train", *_AROUND):
         internal(f"trainer:Trainer.{name}")
     _wrap(TrainingArguments, "__post_init__", _check_arguments)
     _wrap(Trainer, "train", _train)
-    _wrap(Trainer, "create_optimizer", _create_optimizer)
     setattr(Trainer, _INSTALLED, True)
 
 
@@ -101,10 +99,6 @@ def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
 
 
 def _check_arguments(args: TrainingArguments, original: Callable[[], None]) -> None:
-    check_optim_name(
-        _optim_name(args),
-        [str(name.value) for name in internal("training_args:OptimizerNames")],
-    )
     _check_optim_args(args)
     original()
 
@@ -128,13 +122,17 @@ def _train(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    # For every Trainer, because a subclass may make its optimizer only later.
-    put_first(trainer)
     _check_optim_args(trainer.args)  # They may have changed since they were made.
     if _uses_lion(trainer):
         refuse(trainer)
-        model: Any = trainer.model
-        is_bare = ddp.wrapper_in(trainer.model_wrapped) is None
+        searches = bool(trainer.hp_search_backend)
+        if searches and trainer.optimizer_cls_and_kwargs is not None:
+            raise ValueError(
+                "hyperparameter_search changes TrainingArguments, which optimizer_cls_and_kwargs "
+                "has already read: call hf_dlion.register() and set optim='dlion' instead"
+            )
+        model: Any = trainer.model  # None after a trial of a hyperparameter search.
+        is_bare = model is not None and ddp.wrapper_in(trainer.model_wrapped) is None
         if is_bare and trainer.args.world_size > 1 and not is_sharded(trainer.accelerator):
             # Otherwise, Trainer wouldn't wrap a model in DDP that it has evaluated or compiled.
             trainer.model_wrapped, model._is_accelerate_prepared = model, False
@@ -145,10 +143,16 @@ def _train(
             f"optim_args={trainer.args.optim_args!r}. To use DistributedLion, set "
             f"optim={OPTIM_NAME!r}"
         )
+    # For every Trainer, because a subclass may make its optimizer only later.
+    callbacks = trainer.callback_handler.callbacks
+    callback = DistributedLionCallback(trainer)
+    callbacks.insert(0, callback)  # Before those that report its entries.
     with _wrapped(trainer):
         try:
             return original(resume_from_checkpoint, *args, **kwargs)
         finally:
+            # A cycle with the Trainer would keep the model until Python collects garbage.
+            callbacks.remove(callback)
             # on_train_end isn't reached after an exception, and another Trainer may use the model.
             if (lion := find_optimizer(trainer.optimizer)) is not None:
                 lion.detach()
@@ -396,6 +400,7 @@ def _scaler(trainer: Trainer) -> Any:
 
 
 _AROUND: dict[str, Callable[..., Any]] = {
+    "create_optimizer": _create_optimizer,
     "_evaluate": _in_common_weights,  # Also calls a subclass's own `evaluate`.
     "_save_checkpoint": _save_checkpoint,
     "save_model": _save_model,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch.distributed as dist
 from transformers import Trainer
 from transformers.utils import logging
 
@@ -35,27 +34,7 @@ def refuse(trainer: Trainer) -> None:
     }
     if replicas_of(trainer.accelerator) is None:
         ways["FSDP"] = bool(trainer.is_fsdp_enabled or args.fsdp)
-    for way, used in ways.items():
-        if used:
-            raise NotImplementedError(
-                f"DistributedLion doesn't work with {way}: every rank needs gradients of its own. "
-                f"Start one process per GPU with torchrun or accelerate launch --multi_gpu. Use "
-                f"DDP, or FSDP2 inside each replica with hf_dlion.accelerate.parallelism_config"
-            )
-    refuse_unsupported(trainer.accelerator)
-    launched, found = 1, ""
-    if dist.is_available() and dist.is_initialized():
-        launched = dist.get_world_size()
-        found = f"torch.distributed has {launched} ranks"
-    elif os.environ.get("WORLD_SIZE", "").isdigit():
-        launched = int(os.environ["WORLD_SIZE"])
-        found = f"WORLD_SIZE={launched}"
-    if launched > args.world_size:
-        raise RuntimeError(
-            f"{found}, but TrainingArguments knows of {args.world_size} and gives every process "
-            f"all of the data. Without GPUs, set TrainingArguments(use_cpu=True) or --use_cpu "
-            f"True. To train with one process, unset WORLD_SIZE"
-        )
+    refuse_unsupported(trainer.accelerator, *(way for way, used in ways.items() if used))
 
 
 def prepare(lion: DistributedLion, trainer: Trainer) -> None:
@@ -74,7 +53,7 @@ def prepare(lion: DistributedLion, trainer: Trainer) -> None:
     if ranks == 1:
         logger.warning_once(
             f"{alone} one process trains alone. Start several processes with torchrun or "
-            f"accelerate launch --multi_gpu"
+            f"accelerate launch --multi_gpu (without GPUs, also set ACCELERATE_USE_CPU=true)"
         )
     elif node is not None and node >= ranks and trainer.is_world_process_zero():
         logger.warning_once(

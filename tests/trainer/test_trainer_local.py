@@ -42,13 +42,17 @@ class Watch(TrainerCallback):
     def __init__(self, folder: str | None = None) -> None:
         self.folder, self.trainer = folder, None
         self.own: dict[int, str] = {}
+        self.seen: dict[int, str] = {}
         self.evaluated: dict[int, str] = {}
         self.sent: dict[int, int] = {}
+
+    def on_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.own[state.global_step + 1] = weights_digest(model)
 
     def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
         if self.folder is not None and state.global_step == 5 and state.is_world_process_zero:
             self.trainer.save_model(self.folder)
-        self.own[state.global_step] = weights_digest(model)
+        self.seen[state.global_step] = weights_digest(model)
         self.sent[state.global_step] = optimizer.optimizer.wire.bytes_sent
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
@@ -83,7 +87,7 @@ def evaluate_and_save(rank: int, world_size: int, folder: str) -> dict[str, Any]
         plain = watched(folder, Watch(), average_tokens_across_devices=False)
     trainer.save_model(f"{folder}/end")
     return {
-        **{"own": watch.own, "evaluated": watch.evaluated, "sent": watch.sent},
+        **{"own": watch.own, "seen": watch.seen, "evaluated": watch.evaluated, "sent": watch.sent},
         "messages": messages,
         "end": weights_digest(trainer.model),
         "exchanges": trainer.optimizer.optimizer.wire.exchanges,
@@ -108,6 +112,8 @@ def test_evaluations_and_saves_have_common_weights_and_change_nothing(
     left, right = pools(2).run(evaluate_and_save, str(tmp_path))
     own = [step for step in left["own"] if left["own"][step] != right["own"][step]]
     assert own == list(range(1, 11))  # What an exchange leaves out stays in a rank's weights.
+    assert left["seen"] == right["seen"]  # TRL's callbacks copy the model, for example.
+    assert len(set(left["seen"].values())) == 4
     for name in ("evaluated", "losses", "end", "plain"):
         assert left[name] == right[name], name
     assert list(left["evaluated"]) == [3, 6, 9, 10]
@@ -196,8 +202,8 @@ def test_waits_in_local_steps_are_warned_of(pools: RankPools, tmp_path: Path) ->
 
 def end_within_a_period(rank: int, world_size: int, folder: str) -> Any:
     class Failing(TrainerCallback):
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            if state.global_step == 6:
+        def on_optimizer_step(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 5:
                 self.own = weights_digest(model)
                 raise KeyError("of the user's callback")
 

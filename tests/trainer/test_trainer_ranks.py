@@ -204,23 +204,63 @@ class OutOfMemoryOnce(Trainer):
         return super().training_step(*args, **kwargs)
 
 
-def find_batch_size(rank: int, world_size: int, folder: str, optim_args: str | None) -> Any:
+class OwnOptimizer(OutOfMemoryOnce):
+    """Makes its optimizer without `super()`."""
+
+    def create_optimizer(self, model=None):
+        if self.optimizer is None:
+            named = self.model.named_parameters()
+            self.optimizer = hf_dlion.DistributedLion(named, lr=2e-3, vote_every=2)
+        return self.optimizer
+
+
+def find_batch_size(
+    rank: int, world_size: int, folder: str, optim_args: str | None, cls: type[Trainer]
+) -> Any:
     hf_dlion.register()
     args = tiny_args(folder, auto_find_batch_size=True, optim_args=optim_args)
-    trainer = tiny_trainer(args, OutOfMemoryOnce)
+    trainer = tiny_trainer(args, cls)
     trainer.train()
     return outcome(trainer), trainer._train_batch_size
 
 
-@pytest.mark.parametrize(("optim_args", "exchanges"), [(None, 5), ("vote_every=2", 2)])
+@pytest.mark.parametrize(
+    ("optim_args", "cls", "exchanges"),
+    [(None, OutOfMemoryOnce, 5), ("vote_every=2", OutOfMemoryOnce, 2), (None, OwnOptimizer, 2)],
+)
 def test_a_smaller_batch_after_out_of_memory_continues_with_a_new_wrapper(
-    pools: RankPools, tmp_path: Path, optim_args: str | None, exchanges: int
+    pools: RankPools,
+    tmp_path: Path,
+    optim_args: str | None,
+    cls: type[Trainer],
+    exchanges: int,
 ) -> None:
-    results = pools(2).run(find_batch_size, str(tmp_path), optim_args)
+    results = pools(2).run(find_batch_size, str(tmp_path), optim_args, cls)
     for (digest, _, wire), batch_size in results:
         assert digest == results[0][0][0]
         assert wire.exchanges == exchanges
         assert batch_size < 4
+
+
+def searches(rank: int, world_size: int, folder: str) -> list[str]:
+    """Trains twice as a hyperparameter search does, which takes the model away in between."""
+    hf_dlion.register()
+    args = tiny_args(folder)
+    trainer = tiny_trainer(args, model=None, model_init=lambda _=None: tiny_llama())
+    digests = []
+    for rate in (2e-3, 1e-3):
+        trainer.args.learning_rate = rate
+        trainer.train()
+        digests.append(weights_digest(trainer.model))
+        trainer.model_wrapped = trainer.model = None
+        trainer.accelerator.clear()
+    return digests
+
+
+def test_a_hyperparameter_search_trains_every_trial(pools: RankPools, tmp_path: Path) -> None:
+    left, right = pools(2).run(searches, str(tmp_path))
+    assert left == right
+    assert len(set(left)) == 2
 
 
 def refused(rank: int, world_size: int, folder: str) -> list[str]:

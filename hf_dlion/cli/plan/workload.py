@@ -122,5 +122,8 @@ def _build(config: Any) -> nn.Module:
         if hasattr(transformers, name):
             model: nn.Module = getattr(transformers, name)(config)
             return model
-    model = transformers.AutoModel.from_config(config)  # type: ignore[no-untyped-call]
+    try:
+        model = transformers.AutoModel.from_config(config)  # type: ignore[no-untyped-call]
+    except ValueError as error:  # Its other lines list all models.
+        raise ValueError(str(error).splitlines()[0]) from error
     return model
