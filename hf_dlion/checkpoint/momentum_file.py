@@ -100,9 +100,9 @@ def file_name(name: str, rank: int, world_size: int) -> str:
     return f"{name}_{rank}_of_{world_size}.safetensors"
 
 
-def files_in(folder: Path, name: str, ending: str = "safetensors") -> list[tuple[int, int]]:
+def files_in(folder: Path, name: str) -> list[tuple[int, int]]:
     """Returns rank and number of ranks of every momentum file in a folder."""
-    pattern = re.compile(rf"{re.escape(name)}_(\d+)_of_(\d+)\.{ending}")
+    pattern = re.compile(rf"{re.escape(name)}_(\d+)_of_(\d+)\.safetensors")
     found = (pattern.fullmatch(entry) for entry in sorted(os.listdir(folder)))
     return [(int(match[1]), int(match[2])) for match in found if match]
 
@@ -155,16 +155,11 @@ def find_file(at: Position, folder: Path, name: str) -> Path:
     rank = at.rank - at.rank % at.local_size
     counts = sorted({count for _, count in files})
     if not counts:
-        missing = f"{folder} holds no {file_name(name, rank, world_size)}"
-        if files_in(folder, name, "pt"):
-            raise CheckpointError(
-                f"{missing}, only .pt files of an earlier hf_dlion, which this version cannot "
-                f"read: finish that run with the version that saved it"
-            )
         raise CheckpointError(
-            f"{missing}: momenta were not saved. Save with Trainer, hf_dlion.accelerate.attach, or "
-            f"hf_dlion.save_momentum on every rank. To continue with rank 0's momentum on every "
-            f"rank, load without load_momentum, or before hf_dlion.accelerate.attach"
+            f"{folder} holds no {file_name(name, rank, world_size)}: momenta were not saved. Save "
+            f"with Trainer, hf_dlion.accelerate.attach, or hf_dlion.save_momentum on every rank. "
+            f"To continue with rank 0's momentum on every rank, load without load_momentum, or "
+            f"before hf_dlion.accelerate.attach"
         )
     if world_size not in counts and len(counts) > 1:
         raise CheckpointError(
