@@ -30,6 +30,7 @@ from hf_dlion.vote.update import Scratch
 # Attribute of an exception that a meeting has raised, on all ranks.
 _MET = "_hf_dlion_met"
 
+# Numbers of the optimizers that this process creates.
 _numbers = itertools.count(1)
 
 
@@ -50,7 +51,7 @@ class LionState(torch.optim.Optimizer):
         self.process_group = process_group
         self.wire = WireStats()
         self._replicate = replicate
-        self._created = next(_numbers)  # among the optimizers of this process
+        self._created = next(_numbers)
         self._ranks: Topology | None = None
         self._meetings: Meetings | None = None
         self._plan: Plan | None = None

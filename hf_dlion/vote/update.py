@@ -354,15 +354,14 @@ def rows_of(words: Tensor, message: Message) -> Tensor:
 
 
 def by_word(piece: Piece, numbers: Flat, like: Tensor) -> Tensor:
-    """Returns the tensor's number for each of a piece's words, dtype of `like`, shape (W,)."""
-    return torch.cat(
-        [
-            torch.as_tensor(numbers[part.tensor])
-            .to(like)
-            .expand(-(-(part.stop - part.start) // WORD))
-            for part in piece.parts
-        ]
-    )
+    """Returns the tensor's number for each of a piece's words, dtype of `like`, shape (W,).
+
+    `numbers` are 0-D and on one device, so a GPU gets one copy for all tensors.
+    """
+    values = torch.stack([torch.as_tensor(numbers[part.tensor]) for part in piece.parts])
+    words = [-(-(part.stop - part.start) // WORD) for part in piece.parts]
+    counts = torch.tensor(words, device=values.device)
+    return values.repeat_interleave(counts, output_size=sum(words)).to(like)
 
 
 def _codes(piece: Piece, u: Tensor, turn: Turn, scales: Flat) -> Tensor:
