@@ -430,9 +430,8 @@ class DistributedLion(LionState):
 
     def _agree(self, tensors: Tensors, failure: BaseException | None) -> Agreed:
         """Returns what every voter has, from one header per rank; raises on all if they differ."""
-        if self._world_size() == 1:
+        if (ranks := self._ranks) is None:  # One rank.
             return Agreed([tensors.finite], [tensors.present])
-        ranks = self._topology()
         agreed = self._meet(Kind.STEP, failure, tensors.present, tensors.finite)
         ranks.form()  # A collective, which needs the options that were just compared.
         return agreed if ranks.voters is ranks.everyone else agreed.by_voter(ranks.voter_of_rank)

@@ -38,6 +38,7 @@ class Topology:
         node: The ranks of this rank's node; None if every rank votes.
         local_size: Ranks per node; 1 if every rank votes.
         voter_of_rank: Number of each rank's voter, which is a rank, a node, or a replica.
+        voter: Number of this rank's voter.
         same_parts: Groups of ranks that hold the same parts; None if parameters aren't sharded.
     """
 
@@ -73,12 +74,8 @@ class Topology:
         self.node: Wire | None = None
         self.local_size = 1
         self.voter_of_rank = list(range(self.everyone.world_size))
+        self.voter = self.everyone.rank
         self.same_parts: list[list[int]] | None = None
-
-    @property
-    def voter(self) -> int:
-        """Number of this rank's voter."""
-        return self.voter_of_rank[self.everyone.rank]
 
     def form(self) -> None:
         """Creates the groups of nodes, or gathers the ranks of each replica, at the first call.
@@ -93,6 +90,7 @@ class Topology:
                 self._form_replicas(self._replicate)
             elif self._local_group is not None:
                 self._form_nodes(self._local_group)
+            self.voter = self.voter_of_rank[self.everyone.rank]
             self._is_formed = True
 
     def _gather(self, header: Header, what: str) -> list[Header]:

@@ -72,7 +72,7 @@ def hyperparameters(groups: Groups) -> dict[str, object]:
     found: dict[str, object] = {}
     for number, group in enumerate(groups):
         found[f"group {number} lr"] = float(group["lr"])
-        found[f"group {number} betas"] = [float(beta) for beta in group["betas"]]
+        found[f"group {number} betas"] = list(map(float, group["betas"]))
         found[f"group {number} weight_decay"] = float(group["weight_decay"])
         found[f"group {number} parameters"] = len(group["params"])
     return found
