@@ -433,7 +433,8 @@ class DistributedLion(LionState):
         if (ranks := self._ranks) is None:  # One rank.
             return Agreed([tensors.finite], [tensors.present])
         agreed = self._meet(Kind.STEP, failure, tensors.present, tensors.finite)
-        ranks.form()  # A collective, which needs the options that were just compared.
+        if not self._stepped:
+            ranks.form()  # A collective, which needs the options that were just compared.
         return agreed if ranks.voters is ranks.everyone else agreed.by_voter(ranks.voter_of_rank)
 
     def _step_together(self, tensors: Tensors, agreed: Agreed) -> None:
