@@ -104,9 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--shards", type=int, default=2, help="Ranks of a replica (default: 2).")
     parser.add_argument("--steps", type=int, default=300, help="Number of steps (default: 300).")
-    parser.add_argument(
-        "--accumulate", type=int, default=2, help="Micro-batches per step (default: 2)."
-    )
+    parser.add_argument("--accumulate", type=int, default=2, help="Micro-batches (default: 2).")
     parser.add_argument("--lr", type=float, default=1e-3, help="Learning rate (default: 1e-3).")
     parser.add_argument("--resume", action="store_true", help="Continue from the checkpoint.")
     folder = Path("outputs/fsdp2_loop")
