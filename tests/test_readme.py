@@ -237,7 +237,7 @@ def test_bash_expands_the_commands_of_a_block_without_running_them(tmp_path: Pat
 
 def save_and_load(rank: int, world_size: int, folder: str, every: int) -> tuple[Any, ...]:
     """Trains, and calls the functions of the page of checkpoints as a rank would."""
-    code, end = blocks(DOCS / "guides" / "checkpoints.md", "python")
+    (code,) = blocks(DOCS / "guides" / "checkpoints.md", "python")
     names: dict[str, Any] = {}
     exec(code, names)
 
@@ -256,7 +256,8 @@ def save_and_load(rank: int, world_size: int, folder: str, every: int) -> tuple[
         names[call](model, optimizer, folder)
         momentum = optimizer.state_dict()["state"][0]["exp_avg"]
         found.append((optimizer.steps, model.weight.tolist(), momentum.tolist()))
-    exec(end, {"optimizer": optimizer})
+    optimizer.exchange_now()
+    optimizer.eval()
     return *found, model.weight.tolist()
 
 
