@@ -1,4 +1,4 @@
-"""Calls in an order that nobody intends: they raise on all ranks, and lose nothing."""
+"""Calls in an unusual order or place: they work, or raise on all ranks and lose nothing."""
 
 from __future__ import annotations
 

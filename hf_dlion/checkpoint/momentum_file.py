@@ -223,7 +223,12 @@ def read(path: Path, lion: DistributedLion, at: Position) -> Loaded:
 
 def _read_header(path: Path, metadata: Mapping[str, str] | None) -> Header:
     try:
-        header = Header(**json.loads((metadata or {})[_HEADER]))
+        values = json.loads((metadata or {})[_HEADER])
+        if values["local"] is not None:
+            period = values["local"]["period"]
+            period |= {name: tuple(map(float, period[name])) for name in ("decays", "paths")}
+            values["local"]["period"] = Period(**period)
+        header = Header(**values)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path} is not a momentum file that this hf_dlion can read ({type(error).__name__}: "
@@ -261,8 +266,8 @@ def _check_state(path: Path, header: Header, lion: DistributedLion) -> None:
 def _local_values(lion: DistributedLion) -> dict[str, Any] | None:
     """Returns the header's part about local steps; parameters are numbers.
 
-    `bits` decides what the limits mean. Tuples are lists in JSON, and pairs take the place of keys
-    that aren't strings.
+    `bits` decides what the limits mean. Pairs take the place of keys that aren't strings, which
+    JSON doesn't have. `_read_header` returns the same, with the period checked.
     """
     if lion.options.vote_every == 1:
         return None
@@ -306,9 +311,7 @@ def _local_steps(
             local.displacements[param] = flat
             flat = torch.empty_like(flat)  # Own weights follow from anchors and displacements.
         local.anchors[param] = flat
-    period = saved["period"]
-    tuples = {name: tuple(period[name]) for name in ("decays", "paths")}
-    local.period = Period(**(period | tuples))
+    local.period = saved["period"]
     local.used = {params[number] for number in saved["used"]}
     local.moved = {params[number] for number in saved["moved"]}
     # With 8 bits a limit is one of the largest displacement, otherwise one of a sum.

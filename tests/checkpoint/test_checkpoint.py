@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import os
 import pickle
 import resource
@@ -719,6 +720,12 @@ def each(change: Callable[[Path], Any]) -> Callable[[Path], Any]:
     return lambda path: [change(file_of(path.parent, rank, 2)) for rank in range(2)]
 
 
+def plant(path: Path) -> None:
+    header = json.loads(metadata_of(path)[HEADER])
+    header["local"]["period"]["decays"] = "x"
+    rewrite(path, lambda own: None, **{HEADER: json.dumps(header)})
+
+
 HEADER, FILE = "hf_dlion momentum 3", r"dlion_momentum_1_of_2\.safetensors"
 DAMAGED = rf"{FILE} is damaged .*: load an older checkpoint"
 FOREIGN = rf"{FILE} is not a momentum file that this hf_dlion can read"
@@ -742,6 +749,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: rewrite(path, lambda own: [own.pop(f"own.{number}") for number in range(4)]),
         rf"{OWN} .* \[\], but .* \[0, 1, 2, 3\]: load",
     ),
+    "own planted": (plant, rf"{FOREIGN} \(ValueError"),
     "foreign": (lambda path: save_file({"1": torch.zeros(10)}, path), rf"{FOREIGN} .*: load an"),
     "header": (
         lambda path: rewrite(path, lambda own: None, **{HEADER: '{"rank": "x"}'}),

@@ -49,6 +49,7 @@ def test_what_needs_no_torch_imports_none(words: list[str]) -> None:
         (["plan", "0b", "--link=1g"], "'0b' is not a count of parameters; write a number such as"),
         (["plan", "0", "--link=1g"], "'0' is not a count of parameters; write a number such as"),
         (["plan", "1,3b", "--link=1g"], "'1,3b' is not a count of parameters"),
+        (["plan", "1e9", "--link=1g"], "'1e9' is not a count of parameters"),
         (["plan", "7b", "--link=1GB/s"], "'1GB/s' is not a rate"),
         (["plan", "7b", "--link=1GB/s"], "(1 GB/s is 8gbit)"),
         (["plan", "7b", "--link=fast"], "such as 100mbit, 1gbit, or 25g See"),

@@ -582,6 +582,11 @@ def test_a_folder_gives_the_shapes_and_errors_separate_missing_folders_from_a_mi
     for name, reason in ((tmp_path / "nowhere", "is not a folder"), (tmp_path, "has no config")):
         assert cli.main(["plan", str(name), "--link=1g"]) == 2
         assert reason in capsys.readouterr().err
+    # A config without a model of its own; transformers would list all others.
+    (tmp_path / "config.json").write_text('{"model_type": "altclip_text_model"}')
+    assert cli.main(["plan", str(tmp_path), "--link=1g"]) == 2
+    (text,) = capsys.readouterr().err.splitlines()
+    assert "Unrecognized configuration class" in text
 
     def offline(name: str) -> None:
         raise OSError("We couldn't connect to 'https://huggingface.co'.\nmore lines")
