@@ -32,7 +32,7 @@ from accelerate import Accelerator
 from hf_dlion import CheckpointError, DistributedLion
 from hf_dlion.accelerate import attach, parallelism_config
 from tests.support.gpus import as_if_on_gpus
-from tests.support.spawn import LASTING, RankPools, run_command
+from tests.support.spawn import LASTING, RankPools, on_ranks, run_command
 from tests.support.training import is_equal_everywhere, same
 
 multiproc = pytest.mark.multiproc
@@ -304,7 +304,8 @@ def test_an_error_on_one_rank_is_raised_on_all(pools: RankPools, tmp_path: Path)
     assert "different folders" in first[0]
 
 
-def two_optimizers(rank: int, world_size: int, folder: str) -> list[str]:
+@on_ranks(2)
+def test_several_optimizers_have_files_of_their_own(rank: int, tmp_path: Path) -> None:
     loop = Loop()
     other = nn.Linear(2, 2)
     lion = DistributedLion(other.named_parameters(), lr=1e-2)
@@ -317,25 +318,19 @@ def two_optimizers(rank: int, world_size: int, folder: str) -> list[str]:
     loop.accelerator.backward(wrapped(torch.full((1, 2), rank + 1.0)).sum())
     second.step()
     before = lion.state[other.weight]["exp_avg"].clone()
-    loop.accelerator.save_state(folder)
+    loop.accelerator.save_state(tmp_path)
     lion.state[other.weight]["exp_avg"].zero_()
-    loop.accelerator.load_state(folder)
+    loop.accelerator.load_state(tmp_path)
     assert torch.equal(before, lion.state[other.weight]["exp_avg"])
     lion.detach()
     del wrapped
     loop.close()
-    return sorted(path.name for path in Path(folder).glob("*momentum*"))
-
-
-@multiproc
-def test_several_optimizers_have_files_of_their_own(pools: RankPools, tmp_path: Path) -> None:
-    for names in pools(2).run(two_optimizers, str(tmp_path)):
-        assert names == [
-            "dlion_momentum_0_of_2.safetensors",
-            "dlion_momentum_1_of_2.safetensors",
-            "dlion_momentum_2_0_of_2.safetensors",
-            "dlion_momentum_2_1_of_2.safetensors",
-        ]
+    assert sorted(path.name for path in tmp_path.glob("*momentum*")) == [
+        "dlion_momentum_0_of_2.safetensors",
+        "dlion_momentum_1_of_2.safetensors",
+        "dlion_momentum_2_0_of_2.safetensors",
+        "dlion_momentum_2_1_of_2.safetensors",
+    ]
 
 
 def sharding(kind: str, **options: Any) -> tuple[Accelerator, Any, DistributedLion]:

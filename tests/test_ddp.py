@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from hf_dlion.ddp import _check_step, attach, attached_wrappers, detach, introduce
-from tests.support.spawn import RankPools
+from tests.support.spawn import RankPools, on_ranks
 
 pytestmark = pytest.mark.multiproc
 
@@ -142,8 +142,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def train(rank: int, world_size: int, case: str) -> list[bool]:
-    """Returns for each step whether the gradients are those of the model without DDP."""
+@pytest.mark.parametrize("case", [pytest.param("plain", marks=pytest.mark.smoke), *list(CASES)[1:]])
+@on_ranks(2)
+def test_gradients_equal_those_without_ddp_bit_for_bit(rank: int, case: str) -> None:
+    """Compares the gradients of each step with those of the model without DDP."""
     options = dict(CASES[case])
     model = Model(options.pop("recompute", ""), options.pop("norm", False))
     bare = copy.deepcopy(model)
@@ -151,7 +153,6 @@ def train(rank: int, world_size: int, case: str) -> list[bool]:
     skip, trained = options.pop("skip", False), options.pop("trained", False)
     compiled = options.pop("compile", "")
     inner = torch.compile(model, backend="eager") if compiled == "inside" else model
-    found = []
     with wrapped(inner, **options) as holder:
         if trained:
             backward(holder[0], rank)
@@ -169,20 +170,16 @@ def train(rank: int, world_size: int, case: str) -> list[bool]:
                 with holder[0].no_sync() if quiet else contextlib.nullcontext():
                     holder[-1](x, use_second).backward()
                 bare(x, use_second).backward()
-            found.append(same(gradients(model), gradients(bare)))
+            assert same(gradients(model), gradients(bare))
             owner.step()
             bare.load_state_dict(model.state_dict())
     torch._dynamo.reset()
-    return found
 
 
-@pytest.mark.parametrize("case", [pytest.param("plain", marks=pytest.mark.smoke), *list(CASES)[1:]])
-def test_gradients_equal_those_without_ddp_bit_for_bit(pools: RankPools, case: str) -> None:
-    assert pools(2).run(train, case) == [[True] * 3] * 2
-
-
-def train_alone(rank: int, world_size: int, trained: bool) -> list[str]:
-    """Rank 1 never trains; returns the collectives in rank 0's forwards and backwards."""
+@pytest.mark.parametrize("trained", [False, True])
+@on_ranks(2, timeout=20)
+def test_an_attached_rank_trains_without_the_others(rank: int, trained: bool) -> None:
+    """Rank 1 never trains, and rank 0's forwards and backwards start no collective."""
     with wrapped(find_unused_parameters=not trained) as holder:
         if trained:
             backward(holder[0], rank)
@@ -191,12 +188,8 @@ def train_alone(rank: int, world_size: int, trained: bool) -> list[str]:
         with torch.profiler.profile() as profile:
             for step in range(3 * (rank == 0)):
                 backward(holder[0], rank, step)
-        return [e.key for e in profile.key_averages() if "gloo" in e.key or "c10d" in e.key]
-
-
-@pytest.mark.parametrize("trained", [False, True])
-def test_an_attached_rank_trains_without_the_others(pools: RankPools, trained: bool) -> None:
-    assert pools(2).run(train_alone, trained, timeout=20) == [[], []]
+    keys = [event.key for event in profile.key_averages()]
+    assert [key for key in keys if "gloo" in key or "c10d" in key] == []
 
 
 def train_with_state(rank: int, world_size: int, layer: type[nn.Module]) -> list[Tensor]:
@@ -221,11 +214,17 @@ def test_each_forward_starts_from_the_buffers_of_rank_0(
     assert not torch.equal(first[0], first[2])
 
 
-def train_then_release(rank: int, world_size: int, how: str) -> list[bool]:
+WAYS = ["interrupted", "batch norm", "static graph", "garbage", "attached again"]
+
+
+@pytest.mark.parametrize("how", [pytest.param("plain", marks=pytest.mark.smoke), *WAYS])
+@on_ranks(2)
+def test_a_wrapper_without_owners_averages(rank: int, how: str) -> None:
     with wrapped(Model(norm=how == "batch norm"), static_graph=how == "static graph") as holder:
         owner = Owner(holder[0].parameters())
         attach(holder[0], owner)
-        found = [is_local(holder[0], rank, step) for step in range(2)]
+        for step in range(2):
+            assert is_local(holder[0], rank, step)
         if how == "interrupted":
             holder[0].module.interrupted = True
             with contextlib.suppress(KeyboardInterrupt), holder[0].no_sync():
@@ -236,23 +235,14 @@ def train_then_release(rank: int, world_size: int, how: str) -> list[bool]:
             gc.collect()
         else:
             detach(owner)
-            found.append(attached_wrappers(owner) == [])
-        found += [averages(holder[0], rank, step) for step in range(3)]
+            assert attached_wrappers(owner) == []
+        for step in range(3):
+            assert averages(holder[0], rank, step)
         if how == "attached again":
             attach(holder[0], owner)
-            found.append(is_local(holder[0], rank))
+            assert is_local(holder[0], rank)
             detach(owner)
-            found.append(averages(holder[0], rank))
-        return found
-
-
-WAYS = ["interrupted", "batch norm", "static graph", "garbage", "attached again"]
-
-
-@pytest.mark.parametrize("how", [pytest.param("plain", marks=pytest.mark.smoke), *WAYS])
-def test_a_wrapper_without_owners_averages(pools: RankPools, how: str) -> None:
-    for found in pools(2).run(train_then_release, how):
-        assert all(found)
+            assert averages(holder[0], rank)
 
 
 def average_in_a_node(rank: int, world_size: int) -> dict[str, Any]:
@@ -313,28 +303,26 @@ def copied(ddp: nn.Module, how: str) -> nn.Module:
     return AveragedModel(ddp).module if how == "average" else copy.deepcopy(ddp)
 
 
-def train_a_copy(rank: int, world_size: int, how: str, norm: bool) -> dict[str, bool]:
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "average"])
+@on_ranks(2)
+def test_a_copy_of_a_wrapper_averages(rank: int, how: str, norm: bool) -> None:
     with wrapped(Model(norm=norm)) as holder:
         owner = Owner(holder[0].parameters())
         attach(holder[0], owner)
         backward(holder[0], rank)
         holder.append(copied(holder[0], how))
-        found = {"copy": averages(holder[1], rank, 1), "original": is_local(holder[0], rank, 2)}
-        holder.append(copied(holder[1], how))
-        found["copy of the copy"] = averages(holder[2], rank, 3)
-        second = Owner(holder[1].parameters())
-        attach(holder[1], second)
-        found["attached copy"] = is_local(holder[1], rank, 4)
+        original, copy = holder
+        assert averages(copy, rank, 1)
+        assert is_local(original, rank, 2)
+        holder.append(copied(copy, how))
+        assert averages(holder[2], rank, 3)
+        second = Owner(copy.parameters())
+        attach(copy, second)
+        assert is_local(copy, rank, 4)
         detach(second)
-        found["detached copy"] = averages(holder[1], rank, 5)
-        return found
-
-
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "average"])
-def test_a_copy_of_a_wrapper_averages(pools: RankPools, how: str, norm: bool) -> None:
-    for found in pools(2).run(train_a_copy, how, norm):
-        assert all(found.values()), found
+        assert averages(copy, rank, 5)
+        del original, copy
 
 
 def share_a_wrapper(rank: int, world_size: int, norm: bool) -> dict[str, Any]:
@@ -374,46 +362,17 @@ def test_optimizers_share_a_wrapper_or_take_over(pools: RankPools, norm: bool) -
         assert (unowned in found["orphans"]) == norm  # Only with batch norm the hook sees buckets.
 
 
-def regionally_compiled(rank: int, world_size: int) -> bool:
+@on_ranks(2)
+def test_a_wrapper_of_compiled_regions_is_attached_itself(rank: int) -> None:
     """Attaches a wrapper with `_orig_mod`, which Accelerate's regional compilation makes."""
     with wrapped(Model()) as holder, wrapped(Model()) as original:
         holder[0].__dict__["_orig_mod"] = original[0]
         owner = Owner(holder[0].parameters())
         attach(holder[0], owner)
-        found = attached_wrappers(owner) == [holder[0]] and is_local(holder[0], rank)
+        assert attached_wrappers(owner) == [holder[0]]
+        assert is_local(holder[0], rank)
         detach(owner)
         del holder[0].__dict__["_orig_mod"]
-    return found
-
-
-def test_a_wrapper_of_compiled_regions_is_attached_itself(pools: RankPools) -> None:
-    assert pools(2).run(regionally_compiled) == [True, True]
-
-
-def refuse(rank: int, world_size: int, what: str) -> str:
-    model = Model()
-    options: dict[str, Any] = {}
-    if what == "delayed":
-        options["delay_all_reduce_named_params"] = list(model.second.named_parameters("second"))
-        options["param_to_hook_all_reduce"] = model.second.weight
-    mode = "python_reducer" if what == "python reducer" else True
-    with torch._dynamo.config.patch(optimize_ddp=mode), wrapped(model, **options) as holder:
-        if what == "hook":
-            holder[0].register_comm_hook(None, allreduce_hook)
-        if what == "builtin hook":
-            holder[0]._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-        held = {"other model": Model(), "unowned": model.first}.get(what, model)
-        alone = [dist.new_group([r]) for r in range(world_size)] if what == "group" else None
-        owner = Owner(held.parameters(), process_group=alone and alone[rank])
-        try:
-            found = raised(attach, model if what == "no wrapper" else holder[0], owner)
-            assert attached_wrappers(owner) == []
-            if what not in ("delayed", "python reducer"):
-                assert holder[0].require_backward_grad_sync is True
-        finally:
-            if alone:
-                dist.destroy_process_group(alone[rank])
-        return found
 
 
 REFUSED = {
@@ -429,12 +388,36 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_attach_refuses_an_unsupported_wrapper(pools: RankPools, what: str) -> None:
-    for message in pools(2).run(refuse, what):
-        assert message.startswith(REFUSED[what])
+@on_ranks(2)
+def test_attach_refuses_an_unsupported_wrapper(rank: int, what: str) -> None:
+    model = Model()
+    options: dict[str, Any] = {}
+    if what == "delayed":
+        options["delay_all_reduce_named_params"] = list(model.second.named_parameters("second"))
+        options["param_to_hook_all_reduce"] = model.second.weight
+    mode = "python_reducer" if what == "python reducer" else True
+    with torch._dynamo.config.patch(optimize_ddp=mode), wrapped(model, **options) as holder:
+        if what == "hook":
+            holder[0].register_comm_hook(None, allreduce_hook)
+        if what == "builtin hook":
+            holder[0]._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+        held = {"other model": Model(), "unowned": model.first}.get(what, model)
+        alone = [dist.new_group([r]) for r in range(2)] if what == "group" else None
+        owner = Owner(held.parameters(), process_group=alone and alone[rank])
+        try:
+            found = raised(attach, model if what == "no wrapper" else holder[0], owner)
+            assert found.startswith(REFUSED[what])
+            assert attached_wrappers(owner) == []
+            if what not in ("delayed", "python reducer"):
+                assert holder[0].require_backward_grad_sync is True
+        finally:
+            if alone:
+                dist.destroy_process_group(alone[rank])
 
 
-def join(rank: int, world_size: int, norm: bool) -> list[str]:
+@pytest.mark.parametrize("norm", [False, True])
+@on_ranks(2)
+def test_join_is_refused(rank: int, norm: bool) -> None:
     with wrapped(Model(norm=norm)) as holder:
         owner = Owner(holder[0].parameters())
         attach(holder[0], owner)
@@ -445,17 +428,12 @@ def join(rank: int, world_size: int, norm: bool) -> list[str]:
                 assert not norm, "the hook lets a bucket pass"
                 owner.step()
 
-        return [raised(train_once), raised(attach, holder[0], owner)]
-
-
-@pytest.mark.parametrize("norm", [False, True])
-def test_join_is_refused(pools: RankPools, norm: bool) -> None:
-    for messages in pools(2).run(join, norm):
-        for message in messages:
+        for message in (raised(train_once), raised(attach, holder[0], owner)):
             assert message.startswith("RuntimeError: DistributedLion does not work in ddp.join()")
 
 
-def attach_and_forget(rank: int, world_size: int) -> list[bool]:
+@on_ranks(2)
+def test_wrapper_and_optimizer_can_be_garbage_collected(rank: int) -> None:
     with wrapped() as holder:
         owner = Owner(holder[0].parameters())
         introduce(owner)
@@ -463,8 +441,4 @@ def attach_and_forget(rank: int, world_size: int) -> list[bool]:
         backward(holder[0], rank)
         gone = [weakref.ref(holder[0]), weakref.ref(owner)]
         del owner
-    return [ref() is None for ref in gone]
-
-
-def test_wrapper_and_optimizer_can_be_garbage_collected(pools: RankPools) -> None:
-    assert pools(2).run(attach_and_forget) == [[True, True]] * 2
+    assert [ref() is None for ref in gone] == [True, True]

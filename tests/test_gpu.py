@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from hf_dlion import DistributedLion
 from hf_dlion.vote.codec import divided
-from tests.support.spawn import RankPools
+from tests.support.spawn import RankPools, on_ranks
 
 # With "cpu" and "gloo" the same tests run without a GPU, which shows that they can run.
 DEVICE, BACKEND = "cuda", "nccl"
@@ -111,7 +111,9 @@ def test_steps_have_the_bits_of_the_cpu(
     assert [params for params, _ in first] == [params for params, _ in second]
 
 
-def launches(rank: int, world_size: int) -> int:
+@pytest.mark.skipif(DEVICE == "cpu", reason="a CPU launches no kernels")
+@on_ranks(2)
+def test_a_step_of_one_message_makes_at_most_250_launches(rank: int) -> None:
     """Counts kernels, copies, and fills of the third step of 24 tensors, one message."""
     shapes = 4 * [(512, 2048), (2048,), (2048, 512), (512,), (512, 512), (512,)]
     params = [nn.Parameter(torch.zeros(shape, device=DEVICE)) for shape in shapes]
@@ -126,13 +128,7 @@ def launches(rank: int, world_size: int) -> int:
         optimizer.step()
         torch.cuda.synchronize()
     names = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync")
-    return sum(own.count for own in profiled.key_averages() if own.key.startswith(names))
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="a CPU launches no kernels")
-def test_a_step_of_one_message_makes_at_most_250_launches(pools: RankPools) -> None:
-    for count in pools(2).run(launches):
-        assert 0 < count <= 250
+    assert 0 < sum(own.count for own in profiled.key_averages() if own.key.startswith(names)) <= 250
 
 
 def test_one_rank_of_nccl_trains_as_no_group_does() -> None:

@@ -19,7 +19,7 @@ from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.failures import Disagreement
 from tests.support.gradients import KINDS, SHAPES, gradients, pair
 from tests.support.local_definition import LocalLions
-from tests.support.spawn import LASTING, RankPools
+from tests.support.spawn import LASTING, RankPools, on_ranks
 from tests.support.training import batch, everyones, is_equal_everywhere, model_of, same
 
 pytestmark = pytest.mark.multiproc
@@ -98,7 +98,8 @@ def test_ranks_equal_the_definition_in_other_dtypes(
     pools(2).run(equals_the_definition, {"vote_every": 2, "bits": 2}, kinds, 6)
 
 
-def in_nodes(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_two_nodes_of_two_ranks_equal_the_definition(rank: int) -> None:
     """Compares two nodes of two ranks with the definition, on gradients that DDP averaged."""
     ddp = DistributedDataParallel(model_of())
     params = list(ddp.parameters())
@@ -127,11 +128,8 @@ def in_nodes(rank: int, world_size: int) -> None:
     optimizer.detach()
 
 
-def test_two_nodes_of_two_ranks_equal_the_definition(pools: RankPools) -> None:
-    pools(4).run(in_nodes)
-
-
-def in_shards(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_two_replicas_of_two_shards_equal_the_definition(rank: int) -> None:
     """Compares two replicas of two shards with the definition of each shard."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     LASTING.update(mesh.get_all_groups())
@@ -154,7 +152,7 @@ def in_shards(rank: int, world_size: int) -> None:
         optimizer.zero_grad()
         model(batch(step, rank)).square().sum().backward()
         grads = [p.grad.to_local().clone() for p in params]  # type: ignore[union-attr]
-        everyone: list[Any] = [None] * world_size
+        everyone: list[Any] = [None] * 4
         dist.all_gather_object(everyone, grads)
         lions.step([everyone[rank % 2], everyone[2 + rank % 2]])
         with torch.no_grad():
@@ -172,11 +170,9 @@ def in_shards(rank: int, world_size: int) -> None:
     assert is_equal_everywhere(common)
 
 
-def test_two_replicas_of_two_shards_equal_the_definition(pools: RankPools) -> None:
-    pools(4).run(in_shards)
-
-
-def conserves(rank: int, world_size: int, bits: int) -> None:
+@pytest.mark.parametrize("bits", [1, 4])
+@on_ranks(2)
+def test_an_exchange_changes_the_mean_by_the_decay_only(rank: int, bits: int) -> None:
     """Checks in 1,000 exchanges that the mean of the own weights changes by the decay only."""
     torch.manual_seed(0)
     param = nn.Parameter(torch.randn(3, 64))
@@ -192,12 +188,8 @@ def conserves(rank: int, world_size: int, bits: int) -> None:
         assert float((after - before * (1 - 1e-3 * 0.1)).abs().max()) <= 2 * ulp
 
 
-@pytest.mark.parametrize("bits", [1, 4])
-def test_an_exchange_changes_the_mean_by_the_decay_only(pools: RankPools, bits: int) -> None:
-    pools(2).run(conserves, bits)
-
-
-def in_turns(rank: int, world_size: int) -> tuple[float, bool]:
+@on_ranks(2)
+def test_a_parameter_that_ranks_use_in_turns_trains(rank: int) -> None:
     """Trains one parameter on the ranks in turns, half of a second, and none of a third."""
     torch.manual_seed(0)
     turns, rows, idle = (nn.Parameter(torch.randn(4, 64)) for _ in range(3))
@@ -213,17 +205,16 @@ def in_turns(rank: int, world_size: int) -> tuple[float, bool]:
     unused = torch.equal(rows[2:], start[1][2:]) and torch.equal(idle, start[2])
     optimizer.eval()
     unused = unused and torch.equal(rows[2:], start[1][2:]) and torch.equal(idle, start[2])
-    return float(turns.square().sum() / start[0].square().sum()), unused
+    assert float(turns.square().sum() / start[0].square().sum()) < 0.6
+    assert unused
 
 
-def test_a_parameter_that_ranks_use_in_turns_trains(pools: RankPools) -> None:
-    for left, unused in pools(2).run(in_turns):
-        assert left < 0.6
-        assert unused
-
-
-def sends(rank: int, world_size: int, every: int) -> tuple[float, list[int], float]:
-    """Returns bits per parameter and step, bytes of the local steps, and bytes of state."""
+@pytest.mark.parametrize(("every", "most"), [(16, 0.070), (32, 0.036)])
+@on_ranks(2)
+def test_local_steps_send_nothing_and_an_exchange_one_bit(
+    rank: int, every: int, most: float
+) -> None:
+    """Counts bits per parameter and step, bytes of the local steps, and bytes of state."""
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(768, 768)) for _ in range(4)]
     params += [nn.Parameter(torch.randn(128, 3700)), nn.Parameter(torch.randn(1001))]
@@ -242,17 +233,9 @@ def sends(rank: int, world_size: int, every: int) -> tuple[float, list[int], flo
     memory = sum(own.numel() * own.element_size() for own in kept) / numel
     exchanged = sent.pop(every - 1)
     assert optimizer.wire.bytes_sent == sum(sent) + exchanged
-    return 8 * exchanged / numel / every, sent[1:], memory
-
-
-@pytest.mark.parametrize(("every", "most"), [(16, 0.070), (32, 0.036)])
-def test_local_steps_send_nothing_and_an_exchange_one_bit(
-    pools: RankPools, every: int, most: float
-) -> None:
-    for bits, local, memory in pools(2).run(sends, every):
-        assert 1 / every <= bits <= most
-        assert set(local) == {0}
-        assert 8 <= memory <= 8.1
+    assert 1 / every <= (8 * exchanged / numel / every) <= most
+    assert set(sent[1:]) == {0}
+    assert 8 <= memory <= 8.1
 
 
 def fails(rank: int, world_size: int, what: str) -> list[str]:
@@ -391,7 +374,33 @@ def test_parameters_can_be_frozen_added_and_broken_between_exchanges(pools: Rank
     assert "the weights of '1' were not finite on rank 1" in second[0]
 
 
-def rotates(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_evaluation_or_a_save_of_a_frozen_model_loses_no_step(rank: int, tmp_path: Path) -> None:
+    """Freezes a model around an evaluation and a save, as with a GAN's discriminator."""
+    results = []
+    for freezes in (False, True):
+        model = model_of()
+        optimizer = DistributedLion(model.named_parameters(), lr=0.01, vote_every=4)
+        for step in range(7):
+            optimizer.zero_grad()
+            model(batch(step, rank)).square().sum().backward()
+            optimizer.step()
+            model.requires_grad_(not freezes)
+            if step == 1:
+                save_momentum(optimizer, tmp_path)
+            if rank == 0:  # Both calls are local to the rank.
+                optimizer.eval()
+                optimizer.train()
+            if step < 6:
+                model.requires_grad_(True)
+        optimizer.exchange_now()
+        optimizer.eval()
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert same(*results)
+
+
+@on_ranks(2)
+def test_tensors_of_one_shape_can_be_trained_in_turns() -> None:
     """Trains two tensors of one shape in turns, as some low-memory recipes do."""
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(2, 64)) for _ in range(2)]
@@ -413,42 +422,9 @@ def rotates(rank: int, world_size: int) -> None:
         torch.testing.assert_close(p.detach(), start - 0.06)
 
 
-def freezes_for_a_moment(rank: int, world_size: int, folder: str) -> None:
-    """Freezes a model around an evaluation and a save, as with a GAN's discriminator."""
-    results = []
-    for freezes in (False, True):
-        model = model_of()
-        optimizer = DistributedLion(model.named_parameters(), lr=0.01, vote_every=4)
-        for step in range(7):
-            optimizer.zero_grad()
-            model(batch(step, rank)).square().sum().backward()
-            optimizer.step()
-            model.requires_grad_(not freezes)
-            if step == 1:
-                save_momentum(optimizer, folder)
-            if rank == 0:  # Both calls are local to the rank.
-                optimizer.eval()
-                optimizer.train()
-            if step < 6:
-                model.requires_grad_(True)
-        optimizer.exchange_now()
-        optimizer.eval()
-        results.append([p.detach().clone() for p in model.parameters()])
-    assert same(*results)
-
-
-def test_an_evaluation_or_a_save_of_a_frozen_model_loses_no_step(
-    pools: RankPools, tmp_path: Path
-) -> None:
-    pools(2).run(freezes_for_a_moment, str(tmp_path))
-
-
-def test_tensors_of_one_shape_can_be_trained_in_turns(pools: RankPools) -> None:
-    pools(2).run(rotates)
-
-
-def in_wrong_order(rank: int, world_size: int) -> list[str]:
-    """Returns the errors of `attach`, `detach`, and `step` after local steps."""
+@on_ranks(2)
+def test_a_wrong_order_of_calls_is_refused(rank: int) -> None:
+    """Calls `attach`, `detach`, and `step` after local steps."""
     said = []
     model = model_of()
     optimizer = DistributedLion(model.named_parameters(), lr=0.01, vote_every=3)
@@ -472,17 +448,14 @@ def in_wrong_order(rank: int, world_size: int) -> list[str]:
     with pytest.raises(Disagreement) as disagreed:
         step()
     said.append(str(disagreed.value))
-    return said
+    swapped, wrapped, differs = said
+    assert "in common_weights()" in swapped
+    assert "attach() got a DDP wrapper that was made during local steps" in wrapped
+    assert "parameters, first in '0.weight'" in differs
 
 
-def test_a_wrong_order_of_calls_is_refused(pools: RankPools) -> None:
-    for swapped, wrapped, differs in pools(2).run(in_wrong_order):
-        assert "in common_weights()" in swapped
-        assert "attach() got a DDP wrapper that was made during local steps" in wrapped
-        assert "parameters, first in '0.weight'" in differs
-
-
-def breaks_in_a_node(rank: int, world_size: int) -> str:
+@on_ranks(4)
+def test_all_ranks_raise_if_weights_were_replaced_in_a_node(rank: int) -> None:
     """Steps on NaN gradients first, and later replaces the weights of rank 2."""
     ddp = DistributedDataParallel(model_of())
     optimizer = DistributedLion(ddp.named_parameters(), lr=0.01, local_group=2, vote_every=3)
@@ -500,12 +473,7 @@ def breaks_in_a_node(rank: int, world_size: int) -> str:
             said = f"{step}: {error}"
             break
     optimizer.detach()
-    return said
-
-
-def test_all_ranks_raise_if_weights_were_replaced_in_a_node(pools: RankPools) -> None:
-    for said in pools(4).run(breaks_in_a_node, timeout=60):
-        assert said.startswith("6: the weights of some parameters on rank 2 are farther"), said
+    assert said.startswith("6: the weights of some parameters on rank 2 are farther"), said
 
 
 def leaves_a_local_step(rank: int, world_size: int, does: str, folder: str) -> str:
@@ -584,7 +552,9 @@ def test_a_step_that_fails_in_its_plan_raises_on_all_ranks(pools: RankPools, eve
     assert second == "KeyError: 'in a selection'"
 
 
-def changes_the_layout(rank: int, world_size: int, thaws: bool) -> None:
+@pytest.mark.parametrize("thaws", [False, True], ids=["freezes", "thaws"])
+@on_ranks(2)
+def test_own_weights_survive_a_change_of_the_layout(rank: int, thaws: bool) -> None:
     """Own weights of 16 bits keep their bits in `eval` and `train` if the layout has changed."""
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(3, 64).bfloat16()) for _ in range(3)]
@@ -619,12 +589,8 @@ def changes_the_layout(rank: int, world_size: int, thaws: bool) -> None:
     assert all(map(is_equal_everywhere, params))
 
 
-@pytest.mark.parametrize("thaws", [False, True], ids=["freezes", "thaws"])
-def test_own_weights_survive_a_change_of_the_layout(pools: RankPools, thaws: bool) -> None:
-    pools(2).run(changes_the_layout, thaws)
-
-
-def with_full_precision_and_momenta(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_local_steps_with_full_precision_and_synchronized_momenta(rank: int) -> None:
     """Checks that selected tensors are averaged exactly, and momenta at exchanges."""
     torch.manual_seed(0)
     start = [torch.randn(10), torch.randn(4, 64), torch.randn(7), torch.randn(2, 64)]
@@ -657,7 +623,3 @@ def with_full_precision_and_momenta(rank: int, world_size: int) -> None:
     assert float((momenta[0] - momenta[1])[128:].abs().max()) > 1e-3
     optimizer.eval()
     assert all(map(is_equal_everywhere, params))
-
-
-def test_local_steps_with_full_precision_and_synchronized_momenta(pools: RankPools) -> None:
-    pools(2).run(with_full_precision_and_momenta)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_dlion.checkpoint import load_momentum, save_momentum
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.failures import Disagreement
-from tests.support.spawn import RankPools
+from tests.support.spawn import RankPools, on_ranks
 from tests.support.training import is_equal_everywhere
 
 multiproc = pytest.mark.multiproc
@@ -30,7 +30,8 @@ def filled(value: float, dtype: torch.dtype = torch.float32) -> nn.Parameter:
     return param
 
 
-def replaces_weights_within_a_period(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_replaced_weights_are_refused_until_the_optimizer_is_detached() -> None:
     param = filled(1.0, torch.bfloat16)
     optimizer = DistributedLion([param], lr=0.01, vote_every=4)
     for _ in range(2):
@@ -45,12 +46,8 @@ def replaces_weights_within_a_period(rank: int, world_size: int) -> None:
     assert bool((param < 7.0).any())
 
 
-@multiproc
-def test_replaced_weights_are_refused_until_the_optimizer_is_detached(pools: RankPools) -> None:
-    pools(2).run(replaces_weights_within_a_period)
-
-
-def steps_a_detached_node(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_node_without_its_hook_cannot_step() -> None:
     model = DistributedDataParallel(nn.Linear(64, 2))
     optimizer = DistributedLion(model.named_parameters(), lr=0.01, local_group=2)
     optimizer.attach(model)
@@ -61,12 +58,8 @@ def steps_a_detached_node(rank: int, world_size: int) -> None:
         optimizer.step()
 
 
-@multiproc
-def test_a_node_without_its_hook_cannot_step(pools: RankPools) -> None:
-    pools(2).run(steps_a_detached_node)
-
-
-def has_a_node_alone(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_nodes_on_one_rank_only_are_refused(rank: int) -> None:
     model = DistributedDataParallel(nn.Linear(64, 2))
     optimizer = DistributedLion(model.named_parameters(), local_group=2 if rank else None)
     said = ""
@@ -76,16 +69,11 @@ def has_a_node_alone(rank: int, world_size: int) -> str:
         optimizer.step()
     except Disagreement as error:
         said = str(error)
-    return said
+    assert said.startswith("rank 1 has local_group= while rank 0 steps: ")
 
 
-@multiproc
-def test_nodes_on_one_rank_only_are_refused(pools: RankPools) -> None:
-    for text in pools(2).run(has_a_node_alone):
-        assert text.startswith("rank 1 has local_group= while rank 0 steps: ")
-
-
-def freezes_alone(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_a_parameter_frozen_on_one_rank_between_exchanges_is_named(rank: int) -> None:
     params = [filled(1.0), filled(2.0)]
     sync = {"momentum_sync_every": 1}
     optimizer = DistributedLion([("a", params[0]), ("b", params[1])], vote_every=2, **sync)
@@ -93,37 +81,25 @@ def freezes_alone(rank: int, world_size: int) -> str:
     params[1].requires_grad_(rank == 0)
     with pytest.raises(Disagreement) as caught:
         optimizer.step()
-    return str(caught.value)
+    assert "first in 'frozen parameters': rank 0: [], rank 1: ['b']" in str(caught.value)
 
 
-@multiproc
-def test_a_parameter_frozen_on_one_rank_between_exchanges_is_named(pools: RankPools) -> None:
-    for text in pools(2).run(freezes_alone):
-        assert "first in 'frozen parameters': rank 0: [], rank 1: ['b']" in text
-
-
-def loads_momenta_that_differ(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_momenta_of_averaged_gradients_are_equal_after_a_load(rank: int, tmp_path: Path) -> None:
     """Saves momenta that follow each rank's own gradients, and loads them to be averaged."""
     param = filled(1.0)
     optimizer = DistributedLion([("norm", param)], lr=0.01)
     param.grad = torch.linspace(-1, 1, 128) * (-1) ** rank
     optimizer.step()
-    save_momentum(optimizer, folder)
+    save_momentum(optimizer, tmp_path)
     param = filled(1.0)
     optimizer = DistributedLion([("norm", param)], lr=0.01, full_precision="norm")
     optimizer.step()
-    load_momentum(optimizer, folder)
+    load_momentum(optimizer, tmp_path)
     param.grad = torch.zeros_like(param)
     optimizer.step()
     assert is_equal_everywhere(param)
     assert is_equal_everywhere(optimizer.state[param]["exp_avg"])
-
-
-@multiproc
-def test_momenta_of_averaged_gradients_are_equal_after_a_load(
-    pools: RankPools, tmp_path: Path
-) -> None:
-    pools(2).run(loads_momenta_that_differ, str(tmp_path))
 
 
 def loads_what_one_process_saved(rank: int, world_size: int, folder: str) -> list[str]:
@@ -149,7 +125,8 @@ def test_ranks_that_load_one_ranks_momentum_are_told_once(pools: RankPools, tmp_
     assert others == []
 
 
-def abstains_in_a_node(rank: int, world_size: int) -> str:
+@on_ranks(4)
+def test_the_ranks_of_a_node_that_abstains_are_named(rank: int) -> None:
     model = DistributedDataParallel(nn.Linear(64, 2))
     optimizer = DistributedLion(model.named_parameters(), local_group=2, max_abstained_steps=1)
     optimizer.attach(model)
@@ -157,18 +134,13 @@ def abstains_in_a_node(rank: int, world_size: int) -> str:
     with pytest.raises(RuntimeError) as caught:
         optimizer.step()
     assert optimizer.wire.abstentions == 2
-    return str(caught.value)
+    assert str(caught.value).startswith(
+        "gradients of ranks 2 and 3 held a NaN or an Inf in 1 steps in a row"
+    )
 
 
-@multiproc
-def test_the_ranks_of_a_node_that_abstains_are_named(pools: RankPools) -> None:
-    for text in pools(4).run(abstains_in_a_node):
-        assert text.startswith(
-            "gradients of ranks 2 and 3 held a NaN or an Inf in 1 steps in a row"
-        )
-
-
-def exchanges_replaced_weights(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_an_exchange_that_fails_after_eval_leaves_the_common_weights(rank: int) -> None:
     param = filled(1.0)
     optimizer = DistributedLion([("w", param)], lr=0.01, vote_every=4)
     optimizer.step()
@@ -178,13 +150,7 @@ def exchanges_replaced_weights(rank: int, world_size: int) -> str:
     with pytest.raises(Disagreement) as caught:
         optimizer.exchange_now()
     assert bool((param == 1.0).all())  # Still the common weights.
-    return str(caught.value)
-
-
-@multiproc
-def test_an_exchange_that_fails_after_eval_leaves_the_common_weights(pools: RankPools) -> None:
-    for text in pools(2).run(exchanges_replaced_weights):
-        assert text.startswith("the weights of 'w' on rank 1 are farther")
+    assert str(caught.value).startswith("the weights of 'w' on rank 1 are farther")
 
 
 def attaches_once_of_twice(rank: int, world_size: int) -> list[str]:
@@ -208,7 +174,8 @@ def attaches_once_of_twice(rank: int, world_size: int) -> list[str]:
     return [str(one.message) for one in caught]
 
 
-def steps_another_optimizer(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_second_optimizer_that_is_not_attached_cannot_step() -> None:
     model = DistributedDataParallel(nn.Linear(64, 2))
     first = DistributedLion([model.module.weight])
     second = DistributedLion([model.module.bias])
@@ -216,11 +183,6 @@ def steps_another_optimizer(rank: int, world_size: int) -> None:
     model(torch.ones(1, 64)).sum().backward()
     with pytest.raises(RuntimeError, match="attach this one too, or call detach"):
         second.step()
-
-
-@multiproc
-def test_a_second_optimizer_that_is_not_attached_cannot_step(pools: RankPools) -> None:
-    pools(2).run(steps_another_optimizer)
 
 
 @multiproc
@@ -264,23 +226,19 @@ def test_replicas_are_compared_if_empty_exchanges_come_between(pools: RankPools)
     assert found[0::2] == [found[1] + 24] * 4, first
 
 
-def steps_twins_from_a_set(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_equal_optimizers_that_step_in_another_order_are_refused(rank: int) -> None:
     params = [filled(1.0), filled(1.0)]
     optimizers = [DistributedLion([("w", param)]) for param in params]
     first, second = optimizers[:: (-1) ** rank]
     first.step()
     with pytest.raises(Disagreement) as caught:
         second.step()
-    return str(caught.value)
+    assert str(caught.value).startswith("ranks use different optimizers: ")
 
 
-@multiproc
-def test_equal_optimizers_that_step_in_another_order_are_refused(pools: RankPools) -> None:
-    for text in pools(2).run(steps_twins_from_a_set):
-        assert text.startswith("ranks use different optimizers: ")
-
-
-def changes_the_layout_after_eval(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_layout_changed_between_eval_and_train_is_refused(rank: int) -> None:
     model = nn.Conv2d(3, 4, 3)
     for param in model.parameters():
         param.grad = torch.full_like(param, (-1.0) ** rank)
@@ -292,12 +250,9 @@ def changes_the_layout_after_eval(rank: int, world_size: int) -> None:
         optimizer.train()
 
 
-@multiproc
-def test_a_layout_changed_between_eval_and_train_is_refused(pools: RankPools) -> None:
-    pools(2).run(changes_the_layout_after_eval)
-
-
-def compiles_the_step(rank: int, world_size: int, vote_every: int) -> None:
+@pytest.mark.parametrize("vote_every", [1, 2])
+@on_ranks(2)
+def test_a_compiled_function_may_step(rank: int, vote_every: int) -> None:
     def trained(compiled: bool) -> torch.Tensor:
         torch.manual_seed(0)
         model = nn.Linear(64, 2)
@@ -317,13 +272,8 @@ def compiles_the_step(rank: int, world_size: int, vote_every: int) -> None:
     torch.testing.assert_close(trained(True), trained(False), rtol=0, atol=0)
 
 
-@multiproc
-@pytest.mark.parametrize("vote_every", [1, 2])
-def test_a_compiled_function_may_step(pools: RankPools, vote_every: int) -> None:
-    pools(2).run(compiles_the_step, vote_every)
-
-
-def exchanges_in_inference_mode(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_evaluation_in_inference_mode_may_exchange() -> None:
     param = filled(1.0)
     optimizer = DistributedLion([("w", param)], lr=0.01, vote_every=2)
     optimizer.step()
@@ -338,12 +288,8 @@ def exchanges_in_inference_mode(rank: int, world_size: int) -> None:
     assert is_equal_everywhere(optimizer.state[param]["exp_avg"])
 
 
-@multiproc
-def test_an_evaluation_in_inference_mode_may_exchange(pools: RankPools) -> None:
-    pools(2).run(exchanges_in_inference_mode)
-
-
-def recovers_from_abstentions(rank: int, world_size: int) -> list[int]:
+@on_ranks(2)
+def test_local_steps_go_on_after_the_error_about_abstentions(rank: int) -> None:
     param = filled(1.0)
     optimizer = DistributedLion([param], lr=0.01, vote_every=2, max_abstained_steps=3)
     raised = []
@@ -353,12 +299,7 @@ def recovers_from_abstentions(rank: int, world_size: int) -> list[int]:
             optimizer.step()
         except RuntimeError:
             raised.append(number)
-    return raised
-
-
-@multiproc
-def test_local_steps_go_on_after_the_error_about_abstentions(pools: RankPools) -> None:
-    assert pools(2).run(recovers_from_abstentions) == [[3], [3]]
+    assert raised == [3]
 
 
 class Chooser:
@@ -384,7 +325,8 @@ def test_a_parameter_that_is_passed_twice_is_refused() -> None:
         DistributedLion([param, param])
 
 
-def scales_after_an_error(rank: int, world_size: int) -> list[float]:
+@on_ranks(2)
+def test_gradients_are_unscaled_once_after_a_step_that_raised(rank: int) -> None:
     param = nn.Parameter(torch.ones(128))
     optimizer = DistributedLion([param], lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -400,33 +342,19 @@ def scales_after_an_error(rank: int, world_size: int) -> list[float]:
         found.append(float(param.grad[0]))
         scaler.update()
         optimizer.zero_grad()
-    return found
+    assert found == [2.0] * 3
 
 
-@multiproc
-def test_gradients_are_unscaled_once_after_a_step_that_raised(pools: RankPools) -> None:
-    assert pools(2).run(scales_after_an_error) == [[2.0] * 3] * 2
-
-
-def copies(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_copy_would_lose_its_process_group() -> None:
     optimizer = DistributedLion([filled(1.0)], process_group=dist.group.WORLD)
     with pytest.raises(TypeError, match="can't be copied or pickled"):
         copy.deepcopy(optimizer)
 
 
-@multiproc
-def test_a_copy_would_lose_its_process_group(pools: RankPools) -> None:
-    pools(2).run(copies)
-
-
-def has_no_parameters(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_a_rank_without_parameters_is_named(rank: int) -> None:
     optimizer = DistributedLion([{"params": [filled(1.0)] if rank else []}])
     with pytest.raises(Disagreement) as caught:
         optimizer.step()
-    return str(caught.value)
-
-
-@multiproc
-def test_a_rank_without_parameters_is_named(pools: RankPools) -> None:
-    for text in pools(2).run(has_no_parameters):
-        assert "first in 'group 0 parameters': rank 0: 0, rank 1: 1" in text
+    assert "first in 'group 0 parameters': rank 0: 0, rank 1: 1" in str(caught.value)

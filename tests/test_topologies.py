@@ -20,7 +20,7 @@ from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.failures import Disagreement
 from hf_dlion.vote import message
 from tests.support.definition import Lions
-from tests.support.spawn import LASTING, RankPools
+from tests.support.spawn import LASTING, RankPools, on_ranks
 from tests.support.training import batch, everyones, is_equal_everywhere, model_of, same
 
 pytestmark = pytest.mark.multiproc
@@ -115,7 +115,9 @@ def test_an_attach_that_is_refused_on_one_rank_does_not_hang(pools: RankPools) -
     assert said[1].startswith("attach() needs a DistributedDataParallel")
 
 
-def unaveraged(rank: int, world_size: int, how: str) -> str:
+@pytest.mark.parametrize(("how", "name"), [("unfrozen", "0.weight"), ("outside", "outside")])
+@on_ranks(4)
+def test_nodes_refuse_parameters_that_no_hook_averages(rank: int, how: str, name: str) -> None:
     """Trains a parameter in nodes whose gradient no hook averages."""
     model, outside = model_of(), nn.Parameter(torch.ones(3))
     first = next(iter(model.named_parameters()))
@@ -134,15 +136,7 @@ def unaveraged(rank: int, world_size: int, how: str) -> str:
     except RuntimeError as error:
         said = str(error)
     optimizer.detach()
-    return said
-
-
-@pytest.mark.parametrize(("how", "name"), [("unfrozen", "0.weight"), ("outside", "outside")])
-def test_nodes_refuse_parameters_that_no_hook_averages(
-    pools: RankPools, how: str, name: str
-) -> None:
-    for said in pools(4).run(unaveraged, how):
-        assert f"DDP doesn't average the gradient of '{name}' inside a node" in said
+    assert f"DDP doesn't average the gradient of '{name}' inside a node" in said
 
 
 def test_scaled_gradients_of_float16_are_refused() -> None:
@@ -281,7 +275,8 @@ def test_all_ranks_know_the_size_of_the_largest_shard(pools: RankPools) -> None:
         assert {size for size, _ in by_rank} == {max(part for _, part in by_rank)}
 
 
-def compiled_and_frozen(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_compiled_sharded_model_is_attached_and_a_frozen_one_needs_no_attach() -> None:
     """Attaches a model that was compiled before or after it was sharded; another one is frozen."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     LASTING.update(mesh.get_all_groups())
@@ -300,12 +295,6 @@ def compiled_and_frozen(rank: int, world_size: int) -> None:
             p.grad = torch.ones_like(p)
         optimizer.step()
         assert optimizer.steps == 1
-
-
-def test_a_compiled_sharded_model_is_attached_and_a_frozen_one_needs_no_attach(
-    pools: RankPools,
-) -> None:
-    pools(2).run(compiled_and_frozen)
 
 
 def replicas_on_one_rank(rank: int, world_size: int) -> str:
@@ -328,7 +317,13 @@ def test_replicas_on_some_ranks_only_do_not_hang(pools: RankPools) -> None:
         assert "rank 1 steps while ranks 0, 2, and 3 have replicate=" in text
 
 
-def in_full(rank: int, world_size: int, selection: str) -> None:
+def _generator(*numbers: int) -> torch.Generator:
+    return torch.Generator().manual_seed(sum(1000**k * n for k, n in enumerate(numbers)))
+
+
+@pytest.mark.parametrize("selection", ["*bias", "", "*"], ids=["pattern", "function", "all"])
+@on_ranks(2)
+def test_full_precision_is_lion_on_the_mean_gradient(rank: int, selection: str) -> None:
     """Compares with plain Lion on the mean over the ranks that have a gradient."""
     message.PIECE["cpu"], message.MESSAGE["cpu"], message.MESSAGES = 1 << 7, 1 << 8, 1 << 20
     model = model_of()
@@ -344,13 +339,13 @@ def in_full(rank: int, world_size: int, selection: str) -> None:
     for step in range(5):
         every = [
             [torch.randn(p.shape, generator=_generator(step, r, k)) for k, p in enumerate(start)]
-            for r in range(world_size)
+            for r in range(2)
         ]
         for k, p in enumerate(model.parameters()):
             # One bias has no gradient on rank 1 in a step, and on no rank in the next.
             missing = k == 1 and (step == 3 or (step == 2 and rank == 1))
             p.grad = None if missing else every[rank][k].clone()
-        means = [sum(own) / world_size for own in zip(*every, strict=True)]
+        means = [sum(own) / 2 for own in zip(*every, strict=True)]
         if step == 3:
             means[1] = None
         if step == 2:
@@ -369,16 +364,8 @@ def in_full(rank: int, world_size: int, selection: str) -> None:
         )
 
 
-def _generator(*numbers: int) -> torch.Generator:
-    return torch.Generator().manual_seed(sum(1000**k * n for k, n in enumerate(numbers)))
-
-
-@pytest.mark.parametrize("selection", ["*bias", "", "*"], ids=["pattern", "function", "all"])
-def test_full_precision_is_lion_on_the_mean_gradient(pools: RankPools, selection: str) -> None:
-    pools(2).run(in_full, selection)
-
-
-def selects_apart(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_functions_that_select_different_momenta_are_refused(rank: int) -> None:
     model = model_of()
     chosen = "0.weight" if rank == 0 else "0.bias"
     optimizer = DistributedLion(
@@ -392,11 +379,8 @@ def selects_apart(rank: int, world_size: int) -> None:
         optimizer.step()
 
 
-def test_functions_that_select_different_momenta_are_refused(pools: RankPools) -> None:
-    pools(2).run(selects_apart)
-
-
-def in_bfloat16_by_default(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_steps_work_with_another_default_dtype(rank: int) -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:
         model = model_of()
@@ -414,21 +398,14 @@ def in_bfloat16_by_default(rank: int, world_size: int) -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def test_steps_work_with_another_default_dtype(pools: RankPools) -> None:
-    pools(2).run(in_bfloat16_by_default)
-
-
-def averaged(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_synchronize_momentum_makes_all_momenta_equal(rank: int) -> None:
     model = model_of()
     optimizer = DistributedLion(model.named_parameters(), lr=0.01)
     model(batch(0, rank)).square().sum().backward()
     optimizer.step()
     optimizer.synchronize_momentum()
     assert all(is_equal_everywhere(optimizer.state[p]["exp_avg"]) for p in model.parameters())
-
-
-def test_synchronize_momentum_makes_all_momenta_equal(pools: RankPools) -> None:
-    pools(3).run(averaged)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -539,7 +516,8 @@ def test_parameters_can_be_frozen_unfrozen_and_added(pools: RankPools) -> None:
     pools(2).run(frozen)
 
 
-def scaled_without_gradients(rank: int, world_size: int) -> int:
+@on_ranks(2)
+def test_a_scaled_step_accepts_a_rank_without_gradients(rank: int) -> None:
     """Rank 0 has no gradient in a step in which rank 1 has some."""
     model = model_of()
     optimizer = DistributedLion(model.named_parameters(), lr=0.01)
@@ -549,14 +527,11 @@ def scaled_without_gradients(rank: int, world_size: int) -> int:
     else:
         scaler.scale(torch.ones(()))
     scaler.step(optimizer)
-    return optimizer.steps
+    assert optimizer.steps == 1
 
 
-def test_a_scaled_step_accepts_a_rank_without_gradients(pools: RankPools) -> None:
-    assert pools(2).run(scaled_without_gradients) == [1, 1]
-
-
-def warms_up(rank: int, world_size: int) -> tuple[int, int]:
+@on_ranks(2)
+def test_a_rank_without_gradients_does_not_hang_at_the_start_of_a_warm_up(rank: int) -> None:
     """Takes a first step with a learning rate of 0, without gradients on rank 1."""
     model = model_of()
     optimizer = DistributedLion(model.named_parameters(), lr=0.0)
@@ -568,16 +543,12 @@ def warms_up(rank: int, world_size: int) -> tuple[int, int]:
     optimizer.zero_grad()
     model(batch(1, rank)).square().sum().backward()
     optimizer.step()
-    return first, optimizer.steps
+    assert (first, optimizer.steps) == (1, 2)
 
 
-def test_a_rank_without_gradients_does_not_hang_at_the_start_of_a_warm_up(
-    pools: RankPools,
-) -> None:
-    assert pools(2).run(warms_up) == [(1, 2), (1, 2)]
-
-
-def makes_state(rank: int, world_size: int, every: int) -> int:
+@pytest.mark.parametrize("every", [1, 2])
+@on_ranks(2)
+def test_a_step_that_only_creates_state_is_not_counted(every: int) -> None:
     """Creates the state as torch.distributed.checkpoint does."""
     model = model_of()
     optimizer = DistributedLion(model.named_parameters(), lr=0.0, vote_every=every)
@@ -585,12 +556,7 @@ def makes_state(rank: int, world_size: int, every: int) -> int:
         p.grad = torch.zeros_like(p)
     optimizer.step()
     assert all("exp_avg" in optimizer.state[p] for p in model.parameters())
-    return optimizer.steps
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_a_step_that_only_creates_state_is_not_counted(pools: RankPools, every: int) -> None:
-    assert pools(2).run(makes_state, every) == [0, 0]
+    assert optimizer.steps == 0
 
 
 def loads_alone(rank: int, world_size: int) -> str:

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_dlion import CheckpointError, DistributedLion, load_momentum, save_momentum
 from hf_dlion.checkpoint import find_optimizer, momentum_file
 from hf_dlion.ranks.failures import Disagreement
-from tests.support.spawn import LASTING, RankPools, RanksFailedError
+from tests.support.spawn import LASTING, RankPools, RanksFailedError, on_ranks
 
 multiproc = pytest.mark.multiproc
 
@@ -131,8 +131,19 @@ def slow_down(optimizer: DistributedLion) -> None:
         group["lr"] = 1e-6
 
 
-def resumed_between_two_exchanges(
-    rank: int, world_size: int, folder: str, options: dict[str, Any]
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"dtype": torch.float32, "vote_every": 3}, marks=pytest.mark.smoke),
+        {"dtype": torch.bfloat16, "vote_every": 3, "momentum_dtype": torch.float32},
+        {"dtype": torch.float16, "vote_every": 4, "bits": 4, "full_precision": "*bias"},
+        {"dtype": torch.float64, "vote_every": 3, "bits": 8},
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_a_run_resumed_between_two_exchanges_equals_the_uninterrupted_one(
+    rank: int, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     """Saves two steps after an exchange; then come an exchange at once, or more steps."""
     dtype = options.pop("dtype")
@@ -157,12 +168,12 @@ def resumed_between_two_exchanges(
         slow_down(optimizer)
         train(model, optimizer, range(every, every + 2), rank)
         kept = weights_of(model)
-        save(model, optimizer, f"{folder}/own", rank)
+        save(model, optimizer, f"{tmp_path}/own", rank)
         assert same(kept, weights_of(model))
         with optimizer.common_weights():
             common = weights_of(model)
-            save_momentum(optimizer, f"{folder}/common")
-        files = [load_file(file_of(f"{folder}/{name}", rank, 2)) for name in ("own", "common")]
+            save_momentum(optimizer, f"{tmp_path}/common")
+        files = [load_file(file_of(f"{tmp_path}/{name}", rank, 2)) for name in ("own", "common")]
         assert files[0].keys() == files[1].keys()
         assert all(torch.equal(own, files[1][key]) for key, own in files[0].items())
         straight = end(model, optimizer, more)
@@ -170,30 +181,13 @@ def resumed_between_two_exchanges(
             model, optimizer = made(1)
             if evaluating:
                 optimizer.eval()
-            load(model, optimizer, f"{folder}/own")
+            load(model, optimizer, f"{tmp_path}/own")
             if evaluating:
                 assert same(common, weights_of(model))
                 optimizer.train()
             assert same(kept, weights_of(model))
             assert not same(kept, common)
             assert same(straight, end(model, optimizer, more))
-
-
-@multiproc
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"dtype": torch.float32, "vote_every": 3}, marks=pytest.mark.smoke),
-        {"dtype": torch.bfloat16, "vote_every": 3, "momentum_dtype": torch.float32},
-        {"dtype": torch.float16, "vote_every": 4, "bits": 4, "full_precision": "*bias"},
-        {"dtype": torch.float64, "vote_every": 3, "bits": 8},
-    ],
-    ids=str,
-)
-def test_a_run_resumed_between_two_exchanges_equals_the_uninterrupted_one(
-    pools: RankPools, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    pools(2).run(resumed_between_two_exchanges, str(tmp_path), options)
 
 
 def partly_stepped(rank: int, world_size: int, folder: str) -> list[int]:
@@ -263,7 +257,10 @@ def test_another_number_of_ranks_shares_the_files_with_a_warning(
     assert sorted(tmp_path.glob("*.safetensors")) == [file_of(folder, r, 3) for r in range(3)]
 
 
-def other_vote_every(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_without_own_weights_or_local_steps_ranks_continue_with_the_models_weights(
+    rank: int, tmp_path: Path
+) -> None:
     """Local steps that end, that begin, and that a voter alone doesn't take."""
     local, every_step, one_voter = {"vote_every": 3}, {"vote_every": 1}, {"local_group": 2}
     for saving, loading in (
@@ -274,16 +271,16 @@ def other_vote_every(rank: int, world_size: int, folder: str) -> None:
         model = model_of()
         optimizer = optimizer_of(model, **saving)
         train(model, optimizer, range(5), rank)
-        save(model, optimizer, folder, rank)
+        save(model, optimizer, tmp_path, rank)
         optimizer.eval()
         kept = weights_of(model)
-        keys = load_file(file_of(folder, rank, 2))
+        keys = load_file(file_of(tmp_path, rank, 2))
         assert sum(key.startswith("own.") for key in keys) == (4 if saving is local else 0)
         model = model_of(1)
         optimizer = optimizer_of(model, **loading)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            load(model, optimizer, folder)
+            load(model, optimizer, tmp_path)
         texts = [str(warning.message) for warning in caught]
         reason = (
             "2 voters and is loaded by 1"
@@ -297,13 +294,6 @@ def other_vote_every(rank: int, world_size: int, folder: str) -> None:
         assert optimizer._local.period.steps == 0
         if "local_group" not in loading:
             train(model, optimizer, range(5, 9), rank)
-
-
-@multiproc
-def test_without_own_weights_or_local_steps_ranks_continue_with_the_models_weights(
-    pools: RankPools, tmp_path: Path
-) -> None:
-    pools(2).run(other_vote_every, str(tmp_path))
 
 
 def other_local_group(
@@ -354,7 +344,8 @@ def test_another_local_group_continues_with_a_warning(
     assert others == [[], [], []]
 
 
-def other_bits(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_own_weights_continue_with_other_bits(rank: int, tmp_path: Path) -> None:
     """The limit of the largest displacement doesn't limit the sum of displacements."""
     torch.manual_seed(0)
     model = nn.Linear(64, 100)
@@ -362,36 +353,34 @@ def other_bits(rank: int, world_size: int, folder: str) -> None:
     train(model, optimizer, range(3), rank)
     slow_down(optimizer)
     train(model, optimizer, range(3, 5), rank)
-    save(model, optimizer, folder, rank)
+    save(model, optimizer, tmp_path, rank)
     kept = weights_of(model)
     optimizer = optimizer_of(model, vote_every=3, bits=1)
-    load(model, optimizer, folder)
+    load(model, optimizer, tmp_path)
     assert same(kept, weights_of(model))
     train(model, optimizer, range(5, 13), rank)
     assert optimizer._local.exchanges == 4
 
 
-@multiproc
-def test_own_weights_continue_with_other_bits(pools: RankPools, tmp_path: Path) -> None:
-    pools(2).run(other_bits, str(tmp_path))
-
-
-def loads_in_part(rank: int, world_size: int, folder: str) -> list[str]:
+@on_ranks(2)
+def test_the_optimizers_state_alone_is_refused_between_two_exchanges(
+    rank: int, tmp_path: Path
+) -> None:
     """Loads a part of a checkpoint between two exchanges."""
     model = model_of()
     optimizer = optimizer_of(model, vote_every=4)
     train(model, optimizer, range(2), rank)
-    save(model, optimizer, folder, rank)
+    save(model, optimizer, tmp_path, rank)
     kept, messages, state = weights_of(model), [], optimizer.state_dict()
     try:
-        load_momentum(optimizer, folder)
+        load_momentum(optimizer, tmp_path)
     except CheckpointError as error:
         messages.append(str(error))
     assert same(kept, weights_of(model))
     optimizer.load_state_dict(state)
     assert same(kept, weights_of(model))
     for continue_training in (
-        lambda: load_momentum(optimizer, folder),
+        lambda: load_momentum(optimizer, tmp_path),
         lambda: train(model, optimizer, range(2, 3), rank),
         optimizer.exchange_now,
     ):
@@ -400,52 +389,45 @@ def loads_in_part(rank: int, world_size: int, folder: str) -> list[str]:
         except Disagreement as error:
             messages.append(str(error))
     # With common weights in the model, the optimizer's state may be loaded alone.
-    load(model, optimizer, folder)
+    load(model, optimizer, tmp_path)
     optimizer.eval()
     optimizer.load_state_dict(state)
     optimizer.train()
     train(model, optimizer, range(2, 8), rank)
-    return messages
+    first, *others = messages
+    assert_matches("load the model and the optimizer's state_dict.. of the same", first)
+    assert len(others) == 3
+    for message in others:
+        assert_matches("replicas differ in .*also load the model before you", message)
 
 
-@multiproc
-def test_the_optimizers_state_alone_is_refused_between_two_exchanges(
-    pools: RankPools, tmp_path: Path
+@on_ranks(2)
+def test_a_run_resumes_with_a_parameter_frozen_before_its_first_exchange(
+    rank: int, tmp_path: Path
 ) -> None:
-    for first, *others in pools(2).run(loads_in_part, str(tmp_path)):
-        assert_matches("load the model and the optimizer's state_dict.. of the same", first)
-        assert len(others) == 3
-        for message in others:
-            assert_matches("replicas differ in .*also load the model before you", message)
-
-
-def freezes_before_a_save(rank: int, world_size: int, folder: str) -> int:
     """A parameter that rank 1 alone has used is frozen and saved before its first exchange."""
     for resumes in (False, True):
         model = model_of()
         optimizer = optimizer_of(model, vote_every=4)
         last = list(model.parameters())[-1].requires_grad_(not resumes)
         if resumes:
-            load(model, optimizer, folder)
+            load(model, optimizer, tmp_path)
             break
         model(torch.ones(1, 64)).sum().backward()
         if rank == 0:
             last.grad = None
         optimizer.step()
         last.requires_grad_(False)
-        save(model, optimizer, folder, rank)
+        save(model, optimizer, tmp_path, rank)
     train(model, optimizer, range(1, 5), rank)
-    return optimizer.steps
+    assert optimizer.steps == 5
 
 
-@multiproc
-def test_a_run_resumes_with_a_parameter_frozen_before_its_first_exchange(
-    pools: RankPools, tmp_path: Path
+@pytest.mark.parametrize("every", [1, 3])
+@on_ranks(4)
+def test_the_ranks_of_a_node_load_their_first_ranks_momentum(
+    rank: int, tmp_path: Path, every: int
 ) -> None:
-    assert pools(2).run(freezes_before_a_save, str(tmp_path)) == [5, 5]
-
-
-def nodes(rank: int, world_size: int, folder: str, every: int) -> None:
     """Two nodes of two ranks; the second ranks' own files are lost."""
     ends = []
     for interrupted in (False, True):
@@ -454,26 +436,18 @@ def nodes(rank: int, world_size: int, folder: str, every: int) -> None:
         optimizer = optimizer_of(model, local_group=2, vote_every=every)
         optimizer.attach(ddp)
         if interrupted:
-            load(model, optimizer, folder)
+            load(model, optimizer, tmp_path)
         else:
             train(ddp, optimizer, range(1 + every), rank)
-            save(model, optimizer, folder, rank)
+            save(model, optimizer, tmp_path, rank)
             if rank == 0:
                 for other in (1, 3):
-                    file_of(folder, other, 4).unlink()
+                    file_of(tmp_path, other, 4).unlink()
         ends.append(train(ddp, optimizer, range(1 + every, 3 + every), rank))
         optimizer.detach()
         del ddp
         gc.collect()
     assert same(*ends)
-
-
-@multiproc
-@pytest.mark.parametrize("every", [1, 3])
-def test_the_ranks_of_a_node_load_their_first_ranks_momentum(
-    pools: RankPools, tmp_path: Path, every: int
-) -> None:
-    pools(4).run(nodes, str(tmp_path), every)
 
 
 def sharded(shape: tuple[int, int], seed: int, **options: Any) -> tuple[nn.Module, DistributedLion]:
@@ -539,14 +513,17 @@ def test_shards_of_fsdp2_resume_on_as_many_shards(
     assert "was saved by 4 ranks and is loaded by 2" in first
 
 
-def distributed_checkpoint(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_torchs_distributed_checkpoint_keeps_what_is_common(rank: int, tmp_path: Path) -> None:
     """Torch's own state dicts, whose loading takes a step without gradients."""
     model = model_of()
     optimizer = optimizer_of(model)
     train(model, optimizer, range(3), rank)
     names = ("model", "optimizer")
-    dcp.save(dict(zip(names, get_state_dict(model, optimizer), strict=True)), checkpoint_id=folder)
-    save_momentum(optimizer, folder)
+    dcp.save(
+        dict(zip(names, get_state_dict(model, optimizer), strict=True)), checkpoint_id=tmp_path
+    )
+    save_momentum(optimizer, tmp_path)
     ends = [train(model, optimizer, range(3, 6), rank)]
     for with_momentum in (True, False):
         model = model_of(1)
@@ -555,7 +532,7 @@ def distributed_checkpoint(rank: int, world_size: int, folder: str) -> None:
             for p in model.parameters():
                 dist.broadcast(p, 0)
         state = dict(zip(names, get_state_dict(model, optimizer), strict=True))
-        dcp.load(state, checkpoint_id=folder)
+        dcp.load(state, checkpoint_id=tmp_path)
         set_state_dict(
             model,
             optimizer,
@@ -564,17 +541,10 @@ def distributed_checkpoint(rank: int, world_size: int, folder: str) -> None:
         )
         assert optimizer.steps == 3
         if with_momentum:
-            load_momentum(optimizer, folder)
+            load_momentum(optimizer, tmp_path)
         ends.append(train(model, optimizer, range(3, 6), rank))
     assert same(ends[0], ends[1])
     assert not same(ends[0], ends[2])
-
-
-@multiproc
-def test_torchs_distributed_checkpoint_keeps_what_is_common(
-    pools: RankPools, tmp_path: Path
-) -> None:
-    pools(2).run(distributed_checkpoint, str(tmp_path))
 
 
 @contextmanager

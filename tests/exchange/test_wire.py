@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import hf_dlion.exchange.wire as wire_module
 from hf_dlion.exchange.wire import LostRank, Wire, WireStats, named_ranks
-from tests.support.spawn import RankPools
+from tests.support.spawn import RankPools, on_ranks
 
 pytestmark = pytest.mark.multiproc
 
@@ -30,16 +30,13 @@ def counts(stats: WireStats) -> tuple[int, int, int]:
     return stats.bytes_sent, stats.bytes_received, stats.node_bytes_sent
 
 
-def waits(rank: int, world_size: int) -> list[Any]:
+@on_ranks(2)
+def test_a_process_with_gloo_waits_once_when_it_ends() -> None:
     wire_module._wait_at_exit.cache_clear()
     with mock.patch("atexit.register") as register:
         for _ in range(2):
             wire_of()
-    return [call.args for call in register.call_args_list]
-
-
-def test_a_process_with_gloo_waits_once_when_it_ends(pools: RankPools) -> None:
-    assert pools(2).run(waits) == [[(time.sleep, 0.1)]] * 2
+    assert [call.args for call in register.call_args_list] == [(time.sleep, 0.1)]
 
 
 def gathered(rank: int, world_size: int) -> Any:
@@ -97,7 +94,8 @@ def test_all_reduce_counts_the_bytes_of_a_ring(
         assert counted == ((0, 0, sent) if in_node else (sent, sent, 0))
 
 
-def counted_apart(rank: int, world_size: int) -> Any:
+@on_ranks(3)
+def test_bytes_inside_the_node_are_counted_separately() -> None:
     stats = WireStats()
     assert dist.group.WORLD is not None
     inside = Wire(dist.group.WORLD, stats, in_node=True)
@@ -105,11 +103,7 @@ def counted_apart(rank: int, world_size: int) -> Any:
     partly = Wire(dist.group.WORLD, stats)
     partly.neighbors = 1
     partly.gather_words([1], "a word")
-    return counts(stats)
-
-
-def test_bytes_inside_the_node_are_counted_separately(pools: RankPools) -> None:
-    assert pools(3).run(counted_apart) == [(8, 8, 2 * 16 + 8)] * 3
+    assert counts(stats) == (8, 8, 2 * 16 + 8)
 
 
 def words(rank: int, world_size: int) -> Any:
@@ -153,7 +147,8 @@ def test_gather_objects_returns_plain_values_of_different_lengths(pools: RankPoo
     assert results[0][1][0] == 2 * (8 + longest)
 
 
-def placed(rank: int, world_size: int) -> Any:
+@on_ranks(2)
+def test_gloo_sends_from_the_cpu(rank: int) -> None:
     wire = wire_of()
     found = [wire.device_for(torch.device(kind)).type for kind in ("cpu", "cuda", "mps")]
     group = dist.new_group(backend="cuda:gloo")
@@ -161,11 +156,7 @@ def placed(rank: int, world_size: int) -> Any:
     with pytest.raises(RuntimeError, match=r"cannot send tensors on cuda:1: initialize"):
         only_gpus.device_for(torch.device("cuda", 1))
     wire.gather_words([0], "the end")  # A rank may still connect to the new group.
-    return found
-
-
-def test_gloo_sends_from_the_cpu(pools: RankPools) -> None:
-    assert pools(2).run(placed) == [["cpu", "cpu", "cpu"]] * 2
+    assert found == ["cpu", "cpu", "cpu"]
 
 
 def lost(rank: int, world_size: int) -> str:

@@ -15,7 +15,7 @@ from hf_dlion.exchange.wire import WireStats
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.failures import Disagreement
 from hf_dlion.ranks.topology import Topology
-from tests.support.spawn import LASTING, RankPools
+from tests.support.spawn import LASTING, RankPools, on_ranks
 
 pytestmark = pytest.mark.multiproc
 
@@ -25,21 +25,18 @@ def described(topology: Topology) -> tuple[Any, ...]:
     return topology.voters.ranks, None if node is None else node.ranks, topology.local_size
 
 
-def every_rank_votes(rank: int, world_size: int, local_group: int | None) -> Any:
+@pytest.mark.parametrize("local_group", [None, 1])
+@on_ranks(3)
+def test_every_rank_votes_without_nodes(local_group: int | None) -> None:
     stats = WireStats()
     topology = Topology(None, local_group, stats)
     topology.form()
     assert topology.voters is topology.everyone
     assert topology.same_parts is None
     assert topology.everyone.group is dist.group.WORLD
-    return (*described(topology), stats.bytes_sent)
-
-
-@pytest.mark.parametrize("local_group", [None, 1])
-def test_every_rank_votes_without_nodes(pools: RankPools, local_group: int | None) -> None:
-    for *found, sent in pools(3).run(every_rank_votes, local_group):
-        assert found == [[0, 1, 2], None, 1]
-        assert (sent > 0) == (local_group is not None)
+    *found, sent = (*described(topology), stats.bytes_sent)
+    assert found == [[0, 1, 2], None, 1]
+    assert (sent > 0) == (local_group is not None)
 
 
 def nodes(rank: int, world_size: int, size: int) -> Any:
@@ -207,13 +204,10 @@ def test_replicas_of_different_sizes_are_refused(pools: RankPools) -> None:
     assert "sizes are [2, 2, 1] and their first ranks [0, 0, 2] in rank order" in results[0]
 
 
-def both(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_nodes_and_replicas_cannot_be_combined() -> None:
     with pytest.raises(ValueError, match="cannot be combined"):
         Topology(None, 2, replicate=dist.group.WORLD)
-
-
-def test_nodes_and_replicas_cannot_be_combined(pools: RankPools) -> None:
-    pools(2).run(both)
 
 
 def test_a_topology_needs_torch_distributed() -> None:

@@ -1,9 +1,9 @@
 """Helpers with which tests start several ranks.
 
 `RankPool` keeps `world_size` processes with one gloo process group alive, so a test module starts
-them once. `run_script` runs a complete command under torchrun. A rank function is a top-level
-function `f(rank, world_size, *args)` of an importable module, and what it returns must be picklable
-(arrays and tensors are).
+them once. `on_ranks` makes a test that runs on each of them. `run_script` runs a complete command
+under torchrun. A rank function is a top-level function `f(rank, world_size, *args)` of an
+importable module, and what it returns must be picklable (arrays and tensors are).
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import functools
 import gc
+import importlib
+import inspect
 import io
 import multiprocessing
 import multiprocessing.connection
@@ -36,6 +39,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -216,6 +220,40 @@ class RankPools:
             for pool in self._pools.values():
                 stack.callback(pool.close)
         self._pools = {}
+
+
+def on_ranks(
+    world_size: int, *, timeout: float | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a function a test that every rank of a pool runs.
+
+    The function may take its `rank`, in addition to the fixtures and parameters of the test, which
+    must be picklable.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        module, name = function.__module__, function.__name__
+
+        def test(pools: RankPools, **arguments: Any) -> None:
+            pools(world_size).run(_run_test, module, name, arguments, timeout=timeout)
+
+        test = functools.wraps(function)(test)
+        signature = inspect.signature(test)
+        own = [each for each in signature.parameters.values() if each.name != "rank"]
+        pools = inspect.Parameter("pools", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = signature.replace(parameters=[pools, *own])  # type: ignore[attr-defined]
+        return pytest.mark.multiproc(test)
+
+    return decorate
+
+
+def _run_test(
+    rank: int, world_size: int, module: str, name: str, arguments: dict[str, Any]
+) -> None:
+    function = getattr(importlib.import_module(module), name).__wrapped__
+    function(
+        **({"rank": rank} if "rank" in inspect.signature(function).parameters else {}), **arguments
+    )
 
 
 def run_script(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,3 +33,12 @@ def is_equal_everywhere(tensor: Tensor) -> bool:
 def same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
     """Returns whether two sequences hold equal tensors; they may not be empty."""
     return len(left) == len(right) > 0 and all(map(torch.equal, left, right))
+
+
+def error_of(call: Callable[..., Any], *args: Any) -> str:
+    """Returns what a call raises as "Type: text", or "" if it raises nothing."""
+    try:
+        call(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

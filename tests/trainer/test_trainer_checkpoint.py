@@ -20,7 +20,7 @@ from transformers import Trainer, TrainerCallback
 import hf_dlion
 import hf_dlion.trainer.patches as patches
 from hf_dlion import CheckpointError
-from tests.support.spawn import RankPools
+from tests.support.spawn import RankPools, on_ranks
 from tests.support.tiny import StopAt, tiny_args, tiny_data, tiny_trainer, weights_digest
 
 pytestmark = pytest.mark.multiproc
@@ -436,20 +436,17 @@ def test_a_disk_per_node_without_save_on_each_node_warns_once(
     assert ["Set save_on_each_node=True" in text for text in second] == [True] * count
 
 
-def overwrite(rank: int, world_size: int, folder: str) -> bool:
+@on_ranks(2)
+def test_a_failed_save_over_a_complete_checkpoint_leaves_it_incomplete(
+    rank: int, tmp_path: Path
+) -> None:
     """Saves again where a complete checkpoint of the same step is, and fails."""
     hf_dlion.register()
     changes = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    tiny_trainer(tiny_args(folder, **changes)).train()
-    state = Path(folder, "checkpoint-2", "trainer_state.json")
+    tiny_trainer(tiny_args(tmp_path, **changes)).train()
+    state = Path(tmp_path, "checkpoint-2", "trainer_state.json")
     assert state.exists() or rank == 1
-    again: Callable[[], Any] = tiny_trainer(tiny_args(folder, **changes)).train
+    again: Callable[[], Any] = tiny_trainer(tiny_args(tmp_path, **changes)).train
     with mock.patch(SAVE_FILE, _full), pytest.raises(CheckpointError):
         again()
-    return state.exists()
-
-
-def test_a_failed_save_over_a_complete_checkpoint_leaves_it_incomplete(
-    pools: RankPools, tmp_path: Path
-) -> None:
-    assert pools(2).run(overwrite, str(tmp_path)) == [False, False]
+    assert not state.exists()

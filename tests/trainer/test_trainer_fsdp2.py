@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 import hf_dlion
 from hf_dlion.accelerate import parallelism_config
 from tests.support.gpus import as_if_on_gpus
-from tests.support.spawn import LASTING, RankPools
+from tests.support.spawn import LASTING, RankPools, on_ranks
 from tests.support.tiny import tiny_args, tiny_data, tiny_llama, tiny_trainer
 
 pytestmark = pytest.mark.multiproc
@@ -80,12 +80,9 @@ def test_replicas_vote_on_their_shards_and_resume_bit_for_bit(
         assert all(map(torch.equal, straight, resumed))
 
 
-def trains_with_adamw(rank: int, world_size: int, folder: str) -> None:
-    with pytest.raises(NotImplementedError, match="use DistributedLion"):
-        train(rank, world_size, folder, {"optim": "adamw_torch"}, False)
-
-
+@on_ranks(4)
 def test_another_optimizer_is_refused_because_replicas_would_drift_apart(
-    pools: RankPools, tmp_path: Path
+    rank: int, tmp_path: Path
 ) -> None:
-    pools(4).run(trains_with_adamw, str(tmp_path))
+    with pytest.raises(NotImplementedError, match="use DistributedLion"):
+        train(rank, 4, tmp_path, {"optim": "adamw_torch"}, False)

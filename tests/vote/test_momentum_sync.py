@@ -23,7 +23,7 @@ from hf_dlion.vote.momentum_sync import (
     slice_of,
     synchronize,
 )
-from tests.support.spawn import LASTING, RankPools
+from tests.support.spawn import LASTING, RankPools, on_ranks
 from tests.support.training import batch, everyones, model_of
 
 pytestmark = pytest.mark.multiproc
@@ -67,21 +67,19 @@ def test_slices_cover_all_momenta_once() -> None:
         assert covered == list(range(total))
 
 
-def within_a_budget(rank: int, world_size: int, size: int) -> bool:
-    """Returns whether a momentum is averaged whose largest shard has `size` elements."""
+@pytest.mark.parametrize("size", [64, 128])
+@on_ranks(2)
+def test_the_budget_counts_the_largest_shard(rank: int, size: int) -> None:
+    """Averages a momentum whose largest shard has `size` elements, if the budget allows it."""
     flat = torch.full((64,), float(rank))
     options = Options(momentum_sync="auto", momentum_sync_every=1, momentum_sync_budget=200)
     momentum = Momentum(flat, size, {"divergence": 1.0})
     synchronize([momentum], options, Topology(), step=2)
-    return bool((flat == 0.5).all())
+    assert bool((flat == 0.5).all()) == (size == 64)
 
 
-@pytest.mark.parametrize("size", [64, 128])
-def test_the_budget_counts_the_largest_shard(pools: RankPools, size: int) -> None:
-    assert pools(2).run(within_a_budget, size) == [size == 64] * 2
-
-
-def of_large_numbers(rank: int, world_size: int) -> list[list[float]]:
+@on_ranks(2)
+def test_means_of_momenta_are_finite_and_as_precise_as_the_momenta(rank: int) -> None:
     """Averages momenta next to the largest number of their dtype, and float64 ones."""
     ranks = Topology()
     half = torch.full((2,), 65376.0 if rank else 65504.0, dtype=torch.float16)
@@ -90,13 +88,8 @@ def of_large_numbers(rank: int, world_size: int) -> list[list[float]]:
     double = torch.full((2,), 1 / 3, dtype=torch.float64)
     average_whole([brain, double], ranks.voters)
     average_momenta([double], ranks.voters, 0, 2)
-    return [half.tolist(), brain.tolist(), double.tolist()]
-
-
-def test_means_of_momenta_are_finite_and_as_precise_as_the_momenta(pools: RankPools) -> None:
-    for half, brain, double in pools(2).run(of_large_numbers):
-        assert all(map(math.isfinite, half + brain))
-        assert double == [1 / 3, 1 / 3]
+    assert all(map(math.isfinite, half.tolist() + brain.tolist()))
+    assert double.tolist() == [1 / 3, 1 / 3]
 
 
 def divergence_of(momenta: list[torch.Tensor]) -> float:
@@ -217,7 +210,8 @@ def test_nodes_measure_one_divergence(pools: RankPools) -> None:
     assert divergence["module.weight"] == pytest.approx(expected)
 
 
-def in_replicas(rank: int, world_size: int) -> tuple[list[float], list[float]]:
+@on_ranks(4)
+def test_replicas_measure_over_all_shards(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     LASTING.update(mesh.get_all_groups())
     ranks = Topology(replicate=mesh["replicate"].get_group())
@@ -226,9 +220,4 @@ def in_replicas(rank: int, world_size: int) -> tuple[list[float], list[float]]:
     parts = [torch.randn(64, generator=torch.Generator().manual_seed(r)) for r in range(4)]
     parts = [part * (1 if r % 2 else 10) for r, part in enumerate(parts)]
     found = measure([parts[rank]], ranks)
-    return found, [divergence_of(list(torch.stack(parts).view(2, 2, 64)))]
-
-
-def test_replicas_measure_over_all_shards(pools: RankPools) -> None:
-    for found, expected in pools(4).run(in_replicas):
-        assert found == pytest.approx(expected)
+    assert found == pytest.approx([divergence_of(list(torch.stack(parts).view(2, 2, 64)))])
