@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from pytorch_optimizer import Lion
+from torch import nn
 
 from hf_dlion.exchange.routes import wire_bytes
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.failures import Disagreement
 from tests.support.definition import Lions
 from tests.support.gradients import KINDS, SHAPES, gradients, pair
-from tests.support.spawn import RankPools
+from tests.support.spawn import RankPools, on_ranks
 
 pytestmark = pytest.mark.multiproc
 
@@ -244,8 +245,23 @@ def test_drifted_replicas_are_found(pools: RankPools) -> None:
     assert "after step 2 in 1 of 2 parameters, first in 'bias': rank 1 from ranks 0" in texts[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.complex64])
-def test_parameters_of_other_dtypes_are_refused(dtype: torch.dtype) -> None:
-    param = torch.nn.Parameter(torch.zeros(64, dtype=dtype), requires_grad=False)
-    with pytest.raises(TypeError, match=rf"16, 32, or 64 bits \(got {dtype}\): pass only those"):
-        DistributedLion([param])
+@pytest.mark.parametrize("vote_every", [1, 2])
+@on_ranks(2)
+def test_a_compiled_function_may_step(rank: int, vote_every: int) -> None:
+    def trained(compiled: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(64, 2)
+        optimizer = DistributedLion(model.named_parameters(), lr=0.01, vote_every=vote_every)
+
+        def train(x: torch.Tensor) -> None:
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step = torch.compile(train, backend="eager") if compiled else train
+        for number in range(4):
+            generator = torch.Generator().manual_seed(10 * number + rank)
+            step(torch.randn(2, 64, generator=generator))
+        return model.weight.detach()
+
+    torch.testing.assert_close(trained(True), trained(False), rtol=0, atol=0)

@@ -198,3 +198,42 @@ def test_replicas_are_equal_with_other_cpu_instructions() -> None:
 
 if __name__ == "__main__":
     leave(sys.argv[1]) if sys.argv[1:] else main()
+
+
+def attaches_once_of_twice(rank: int, world_size: int) -> list[str]:
+    """Wraps the model again after a detach, and forgets to attach the new wrapper."""
+    torch.manual_seed(0)
+    module = nn.Linear(64, 4)
+    optimizer = DistributedLion(module.named_parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for attaches in (True, False):
+            model = DistributedDataParallel(module)
+            if attaches:
+                optimizer.attach(model)
+            x = torch.randn(2, 64, generator=torch.Generator().manual_seed(rank))
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if attaches:
+                assert not caught
+                optimizer.detach()
+    return [str(one.message) for one in caught]
+
+
+def test_a_second_wrapper_that_is_not_attached_warns(pools: RankPools) -> None:
+    first, second = pools(2).run(attaches_once_of_twice)
+    assert len(first) == 1
+    assert "add optimizer.attach(ddp_model)" in first[0]
+    assert second == []
+
+
+@on_ranks(2)
+def test_a_second_optimizer_that_is_not_attached_cannot_step() -> None:
+    model = DistributedDataParallel(nn.Linear(64, 2))
+    first = DistributedLion([model.module.weight])
+    second = DistributedLion([model.module.bias])
+    first.attach(model)  # Which accepts that the second one comes later.
+    model(torch.ones(1, 64)).sum().backward()
+    with pytest.raises(RuntimeError, match="attach this one too, or call detach"):
+        second.step()

@@ -24,14 +24,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion import CheckpointError, DistributedLion, load_momentum, save_momentum
 from hf_dlion.checkpoint import find_optimizer, momentum_file
 from hf_dlion.ranks.failures import Disagreement
-from tests.support.spawn import LASTING, RankPools, RanksFailedError, on_ranks
+from tests.support.spawn import RankPools, RanksFailedError, on_ranks
+from tests.support.training import filled, is_equal_everywhere, replicas_of_shards
 
 multiproc = pytest.mark.multiproc
 
@@ -451,9 +451,7 @@ def test_the_ranks_of_a_node_load_their_first_ranks_momentum(
 
 
 def sharded(shape: tuple[int, int], seed: int, **options: Any) -> tuple[nn.Module, DistributedLion]:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    for part in (mesh, mesh["replicate"], mesh["shard"]):
-        LASTING.update(part.get_all_groups())  # torch takes equal meshes for one and the same.
+    mesh = replicas_of_shards(*shape)
     model = model_of(seed)
     fully_shard(model, mesh=mesh["shard"])
     optimizer = optimizer_of(model, replicate=mesh["replicate"], **options)
@@ -822,3 +820,44 @@ def test_the_optimizer_may_be_wrapped_but_must_be_ours(tmp_path: Path) -> None:
         save_momentum(sgd, tmp_path)
     with pytest.raises(TypeError, match=r"must be a DistributedLion \(got SGD\)"):
         load_momentum(sgd, tmp_path)
+
+
+@on_ranks(2)
+def test_momenta_of_averaged_gradients_are_equal_after_a_load(rank: int, tmp_path: Path) -> None:
+    """Saves momenta that follow each rank's own gradients, and loads them to be averaged."""
+    param = filled(1.0)
+    optimizer = DistributedLion([("norm", param)], lr=0.01)
+    param.grad = torch.linspace(-1, 1, 128) * (-1) ** rank
+    optimizer.step()
+    save_momentum(optimizer, tmp_path)
+    param = filled(1.0)
+    optimizer = DistributedLion([("norm", param)], lr=0.01, full_precision="norm")
+    optimizer.step()
+    load_momentum(optimizer, tmp_path)
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert is_equal_everywhere(param)
+    assert is_equal_everywhere(optimizer.state[param]["exp_avg"])
+
+
+def loads_what_one_process_saved(rank: int, world_size: int, folder: str) -> list[str]:
+    param = filled(1.0)
+    optimizer = DistributedLion([("w", param)], lr=0.01)
+    optimizer.load_state_dict(torch.load(f"{folder}/optimizer.pt"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_momentum(optimizer, folder)
+        param.grad = torch.linspace(-1, 1, 128) * (-1) ** rank
+        optimizer.step()
+    return [str(one.message) for one in caught]
+
+
+@multiproc
+def test_ranks_that_load_one_ranks_momentum_are_told_once(pools: RankPools, tmp_path: Path) -> None:
+    optimizer = DistributedLion([("w", filled(1.0))], lr=0.01)
+    optimizer.step()
+    save_momentum(optimizer, tmp_path)
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    (said,), others = pools(2).run(loads_what_one_process_saved, str(tmp_path))
+    assert "was saved by 1 rank and is loaded by 2" in said
+    assert others == []

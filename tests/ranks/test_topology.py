@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
 
 from hf_dlion.exchange.wire import WireStats
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.failures import Disagreement
 from hf_dlion.ranks.topology import Topology
-from tests.support.spawn import LASTING, RankPools, on_ranks
+from tests.support.spawn import RankPools, on_ranks
+from tests.support.training import replicas_of_shards
 
 pytestmark = pytest.mark.multiproc
 
@@ -161,8 +161,7 @@ def test_groups_that_torch_would_name_differently_are_refused(pools: RankPools) 
 
 
 def mesh(rank: int, world_size: int) -> Any:
-    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    LASTING.update(whole.get_all_groups())
+    whole = replicas_of_shards(2, 2)
     part = whole["replicate"]
     stats = WireStats()
     topology = Topology(replicate=part.get_group(), stats=stats)

@@ -223,19 +223,20 @@ class RankPools:
 
 
 def on_ranks(
-    world_size: int, *, timeout: float | None = None
+    world_size: int | str, *, timeout: float | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a function a test that every rank of a pool runs.
 
     The function may take its `rank`, in addition to the fixtures and parameters of the test, which
-    must be picklable.
+    must be picklable. `world_size` is a number, or the name of the parameter that has it.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         module, name = function.__module__, function.__name__
 
         def test(pools: RankPools, **arguments: Any) -> None:
-            pools(world_size).run(_run_test, module, name, arguments, timeout=timeout)
+            size = arguments[world_size] if isinstance(world_size, str) else world_size
+            pools(size).run(_run_test, module, name, arguments, timeout=timeout)
 
         test = functools.wraps(function)(test)
         signature = inspect.signature(test)

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tests.support.spawn import LASTING
 
 
 def model_of(seed: int = 0) -> nn.Sequential:
@@ -15,8 +18,28 @@ def model_of(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 10), nn.Linear(10, 3))
 
 
+def filled(value: float, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    """Returns 128 equal weights with a gradient of one."""
+    param = nn.Parameter(torch.full((128,), value, dtype=dtype))
+    param.grad = torch.ones_like(param)
+    return param
+
+
 def batch(step: int, rank: int) -> Tensor:
     return torch.randn(4, 64, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def replicas_of_shards(replicas: int, shards: int) -> DeviceMesh:
+    """Returns a mesh for FSDP2, whose groups outlive the case: torch takes equal meshes for one."""
+    mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    for part in (mesh, mesh["replicate"], mesh["shard"]):
+        LASTING.update(part.get_all_groups())
+    return mesh
+
+
+def gradients_of(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Returns the gradients of a batch, which the parameters don't get."""
+    return list(torch.autograd.grad(model(x).square().sum(), list(model.parameters())))
 
 
 def everyones(tensor: Tensor) -> list[Tensor]:

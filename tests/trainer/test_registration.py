@@ -345,11 +345,6 @@ def test_a_transformers_without_a_table_of_handlers_is_refused(
         hf_dlion.register()
 
 
-def test_a_module_instead_of_parameters_is_refused_with_the_call_to_write() -> None:
-    with pytest.raises(TypeError, match=r"DistributedLion\(model.named_parameters\(\)"):
-        DistributedLion(torch.nn.Linear(2, 2))
-
-
 def test_axolotls_plugin_registers_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("axolotl", "axolotl.integrations", "axolotl.integrations.base"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))

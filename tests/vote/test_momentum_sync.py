@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options import Options
+from hf_dlion.ranks.failures import Disagreement
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote.momentum_sync import (
     Momentum,
@@ -23,8 +23,14 @@ from hf_dlion.vote.momentum_sync import (
     slice_of,
     synchronize,
 )
-from tests.support.spawn import LASTING, RankPools, on_ranks
-from tests.support.training import batch, everyones, model_of
+from tests.support.spawn import RankPools, on_ranks
+from tests.support.training import (
+    batch,
+    everyones,
+    is_equal_everywhere,
+    model_of,
+    replicas_of_shards,
+)
 
 pytestmark = pytest.mark.multiproc
 
@@ -212,8 +218,7 @@ def test_nodes_measure_one_divergence(pools: RankPools) -> None:
 
 @on_ranks(4)
 def test_replicas_measure_over_all_shards(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    LASTING.update(mesh.get_all_groups())
+    mesh = replicas_of_shards(2, 2)
     ranks = Topology(replicate=mesh["replicate"].get_group())
     ranks.form()
     # Ranks with the same shard share a column of the mesh. Sizes of shards differ a lot.
@@ -221,3 +226,47 @@ def test_replicas_measure_over_all_shards(rank: int) -> None:
     parts = [part * (1 if r % 2 else 10) for r, part in enumerate(parts)]
     found = measure([parts[rank]], ranks)
     assert found == pytest.approx([divergence_of(list(torch.stack(parts).view(2, 2, 64)))])
+
+
+@on_ranks(2)
+def test_functions_that_select_different_momenta_are_refused(rank: int) -> None:
+    model = model_of()
+    chosen = "0.weight" if rank == 0 else "0.bias"
+    optimizer = DistributedLion(
+        model.named_parameters(),
+        lr=0.01,
+        momentum_sync_every=1,
+        momentum_sync=lambda name, param: name == chosen,
+    )
+    model(batch(0, rank)).square().sum().backward()
+    with pytest.raises(Disagreement, match="choices of momentum_sync"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_steps_work_with_another_default_dtype(rank: int) -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = model_of()
+        optimizer = DistributedLion(
+            model.named_parameters(),
+            lr=0.01,
+            momentum_sync_every=1,
+            momentum_sync="auto",
+            check_replicas_every=1,
+        )
+        for step in range(2):
+            model(batch(step, rank).bfloat16()).square().sum().backward()
+            optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@on_ranks(3)
+def test_synchronize_momentum_makes_all_momenta_equal(rank: int) -> None:
+    model = model_of()
+    optimizer = DistributedLion(model.named_parameters(), lr=0.01)
+    model(batch(0, rank)).square().sum().backward()
+    optimizer.step()
+    optimizer.synchronize_momentum()
+    assert all(is_equal_everywhere(optimizer.state[p]["exp_avg"]) for p in model.parameters())

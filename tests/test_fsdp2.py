@@ -1,0 +1,224 @@
+"""FSDP2 shards, whose replicas vote, on real ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
+
+import hf_dlion.fsdp as fsdp
+from hf_dlion.optimizer import DistributedLion
+from hf_dlion.ranks.failures import Disagreement
+from tests.support.definition import Lions
+from tests.support.spawn import RankPools, on_ranks
+from tests.support.training import (
+    batch,
+    filled,
+    gradients_of,
+    model_of,
+    replicas_of_shards,
+    same,
+)
+
+pytestmark = pytest.mark.multiproc
+
+
+@on_ranks(4)
+def test_two_replicas_of_two_shards_equal_the_definition(rank: int) -> None:
+    """Compares 2 x 2 FSDP2 with plain ranks whose gradients are the replicas' means."""
+    mesh = replicas_of_shards(2, 2)
+    bare, model = model_of(), model_of()
+    # The others are the root's, which stays gathered after a forward.
+    fully_shard(model[0], mesh=mesh["shard"])  # type: ignore[index]
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = DistributedLion(
+        model.named_parameters(),
+        lr=0.01,
+        weight_decay=0.1,
+        replicate=mesh["replicate"],
+        check_replicas_every=1,
+    )
+    optimizer.attach(model)
+    replica, place = divmod(rank, 2)
+    params = [p.to_local().detach().clone() for p in model.parameters()]  # type: ignore[attr-defined]
+    lions = Lions(params, 2, [0.01] * len(params), [0.1] * len(params))
+    for step in range(3):
+        grads = []
+        for other in range(2):
+            members = [gradients_of(bare, batch(step, other * 2 + k)) for k in range(2)]
+            means = [sum(own) / 2 for own in zip(*members, strict=True)]
+            grads.append([_shard(mean, place) for mean in means])
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().sum().backward()
+        for p, mean in zip(model.parameters(), grads[replica], strict=True):
+            torch.testing.assert_close(p.grad.to_local(), mean)  # type: ignore[union-attr]
+            p.grad.to_local().copy_(mean)  # type: ignore[union-attr]
+        with torch.no_grad():
+            model(batch(step, rank))  # leaves the root gathered
+        lions.step(grads)
+        optimizer.step()
+        with torch.no_grad():
+            shards = optimizer.param_groups[0]["params"]
+            for p, own, whole in zip(shards, lions.params, bare.parameters(), strict=True):
+                assert torch.equal(p.to_local(), own)
+                whole.copy_(p.full_tensor())
+    state = optimizer.state_dict()["state"]
+    assert all(own["exp_avg"].device_mesh is not None for own in state.values())
+
+
+def _shard(tensor: torch.Tensor, place: int) -> torch.Tensor:
+    chunks = list(torch.chunk(tensor, 2))
+    return chunks[place] if place < len(chunks) else tensor[:0]
+
+
+UNSUPPORTED = {
+    "not attached": (RuntimeError, r"call optimizer\.attach"),
+    "no replicate": (ValueError, r"pass replicate=mesh\['replicate'\]"),
+    "not sharded": (ValueError, "replicate= needs a model sharded with FSDP2"),
+    "HSDP": (NotImplementedError, "on a mesh of 2 dimensions: DistributedLion needs fully_shard"),
+    "tensor parallelism": (NotImplementedError, "'weight' is placed as .Replicate().* no tensor"),
+    "a plain tensor": (NotImplementedError, "'plain' is a plain tensor, but other parameters are"),
+}
+
+
+@pytest.mark.parametrize("what", UNSUPPORTED)
+@on_ranks(2)
+def test_an_unsupported_placement_is_refused(rank: int, what: str) -> None:
+    mesh, model = replicas_of_shards(2, 1), nn.Linear(64, 4)
+    if what == "tensor parallelism":
+        for name, param in list(model.named_parameters()):
+            tensor = distribute_tensor(param.detach(), mesh["shard"], [Replicate()])
+            model.register_parameter(name, nn.Parameter(tensor))
+    elif what != "not sharded":
+        fully_shard(model, mesh=mesh if what == "HSDP" else mesh["shard"])
+    named = list(model.named_parameters())
+    if what == "a plain tensor":
+        named.append(("plain", filled(1.0)))
+    replicate = None if what == "no replicate" else mesh["replicate"]
+    optimizer = DistributedLion(named, lr=0.01, replicate=replicate)
+    if what not in ("not attached", "not sharded", "tensor parallelism"):
+        optimizer.attach(model)
+    for _, param in named:
+        param.grad = torch.ones_like(param)
+    error, text = UNSUPPORTED[what]
+    with pytest.raises(error, match=text):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_a_mesh_of_two_dimensions_replicates_nothing() -> None:
+    with pytest.raises(ValueError, match=r"must be one dimension of the mesh.*got 2 dimensions"):
+        DistributedLion([filled(1.0)], replicate=replicas_of_shards(2, 1))
+
+
+@on_ranks(4)
+def test_a_nan_in_one_shard_makes_its_replica_abstain(rank: int) -> None:
+    mesh, model = replicas_of_shards(2, 2), model_of()
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = DistributedLion(model.named_parameters(), lr=0.01, replicate=mesh["replicate"])
+    optimizer.attach(model)
+    replica = rank // 2
+    for param in model.parameters():
+        param.grad = torch.full_like(param, (-1.0) ** replica)
+    if rank == 0:
+        next(model.parameters()).grad.to_local()[0] = torch.nan  # type: ignore[union-attr]
+    before = [p.to_local().clone() for p in model.parameters()]  # type: ignore[attr-defined]
+    optimizer.step()
+    for param, old in zip(model.parameters(), before, strict=True):
+        # Replica 1 alone decides; its gradients are -1.
+        torch.testing.assert_close(param.to_local(), old + 0.01)  # type: ignore[attr-defined]
+        momentum = optimizer.state[param].get("exp_avg")
+        assert momentum is None or bool((momentum.to_local() == 0).all()) == (replica == 0)
+    assert optimizer.wire.abstentions == 2
+
+
+def two_sharded(rank: int, world_size: int, evaluates: bool) -> list[torch.Tensor]:
+    """Trains two models with one optimizer; an evaluation leaves both gathered."""
+    mesh = replicas_of_shards(2, 2)
+    models = [model_of(), model_of()]
+    for model in models:
+        fully_shard(model, mesh=mesh["shard"])
+    named = [
+        (f"{k}.{name}", p) for k, own in enumerate(models) for name, p in own.named_parameters()
+    ]
+    optimizer = DistributedLion(named, lr=0.01, replicate=mesh["replicate"], vote_every=3)
+    optimizer.attach(models[0])
+    for model in models:
+        model(batch(0, rank)).square().sum().backward()
+    with pytest.raises(RuntimeError, match=r"'1\.0\.weight' belongs to no attached model"):
+        optimizer.step()
+    optimizer.attach(models[1])
+    for step in range(4):
+        optimizer.zero_grad()
+        for model in models:
+            model(batch(step, rank)).square().sum().backward()
+        optimizer.step()
+        if evaluates:
+            optimizer.eval()
+            with torch.no_grad():
+                for model in models:
+                    model(batch(step, rank))
+            optimizer.train()
+    return [p.to_local().detach().clone() for _, p in named]  # type: ignore[attr-defined]
+
+
+def test_an_evaluation_of_two_sharded_models_changes_nothing(pools: RankPools) -> None:
+    pairs = zip(*(pools(4).run(two_sharded, evaluates) for evaluates in (False, True)), strict=True)
+    for without, with_evaluation in pairs:
+        assert same(without, with_evaluation)
+
+
+def unevenly_sharded(rank: int, world_size: int) -> list[tuple[int, int]]:
+    mesh = replicas_of_shards(2, 2)
+    model = nn.Sequential(nn.Linear(64, 3), nn.Linear(3, 1))
+    fully_shard(model, mesh=mesh["shard"])
+    params = model.parameters()
+    return [(fsdp.largest_part(p), fsdp.local_part(p.detach()).numel()) for p in params]
+
+
+def test_all_ranks_know_the_size_of_the_largest_shard(pools: RankPools) -> None:
+    """By which they choose the momenta that fit into a budget."""
+    for by_rank in zip(*pools(4).run(unevenly_sharded), strict=True):
+        assert {size for size, _ in by_rank} == {max(part for _, part in by_rank)}
+
+
+@on_ranks(2)
+def test_a_compiled_sharded_model_is_attached_and_a_frozen_one_needs_no_attach() -> None:
+    """Attaches a model that was compiled before or after it was sharded; another one is frozen."""
+    mesh = replicas_of_shards(2, 1)
+    for compiled_first in (False, True):
+        model, frozen = model_of(), model_of().requires_grad_(False)
+        fully_shard(frozen, mesh=mesh["shard"])
+        compiled = torch.compile(model)
+        fully_shard(compiled if compiled_first else model, mesh=mesh["shard"])
+        named = [
+            *compiled.named_parameters(),
+            *(("f." + n, p) for n, p in frozen.named_parameters()),
+        ]
+        optimizer = DistributedLion(named, lr=0.01, replicate=mesh["replicate"])
+        optimizer.attach(compiled)
+        for p in compiled.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert optimizer.steps == 1
+
+
+def replicas_on_one_rank(rank: int, world_size: int) -> str:
+    mesh = replicas_of_shards(2, 2)
+    model = model_of()
+    fully_shard(model, mesh=mesh["shard"])
+    replicate = None if rank == 1 else mesh["replicate"]
+    optimizer = DistributedLion(model.named_parameters(), lr=0.01, replicate=replicate)
+    optimizer.attach(model)
+    with pytest.raises((Disagreement, ValueError)) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_replicas_on_some_ranks_only_do_not_hang(pools: RankPools) -> None:
+    found = pools(4).run(replicas_on_one_rank, timeout=30)
+    assert found[1].startswith("the parameters are sharded: pass replicate=")
+    for text in (found[0], found[2], found[3]):
+        assert "rank 1 steps while ranks 0, 2, and 3 have replicate=" in text

@@ -1,0 +1,58 @@
+"""Steps with torch.amp.GradScaler."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hf_dlion.optimizer import DistributedLion
+from hf_dlion.ranks.failures import Disagreement
+from tests.support.spawn import on_ranks
+from tests.support.training import (
+    batch,
+    model_of,
+)
+
+
+def test_scaled_gradients_of_float16_are_refused() -> None:
+    param = nn.Parameter(torch.ones(4, dtype=torch.float16))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = DistributedLion([param], lr=0.01)
+    scaler.scale(param.sum()).backward()
+    with pytest.raises(ValueError, match="GradScaler scaled float16 gradients"):
+        scaler.step(optimizer)
+
+
+@on_ranks(2)
+def test_a_scaled_step_accepts_a_rank_without_gradients(rank: int) -> None:
+    """Rank 0 has no gradient in a step in which rank 1 has some."""
+    model = model_of()
+    optimizer = DistributedLion(model.named_parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    if rank == 1:
+        scaler.scale(model(batch(0, rank)).square().sum()).backward()
+    else:
+        scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    assert optimizer.steps == 1
+
+
+@on_ranks(2)
+def test_gradients_are_unscaled_once_after_a_step_that_raised(rank: int) -> None:
+    param = nn.Parameter(torch.ones(128))
+    optimizer = DistributedLion([param], lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    found = []
+    for number in range(3):
+        scaler.scale((param * 2.0).sum()).backward()
+        optimizer.param_groups[0]["lr"] = 0.02 if (rank, number) == (1, 1) else 0.01
+        try:
+            scaler.step(optimizer)
+        except Disagreement:
+            assert number == 1
+        assert param.grad is not None
+        found.append(float(param.grad[0]))
+        scaler.update()
+        optimizer.zero_grad()
+    assert found == [2.0] * 3

@@ -1,0 +1,150 @@
+"""Nodes that vote as one (`local_group`), on real ranks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_dlion.optimizer import DistributedLion
+from hf_dlion.ranks.failures import Disagreement
+from tests.support.definition import Lions
+from tests.support.spawn import RankPools, on_ranks
+from tests.support.training import (
+    batch,
+    error_of,
+    everyones,
+    gradients_of,
+    model_of,
+    same,
+)
+
+pytestmark = pytest.mark.multiproc
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        pytest.param(2, {}, marks=pytest.mark.smoke),
+        (2, {"local_group": 2}),  # Lion on the mean gradient
+        (4, {"local_group": 2, "exchange": "gather"}),
+        (4, {"local_group": 2, "exchange": "two_phase"}),
+    ],
+)
+@on_ranks("ranks")
+def test_attached_wrappers_equal_the_definition(
+    rank: int, ranks: int, options: dict[str, Any]
+) -> None:
+    """Compares training under DDP with the definition on the gradients of every node."""
+    bare = model_of()
+    ddp = DistributedDataParallel(model_of())
+    optimizer = DistributedLion(ddp.named_parameters(), lr=0.01, weight_decay=0.1, **options)
+    optimizer.attach(ddp)
+    node = options.get("local_group", 1)
+    params = [p.detach().clone() for p in bare.parameters()]
+    lions = Lions(params, ranks // node, [0.01] * len(params), [0.1] * len(params))
+    first = rank - rank % node
+    for step in range(4):
+        with torch.no_grad():
+            for p, own in zip(bare.parameters(), lions.params, strict=True):
+                p.copy_(own)
+        optimizer.zero_grad()
+        ddp(batch(step, rank)).square().sum().backward()
+        grads = [p.grad for p in ddp.parameters()]
+        members = [gradients_of(bare, batch(step, first + k)) for k in range(node)]
+        for grad, *own in zip(grads, *members, strict=True):
+            # DDP may round the mean in a node differently.
+            tolerance = {"rtol": 0.0, "atol": 0.0} if node == 1 else {}
+            torch.testing.assert_close(grad, sum(own) / node, **tolerance)
+        by_rank = list(zip(*map(everyones, grads), strict=True))
+        assert all(same(by_rank[r], by_rank[r - r % node]) for r in range(ranks))
+        lions.step(by_rank[::node])
+        optimizer.step()
+        assert same(list(ddp.parameters()), lions.params)
+    optimizer.detach()
+
+
+def unattached_node(rank: int, world_size: int, case: str) -> str:
+    model: nn.Module = model_of()
+    options: dict[str, Any] = {} if case == "on rank 1" and rank == 0 else {"local_group": 2}
+    optimizer = DistributedLion(model.named_parameters(), lr=0.01, **options)
+    if case == "detached":
+        model = DistributedDataParallel(model)
+        optimizer.attach(model)
+        model(batch(0, rank)).sum().backward()
+        optimizer.step()
+        optimizer.detach()
+    if case == "resumed":
+        state = optimizer.state_dict()
+        state["param_groups"][0]["step"] = 7
+        optimizer.load_state_dict(state)
+    model(batch(0, rank)).sum().backward()
+    return error_of(optimizer.step)
+
+
+@pytest.mark.parametrize("case", ["new", "resumed", "detached", "on rank 1"])
+def test_nodes_need_attach(pools: RankPools, case: str) -> None:
+    first, second = pools(2).run(unattached_node, case)
+    assert "needs optimizer.attach(ddp_model)" in second
+    alone = f"Disagreement: step failed on 1 of 2 ranks: rank 1: {second}"
+    assert first == (alone if case == "on rank 1" else second)
+
+
+def refused_on_one_rank(rank: int, world_size: int) -> str:
+    ddp = DistributedDataParallel(model_of())
+    optimizer = DistributedLion(ddp.named_parameters(), lr=0.01, local_group=2)
+    said = error_of(optimizer.attach, ddp.module if rank == 1 else ddp)
+    optimizer.detach()
+    return said
+
+
+def test_an_attach_that_is_refused_on_one_rank_does_not_hang(pools: RankPools) -> None:
+    said = pools(4).run(refused_on_one_rank, timeout=30)
+    assert said[0] == said[2] == said[3] == ""
+    assert said[1].startswith("TypeError: attach() needs a DistributedDataParallel")
+
+
+@pytest.mark.parametrize(("how", "name"), [("unfrozen", "0.weight"), ("outside", "outside")])
+@on_ranks(4)
+def test_nodes_refuse_parameters_that_no_hook_averages(rank: int, how: str, name: str) -> None:
+    """Trains a parameter in nodes whose gradient no hook averages."""
+    model, outside = model_of(), nn.Parameter(torch.ones(3))
+    first = next(iter(model.named_parameters()))
+    if how == "unfrozen":
+        first[1].requires_grad_(False)
+    ddp = DistributedDataParallel(model)
+    named = [*model.named_parameters(), *([("outside", outside)] if how == "outside" else [])]
+    optimizer = DistributedLion(named, lr=0.01, local_group=2)
+    optimizer.attach(ddp)
+    first[1].requires_grad_(True)
+    ddp(batch(0, rank)).square().sum().backward()
+    outside.grad = torch.full((3,), float(rank))
+    with pytest.raises(RuntimeError, match=f"DDP doesn't average the gradient of '{name}' inside"):
+        optimizer.step()
+    optimizer.detach()
+
+
+@on_ranks(2)
+def test_nodes_on_one_rank_only_are_refused(rank: int) -> None:
+    model = DistributedDataParallel(nn.Linear(64, 2))
+    optimizer = DistributedLion(model.named_parameters(), local_group=2 if rank else None)
+    model(torch.ones(1, 64)).sum().backward()
+    call = functools.partial(optimizer.attach, model) if rank else optimizer.step
+    with pytest.raises(Disagreement, match="rank 1 has local_group= while rank 0 steps: "):
+        call()
+
+
+@on_ranks(4)
+def test_the_ranks_of_a_node_that_abstains_are_named(rank: int) -> None:
+    model = DistributedDataParallel(nn.Linear(64, 2))
+    optimizer = DistributedLion(model.named_parameters(), local_group=2, max_abstained_steps=1)
+    optimizer.attach(model)
+    model(torch.full((1, 64), math.nan if rank == 3 else 1.0)).sum().backward()
+    with pytest.raises(RuntimeError, match="gradients of ranks 2 and 3 held a NaN or an Inf in 1"):
+        optimizer.step()
+    assert optimizer.wire.abstentions == 2

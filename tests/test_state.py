@@ -1,0 +1,194 @@
+"""What an optimizer holds: loads, copies, and parameters that change."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_dlion.optimizer import DistributedLion
+from hf_dlion.ranks.failures import Disagreement
+from tests.support.spawn import RankPools, on_ranks
+from tests.support.training import (
+    batch,
+    filled,
+    gradients_of,
+    model_of,
+    same,
+)
+
+pytestmark = pytest.mark.multiproc
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loaded_momentum_keeps_its_dtype_and_bits(dtype: torch.dtype) -> None:
+    """Other than torch, which converts a loaded state to the dtype of the parameters."""
+    model = model_of().to(torch.bfloat16)
+    optimizer = DistributedLion(model.named_parameters(), momentum_dtype=dtype)
+    for step in range(3):
+        model(batch(step, 0).bfloat16()).square().sum().backward()
+        optimizer.step()
+    loaded = DistributedLion(model.named_parameters(), momentum_dtype=dtype)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert loaded.steps == 3
+    momenta, others = (
+        [own.state[p]["exp_avg"] for p in model.parameters()] for own in (optimizer, loaded)
+    )
+    assert same(momenta, others)
+    assert {own.dtype for own in others} == {dtype}
+
+
+def attached_again(rank: int, world_size: int, alone: bool) -> str:
+    ddp = DistributedDataParallel(model_of())
+    optimizer = DistributedLion(ddp.named_parameters(), lr=0.01)
+    optimizer.attach(ddp)
+    ddp(batch(0, rank)).sum().backward()
+    optimizer.step()
+    optimizer.detach()
+    if not alone:
+        with torch.no_grad():
+            next(ddp.parameters()).add_(float(rank))
+    if not alone or rank == 1:
+        optimizer.attach(ddp)
+    with pytest.raises(Disagreement) as caught:
+        optimizer.step()
+    optimizer.detach()
+    return str(caught.value)
+
+
+def test_a_second_training_begins_with_equal_weights(pools: RankPools) -> None:
+    for text in pools(2).run(attached_again, False):
+        assert "first in 'module.0.weight'" in text
+    for text in pools(2).run(attached_again, True):
+        assert "first in 'calls of attach and detach': rank 0: 2, rank 1: 3" in text
+
+
+def copied(rank: int, world_size: int, whole: bool) -> list[str]:
+    model = model_of()
+    optimizer = DistributedLion(model.named_parameters(), lr=0.01)
+
+    def train() -> None:
+        for p, grad in zip(model.parameters(), gradients_of(model, batch(0, rank)), strict=True):
+            p.grad = grad
+        optimizer.step()
+
+    train()
+    states = [optimizer.state_dict()] * world_size
+    if whole:  # As if every rank loaded the state of rank 0.
+        dist.all_gather_object(states, optimizer.state_dict())
+    optimizer.load_state_dict(states[0])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train()
+        train()
+    return [str(own.message) for own in caught]
+
+
+def test_one_momentum_loaded_on_all_ranks_warns_once(pools: RankPools) -> None:
+    (said,), *others = pools(2).run(copied, True)
+    assert said.startswith("all ranks loaded the same momentum")
+    assert "hf_dlion.load_momentum()" in said
+    assert others == [[]]
+    assert pools(2).run(copied, False) == [[], []]
+
+
+def loads_alone(rank: int, world_size: int) -> str:
+    model = model_of()
+    optimizer = DistributedLion(model.named_parameters(), lr=0.01, full_precision="*bias")
+    for step in range(2):
+        if step == 1 and rank == 1:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        model(batch(step, rank)).square().sum().backward()
+        try:
+            optimizer.step()
+        except Disagreement as error:
+            return str(error)
+    return ""
+
+
+def test_a_load_on_one_rank_only_does_not_hang(pools: RankPools) -> None:
+    texts = pools(2).run(loads_alone)
+    assert texts[0] == texts[1]
+    assert "first in 'calls of load_state_dict': rank 0: 0, rank 1: 1" in texts[0]
+
+
+def test_a_pickled_optimizer_keeps_options_and_state() -> None:
+    model = model_of()
+    optimizer = DistributedLion(model.named_parameters(), lr=0.01, ties="zero")
+    model(batch(0, 0)).sum().backward()
+    optimizer.step()
+    loaded = pickle.loads(pickle.dumps(optimizer))
+    assert loaded.options == optimizer.options
+    assert loaded.steps == 1
+    loaded.step()
+
+
+@on_ranks(2)
+def test_parameters_can_be_frozen_unfrozen_and_added(rank: int) -> None:
+    """Freezes, unfreezes, and adds groups between steps, on all ranks together."""
+    model = model_of()
+    layers = list(model)
+    optimizer = DistributedLion(layers[0].named_parameters(), lr=0.01)
+    for step in range(6):
+        if step == 2:
+            layers[0].bias.requires_grad_(False)
+        if step == 3:
+            optimizer.add_param_group({"params": list(layers[2].named_parameters()), "lr": 0.1})
+        if step == 4:
+            layers[0].bias.requires_grad_(True)
+        before = [p.detach().clone() for p in model.parameters()]
+        model.zero_grad()
+        model(batch(step, rank)).square().sum().backward()
+        optimizer.step()
+        moved = [not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)]
+        assert moved == [True, step not in (2, 3), step >= 3, step >= 3, False, False]
+    assert [group["step"] for group in optimizer.param_groups] == [6, 6]
+
+
+@on_ranks(2)
+def test_a_rank_without_gradients_does_not_hang_at_the_start_of_a_warm_up(rank: int) -> None:
+    """Takes a first step with a learning rate of 0, without gradients on rank 1."""
+    model = model_of()
+    optimizer = DistributedLion(model.named_parameters(), lr=0.0)
+    if rank == 0:
+        model(batch(0, rank)).square().sum().backward()
+    optimizer.step()
+    first = optimizer.steps
+    optimizer.param_groups[0]["lr"] = 0.01
+    optimizer.zero_grad()
+    model(batch(1, rank)).square().sum().backward()
+    optimizer.step()
+    assert (first, optimizer.steps) == (1, 2)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@on_ranks(2)
+def test_a_step_that_only_creates_state_is_not_counted(every: int) -> None:
+    """Creates the state as torch.distributed.checkpoint does."""
+    model = model_of()
+    optimizer = DistributedLion(model.named_parameters(), lr=0.0, vote_every=every)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert all("exp_avg" in optimizer.state[p] for p in model.parameters())
+    assert optimizer.steps == 0
+
+
+@on_ranks(2)
+def test_a_copy_would_lose_its_process_group() -> None:
+    optimizer = DistributedLion([filled(1.0)], process_group=dist.group.WORLD)
+    with pytest.raises(TypeError, match="can't be copied or pickled"):
+        copy.deepcopy(optimizer)
+
+
+@on_ranks(2)
+def test_a_rank_without_parameters_is_named(rank: int) -> None:
+    optimizer = DistributedLion([{"params": [filled(1.0)] if rank else []}])
+    with pytest.raises(Disagreement) as caught:
+        optimizer.step()
+    assert "first in 'group 0 parameters': rank 0: 0, rank 1: 1" in str(caught.value)

@@ -1,0 +1,63 @@
+"""Parameters whose gradients are averaged (`full_precision`), on real ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_dlion.optimizer import DistributedLion
+from hf_dlion.vote import message
+from tests.support.definition import Lions
+from tests.support.spawn import on_ranks
+from tests.support.training import (
+    model_of,
+)
+
+pytestmark = pytest.mark.multiproc
+
+
+def _generator(*numbers: int) -> torch.Generator:
+    return torch.Generator().manual_seed(sum(1000**k * n for k, n in enumerate(numbers)))
+
+
+@pytest.mark.parametrize("selection", ["*bias", "", "*"], ids=["pattern", "function", "all"])
+@on_ranks(2)
+def test_full_precision_is_lion_on_the_mean_gradient(rank: int, selection: str) -> None:
+    """Compares with plain Lion on the mean over the ranks that have a gradient."""
+    message.PIECE["cpu"], message.MESSAGE["cpu"], message.MESSAGES = 1 << 7, 1 << 8, 1 << 20
+    model = model_of()
+    optimizer = DistributedLion(
+        model.named_parameters(),
+        lr=0.01,
+        weight_decay=0.1,
+        full_precision=selection or (lambda name, param: name.endswith("bias")),
+    )
+    names = [name for name, _ in model.named_parameters()]
+    start = [p.detach().clone() for p in model.parameters()]
+    alone = Lions([p.clone() for p in start], 1, [0.01] * len(start), [0.1] * len(start))
+    for step in range(5):
+        every = [
+            [torch.randn(p.shape, generator=_generator(step, r, k)) for k, p in enumerate(start)]
+            for r in range(2)
+        ]
+        for k, p in enumerate(model.parameters()):
+            # One bias has no gradient on rank 1 in a step, and on no rank in the next.
+            missing = k == 1 and (step == 3 or (step == 2 and rank == 1))
+            p.grad = None if missing else every[rank][k].clone()
+        means = [sum(own) / 2 for own in zip(*every, strict=True)]
+        if step == 3:
+            means[1] = None
+        if step == 2:
+            others = [own[1] for r, own in enumerate(every) if r != 1]
+            means[1] = sum(others) / len(others)
+        alone.step([means])
+        optimizer.step()
+        for name, p, own in zip(names, model.parameters(), alone.params, strict=True):
+            if selection == "*" or name.endswith("bias"):
+                assert torch.equal(p, own), (step, name)
+    if selection == "*":  # Each element is sent once, also those of tensors in several messages.
+        elements = sum(p.numel() for p in model.parameters())
+        assert len(optimizer._plan.full) > len(start)
+        assert (
+            0 <= optimizer.wire.last_bytes_sent - 64 - 4 * elements < 8 * len(optimizer._plan.full)
+        )
