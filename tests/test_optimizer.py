@@ -15,7 +15,7 @@ from hf_dlion.exchange.routes import wire_bytes
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.failures import Disagreement
 from tests.support.definition import Lions
-from tests.support.gradients import KINDS, SHAPES, gradients, pair
+from tests.support.gradients import KINDS, gradients, pair, shuffled
 from tests.support.spawn import RankPools, on_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -30,12 +30,13 @@ def equals_the_definition(
     faults: bool,
 ) -> tuple[int, int, int]:
     """Compares five steps with the definition; returns steps, bytes sent, and bytes by formula."""
-    dtypes = [kinds[k % len(kinds)] for k in range(len(SHAPES))]
-    lions, optimizer, params = pair(Lions, world_size, dtypes, options)
+    shapes = shuffled(seed)
+    dtypes = [kinds[k % len(kinds)] for k in range(len(shapes))]
+    lions, optimizer, params = pair(Lions, world_size, shapes, dtypes, options)
     # The first step compares layouts, and gradients of attached models and of others.
     expected = (24 + 2 * 16) * (world_size - 1)
     for step in range(5):
-        grads = gradients(seed + step, world_size, dtypes, faults=faults)
+        grads = gradients(seed + step, world_size, shapes, dtypes, faults=faults)
         for param, grad in zip(params, grads[rank], strict=True):
             param.grad = None if grad is None else grad.clone()
         before = lions.t
@@ -43,10 +44,10 @@ def equals_the_definition(
         optimizer.step()
         assert optimizer.steps == lions.t
         for k, (param, wanted) in enumerate(zip(params, lions.params, strict=True)):
-            assert torch.equal(param, wanted), (step, SHAPES[k], param.dtype)
+            assert torch.equal(param, wanted), (step, shapes[k], param.dtype)
             if param in optimizer.state:
                 momentum = optimizer.state[param]["exp_avg"]
-                assert torch.equal(momentum, lions.momenta[rank][k]), (step, SHAPES[k])
+                assert torch.equal(momentum, lions.momenta[rank][k]), (step, shapes[k])
         if not faults and lions.t > before:
             expected += 64 * (world_size - 1)
             for own in optimizer._plan.messages:  # type: ignore[union-attr]
@@ -78,21 +79,18 @@ CASES: list[dict[str, Any]] = [
     {"bits": 2},
     {"exchange": "two_phase", "bits": 4},
     {"exchange": "gather", "bits": 8},
+    {"bits": 2, "level_scale": "tensor"},
     {"exchange": "two_phase", "bits": 4, "level_scale": "tensor"},
+    {"bits": 8, "ties": "zero", "level_scale": "tensor"},
     {"momentum_dtype": torch.bfloat16},
 ]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.smoke), 3, 4, 5])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ranks_equal_the_definition(pools: RankPools, case: dict[str, Any], ranks: int) -> None:
-    pools(ranks).run(equals_the_definition, case, [torch.float32], 7 * ranks, True)
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize("exchange", ["gather", "two_phase"])
-def test_two_ranks_equal_the_definition(pools: RankPools, exchange: str) -> None:
-    pools(2).run(equals_the_definition, {"exchange": exchange}, [torch.float32], 3, True)
+    for seed in (7 * ranks, 1000 + ranks):
+        pools(ranks).run(equals_the_definition, case, [torch.float32], seed, True)
 
 
 @pytest.mark.parametrize("kinds", [[kind] for kind in KINDS] + [KINDS[:3]], ids=str)

@@ -198,11 +198,6 @@ def rounded(x: Array, dtype: torch.dtype, random: Array) -> Array:
         return np.where(is_small, small, normal).astype(np.float16).astype(np.float32)
 
 
-def direction(m: torch.Tensor, g: torch.Tensor, beta: float) -> torch.Tensor:
-    """Returns beta * m + (1 - beta) * g as torch.lerp rounds it."""
-    return torch.lerp(m, g, 1 - beta)
-
-
 @dataclass
 class Lions:
     """All ranks of Distributed Lion in one process.
@@ -212,14 +207,14 @@ class Lions:
         ranks: Number of ranks.
         lrs: Learning rate of each parameter.
         decays: Weight decay of each parameter.
-        betas: Momentum coefficients of all parameters.
+        betas: Momentum coefficients of each parameter (default: (0.9, 0.99)).
     """
 
     params: list[torch.Tensor]
     ranks: int
     lrs: Sequence[float]
     decays: Sequence[float]
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: Sequence[tuple[float, float]] = ()
     bits: int = 1
     aggregation: str = "majority"
     ties: str = "alternate"
@@ -229,6 +224,7 @@ class Lions:
     t: int = 0
 
     def __post_init__(self) -> None:
+        self.betas = self.betas or [(0.9, 0.99)] * len(self.params)
         dtype = self.momentum_dtype
         self.momenta = [
             [torch.zeros(p.shape, dtype=dtype or p.dtype) for p in self.params]
@@ -293,8 +289,9 @@ class Lions:
                 continue
             m, kind = self.momenta[rank][i], torch.float64 if p.dtype == torch.float64 else None
             wide, g = m.to(kind or torch.float32), g.to(kind or torch.float32)
-            parts.append(direction(wide, g, self.betas[0]).numpy())
-            new = torch.lerp(wide, g, 1 - self.betas[1])
+            beta1, beta2 = self.betas[i]
+            parts.append(torch.lerp(wide, g, 1 - beta1).numpy())
+            new = torch.lerp(wide, g, 1 - beta2)
             if m.dtype in (torch.bfloat16, torch.float16):
                 largest = torch.finfo(m.dtype).max
                 new = new.clamp(-largest, largest)

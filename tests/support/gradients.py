@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,10 +17,16 @@ KINDS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 Definition = TypeVar("Definition", bound=Lions)
 
 
+def shuffled(seed: int) -> list[tuple[int, ...]]:
+    """Returns the shapes in a random order, in which other tensors share pieces and messages."""
+    return [SHAPES[k] for k in np.random.default_rng(seed).permutation(len(SHAPES))]
+
+
 def pair(
     definition: type[Definition],
     world_size: int,
-    dtypes: list[torch.dtype],
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[torch.dtype],
     options: dict[str, Any],
 ) -> tuple[Definition, DistributedLion, list[torch.nn.Parameter]]:
     """Returns a definition and an optimizer of equal parameters, in small messages and two groups.
@@ -28,34 +35,41 @@ def pair(
     """
     message.PIECE["cpu"], message.MESSAGE["cpu"], message.MESSAGES = 1 << 10, 1 << 13, 1 << 20
     torch.manual_seed(0)
-    start = [torch.randn(shape).to(dtype) for shape, dtype in zip(SHAPES, dtypes, strict=True)]
+    start = [torch.randn(shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     own = {"every" if name == "vote_every" else name: value for name, value in options.items()}
     own.pop("exchange", None)
-    lrs = [0.1 if k < 4 else 0.01 for k in range(len(SHAPES))]
-    decays = [0.3 if k < 4 else 0.0 for k in range(len(SHAPES))]
-    lions = definition([p.clone() for p in start], world_size, lrs, decays, **own)
     params = [torch.nn.Parameter(p.clone()) for p in start]
     groups = [
-        {"params": params[:4], "lr": 0.1, "weight_decay": 0.3},
-        {"params": params[4:], "lr": 0.01, "weight_decay": 0.0},
+        {"params": params[:4], "lr": 0.1, "weight_decay": 0.3, "betas": (0.9, 0.99)},
+        {"params": params[4:], "lr": 0.01, "weight_decay": 0.0, "betas": (0.8, 0.95)},
     ]
+    lrs, decays, betas = (
+        [group[name] for group in groups for _ in group["params"]]
+        for name in ("lr", "weight_decay", "betas")
+    )
+    lions = definition([p.clone() for p in start], world_size, lrs, decays, betas, **own)
     return lions, DistributedLion(groups, **options), params
 
 
 def gradients(
-    seed: int, ranks: int, dtypes: list[torch.dtype], *, faults: bool
+    seed: int,
+    ranks: int,
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[torch.dtype],
+    *,
+    faults: bool,
 ) -> list[list[torch.Tensor | None]]:
     """Every rank's gradients, equal on all ranks: some missing, some rows of zeros, some NaN."""
     random = np.random.default_rng(seed)
     grads: list[list[torch.Tensor | None]] = []
     for _ in range(ranks):
         own: list[torch.Tensor | None] = []
-        for k, (shape, dtype) in enumerate(zip(SHAPES, dtypes, strict=True)):
+        for shape, dtype in zip(shapes, dtypes, strict=True):
             grad = torch.from_numpy(np.asarray(random.normal(size=shape))).to(dtype)
             kind = random.random()
             if faults and grad.dim() and kind < 0.5:
                 grad[torch.from_numpy(random.random(shape[0]) < 0.5)] = 0.0
-            if faults and k == 0:
+            if faults and shape == SHAPES[0]:
                 grad[2] = 0.0  # on all ranks, always
             if faults and kind > 0.985 and grad.numel():
                 grad.view(-1)[-1] = torch.nan
