@@ -2,6 +2,10 @@
 
 A fused AdamW step and a copy of all parameters are timed in the same run. Each row also has the
 number of operations of one message of 24 tensors on a GPU, each of which is a launch.
+
+Examples:
+  python benchmarks/codec.py --bits 1 --ranks 2 8
+  python benchmarks/codec.py --device cuda --json outputs/codec_gpu.json
 """
 
 from __future__ import annotations
@@ -9,13 +13,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # A script's own folder is there.
@@ -25,18 +28,13 @@ from benchmarks.command import (
     add_result_options,
     environment,
     exit_code_of,
-    parser_of,
-    positive,
     publish,
     summary,
     track,
 )
-from hf_dlion.cli.plan.machine import seconds_of
-from hf_dlion.exchange.rule import Majority
-from hf_dlion.options import Options
-from hf_dlion.vote.codec import TOP, spread, tally
-from hf_dlion.vote.message import Shape, messages
-from hf_dlion.vote.update import Scratch, Turn, encode, move
+from hf_dlion.cli.arguments import Parser, positive
+from hf_dlion.cli.plan.machine import seconds_of, vote_work
+from hf_dlion.vote.codec import TOP
 
 PARTS = ("encode", "tally", "move")
 COLUMNS = {
@@ -47,64 +45,8 @@ COLUMNS = {
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ROW, LARGEST = 1024, 4096 * 1024
-GROUP = {"lr": 1e-4, "weight_decay": 0.1, "betas": (0.9, 0.99)}
 # Views and allocations, which launch no kernel.
 FREE = ("empty", "new_empty", "_reshape_alias", "_unsafe_view", "alias", "detach", "lift_fresh")
-
-
-class Work:
-    """The work of one rank in one step, without the network.
-
-    Args:
-        params: Parameters with gradients on one device; `move` updates them.
-        bits: Bits per vote.
-        ranks: Number of ranks whose votes are counted; the votes are random.
-    """
-
-    def __init__(self, params: Sequence[Tensor], bits: int, ranks: int) -> None:
-        device = params[0].device
-        self._messages = messages([Shape.of(param, 0) for param in params])
-        self._params = [param.view(-1) for param in params]
-        self._grads = [param.grad.view(-1) for param in params if param.grad is not None]
-        self._momenta = [torch.zeros_like(param) for param in self._params]
-        self._turn = Turn(
-            step=1, voter=0, options=Options(bits=bits), groups=[GROUP], scratch=Scratch(),
-        )  # fmt: skip
-        self._bits, self._rule = bits, Majority("alternate")
-        self._votes, self._voters, self._totals = [], [], []
-        for message in self._messages:
-            shape = ranks, bits, message.words
-            votes = torch.empty(shape, dtype=torch.int64, device=device).random_(-(2**62), 2**62)
-            self._votes.append([list(planes) for planes in votes])
-            # On a GPU, checking whether all ranks vote would synchronize, so rows are counted.
-            voters, total = None, ranks * TOP[bits]
-            if device.type != "cpu":
-                voters = torch.full((message.rows.count,), ranks, device=device)
-                _ = message.rows.of_word
-            self._voters.append(voters)
-            self._totals.append(total)
-
-    def encode(self) -> None:
-        """Encodes all gradients, and updates the momenta."""
-        for message in self._messages:
-            encode(message, self._grads, self._momenta, self._turn, ())
-
-    def tally(self) -> None:
-        """Counts the votes of all ranks."""
-        self._verdicts = []
-        columns = zip(self._messages, self._votes, self._voters, self._totals, strict=True)
-        for message, votes, voters, total in columns:
-            if voters is not None:
-                by_word = voters[message.rows.of_word] * TOP[self._bits]
-                total = spread(by_word, total.bit_length())
-            self._verdicts.append(self._rule.decide(tally(votes, self._bits), total, 1))
-
-    def move(self) -> None:
-        """Updates all parameters by the verdict."""
-        for message, planes, voters in zip(
-            self._messages, self._verdicts, self._voters, strict=True
-        ):
-            move(message, self._params, planes, voters, self._rule, self._turn)
 
 
 class Counting(TorchDispatchMode):
@@ -123,10 +65,10 @@ def launches(bits: int, ranks: int, dtype: torch.dtype) -> int:
     params = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
     for param in params:
         param.grad = torch.empty_like(param)
-    work = Work(params, bits, ranks)
+    work = vote_work(params, bits, [ranks])
     with Counting() as mode:
-        for part in PARTS:
-            getattr(work, part)()
+        for call in work.values():
+            call()
     return mode.launches
 
 
@@ -158,8 +100,9 @@ def _rows_of(name: str, args: argparse.Namespace, device: torch.device) -> list[
     }
     counts: dict[str, tuple[int, int]] = {}
     for bits, ranks in itertools.product(args.bits, args.ranks):
-        case, work = f"{bits} bit{'s' * (bits > 1)}, {ranks} ranks", Work(params, bits, ranks)
-        tasks[case], counts[case] = [getattr(work, part) for part in PARTS], (bits, ranks)
+        case = f"{bits} bit{'s' * (bits > 1)}, {ranks} ranks"
+        work = vote_work(params, bits, [ranks])
+        tasks[case], counts[case] = list(work.values()), (bits, ranks)
     laps: dict[str, list[list[float]]] = {task: [] for task in tasks}
     # Tasks take turns, so all see the same load of the machine. The first round warms up.
     for turn in track(range(1 + args.repeats), name):
@@ -195,8 +138,7 @@ def shapes(parameters: int) -> list[tuple[int, ...]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    examples = ("--bits 1 --ranks 2 8", "--device cuda --json outputs/codec_gpu.json")
-    parser = parser_of("codec", __doc__ or "", examples)
+    parser = Parser(prog="benchmarks/codec.py", description=__doc__)
     add_result_options(parser, "codec")
     add = parser.add_argument
     elements = "Number of parameters (default: 50000000)."

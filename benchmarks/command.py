@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -21,53 +20,14 @@ from rich import box, progress
 from rich.console import Console
 from rich.table import Table
 
+from hf_dlion import __version__
+from hf_dlion.cli.arguments import positive
+
 T = TypeVar("T")
 # Titles of the columns of a `summary`.
 TIMES = {"median_ms": "median ms", "mean_ms": "mean ms", "min_ms": "min", "max_ms": "max"}
 # Errors that a user can fix. They are printed in one line, without a traceback.
 USER_ERRORS = (ImportError, OSError, ValueError)
-
-
-def checked(kind: Callable[[str], T], holds: Callable[[T], bool], rule: str) -> Callable[[str], T]:
-    """Returns a type for argparse that refuses values which break a rule.
-
-    Args:
-        kind: Function that converts a text to a value.
-        holds: Function that returns whether a value follows the rule.
-        rule: End of the error message, for example "must be at least 1".
-    """
-
-    def value_of(text: str) -> T:
-        value = kind(text)
-        if not holds(value):
-            raise argparse.ArgumentTypeError(f"{text} {rule}")
-        return value
-
-    value_of.__name__ = kind.__name__  # argparse says "invalid int value" by this name.
-    return value_of
-
-
-positive = checked(int, lambda value: value >= 1, "must be at least 1")
-
-
-def parser_of(name: str, about: str, examples: Sequence[str]) -> argparse.ArgumentParser:
-    """Returns a parser without options.
-
-    Args:
-        name: Name of the script in benchmarks, without ".py".
-        about: Description for --help.
-        examples: Arguments of example commands, for the end of --help.
-    """
-    lines = [
-        "examples:",
-        *(f"  python benchmarks/{name}.py {words}".rstrip() for words in examples),
-    ]
-    return argparse.ArgumentParser(
-        prog=f"benchmarks/{name}.py",
-        description=about,
-        epilog="\n".join(lines),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
 
 
 def add_result_options(parser: argparse.ArgumentParser, name: str) -> None:
@@ -101,9 +61,6 @@ def environment() -> dict[str, Any]:
     with contextlib.suppress(OSError):
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
         processor = found[1].strip() if found else processor
-    version = "not installed"
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        version = importlib.metadata.version("hf-dlion")
     return {
         "processor": processor,
         "cores": os.cpu_count(),
@@ -113,7 +70,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
-        "hf_dlion": version,
+        "hf_dlion": __version__,
         "threads": torch.get_num_threads(),
         "load_average": list(os.getloadavg()),
     }

@@ -12,31 +12,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_dlion.cli import arguments
+from hf_dlion.cli.arguments import rate
 
 PREFIX = "hfdlion"
 INTERFACE = "eth0"
-
-
-def bits_per_s(rate: str) -> float:
-    """Returns the bits per second of a rate such as "2.5gbit".
-
-    Raises:
-        ValueError: If the text is not a rate above 0.
-    """
-    try:
-        return arguments.rate(rate)
-    except argparse.ArgumentTypeError as error:
-        raise ValueError(str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -56,17 +46,18 @@ class Network:
 
     @staticmethod
     def parse(text: str) -> Network:
-        """Returns the network of a text such as "2x100mbit"; "100mbit" has two hosts.
+        """Returns the network of a text such as "2x100mbit".
 
         Raises:
-            ValueError: If the text is not a network.
+            argparse.ArgumentTypeError: If the text is not a network.
         """
-        hosts, cross, rate = text.rpartition("x")
-        hosts = hosts if cross else "2"
+        hosts, _, speed = text.partition("x")
         if not hosts.isdecimal() or not 2 <= int(hosts) <= 64:
-            raise ValueError(f"{text!r} is not a network; use 2 to 64 hosts, for example 2x100mbit")
-        bits_per_s(rate)
-        return Network(int(hosts), rate)
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a network; use 2 to 64 hosts, for example 2x100mbit"
+            )
+        rate(speed)
+        return Network(int(hosts), speed)
 
 
 def address(host: int) -> str:
@@ -91,68 +82,61 @@ def check_possible() -> None:
         raise OSError(f"--emulate {reason}; run without --emulate, or with torchrun on real hosts")
 
 
-class Emulation:
-    """Context in which the namespaces of a network exist.
+@contextlib.contextmanager
+def emulated(network: Network) -> Iterator[list[str]]:
+    """Yields the names of a network's namespaces, one per host; removes those of dead processes.
 
-    Attributes:
-        namespaces: Names of the namespaces, one per host.
+    Raises:
+        OSError: If the network cannot be created here.
     """
-
-    def __init__(self, network: Network) -> None:
-        self._network, self._stem = network, f"{PREFIX}-{os.getpid()}"
-        self.namespaces = [f"{self._stem}-h{host}" for host in range(network.hosts)]
-
-    def __enter__(self) -> Emulation:
-        """Removes networks of dead processes, and creates this one.
-
-        Raises:
-            OSError: If the network cannot be created here.
-        """
-        check_possible()
-        remove_stale()
+    check_possible()
+    remove_stale()
+    stem = f"{PREFIX}-{os.getpid()}-"
+    hosts = [f"{stem}h{host}" for host in range(network.hosts)]
+    try:
         try:
-            self._build()
-        except BaseException as error:
-            self.close()
-            if isinstance(error, subprocess.CalledProcessError):
-                words = " ".join(error.cmd)
-                raise OSError(f"--emulate: {words} failed: {error.stderr.strip()}") from error
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        for name in namespaces(self._stem + "-"):
+            _build(network, f"{stem}sw", hosts)
+        except subprocess.CalledProcessError as error:
+            words = " ".join(error.cmd)
+            raise OSError(f"--emulate: {words} failed: {error.stderr.strip()}") from error
+        yield hosts
+    finally:
+        for name in namespaces(stem):
             _remove(name)
 
-    def _build(self) -> None:
-        switch = f"{self._stem}-sw"
-        _run("ip", "netns", "add", switch)
-        _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
-        _run("ip", "-n", switch, "link", "set", "bridge", "up")
-        for host, name in enumerate(self.namespaces):
-            port = f"p{host}"
-            _run("ip", "netns", "add", name)
-            pair = ["link", "add", INTERFACE, "type", "veth", "peer", "name", port]
-            _run("ip", "-n", name, *pair, "netns", switch)
-            _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
-            _run("ip", "-n", name, "addr", "add", f"{address(host)}/24", "dev", INTERFACE)
-            _run("ip", "-n", name, "link", "set", INTERFACE, "up")
-            _run("ip", "-n", name, "link", "set", "lo", "up")
-            # Use Linux's default congestion control; bbr's probing does not suit bursts.
-            route = ["10.9.0.0/24", "dev", INTERFACE, "congctl", "cubic"]
-            _run("ip", "-n", name, "route", "replace", *route)
-            self._limit(name, INTERFACE)
-            self._limit(switch, port)
 
-    def _limit(self, namespace: str, device: str) -> None:
-        # The bucket must hold the bytes between two ticks of a slow kernel clock.
-        bits = bits_per_s(self._network.rate)
-        burst = max(64 * 1024, int(bits / 8 * 0.004))
-        limit = ["tbf", "rate", f"{bits:.0f}bit", "burst", str(burst), "latency", "50ms"]
-        _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *limit)
+def enter(hosts: Sequence[str], host: int) -> None:
+    """Moves this process into the namespace of a host, and onto its core."""
+    with Path("/run/netns", hosts[host]).open() as namespace:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(namespace.fileno(), 0x40000000):  # CLONE_NEWNET
+            raise OSError(ctypes.get_errno(), f"cannot enter the namespace {hosts[host]}")
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[host % len(cores)]})
+
+
+def _build(network: Network, switch: str, hosts: Sequence[str]) -> None:
+    _run("ip", "netns", "add", switch)
+    _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+    _run("ip", "-n", switch, "link", "set", "bridge", "up")
+    for host, name in enumerate(hosts):
+        port = f"p{host}"
+        _run("ip", "netns", "add", name)
+        pair = ["link", "add", INTERFACE, "type", "veth", "peer", "name", port]
+        _run("ip", "-n", name, *pair, "netns", switch)
+        _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
+        _run("ip", "-n", name, "addr", "add", f"{address(host)}/24", "dev", INTERFACE)
+        _run("ip", "-n", name, "link", "set", INTERFACE, "up")
+        _run("ip", "-n", name, "link", "set", "lo", "up")
+        # Use Linux's default congestion control; bbr's probing does not suit bursts.
+        route = ["10.9.0.0/24", "dev", INTERFACE, "congctl", "cubic"]
+        _run("ip", "-n", name, "route", "replace", *route)
+        for namespace, device in ((name, INTERFACE), (switch, port)):
+            # The bucket must hold the bytes between two ticks of a slow kernel clock.
+            bits = rate(network.rate)
+            burst = max(64 * 1024, int(bits / 8 * 0.004))
+            limit = ["tbf", "rate", f"{bits:.0f}bit", "burst", str(burst), "latency", "50ms"]
+            _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *limit)
 
 
 def namespaces(prefix: str = PREFIX + "-") -> list[str]:

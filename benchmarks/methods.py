@@ -12,7 +12,7 @@ import importlib.util
 import math
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -21,19 +21,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    powerSGD_hook,
+)
 from torch.distributed.algorithms.model_averaging import utils as averaging
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
+from hf_dlion.cli.plan.machine import POWER_RANK
+from hf_dlion.cli.plan.methods import power_numel
 from hf_dlion.optimizer import DistributedLion
+from hf_dlion.options import Options
 
-POWER_RANK = 4
 # PowerSGD's warm start needs two plain steps before the first compressed one.
 POWER_START = 2
 ONE_BUCKET_MB = 1 << 20
-# Packages to install, by the module that a method imports.
-PACKAGES = {"torchft": "torchft", "pytorch_optimizer": "pytorch-optimizer einops"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,13 +234,7 @@ def _reduced(
     return Rank(ddp, (make or adamw)(model, hyper), sent)
 
 
-# DDP rejects hooks with postponed annotations, so these two have no annotations.
-def _keep(state, bucket):  # type: ignore[no-untyped-def]
-    future = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
-
-
+# DDP rejects hooks with postponed annotations, so this one has no annotations.
 def _in_bf16(state, bucket):  # type: ignore[no-untyped-def]
     # DDP refuses torch's hook on gloo unless it has another name.
     return default_hooks.bf16_compress_hook(state, bucket)
@@ -297,19 +295,6 @@ def ring_bytes(numel: int, itemsize: int = 4, ranks: int | None = None) -> int:
     return 2 * (ranks - 1) * -(-numel // ranks) * itemsize
 
 
-def power_numel(shape: Sequence[int]) -> int:
-    """Returns the elements that PowerSGD reduces for a tensor: two factors, or the tensor.
-
-    >>> power_numel((512, 1024)), power_numel((512,))
-    (6144, 512)
-    """
-    numel = math.prod(shape)
-    # A tensor of more dimensions is a matrix with the first as rows; a vector is one row.
-    rows, columns = (shape[0], numel // max(shape[0], 1)) if len(shape) > 1 else (1, numel)
-    factors = (rows + columns) * min(rows, columns, POWER_RANK)
-    return factors if 2 * factors < numel else numel
-
-
 @dataclass(frozen=True)
 class Method:
     """A training method.
@@ -317,31 +302,28 @@ class Method:
     Attributes:
         title: Name in tables and result files.
         about: Explanation for --help, a noun phrase.
-        make: Function that returns a `Rank`, given the model and the hyperparameters.
-        family: Grid of learning rates, "adamw" or "lion".
+        make: Function that returns a `Rank`, given the model and the hyperparameters; None if the
+            method runs in one process only, in benchmarks.convergence.
+        family: Grid of learning rates, "adamw", "lion", or "sgd".
         options: Options of DistributedLion; None if ranks don't vote.
-        every: Number of steps per exchange, unless `options` has "vote_every".
-        package: Module that it needs, a key of `PACKAGES`.
+        every: Number of steps per exchange.
+        package: Module of the extra "study" that it imports.
         usual: Whether step_time.py measures it by default.
     """
 
     title: str
     about: str
-    make: Callable[[nn.Module, Hyper], Rank] = field(repr=False)
+    make: Callable[[nn.Module, Hyper], Rank] | None = field(repr=False)
     family: str = "adamw"
     options: dict[str, Any] | None = None
     every: int = 1
     package: str = ""
     usual: bool = False
 
-    @property
-    def period(self) -> int:
-        """Number of steps per exchange."""
-        return int((self.options or {}).get("vote_every", self.every))
-
 
 def _voting(title: str, about: str, usual: bool = False, **options: Any) -> Method:
-    return Method(title, about, partial(Voting, **options), "lion", options, usual=usual)
+    every = options.get("vote_every", 1)
+    return Method(title, about, partial(Voting, **options), "lion", options, every, usual=usual)
 
 
 def _plain(title: str, about: str, **options: Any) -> Method:
@@ -364,7 +346,10 @@ def _diloco(k: int) -> Method:
 DLION = "DistributedLion"
 METHODS: dict[str, Method] = {
     "none": _plain(
-        "no communication, AdamW", "AdamW with DDP, without communication", hook=_keep, itemsize=0
+        "no communication, AdamW",
+        "AdamW with DDP, without communication",
+        hook=debugging_hooks.noop_hook,
+        itemsize=0,
     ),
     "alone": Method(
         "one host alone, Lion", "Lion on one rank, without DDP", _alone(_plain_lion), usual=True
@@ -419,7 +404,19 @@ METHODS: dict[str, Method] = {
         "lion",
         package="pytorch_optimizer",
     ),
+    "terngrad": Method("TernGrad", "TernGrad: AdamW on gradients of three values (2 bits)", None),
+    "graddrop": Method(
+        "GradDrop", "GradDrop: AdamW on the largest 4% of gradient and residual", None
+    ),
+    "dgc": Method(
+        "DGC",
+        "Deep gradient compression: SGD on the largest 4%, momentum corrected",
+        None,
+        "sgd",
+    ),
 }
+# Methods of step_time.py: those with real ranks.
+WITH_RANKS = {name: method for name, method in METHODS.items() if method.make is not None}
 
 
 def method_of(name: str) -> Method:
@@ -434,9 +431,8 @@ def method_of(name: str) -> Method:
         raise ValueError(f"unknown method {key!r}; use one of {', '.join(METHODS)}")
     method = METHODS[key]
     if method.package and importlib.util.find_spec(method.package) is None:
-        package = PACKAGES[method.package]
         raise ImportError(
-            f"{key} needs {method.package}, which is not installed: pip install {package}"
+            f'{key} needs {method.package}, which is not installed: pip install -e ".[study]"'
         )
     if not text:
         return method
@@ -444,8 +440,10 @@ def method_of(name: str) -> Method:
         raise ValueError(f"{name}: only methods with DistributedLion take options, not {key}")
     options = dict(pair.partition("=")[::2] for pair in text.split(","))
     both = method.options | {option: _value(value) for option, value in options.items()}
-    # Raises for wrong options before any rank starts.
-    DistributedLion([("parameter", torch.zeros(1))], **both)
+    try:
+        Options(**both)  # Checks them before any rank starts.
+    except TypeError as error:
+        raise ValueError(f"{name}: {error}") from None
     return _voting(f"{method.title}, {text}", method.about, **both)
 
 

@@ -1,6 +1,10 @@
 """Draws the JSON files of step_time.py: the step time of each method, one panel per file.
 
 The pictures of benchmarks.convergence have the same colors and layout.
+
+Examples:
+  python benchmarks/plot.py outputs/bench_step_time.json
+  python benchmarks/plot.py slow.json fast.json --out outputs/networks.png
 """
 
 from __future__ import annotations
@@ -11,89 +15,65 @@ import math
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # A script's own folder is there.
 
-from benchmarks.command import exit_code_of, middle_ms, parser_of
-from benchmarks.emulate import Network, bits_per_s
+from benchmarks.command import exit_code_of, middle_ms
+from benchmarks.emulate import Network
 from benchmarks.methods import METHODS
+from hf_dlion.cli.arguments import Parser, rate
 
-
-@dataclass(frozen=True)
-class Look:
-    """Style of a method in pictures.
-
-    Attributes:
-        label: Name of the method.
-        color: Color of lines and points.
-        dash: Style of lines.
-    """
-
-    label: str
-    color: str
-    dash: str = "-"
-
-    @property
-    def face(self) -> str:
-        """Color inside the points; points of dashed lines are hollow."""
-        return self.color if self.dash == "-" else "white"
-
-
-# By name of the method. All-reduces are gray, this package is blue, others have other colors.
-LOOKS = {
-    "none": Look("no communication", "#000000", ":"),
-    "alone": Look("one rank alone, Lion", "#6C757D"),
-    "adamw-alone": Look("one rank alone, AdamW", "#6C757D", ":"),
-    "adamw": Look("AdamW, DDP", "#6C757D"),
-    "ddp-lion": Look("Lion, DDP fp32", "#E07A1F"),
-    "lion": Look("Lion on the mean gradient", "#E07A1F"),
-    "majority": Look("DistributedLion, 1 bit", "#1D5F8A"),
-    "average": Look('aggregation="average"', "#20A39E"),
-    "bits2": Look("bits=2", "#4FA3D1"),
-    "bits4": Look("bits=4", "#7B5EA7"),
-    "sync16": Look("momentum_sync_every=16", "#2E8B57"),
-    "every16": Look("DistributedLion, vote_every=16", "#0B3C5D"),
-    "every32": Look("DistributedLion, vote_every=32", "#0B3C5D", "--"),
-    "node": Look('local_group="node"', "#1D5F8A", ":"),
-    "terngrad": Look("TernGrad", "#B5651D"),
-    "graddrop": Look("GradDrop", "#C2185B"),
-    "dgc": Look("DGC", "#E48BB0"),
-    "bf16": Look("AdamW, DDP bf16 hook", "#ADB5BD"),
-    "powersgd": Look("AdamW, PowerSGD rank 4", "#D4A017"),
-    "localsgd8": Look("LocalSGD, 8 steps of AdamW", "#B22222"),
-    "localsgd32": Look("LocalSGD, 32 steps of AdamW", "#B22222", "--"),
-    "localsgd160": Look("LocalSGD, 160 steps of AdamW", "#B22222", ":"),
-    "localsgd32-bf16": Look("LocalSGD, 32 steps of AdamW, bf16", "#E57373", "--"),
-    "diloco16": Look("DiLoCo, 16 steps of AdamW", "#F4A300"),
-    "diloco50": Look("DiLoCo, 50 steps of AdamW", "#F4A300", "--"),
-    "demo": Look("DeMo", "#5C4033"),
+# Color and line style by name of the method. All-reduces are gray, this package is blue.
+STYLES = {
+    "none": ("#000000", ":"),
+    "alone": ("#6C757D", "-"),
+    "adamw-alone": ("#6C757D", ":"),
+    "adamw": ("#6C757D", "-"),
+    "ddp-lion": ("#E07A1F", "-"),
+    "lion": ("#E07A1F", "-"),
+    "majority": ("#1D5F8A", "-"),
+    "average": ("#20A39E", "-"),
+    "bits2": ("#4FA3D1", "-"),
+    "bits4": ("#7B5EA7", "-"),
+    "sync16": ("#2E8B57", "-"),
+    "every16": ("#0B3C5D", "-"),
+    "every32": ("#0B3C5D", "--"),
+    "node": ("#1D5F8A", ":"),
+    "terngrad": ("#B5651D", "-"),
+    "graddrop": ("#C2185B", "-"),
+    "dgc": ("#E48BB0", "-"),
+    "bf16": ("#ADB5BD", "-"),
+    "powersgd": ("#D4A017", "-"),
+    "localsgd8": ("#B22222", "-"),
+    "localsgd32": ("#B22222", "--"),
+    "localsgd160": ("#B22222", ":"),
+    "localsgd32-bf16": ("#E57373", "--"),
+    "diloco16": ("#F4A300", "-"),
+    "diloco50": ("#F4A300", "--"),
+    "demo": ("#5C4033", "-"),
 }
 _NAMES = {method.title: name for name, method in METHODS.items()}
 NONE = METHODS["none"].title
 
 
-def look(name: str) -> Look:
-    """Returns the style of a method.
+def look(name: str) -> dict[str, Any]:
+    """Returns a method's style as matplotlib's arguments; points of dashed lines are hollow.
 
     Args:
         name: Name of a method, or its title in a result of step_time.py.
     """
-    return LOOKS.get(_NAMES.get(name, name), Look(name, "#9C6644"))
+    name = _NAMES.get(name, name)
+    color, dash = STYLES.get(name, ("#9C6644", "-"))
+    label = METHODS[name].title if name in METHODS else name
+    return {"color": color, "ls": dash, "mfc": color if dash == "-" else "white", "label": label}
 
 
 def figure(count: int, height: float = 4.6, width: float = 3.4) -> tuple[Any, Any]:
-    """Returns a figure and its panels, which share one vertical axis; sizes are in inches.
+    """Returns a figure and its panels, which share one vertical axis; sizes are in inches."""
+    from matplotlib.figure import Figure
 
-    Raises:
-        ImportError: If matplotlib is missing.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install matplotlib") from error
     made = Figure(figsize=(max(width * count, 6.4), height), layout="constrained")
     return made, made.subplots(1, count, sharey=True, squeeze=False)[0]
 
@@ -105,7 +85,7 @@ def logarithmic(panel: Any, which: str) -> None:
         panel: Panel on which everything has been drawn.
         which: Axis, "x" or "y".
     """
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+    from matplotlib.ticker import LogLocator, NullLocator
 
     getattr(panel, f"set_{which}scale")("log")
     low, high = getattr(panel, f"get_{which}lim")()
@@ -113,7 +93,7 @@ def logarithmic(panel: Any, which: str) -> None:
     decades = math.log10(high / low)
     subs = (1, 1.5, 2, 3, 4, 6, 8) if decades < 0.6 else (1, 2, 5) if decades < 1.5 else (1, 3)
     axis.set_major_locator(LogLocator(subs=subs, numticks=99))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.set_major_formatter("{x:,.10g}")
     axis.set_minor_locator(NullLocator())
 
 
@@ -172,10 +152,8 @@ def run(files: Sequence[str], path: Path) -> None:
         for place, name in enumerate(names):
             if name in rows:
                 row, style = rows[name], look(name)
-                panel.plot(
-                    [row["min_ms"], row["max_ms"]], [place, place], color=style.color, lw=1.5
-                )
-                panel.plot([middle_ms(row)], [place], "o", color=style.color, mfc=style.face, ms=8)
+                panel.hlines(place, row["min_ms"], row["max_ms"], color=style["color"])
+                panel.plot([middle_ms(row)], [place], "o", ms=8, **style)
                 panel.annotate(
                     f"{middle_ms(row):,.0f}", (middle_ms(row), place), (0, 8),
                     textcoords="offset points", ha="center", fontsize="small",
@@ -184,14 +162,14 @@ def run(files: Sequence[str], path: Path) -> None:
         subtitle = "no emulated network"
         if result["config"].get("emulate"):
             network = Network.parse(result["config"]["emulate"])
-            subtitle = f"{network.hosts} nodes, {bits_per_s(network.rate) / 1e6:,.0f} Mbit/s"
+            subtitle = f"{network.hosts} nodes, {rate(network.rate) / 1e6:,.0f} Mbit/s"
         if NONE in rows:
             free = middle_ms(rows[NONE])
-            panel.axvline(free, color=look(NONE).color, ls=look(NONE).dash, lw=1)
-            subtitle += f"\n{look(NONE).label}: {free:,.0f} ms"
+            panel.axvline(free, color="black", ls=":", lw=1)
+            subtitle += f"\n{NONE}: {free:,.0f} ms"
         panel.set_title(subtitle, fontsize="medium")
         panel.set_xlabel("ms per step")
-    panels[0].set_yticks(range(len(names)), [look(name).label for name in names])
+    panels[0].set_yticks(range(len(names)), names)
     panels[0].set_ylim(len(names) - 0.5, -0.7)
     measured = [row for rows in found for row in rows.values()]
     low, high = min(row["min_ms"] for row in measured), max(row["max_ms"] for row in measured)
@@ -204,8 +182,7 @@ def run(files: Sequence[str], path: Path) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    examples = ("outputs/bench_step_time.json", "slow.json fast.json --out outputs/networks.png")
-    parser = parser_of("plot", __doc__ or "", examples)
+    parser = Parser(prog="benchmarks/plot.py", description=__doc__)
     parser.add_argument("files", nargs="+", metavar="FILE", help="JSON file of step_time.py.")
     out = "outputs/step-time.png"
     parser.add_argument("--out", default=out, help=f"Path of the picture (default: {out}).")

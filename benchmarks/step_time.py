@@ -1,13 +1,18 @@
-"""Times a training step with each method; methods take turns within one process group."""
+"""Times a training step with each method; methods take turns within one process group.
+
+Examples:
+  python benchmarks/step_time.py --ranks 2 --methods none adamw majority
+  python benchmarks/step_time.py --emulate 2x100mbit --methods none majority:bits=4,ties=zero
+"""
 
 from __future__ import annotations
 
 import argparse
-import functools
 import gc
 import os
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +23,11 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))  # A script's own folder is there.
 
 from benchmarks import command
-from benchmarks.command import middle_ms, positive
+from benchmarks.command import middle_ms
 from benchmarks.emulate import INTERFACE, Network
-from benchmarks.methods import METHODS, Hyper, method_of
-from benchmarks.ranks import RENDEZVOUS, device_of_rank, launch, slowest, take_part
+from benchmarks.methods import METHODS, WITH_RANKS, Hyper, method_of
+from benchmarks.ranks import device_of_rank, launch, slowest, take_part
+from hf_dlion.cli.arguments import Parser, positive
 
 NONE = METHODS["none"].title
 PARTS = ("encode", "exchange", "apply")  # Names of seconds in `DistributedLion.wire`.
@@ -78,56 +84,55 @@ class Timed:
         model = model_of(args.parameters, args.model).to(tokens.device)
         self.rank = self._method.make(model, Hyper())
         self.times: list[float] = []
-        self._sent: list[float] = []
-        self._links: list[int] = []
-        self._parts: list[list[float]] = []
+        self._emulated = args.emulate is not None
+        self._counts: list[dict[str, float]] = []  # What each lap added to `_counters`.
 
     def lap(self) -> None:
         """Takes the steps of a period."""
-        for _ in range(self._method.period):
+        for _ in range(self._method.every):
             self.rank.model(input_ids=self._tokens, labels=self._tokens).loss.backward()
             self.rank.step()
 
     def warm_up(self, steps: int) -> None:
         """Takes complete periods, in which DDP rebuilds its buckets and ranks first synchronize."""
-        for _ in range(-(-steps // self._method.period)):
+        for _ in range(-(-steps // self._method.every)):
             self.lap()
 
     def measure(self, seconds: float) -> None:
         """Times a lap, unless this method has used its time; all ranks must call this."""
         if len(self.times) >= FEWEST and sum(self.times) > seconds:
             return
-        sent, link, parts = self.rank.bytes_sent, _interface_bytes(), self._part_seconds()
+        before = self._counters()
         self.times.append(slowest(self.lap, self._tokens.device))
-        self._sent.append(self.rank.bytes_sent - sent)
-        self._links.append(_interface_bytes() - link)
-        now = self._part_seconds()
-        self._parts.append([after - before for after, before in zip(now, parts, strict=True)])
+        after = self._counters()
+        self._counts.append({name: after[name] - before[name] for name in after})
 
-    def row(self, emulated: bool) -> dict[str, Any]:
+    def row(self) -> dict[str, Any]:
         """Returns the row of the table, with times and bytes per step.
 
         These are medians over steps, or means over complete periods.
         """
-        period = self._method.period
+        period = self._method.every
         middle = statistics.fmean if period > 1 else statistics.median
         found = {
             "name": self._method.title,
             **command.summary([seconds / period for seconds in self.times], mean=period > 1),
-            "bytes_per_step": round(middle(self._sent) / period),
             "steps_per_time": period,
-            "interface_bytes": round(middle(self._links) / period) if emulated else None,
         }
-        if self._method.options is not None:
-            found["bits"] = self.rank.optimizer.options.bits
-            for part, laps in zip(PARTS, zip(*self._parts, strict=True), strict=True):
-                found[f"{part}_ms"] = 1e3 * middle(laps) / period
+        for name in self._counts[0]:
+            per_step = middle([lap[name] for lap in self._counts]) / period
+            found[name] = per_step if name.endswith("_ms") else round(per_step)
         return found
 
-    def _part_seconds(self) -> list[float]:
-        if self._method.options is None:
-            return []
-        return [float(getattr(self.rank.optimizer.wire, f"{part}_s")) for part in PARTS]
+    def _counters(self) -> dict[str, float]:
+        """Returns the bytes that this rank and its link have sent, and ms by part of a step."""
+        found = {"bytes_per_step": self.rank.bytes_sent}
+        if self._emulated:
+            found["interface_bytes"] = _interface_bytes()
+        if self._method.options is not None:
+            wire = self.rank.optimizer.wire
+            found |= {f"{part}_ms": 1e3 * getattr(wire, f"{part}_s") for part in PARTS}
+        return found
 
 
 def run(args: argparse.Namespace) -> None:
@@ -146,7 +151,7 @@ def run(args: argparse.Namespace) -> None:
     for _ in command.track(range(args.steps), "steps"):
         for method in timed:
             method.measure(args.seconds)
-    rows = [method.row(args.emulate is not None) for method in timed]
+    rows = [method.row() for method in timed]
     for method in timed:
         method.rank.close()
     timed.clear()
@@ -156,8 +161,9 @@ def run(args: argparse.Namespace) -> None:
         row["ratio"] = middle_ms(row) / free if free else None
     if dist.get_rank() == 0:
         config = {"parameters": size, "model": args.model, "ranks": dist.get_world_size()}
-        for key in ("steps", "batch", "sequence", "warmup", "threads", "local_ranks"):
+        for key in ("steps", "batch", "sequence", "warmup", "threads"):
             config[key] = getattr(args, key)
+        config["local_ranks"] = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         config["emulate"] = args.emulate and str(args.emulate)
         config["backend"] = dist.get_backend()
         command.publish("train", args, config, before, rows, COLUMNS)
@@ -170,24 +176,17 @@ def usual_methods() -> list[str]:
 
 
 def _interface_bytes() -> int:
-    """Returns the bytes that the emulated host has sent; 0 without emulation."""
-    try:
-        lines = Path("/proc/self/net/dev").read_text().splitlines()
-    except OSError:
-        return 0
-    sent = [line.split(":")[1].split()[8] for line in lines if line.strip().startswith(INTERFACE)]
-    return int(sent[0]) if sent else 0
+    """Returns the bytes that the emulated host has sent."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    (line,) = (line for line in lines if line.strip().startswith(INTERFACE))
+    return int(line.split(":")[1].split()[8])
 
 
 def _parser() -> argparse.ArgumentParser:
-    examples = (
-        "--ranks 2 --methods none adamw majority",
-        "--emulate 2x100mbit --methods none adamw majority:bits=4,ties=zero",
-    )
-    parser = command.parser_of("step_time", __doc__ or "", examples)
+    lines = [f"  {name:17}{method.about}" for name, method in WITH_RANKS.items()]
+    epilog = "\n".join(["methods:", *lines])
+    parser = Parser(prog="benchmarks/step_time.py", description=__doc__, epilog=epilog)
     command.add_result_options(parser, "step_time")
-    lines = [f"  {name:17}{method.about}" for name, method in METHODS.items()]
-    parser.epilog = "\n".join(["methods:", *lines, "", parser.epilog or ""])
     add = parser.add_argument
     size = "Size of the Llama to train (default: 29500000)."
     add("--parameters", type=positive, default=29_500_000, help=size)
@@ -197,12 +196,17 @@ def _parser() -> argparse.ArgumentParser:
     emulated = (
         "Hosts and rate of an emulated network, on Linux as root (default: no emulated network)."
     )
-    add("--emulate", type=_network, metavar="2x100mbit", help=emulated)
+    add("--emulate", type=Network.parse, metavar="2x100mbit", help=emulated)
     local = "Ranks per node or emulated host (default: all on one node, or 1 per host)."
     add("--local-ranks", type=positive, default=1, help=local)
     add("--batch", type=positive, default=1, help="Sequences per rank (default: 1).")
     add("--sequence", type=positive, default=128, help="Tokens of a sequence (default: 128).")
-    add("--warmup", type=_count, default=2, help="Steps before the measured ones (default: 2).")
+    add(
+        "--warmup",
+        type=partial(positive, least=0),
+        default=2,
+        help="Steps before the measured ones (default: 2).",
+    )
     steps = "Measured steps, or periods if a method has them (default: 5)."
     add("--steps", type=positive, default=5, help=steps)
     stop = "Seconds after which a method stops, with at least 3 steps or periods (default: 25)."
@@ -212,29 +216,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _count(text: str) -> int:
-    return 0 if text == "0" else positive(text)
-
-
-def _network(text: str) -> Network:
-    try:
-        return Network.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _main(args: argparse.Namespace, words: list[str]) -> int:
+def _main(args: argparse.Namespace) -> None:
+    work = partial(run, args)
     if "RANK" in os.environ:
-        if args.emulate is not None and RENDEZVOUS not in os.environ:
+        if args.emulate is not None:
             raise ValueError(
                 "--emulate starts its own ranks; run it with python instead of torchrun"
             )
-        take_part(functools.partial(run, args), args.threads)
-        return 0
+        take_part(work, args.threads)
+        return
     # Fails now rather than after minutes.
     Path(args.json).parent.mkdir(parents=True, exist_ok=True)
     for name in args.methods or ():
-        method_of(name)
+        if method_of(name).make is None:
+            raise ValueError(f"{name} runs in one process only; use benchmarks.convergence")
     if args.model is not None:
         with torch.device("meta"):
             model_of(args.parameters, args.model)
@@ -250,15 +245,13 @@ def _main(args: argparse.Namespace, words: list[str]) -> int:
                 f"--ranks ({count}) must be a multiple of --local-ranks ({local_ranks})"
             )
         local_ranks = count if local_ranks == 1 else local_ranks
-    rank = [sys.executable, __file__, *words]
-    return launch(rank, count, local_ranks, args.threads, args.emulate)
+    launch(work, count, local_ranks=local_ranks, threads=args.threads, network=args.emulate)
 
 
 def main(argv: list[str] | None = None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
-    args = parser.parse_args(words)
-    return command.exit_code_of(parser, lambda: _main(args, words))
+    args = parser.parse_args(argv)
+    return command.exit_code_of(parser, lambda: _main(args))
 
 
 if __name__ == "__main__":

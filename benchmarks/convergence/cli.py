@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
-import math
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import checked, environment, exit_code_of, positive
+from benchmarks.command import environment, exit_code_of
 from benchmarks.convergence import report
 from benchmarks.convergence.methods import (
     IN_PROCESS,
     NOT_TRAINED,
-    ONLY_IN_PROCESS,
     check_method,
-    family,
 )
 from benchmarks.convergence.results import Records, Trial, results
 from benchmarks.convergence.setting import WARMUP, Setting
-from benchmarks.convergence.tasks import TASKS, Task, task_class
+from benchmarks.convergence.tasks import TASKS, task_class
 from benchmarks.convergence.train import run_real, simulate
-from benchmarks.methods import METHODS
+from benchmarks.methods import METHODS, WITH_RANKS, method_of
 from benchmarks.plot import figure
+from hf_dlion.cli.arguments import Parser, above_zero, positive, rate
 
 # One method of each kind, and the baselines of the Distributed Lion paper.
 COMPARED = [
@@ -89,12 +87,12 @@ def _run(args: argparse.Namespace) -> None:
 def _complete(trials: list[Trial], records: Records) -> int:
     """Makes all missing runs and writes each one at its end; returns their number."""
     for trial in trials:
-        _task(trial.setting).prepare()
+        task_class(trial.setting.task)(trial.setting).prepare()
     made = 0
     # The first round chooses learning rates, the second uses them.
     while todo := list(dict.fromkeys(run for trial in trials for run in trial.missing(records))):
         for number, run in enumerate(todo, 1):
-            record = run_real(run) if run.real else simulate(run, _task(run))
+            record = run_real(run) if run.real else simulate(run)
             records.add(record)
             made += 1
             loss = "diverged" if record["loss"] is None else f"{record['loss']:.4f}"
@@ -105,16 +103,6 @@ def _complete(trials: list[Trial], records: Records) -> int:
                 flush=True,
             )
     return made
-
-
-def _task(setting: Setting) -> Task:
-    # Tasks don't read these fields. Settings that differ only in their folder are equal.
-    return _made_task(setting.replace(method="", lr=0.0, seed=0, workers=0), setting.folder)
-
-
-@functools.lru_cache(maxsize=4)
-def _made_task(setting: Setting, folder: str) -> Task:
-    return task_class(setting.task)(setting)
 
 
 def _trials(args: argparse.Namespace) -> list[Trial]:
@@ -130,7 +118,7 @@ def _trials(args: argparse.Namespace) -> list[Trial]:
     for task, workers, batch, method in itertools.product(
         args.tasks, args.workers, args.batch, args.methods
     ):
-        kind, grids = family(method), task_class(task).grids
+        kind, grids = method_of(method).family, task_class(task).grids
         grid = given[kind] or grids[kind]
         setting = Setting(
             task=task, method=method, workers=workers, batch=batch, lr=0.0, seed=0,
@@ -144,36 +132,38 @@ def _trials(args: argparse.Namespace) -> list[Trial]:
     return trials
 
 
-_positive = checked(float, lambda value: 0.0 < value < math.inf, "must be above 0")
-_share = checked(float, lambda value: 0.0 <= value < 1.0, "must be at least 0 and below 1")
-_several = checked(int, lambda value: value >= 2, "must be at least 2")
+_several = partial(positive, least=2)
+
+
+def _share(text: str) -> float:
+    if not 0.0 <= float(text) < 1.0:
+        raise argparse.ArgumentTypeError(f"must be at least 0 and below 1 (got {text})")
+    return float(text)
+
+
+def _link(text: str) -> str:
+    rate(text)  # Fails now rather than after hours.
+    return text
 
 
 def _factor(text: str) -> tuple[str, float]:
     pattern, _, factor = text.rpartition("=")
-    try:
-        found = pattern, float(factor)
-    except ValueError:
-        found = "", 0.0
-    if not found[0] or not 0.0 < found[1] < math.inf:
+    if not pattern:
         raise argparse.ArgumentTypeError(f"{text!r} must be PATTERN=FACTOR, such as *embed*=3")
-    return found
+    return pattern, above_zero(factor)
 
 
 def _parser() -> argparse.ArgumentParser:
-    about = {name: METHODS[name].about for name in METHODS if name not in NOT_TRAINED}
-    about |= {name: line for name, (_, line) in ONLY_IN_PROCESS.items()}
     lines = ["methods (+: only with --real; -: only without --real):"]
-    for name, line in about.items():
-        mark = "-" if name in ONLY_IN_PROCESS else " " if name in IN_PROCESS else "+"
-        lines.append(f" {mark} {name:17}{line}")
+    for name, method in METHODS.items():
+        mark = "-" if name not in WITH_RANKS else " " if name in IN_PROCESS else "+"
+        lines += [f" {mark} {name:17}{method.about}"] * (name not in NOT_TRAINED)
     lines += ["", "tasks:", *(f"   {name:17}{line}" for name, (_, line) in TASKS.items())]
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="python -m benchmarks.convergence",
         description="Train with each method at its best learning rate, and compare the losses.\n"
         "Finished runs are kept: the same command continues where it was stopped.",
         epilog="\n".join([*lines, "", *EXAMPLES]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
     add("--scale", choices=list(SCALES), default="small", help="Default sizes (default: small).")
@@ -191,9 +181,9 @@ def _parser() -> argparse.ArgumentParser:
     seeds = "Number of seeds; the first one chooses the learning rate (default: 3)."
     add("--seeds", type=positive, help=seeds)
     rates = "Learning rates to choose from for {} (default: by task)."
-    add("--lr-adamw", nargs="+", type=_positive, help=rates.format("AdamW"))
-    add("--lr-lion", nargs="+", type=_positive, help=rates.format("Lion and DistributedLion"))
-    add("--lr-sgd", nargs="+", type=_positive, help=rates.format("SGD"))
+    add("--lr-adamw", nargs="+", type=above_zero, help=rates.format("AdamW"))
+    add("--lr-lion", nargs="+", type=above_zero, help=rates.format("Lion and DistributedLion"))
+    add("--lr-sgd", nargs="+", type=above_zero, help=rates.format("SGD"))
     add("--weight-decay", type=float, default=0.1, help="Weight decay (default: 0.1).")
     clip = (
         "Clip gradients to this norm, each rank's gradient if ranks vote, else the mean "
@@ -215,9 +205,9 @@ def _parser() -> argparse.ArgumentParser:
     out = "Folder of records, pictures, and bases (default: outputs/study)."
     add("--out", default="outputs/study", help=out)
     links = "Network links to compute step times for (default: 100mbit 1gbit)."
-    add("--links", nargs="+", default=["100mbit", "1gbit"], help=links)
+    add("--links", nargs="+", type=_link, default=["100mbit", "1gbit"], help=links)
     compute = "Seconds of forward and backward in computed step times (default: as in the runs)."
-    add("--compute-s", type=_positive, default=0.0, help=compute)
+    add("--compute-s", type=above_zero, default=0.0, help=compute)
     add("--plot", action="store_true", help="Draw pictures (default: print tables only).")
     finished = "Report finished runs only (default: make the missing runs first)."
     add("--report", action="store_true", help=finished)

@@ -31,13 +31,12 @@ from benchmarks.methods import (
 from hf_dlion import DistributedLion
 from hf_dlion.exchange.routes import wire_bytes
 from hf_dlion.exchange.rule import Average, Majority
+from hf_dlion.ranks.header import HEADER_BYTES
 from hf_dlion.vote.codec import TOP, spread, tally
 from hf_dlion.vote.local import all_finite, flat_gradient, flat_view
 from hf_dlion.vote.message import Shape, messages
 from hf_dlion.vote.momentum_sync import slice_of
 from hf_dlion.vote.update import Scratch, Turn, encode, move
-
-HEADER_BYTES = 64
 
 
 class Workers(ABC):
@@ -137,23 +136,11 @@ class Compressed(Averaged):
         self.bytes_sent = float(self._compressor.bytes_sent)
 
 
-class Separate(Workers):
-    """Workers whose gradients are kept separately and clipped separately."""
-
-    def __init__(self, task: Task, setting: Setting) -> None:
-        super().__init__(task, setting)
-        self.grads: list[list[Tensor | None]] = []
-
-    def collect(self) -> None:
-        self.clip()
-        self.grads.append([param.grad for param in self.params])
-        self.model.zero_grad()
-
-
-class Votes(Separate):
+class Votes(Workers):
     """The step of DistributedLion with the package's functions, without a network.
 
-    Real ranks have the same parameters bit for bit, which a test verifies.
+    Real ranks have the same parameters bit for bit, which a test verifies. Each worker's gradients
+    are clipped by themselves.
     """
 
     def __init__(self, task: Task, setting: Setting, **options: Any) -> None:
@@ -169,6 +156,12 @@ class Votes(Separate):
         self._flat = [flat_view(param) for param in self.params]
         self._momenta = [[torch.zeros_like(flat) for flat in self._flat] for _ in self.workers]
         self._scratch, self._step = Scratch(), 0
+        self._grads: list[list[Tensor | None]] = []
+
+    def collect(self) -> None:
+        self.clip()
+        self._grads.append([param.grad for param in self.params])
+        self.model.zero_grad()
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -177,7 +170,7 @@ class Votes(Separate):
         options, ranks = self._optimizer.options, len(self.workers)
         average = options.aggregation == "average"
         rule = Average(ranks, options.bits) if average else Majority(options.ties)
-        grads = [self._flat_grads(rank_grads) for rank_grads in self.grads]
+        grads = [self._flat_grads(rank_grads) for rank_grads in self._grads]
         momenta = [
             [None if grad is None else m for grad, m in zip(rank_grads, kept, strict=True)]
             for rank_grads, kept in zip(grads, self._momenta, strict=True)
@@ -202,7 +195,7 @@ class Votes(Separate):
         self.bytes_sent += HEADER_BYTES * (ranks - 1)
         if options.momentum_sync_every:
             self._average_momenta(options.momentum_sync_every)
-        self.grads = []
+        self._grads = []
 
     def _flat_grads(self, grads: list[Tensor | None]) -> list[Tensor | None]:
         """Returns a rank's flat gradients, all None if it abstains."""
@@ -236,7 +229,9 @@ class RealRank(Workers):
     def __init__(self, task: Task, setting: Setting) -> None:
         super().__init__(task, setting)
         self.workers = [dist.get_rank()]
-        self._rank = method_of(setting.method).make(self.model, setting)
+        make = method_of(setting.method).make
+        assert make is not None, "check_method refuses it"
+        self._rank = make(self.model, setting)
         self.model = self._rank.model
 
     def total(self, loss: float) -> float:
@@ -297,29 +292,6 @@ IN_PROCESS: dict[str, Callable[[Task, Setting], Workers]] = {
 }
 # Methods of step_time.py whose ranks don't train a common model, or that need several nodes.
 NOT_TRAINED = ("none", "alone", "adamw-alone", "ddp-lion", "node")
-# Methods that run only in this process: the family of learning rates, and a line for --help.
-ONLY_IN_PROCESS = {
-    "terngrad": ("adamw", "TernGrad: AdamW on gradients of three values (2 bits)"),
-    "graddrop": ("adamw", "GradDrop: AdamW on the largest 4% of gradient and residual"),
-    "dgc": ("sgd", "Deep gradient compression: SGD on the largest 4%, momentum corrected"),
-}
-
-
-def family(name: str) -> str:
-    """Returns the family of a method's learning rates: "adamw", "lion", or "sgd".
-
-    Raises:
-        ValueError: If there is no such method.
-        ImportError: If its package is missing.
-    """
-    if name in ONLY_IN_PROCESS:
-        return ONLY_IN_PROCESS[name][0]
-    try:
-        return method_of(name).family
-    except ValueError as error:
-        if name.partition(":")[0] in METHODS:
-            raise
-        raise ValueError(f"{error}, {', '.join(ONLY_IN_PROCESS)}") from None
 
 
 def check_method(setting: Setting) -> None:
@@ -328,14 +300,14 @@ def check_method(setting: Setting) -> None:
     Raises:
         ValueError: If it doesn't.
     """
-    name = setting.method
+    name, method = setting.method, method_of(setting.method)
     if name in NOT_TRAINED:
         raise ValueError(f"{name!r} trains no common model; use it in benchmarks/step_time.py")
-    if setting.real and name in ONLY_IN_PROCESS:
+    if setting.real and method.make is None:
         raise ValueError(f"{name!r} runs in one process only; remove --real")
     if not setting.real and name not in IN_PROCESS:
         raise ValueError(f"{name!r} runs on real ranks only; add --real")
-    if setting.clip and name in ("terngrad", "graddrop", "dgc"):
+    if setting.clip and method.make is None:
         raise ValueError(f"--clip doesn't work with {name}; remove --clip, or the method")
     if setting.lr_factors and name == "demo":
         raise ValueError(

@@ -12,8 +12,8 @@ from typing import Any
 from benchmarks.command import print_table
 from benchmarks.convergence.results import Result, spread, with_spread
 from benchmarks.convergence.setting import WARMUP
-from benchmarks.emulate import bits_per_s
 from benchmarks.plot import figure, logarithmic, look, save
+from hf_dlion.cli.arguments import rate
 
 # Share of a link's rate that Ethernet, IP, and TCP leave for payload.
 TCP_EFFICIENCY = 1448 / 1538
@@ -37,10 +37,10 @@ def step_times(together: Sequence[Result], links: Sequence[str], gradient_s: flo
     runs = [run for result in together for run in result.records.values()]
     gradient_s = gradient_s or statistics.median(1e-3 * run["gradient_ms"] for run in runs)
 
-    def seconds(result: Result, rate: float) -> float:
-        return gradient_s + 8 * result.average("bytes_per_step") / (rate * TCP_EFFICIENCY)
+    def seconds(result: Result, bits_per_s: float) -> float:
+        return gradient_s + 8 * result.average("bytes_per_step") / (bits_per_s * TCP_EFFICIENCY)
 
-    return {link: partial(seconds, rate=bits_per_s(link)) for link in links}
+    return {link: partial(seconds, bits_per_s=rate(link)) for link in links}
 
 
 def title(together: Sequence[Result]) -> str:
@@ -92,6 +92,8 @@ def draw(found: Sequence[Sequence[Result]], times: Sequence[StepTimes], folder: 
     """Writes all pictures into a folder; returns their paths."""
     written, by_workers = [], dict[Any, list[Result]]()
     for together, step_s in zip(found, times, strict=True):
+        if not any(math.isfinite(loss) for result in together for loss in result.losses.values()):
+            continue  # All runs diverged.
         setting = together[0].setting
         name = f"{setting.task}-{setting.workers}x{setting.batch}.png"
         written.append(_curves(together, step_s, folder / f"curves-{name}"))
@@ -124,11 +126,11 @@ def _curves(together: Sequence[Result], times: StepTimes, path: Path) -> Path:
             columns = result.curve()
             first = columns[0][:1] == [0]
             steps, losses, deviations = (column[first:] for column in columns)
-            places, how = [per_step(result) * step for step in steps], look(result.setting.method)
-            panel.plot(places, losses, how.dash, color=how.color, label=how.label)
+            places, style = [per_step(result) * step for step in steps], look(result.setting.method)
+            panel.plot(places, losses, **style)
             pairs = list(zip(losses, deviations, strict=True))
             low, high = [loss - dev for loss, dev in pairs], [loss + dev for loss, dev in pairs]
-            panel.fill_between(places, low, high, color=how.color, alpha=0.15, linewidth=0)
+            panel.fill_between(places, low, high, color=style["color"], alpha=0.15, linewidth=0)
         panel.set_xlabel(label)
         if label != "steps":
             logarithmic(panel, "x")
@@ -146,10 +148,10 @@ def _points(
         for method in dict.fromkeys(result.setting.method for result in drawable):
             line = [result for result in drawable if result.setting.method == method]
             line.sort(key=place)
-            how, deviations = look(method), [spread(result.losses.values()) for result in line]
+            deviations = [spread(result.losses.values()) for result in line]
             panel.errorbar(
                 [*map(place, line)], [means[id(result)] for result in line], deviations,
-                fmt=f"o{how.dash}", color=how.color, capsize=3, label=how.label, mfc=how.face,
+                marker="o", capsize=3, **look(method),
             )  # fmt: skip
         panel.set_xlabel(label)
         logarithmic(panel, "x")

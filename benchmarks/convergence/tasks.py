@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar, cast
@@ -79,9 +79,7 @@ def task_class(name: str) -> type[Task]:
     """
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}; use one of {', '.join(TASKS)}")
-    module, _, member = TASKS[name][0].partition(":")
-    found = importlib.import_module(f"benchmarks.convergence.{module}")
-    return cast(type[Task], getattr(found, member))
+    return cast(type[Task], pkgutil.resolve_name(f"benchmarks.convergence.{TASKS[name][0]}"))
 
 
 def generator(seed: int, *numbers: int) -> np.random.Generator:

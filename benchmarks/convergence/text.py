@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import functools
 import os
 import sysconfig
@@ -80,8 +79,6 @@ class Pretraining(Task):
 class FineTuning(Pretraining):
     """Trains a base, which AdamW has trained on library code, on the prose of docstrings."""
 
-    _base: nn.Module | None = None
-
     def _texts(self) -> tuple[Bytes, Bytes]:
         return corpus((1,), docstrings)  # From files that the base was not trained on.
 
@@ -108,11 +105,10 @@ class FineTuning(Pretraining):
 
     def model(self, seed: int) -> nn.Module:
         """Returns the base, the same for every seed."""
-        if self._base is None:
-            self.prepare()
-            self._base = super().model(BASE_SEED)
-            self._base.load_state_dict(torch.load(self._path))
-        return copy.deepcopy(self._base)
+        self.prepare()
+        model = super().model(BASE_SEED)
+        model.load_state_dict(torch.load(self._path))
+        return model
 
     @property
     def _path(self) -> Path:

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
-import os
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from benchmarks.convergence.methods import IN_PROCESS, RealRank, Workers, check_method
 from benchmarks.convergence.setting import Setting
 from benchmarks.convergence.tasks import Task, task_class
+from benchmarks.ranks import launch
 
 
-def simulate(setting: Setting, task: Task | None = None) -> dict[str, Any]:
+def simulate(setting: Setting) -> dict[str, Any]:
     """Trains with all workers in this process; returns the record of the run."""
     check_method(setting)
-    task = task or task_class(setting.task)(setting)
+    task = task_class(setting.task)(setting)
     return train(setting, task, IN_PROCESS[setting.method](task, setting))
 
 
@@ -33,26 +31,19 @@ def run_real(setting: Setting) -> dict[str, Any]:
     check_method(setting)
     task_class(setting.task)(setting).prepare()
     with tempfile.TemporaryDirectory(prefix="hf_dlion_study_") as folder:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        spawn(_rank, (setting, folder), nprocs=setting.workers)
-        found: dict[str, Any] = json.loads(Path(folder, "record.json").read_text())
+        path = Path(folder, "record.json")
+        launch(partial(_rank, setting, path), setting.workers, local_ranks=setting.workers)
+        found: dict[str, Any] = json.loads(path.read_text())
         return found
 
 
-def _rank(rank: int, setting: Setting, folder: str) -> None:
-    torch.set_num_threads(1)
-    file = f"file://{folder}/rendezvous"
-    dist.init_process_group("gloo", init_method=file, rank=rank, world_size=setting.workers)
+def _rank(setting: Setting, path: Path) -> None:
     task = task_class(setting.task)(setting)
     method = RealRank(task, setting)
     record = train(setting, task, method)
     method.close()
-    if rank == 0:
-        Path(folder, "record.json").write_text(json.dumps(record))
-    # gloo may abort the process if a DDP model outlives its process group.
-    del method
-    gc.collect()
-    dist.destroy_process_group()
+    if dist.get_rank() == 0:
+        path.write_text(json.dumps(record))
 
 
 def train(setting: Setting, task: Task, method: Workers) -> dict[str, Any]:

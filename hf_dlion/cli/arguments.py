@@ -117,10 +117,10 @@ def gpu(text: str) -> str:
     return name
 
 
-def positive(text: str) -> int:
-    """Returns an integer of at least 1, or refuses the text."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1 (got {text})")
+def positive(text: str, least: int = 1) -> int:
+    """Returns an integer of at least `least`, or refuses the text."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least {least} (got {text})")
     return int(text)
 
 

@@ -63,6 +63,9 @@ class Header(NamedTuple):
         return bool(self.flags & FAILED)
 
 
+HEADER_BYTES = 8 * len(Header._fields)
+
+
 def pack_bools(values: Sequence[bool]) -> list[int]:
     """Returns ceil(P/64) int64 words with one bit per value, the first in the lowest bit."""
     data = np.packbits(np.array(values, dtype=bool), bitorder="little").tobytes()

@@ -15,7 +15,7 @@ import torch
 from benchmarks.convergence import vision
 from benchmarks.convergence.chat import IGNORED, Chat
 from benchmarks.convergence.cli import main
-from benchmarks.convergence.methods import NOT_TRAINED, ONLY_IN_PROCESS
+from benchmarks.convergence.methods import NOT_TRAINED
 from benchmarks.convergence.report import step_times
 from benchmarks.convergence.results import Records, Result, Trial, results
 from benchmarks.convergence.setting import Setting
@@ -90,7 +90,7 @@ def test_help_explains_every_option_method_and_task_and_has_two_examples(
 ) -> None:
     text = checked_help(main, [], r"python -m benchmarks\.convergence", monkeypatch, capsys)
     about = dict(re.findall(r"^ [ +-] (\S+) +(.+)$", text, re.M))
-    assert set(about) == {*METHODS, *ONLY_IN_PROCESS, *TASKS} - set(NOT_TRAINED)
+    assert set(about) == {*METHODS, *TASKS} - set(NOT_TRAINED)
     # A noun phrase: no "of ...", and no sentence.
     assert not [line for line in about.values() if not line[0].isupper() and "torch" not in line]
     assert not [line for line in about.values() if line.startswith("Of ") or line.endswith(".")]
@@ -112,9 +112,9 @@ def test_help_explains_every_option_method_and_task_and_has_two_examples(
         ),
         (["--lr-factors", "*head*=3"], "no parameter name matches *head*"),
         (["--lr-factors", "=3"], "'=3' must be PATTERN=FACTOR, such as *embed*=3"),
-        (["--sequence", "1"], "1 must be at least 2"),
-        (["--lr-lion", "1.5e-5", "0"], "0 must be above 0"),
-        (["--warmup", "1"], "1 must be at least 0 and below 1"),
+        (["--sequence", "1"], "must be an integer of at least 2 (got 1)"),
+        (["--lr-lion", "1.5e-5", "0"], "must be a number above 0 (got 0)"),
+        (["--warmup", "1"], "must be at least 0 and below 1 (got 1)"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_runs(

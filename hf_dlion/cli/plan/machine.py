@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,19 +32,19 @@ BYTES = {
     "cast": (16.0, 8.0),  # A float32 gradient to bfloat16 and back.
     "power": (44.125, 22.125),  # PowerSGD's products, error, and decompression.
     "local step": (44.0, 317.0),  # A step of a rank by itself, with vote_every above 1.
-    "move": (36.125, 111.125),  # Moving parameters by a verdict.
+    "move": (40.477, 115.477),  # Moving parameters by a verdict.
     "encode 1": (38.893, 127.893),  # Votes of 1 bit, and the momentum.
     "encode 2": (116.893, 205.893),
     "encode 4": (133.221, 222.221),
     "encode 8": (163.221, 252.221),
-    "count 1 of 2": (3.625, 3.625),  # Counting the votes of 1 bit of 2 ranks.
-    "count 1 of 4": (8.375, 8.375),
-    "count 2 of 2": (5.875, 5.875),
-    "count 2 of 4": (14.375, 14.375),
-    "count 4 of 2": (11.375, 11.375),
-    "count 4 of 4": (27.375, 27.375),
-    "count 8 of 2": (20.375, 20.375),
-    "count 8 of 4": (51.375, 51.375),
+    "count 1 of 2": (7.945, 7.945),  # Counting the votes of 1 bit of 2 ranks.
+    "count 1 of 4": (14.195, 14.195),
+    "count 2 of 2": (12.695, 12.695),
+    "count 2 of 4": (22.695, 22.695),
+    "count 4 of 2": (22.195, 22.195),
+    "count 4 of 4": (39.695, 39.695),
+    "count 8 of 2": (41.195, 41.195),
+    "count 8 of 4": (73.695, 73.695),
 }
 # Elements of the measured tensor: large enough to leave the caches, small enough for seconds.
 NUMEL, COLUMNS = 1 << 23, 1024
@@ -193,38 +193,68 @@ def step_work(param: Tensor) -> Calls:
 
 
 def _votes(param: Tensor, bits: int) -> Calls:
-    """Returns what a step of DistributedLion does with a matrix between its collectives."""
+    """Returns what a rank does with a matrix in a step of DistributedLion."""
     assert param.grad is not None
-    flat, rule = param.detach().view(-1), Majority("alternate")
-    params, grads, momenta = [flat], [param.grad.view(-1)], [torch.zeros_like(flat)]
-    layout = messages([Shape.of(param, 0)])
-    turn = Turn(
+    flat, grad, turn = param.detach().view(-1), param.grad.view(-1), _turn(bits)
+    momentum, shapes = torch.zeros_like(flat), (Shape.of(param, 0),)
+    plan = Plan(shapes=shapes, messages=messages(shapes), full=[], lines=[], full_set=frozenset())
+    local, trainable = LocalSteps(bits), Trainable(plan, [param], [flat])
+
+    def local_step() -> None:
+        local.step(trainable, Tensors([flat], [grad], [momentum]), turn)
+
+    return {**vote_work([param], bits, (2, 4)), "local step": local_step}
+
+
+def vote_work(params: Sequence[Tensor], bits: int, ranks: Sequence[int]) -> Calls:
+    """Returns what a step of DistributedLion does between its collectives, by names as in `BYTES`.
+
+    The votes that it counts are those of this rank, once for every rank.
+    """
+    rule, turn = Majority("alternate"), _turn(bits)
+    layout = messages([Shape.of(param, 0) for param in params])
+    flat = [param.detach().view(-1) for param in params]
+    grads = [param.grad.view(-1) for param in params if param.grad is not None]
+    momenta = [torch.zeros_like(param) for param in flat]
+    planes: list[list[Tensor]] = []
+    verdicts: list[list[Tensor]] = []
+    # On a GPU, checking whether all ranks vote would synchronize, so ranks are counted by row.
+    voters = {
+        n: [
+            None if m.device.type == "cpu" else torch.full((m.rows.count,), n, device=m.device)
+            for m in layout
+        ]
+        for n in ranks
+    }
+
+    def encode_all() -> None:
+        planes[:] = [list(encode(m, grads, momenta, turn, ()).planes) for m in layout]
+
+    def count(n: int) -> None:
+        verdicts.clear()
+        for message, own, by_row in zip(layout, planes, voters[n], strict=True):
+            total: int | list[Tensor] = n * codec.TOP[bits]
+            if by_row is not None:
+                by_word = by_row[message.rows.of_word] * codec.TOP[bits]
+                total = codec.spread(by_word, (n * codec.TOP[bits]).bit_length())
+            verdicts.append(rule.decide(codec.tally([own] * n, bits), total, 1))
+
+    def move_all() -> None:
+        for message, verdict, by_row in zip(layout, verdicts, voters[ranks[0]], strict=True):
+            move(message, flat, verdict, by_row, rule, turn)
+
+    # Makes scratch, rows, and what the next call needs.
+    for call in (encode_all, partial(count, ranks[0])):
+        call()
+    counts = {f"count {bits} of {n}": partial(count, n) for n in ranks}
+    return {f"encode {bits}": encode_all, **counts, "move": move_all}
+
+
+def _turn(bits: int) -> Turn:
+    return Turn(
         step=1, voter=0, options=Options(bits=bits),
         groups=[{"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}], scratch=Scratch(),
     )  # fmt: skip
-    votes: list[list[Tensor]] = []
-
-    def encode_all() -> None:
-        votes[:] = [list(encode(message, grads, momenta, turn, ()).planes) for message in layout]
-
-    def count(ranks: int) -> None:
-        for planes in votes:
-            rule.decide(codec.tally([planes] * ranks, bits), ranks * codec.TOP[bits], 1)
-
-    def move_all() -> None:
-        for message, planes in zip(layout, votes, strict=True):
-            move(message, params, planes[:1], None, rule, turn)
-
-    shapes = (Shape.of(param, 0),)
-    plan = Plan(shapes=shapes, messages=layout, full=[], lines=[], full_set=frozenset())
-    local, trainable = LocalSteps(bits), Trainable(plan, [param], params)
-
-    def local_step() -> None:
-        local.step(trainable, Tensors(params, [*grads], [*momenta]), turn)
-
-    encode_all()
-    counts = {f"count {bits} of {ranks}": partial(count, ranks) for ranks in (2, 4)}
-    return {f"encode {bits}": encode_all, **counts, "move": move_all, "local step": local_step}
 
 
 def _power(param: Tensor) -> Callable[[], None]:

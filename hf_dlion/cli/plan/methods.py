@@ -18,6 +18,7 @@ import torch
 from hf_dlion.cli.plan.machine import BITS, POWER_RANK, Machine
 from hf_dlion.cli.plan.workload import Workload
 from hf_dlion.exchange.routes import wire_bytes
+from hf_dlion.ranks.header import HEADER_BYTES
 from hf_dlion.vote.codec import WORD
 from hf_dlion.vote.local_steps import vote_every_for
 from hf_dlion.vote.message import Shape, messages
@@ -29,8 +30,6 @@ FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 NONE, ALONE, DLION = "AdamW without network", "AdamW on one node", "DistributedLion"
 POWER = f"AdamW with PowerSGD rank {POWER_RANK}"
 NODE = f'{DLION}, local_group="node"'
-# Bytes of a header for every other rank.
-_HEADER_BYTES = 64
 
 # Bytes that a rank sends in a step, and the seconds of the step by part.
 Cost = tuple[int, dict[str, float]]
@@ -242,7 +241,7 @@ def _power_sgd(case: Case, copies_s: float) -> Cost:
 
     Three all-reduces follow one another: what is not compressed, and the two factors.
     """
-    numel = sum(_power_numel(shape) for shape in case.work.shapes)
+    numel = sum(power_numel(shape) for shape in case.work.shapes)
     sent = 2 * (case.ranks - 1) * -(-numel // case.ranks) * case.dtype.itemsize
     clock = _Clock()
     clock.work("compute", case.machine.compute_s + copies_s)
@@ -252,7 +251,7 @@ def _power_sgd(case: Case, copies_s: float) -> Cost:
     return clock.cost()
 
 
-def _power_numel(shape: Sequence[int]) -> int:
+def power_numel(shape: Sequence[int]) -> int:
     """Returns the elements that PowerSGD reduces for a tensor: two factors, or all of it."""
     rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
     factors = (rows + columns) * min(rows, columns, POWER_RANK)
@@ -273,8 +272,8 @@ def _votes(
     encode_s, move_s = case.machine.each_s[f"encode {bits}"], case.machine.each_s["move"]
     count_s = case.machine.count_s(bits, n)
     clock.work("compute", case.machine.compute_s + inside_s)
-    header_s = link.seconds(_HEADER_BYTES * (ranks - 1), ranks - 1)
-    clock.wait(clock.send(_HEADER_BYTES * (ranks - share), header_s))
+    header_s = link.seconds(HEADER_BYTES * (ranks - 1), ranks - 1)
+    clock.wait(clock.send(HEADER_BYTES * (ranks - share), header_s))
     under_way = []
     for words, rows in _messages(case):
         clock.work("encode", encode_s * WORD * words)
