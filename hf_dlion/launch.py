@@ -22,7 +22,6 @@ import os
 import runpy
 import socket
 import sys
-from collections.abc import MutableMapping
 from typing import NamedTuple, NoReturn
 
 import psutil
@@ -79,22 +78,19 @@ def route_to(host: str) -> Route:
     raise failure
 
 
-def name_interface(environment: MutableMapping[str, str] = os.environ) -> str:
+def name_interface() -> str:
     """Sets the interface that gloo and NCCL use between nodes, if the user set none.
 
     Otherwise gloo binds to the address of the node's own name, which is often the loopback address.
     Call this function before torch.distributed is initialized. It does nothing if all ranks are on
     one node.
 
-    Args:
-        environment: Variables to read and to set (default: those of this process).
-
     Returns:
         A line for the user with what was set and why, or "" if no variable was set.
     """
-    unset = [name for name in VARIABLES if name not in environment]
-    host = environment.get("MASTER_ADDR", "")
-    sizes = {environment.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    unset = [name for name in VARIABLES if name not in os.environ]
+    host = os.environ.get("MASTER_ADDR", "")
+    sizes = {os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     if not unset or not host or len(sizes) == 1:
         return ""
     for target in (host, ANYWHERE):
@@ -104,7 +100,7 @@ def name_interface(environment: MutableMapping[str, str] = os.environ) -> str:
             continue
         # On rank 0's node MASTER_ADDR may be a loopback address.
         if not route.is_loopback:
-            environment.update(dict.fromkeys(unset, route.interface))
+            os.environ.update(dict.fromkeys(unset, route.interface))
             names = " ".join(f"{name}={route.interface}" for name in unset)
             destination = host if target == host else "other nodes"
             return f"set {names}, which leads to {destination}. To use another one, export it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import socket
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -19,7 +21,7 @@ import torch.distributed as dist
 
 import hf_dlion
 from hf_dlion import launch
-from hf_dlion.launch import ANYWHERE, Route, interfaces, name_interface, route_to
+from hf_dlion.launch import ANYWHERE, VARIABLES, Route, interfaces, name_interface, route_to
 from tests.support import tiny
 from tests.support.spawn import free_port, run_command, run_script
 
@@ -210,33 +212,42 @@ def test_the_interface_of_each_of_this_machines_addresses_is_found() -> None:
         route_to("no-such-host.invalid")
 
 
-def test_unset_interfaces_are_set_and_set_ones_stay(routes: dict[str, Route]) -> None:
-    environment = dict(SEVERAL)
-    output = name_interface(environment)
-    assert environment["GLOO_SOCKET_IFNAME"] == environment["NCCL_SOCKET_IFNAME"] == "eth1"
+@pytest.fixture
+def environment() -> Iterator[None]:
+    """Sets the variables of a rank of several nodes."""
+    with mock.patch.dict(os.environ, SEVERAL):
+        for name in VARIABLES:
+            os.environ.pop(name, None)
+        yield
+
+
+@pytest.mark.usefixtures("environment", "routes")
+def test_unset_interfaces_are_set_and_set_ones_stay() -> None:
+    output = name_interface()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "eth1"
     assert "GLOO_SOCKET_IFNAME=eth1 NCCL_SOCKET_IFNAME=eth1, which leads to 10.0.0.1" in output
-    environment = {**SEVERAL, "GLOO_SOCKET_IFNAME": "ib0"}
-    assert "set NCCL_SOCKET_IFNAME=eth1, " in name_interface(environment)
-    assert environment["GLOO_SOCKET_IFNAME"] == "ib0"
-    assert name_interface({**environment, "NCCL_SOCKET_IFNAME": "ib"}) == ""
+    assert name_interface() == ""
+    os.environ["GLOO_SOCKET_IFNAME"] = "ib0"
+    del os.environ["NCCL_SOCKET_IFNAME"]
+    assert "set NCCL_SOCKET_IFNAME=eth1, " in name_interface()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
 @pytest.mark.parametrize("changes", [{"LOCAL_WORLD_SIZE": "4"}, {"MASTER_ADDR": "nowhere"}])
-def test_on_one_node_and_without_a_route_no_interface_is_set(
-    changes: dict[str, str], routes: dict[str, Route]
-) -> None:
-    environment = {**SEVERAL, **changes}
-    assert name_interface(environment) == ""
-    assert environment == {**SEVERAL, **changes}
+@pytest.mark.usefixtures("environment", "routes")
+def test_on_one_node_and_without_a_route_no_interface_is_set(changes: dict[str, str]) -> None:
+    os.environ.update(changes)
+    assert name_interface() == ""
+    assert os.environ.keys().isdisjoint(VARIABLES)
 
 
+@pytest.mark.usefixtures("environment")
 def test_if_rank_0s_name_is_a_loopback_address_the_interface_to_other_nodes_is_set(
     routes: dict[str, Route],
 ) -> None:
     routes.update({"10.0.0.1": Route("lo", "127.0.1.1"), ANYWHERE: Route("wlan0", "192.168.1.2")})
-    environment = dict(SEVERAL)
-    assert "which leads to other nodes" in name_interface(environment)
-    assert environment["GLOO_SOCKET_IFNAME"] == "wlan0"
+    assert "which leads to other nodes" in name_interface()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "wlan0"
 
 
 # Several nodes: the lines and files of the page
