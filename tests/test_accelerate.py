@@ -8,7 +8,6 @@ import gc
 import os
 import pickle
 import sys
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +32,7 @@ from hf_dlion import CheckpointError, DistributedLion
 from hf_dlion.accelerate import attach, parallelism_config
 from tests.support.gpus import as_if_on_gpus
 from tests.support.spawn import LASTING, RankPools, on_ranks, run_command
-from tests.support.training import is_equal_everywhere, same
+from tests.support.training import is_equal_everywhere, same, warned
 
 multiproc = pytest.mark.multiproc
 
@@ -160,8 +159,7 @@ def loads(
 ) -> tuple[list[list[Tensor]], float, list[str]]:
     loop = Loop(vote_every=every)
     loop.accelerator.scaler = torch.amp.GradScaler("cpu")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as texts:
         loop.accelerator.load_state(folder)
     scale = loop.accelerator.scaler.state_dict()["scale"]
     loop.accelerator.scaler = None
@@ -169,7 +167,7 @@ def loads(
     loop.accelerator.load_state(folder)  # In the midst of a run.
     again = [loop.momenta(), loop.common(), loop.train(4), loop.momenta(), loop.common()]
     assert all(same(*pair) for pair in zip(found, again, strict=True))
-    messages = [str(warning.message) for warning in caught if "ranks" in str(warning.message)]
+    messages = [text for text in texts if "ranks" in text]
     loop.close()
     return found, scale, messages
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from hf_dlion.checkpoint import load_momentum, save_momentum
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.failures import Disagreement
 from tests.support.spawn import RankPools, on_ranks
-from tests.support.training import batch, filled, is_equal_everywhere, model_of, same
+from tests.support.training import batch, filled, is_equal_everywhere, model_of, same, warned
 
 pytestmark = pytest.mark.multiproc
 
@@ -111,9 +110,7 @@ def changes(rank: int, world_size: int) -> list[str]:
     optimizer = DistributedLion(
         [(str(k), p) for k, p in enumerate(params)], lr=0.01, vote_every=3, check_replicas_every=1
     )
-    said = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as texts:
         for step in range(11):
             if step == 4:
                 params[0].requires_grad_(False)
@@ -134,7 +131,6 @@ def changes(rank: int, world_size: int) -> list[str]:
             assert (params[0] in optimizer._local.anchors) == (step < 5)
             if step >= 5:
                 assert is_equal_everywhere(params[0])
-        said = [str(own.message) for own in caught]
     with optimizer.common_weights():
         optimizer.exchange_now()
         assert all(map(is_equal_everywhere, params))
@@ -146,7 +142,7 @@ def changes(rank: int, world_size: int) -> list[str]:
     torch.testing.assert_close(params[3].detach(), torch.full((5,), 0.95**7))
     optimizer.detach()
     assert not optimizer._local.anchors
-    return said
+    return texts
 
 
 def test_parameters_can_be_frozen_added_and_broken_between_exchanges(pools: RankPools) -> None:
@@ -448,15 +444,17 @@ def test_a_layout_changed_between_eval_and_train_is_refused(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_an_evaluation_in_inference_mode_may_exchange() -> None:
+def test_an_evaluation_in_inference_mode_may_exchange(rank: int) -> None:
     param = filled(1.0)
     optimizer = DistributedLion([("w", param)], lr=0.01, vote_every=2)
+    param.grad *= (-1) ** rank
     optimizer.step()
     with torch.inference_mode():
         optimizer.synchronize_momentum()
         optimizer.exchange_now()
         optimizer.eval()
         optimizer.train()
+    param.grad = torch.ones_like(param)
     for _ in range(2):
         optimizer.step()
     assert optimizer.wire.exchanges == 2

@@ -20,7 +20,7 @@ import hf_dlion
 from hf_dlion.exchange.wire import LostRank
 from hf_dlion.optimizer import DistributedLion
 from tests.support.spawn import RankPools, on_ranks, run_script
-from tests.support.training import batch, is_equal_everywhere, model_of
+from tests.support.training import batch, is_equal_everywhere, model_of, warned
 
 pytestmark = pytest.mark.multiproc
 PACKAGE = str(Path(hf_dlion.__file__).parent) + os.sep
@@ -97,15 +97,14 @@ def forgets(rank: int, world_size: int, kind: str) -> list[str]:
     optimizer = DistributedLion(named, lr=0.1)
     if kind == "one of two":
         optimizer.attach(model)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as texts:
         for step in range(2):
             optimizer.zero_grad()
             x = torch.randn(2, 64, generator=torch.Generator().manual_seed(2 * step + rank))
             head(model(x)).square().sum().backward()
             optimizer.step()
     assert is_equal_everywhere(next(model.parameters()))
-    return [str(own.message) for own in caught if "attach" in str(own.message)]
+    return [text for text in texts if "attach" in text]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "one of two"])
@@ -205,8 +204,7 @@ def attaches_once_of_twice(rank: int, world_size: int) -> list[str]:
     torch.manual_seed(0)
     module = nn.Linear(64, 4)
     optimizer = DistributedLion(module.named_parameters(), lr=0.1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as texts:
         for attaches in (True, False):
             model = DistributedDataParallel(module)
             if attaches:
@@ -216,9 +214,9 @@ def attaches_once_of_twice(rank: int, world_size: int) -> list[str]:
             optimizer.step()
             optimizer.zero_grad()
             if attaches:
-                assert not caught
+                assert not texts
                 optimizer.detach()
-    return [str(one.message) for one in caught]
+    return texts
 
 
 def test_a_second_wrapper_that_is_not_attached_warns(pools: RankPools) -> None:

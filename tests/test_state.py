@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from tests.support.training import (
     gradients_of,
     model_of,
     same,
+    warned,
 )
 
 pytestmark = pytest.mark.multiproc
@@ -82,11 +82,10 @@ def copied(rank: int, world_size: int, whole: bool) -> list[str]:
     if whole:  # As if every rank loaded the state of rank 0.
         dist.all_gather_object(states, optimizer.state_dict())
     optimizer.load_state_dict(states[0])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as texts:
         train()
         train()
-    return [str(own.message) for own in caught]
+    return texts
 
 
 def test_one_momentum_loaded_on_all_ranks_warns_once(pools: RankPools) -> None:
@@ -125,7 +124,11 @@ def test_a_pickled_optimizer_keeps_options_and_state() -> None:
     loaded = pickle.loads(pickle.dumps(optimizer))
     assert loaded.options == optimizer.options
     assert loaded.steps == 1
-    loaded.step()
+    momenta, others = (
+        [state["exp_avg"] for state in own.state.values()] for own in (optimizer, loaded)
+    )
+    assert same(momenta, others)
+    loaded.step()  # On parameters without gradients.
 
 
 @on_ranks(2)

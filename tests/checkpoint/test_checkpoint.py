@@ -7,9 +7,9 @@ import gc
 import json
 import os
 import pickle
+import re
 import resource
 import signal
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +31,14 @@ from hf_dlion import CheckpointError, DistributedLion, load_momentum, save_momen
 from hf_dlion.checkpoint import find_optimizer, momentum_file
 from hf_dlion.ranks.failures import Disagreement
 from tests.support.spawn import RankPools, RanksFailedError, on_ranks
-from tests.support.training import filled, is_equal_everywhere, replicas_of_shards
+from tests.support.training import (
+    error_of,
+    filled,
+    is_equal_everywhere,
+    replicas_of_shards,
+    same,
+    warned,
+)
 
 multiproc = pytest.mark.multiproc
 
@@ -62,10 +69,6 @@ def momenta_of(optimizer: DistributedLion) -> list[Tensor]:
 
 def weights_of(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
-
-
-def same(left: list[Tensor], right: list[Tensor]) -> bool:
-    return len(left) == len(right) and all(map(torch.equal, left, right))
 
 
 def file_of(folder: str | Path, rank: int, world_size: int) -> Path:
@@ -106,9 +109,7 @@ def resumed(rank: int, world_size: int, folder: str, dtype: torch.dtype) -> None
             assert momenta_of(optimizer)[0].dtype is dtype
         ends.append(train(model, optimizer, range(3, 6), rank))
     assert same(*ends)
-    everyone = [torch.empty_like(kept[0]) for _ in range(world_size)]
-    dist.all_gather(everyone, kept[0])
-    assert not torch.equal(*everyone)
+    assert not is_equal_everywhere(kept[0])
 
 
 @multiproc
@@ -202,7 +203,8 @@ def partly_stepped(rank: int, world_size: int, folder: str) -> list[int]:
         save(model, optimizer, folder, rank)
         kept = momenta_of(optimizer)
         load(model, optimizer, folder)
-        assert same(kept, momenta_of(optimizer))
+        assert len(kept) == len(momenta_of(optimizer))
+        assert all(map(torch.equal, kept, momenta_of(optimizer)))
         counts.append(len(kept))
     return counts
 
@@ -228,14 +230,13 @@ def loads(
 ) -> tuple[list[list[Tensor]], list[str]]:
     model = model_of(1)
     optimizer = optimizer_of(model, vote_every=every)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as texts:
         assert load(model, optimizer, folder) is not None
     kept = [momenta_of(optimizer), weights_of(model)]
     assert optimizer._local.exchanges == int(every > 1)
     assert not optimizer._local.anchors
     train(model, optimizer, range(2, 3 + every), rank)
-    return kept, [str(warning.message) for warning in caught]
+    return kept, texts
 
 
 @multiproc
@@ -257,91 +258,65 @@ def test_another_number_of_ranks_shares_the_files_with_a_warning(
     assert sorted(tmp_path.glob("*.safetensors")) == [file_of(folder, r, 3) for r in range(3)]
 
 
-@on_ranks(2)
-def test_without_own_weights_or_local_steps_ranks_continue_with_the_models_weights(
-    rank: int, tmp_path: Path
-) -> None:
-    """Local steps that end, that begin, and that a voter alone doesn't take."""
-    local, every_step, one_voter = {"vote_every": 3}, {"vote_every": 1}, {"local_group": 2}
-    for saving, loading in (
-        (local, every_step),
-        (every_step, local),
-        (local, {**local, **one_voter}),
-    ):
-        model = model_of()
-        optimizer = optimizer_of(model, **saving)
-        train(model, optimizer, range(5), rank)
-        save(model, optimizer, tmp_path, rank)
-        optimizer.eval()
-        kept = weights_of(model)
-        keys = load_file(file_of(tmp_path, rank, 2))
-        assert sum(key.startswith("own.") for key in keys) == (4 if saving is local else 0)
-        model = model_of(1)
-        optimizer = optimizer_of(model, **loading)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            load(model, optimizer, tmp_path)
-        texts = [str(warning.message) for warning in caught]
-        reason = (
-            "2 voters and is loaded by 1"
-            if loading.get("local_group")
-            else "saved between two exchanges"
-        )
-        found = [text for text in texts if reason in text]
-        assert len(found) == (saving is local and rank == 0)
-        assert same(kept, weights_of(model))
-        assert not optimizer._local.anchors
-        assert optimizer._local.period.steps == 0
-        if "local_group" not in loading:
-            train(model, optimizer, range(5, 9), rank)
+LOCAL = {"vote_every": 3}
 
 
-def other_local_group(
-    rank: int, world_size: int, folder: str, every: int, saving: int, loading: int
-) -> list[str]:
-    """Four voters save and two nodes load, or the other way around."""
-    model = model_of()
-    ddp = DistributedDataParallel(model)
-    optimizer = optimizer_of(model, vote_every=every, local_group=saving)
-    optimizer.attach(ddp)
-    train(ddp, optimizer, range(1 + every), rank)
-    save(model, optimizer, folder, rank)
-    optimizer.eval()
-    kept = weights_of(model)
-    optimizer.detach()
-    del ddp
-    model = model_of(1)
-    ddp = DistributedDataParallel(model)
-    optimizer = optimizer_of(model, vote_every=every, local_group=loading)
-    optimizer.attach(ddp)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        load(model, optimizer, folder)
-    assert same(kept, weights_of(model))
-    assert not optimizer._local.anchors
-    saved = load_file(file_of(folder, rank - rank % loading, 4))
-    assert same([saved[str(k)] for k in range(4)], momenta_of(optimizer))
-    train(ddp, optimizer, range(1 + every, 3 + every), rank)
-    optimizer.detach()
-    return [str(warning.message) for warning in caught]
-
-
-@multiproc
-@pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize(
-    ("saving", "loading", "said"),
+    ("ranks", "saving", "loading", "said"),
     [
-        (1, 2, "was saved by 4 voters and is loaded by 2, with .* Each node continues"),
-        (2, 1, "was saved by 2 voters and is loaded by 4, with .* Each rank continues"),
+        (2, LOCAL, {}, "saved between two exchanges"),
+        (2, {}, LOCAL, ""),
+        (2, LOCAL, {**LOCAL, "local_group": 2}, "2 voters and is loaded by 1"),
+        (4, {}, {"local_group": 2}, "by 4 voters and is loaded by 2, with .* Each node continues"),
+        (4, {"local_group": 2}, {}, "by 2 voters and is loaded by 4, with .* Each rank continues"),
+        (
+            4,
+            LOCAL,
+            {**LOCAL, "local_group": 2},
+            "by 4 voters .*last exchange.* Each node continues",
+        ),
+        (
+            4,
+            {**LOCAL, "local_group": 2},
+            LOCAL,
+            "by 2 voters .*last exchange.* Each rank continues",
+        ),
     ],
 )
-def test_another_local_group_continues_with_a_warning(
-    pools: RankPools, tmp_path: Path, every: int, saving: int, loading: int, said: str
+@on_ranks("ranks")
+def test_other_options_continue_with_the_models_weights_and_a_warning(
+    rank: int,
+    tmp_path: Path,
+    ranks: int,
+    saving: dict[str, Any],
+    loading: dict[str, Any],
+    said: str,
 ) -> None:
-    first, *others = pools(4).run(other_local_group, str(tmp_path), every, saving, loading)
-    assert_matches(said, " ".join(first))
-    assert ("weights of the last exchange" in " ".join(first)) == (every > 1)
-    assert others == [[], [], []]
+    for seed, options in enumerate((saving, loading)):
+        model = model_of(seed)
+        ddp = DistributedDataParallel(model)
+        optimizer = optimizer_of(model, **options)
+        optimizer.attach(ddp)
+        if options is saving:
+            train(ddp, optimizer, range(5), rank)
+            save(model, optimizer, tmp_path, rank)
+            optimizer.eval()
+            kept = weights_of(model)
+        else:
+            with warned() as texts:
+                load(model, optimizer, tmp_path)
+            assert same(kept, weights_of(model))
+            with optimizer.common_weights():
+                assert same(kept, weights_of(model))  # So the rank has no own weights.
+            saved = load_file(file_of(tmp_path, rank - rank % options.get("local_group", 1), ranks))
+            assert same([saved[str(k)] for k in range(4)], momenta_of(optimizer))
+            train(ddp, optimizer, range(5, 9), rank)
+        optimizer.detach()
+        del ddp
+    found = [text for text in texts if "saved" in text]
+    assert len(found) == (rank == 0 and bool(said))
+    for text in found:
+        assert re.search(said, text), text
 
 
 @on_ranks(2)
@@ -371,11 +346,9 @@ def test_the_optimizers_state_alone_is_refused_between_two_exchanges(
     optimizer = optimizer_of(model, vote_every=4)
     train(model, optimizer, range(2), rank)
     save(model, optimizer, tmp_path, rank)
-    kept, messages, state = weights_of(model), [], optimizer.state_dict()
-    try:
+    kept, state = weights_of(model), optimizer.state_dict()
+    with pytest.raises(CheckpointError, match=r"load the model and the optimizer's state_dict\(\)"):
         load_momentum(optimizer, tmp_path)
-    except CheckpointError as error:
-        messages.append(str(error))
     assert same(kept, weights_of(model))
     optimizer.load_state_dict(state)
     assert same(kept, weights_of(model))
@@ -384,21 +357,14 @@ def test_the_optimizers_state_alone_is_refused_between_two_exchanges(
         lambda: train(model, optimizer, range(2, 3), rank),
         optimizer.exchange_now,
     ):
-        try:
+        with pytest.raises(Disagreement, match=r"replicas differ in .*also load the model before"):
             continue_training()
-        except Disagreement as error:
-            messages.append(str(error))
     # With common weights in the model, the optimizer's state may be loaded alone.
     load(model, optimizer, tmp_path)
     optimizer.eval()
     optimizer.load_state_dict(state)
     optimizer.train()
     train(model, optimizer, range(2, 8), rank)
-    first, *others = messages
-    assert_matches("load the model and the optimizer's state_dict.. of the same", first)
-    assert len(others) == 3
-    for message in others:
-        assert_matches("replicas differ in .*also load the model before you", message)
 
 
 @on_ranks(2)
@@ -484,15 +450,10 @@ def shards(rank: int, world_size: int, folder: str, every: int) -> None:
 
 def other_shards(rank: int, world_size: int, folder: str, shape: tuple[int, int]) -> str:
     _, optimizer = sharded(shape, 0)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            load_momentum(optimizer, folder)
-        except CheckpointError as error:
-            assert not optimizer.state
-            return str(error)
-    assert momenta_of(optimizer)
-    return " ".join(str(warning.message) for warning in caught)
+    with warned() as texts:
+        error = error_of(load_momentum, optimizer, folder)
+    assert bool(optimizer.state) == (not error)
+    return error or " ".join(texts)
 
 
 @multiproc
@@ -609,18 +570,13 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(
 ) -> None:
     results = pools(2).run(failing_save, str(tmp_path), case)
     for (message, *files), pattern in zip(results, (first, second), strict=True):
-        assert_matches(pattern, message)
+        assert re.search(pattern, message), message
         # Only rank 0 has written, where ranks fail while they write.
         wrote = case in ("full disk", "interrupt")
         assert files == ([file_of("", 0, 2).name] if wrote else [])
     if case == "full disk":
         assert str(file_of(tmp_path / "new", 1, 2)) in results[0][0]
         assert str(file_of(tmp_path / "new", 1, 2)) in results[1][0]
-
-
-def assert_matches(pattern: str, text: str) -> None:
-    with pytest.raises(RuntimeError, match=pattern):
-        raise RuntimeError(text)
 
 
 def dies_in_a_save(rank: int, world_size: int, folder: str) -> None:
@@ -645,7 +601,7 @@ def test_a_rank_that_dies_in_a_save_leaves_a_temporary_file(
 ) -> None:
     with pytest.raises(RanksFailedError):
         pools(2).run(dies_in_a_save, str(tmp_path))
-    assert_matches("LostRank: .*rank 1", (tmp_path / "message_0").read_text())
+    assert re.search("LostRank: .*rank 1", (tmp_path / "message_0").read_text())
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {file_of("", 0, 2).name, f"{file_of('', 1, 2).name}.tmp", "message_0"}
 
@@ -699,7 +655,7 @@ DAMAGED = rf"{FILE} is damaged .*: load an older checkpoint"
 FOREIGN = rf"{FILE} is not a momentum file that this hf_dlion can read"
 MOMENTUM, OWN = rf"{FILE} holds a momentum of", rf"{FILE} holds own weights of"
 # What happens to rank 1's file, and the pattern of the error.
-DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+DAMAGES: dict[str, tuple[Callable[[Path], Any] | None, str]] = {
     "missing": (Path.unlink, rf"{FILE}, the momentum of rank 1, is missing: load an older"),
     "cut": (lambda path: path.write_bytes(path.read_bytes()[:-5]), DAMAGED),
     "empty": (lambda path: path.write_bytes(b""), DAMAGED),
@@ -729,10 +685,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "none": (each(Path.unlink), r"_[01]_of_2\.safetensors: momenta were not saved\. Save"),
     "no folder": (lambda p: p.parent.rename(p.parents[1] / "moved"), "no folder .*/new: check the"),
     # `failing_load` does what fails.
-    "other folders": (Path.exists, r"rank 0: '.*/new', rank 1: '.*/other'\): pass the same path"),
-    "failed before": (Path.exists, "ValueError: no model"),
-    "alone": (Path.exists, "rank 1 steps while rank 0 loads"),
-    "interrupt": (Path.exists, "KeyboardInterrupt: stop"),
+    "other folders": (None, r"rank 0: '.*/new', rank 1: '.*/other'\): pass the same path"),
+    "failed before": (None, "ValueError: no model"),
+    "alone": (None, "rank 1 steps while rank 0 loads"),
+    "interrupt": (None, "KeyboardInterrupt: stop"),
 }
 
 
@@ -749,8 +705,9 @@ def failing_load(rank: int, world_size: int, folder: str, case: str) -> str:
     optimizer.load_state_dict(state["optimizer"])
     kept = [*momenta_of(optimizer), *weights_of(model)]
     dist.barrier()
-    if rank == 1:
-        DAMAGES[case][0](file_of(f"{folder}/new", 1, 2))
+    damage = DAMAGES[case][0]
+    if rank == 1 and damage is not None:
+        damage(file_of(f"{folder}/new", 1, 2))
     dist.barrier()
     try:
         if case == "other folders":
@@ -779,8 +736,8 @@ def test_a_load_that_fails_on_one_rank_changes_nothing_and_fails_on_all(
     pools: RankPools, tmp_path: Path, case: str
 ) -> None:
     for rank, message in enumerate(pools(2).run(failing_load, str(tmp_path), case)):
-        assert_matches(DAMAGES[case][1], message)
-        everywhere = ("other run", "earlier format", "none", "no folder", "other folders", "alone")
+        assert re.search(DAMAGES[case][1], message), message
+        everywhere = ("other run", "none", "no folder", "other folders", "alone")
         assert rank == 1 or case in everywhere or "rank 1: " in message
     assert not (tmp_path / "new" / "unpickled").exists()
 
@@ -844,12 +801,11 @@ def loads_what_one_process_saved(rank: int, world_size: int, folder: str) -> lis
     param = filled(1.0)
     optimizer = DistributedLion([("w", param)], lr=0.01)
     optimizer.load_state_dict(torch.load(f"{folder}/optimizer.pt"))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as texts:
         load_momentum(optimizer, folder)
         param.grad = torch.linspace(-1, 1, 128) * (-1) ** rank
         optimizer.step()
-    return [str(one.message) for one in caught]
+    return texts
 
 
 @multiproc

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +58,16 @@ def is_equal_everywhere(tensor: Tensor) -> bool:
 def same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
     """Returns whether two sequences hold equal tensors; they may not be empty."""
     return len(left) == len(right) > 0 and all(map(torch.equal, left, right))
+
+
+@contextlib.contextmanager
+def warned() -> Iterator[list[str]]:
+    """Yields a list that gets the texts of all warnings in a `with` statement."""
+    texts: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *_: texts.append(str(message))
+        yield texts
 
 
 def error_of(call: Callable[..., Any], *args: Any) -> str:

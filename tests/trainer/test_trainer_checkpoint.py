@@ -7,7 +7,6 @@ import errno
 import os
 import shutil
 import signal
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import hf_dlion.trainer.patches as patches
 from hf_dlion import CheckpointError
 from tests.support.spawn import RankPools, on_ranks
 from tests.support.tiny import StopAt, tiny_args, tiny_data, tiny_trainer, weights_digest
+from tests.support.training import warned
 
 pytestmark = pytest.mark.multiproc
 
@@ -51,12 +51,11 @@ def train(
     hf_dlion.register()
     callbacks = [StopAt(how["stop"])] if "stop" in how else []
     trainer = tiny_trainer(tiny_args(folder, **changes), callbacks=callbacks)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as texts:
         trainer.train(resume_from_checkpoint=how.get("resume"))
     lion = trainer.optimizer.optimizer
     momenta = [state["exp_avg"].clone() for state in lion.state.values()]
-    messages = [str(w.message) for w in caught if "moment" in str(w.message)]
+    messages = [text for text in texts if "moment" in text]
     return weights_digest(trainer.model), momenta, messages, lion.steps
 
 
