@@ -273,13 +273,13 @@ LOCAL = {"vote_every": 3}
             4,
             LOCAL,
             {**LOCAL, "local_group": 2},
-            "by 4 voters .*last exchange.* Each node continues",
+            "by 4 voters .* Each node .*last exchange",
         ),
         (
             4,
             {**LOCAL, "local_group": 2},
             LOCAL,
-            "by 2 voters .*last exchange.* Each rank continues",
+            "by 2 voters .* Each rank .*last exchange",
         ),
     ],
 )
