@@ -43,13 +43,13 @@ class WrapperState:
 
     Attributes:
         ddp: Weak reference to the wrapper.
-        averaged: Parameters in the buckets: those that were trainable at the first attach.
+        averaged: Parameters in the buckets. Until the first backward, those that are trainable.
         buckets_checked: Whether all parameters in the wrapper's buckets were found to have owners.
     """
 
     def __init__(self, ddp: DistributedDataParallel | None = None) -> None:
         self.ddp = (lambda: None) if ddp is None else weakref.ref(ddp)
-        self.averaged = set[nn.Parameter]() if ddp is None else set(_trainable(ddp))
+        self.averaged: set[Tensor] = set() if ddp is None else set(_trainable(ddp))
         self._owners: list[weakref.ref[Owner]] = []
         self.buckets_checked = False
 
@@ -118,6 +118,9 @@ def lion_hook(
         return allreduce_hook(ddp.process_group, bucket)
     _refuse_join(ddp)
     if not state.buckets_checked:
+        if bucket.index() == 0:
+            state.averaged = set()
+        state.averaged.update(bucket.parameters())
         _refuse_unowned((p for p in bucket.parameters() if p.requires_grad), owners)
         if bucket.is_last():
             state.buckets_checked = True
@@ -171,8 +174,7 @@ def attach(model: nn.Module, owner: Owner) -> None:
     state = _states.get(ddp)
     earlier = [other for other in (state.owners if state else []) if other is not owner]
     owner_of = _owner_of([*earlier, owner])
-    remaining = {id(owner_of[param]) for param in trainable if param in owner_of}
-    earlier = [other for other in earlier if id(other) in remaining]
+    earlier = [o for o in earlier if any(owner_of.get(param) is o for param in trainable)]
     if any(other.node_group is not owner.node_group for other in earlier):
         raise ValueError(
             "the optimizers of one DDP wrapper average gradients among different ranks: use one "
@@ -196,7 +198,7 @@ def detach(owner: Owner) -> None:
     A wrapper without owners averages gradients again.
     """
     for state in _states.values():
-        if any(other is owner for other in state.owners):
+        if owner in state.owners:
             state.set_owners([other for other in state.owners if other is not owner])
 
 
@@ -211,12 +213,12 @@ def wrapper_in(model: nn.Module) -> DistributedDataParallel | None:
 
 def attached_wrappers(owner: Owner) -> list[DistributedDataParallel]:
     """Returns the wrappers that `owner` is attached to."""
-    return [ddp for ddp, state in _states.items() if any(o is owner for o in state.owners)]
+    return [ddp for ddp, state in _states.items() if owner in state.owners]
 
 
-def averaged_parameters(owner: Owner) -> set[nn.Parameter]:
+def averaged_parameters(owner: Owner) -> set[Tensor]:
     """Returns the parameters whose gradients the hooks of `owner`'s wrappers see."""
-    return set[nn.Parameter]().union(*(_states[ddp].averaged for ddp in attached_wrappers(owner)))
+    return set[Tensor]().union(*(_states[ddp].averaged for ddp in attached_wrappers(owner)))
 
 
 def _register(ddp: DistributedDataParallel) -> WrapperState:

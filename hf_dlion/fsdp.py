@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -108,20 +108,14 @@ def check_sharding(
 
 def reshard(models: Sequence[nn.Module]) -> None:
     """Frees gathered parameters, so the next forward gathers the values that `step` wrote."""
-    for model in models:
-        for module in model.modules():
-            if is_fsdp(module):
-                cast(FSDPModule, module).reshard()
-
-
-def is_fsdp(model: Any) -> bool:
-    """Returns whether a model was sharded with `fully_shard`."""
-    return isinstance(model, FSDPModule)
+    for module in (module for model in models for module in model.modules()):
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def sharded_model(model: nn.Module) -> nn.Module | None:
     """Returns a model that was sharded, before or after `torch.compile`; None for another model."""
     for found in (model, getattr(model, "_orig_mod", None)):
-        if isinstance(found, nn.Module) and is_fsdp(found):
+        if isinstance(found, nn.Module) and isinstance(found, FSDPModule):
             return found
     return None

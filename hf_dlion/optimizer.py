@@ -40,10 +40,9 @@ from hf_dlion.ranks.topology import Topology
 from hf_dlion.state import LionState
 from hf_dlion.vote import groups
 from hf_dlion.vote.full_precision import step_in_full
-from hf_dlion.vote.local import Plan, Tensors
 from hf_dlion.vote.local_steps import LocalSteps, Period
-from hf_dlion.vote.message import Shape
 from hf_dlion.vote.momentum_sync import Momentum, average_whole, synchronize
+from hf_dlion.vote.tensors import Trainable
 from hf_dlion.vote.update import Turn, plain_lion, step_by_votes
 
 
@@ -154,13 +153,17 @@ class DistributedLion(LionState):
         max_abstained_steps: int = 20,
         check_replicas_every: int = 0,
     ) -> None:
-        """See the class."""
         arguments = locals()
         options = Options(**{name: arguments[name] for name in Options.__dataclass_fields__})
         if isinstance(params, nn.Module):
             raise TypeError(
                 "params must be parameters, not a module: use "
                 "DistributedLion(model.named_parameters(), ...)"
+            )
+        if local_group is not None and replicate is not None:
+            raise ValueError(
+                "local_group can't be combined with replicate: with FSDP2, the ranks of a replica "
+                "already vote as one"
             )
         self._begin(options, process_group, fsdp.replicate_group(replicate))
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "step": 0}
@@ -175,10 +178,8 @@ class DistributedLion(LionState):
     @property
     def node_group(self) -> dist.ProcessGroup | None:
         """The ranks that average gradients in DDP's hook; None if every rank votes by itself."""
-        if self.options.local_group is None or self._world_size() == 1:
-            return None
-        node = self._topology().node  # `attach` formed the nodes on all ranks.
-        return None if node is None else node.group
+        ranks = self._ranks  # `attach` formed the nodes on all ranks.
+        return None if ranks is None or ranks.node is None else ranks.node.group
 
     def attach(self, model: nn.Module) -> None:
         """Stops a DDP wrapper from averaging gradients; every rank must call this.
@@ -200,7 +201,8 @@ class DistributedLion(LionState):
         if self.options.local_group is not None and self._world_size() > 1:
             self._topology().form()  # A collective, so it comes before checks that may raise.
         if (sharded := fsdp.sharded_model(model)) is not None:
-            self._fsdp_models = [m for m in self._fsdp_models if m is not sharded] + [sharded]
+            if sharded not in self._fsdp_models:
+                self._fsdp_models.append(sharded)
         else:
             self._check_wrapper(model)
             ddp.attach(model, self)
@@ -237,9 +239,9 @@ class DistributedLion(LionState):
         self._count_attach()
         try:
             if self._local.anchors:
-                self._show_anchors()
+                self._show(own=False)
         finally:
-            self._local = LocalSteps(self.options.bits, exchanges=self._local.exchanges)
+            self._local = LocalSteps(exchanges=self._local.exchanges)
 
     def eval(self) -> None:
         """Puts the common weights into the model, to evaluate or save it.
@@ -247,12 +249,11 @@ class DistributedLion(LionState):
         These are the weights of the last exchange, equal on all ranks. The call doesn't
         communicate, so a single rank may make it. With `vote_every=1` it has no effect.
         """
-        if self.options.vote_every > 1:
-            self._show_anchors()
+        self._show(own=False)
 
     def train(self) -> None:
         """Puts this rank's own weights back after `eval`, bit for bit; call it before training."""
-        self._show_own()
+        self._show(own=True)
 
     @contextlib.contextmanager
     def common_weights(self) -> Iterator[None]:
@@ -264,13 +265,12 @@ class DistributedLion(LionState):
             ...     pass  # evaluate the model
         """
         swapped = self._local.swapped
-        if self.options.vote_every > 1:
-            self._show_anchors()
+        self._show(own=False)
         try:
             yield
         finally:
             if not swapped:
-                self._show_own()
+                self._show(own=True)
 
     @torch.inference_mode(False)  # Buffers that are made here serve later steps, too.
     @torch.no_grad()
@@ -290,8 +290,8 @@ class DistributedLion(LionState):
         ranks, failure = self._topology(), None
         used: list[bool] = []
         try:
-            trainable = self._writable()
-            used = self._used(trainable.params)
+            trainable = self._trainable()
+            used = [p in self._local.used for p in trainable.params]
             self._local.check(trainable, self._last_turn())
         except Exception as error:  # Raised by `_meet`, because the other ranks wait for a header.
             failure = error
@@ -300,14 +300,14 @@ class DistributedLion(LionState):
         ranks.form()
         if ranks.voters.world_size > 1:
             swapped, texts = self._local.swapped, []
-            self._show_own()
+            self._show(own=True)
             try:
-                texts = self._exchange(agreed.moves, ranks)
+                texts = self._exchange(self._trainable(), agreed.moves, ranks)
             finally:
                 if swapped:
-                    self._show_anchors()
+                    self._show(own=False)
             for text in texts:
-                warnings.warn(text, stacklevel=2)
+                warnings.warn(text, stacklevel=4)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -339,7 +339,7 @@ class DistributedLion(LionState):
                 steps; or on this rank, after `eval` without `train`.
         """
         kind, loss, failure = Kind.STEP, None, None  # If `_kind` fails, a header says so.
-        tensors, period = Tensors(), self._local.period
+        trainable, period = Trainable(), self._local.period
         sent, sent_in_node = self.wire.bytes_sent, self.wire.node_bytes_sent
         several = self._world_size() > 1
         if several:
@@ -350,7 +350,7 @@ class DistributedLion(LionState):
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            tensors = self._collect()
+            trainable = self._collect()
             if self._plan is not self._checked_plan:
                 self._check_attached()
                 self._checked_plan = self._plan
@@ -360,25 +360,27 @@ class DistributedLion(LionState):
             if not several:
                 raise
             failure = error
-        finite, present = self._agree_in_node(kind, failure, tensors.finite, tensors.present)
+        finite, present = self._agree_in_node(kind, failure, trainable.finite, trainable.present)
         # An exchange of local steps sends its own headers, and the steps before it send none.
-        agreed = self._agree(tensors, failure) if kind is Kind.STEP else None
+        agreed = self._agree(trainable, failure) if kind is Kind.STEP else None
         if agreed is None or (self._takes_local_steps() and any(agreed.moves)):
-            tensors.abstain(finite, present)
-            self._step_locally(kind, tensors, failure, period)
+            trainable.abstain(finite, present)
+            texts = self._step_locally(kind, trainable, failure, period)
         else:
-            self._step_together(tensors, agreed)
+            texts = self._step_together(trainable, agreed)
         self.wire.last_bytes_sent = self.wire.bytes_sent - sent
         self.wire.last_node_bytes_sent = self.wire.node_bytes_sent - sent_in_node
+        for text in texts:  # Last, because a warning may be an error, and ranks would wait.
+            warnings.warn(text, stacklevel=6)  # The caller, beyond the wrappers of torch.
         return loss
 
     def _check_attached(self) -> None:
         """Refuses a step that would be wrong without `attach`.
 
         Raises:
-            RuntimeError: If parameters are sharded, or nodes vote, and no model was attached.
+            RuntimeError: If parameters are sharded, or nodes vote, and no model was attached; or if
+                no hook averages a parameter's gradient in the node.
         """
-        fsdp.reshard(self._fsdp_models)  # A gathered model lists other tensors.
         attached = {p for model in self._fsdp_models for p in model.parameters()}
         for name, param in groups.named(self.param_groups):
             if param.requires_grad and fsdp.is_sharded(param) and param not in attached:
@@ -387,30 +389,22 @@ class DistributedLion(LionState):
                     f"each model that fully_shard was called on, because step() must free its "
                     f"gathered parameters before it writes"
                 )
-        nodes = self.options.local_group not in (None, 1) and self._world_size() > 1
-        if nodes and not ddp.attached_wrappers(self):
+        if self.options.local_group in (None, 1) or self._world_size() == 1:
+            return
+        if not ddp.attached_wrappers(self):
             raise RuntimeError(
                 f"local_group={self.options.local_group!r} needs optimizer.attach(ddp_model), "
                 f"whose hook averages gradients inside each node"
             )
-
-    def _make_plan(self, shapes: tuple[Shape, ...], trainable: set[Tensor]) -> Plan:
-        """Makes the plan; refuses parameters whose gradients no hook averages in the node.
-
-        Raises:
-            RuntimeError: If there are such parameters, with `local_group`.
-        """
-        if ddp.attached_wrappers(self) and self.node_group is not None:
-            averaged = ddp.averaged_parameters(self)
-            for name, param in groups.named(self.param_groups):
-                if param in trainable and param not in averaged:
-                    raise RuntimeError(
-                        f"DDP doesn't average the gradient of {name!r} inside a node, as "
-                        f"local_group={self.options.local_group!r} needs: it was unfrozen after "
-                        f"the model was wrapped, or is outside of the wrapper. Wrap the model in "
-                        f"DistributedDataParallel again, and call optimizer.attach(ddp_model)"
-                    )
-        return super()._make_plan(shapes, trainable)
+        averaged = ddp.averaged_parameters(self)
+        for name, param in groups.named(self.param_groups):
+            if param.requires_grad and param not in averaged and self.node_group is not None:
+                raise RuntimeError(
+                    f"DDP doesn't average the gradient of {name!r} inside a node, as "
+                    f"local_group={self.options.local_group!r} needs: it was unfrozen after the "
+                    f"model was wrapped, or is outside of the wrapper. Wrap the model in "
+                    f"DistributedDataParallel again, and call optimizer.attach(ddp_model)"
+                )
 
     def _kind(self) -> Kind:
         """Returns what all ranks do in this step."""
@@ -419,7 +413,7 @@ class DistributedLion(LionState):
         if self._local.period.steps + 1 >= self.options.vote_every:
             return Kind.EXCHANGE
         if not self._meets_next:
-            self._planned()  # Sets `_meets_next` if the layout is new.
+            self._trainable()  # Sets `_meets_next` if the layout is new.
         return Kind.STEP if self._meets_next else Kind.LOCAL_STEP
 
     def _takes_local_steps(self) -> bool:
@@ -428,30 +422,27 @@ class DistributedLion(LionState):
             return False
         return self._ranks.voters.world_size > 1
 
-    def _agree(self, tensors: Tensors, failure: BaseException | None) -> Agreed:
+    def _agree(self, trainable: Trainable, failure: BaseException | None) -> Agreed:
         """Returns what every voter has, from one header per rank; raises on all if they differ."""
         if (ranks := self._ranks) is None:  # One rank.
-            return Agreed([tensors.finite], [tensors.present])
-        agreed = self._meet(Kind.STEP, failure, tensors.present, tensors.finite)
-        if not self._stepped:
-            ranks.form()  # A collective, which needs the options that were just compared.
+            return Agreed([trainable.finite], [trainable.present])
+        agreed = self._meet(Kind.STEP, failure, trainable.present, trainable.finite)
+        ranks.form()  # At first a collective, which needs the options that were just compared.
         return agreed if ranks.voters is ranks.everyone else agreed.by_voter(ranks.voter_of_rank)
 
-    def _step_together(self, tensors: Tensors, agreed: Agreed) -> None:
-        """Votes and moves by the verdict, the same on all ranks, and then runs periodic tasks."""
-        plan, ranks, turn = self._plan, self._ranks, self._turn()
+    def _step_together(self, trainable: Trainable, agreed: Agreed) -> list[str]:
+        """Votes and moves by the verdict, and runs periodic tasks; returns warnings."""
+        plan, ranks, turn = trainable.plan, self._ranks, self._turn()
         voter_of_rank = [0] if ranks is None else ranks.voter_of_rank
         finite = [agreed.finite[voter] for voter in voter_of_rank]
         self.wire.abstentions += self._abstentions.count(finite)
         self._abstentions.check()
         if not any(agreed.moves):
-            return
-        assert plan is not None
-        texts = [] if ranks is None else self._warnings(tensors, ranks)
-        tensors.abstain(agreed.finite[turn.voter], agreed.present[turn.voter])
-        grads, momenta = tensors.grads, tensors.momenta
-        params = [p if m else None for p, m in zip(tensors.params, agreed.moves, strict=True)]
-        fsdp.reshard(self._fsdp_models)
+            return []
+        texts = [] if ranks is None else self._warnings(trainable, ranks)
+        trainable.abstain(agreed.finite[turn.voter], agreed.present[turn.voter])
+        grads, momenta = trainable.grads, trainable.momenta
+        params = [p if m else None for p, m in zip(trainable.flat, agreed.moves, strict=True)]
         if ranks is None or ranks.voters.world_size == 1:
             for message in [*plan.messages, *plan.full]:
                 plain_lion(message, params, grads, momenta, turn)
@@ -464,16 +455,14 @@ class DistributedLion(LionState):
                 # On all voters, because these momenta follow the mean gradient.
                 momenta = [
                     self._flat_momentum(p) if k in plan.full_set else None
-                    for k, p in enumerate(self._planned()[1])
+                    for k, p in enumerate(trainable.params)
                 ]
                 step_in_full(plan, params, grads, momenta, agreed, ranks.voters, turn)
         for group in self.param_groups:
             group["step"] = turn.step
-        self._stepped = True
         if ranks is not None:
             self._run_periodic_tasks(turn.step, ranks)
-        for text in texts:  # Last, because a warning may be an error, and ranks would wait.
-            warnings.warn(text, stacklevel=5)
+        return texts
 
     def _next_period(self, kind: Kind) -> Period:
         """Returns the period with this step.
@@ -487,53 +476,54 @@ class DistributedLion(LionState):
                 "step() after optimizer.eval() or in common_weights(), which put common weights "
                 "into the model: call optimizer.train() before you train"
             )
-        self._local.check(self._writable(), self._last_turn())
+        self._local.check(self._trainable(), self._last_turn())
         if kind is not Kind.LOCAL_STEP:  # In which the other ranks wouldn't raise.
             self._abstentions.check()
         return self._local.period.and_a_step(self.param_groups)
 
     def _step_locally(
-        self, kind: Kind, tensors: Tensors, failure: BaseException | None, period: Period
-    ) -> None:
-        """Takes a step of this rank's own, and exchanges if `kind` is an exchange.
+        self, kind: Kind, trainable: Trainable, failure: BaseException | None, period: Period
+    ) -> list[str]:
+        """Takes a step of this rank's own, exchanges if `kind` is an exchange; returns warnings.
 
         Args:
             kind: What all ranks do in this step.
-            tensors: This rank's tensors, without gradients from which its node abstains.
+            trainable: Its tensors, without gradients from which its node abstains.
             failure: What failed on this rank; raised here.
             period: The period with this step.
         """
         ranks = self._topology()
         used_anywhere: list[bool] = []
         if kind is Kind.EXCHANGE:
-            used = [] if failure is not None else self._used(self._planned()[1], tensors.grads)
+            pairs = zip(trainable.params, trainable.grads, strict=True)
+            used = [p in self._local.used or grad is not None for p, grad in pairs]
             used_anywhere = self._meet(kind, failure, used, period=period).moves
         elif failure is not None:
             raise failure
         # A rank counts only its own abstentions, because local steps don't communicate.
         this_rank, everyone = ranks.everyone.rank, range(ranks.everyone.world_size)
         self.wire.abstentions += self._abstentions.count(
-            [tensors.finite or rank != this_rank for rank in everyone]
+            [trainable.finite or rank != this_rank for rank in everyone]
         )
-        texts = [] if kind is Kind.LOCAL_STEP else self._warnings(tensors, ranks)
-        trainable, turn, now = self._writable(), self._turn(), time.perf_counter()
-        self._local.step(trainable, tensors, turn)
+        texts = [] if kind is Kind.LOCAL_STEP else self._warnings(trainable, ranks)
+        turn, now = self._turn(), time.perf_counter()
+        self._local.step(trainable, turn)
         self.wire.add("apply_s", now)
         self._local.period = period
         for group in self.param_groups:
             group["step"] = turn.step
-        self._stepped, self._meets_next = True, False
+        self._meets_next = False
         if used_anywhere:
-            texts += self._exchange(used_anywhere, ranks)
-        for text in texts:  # Last, because a warning may be an error, and ranks would wait.
-            warnings.warn(text, stacklevel=5)
+            texts += self._exchange(trainable, used_anywhere, ranks)
+        return texts
 
-    def _exchange(self, used_anywhere: Sequence[bool], ranks: Topology) -> list[str]:
+    def _exchange(
+        self, trainable: Trainable, used_anywhere: Sequence[bool], ranks: Topology
+    ) -> list[str]:
         """Averages how far the ranks were moved, and runs periodic tasks; returns warnings."""
         if not any(used_anywhere):
             self._local.period = Period()
             return []
-        trainable = self._writable()
         reset = self._local.exchange(trainable, used_anywhere, self._last_turn(), ranks)
         self._run_periodic_tasks(self._local.exchanges, ranks)
         return [
@@ -542,38 +532,11 @@ class DistributedLion(LionState):
             for k in reset
         ]
 
-    def _used(
-        self, trainable: Sequence[Tensor], grads: Sequence[Tensor | None] | None = None
-    ) -> list[bool]:
-        """Returns which parameters this rank used since the last exchange, or has gradients of."""
-        pairs = zip(trainable, [None] * len(trainable) if grads is None else grads, strict=False)
-        return [p in self._local.used or grad is not None for p, grad in pairs]
-
-    def _show_anchors(self) -> None:
-        """Puts the common weights into the model."""
-        if not self._local.swapped:
-            trainable = self._writable()
-            self._local.check(trainable, self._last_turn())
+    def _show(self, *, own: bool) -> None:
+        """Puts this rank's own weights into the model, or the common ones."""
+        if self.options.vote_every > 1 and self._local.swapped == own:
             with torch.no_grad():
-                self._local.show_anchors(trainable)
-
-    def _show_own(self) -> None:
-        """Puts this rank's own weights into the model."""
-        if self._local.swapped:
-            trainable = self._writable()
-            with torch.no_grad():
-                self._local.show_own(trainable, self._last_turn())
-
-    def _continue_from(self, local: LocalSteps) -> None:
-        """Resumes local steps from a checkpoint; the model holds the common weights.
-
-        Args:
-            local: The saved state, as after `eval`, with own weights in the place of anchors.
-        """
-        swapped = self._local.swapped
-        self._local = local
-        if not swapped:
-            self._show_own()
+                self._local.swap(self._trainable(), self._last_turn())
 
     def _run_periodic_tasks(self, count: int, ranks: Topology) -> None:
         """Averages the momenta that are due, and compares replicas if it is their turn.
@@ -607,9 +570,9 @@ class DistributedLion(LionState):
         if self._world_size() > 1:
             ranks = self._topology()
             ranks.form()
-            average_whole([self._flat_momentum(p) for p in self._planned()[1]], ranks.voters)
+            average_whole([self._flat_momentum(p) for p in self._trainable().params], ranks.voters)
 
-    def _warnings(self, tensors: Tensors, ranks: Topology) -> list[str]:
+    def _warnings(self, trainable: Trainable, ranks: Topology) -> list[str]:
         """Returns the warnings of rank 0: equal gradients, or momenta after a load.
 
         Every voter must call this in the same step.
@@ -620,7 +583,7 @@ class DistributedLion(LionState):
             # DDP may still average one of two models, so each side is compared by itself.
             wrapped = {p for model in ddp.attached_wrappers(self) for p in model.parameters()}
             sides: dict[bool, list[Tensor]] = {True: [], False: []}
-            for p, grad in zip(self._planned()[1], tensors.grads, strict=True):
+            for p, grad in zip(trainable.params, trainable.grads, strict=True):
                 if grad is not None:
                     sides[p in wrapped].append(grad)
             what = "hashes of gradients"
@@ -630,7 +593,7 @@ class DistributedLion(LionState):
             self._compared_loads = self._loads
             momenta = [
                 self._flat_momentum(p)
-                for p in self._planned()[1]
+                for p in trainable.params
                 if "exp_avg" in self.state.get(p, {})
             ]
             if all_ranks_have(momenta, ranks.voters, "hashes of momenta"):

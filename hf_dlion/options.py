@@ -111,8 +111,7 @@ class Options:
                 f"local_group={self.local_group!r} doesn't work with full_precision, because "
                 f"gradients are averaged inside a node only: leave out one of them"
             )
-        auto = isinstance(self.momentum_sync, str) and self.momentum_sync == "auto"
-        syncs = self.momentum_sync_every > 0
+        syncs, auto = self.momentum_sync_every > 0, self.momentum_sync == "auto"
         needs = {
             "ties": (self.aggregation == "majority", "aggregation='majority'"),
             "level_scale": (self.bits > 1 and not local, "bits=2, 4, or 8 and vote_every=1"),

@@ -21,10 +21,10 @@ from hf_dlion.ranks.agreement import Abstentions, Agreed, Meetings, Report, agre
 from hf_dlion.ranks.failures import Disagreement
 from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.topology import Topology
-from hf_dlion.vote import groups, local
-from hf_dlion.vote.local import Plan, Tensors, Trainable
+from hf_dlion.vote import groups, tensors
 from hf_dlion.vote.local_steps import LocalSteps, Period
 from hf_dlion.vote.message import Shape
+from hf_dlion.vote.tensors import Plan, Trainable
 from hf_dlion.vote.update import Scratch
 
 # Attribute of an exception that a meeting has raised, on all ranks.
@@ -54,11 +54,10 @@ class LionState(torch.optim.Optimizer):
         self._created = next(_numbers)
         self._ranks: Topology | None = None
         self._meetings: Meetings | None = None
-        self._plan: Plan | None = None
+        self._plan = Plan()
         self._checked_plan: Plan | None = None  # the plan for which `attach` was checked
         self._fsdp_models: list[nn.Module] = []
-        self._local = LocalSteps(options.bits)
-        self._stepped = False  # In this process; `steps` also counts those before a resume.
+        self._local = LocalSteps()
         self._meets_next = True  # Whether the ranks send headers in the next local step.
         self._loads = self._compared_loads = self._attaches = 0
         self._compared_attaches = -1
@@ -93,12 +92,12 @@ class LionState(torch.optim.Optimizer):
             if len(set(group["params"])) < len(group["params"]):
                 raise ValueError("a parameter is in its group twice: pass each one once")
             for param in group["params"]:
-                if param.dtype not in local.DTYPES:
+                if param.dtype not in tensors.DTYPES:
                     raise TypeError(
                         f"parameters must be floats of 16, 32, or 64 bits (got {param.dtype}): "
                         f"pass only those that train, without a quantized base"
                     )
-                local.flat_view(fsdp.local_part(param.detach()))
+                tensors.flat_view(fsdp.local_part(param.detach()))
         except Exception:
             self.param_groups.pop()
             raise
@@ -116,51 +115,28 @@ class LionState(torch.optim.Optimizer):
             if "divergence" in self.state.get(p, {})
         }
 
-    def _collect(self) -> Tensors:
-        """Returns this rank's flat tensors; unscales gradients that GradScaler left scaled."""
-        plan, trainable, parts = self._planned()
-        grads: list[Tensor | None] = [None] * len(trainable)
-        for k, p in enumerate(trainable):
-            if p.grad is not None and p.requires_grad:
-                name, grad = str(plan.lines[k][0]), fsdp.local_part(p.grad.detach())
-                grads[k] = local.flat_gradient(name, grad, parts[k])
-        finite = self._unscale([grad for grad in grads if grad is not None])
-        if not self.state and not any([float(group["lr"]) for group in self.param_groups]):
-            # torch.distributed.checkpoint takes such a step, on gradients of zero, to create the
-            # state. Without gradients no rank votes, and the step isn't counted.
-            for k, p in enumerate(trainable):
-                self._momentum(p)
-                if (found := grads[k]) is not None and not found.any():
-                    grads[k] = None
-        momenta: list[Tensor | None] = [None] * len(trainable)
-        for k, p in enumerate(trainable):
-            if grads[k] is not None:
-                momenta[k] = self._flat_momentum(p)
-        present = [grad is not None for grad in grads]
-        return Tensors([local.flat_view(p) for p in parts], grads, momenta, present, finite)
-
-    def _planned(self) -> tuple[Plan, list[Tensor], list[Tensor]]:
-        """Returns the plan, the trainable parameters, and this rank's part of each.
+    def _trainable(self) -> Trainable:
+        """Returns the trainable parameters, and makes a plan if some were added or (un)frozen.
 
         A parameter that was frozen during local steps counts as trainable until the next exchange.
-        A new plan is made if parameters were added, frozen, unfrozen, or replaced.
+        With FSDP2 this frees gathered parameters, so the next forward gathers what is written.
         """
+        fsdp.reshard(self._fsdp_models)
         numbered = groups.trainable(self.param_groups, self._local.moved)
-        trainable = [p for _, p in numbered]
-        parts = [fsdp.local_part(p.detach()) for p in trainable]
-        # Every step does this, so it must be cheap.
-        shapes = tuple([Shape.of(part, g) for part, (g, _) in zip(parts, numbered, strict=True)])
-        identities = [(id(p), p.stride()) for p in trainable]
-        if self._plan is None or self._plan.shapes != shapes or self._plan.identities != identities:
-            self._plan = self._make_plan(shapes, set(trainable))
-            self._plan.identities = identities
+        params = [p for _, p in numbered]
+        parts = [fsdp.local_part(p.detach()) for p in params]
+        # Every step compares this, so it must be cheap.
+        key = [(g, id(p), p.dtype, p.device, p.shape, p.stride()) for g, p in numbered]
+        if self._plan.key != key:
+            shapes = [Shape.of(part, g) for part, (g, _) in zip(parts, numbered, strict=True)]
+            self._plan = self._make_plan(key, shapes, set(params))
             self._meets_next = True
-            for p in self._local.anchors.keys() - set(trainable):  # Removed parameters.
+            for p in self._local.anchors.keys() - set(params):  # Removed parameters.
                 with torch.no_grad():
-                    self._local.drop(p, local.flat_view(fsdp.local_part(p.detach())))
-        return self._plan, trainable, parts
+                    self._local.drop(p, tensors.flat_view(fsdp.local_part(p.detach())))
+        return Trainable(self._plan, params, [tensors.flat_view(part) for part in parts])
 
-    def _make_plan(self, shapes: tuple[Shape, ...], trainable: set[Tensor]) -> Plan:
+    def _make_plan(self, key: object, shapes: Sequence[Shape], trainable: set[Tensor]) -> Plan:
         selected = groups.selection(self.param_groups, self.options, "full_precision")
         chosen = [
             (averaged, (name, p))
@@ -168,16 +144,31 @@ class LionState(torch.optim.Optimizer):
             if p in trainable
         ]
         fsdp.check_sharding([line for _, line in chosen], self._replicate)
-        return Plan.of(shapes, [line for _, line in chosen], [averaged for averaged, _ in chosen])
+        lines = [line for _, line in chosen]
+        return Plan.of(key, shapes, lines, [averaged for averaged, _ in chosen])
 
-    def _writable(self) -> Trainable:
-        """Returns the trainable parameters; call it again before each write.
-
-        With FSDP2 it frees gathered parameters, so the next forward gathers what was written.
-        """
-        plan, trainable, parts = self._planned()
-        fsdp.reshard(self._fsdp_models)
-        return Trainable(plan, trainable, [local.flat_view(part) for part in parts])
+    def _collect(self) -> Trainable:
+        """Returns the tensors of a step; unscales gradients that GradScaler left scaled."""
+        found = self._trainable()
+        grads: list[Tensor | None] = [None] * len(found.params)
+        for k, p in enumerate(found.params):
+            if p.grad is not None and p.requires_grad:
+                name, grad = str(found.plan.lines[k][0]), fsdp.local_part(p.grad.detach())
+                grads[k] = tensors.flat_gradient(name, grad, fsdp.local_part(p.detach()))
+        found.finite = self._unscale([grad for grad in grads if grad is not None])
+        if not self.state and not any([float(group["lr"]) for group in self.param_groups]):
+            # torch.distributed.checkpoint takes such a step, on gradients of zero, to create the
+            # state. Without gradients no rank votes, and the step isn't counted.
+            for k, p in enumerate(found.params):
+                self._momentum(p)
+                if (flat := grads[k]) is not None and not flat.any():
+                    grads[k] = None
+        found.grads, found.present = grads, [grad is not None for grad in grads]
+        found.momenta = [
+            self._flat_momentum(p) if has_gradient else None
+            for p, has_gradient in zip(found.params, found.present, strict=True)
+        ]
+        return found
 
     def _unscale(self, grads: list[Tensor]) -> bool:
         """Unscales gradients that GradScaler left scaled; returns whether all are finite."""
@@ -193,7 +184,7 @@ class LionState(torch.optim.Optimizer):
             )
         if scale is not None and grads:
             torch._foreach_mul_(grads, 1.0 / float(scale))
-        return local.all_finite(grads)
+        return tensors.all_finite(grads)
 
     def _momentum(self, param: Tensor) -> Tensor:
         """Returns a parameter's momentum, in the parameter's memory layout.
@@ -218,7 +209,7 @@ class LionState(torch.optim.Optimizer):
 
     def _flat_momentum(self, param: Tensor) -> Tensor:
         """Returns this rank's part of a parameter's momentum, flat."""
-        return local.flat_view(fsdp.local_part(self._momentum(param)))
+        return tensors.flat_view(fsdp.local_part(self._momentum(param)))
 
     def _common_parts(self) -> list[tuple[str, Tensor]]:
         """Returns name and this rank's part of every parameter, with anchors for own weights.
@@ -273,7 +264,7 @@ class LionState(torch.optim.Optimizer):
         ranks = self._topology()
         if failure is None:
             try:
-                self._planned()
+                self._trainable()
             except Exception as error:
                 failure = error
         try:
@@ -351,7 +342,7 @@ class LionState(torch.optim.Optimizer):
             finite=finite,
             failure=failure,
             options=options,
-            layout=self._plan.lines if self._plan is not None else [],
+            layout=self._plan.lines,
             present=present,
             parameters=self._common_parts,
         )
@@ -385,8 +376,8 @@ class LionState(torch.optim.Optimizer):
                 # torch casts a momentum to its parameter's dtype, which loses bits.
                 momentum = saved["exp_avg"].to(device=param.device, dtype=dtype, copy=True)
                 self.state[param]["exp_avg"] = momentum
-        self._plan = None
-        self._local = LocalSteps(self.options.bits, swapped=self._local.swapped)
+        self._plan = Plan()
+        self._local = LocalSteps(swapped=self._local.swapped)
         self._loads += 1
         if self._meetings is not None and self.options.vote_every > 1:
             # If the model wasn't loaded too, it still holds this rank's own weights.

@@ -109,15 +109,18 @@ def test_an_attach_that_is_refused_on_one_rank_does_not_hang(pools: RankPools) -
     assert said[1].startswith("TypeError: attach() needs a DistributedDataParallel")
 
 
-@pytest.mark.parametrize(("how", "name"), [("unfrozen", "0.weight"), ("outside", "outside")])
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [("unfrozen", "0.weight"), ("unfrozen before attach", "0.weight"), ("outside", "outside")],
+)
 @on_ranks(4)
 def test_nodes_refuse_parameters_that_no_hook_averages(rank: int, how: str, name: str) -> None:
     """Trains a parameter in nodes whose gradient no hook averages."""
     model, outside = model_of(), nn.Parameter(torch.ones(3))
     first = next(iter(model.named_parameters()))
-    if how == "unfrozen":
-        first[1].requires_grad_(False)
+    first[1].requires_grad_(how == "outside")
     ddp = DistributedDataParallel(model)
+    first[1].requires_grad_(how != "unfrozen")
     named = [*model.named_parameters(), *([("outside", outside)] if how == "outside" else [])]
     optimizer = DistributedLion(named, lr=0.01, local_group=2)
     optimizer.attach(ddp)

@@ -41,6 +41,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"momentum_sync": "*"}, ValueError, "it needs momentum_sync_every=k"),
     ({"momentum_sync_every": 2, "momentum_sync_budget": 9}, ValueError, "momentum_sync='auto'"),
     ({"local_group": 2, "full_precision": "*"}, NotImplementedError, "doesn't work with full_prec"),
+    ({"local_group": 2, "replicate": object()}, ValueError, "can't be combined with replicate"),
     # Hyperparameters.
     ({"lr": -1.0}, ValueError, "lr must be finite and at least 0 (got -1.0)"),
     ({"lr": "fast"}, TypeError, "lr must be a number (got 'fast', a str)"),
@@ -51,7 +52,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "error", "text"), REFUSED, ids=str)
+@pytest.mark.parametrize(("options", "error", "text"), REFUSED, ids=[text for *_, text in REFUSED])
 def test_a_bad_option_is_refused(
     options: dict[str, Any], error: type[Exception], text: str
 ) -> None:

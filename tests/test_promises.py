@@ -20,7 +20,7 @@ import hf_dlion
 from hf_dlion.exchange.wire import LostRank
 from hf_dlion.optimizer import DistributedLion
 from tests.support.spawn import RankPools, on_ranks, run_script
-from tests.support.training import batch, is_equal_everywhere, model_of, warned
+from tests.support.training import batch, filled, is_equal_everywhere, model_of, warned
 
 pytestmark = pytest.mark.multiproc
 PACKAGE = str(Path(hf_dlion.__file__).parent) + os.sep
@@ -57,7 +57,7 @@ def test_a_plain_step_makes_few_calls() -> None:
     [
         ("step", "step 2: rank 0 lost rank 1 while waiting for a header"),
         ("local step", "step 7: rank 0 lost rank 1 while waiting for a header"),
-        ("exchange", "step 7: rank 0 lost rank 1 while waiting for means of displacements"),
+        ("exchange", "step 7: rank 0 lost rank 1 while waiting for a check of weights"),
     ],
 )
 def test_a_lost_rank_is_named_at_the_next_exchange(when: str, text: str) -> None:
@@ -135,6 +135,20 @@ def test_a_warning_that_is_an_error_comes_after_the_step(pools: RankPools) -> No
     assert first.startswith("all ranks have equal gradients")
     assert second == ""
     assert torch.equal(params, others)
+
+
+@on_ranks(2)
+def test_a_warning_shows_the_line_of_the_caller(rank: int) -> None:
+    param = filled(1.0)
+    optimizer = DistributedLion([("w", param)], lr=0.1, vote_every=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+        with torch.no_grad():
+            param.fill_(torch.nan)
+        optimizer.exchange_now()
+    assert len(caught) == (2 if rank == 0 else 1)
+    assert {warning.filename for warning in caught} == {__file__}
 
 
 def test_local_gradients_do_not_warn(pools: RankPools) -> None:

@@ -29,13 +29,13 @@ from benchmarks.methods import (
     trainable,
 )
 from hf_dlion import DistributedLion
-from hf_dlion.exchange.routes import wire_bytes
+from hf_dlion.exchange.routes import Verdict, wire_bytes
 from hf_dlion.exchange.rule import Average, Majority
 from hf_dlion.ranks.header import HEADER_BYTES
 from hf_dlion.vote.codec import TOP, spread, tally
-from hf_dlion.vote.local import all_finite, flat_gradient, flat_view
 from hf_dlion.vote.message import Shape, messages
 from hf_dlion.vote.momentum_sync import slice_of
+from hf_dlion.vote.tensors import all_finite, flat_gradient, flat_view
 from hf_dlion.vote.update import Scratch, Turn, encode, move
 
 
@@ -187,8 +187,8 @@ class Votes(Workers):
             total = voters[message.rows.of_word] * TOP[options.bits]
             sums = tally([list(vote.planes) for vote in votes], options.bits)
             planes = (ranks * TOP[options.bits]).bit_length()
-            verdict = rule.decide(sums, spread(total, planes), self._step)
-            move(message, params, verdict, voters, rule, turns[0])
+            verdict = Verdict(rule.decide(sums, spread(total, planes), self._step), voters)
+            move(message, params, verdict, rule, turns[0])
             sizes = {"ranks": ranks, "words": message.words, "rows": message.rows.count}
             sizes |= {"bits": options.bits, "planes": rule.planes}
             self.bytes_sent += min(wire_bytes(name, **sizes) for name in ("gather", "two_phase"))

@@ -24,8 +24,8 @@ from torch import Tensor
 
 import hf_dlion.fsdp as fsdp
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.vote.local import flat_view
 from hf_dlion.vote.local_steps import LocalSteps, Period
+from hf_dlion.vote.tensors import flat_view
 from hf_dlion.vote.update import LOW_PRECISION
 
 # Prefix of the files' names. An integration that saves several optimizers appends a number.
@@ -273,7 +273,7 @@ def _local_values(lion: DistributedLion) -> dict[str, Any] | None:
         return None
     local, numbers = lion._local, {param: number for number, param in enumerate(_params(lion))}
     return {
-        "bits": local.bits,
+        "bits": lion.options.bits,
         "exchanges": local.exchanges,
         "period": asdict(local.period),
         "used": sorted(numbers[param] for param in local.used),
@@ -289,7 +289,7 @@ def _local_steps(
     own_weights: dict[int, Tensor] | None,
 ) -> LocalSteps:
     """Returns the state of local steps, checked; without own weights a period begins."""
-    local = LocalSteps(lion.options.bits, swapped=True)
+    local = LocalSteps(swapped=True)
     if saved is None:
         return local
     local.exchanges = saved["exchanges"]

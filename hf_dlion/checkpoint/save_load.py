@@ -37,6 +37,7 @@ from hf_dlion.checkpoint.momentum_file import (
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.topology import Topology
+from hf_dlion.vote.tensors import Plan
 
 
 def find_optimizer(optimizer: object) -> DistributedLion | None:
@@ -211,7 +212,7 @@ def _position(ranks: Topology | None) -> Position:
 
 def _apply(lion: DistributedLion, loaded: Loaded) -> None:
     """Gives the optimizer what its file holds."""
-    lion._plan = None  # Which may say that the momenta of averaged gradients are equal.
+    lion._plan = Plan()  # The old one may say that the momenta of averaged gradients are equal.
     lion._compared_loads = lion._loads  # These momenta are the ranks' own.
     for group in lion.param_groups:
         group["step"] = loaded.header.step
@@ -221,7 +222,10 @@ def _apply(lion: DistributedLion, loaded: Loaded) -> None:
             if param in loaded.momenta:
                 lion.state[param]["exp_avg"] = loaded.momenta[param]
     if loaded.local is not None:
-        lion._continue_from(loaded.local)
+        # As after `eval`, with own weights in the place of anchors.
+        swapped, lion._local = lion._local.swapped, loaded.local
+        if not swapped:
+            lion.train()
 
 
 def _difference(folder: Path, loaded: Loaded, at: Position) -> str:

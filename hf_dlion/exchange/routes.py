@@ -110,37 +110,32 @@ def start(
     The votes must be equal on the ranks of a node, and `node` is None if every rank votes. "auto"
     takes the route that sends fewer bytes, gather if both send the same.
     """
+    words = votes.planes.shape[1]
     if node is not None:
-        words = votes.planes.shape[1]
         share = _share(node.rank, -(-words // node.world_size), words)
-        planes = votes.planes[:, share].contiguous()
-        votes = Votes(planes, votes.active, votes.rows.part(share))
+        votes = Votes(votes.planes[:, share].contiguous(), votes.active, votes.rows.part(share))
     if name == "auto":
-        bits, words = votes.planes.shape
-        two_phase_words = (bits + rule.planes) * -(-words // voters.world_size)
-        name = "two_phase" if two_phase_words < bits * words else "gather"
+        bits, sent = votes.planes.shape
+        two_phase_words = (bits + rule.planes) * -(-sent // voters.world_size)
+        name = "two_phase" if two_phase_words < bits * sent else "gather"
     route = (_two_phase if name == "two_phase" else _gather)(votes, voters, rule, step)
+    if node is not None:
+        route = _shared(route, words, node)
     next(route)
     return route
 
 
-def complete(routes: Sequence[Route], words: Sequence[int], node: Wire | None) -> Iterator[Verdict]:
+def complete(routes: Sequence[Route], node: Wire | None) -> Iterator[Verdict]:
     """Yields the verdict of every message, in order; every rank must exhaust the iterator.
 
-    `routes` has what `start` returned for each message, and `words` the number of words of each.
+    `routes` has what `start` returned for each message.
     """
-    for route in routes:
-        next(route)
-    if node is None:
-        yield from map(_result, routes)
-        return
     # All collectives between nodes end before those inside a node begin, because NCCL needs the
     # same order of two groups' collectives on every rank.
-    partial = [_result(route) for route in routes]
-    shared = [_in_node(*pair, node) for pair in zip(partial, words, strict=True)]
-    for route in shared:
-        next(route)
-    yield from map(_result, shared)
+    for _ in range(1 if node is None else 3):
+        for route in routes:
+            next(route)
+    yield from map(_result, routes)
 
 
 def _result(route: Route) -> Verdict:
@@ -201,8 +196,10 @@ def _two_phase(votes: Votes, wire: Wire, rule: Rule, step: int) -> Route:
     return Verdict(_joined(received.to(device), words), voters)
 
 
-def _in_node(partial: Verdict, words: int, node: Wire) -> Route:
+def _shared(route: Route, words: int, node: Wire) -> Route:
     """Each rank of a node has one L-th of the verdict, and all its ranks gather the whole."""
+    partial = yield from route
+    yield
     device = partial.planes[0].device
     planes = _padded(partial.planes, -(-words // node.world_size)).to(node.device_for(device))
     received = planes.new_empty(node.world_size, *planes.shape)

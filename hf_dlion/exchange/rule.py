@@ -18,7 +18,6 @@ class Majority:
     """
 
     def __init__(self, ties: str) -> None:
-        """Sets the number of planes."""
         self._zero = ties == "zero"
         self.planes = 2 if self._zero else 1
 
@@ -62,7 +61,6 @@ class Average:
     """
 
     def __init__(self, ranks: int, bits: int) -> None:
-        """Sets the number of planes, which is that of the largest sum."""
         self._ranks, self._top = ranks, TOP[bits]
         self.planes = (ranks * self._top).bit_length()
 

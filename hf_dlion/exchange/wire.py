@@ -203,14 +203,8 @@ class Wire:
 
         Bytes per rank, as a ring: 2 * (N - 1) * ceil(numel / N) elements.
         """
-        per_rank = -(-tensor.numel() // self.world_size) * tensor.element_size()
-        # A ring sends to the next rank, which is on this node if all ranks are.
-        size = 2 * (self.world_size - 1) * per_rank
-        if self.neighbors == self.world_size - 1:
-            self.stats.node_bytes_sent += size
-        else:
-            self.stats.bytes_sent += size
-            self.stats.bytes_received += size
+        # As many bytes as two segments to every other rank, though a ring sends to the next one.
+        self._count_to_each(2 * -(-tensor.numel() // self.world_size) * tensor.element_size())
         return self._start(what, dist.all_reduce, tensor)
 
     def gather_words(self, words: Sequence[int] | Tensor, what: str) -> Tensor:

@@ -55,18 +55,15 @@ class Topology:
 
         `local_group` is the number of consecutive ranks that form a node and vote as one, and
         "node" reads LOCAL_WORLD_SIZE. `replicate` is the group of the ranks that hold the same
-        FSDP2 shards as this rank, which are its voters. By default, every rank votes. For `device`
-        see `Wire`.
+        FSDP2 shards as this rank, which are its voters; not both. By default, every rank votes. For
+        `device` see `Wire`.
 
         Raises:
             RuntimeError: If torch.distributed isn't initialized.
-            ValueError: If both `local_group` and `replicate` are given.
         """
         group = process_group or dist.group.WORLD
         if group is None:
             raise RuntimeError("torch.distributed is not initialized: call init_process_group()")
-        if local_group is not None and replicate is not None:
-            raise ValueError("local_group cannot be combined with FSDP2's replicas")
         self._stats, self._device = stats or WireStats(), device
         self._local_group, self._replicate = local_group, replicate
         self._is_formed = False

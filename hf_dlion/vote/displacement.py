@@ -16,11 +16,10 @@ from hf_dlion.exchange.routes import Verdict, Votes
 from hf_dlion.exchange.rule import Average
 from hf_dlion.ranks.fingerprint import numbers
 from hf_dlion.vote.codec import WORD
-from hf_dlion.vote.local import Plan, Tensors
 from hf_dlion.vote.message import Piece
 from hf_dlion.vote.rounding import DISPLACEMENTS, EXCHANGED, OWN_WEIGHTS, PARAMETERS
+from hf_dlion.vote.tensors import Plan, Trainable
 from hf_dlion.vote.update import (
-    Flat,
     Scratch,
     Source,
     Turn,
@@ -42,7 +41,6 @@ class Weights:
     """
 
     def __init__(self, count: int) -> None:
-        """Begins without weights of the `count` tensors in the layout."""
         self.own: list[Tensor | None] = [None] * count
         self.wide: list[Tensor | None] = [None] * count
         self.wide_anchors: list[Tensor | None] = [None] * count
@@ -65,10 +63,10 @@ class Outcome:
     silent: Tensor | None = None
 
 
-def own_step(piece: Piece, weights: Weights, tensors: Tensors, turn: Turn) -> None:
+def own_step(piece: Piece, weights: Weights, trainable: Trainable, turn: Turn) -> None:
     """Moves this rank's own weights by lr * sign(u)."""
-    if takes_part(piece, tensors.grads):
-        sign = direction(piece, tensors.grads, tensors.momenta, turn, advance=True).sign_()
+    if takes_part(piece, trainable.grads):
+        sign = direction(piece, trainable.grads, trainable.momenta, turn, advance=True).sign_()
         # lr * sign(u) is exact, so a fused add rounds as two operations do.
         lr = float(turn.groups[piece.group]["lr"])
         if takes_part(piece, weights.wide):
@@ -139,7 +137,7 @@ def unit_of(scale: float, bits: int) -> float:
 
 
 def decoded(
-    piece: Piece, votes: Votes, verdict: Verdict, units: Flat, turn: Turn, voters: int
+    piece: Piece, votes: Votes, verdict: Verdict, units: Sequence[float], turn: Turn, voters: int
 ) -> Outcome:
     """Returns the mean of all votes on a piece, and this rank's own, as displacements."""
     bits, rows = votes.planes.shape[0], votes.rows.of_word[piece.words]
@@ -149,7 +147,7 @@ def decoded(
     active = votes.active.to(rows.device, torch.int64)[rows]
     # A single tensor's unit goes into `Rule.move`, which saves a pass over both.
     single = len(piece.parts) == 1
-    unit = float(torch.as_tensor(units[piece.parts[0].tensor])) if single else 1.0
+    unit = units[piece.parts[0].tensor] if single else 1.0
     planes = [plane[piece.words] for plane in verdict.planes]
     Average(voters, bits).move(planes, count, unit, mean)
     Average(1, bits).move([plane[piece.words] for plane in votes.planes], active, unit, sent)

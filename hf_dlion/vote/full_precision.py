@@ -12,9 +12,9 @@ from hf_dlion.exchange.wire import Wire
 from hf_dlion.ranks.agreement import Agreed
 from hf_dlion.ranks.fingerprint import digest, fingerprints
 from hf_dlion.vote.codec import divided
-from hf_dlion.vote.local import Plan
 from hf_dlion.vote.message import Message
 from hf_dlion.vote.momentum_sync import average_whole
+from hf_dlion.vote.tensors import Plan
 from hf_dlion.vote.update import Flat, Turn, plain_lion
 
 

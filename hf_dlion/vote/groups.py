@@ -46,7 +46,7 @@ def selection(groups: Groups, options: Options, name: str) -> list[bool]:
             matches no name.
     """
     value = getattr(options, name)
-    is_word = name == "momentum_sync" and isinstance(value, str) and value in SYNC_WORDS
+    is_word = name == "momentum_sync" and value in SYNC_WORDS
     if value is None or is_word:
         return [value is not None for group in groups for _ in group["params"]]
     if any("param_names" not in group for group in groups):
@@ -63,14 +63,13 @@ def hyperparameters(groups: Groups) -> dict[str, object]:
     Raises:
         ValueError: If a learning rate is negative, infinite, or NaN, as a schedule may set it.
     """
+    found: dict[str, object] = {}
     for number, group in enumerate(groups):
         if not 0.0 <= float(group["lr"]) < math.inf:
             raise ValueError(
                 f"lr of group {number} must be finite and at least 0 (got {group['lr']}): check "
                 f"the learning rate's schedule"
             )
-    found: dict[str, object] = {}
-    for number, group in enumerate(groups):
         found[f"group {number} lr"] = float(group["lr"])
         found[f"group {number} betas"] = list(map(float, group["betas"]))
         found[f"group {number} weight_decay"] = float(group["weight_decay"])

@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ from hf_dlion.vote.displacement import (
 )
 from hf_dlion.vote.full_precision import sum_over_voters
 from hf_dlion.vote.groups import Groups, hyperparameters
-from hf_dlion.vote.local import Plan, Tensors, Trainable
+from hf_dlion.vote.tensors import Plan, Trainable
 from hf_dlion.vote.update import (
     LOW_PRECISION,
     Source,
@@ -54,8 +53,6 @@ from hf_dlion.vote.update import (
 # `vote_every_for` aims at this share of the time for exchanges, and proposes at most so many steps,
 # the largest number that was tried in more than one period (docs/results.md).
 LOCAL_SHARE, MOST_STEPS = 0.1, 64
-# Sent in the place of a mean if a parameter's weights were replaced on this rank.
-_REPLACED = -1.0
 _REMEDY = (
     "Before you change weights, call optimizer.detach() on every rank; with DDP or FSDP2, call "
     "optimizer.attach(model) after it"
@@ -112,7 +109,6 @@ class LocalSteps:
         swapped: Whether the model holds the anchors, as between `eval()` and `train()`.
     """
 
-    bits: int
     period: Period = field(default_factory=Period)
     exchanges: int = 0
     used: set[Tensor] = field(default_factory=set)
@@ -139,43 +135,33 @@ class LocalSteps:
             return
         if self._plan is not trainable.plan:
             # Random bits depend on the layout, so the weights below must have those of this one.
-            self._round_all(trainable, self._weights(trainable), turn)
-            self._note_rounded(trainable)
+            self._round(trainable, turn)
             return
         # A version also counts writes that change no value, so the values are compared then.
-        written = [
-            p in self.displacements and p._version != self._versions.get(p, p._version)
-            for p in trainable.params
-        ]
-        if any(written):
-            found = [
-                flat.clone() if was_written else None
-                for flat, was_written in zip(trainable.flat, written, strict=True)
-            ]
-            self._round_all(trainable, self._weights(trainable, written), turn)
-            written_to = [
-                (p, flat, values)
-                for p, flat, values in zip(trainable.params, trainable.flat, found, strict=True)
-                if values is not None
-            ]
-            changed = [p for p, flat, values in written_to if not torch.equal(flat, values)]
-            if changed:
-                for _, flat, values in written_to:
-                    flat.copy_(values)
-                raise _changed(changed[0], "its values were changed between two steps")
-            self._note_rounded(trainable)
+        written = {
+            k: trainable.flat[k].clone()
+            for k, p in enumerate(trainable.params)
+            if p in self.displacements and p._version != self._versions.get(p, p._version)
+        }
+        if written:
+            self._round(trainable, turn, [k in written for k in range(len(trainable.params))])
+            for k, values in written.items():
+                if not torch.equal(trainable.flat[k], values):
+                    for other, kept in written.items():
+                        trainable.flat[other].copy_(kept)
+                    raise _changed(trainable.params[k], "its values were changed between two steps")
 
-    def step(self, trainable: Trainable, tensors: Tensors, turn: Turn) -> None:
+    def step(self, trainable: Trainable, turn: Turn) -> None:
         """Takes a step on this rank's gradients, without communication."""
         self.moved.update(trainable.params)
-        for p, flat, grad in zip(trainable.params, trainable.flat, tensors.grads, strict=True):
+        for p, flat, grad in zip(trainable.params, trainable.flat, trainable.grads, strict=True):
             if grad is not None:
                 self._add_anchor(p, flat)
                 self.used.add(p)
         weights = self._weights(trainable)
         for message in (*trainable.plan.messages, *trainable.plan.full):
             for piece in message.pieces:
-                own_step(piece, weights, tensors, turn)
+                own_step(piece, weights, trainable, turn)
         self._note_rounded(trainable)
 
     def exchange(
@@ -184,13 +170,14 @@ class LocalSteps:
         """Averages how far the ranks were moved; every rank must call this.
 
         It returns indices of parameters that weren't finite on this rank and were reset to the
-        anchor. `used_anywhere` marks the parameters that some rank used. Bytes: 8 (N - 1) for each
-        trainable parameter, and those of `exchange.routes`.
+        anchor. `used_anywhere` marks the parameters that some rank used. Bytes for P trainable
+        parameters: 8 (N - 1) (P + 1), and those of `exchange.routes`.
 
         Raises:
             Disagreement: On every rank, before anchors move, if weights were replaced on one.
         """
         plan, voters, now = trainable.plan, ranks.voters, time.perf_counter()
+        bits = turn.options.bits
         # Votes, and the rounding of what moves, depend on the number of the exchange.
         exchange_turn = replace(turn, step=self.exchanges + 1)
         for p, flat, used in zip(trainable.params, trainable.flat, used_anywhere, strict=True):
@@ -201,18 +188,18 @@ class LocalSteps:
         reset, limits, scales = self._scales(trainable, weights, source, exchange_turn, ranks)
 
         # Encode and send all messages, then decode and apply one after the other.
-        magnitudes = [_number(s / 2 if self.bits == 8 else s) for s in scales]
-        sent = [votes_by(source, message, exchange_turn, magnitudes) for message in plan.messages]
-        mean = Average(voters.world_size, self.bits)
-        under_way = [
-            routes.start(votes, turn.options.exchange, voters, ranks.node, mean, exchange_turn.step)
-            for votes in sent
-        ]
-        words = [message.words for message in plan.messages]
+        magnitudes = [s / 2 if bits == 8 else s for s in scales]
+        mean, route = Average(voters.world_size, bits), turn.options.exchange
+        sent, under_way = [], []
+        for message in plan.messages:
+            sent.append(votes_by(source, message, exchange_turn, magnitudes))
+            under_way.append(
+                routes.start(sent[-1], route, voters, ranks.node, mean, exchange_turn.step)
+            )
         now = voters.stats.add("encode_s", now)
-        units = [_number(unit_of(s, self.bits)) for s in scales]
+        units = [unit_of(s, bits) for s in scales]
         for message, votes, verdict in zip(
-            plan.messages, sent, routes.complete(under_way, words, ranks.node), strict=True
+            plan.messages, sent, routes.complete(under_way, ranks.node), strict=True
         ):
             now = voters.stats.add("exchange_s", now)
             for piece in message.pieces:
@@ -258,49 +245,34 @@ class LocalSteps:
         for k in reset:
             reset_to_anchor(k, weights)
             amounts[k] = 0.0
-        replaced = self._replaced(trainable, amounts, weights)
-        # The means below only reach this rank's voters, but all ranks must raise.
-        if ranks.voters is not ranks.everyone:
-            flags = ranks.everyone.gather_words([bool(replaced)], "replaced weights").view(-1)
-            if bool(flags.any()):
-                numbers = flags.nonzero().view(-1).tolist()
-                _raise_replaced("some parameters", [ranks.everyone.ranks[k] for k in numbers])
-        means = [
-            _REPLACED if k in replaced else amount / count
-            for k, (amount, count) in enumerate(zip(amounts, counts, strict=True))
-        ]
-        scales = _agreed_scales(means, trainable.plan, self.bits, ranks.voters)
+        bits = exchange_turn.options.bits
+        replaced = self._replaced(trainable, amounts, weights, bits)
+        # Ranks that vote on other shards, or in other nodes, must raise as well.
+        first = min(replaced, default=len(amounts))
+        firsts = ranks.everyone.gather_words([first], "a check of weights").view(-1).tolist()
+        if (first := min(firsts)) < len(amounts):
+            found = [ranks.everyone.ranks[r] for r, index in enumerate(firsts) if index == first]
+            raise Disagreement(
+                f"the weights of {trainable.plan.lines[first][0]!r} on {named_ranks(found)} are "
+                f"farther from the last exchange's than steps can have moved them, so something "
+                f"replaced them. {_REMEDY}"
+            )
+        means = [amount / count for amount, count in zip(amounts, counts, strict=True)]
+        scales = _agreed_scales(means, bits, ranks.voters)
         limits = [a + s * n for a, s, n in zip(amounts, scales, counts, strict=True)]
         return reset, limits, scales
 
-    def show_anchors(self, trainable: Trainable) -> None:
-        """Puts the anchors into the parameters, and keeps the own weights in their place."""
+    def swap(self, trainable: Trainable, turn: Turn) -> None:
+        """Exchanges the weights in the model with those in `anchors`, bit for bit."""
+        self.check(trainable, turn)  # The order in memory must be that of the last swap.
         for p, flat in zip(trainable.params, trainable.flat, strict=True):
-            anchor = self.anchors.get(p)
-            if anchor is None:
-                continue
-            if p in self.displacements:  # Own weights follow from anchor and displacement.
-                flat.copy_(anchor)
-            else:
-                own = flat.clone()
-                flat.copy_(anchor)
-                anchor.copy_(own)
-        self.swapped = True
-
-    def show_own(self, trainable: Trainable, turn: Turn) -> None:
-        """Puts the own weights back, bit for bit."""
-        self.check(trainable, turn)  # Their order in memory must be that of `show_anchors`.
-        for p, flat in zip(trainable.params, trainable.flat, strict=True):
-            kept = self.anchors.get(p)
-            if kept is None:
-                continue
-            anchor, self._layouts[p] = flat.clone(), _layout(p)
-            if p not in self.displacements:
+            if (kept := self.anchors.get(p)) is not None:
+                shown, self._layouts[p] = flat.clone(), _layout(p)
                 flat.copy_(kept)
-            kept.copy_(anchor)
-        self._round_all(trainable, self._weights(trainable), turn)
-        self.swapped = False
-        self._note_rounded(trainable)
+                kept.copy_(shown)
+        self.swapped = not self.swapped
+        if not self.swapped:  # Own weights of 16 bits follow from anchor and displacement.
+            self._round(trainable, turn)
 
     def drop(self, param: Tensor, flat: Tensor) -> None:
         """Puts a parameter's anchor into it, and forgets the parameter."""
@@ -335,7 +307,7 @@ class LocalSteps:
         return weights
 
     def _replaced(
-        self, trainable: Trainable, amounts: Sequence[float], weights: Weights
+        self, trainable: Trainable, amounts: Sequence[float], weights: Weights, bits: int
     ) -> list[int]:
         """Returns indices of parameters farther from their anchors than steps can move them."""
         found = []
@@ -345,35 +317,35 @@ class LocalSteps:
                 continue
             # Rounding can double a move, but not more.
             path = 2 * self.period.paths[group]
-            limit = self.limits.get(p, 0.0) + path * (1 if self.bits == 8 else x.numel())
+            limit = self.limits.get(p, 0.0) + path * (1 if bits == 8 else x.numel())
             if amounts[k] > limit:
-                size = x.abs().max() if self.bits == 8 else x.abs().sum(dtype=torch.float64)
+                size = x.abs().max() if bits == 8 else x.abs().sum(dtype=torch.float64)
                 if amounts[k] > limit + 16 * torch.finfo(x.dtype).eps * float(size):
                     found.append(k)
         return found
 
-    def _round_all(self, trainable: Trainable, weights: Weights, turn: Turn) -> None:
+    def _round(
+        self, trainable: Trainable, turn: Turn, chosen: Sequence[bool] | None = None
+    ) -> None:
+        """Sets own weights of 16 bits to x - c, rounded as in the last step."""
+        weights = self._weights(trainable, chosen)
         for message in (*trainable.plan.messages, *trainable.plan.full):
             for piece in message.pieces:
                 round_own(piece, weights, turn)
+        self._note_rounded(trainable)
 
     def _note_rounded(self, trainable: Trainable) -> None:
         self._plan = trainable.plan
         self._versions = {p: p._version for p in trainable.params if p in self.displacements}
 
 
-def _agreed_scales(means: Sequence[float], plan: Plan, bits: int, voters: Wire) -> list[float]:
+def _agreed_scales(means: Sequence[float], bits: int, voters: Wire) -> list[float]:
     """Returns each tensor's scale, the same on all voters, which must all call this.
 
-    If weights were replaced on one voter, all of them raise Disagreement. Bytes per rank: 8 (N - 1)
-    for each tensor.
+    Bytes per rank: 8 (N - 1) for each tensor.
     """
     words = torch.tensor(means, dtype=torch.float64).view(torch.int64)
     table = voters.gather_words(words, "means of displacements").view(torch.float64).tolist()
-    for index in range(len(means)):
-        ranks = [voters.ranks[v] for v, row in enumerate(table) if row[index] == _REPLACED]
-        if ranks:
-            _raise_replaced(repr(plan.lines[index][0]), ranks)
     scales = []
     for by_voter in zip(*table, strict=True):
         positive = [mean for mean in by_voter if mean > 0.0]
@@ -382,13 +354,6 @@ def _agreed_scales(means: Sequence[float], plan: Plan, bits: int, voters: Wire) 
         else:
             scales.append(math.fsum(positive) / max(len(positive), 1))
     return scales
-
-
-def _raise_replaced(what: str, ranks: Sequence[int]) -> NoReturn:
-    raise Disagreement(
-        f"the weights of {what} on {named_ranks(ranks)} are farther from the last exchange's than "
-        f"steps can have moved them, so something replaced them. {_REMEDY}"
-    )
 
 
 def _changed(param: Tensor, how: str) -> RuntimeError:
@@ -400,7 +365,3 @@ def _changed(param: Tensor, how: str) -> RuntimeError:
 
 def _layout(param: Tensor) -> tuple[object, ...]:
     return param.dtype, param.shape, param.stride()
-
-
-def _number(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)

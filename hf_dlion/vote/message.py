@@ -49,25 +49,22 @@ class Part:
     at: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class Piece:
     """Elements that one call of the codec takes, all of one parameter group.
 
     The computation is in `dtype`, float32 or float64. `first` is the number of the first element in
-    the layout, and `words` a slice of the message's words.
+    the layout, `words` a slice of the message's words, and `size` the number of elements, padding
+    included.
     """
 
-    parts: tuple[Part, ...]
     group: int
     dtype: torch.dtype
+    device: torch.device
     first: int
     words: slice
-    device: torch.device
-
-    @functools.cached_property
-    def size(self) -> int:
-        """Number of elements, padding included."""
-        return int(self.words.stop - self.words.start) * WORD
+    size: int = 0
+    parts: list[Part] = field(default_factory=list)
 
     @functools.cached_property
     def is_whole(self) -> bool:
@@ -87,6 +84,10 @@ class Message:
     pieces: list[Piece] = field(default_factory=list)
     spans: list[tuple[int, int, int, int]] = field(default_factory=list)
     words: int = 0
+
+    def is_over(self, size: int, device: torch.device) -> bool:
+        """Whether elements on a device begin a new message of at least `size` elements."""
+        return self.device != device or self.words * WORD >= size
 
     @functools.cached_property
     def rows(self) -> Rows:
@@ -124,67 +125,36 @@ def messages(shapes: Sequence[Shape], after: Sequence[Message] = ()) -> list[Mes
     The shapes are those of the trainable tensors in the order of the groups, and empty tensors are
     skipped. The elements of `after`, messages of other tensors, come first in the layout.
     """
-    return _Layout(shapes, WORD * sum(message.words for message in after)).messages
-
-
-class _Layout:
-    """Cuts tensors into pieces, and pieces into messages."""
-
-    def __init__(self, shapes: Sequence[Shape], first: int) -> None:
-        self.messages: list[Message] = []
-        self._number = first  # of the next element in the layout
-        self._open: list[Part] = []  # parts of the open piece
-        self._key: tuple[int, torch.dtype] | None = None  # group and dtype of the open piece
-        self._start = 0  # first word of the open piece in its message
-        total = sum(shape.size for shape in shapes)
-        for index, shape in enumerate(shapes):
-            if shape.size:
-                self._add(index, shape, total)
-        self._close_piece()
-
-    def _add(self, index: int, shape: Shape, total: int) -> None:
-        kind = shape.device.type
-        limit = PIECE.get(kind, PIECE_ELSEWHERE)
-        target = max(MESSAGE.get(kind, MESSAGE_ELSEWHERE), total // MESSAGES)
+    found: list[Message] = []
+    number = WORD * sum(message.words for message in after)  # of the next element in the layout
+    total = sum(shape.size for shape in shapes)
+    for index, shape in enumerate(shapes):
+        if not shape.size:
+            continue
+        limit = PIECE.get(shape.device.type, PIECE_ELSEWHERE)
+        full = max(MESSAGE.get(shape.device.type, MESSAGE_ELSEWHERE), total // MESSAGES)
         dtype = torch.float64 if shape.dtype == torch.float64 else torch.float32
         row = shape.row or -(-shape.size // WORD) * WORD
         # Rows that are longer than a piece are cut between words.
-        stride = max(limit // row, 1) * row if row <= limit else limit
-        self._new_message(shape.device, target)
+        stride = limit // row * row or limit
         for start in range(0, shape.size, stride):
             stop = min(start + stride, shape.size)
-            if start and start % row == 0:
-                self._new_message(shape.device, target)
-            size = stop - start
-            if self._key != (shape.group, dtype) or self._open_size() + size > limit:
-                self._close_piece()
-                self._key = (shape.group, dtype)
-            message = self.messages[-1]
-            words = -(-size // WORD)
-            self._open.append(Part(index, start, stop, (message.words - self._start) * WORD))
+            message = found[-1] if found else None
+            if message is None or (start % row == 0 and message.is_over(full, shape.device)):
+                message = Message(shape.device)
+                found.append(message)
+            piece = message.pieces[-1] if message.pieces else None
+            key = shape.group, dtype
+            if not piece or (piece.group, piece.dtype) != key or piece.size + stop - start > limit:
+                piece = Piece(*key, shape.device, number, slice(message.words, message.words))
+                message.pieces.append(piece)
+            words = -(-(stop - start) // WORD)
+            piece.parts.append(Part(index, start, stop, at=piece.size))
             _extend(message, index, words, row // WORD)
-
-    def _new_message(self, device: torch.device, target: int) -> None:
-        """Begins a message if the last one is full or on another device."""
-        last = self.messages[-1] if self.messages else None
-        if last is None or last.device != device or last.words * WORD >= target:
-            self._close_piece()
-            self.messages.append(Message(device))
-            self._start = 0
-
-    def _open_size(self) -> int:
-        return (self.messages[-1].words - self._start) * WORD if self._open else 0
-
-    def _close_piece(self) -> None:
-        if self._open:
-            message, (group, dtype) = self.messages[-1], self._key or (0, torch.float32)
-            words = slice(self._start, message.words)
-            message.pieces.append(
-                Piece(tuple(self._open), group, dtype, self._number, words, message.device)
-            )
-            self._number += (words.stop - words.start) * WORD
-            self._open = []
-        self._start = self.messages[-1].words if self.messages else 0
+            piece.words = slice(piece.words.start, message.words)
+            piece.size += words * WORD
+            number += words * WORD
+    return found
 
 
 def _extend(message: Message, index: int, words: int, row: int) -> None:

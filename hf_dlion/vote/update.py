@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_dlion.exchange import routes
-from hf_dlion.exchange.routes import Votes
+from hf_dlion.exchange.routes import Verdict, Votes
 from hf_dlion.exchange.rule import Majority, Rule
 from hf_dlion.options import Options
 from hf_dlion.ranks.topology import Topology
@@ -33,6 +33,8 @@ from hf_dlion.vote.rounding import MOMENTA, PARAMETERS, random_bits, round_to
 # don't change gradients. None takes no part: a parameter that doesn't move, or a gradient, and with
 # it a momentum, for which this rank abstains.
 Flat = Sequence[Tensor | None]
+# Scales of tensors by index in the layout, 0-D if they are tensors.
+Numbers = Sequence[float] | Sequence[Tensor]
 # Returns what a piece's votes encode, in scratch memory: its direction u, or its displacement w.
 Source = Callable[[Piece], Tensor]
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -85,7 +87,7 @@ def step_by_votes(
     """
     stats, voters, node = ranks.voters.stats, ranks.voters, ranks.node
     now = time.perf_counter()
-    means: Flat = ()
+    means: Numbers = ()
     if turn.options.bits > 1 and turn.options.level_scale == "tensor":
         # The first of two passes over u, which leaves the momenta as they are.
         source = functools.partial(
@@ -100,23 +102,22 @@ def step_by_votes(
             sample = votes.planes[0, :SAMPLE].clone()
         under_way.append(routes.start(votes, turn.options.exchange, voters, node, rule, turn.step))
     now = stats.add("encode_s", now)
-    words = [message.words for message in messages]
-    for k, verdict in enumerate(routes.complete(under_way, words, node)):
+    for k, verdict in enumerate(routes.complete(under_way, node)):
         now = stats.add("exchange_s", now)
         if k == 0 and turn.options.bits == 1 and isinstance(rule, Majority):
             stats.sample = sample, verdict.planes[0][:SAMPLE].clone()
-        move(messages[k], params, verdict.planes, verdict.voters, rule, turn)
+        move(messages[k], params, verdict, rule, turn)
         now = stats.add("apply_s", now)
     stats.exchanges += 1
 
 
-def encode(message: Message, grads: Flat, momenta: Flat, turn: Turn, scales: Flat) -> Votes:
+def encode(message: Message, grads: Flat, momenta: Flat, turn: Turn, scales: Numbers) -> Votes:
     """Returns the votes of a message, see `votes_by`, and updates this rank's momenta."""
     source = functools.partial(direction, grads=grads, momenta=momenta, turn=turn, advance=True)
     return votes_by(source, message, turn, scales)
 
 
-def votes_by(source: Source, message: Message, turn: Turn, scales: Flat) -> Votes:
+def votes_by(source: Source, message: Message, turn: Turn, scales: Numbers) -> Votes:
     """Returns the votes of a message, which encode what `source` returns.
 
     `scales` has each tensor's magnitude, 0-D, to which votes of 2, 4, or 8 bits are relative. It is
@@ -225,28 +226,18 @@ def tensor_maxima(messages: Sequence[Message], tensors: Flat, source: Source) ->
     return maxima
 
 
-def move(
-    message: Message,
-    params: Flat,
-    planes: list[Tensor],
-    voters: Tensor | None,
-    rule: Rule,
-    turn: Turn,
-) -> None:
-    """Moves a message's parameters by its verdict, to the same bits on every rank.
-
-    `planes` and `voters` are those of the `Verdict`.
-    """
-    voters_of_word = None if voters is None else voters[message.rows.of_word]
+def move(message: Message, params: Flat, verdict: Verdict, rule: Rule, turn: Turn) -> None:
+    """Moves a message's parameters by its verdict, to the same bits on every rank."""
+    voters = None if verdict.voters is None else verdict.voters[message.rows.of_word]
     for piece in message.pieces:
         if not takes_part(piece, params):
             continue
         group = turn.groups[piece.group]
         p = read(piece, params, "parameter", turn.scratch)
         delta = turn.scratch("direction", piece.size, piece.dtype, p.device)
-        piece_planes = [plane[piece.words] for plane in planes]
-        piece_voters = None if voters_of_word is None else voters_of_word[piece.words]
-        rule.move(piece_planes, piece_voters, float(group["lr"]), delta)
+        planes = [plane[piece.words] for plane in verdict.planes]
+        voters_of_piece = None if voters is None else voters[piece.words]
+        rule.move(planes, voters_of_piece, float(group["lr"]), delta)
         _apply(piece, p, delta, params, turn)
 
 
@@ -353,18 +344,19 @@ def rows_of(words: Tensor, message: Message) -> Tensor:
     return count.index_add_(0, message.rows.of_word, words.to(torch.int32)) > 0
 
 
-def by_word(piece: Piece, numbers: Flat, like: Tensor) -> Tensor:
+def by_word(piece: Piece, numbers: Numbers, like: Tensor) -> Tensor:
     """Returns the tensor's number for each of a piece's words, dtype of `like`, shape (W,).
 
-    `numbers` are 0-D and on one device, so a GPU gets one copy for all tensors.
+    Tensors in `numbers` are 0-D and on one device, so a GPU gets one copy for all of them.
     """
-    values = torch.stack([torch.as_tensor(numbers[part.tensor]) for part in piece.parts])
+    found = [numbers[part.tensor] for part in piece.parts]
+    values = torch.stack([torch.as_tensor(number, dtype=torch.float64) for number in found])
     words = [-(-(part.stop - part.start) // WORD) for part in piece.parts]
     counts = torch.tensor(words, device=values.device)
     return values.repeat_interleave(counts, output_size=sum(words)).to(like)
 
 
-def _codes(piece: Piece, u: Tensor, turn: Turn, scales: Flat) -> Tensor:
+def _codes(piece: Piece, u: Tensor, turn: Turn, scales: Numbers) -> Tensor:
     """Returns a piece's codes in scratch: bool for one bit, else uint8, shape (64 * W,)."""
     phase = turn.step + turn.voter
     if turn.options.bits == 1:

@@ -203,12 +203,6 @@ def test_replicas_of_different_sizes_are_refused(pools: RankPools) -> None:
     assert "sizes are [2, 2, 1] and their first ranks [0, 0, 2] in rank order" in results[0]
 
 
-@on_ranks(2)
-def test_nodes_and_replicas_cannot_be_combined() -> None:
-    with pytest.raises(ValueError, match="cannot be combined"):
-        Topology(None, 2, replicate=dist.group.WORLD)
-
-
 def test_a_topology_needs_torch_distributed() -> None:
     assert not dist.is_initialized()
     with pytest.raises(RuntimeError, match=r"call init_process_group\(\)"):

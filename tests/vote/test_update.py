@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dlion import DistributedLion
-from hf_dlion.vote import local, message
+from hf_dlion.vote import message, tensors
 from tests.support.spawn import on_ranks
 
 
@@ -47,5 +47,5 @@ def test_a_row_is_never_cut_between_messages(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_largest_magnitude_skips_empty_gradients() -> None:
     grads = [torch.empty(0, 4), torch.tensor([1.0, -2.0]), torch.tensor([[0.5]])]
-    assert local.largest(grads).tolist() == [2.0, 0.5]
-    assert local.largest(grads[:1]).isfinite().all()
+    assert tensors.largest(grads).tolist() == [2.0, 0.5]
+    assert tensors.largest(grads[:1]).isfinite().all()

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from hf_dlion.cli.plan.workload import Workload
+from hf_dlion.exchange.routes import Verdict
 from hf_dlion.exchange.rule import Majority
 from hf_dlion.options import Options
 from hf_dlion.vote import codec
-from hf_dlion.vote.local import Plan, Tensors, Trainable
 from hf_dlion.vote.local_steps import LocalSteps
 from hf_dlion.vote.message import Shape, messages
+from hf_dlion.vote.tensors import Plan, Trainable
 from hf_dlion.vote.update import Scratch, Turn, encode, move
 
 Calls = dict[str, Callable[[], object]]
@@ -196,13 +197,10 @@ def _votes(param: Tensor, bits: int) -> Calls:
     """Returns what a rank does with a matrix in a step of DistributedLion."""
     assert param.grad is not None
     flat, grad, turn = param.detach().view(-1), param.grad.view(-1), _turn(bits)
-    momentum, shapes = torch.zeros_like(flat), (Shape.of(param, 0),)
-    plan = Plan(shapes=shapes, messages=messages(shapes), full=[], lines=[], full_set=frozenset())
-    local, trainable = LocalSteps(bits), Trainable(plan, [param], [flat])
-
-    def local_step() -> None:
-        local.step(trainable, Tensors([flat], [grad], [momentum]), turn)
-
+    shapes = [Shape.of(param, 0)]
+    plan = Plan(shapes=shapes, messages=messages(shapes))
+    trainable = Trainable(plan, [param], [flat], [grad], [torch.zeros_like(flat)])
+    local_step = partial(LocalSteps().step, trainable, turn)
     return {**vote_work([param], bits, (2, 4)), "local step": local_step}
 
 
@@ -217,7 +215,7 @@ def vote_work(params: Sequence[Tensor], bits: int, ranks: Sequence[int]) -> Call
     grads = [param.grad.view(-1) for param in params if param.grad is not None]
     momenta = [torch.zeros_like(param) for param in flat]
     planes: list[list[Tensor]] = []
-    verdicts: list[list[Tensor]] = []
+    verdicts: list[Verdict] = []
     # On a GPU, checking whether all ranks vote would synchronize, so ranks are counted by row.
     voters = {
         n: [
@@ -237,11 +235,12 @@ def vote_work(params: Sequence[Tensor], bits: int, ranks: Sequence[int]) -> Call
             if by_row is not None:
                 by_word = by_row[message.rows.of_word] * codec.TOP[bits]
                 total = codec.spread(by_word, (n * codec.TOP[bits]).bit_length())
-            verdicts.append(rule.decide(codec.tally([own] * n, bits), total, 1))
+            decided = rule.decide(codec.tally([own] * n, bits), total, 1)
+            verdicts.append(Verdict(decided, by_row))
 
     def move_all() -> None:
-        for message, verdict, by_row in zip(layout, verdicts, voters[ranks[0]], strict=True):
-            move(message, flat, verdict, by_row, rule, turn)
+        for message, verdict in zip(layout, verdicts, strict=True):
+            move(message, flat, verdict, rule, turn)
 
     # Makes scratch, rows, and what the next call needs.
     for call in (encode_all, partial(count, ranks[0])):

@@ -315,8 +315,10 @@ def _local_steps(case: Case, ranks: int, share: int, inside_s: float) -> tuple[i
     """Returns vote_every, and the cost of a step as a mean over a period; see `_votes`."""
     planes = case.ranks.bit_length()
     sent, vote = _votes(case, ranks, 1, share=share, planes=planes, inside_s=inside_s)
-    means = 8 * (case.ranks - 1) * len(case.work.shapes)
-    network = vote["network"] + case.gather_s(means)
+    # Means of displacements go to the other voters, and a check of weights to all ranks.
+    means, check = 8 * (case.ranks - 1) * len(case.work.shapes), 8 * (ranks - share)
+    check_s = case.link.seconds(8 * (ranks - 1), ranks - 1)
+    network = vote["network"] + case.gather_s(means) + check_s
     # Displacements are read twice, and own weights are moved next to the anchors.
     work = 2 * vote["encode"] + vote["count"] + 3 * case.work_s("move")
     step_s, every = case.work_s("local step"), case.vote_every
@@ -324,4 +326,4 @@ def _local_steps(case: Case, ranks: int, share: int, inside_s: float) -> tuple[i
         every = max(vote_every_for(vote["compute"] + step_s, network + work), 2)
     optimizer = step_s + work / every
     parts = {"compute": vote["compute"], "network": network / every, "optimizer": optimizer}
-    return every, ((sent + means) // every, parts)
+    return every, ((sent + means + check) // every, parts)

@@ -24,27 +24,28 @@ class Plan:
     """The layout of the trainable tensors, kept until parameters are added, frozen or unfrozen.
 
     Attributes:
+        key: Properties of the parameters on which the plan depends.
         shapes: Shapes of all trainable tensors, in the order of the groups.
         messages: Messages of the tensors that are voted on.
         full: Messages of the tensors whose gradients are averaged instead.
         lines: One line per trainable tensor, for the comparison between ranks.
         full_set: Indices of the tensors in `full`.
         full_momenta_equal: Whether the momenta in `full` are known to be equal on all voters.
-        identities: `id` and strides of each parameter, which may change without its shape.
     """
 
-    shapes: tuple[Shape, ...]
-    messages: list[Message]
-    full: list[Message]
-    lines: list[Line]
-    full_set: frozenset[int]
+    key: object = None
+    shapes: Sequence[Shape] = ()
+    messages: Sequence[Message] = ()
+    full: Sequence[Message] = ()
+    lines: Sequence[Line] = ()
+    full_set: frozenset[int] = frozenset()
     full_momenta_equal: bool = False
-    identities: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
 
     @classmethod
     def of(
         cls,
-        shapes: tuple[Shape, ...],
+        key: object,
+        shapes: Sequence[Shape],
         trainable: Sequence[tuple[str, Tensor]],
         full: Sequence[bool],
     ) -> Plan:
@@ -67,6 +68,7 @@ class Plan:
         voted = messages([_empty_if(f, s) for f, s in zip(full, shapes, strict=True)])
         averaged = [_empty_if(not f, s) for f, s in zip(full, shapes, strict=True)]
         return cls(
+            key=key,
             shapes=shapes,
             messages=voted,
             full=messages(averaged, after=voted),
@@ -75,28 +77,19 @@ class Plan:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trainable:
-    """The trainable parameters, in the order of the groups.
+    """The trainable parameters, in the order of the groups, and what a step needs of them.
 
     `params` are those of the model, DTensors with FSDP2. `flat` has this rank's part of each, a
-    flat view in memory order.
+    flat view in memory order. In a step, a flat gradient and its momentum are None if this rank's
+    voter abstains. `present` tells whether this rank has a gradient, and `finite` whether all of
+    its gradients are finite.
     """
 
-    plan: Plan
-    params: list[Tensor]
-    flat: list[Tensor]
-
-
-@dataclass
-class Tensors:
-    """This rank's flat tensors in one step, by index of the trainable parameter.
-
-    A gradient and its momentum are None if this rank's voter abstains. `present` tells whether this
-    rank has a gradient, and `finite` whether all of its gradients are finite.
-    """
-
+    plan: Plan = field(default_factory=Plan)
     params: list[Tensor] = field(default_factory=list)
+    flat: list[Tensor] = field(default_factory=list)
     grads: list[Tensor | None] = field(default_factory=list)
     momenta: list[Tensor | None] = field(default_factory=list)
     present: list[bool] = field(default_factory=list)
