@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,8 +19,11 @@ from hf_dlion.ranks.failures import Disagreement
 from tests.support.definition import Lions
 from tests.support.gradients import KINDS, gradients, pair, shuffled
 from tests.support.spawn import RankPools, on_ranks
+from tests.support.training import error_of, filled, same
 
 pytestmark = pytest.mark.multiproc
+
+Change = Callable[[nn.Linear, DistributedLion], Any]
 
 
 def equals_the_definition(
@@ -128,119 +133,142 @@ def test_one_rank_is_lion() -> None:
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
 
 
-def differing(rank: int, world_size: int, what: str) -> str:
-    """Steps twice, differing from the other ranks in the second; returns the error's text."""
-    torch.manual_seed(rank if what == "values" else 0)
-    model = torch.nn.Linear(64, 3)
-    last = rank == world_size - 1
-    options: dict[str, Any] = {"ties": "zero"} if what == "options" and last else {}
-    named = list(model.named_parameters())
-    if what == "order" and last:
-        named.reverse()
-    if what == "names" and last:
-        named = [(f"other.{name}", param) for name, param in named]
-    optimizer = DistributedLion(named, lr=0.1, max_abstained_steps=2, **options)
-    other = DistributedLion(model.named_parameters(), lr=0.1)
-    before = [p.detach().clone() for p in model.parameters()]
-
-    def step(closure: Any = None) -> None:
-        model(torch.ones(2, 64)).sum().backward()
-        optimizer.step(closure)
-
-    try:
-        if what not in ("options", "values", "order", "names"):
-            step()
-            before = [p.detach().clone() for p in model.parameters()]
-        if what == "lr" and last:
-            optimizer.param_groups[0]["lr"] = 0.2
-        if what in ("no lr", "lr of nan") and last:
-            optimizer.param_groups[0]["lr"] = None if what == "no lr" else math.nan
-        if what == "optimizer":
-            other.step()
-            before = [p.detach().clone() for p in model.parameters()]
-            (other if last else optimizer).step()
-        if what == "frozen" and last:
-            model.bias.requires_grad_(False)
-        if what == "state" and last:
-            optimizer.state[model.weight]["exp_avg"] = torch.zeros(64, 3)
-        if what == "closure":
-            step((lambda: 1 / 0) if last else (lambda: 0.0))
-        if what == "nan":
-            for _ in range(2):
-                model(torch.ones(2, 64)).sum().backward()
-                if last:
-                    model.weight.grad.view(-1)[5] = torch.inf  # type: ignore[union-attr]
-                before = [p.detach().clone() for p in model.parameters()]
-                optimizer.step()
-        step()
-    except (Disagreement, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
-        if what != "nan":
-            for param, old in zip(model.parameters(), before, strict=True):
-                assert torch.equal(param, old)
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+def set_lr(lr: float | None) -> Change:
+    return lambda model, optimizer: optimizer.param_groups[0].update(lr=lr)
 
 
-TEXTS = {
-    "options": ["first in 'ties': rank 0: 'alternate', rank 1: 'zero'"],
-    "lr": ["first in 'group 0 lr': rank 0: 0.1, rank 1: 0.2"],
-    "no lr": ["step failed on 1 of 2 ranks: rank 1: TypeError: float() argument"],
-    "lr of nan": ["rank 1: ValueError: lr of group 0 must be finite and at least 0 (got nan)"],
-    "values": ["replicas differ in 2 of 2 parameters, first in 'weight'"],
-    "order": ["trainable parameters, first in 'parameter 0'"],
-    "names": ["trainable parameters, first in 'parameter 0'", "other.weight"],
-    "frozen": ["trainable parameters, first in 'parameter 1'"],
-    "optimizer": ["different optimizers"],
-    "state": ["rank 1: RuntimeError: a momentum of shape (64, 3)"],
-    "closure": ["step failed on 1 of 2 ranks: rank 1: ZeroDivisionError"],
+def give_wrong_state(model: nn.Linear, optimizer: DistributedLion) -> None:
+    optimizer.state[model.weight]["exp_avg"] = torch.zeros(64, 3)
+
+
+# What the last rank changes between two steps, the error of the others, and its own, if another.
+LATER: dict[str, tuple[Change, str, str]] = {
+    "lr": (set_lr(0.2), "first in 'group 0 lr': rank 0: 0.1, rank 1: 0.2", ""),
+    "no lr": (
+        set_lr(None),
+        "step failed on 1 of 2 ranks: rank 1: TypeError: float() argument",
+        "TypeError: float() argument",
+    ),
+    "lr of nan": (
+        set_lr(math.nan),
+        "rank 1: ValueError: lr of group 0 must be finite and at least 0 (got nan)",
+        "ValueError: lr of group 0 must",
+    ),
+    "frozen": (
+        lambda model, _: model.bias.requires_grad_(False),
+        "trainable parameters, first in 'parameter 1'",
+        "",
+    ),
+    "state": (
+        give_wrong_state,
+        "rank 1: RuntimeError: a momentum of shape (64, 3)",
+        "RuntimeError: a momentum of shape (64, 3)",
+    ),
 }
 
 
-@pytest.mark.parametrize("what", TEXTS)
+def differs_later(rank: int, world_size: int, what: str) -> str:
+    """Changes something on the last rank after a step; returns the error of the next one."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 3)
+    optimizer = DistributedLion(model.named_parameters(), lr=0.1)
+    for step in range(2):
+        model(torch.ones(2, 64)).sum().backward()
+        if step == 0:
+            optimizer.step()
+    before = [p.detach().clone() for p in model.parameters()]
+    if rank == 1:
+        LATER[what][0](model, optimizer)
+    said = error_of(optimizer.step)
+    assert same(before, list(model.parameters()))
+    return said
+
+
+@pytest.mark.parametrize("what", LATER)
 def test_ranks_that_differ_raise_together_before_anything_moves(
     pools: RankPools, what: str
 ) -> None:
-    first, second = pools(2).run(differing, what)
-    for text in TEXTS[what]:
-        assert text in first
-    if what == "closure":
-        assert second.startswith("ZeroDivisionError")
-    elif what == "no lr":
-        assert second.startswith("TypeError: float() argument")
-    elif what == "lr of nan":
-        assert second.startswith("ValueError: lr of group 0")
-    elif what == "state":
-        assert second.startswith("RuntimeError: a momentum of shape (64, 3)")
-    else:
-        assert first == second
+    first, second = pools(2).run(differs_later, what)
+    _, text, own = LATER[what]
+    assert text in first
+    assert second.startswith(own) if own else second == first
 
 
-def test_all_ranks_raise_if_one_abstains_too_often(pools: RankPools) -> None:
-    texts = pools(2).run(differing, "nan")
-    assert texts[0] == texts[1]
-    assert "gradients of rank 1 held a NaN or an Inf in 2 steps in a row" in texts[0]
+# What the last rank has otherwise when it creates its optimizer, and the error of all ranks.
+APART = {
+    "options": "first in 'ties': rank 0: 'alternate', rank 1: 'zero'",
+    "values": "replicas differ in 2 of 2 parameters, first in 'weight'",
+    "names": "first in 'parameter 0': rank 0: 'weight (3, 64)",
+}
 
 
-def drifted(rank: int, world_size: int) -> str:
-    model = torch.nn.Linear(64, 3)
-    dist.broadcast(model.weight.data, 0)
-    dist.broadcast(model.bias.data, 0)
+@pytest.mark.parametrize("what", APART)
+@on_ranks(2)
+def test_ranks_that_begin_differently_raise_together(rank: int, what: str) -> None:
+    torch.manual_seed(rank if what == "values" else 0)
+    model = nn.Linear(64, 3)
+    other = "other." if rank and what == "names" else ""
+    named = [(other + name, param) for name, param in model.named_parameters()]
+    options: Any = {"ties": "zero"} if rank and what == "options" else {}
+    optimizer = DistributedLion(named, lr=0.1, **options)
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.ones(2, 64)).sum().backward()
+    with pytest.raises(Disagreement, match=re.escape(APART[what])):
+        optimizer.step()
+    assert same(before, list(model.parameters()))
+
+
+@on_ranks(2)
+def test_ranks_that_step_different_optimizers_raise_together(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 3)
+    optimizers = [DistributedLion(model.named_parameters(), lr=0.1) for _ in range(2)]
+    model(torch.ones(2, 64)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    with pytest.raises(Disagreement, match="different optimizers"):
+        optimizers[rank].step()
+
+
+def fails_in_a_closure(rank: int, world_size: int) -> str:
+    param = filled(1.0)
+    optimizer = DistributedLion([param], lr=0.1)
+    assert optimizer.step(lambda: 0.25) == 0.25
+    before = param.detach().clone()
+    said = error_of(optimizer.step, (lambda: 1 / 0) if rank == 1 else (lambda: 0.0))
+    assert torch.equal(param, before)
+    return said
+
+
+def test_a_failing_closure_raises_on_all_ranks(pools: RankPools) -> None:
+    first, second = pools(2).run(fails_in_a_closure)
+    assert "step failed on 1 of 2 ranks: rank 1: ZeroDivisionError" in first
+    assert second.startswith("ZeroDivisionError")
+
+
+@on_ranks(2)
+def test_all_ranks_raise_if_one_abstains_too_often(rank: int) -> None:
+    param = filled(1.0)
+    optimizer = DistributedLion([param], lr=0.1, max_abstained_steps=2)
+    param.grad[5] = torch.inf if rank == 1 else 1.0
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="gradients of rank 1 held a NaN or an Inf in 2 steps"):
+        optimizer.step()
+
+
+@on_ranks(3)
+def test_drifted_replicas_are_found(rank: int) -> None:
+    model = nn.Linear(64, 3)
+    for param in model.parameters():
+        dist.broadcast(param.data, 0)
     optimizer = DistributedLion(model.named_parameters(), lr=0.1, check_replicas_every=2)
-    for step in range(2):
-        model(torch.ones(2, 64)).sum().backward()
-        if step and rank == 1:
-            model.bias.data[0] += 1
-        try:
-            optimizer.step()
-        except Disagreement as error:
-            return str(error)
-    return ""
-
-
-def test_drifted_replicas_are_found(pools: RankPools) -> None:
-    texts = pools(3).run(drifted)
-    assert len(set(texts)) == 1
-    assert "after step 2 in 1 of 2 parameters, first in 'bias': rank 1 from ranks 0" in texts[0]
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    if rank == 1:
+        model.bias.data[0] += 1
+    text = "after step 2 in 1 of 2 parameters, first in 'bias': rank 1 from ranks 0"
+    with pytest.raises(Disagreement, match=text):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("vote_every", [1, 2])

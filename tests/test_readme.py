@@ -88,40 +88,6 @@ def test_a_page_begins_with_its_readers_and_ends_with_the_next_step(page: Path) 
     assert page.name == "index.md" or last.startswith("Next: "), last
 
 
-# What the pages and the code said once, and what they say now: a reminder of docs written plainly.
-PHRASES = {
-    "in vain": "without result",
-    "for want of": "because there is no",
-    "page-locked": "pinned",
-    "half a file": "a partial file",
-    "anew": "again",
-    "nobody": "no rank, or say who does",
-    "goes on": "continues",
-    "several machines": "several nodes",
-    "rivals": "baselines",
-    "the whole of": "all of",
-    "are not concerned": "aren't affected",
-    "for ever": "forever",
-    "voted alike": "sent identical votes",
-    "so it is told": "say who changes what",
-    "what one would otherwise take": "baselines",
-    "is no count": "is not a count",
-    "is no link": "invalid --link",
-    "Is the machine fit": "Check your setup",
-    "Of the parameter.": "Index of the parameter.",
-    "Of a vote.": "Bits per vote.",
-}
-
-
-@pytest.mark.parametrize("phrase", PHRASES)
-def test_a_phrase_that_readers_stumbled_over_is_gone(phrase: str) -> None:
-    folders = [ROOT / name for name in ("hf_dlion", "benchmarks", "examples")]
-    sources = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
-    word = re.compile(rf"(?<!\w){re.escape(phrase)}(?!\w)")
-    found = [identity(path) for path in (*PAGES, *sources) if word.search(path.read_text())]
-    assert not found, f"write {PHRASES[phrase]!r} instead"
-
-
 def test_every_option_is_in_the_table_with_its_default():
     table = (DOCS / "options.md").read_text().split("| option |")[1].split("\n\n")[0]
     rows = re.findall(r"^\| `(\w+)` \|[^|]*\| `([^|]*)` \|", table, re.MULTILINE)

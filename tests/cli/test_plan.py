@@ -82,15 +82,22 @@ def sent_in_a_step(rank: int, world_size: int, options: dict[str, Any]) -> int:
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("bits", [1, 4])
-def test_the_bytes_of_votes_are_those_that_a_step_sends(
-    pools: RankPools, ranks: int, bits: int
+@pytest.mark.parametrize(
+    ("ranks", "options", "name"),
+    [
+        (2, {"bits": 1}, DLION),
+        (4, {"bits": 1}, DLION),
+        (2, {"bits": 4}, f"{DLION}, bits=4"),
+        (4, {"bits": 4}, f"{DLION}, bits=4"),
+        (4, {"local_group": 2}, NODE),
+    ],
+)
+def test_the_predicted_bytes_are_those_that_leave_a_node_in_a_step(
+    pools: RankPools, ranks: int, options: dict[str, int], name: str
 ) -> None:
-    case = a_case(Workload(name="m", parameters=1, shapes=SHAPES), ranks=ranks)
-    predicted = {name: own.wire_bytes for name, own in predict(case).items()}
-    name = DLION if bits == 1 else f"{DLION}, bits={bits}"
-    assert set(pools(ranks).run(sent_in_a_step, {"bits": bits})) == {predicted[name]}
+    work, per_node = Workload(name="m", parameters=1, shapes=SHAPES), options.get("local_group", 1)
+    predicted = predict(a_case(work, ranks=ranks, per_node=per_node))[name]
+    assert set(pools(ranks).run(sent_in_a_step, options)) == {predicted.wire_bytes}
 
 
 @pytest.mark.multiproc
@@ -122,13 +129,6 @@ def test_as_many_local_steps_are_planned_as_hide_the_exchange() -> None:
     found = predict(a_case())
     assert list(found.values())[-1].memory_bytes == found[ALONE].memory_bytes
     assert found[FP32].memory_bytes / found[ALONE].memory_bytes == 5 / 4
-
-
-@pytest.mark.multiproc
-def test_the_bytes_of_nodes_that_vote_as_one_are_those_that_leave_them(pools: RankPools) -> None:
-    case = a_case(Workload(name="m", parameters=1, shapes=SHAPES), ranks=4, per_node=2)
-    sent = pools(4).run(sent_in_a_step, {"local_group": 2})
-    assert set(sent) == {predict(case)[NODE].wire_bytes}
 
 
 def test_the_other_methods_send_what_their_formulas_say() -> None:
@@ -306,15 +306,6 @@ def test_a_busy_machine_is_said_and_where_the_verdict_depends_on_it_so_is_that(
     assert "\nCannot tell whether DistributedLion pays, because other work slows" in text
     clock(1.0)
     assert "\nDistributedLion does not pay: " in run(capsys, "29.5m", "--link=10gbit")
-
-
-def test_the_cores_that_other_processes_use_are_counted_without_our_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    process = SimpleNamespace(cpu_percent=lambda: 150.0)
-    known = {"cpu_percent": lambda: 75.0, "cpu_count": lambda: 4, "Process": lambda: process}
-    monkeypatch.setattr(machine, "psutil", SimpleNamespace(**known))
-    assert machine._share_of_other_processes()() == pytest.approx((4 * 0.75 - 1.5) / 4)
 
 
 class CountBytes(TorchDispatchMode):

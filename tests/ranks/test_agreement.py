@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from hf_dlion.exchange.wire import Wire, WireStats
 from hf_dlion.ranks import agreement
 from hf_dlion.ranks.agreement import Agreed, Disagreement, Meetings, Report, raise_together
 from hf_dlion.ranks.header import Kind
-from tests.support.spawn import RankPools
+from tests.support.spawn import RankPools, on_ranks
 
 pytestmark = pytest.mark.multiproc
 
@@ -46,12 +48,6 @@ def wire_of() -> Wire:
     group = dist.new_group()
     assert group is not None
     return Wire(group, WireStats())
-
-
-def refused(meetings: Meetings, said: Report) -> str:
-    with pytest.raises(Disagreement) as caught:
-        meetings.meet(said)
-    return str(caught.value)
 
 
 # Agreement.
@@ -162,129 +158,84 @@ NEW_DIFFERENCES = {
 }
 
 
-def differ(rank: int, world_size: int, case: str, first: bool) -> Any:
+@WORLD_SIZES
+@pytest.mark.parametrize(
+    ("case", "first"),
+    [
+        *((case, first) for case in DIFFERENCES for first in (True, False)),
+        *(pytest.param(case, True, marks=pytest.mark.smoke) for case in NEW_DIFFERENCES),
+    ],
+)
+@on_ranks("world_size")
+def test_a_difference_is_one_error_on_all_ranks(
+    rank: int, world_size: int, case: str, first: bool
+) -> None:
     wire = wire_of()
     meetings = Meetings(wire, 1)
     if not first:
         meetings.meet(report())
-    changes = (DIFFERENCES | NEW_DIFFERENCES)[case][0] if rank == 1 else {}
-    text = refused(meetings, report(**changes))
+    changes, text = (DIFFERENCES | NEW_DIFFERENCES)[case]
+    others, s = ("rank 0", "s") if world_size == 2 else ("ranks 0 and 2", "")
+    with pytest.raises(Disagreement, match=re.escape(text.format(others=others, s=s))):
+        meetings.meet(report(**(changes if rank == 1 else {})))
     before = wire.stats.bytes_sent
     meetings.meet(report())  # The ranks agree again.
-    return text, wire.stats.bytes_sent - before
+    assert wire.stats.bytes_sent - before == (88 if first else 64) * (world_size - 1)
 
 
-@WORLD_SIZES
-@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
-@pytest.mark.parametrize("case", DIFFERENCES)
-def test_a_difference_is_one_error_on_all_ranks(
-    pools: RankPools, world_size: int, case: str, first: bool
-) -> None:
-    results = pools(world_size).run(differ, case, first)
-    others, s = ("rank 0", "s") if world_size == 2 else ("ranks 0 and 2", "")
-    wanted = DIFFERENCES[case][1].format(others=others, s=s)
-    assert wanted in results[0][0]
-    assert results == [(results[0][0], (88 if first else 64) * (world_size - 1))] * world_size
-
-
-@pytest.mark.smoke
-@WORLD_SIZES
-@pytest.mark.parametrize("case", NEW_DIFFERENCES)
-def test_parameters_must_start_equal(pools: RankPools, world_size: int, case: str) -> None:
-    results = pools(world_size).run(differ, case, True)
-    others = "rank 0" if world_size == 2 else "ranks 0 and 2"
-    assert NEW_DIFFERENCES[case][1].format(others=others) in results[0][0]
-    assert results == [(results[0][0], 88 * (world_size - 1))] * world_size
-
-
-def unfrozen(rank: int, world_size: int) -> Any:
+@on_ranks(2)
+def test_a_new_layout_compares_values_again(rank: int) -> None:
     meetings = Meetings(wire_of(), 1)
     meetings.meet(report(layout=LAYOUT[:1], present=(True,)))
     changed = [("weight", torch.tensor(1.0)), ("bias", torch.tensor(2.0 + rank))]
-    text = refused(meetings, report(step=1, parameters=lambda: changed))
+    with pytest.raises(Disagreement, match=r"first in 'bias': rank 1 from rank 0 \(no majority\)"):
+        meetings.meet(report(step=1, parameters=lambda: changed))
     meetings.meet(report(step=1))
-    return text
-
-
-def test_a_new_layout_compares_values_again(pools: RankPools) -> None:
-    text, other = pools(2).run(unfrozen)
-    assert text == other
-    assert "first in 'bias': rank 1 from rank 0 (no majority)" in text
-
-
-def sharded(rank: int, world_size: int, odd: int) -> str:
-    meetings = Meetings(wire_of(), 1, same_parts=[[0, 2], [1, 3]])
-    values = [("weight", torch.tensor(10.0 + rank % 2 + 5 * (rank == odd)))]
-    if odd < 0:
-        meetings.meet(report(parameters=lambda: values))
-        return ""
-    return refused(meetings, report(parameters=lambda: values))
-
-
-@pytest.mark.parametrize(
-    ("odd", "named"), [(-1, ""), (2, "rank 2 from rank 0"), (3, "rank 3 from rank 1")]
-)
-def test_shards_are_compared_with_the_same_shards(pools: RankPools, odd: int, named: str) -> None:
-    texts = pools(4).run(sharded, odd)
-    assert len(set(texts)) == 1
-    assert named in texts[0]
-
-
-def other_version(rank: int, world_size: int) -> str:
-    meetings = Meetings(wire_of(), 1)
-    before = agreement.WIRE_VERSION
-    agreement.WIRE_VERSION = 5 if rank == 1 else 1
-    try:
-        return refused(meetings, report())
-    finally:
-        agreement.WIRE_VERSION = before
 
 
 @WORLD_SIZES
-def test_another_version_is_refused_by_all(pools: RankPools, world_size: int) -> None:
-    text, *others = pools(world_size).run(other_version)
-    assert others == [text] * (world_size - 1)
+@on_ranks("world_size")
+def test_another_version_is_refused_by_all(rank: int, world_size: int) -> None:
+    meetings = Meetings(wire_of(), 1)
     zero = "rank 0" if world_size == 2 else "ranks 0 and 2"
-    assert f"versions of the wire format, {zero}: 1, rank 1: 5: install the same" in text
-    assert "another point of its program" in text
+    text = f"versions of the wire format, {zero}: 1, rank 1: 5: install the same .*another point of"
+    with (
+        mock.patch.object(agreement, "WIRE_VERSION", 5 if rank == 1 else 1),
+        pytest.raises(Disagreement, match=text),
+    ):
+        meetings.meet(report())
 
 
 # Several optimizers.
 
 
-def two_optimizers(rank: int, world_size: int, case: str) -> list[str]:
+@WORLD_SIZES
+@pytest.mark.parametrize(
+    "case", ["crossed at first", "crossed later", "a new one", "in order", "an unused one"]
+)
+@on_ranks("world_size")
+def test_optimizers_that_step_in_another_order_on_a_rank_are_refused(rank: int, case: str) -> None:
     wire = wire_of()
     created = 2 if (rank, case) == (1, "an unused one") else 1
     a, b = Meetings(wire, created), Meetings(wire, created + 1)
+    crossed = (a, b) if rank == 0 else (b, a)
     if case == "crossed at first":
-        a.meet(report()) if rank == 0 else b.meet(report())
-        return [refused(b if rank == 0 else a, report())]
-    a.meet(report())
-    b.meet(report())
-    if case == "crossed later":
-        return [refused(b if rank == 1 else a, report(step=1))]
-    if case == "a new one":
-        return [refused(Meetings(wire, 3) if rank == 1 else a, report(step=1))]
-    for step in (1, 2):
-        a.meet(report(step=step))
-        b.meet(report(step=step))
-    return []
-
-
-@WORLD_SIZES
-@pytest.mark.parametrize("case", ["crossed at first", "crossed later", "a new one"])
-def test_ranks_that_step_different_optimizers_all_raise(
-    pools: RankPools, world_size: int, case: str
-) -> None:
-    text, *others = pools(world_size).run(two_optimizers, case)
-    assert others == [text] * (world_size - 1)
-    assert "ranks use different optimizers: create and step several" in text[0]
-
-
-@WORLD_SIZES
-@pytest.mark.parametrize("case", ["in order", "an unused one"])
-def test_optimizers_stepped_in_one_order_meet(pools: RankPools, world_size: int, case: str) -> None:
-    assert pools(world_size).run(two_optimizers, case) == [[]] * world_size
+        crossed[0].meet(report())
+        wrong, said = crossed[1], report()
+    else:
+        a.meet(report())
+        b.meet(report())
+        wrong, said = crossed[0], report(step=1)
+        if case == "a new one":
+            wrong = Meetings(wire, 3) if rank == 1 else a
+    if case in ("in order", "an unused one"):
+        for step in (1, 2):
+            a.meet(report(step=step))
+            b.meet(report(step=step))
+    else:
+        text = "ranks use different optimizers: create and step several"
+        with pytest.raises(Disagreement, match=text):
+            wrong.meet(said)
 
 
 # Failures.
@@ -306,23 +257,6 @@ def of_failure(kind: str) -> BaseException:
     )
 
 
-def failing(rank: int, world_size: int, kind: str) -> str:
-    meetings = Meetings(wire_of(), 1)
-    meetings.meet(report())
-    if rank == 1:
-        failure = of_failure(kind)
-        with pytest.raises(type(failure)) as caught:
-            meetings.meet(
-                report(kind=Kind.SAVE, failure=failure, options={}, layout=[], present=[])
-            )
-        assert caught.value is failure
-        text = ""
-    else:
-        text = refused(meetings, report(kind=Kind.SAVE))
-    meetings.meet(report(step=1))
-    return text
-
-
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
@@ -332,56 +266,57 @@ def failing(rank: int, world_size: int, kind: str) -> str:
         ("silent", "Silent (its text raised KeyError)"),
         ("^C", "KeyboardInterrupt: "),
     ],
+    ids=["plain", "long", "strange", "silent", "^C"],
 )
+@on_ranks(3)
 def test_a_failure_is_raised_on_its_rank_and_named_on_the_others(
-    pools: RankPools, kind: str, expected: str
+    rank: int, kind: str, expected: str
 ) -> None:
-    wanted = f"save failed on 1 of 3 ranks: rank 1: {expected}"
-    assert pools(3).run(failing, kind) == [wanted, "", wanted]
+    meetings = Meetings(wire_of(), 1)
+    meetings.meet(report())
+    if rank == 1:
+        failure = of_failure(kind)
+        with pytest.raises(type(failure)) as caught:
+            meetings.meet(
+                report(kind=Kind.SAVE, failure=failure, options={}, layout=[], present=[])
+            )
+        assert caught.value is failure
+    else:
+        with pytest.raises(Disagreement) as disagreed:
+            meetings.meet(report(kind=Kind.SAVE))
+        assert str(disagreed.value) == f"save failed on 1 of 3 ranks: rank 1: {expected}"
+    meetings.meet(report(step=1))
 
 
-def failing_inside(rank: int, world_size: int, place: str) -> str:
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        ("values", "the comparison of parameters failed on 1 of 2 ranks: rank 1: MemoryError: too"),
+        ("options", "step failed on 1 of 2 ranks: rank 1: TypeError: keys must be"),
+    ],
+)
+@on_ranks(2)
+def test_a_failure_in_the_report_is_named_on_the_others(rank: int, place: str, text: str) -> None:
     meetings = Meetings(wire_of(), 1)
 
     def values() -> list[tuple[str, torch.Tensor]]:
         raise MemoryError("too large")
 
     broken = report(parameters=values) if place == "values" else report(options={"x": {(1,): 2}})
-    if rank == 0:
-        text = refused(meetings, report())
-    else:
-        with pytest.raises(MemoryError if place == "values" else TypeError):
-            meetings.meet(broken)
-        text = ""
+    own = MemoryError if place == "values" else TypeError
+    error, text, said = (Disagreement, text, report()) if rank == 0 else (own, "", broken)
+    with pytest.raises(error, match=text):
+        meetings.meet(said)
     meetings.meet(report())
-    return text
 
 
-@pytest.mark.parametrize(
-    ("place", "expected"),
-    [
-        ("values", "the comparison of parameters failed on 1 of 2 ranks: rank 1: MemoryError: too"),
-        ("options", "step failed on 1 of 2 ranks: rank 1: TypeError: keys must be"),
-    ],
-)
-def test_a_failure_in_the_report_is_named_on_the_others(
-    pools: RankPools, place: str, expected: str
-) -> None:
-    assert pools(2).run(failing_inside, place)[0].startswith(expected)
-
-
-def together(rank: int, world_size: int, failing: bool) -> str:
+@on_ranks(3)
+def test_raise_together_names_every_rank_that_failed(rank: int) -> None:
     wire = wire_of()
-    if not failing:
-        raise_together(None, wire, "loading")
-        return ""
-    failure = OSError("gone") if rank > 0 else None
-    with pytest.raises(RuntimeError if rank == 0 else OSError) as caught:
+    raise_together(None, wire, "loading")
+    failure, error, text = OSError("gone"), OSError, "gone"
+    if rank == 0:
+        failure, error = None, Disagreement
+        text = "loading failed on 2 of 3 ranks: rank 1: OSError: gone; rank 2: OSError: gone"
+    with pytest.raises(error, match=text):
         raise_together(failure, wire, "loading")
-    return str(caught.value)
-
-
-def test_raise_together_names_every_rank_that_failed(pools: RankPools) -> None:
-    assert pools(3).run(together, False) == [""] * 3
-    wanted = "loading failed on 2 of 3 ranks: rank 1: OSError: gone; rank 2: OSError: gone"
-    assert pools(3).run(together, True) == [wanted, "gone", "gone"]

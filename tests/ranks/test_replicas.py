@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -13,9 +14,7 @@ from hf_dlion.exchange.wire import Wire, WireStats
 from hf_dlion.ranks.failures import Disagreement
 from hf_dlion.ranks.fingerprint import ROW, digest, fingerprints
 from hf_dlion.ranks.replicas import compare_parameters
-from tests.support.spawn import RankPools
-
-ranks_needed = pytest.mark.multiproc
+from tests.support.spawn import on_ranks
 
 
 def params() -> dict[str, Tensor]:
@@ -39,112 +38,72 @@ def compare(own: Any, wire: Wire, same_parts: list[list[int]] | None = None) -> 
     )
 
 
-def equal(rank: int, world_size: int) -> int:
+@pytest.mark.smoke
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_equal_replicas_exchange_a_hash(rank: int, ranks: int) -> None:
     wire, own = wire_of(), params()
     # The hash doesn't depend on strides.
     own["embed"] = own["embed"].t().contiguous().t() if rank else own["embed"]
     compare(own, wire)
-    return wire.stats.bytes_sent
+    assert wire.stats.bytes_sent == 24 * (ranks - 1)
 
 
-@ranks_needed
 @pytest.mark.smoke
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_equal_replicas_exchange_a_hash(pools: RankPools, world_size: int) -> None:
-    assert pools(world_size).run(equal) == [24 * (world_size - 1)] * world_size
-
-
-def changed(rank: int, world_size: int, names: dict[int, list[str]]) -> str:
+@pytest.mark.parametrize(
+    ("ranks", "names", "text"),
+    [
+        (2, {1: ["half"]}, "1 of 4 parameters, first in 'half': rank 1 from rank 0 (no majority)"),
+        (3, {0: ["frozen"]}, "1 of 4 parameters, first in 'frozen': rank 0 from ranks 1 and 2 "),
+        (3, {2: ["frozen", "embed"]}, "2 of 4 parameters, first in 'embed': rank 2 from ranks "),
+        (3, {1: ["embed"], 2: ["half"]}, "2 of 4 parameters, first in 'embed': ranks 1 and 2 f"),
+    ],
+)
+@on_ranks("ranks")
+def test_the_first_parameter_and_the_minority_are_named(
+    rank: int, names: dict[int, list[str]], text: str
+) -> None:
     own = params()
     for name in names.get(rank, []):
         own[name].view(-1)[0].neg_()
     before = {name: value.clone() for name, value in own.items()}
-    with pytest.raises(Disagreement) as caught:
+    with pytest.raises(Disagreement, match=re.escape(f"replicas differ after step 4 in {text}")):
         compare(own, wire_of())
     assert all(torch.equal(own[name], value) for name, value in before.items())
-    return str(caught.value)
 
 
-@ranks_needed
-@pytest.mark.smoke
-@pytest.mark.parametrize(
-    ("world_size", "names", "expected"),
-    [
-        (2, {1: ["half"]}, "1 of 4 parameters, first in 'half': rank 1 from rank 0 (no majority)"),
-        (
-            3,
-            {0: ["frozen"]},
-            "1 of 4 parameters, first in 'frozen': rank 0 from ranks 1 and 2 ",
-        ),
-        (
-            3,
-            {2: ["frozen", "embed"]},
-            "2 of 4 parameters, first in 'embed': rank 2 from ranks ",
-        ),
-        (
-            3,
-            {1: ["embed"], 2: ["half"]},
-            "2 of 4 parameters, first in 'embed': ranks 1 and 2 f",
-        ),
-    ],
-)
-def test_the_first_parameter_and_the_minority_are_named(
-    pools: RankPools, world_size: int, names: dict[int, list[str]], expected: str
+@pytest.mark.parametrize(("kind", "first"), [("shape", "embed"), ("missing", "empty")])
+@on_ranks(2)
+def test_another_shape_or_a_missing_parameter_is_a_difference(
+    rank: int, kind: str, first: str
 ) -> None:
-    text, *others = pools(world_size).run(changed, names)
-    assert others == [text] * (world_size - 1)
-    assert text.startswith(f"replicas differ after step 4 in {expected}")
-
-
-def other_kind(rank: int, world_size: int, kind: str) -> str:
     own = params()
     if rank == 1 and kind == "shape":
         own["embed"] = own["embed"].view(64, 5)
     elif rank == 1 and kind == "missing":
         del own["empty"]
-    with pytest.raises(Disagreement) as caught:
+    text = f"in 1 of 4 parameters, first in '{first}': rank 1 from rank 0"
+    with pytest.raises(Disagreement, match=text):
         compare(own, wire_of())
-    return str(caught.value)
 
 
-@ranks_needed
-@pytest.mark.parametrize(("kind", "first"), [("shape", "embed"), ("missing", "empty")])
-def test_another_shape_or_a_missing_parameter_is_a_difference(
-    pools: RankPools, kind: str, first: str
-) -> None:
-    text, other = pools(2).run(other_kind, kind)
-    assert text == other
-    assert f"in 1 of 4 parameters, first in '{first}': rank 1 from rank 0" in text
+@on_ranks(4)
+def test_shards_are_compared_with_the_same_shards(rank: int) -> None:
+    own, same_parts = {"part": torch.full((3,), float(rank % 2))}, [[0, 2], [1, 3]]
+    compare(own, wire_of(), same_parts)
+    if rank == 1:
+        own["part"] += 10
+    with pytest.raises(Disagreement, match=r"first in 'part': rank 3 from rank 1 \(no majority\)"):
+        compare(own, wire_of(), same_parts)
 
 
-def shards(rank: int, world_size: int, odd: int) -> Any:
-    own = {"part": torch.full((3,), float(rank % 2 + 10 * (rank == odd)))}
-    try:
-        compare(own, wire_of(), [[0, 2], [1, 3]])
-    except Disagreement as error:
-        return str(error)
-    return ""
-
-
-@ranks_needed
-def test_shards_are_compared_with_the_same_shards(pools: RankPools) -> None:
-    assert pools(4).run(shards, -1) == [""] * 4
-    text, *others = pools(4).run(shards, 1)
-    assert others == [text] * 3
-    assert "first in 'part': rank 3 from rank 1 (no majority)" in text
-
-
-def failing(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_a_rank_that_cannot_hash_is_named(rank: int) -> None:
     values: Any = {"bad": None} if rank == 1 else params()
-    with pytest.raises(AttributeError if rank == 1 else Disagreement) as caught:
+    text = "the comparison of parameters failed on 1 of 2 ranks: rank 1: Attribute"
+    error, text = (AttributeError, "") if rank == 1 else (Disagreement, text)
+    with pytest.raises(error, match=text):
         compare(values, wire_of())
-    return str(caught.value)
-
-
-@ranks_needed
-def test_a_rank_that_cannot_hash_is_named(pools: RankPools) -> None:
-    text = pools(2).run(failing)[0]
-    assert text.startswith("the comparison of parameters failed on 1 of 2 ranks: rank 1: Attribute")
 
 
 # The hash.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -75,19 +76,16 @@ def test_one_node_alone_has_one_voter(pools: RankPools) -> None:
 
 
 def from_environment(rank: int, world_size: int, variables: list[dict[str, str]]) -> Any:
-    usual = dict(os.environ)
-    for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"):
-        os.environ.pop(name, None)
-    os.environ.update(variables[rank])
-    try:
-        topology = Topology(None, "node")
-        topology.form()
-        return described(topology)
-    except (Disagreement, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        os.environ.clear()
-        os.environ.update(usual)
+    with mock.patch.dict(os.environ):
+        for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"):
+            os.environ.pop(name, None)
+        os.environ.update(variables[rank])
+        try:
+            topology = Topology(None, "node")
+            topology.form()
+            return described(topology)
+        except (Disagreement, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
 
 
 def variables(sizes: list[int], places: list[int]) -> list[dict[str, str]]:

@@ -30,12 +30,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from types import TracebackType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -140,24 +140,11 @@ class RankPool:
         if failures:
             raise RanksFailedError(sections("the ranks did not end cleanly", failures))
 
-    def __enter__(self) -> RankPool:
-        """Returns the pool."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Ends the processes."""
-        self.close()
-
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="ranks-")
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        with _environment(RANK_ENV):
+        with mock.patch.dict(os.environ, RANK_ENV):
             # The server hands its environment down to every rank, so it must start inside.
             multiprocessing.forkserver.ensure_running()
             for rank in range(self.world_size):
@@ -228,21 +215,24 @@ def on_ranks(
     """Makes a function a test that every rank of a pool runs.
 
     The function may take its `rank`, in addition to the fixtures and parameters of the test, which
-    must be picklable. `world_size` is a number, or the name of the parameter that has it.
+    must be picklable. `world_size` is a number, or the name of the parameter that has it, which the
+    function need not take.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         module, name = function.__module__, function.__name__
+        names = [own for own in inspect.signature(function).parameters if own != "rank"]
+        if isinstance(world_size, str) and world_size not in names:
+            names.append(world_size)
 
         def test(pools: RankPools, **arguments: Any) -> None:
             size = arguments[world_size] if isinstance(world_size, str) else world_size
             pools(size).run(_run_test, module, name, arguments, timeout=timeout)
 
         test = functools.wraps(function)(test)
-        signature = inspect.signature(test)
-        own = [each for each in signature.parameters.values() if each.name != "rank"]
-        pools = inspect.Parameter("pools", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        test.__signature__ = signature.replace(parameters=[pools, *own])  # type: ignore[attr-defined]
+        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(own, inspect.Parameter.KEYWORD_ONLY) for own in ("pools", *names)]
+        )
         return pytest.mark.multiproc(test)
 
     return decorate
@@ -252,9 +242,8 @@ def _run_test(
     rank: int, world_size: int, module: str, name: str, arguments: dict[str, Any]
 ) -> None:
     function = getattr(importlib.import_module(module), name).__wrapped__
-    function(
-        **({"rank": rank} if "rank" in inspect.signature(function).parameters else {}), **arguments
-    )
+    known = {"rank": rank, **arguments}
+    function(**{own: known[own] for own in inspect.signature(function).parameters})
 
 
 def run_script(
@@ -512,17 +501,3 @@ def _kill_tree(process: subprocess.Popen[bytes]) -> None:
             _, ranks = psutil.wait_procs(ranks, patience)
     process.kill()
     process.wait()
-
-
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    before = {key: os.environ.get(key) for key in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            if value is None:
-                del os.environ[key]
-            else:
-                os.environ[key] = value

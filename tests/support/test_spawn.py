@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -62,7 +63,7 @@ def test_every_call_starts_from_one_thread_and_the_same_seed(pools: RankPools) -
 
 
 def test_a_failure_shows_the_traceback_and_the_output_of_each_rank_and_renews_the_pool() -> None:
-    with RankPool(2) as pool:
+    with contextlib.closing(RankPool(2)) as pool:
         before = pool.run(_pid)
         with pytest.raises(RanksFailedError) as failure:
             pool.run(_raise_on_rank_1)
@@ -79,12 +80,12 @@ def test_a_failure_shows_the_traceback_and_the_output_of_each_rank_and_renews_th
 
 def test_a_rank_that_dies_is_named_with_its_exit_code() -> None:
     text = "rank 0:\ndied with exit code 7"
-    with RankPool(2) as pool, pytest.raises(RanksFailedError, match=text):
+    with contextlib.closing(RankPool(2)) as pool, pytest.raises(RanksFailedError, match=text):
         pool.run(_die_on_rank_0)
 
 
 def test_a_timeout_shows_where_each_rank_was() -> None:
-    with RankPool(2) as pool:
+    with contextlib.closing(RankPool(2)) as pool:
         pool.run(_pid)  # The limit is not for their start.
         with pytest.raises(RanksFailedError) as failure:
             pool.run(_sleep_on_rank_1, timeout=3.0)
