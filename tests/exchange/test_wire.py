@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import datetime
 import math
-import time
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import hf_dlion.exchange.wire as wire_module
 from hf_dlion.exchange.wire import LostRank, Wire, WireStats, named_ranks
 from tests.support.spawn import RankPools, on_ranks
 
@@ -30,68 +27,39 @@ def counts(stats: WireStats) -> tuple[int, int, int]:
     return stats.bytes_sent, stats.bytes_received, stats.node_bytes_sent
 
 
-@on_ranks(2)
-def test_a_process_with_gloo_waits_once_when_it_ends() -> None:
-    wire_module._wait_at_exit.cache_clear()
-    with mock.patch("atexit.register") as register:
-        for _ in range(2):
-            wire_of()
-    assert [call.args for call in register.call_args_list] == [(time.sleep, 0.1)]
-
-
-def gathered(rank: int, world_size: int) -> Any:
-    wire = wire_of()
-    mine = torch.arange(6, dtype=torch.float32).view(2, 3) + 10 * rank
-    out = torch.empty(world_size, 2, 3)
-    wire.all_gather(out, mine, "votes").wait()
-    return out, counts(wire.stats)
-
-
 @pytest.mark.smoke
 @WORLD_SIZES
-def test_all_gather_gives_every_rank_all_tensors(pools: RankPools, world_size: int) -> None:
-    wanted = torch.stack([torch.arange(6.0).view(2, 3) + 10 * rank for rank in range(world_size)])
-    sent = (world_size - 1) * 24
-    for out, counted in pools(world_size).run(gathered):
-        assert torch.equal(out, wanted)
-        assert counted == (sent, sent, 0)
+@on_ranks("world_size")
+def test_all_gather_gives_every_rank_all_tensors(rank: int, world_size: int) -> None:
+    wire = wire_of()
+    of_ranks = [torch.arange(6.0).view(2, 3) + 10 * other for other in range(world_size)]
+    out = torch.empty(world_size, 2, 3)
+    wire.all_gather(out, of_ranks[rank], "votes").wait()
+    assert torch.equal(out, torch.stack(of_ranks))
+    assert counts(wire.stats) == ((world_size - 1) * 24, (world_size - 1) * 24, 0)
 
 
-def scattered(rank: int, world_size: int) -> Any:
+@WORLD_SIZES
+@on_ranks("world_size")
+def test_all_to_all_sends_segment_j_to_rank_j(rank: int, world_size: int) -> None:
     wire = wire_of()
     mine = torch.arange(world_size * 2, dtype=torch.int64).view(world_size, 2) + 100 * rank
     out = torch.empty_like(mine)
     wire.all_to_all(out, mine, "votes").wait()
-    return out, counts(wire.stats)
-
-
-@WORLD_SIZES
-def test_all_to_all_sends_segment_j_to_rank_j(pools: RankPools, world_size: int) -> None:
-    sent = (world_size - 1) * 16
-    for rank, (out, counted) in enumerate(pools(world_size).run(scattered)):
-        assert out.tolist() == [
-            [100 * r + 2 * rank, 100 * r + 2 * rank + 1] for r in range(world_size)
-        ]
-        assert counted == (sent, sent, 0)
-
-
-def summed(rank: int, world_size: int, in_node: bool) -> Any:
-    wire = wire_of(in_node=in_node)
-    waited = torch.full((5,), float(rank + 1))
-    wire.all_reduce(waited, "gradients").wait()
-    return waited, counts(wire.stats)
+    assert out.tolist() == [[100 * r + 2 * rank, 100 * r + 2 * rank + 1] for r in range(world_size)]
+    assert counts(wire.stats) == ((world_size - 1) * 16, (world_size - 1) * 16, 0)
 
 
 @WORLD_SIZES
 @pytest.mark.parametrize("in_node", [False, True])
-def test_all_reduce_counts_the_bytes_of_a_ring(
-    pools: RankPools, world_size: int, in_node: bool
-) -> None:
-    total = world_size * (world_size + 1) / 2
+@on_ranks("world_size")
+def test_all_reduce_counts_the_bytes_of_a_ring(rank: int, world_size: int, in_node: bool) -> None:
+    wire = wire_of(in_node=in_node)
+    summed = torch.full((5,), float(rank + 1))
+    wire.all_reduce(summed, "gradients").wait()
+    assert summed.tolist() == [world_size * (world_size + 1) / 2] * 5
     sent = 2 * (world_size - 1) * math.ceil(5 / world_size) * 4
-    for tensor, counted in pools(world_size).run(summed, in_node):
-        assert tensor.tolist() == [total] * 5
-        assert counted == ((0, 0, sent) if in_node else (sent, sent, 0))
+    assert counts(wire.stats) == ((0, 0, sent) if in_node else (sent, sent, 0))
 
 
 @on_ranks(3)
@@ -106,20 +74,16 @@ def test_bytes_inside_the_node_are_counted_separately() -> None:
     assert counts(stats) == (8, 8, 2 * 16 + 8)
 
 
-def words(rank: int, world_size: int) -> Any:
+@WORLD_SIZES
+@on_ranks("world_size")
+def test_gather_words_keeps_64_bits_in_rank_order(rank: int, world_size: int) -> None:
     wire = wire_of()
     listed = wire.gather_words([rank, -(2**63), 2**63 - 1], "words")
     tensor = wire.gather_words(torch.tensor([rank]), "words")
-    return listed, tensor, counts(wire.stats), wire.control_device
-
-
-@WORLD_SIZES
-def test_gather_words_keeps_64_bits_in_rank_order(pools: RankPools, world_size: int) -> None:
-    for listed, tensor, counted, device in pools(world_size).run(words):
-        assert listed.tolist() == [[rank, -(2**63), 2**63 - 1] for rank in range(world_size)]
-        assert tensor.tolist() == [[rank] for rank in range(world_size)]
-        assert counted[0] == 8 * (world_size - 1) * 4
-        assert device == torch.device("cpu")
+    assert listed.tolist() == [[other, -(2**63), 2**63 - 1] for other in range(world_size)]
+    assert tensor.tolist() == [[other] for other in range(world_size)]
+    assert wire.stats.bytes_sent == 8 * (world_size - 1) * 4
+    assert wire.control_device == torch.device("cpu")
 
 
 class Mute:
@@ -127,24 +91,18 @@ class Mute:
         raise ValueError("no words")
 
 
-def objects(rank: int, world_size: int) -> Any:
+@pytest.mark.smoke
+@on_ranks(3)
+def test_gather_objects_returns_plain_values_of_different_lengths(rank: int) -> None:
     values = [None, {"a": (1, True, 0.1), "b": torch.float32}, ["ä\ud800" * 40, math.inf, Mute()]]
     wire = wire_of()
-    found = wire.gather_objects(values[rank])
-    return found, counts(wire.stats)
-
-
-@pytest.mark.smoke
-def test_gather_objects_returns_plain_values_of_different_lengths(pools: RankPools) -> None:
-    wanted = [
+    assert wire.gather_objects(values[rank]) == [
         None,
         {"a": [1, True, 0.1], "b": "torch.float32"},
         ["ä\ud800" * 40, math.inf, "<Mute>"],
     ]
-    results = pools(3).run(objects)
-    assert [found for found, _ in results] == [wanted] * 3
     longest = len('["') + 12 * 40 + len('", Infinity, "<Mute>"]')
-    assert results[0][1][0] == 2 * (8 + longest)
+    assert wire.stats.bytes_sent == 2 * (8 + longest)
 
 
 @on_ranks(2)
@@ -182,22 +140,16 @@ def test_a_lost_rank_is_named(pools: RankPools, world_size: int, others: str) ->
     assert "left the training loop" in text
 
 
-def grouped(rank: int, world_size: int) -> Any:
+@on_ranks(3)
+def test_a_new_group_has_its_members_and_the_timeout_of_the_old_one(rank: int) -> None:
     wire = wire_of()
     members = [0, 2] if rank != 1 else [1]
     group = wire.new_group(members)
     own = Wire(group, wire.stats)
-    found = own.gather_words([rank], "a word").view(-1).tolist()
-    return found, own.rank, own.ranks, group._get_backend(torch.device("cpu")).options._timeout
-
-
-def test_a_new_group_has_its_members_and_the_timeout_of_the_old_one(pools: RankPools) -> None:
-    (a, *of_0), (b, *of_1), (c, *of_2) = pools(3).run(grouped)
-    assert (a, b, c) == ([0, 2], [1], [0, 2])
-    timeout = datetime.timedelta(seconds=180)
-    assert of_0 == [0, [0, 2], timeout]
-    assert of_1 == [0, [1], timeout]
-    assert of_2 == [1, [0, 2], timeout]
+    assert own.gather_words([rank], "a word").view(-1).tolist() == own.ranks == members
+    assert own.rank == members.index(rank)
+    timeout = group._get_backend(torch.device("cpu")).options._timeout
+    assert timeout == datetime.timedelta(seconds=180)
 
 
 @pytest.mark.parametrize(
