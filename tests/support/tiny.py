@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -57,9 +61,15 @@ def tiny_data(length: int = 48) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def tiny_args(folder: str | Path, **changes: Any) -> TrainingArguments:
-    """Returns arguments for a silent, short CPU run with optim="dlion"."""
-    return TrainingArguments(
+def tiny_args(
+    folder: str | Path, cls: type[TrainingArguments] = TrainingArguments, **changes: Any
+) -> Any:
+    """Returns arguments for a silent, short CPU run with optim="dlion", which it registers."""
+    if changes.get("optim", "dlion") == "dlion":
+        import hf_dlion
+
+        hf_dlion.register()
+    return cls(
         **{
             "output_dir": str(folder),
             "optim": "dlion",
@@ -82,6 +92,23 @@ def tiny_trainer(args: TrainingArguments, cls: type[Trainer] = Trainer, **change
     """Returns a Trainer of the tiny model on the tiny data."""
     arguments = {"model": tiny_llama(), "train_dataset": tiny_data(), **changes}
     return cls(args=args, **arguments)
+
+
+def outcome(trainer: Trainer) -> tuple[str, list[dict[str, Any]], Any]:
+    """Returns a hash of the weights, the log entries with a loss, and the optimizer's wire."""
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return weights_digest(trainer.model), entries, trainer.optimizer.optimizer.wire
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """Yields a list that gets the warnings that the integration logs once in a process."""
+    texts: list[str] = []
+    with contextlib.ExitStack() as stack:
+        for name in ("callback", "patches", "prepare"):
+            logger = importlib.import_module(f"hf_dlion.trainer.{name}").logger
+            stack.enter_context(mock.patch.object(logger, "warning_once", texts.append))
+        yield texts
 
 
 def weights_digest(model: torch.nn.Module) -> str:

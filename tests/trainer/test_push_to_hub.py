@@ -10,7 +10,6 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 from transformers import trainer as trainer_module
 
-import hf_dlion
 from tests.support.spawn import RankPools
 from tests.support.tiny import tiny_args, tiny_trainer, weights_digest
 
@@ -60,7 +59,6 @@ class Hub:
 
 
 def push(rank: int, world_size: int, folder: str, strategy: str) -> tuple[str, list[set[str]]]:
-    hf_dlion.register()
     args = tiny_args(
         f"{folder}/out",
         lr_scheduler_type="constant",

@@ -8,6 +8,7 @@ import pickle
 import sys
 import types
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers.training_args import OptimizerNames
 import hf_dlion
 from hf_dlion import DistributedLion
 from hf_dlion.trainer import optimizer_cls_and_kwargs, patches
-from tests.support.tiny import tiny_args, tiny_llama, tiny_trainer, weights_digest
+from tests.support.tiny import logged, tiny_args, tiny_llama, tiny_trainer, weights_digest
 
 
 @pytest.fixture(autouse=True)
@@ -29,13 +30,9 @@ def _registered() -> None:
 
 
 @pytest.fixture
-def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Warnings that the integration logs, each of which it gives once in a process."""
-    texts: list[str] = []
-    for name in ("callback", "patches", "prepare"):
-        logger = getattr(hf_dlion.trainer, name).logger
-        monkeypatch.setattr(logger, "warning_once", texts.append, raising=False)
-    return texts
+def warned() -> Iterator[list[str]]:
+    with logged() as texts:
+        yield texts
 
 
 def test_registering_twice_changes_nothing_and_the_name_survives_parser_pickle_and_json(

@@ -20,7 +20,7 @@ import hf_dlion
 import hf_dlion.trainer.patches as patches
 from hf_dlion import CheckpointError
 from tests.support.spawn import RankPools, on_ranks
-from tests.support.tiny import StopAt, tiny_args, tiny_data, tiny_trainer, weights_digest
+from tests.support.tiny import StopAt, logged, tiny_args, tiny_data, tiny_trainer, weights_digest
 from tests.support.training import warned
 
 pytestmark = pytest.mark.multiproc
@@ -48,7 +48,6 @@ def train(
     rank: int, world_size: int, folder: str, changes: dict[str, Any], **how: Any
 ) -> tuple[str, list[torch.Tensor], list[str], int]:
     """Trains; returns a hash of the weights, the momenta, what was warned of, and the steps."""
-    hf_dlion.register()
     callbacks = [StopAt(how["stop"])] if "stop" in how else []
     trainer = tiny_trainer(tiny_args(folder, **changes), callbacks=callbacks)
     with warned() as texts:
@@ -93,7 +92,6 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
 
 def train_without_a_save(rank: int, world_size: int, folder: str) -> tuple[str, str]:
     """Also goes back to a checkpoint with a Trainer that has trained."""
-    hf_dlion.register()
     trainer = tiny_trainer(tiny_args(folder, **{**LONG, "save_strategy": "no"}))
     trainer.train()
     first = weights_digest(trainer.model)
@@ -132,7 +130,6 @@ def refused_after_a_damaged_state(rank: int, world_size: int, folder: str) -> st
 
 
 def adamw_resumes(rank: int, world_size: int, folder: str, first: str, second: str) -> str:
-    hf_dlion.register()
     changes = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
     tiny_trainer(tiny_args(folder, optim=first, **changes)).train()
     other = tiny_trainer(tiny_args(folder, optim=second, **changes))
@@ -163,7 +160,6 @@ class SavesOnRank0(Trainer):
 
 def save_on_rank_0(rank: int, world_size: int, folder: str, full_disk: bool) -> str:
     """Trains with a best model, for which Trainer has a barrier after each save."""
-    hf_dlion.register()
     saving = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True}
     evaluating = {"eval_strategy": "steps", "eval_steps": 2, "optim_args": "vote_every=3"}
     args = tiny_args(folder, max_steps=4, **saving, **evaluating)
@@ -192,7 +188,6 @@ def test_an_overridden_save_may_write_on_rank_0_alone(
 
 def ranks_that_differ(rank: int, world_size: int, folder: str, how: str) -> tuple[int, str]:
     """Returns the step at which a training ended, and its error."""
-    hf_dlion.register()
     place = f"{folder}/{rank}" if how in ("output_dir", "weights") else folder
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
     trainer = tiny_trainer(tiny_args(place, **saving))
@@ -282,7 +277,6 @@ HOW: dict[str, tuple[dict[str, Any], list[TrainerCallback]]] = {
 
 
 def save_somehow(rank: int, world_size: int, folder: str) -> dict[str, tuple[int, str]]:
-    hf_dlion.register()
     results = {}
     for how, (changes, callbacks) in HOW.items():
         args = tiny_args(f"{folder}/{how}", **changes)
@@ -294,10 +288,7 @@ def save_somehow(rank: int, world_size: int, folder: str) -> dict[str, tuple[int
 
 
 def resume_weights_only(rank: int, world_size: int, folder: str) -> tuple[str, int]:
-    import hf_dlion.trainer.patches as patches
-
-    messages: list[str] = []
-    with mock.patch.object(patches.logger, "warning_once", messages.append):
+    with logged() as messages:
         digest, _, _, steps = train(rank, world_size, folder, {}, resume=f"{folder}/checkpoint-2")
     assert "holds weights only" in messages[0]
     return digest, steps
@@ -323,7 +314,6 @@ def test_momenta_are_saved_with_every_kind_of_checkpoint(pools: RankPools, tmp_p
 
 def keep_scalers(rank: int, world_size: int, folder: str) -> float:
     """Trainer has no GradScaler on a CPU: gives it one, with another scale on every rank."""
-    hf_dlion.register()
     trainer = tiny_trainer(tiny_args(folder, save_strategy="steps", save_steps=2))
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (3 + rank))
     trainer.accelerator.scaler.scale(torch.ones(()))
@@ -353,8 +343,6 @@ FAILURES: dict[str, tuple[int, str]] = {
 
 
 def fail_to_save(rank: int, world_size: int, folder: str) -> dict[str, tuple[str, str]]:
-    hf_dlion.register()
-
     class Fill(TrainerCallback):
         """Fills the disk before the second save; the last save has no step after it."""
 
@@ -407,7 +395,6 @@ def save_by_relative_path(
     rank: int, world_size: int, folder: str, disks: int, sharded: bool
 ) -> list[str]:
     """Returns the warnings of a run that saves; ranks have one disk together, or one each."""
-    hf_dlion.register()
     before, messages = os.getcwd(), list[str]()
     disk = Path(folder, str(rank % disks))
     disk.mkdir(exist_ok=True)
@@ -440,7 +427,6 @@ def test_a_failed_save_over_a_complete_checkpoint_leaves_it_incomplete(
     rank: int, tmp_path: Path
 ) -> None:
     """Saves again where a complete checkpoint of the same step is, and fails."""
-    hf_dlion.register()
     changes = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
     tiny_trainer(tiny_args(tmp_path, **changes)).train()
     state = Path(tmp_path, "checkpoint-2", "trainer_state.json")

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-import hf_dlion
 from hf_dlion.accelerate import parallelism_config
 from tests.support.gpus import as_if_on_gpus
 from tests.support.spawn import LASTING, RankPools, on_ranks
@@ -21,7 +20,6 @@ pytestmark = pytest.mark.multiproc
 def train(
     rank: int, world_size: int, folder: str, changes: dict[str, Any], resume: bool
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    hf_dlion.register()
     with as_if_on_gpus():
         args = tiny_args(
             folder,

@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 
-import hf_dlion
 import hf_dlion.trainer.callback as callback
 from hf_dlion.exchange.wire import Pending
 from hf_dlion.vote.local_steps import vote_every_for
 from tests.support.spawn import RankPools, on_ranks
 from tests.support.tiny import (
     StopAt,
+    logged,
     tiny_args,
     tiny_data,
     tiny_llama,
@@ -63,7 +63,6 @@ class Watch(TrainerCallback):
 
 
 def watched(folder: str, watch: Watch, **changes: Any) -> Trainer:
-    hf_dlion.register()
     changes = {
         **{"optim_args": "vote_every=4", "max_steps": 10, "gradient_accumulation_steps": 2},
         **{"logging_steps": 3, **changes},
@@ -79,10 +78,9 @@ def watched(folder: str, watch: Watch, **changes: Any) -> Trainer:
 
 
 def evaluate_and_save(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    messages: list[str] = []
     every = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
     watch = Watch(f"{folder}/alone")
-    with mock.patch.object(callback.logger, "warning_once", messages.append):
+    with logged() as messages:
         trainer = watched(folder, watch, save_total_limit=3, **every)
         plain = watched(folder, Watch(), average_tokens_across_devices=False)
     trainer.save_model(f"{folder}/end")
@@ -154,7 +152,6 @@ class Own(Trainer):
 
 @on_ranks(2)
 def test_a_subclass_that_saves_and_loads_by_itself_gets_common_weights(tmp_path: Path) -> None:
-    hf_dlion.register()
     evaluated = Watch()
     every = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     args = tiny_args(
@@ -173,14 +170,12 @@ def streams(rank: int, world_size: int, folder: str, dispatches: bool) -> list[s
         def __iter__(self) -> Any:
             return iter(tiny_data())
 
-    hf_dlion.register()
-    messages: list[str] = []
     args = tiny_args(
         folder, optim_args="vote_every=4", average_tokens_across_devices=False, max_steps=1,
         accelerator_config={} if dispatches else {"dispatch_batches": False},
         include_num_input_tokens_seen="all" if dispatches else "no",
     )  # fmt: skip
-    with mock.patch.object(callback.logger, "warning_once", messages.append):
+    with logged() as messages:
         tiny_trainer(args, train_dataset=Stream()).train()
     return messages
 
@@ -202,7 +197,6 @@ def end_within_a_period(rank: int, world_size: int, folder: str) -> Any:
                 self.own = weights_digest(model)
                 raise KeyError("of the user's callback")
 
-    hf_dlion.register()
     args, failing = tiny_args(folder, max_steps=8, optim_args="vote_every=4"), Failing()
     trainer = tiny_trainer(args, callbacks=[failing])
     with pytest.raises(KeyError, match="of the user's callback"):
@@ -226,7 +220,6 @@ def test_a_training_that_fails_or_stops_within_a_period_leaves_common_weights_an
 
 
 def resume(rank: int, world_size: int, folder: str, dtype: torch.dtype) -> list[Any]:
-    hf_dlion.register()
     args = tiny_args(
         folder, max_steps=8, optim_args="vote_every=3", save_strategy="steps", save_steps=4,
         max_grad_norm=0.0,
@@ -290,7 +283,6 @@ class Evaluates(TrainerCallback):
 
 
 def own_loop(rank: int, world_size: int, folder: str, evaluates: bool) -> tuple[list[str], str]:
-    hf_dlion.register()
     every = {"eval_strategy": "steps", "eval_steps": 2} if evaluates else {}
     args = tiny_args(
         folder,
@@ -321,16 +313,13 @@ def test_a_subclass_that_evaluates_and_steps_itself_has_common_weights_in_evalua
 
 
 def logs_a_hint(rank: int, world_size: int, folder: str) -> list[str]:
-    hf_dlion.register()
-    messages: list[str] = []
     wait = Pending.wait
 
     def slow(pending: Pending) -> None:
         wait(pending)
         callback.time.sleep(0.01)
 
-    hints = mock.patch.object(callback.logger, "warning_once", messages.append)
-    with hints, mock.patch.object(Pending, "wait", slow):
+    with logged() as messages, mock.patch.object(Pending, "wait", slow):
         for steps in (52, 49):
             tiny_trainer(tiny_args(folder, max_steps=steps, logging_steps=100)).train()
     return [text for text in messages if "vote_every" in text]

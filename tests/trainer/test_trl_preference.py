@@ -9,43 +9,30 @@ import pytest
 from datasets import Dataset
 from transformers import Trainer
 
-import hf_dlion
 from hf_dlion.exchange.wire import WireStats
 from tests.support.spawn import RankPools
-from tests.support.tiny import WORDS, tiny_llama, tiny_tokenizer, weights_digest
+from tests.support.tiny import WORDS, outcome, tiny_args, tiny_llama, tiny_tokenizer, weights_digest
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
-# The weights before and after training, rank 0's log, and what was sent.
-Outcome = tuple[str, str, list[dict[str, Any]], WireStats]
+SHORT = {"max_steps": 2, "bf16": False}
+# Hashes of the weights before and after training, rank 0's log, and what was sent.
+Outcome = tuple[str, tuple[str, list[dict[str, Any]], WireStats]]
 
 
 def sentence(row: int, start: int, length: int) -> str:
     return " ".join(f"w{(7 * row + start + word) % WORDS}" for word in range(length))
 
 
-def arguments(folder: str, **changes: Any) -> dict[str, Any]:
-    return {
-        **{"output_dir": folder, "optim": "dlion", "learning_rate": 2e-3, "weight_decay": 0.1},
-        **{"per_device_train_batch_size": 4, "max_steps": 2, "logging_steps": 1},
-        **{"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True},
-        **{"bf16": False, "ddp_find_unused_parameters": False, **changes},
-    }
-
-
-def outcome(trainer: Trainer) -> Outcome:
+def trained(trainer: Trainer) -> Outcome:
     before = weights_digest(trainer.model)
     trainer.train()
-    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
-    lion = trainer.optimizer.optimizer
-    assert isinstance(lion, hf_dlion.DistributedLion)
-    return before, weights_digest(trainer.model), entries, lion.wire
+    return before, outcome(trainer)
 
 
 def prefer(rank: int, world_size: int, folder: str, changes: dict[str, Any]) -> Outcome:
     from trl import DPOConfig, DPOTrainer
 
-    hf_dlion.register()
     rows = [
         {
             "prompt": sentence(row, 0, 4),
@@ -57,11 +44,11 @@ def prefer(rank: int, world_size: int, folder: str, changes: dict[str, Any]) -> 
     trainer = DPOTrainer(
         model=tiny_llama(attention_dropout=0.0),
         ref_model=tiny_llama(attention_dropout=0.0),  # TRL would load it from the model's folder.
-        args=DPOConfig(**arguments(folder, **changes)),
+        args=tiny_args(folder, DPOConfig, **SHORT, **changes),
         train_dataset=Dataset.from_list(rows),
         processing_class=tiny_tokenizer(padding_side="left"),
     )
-    return outcome(trainer)
+    return trained(trainer)
 
 
 def reward_of_even_words(completions: list[str], **_: Any) -> list[float]:
@@ -74,16 +61,15 @@ def reward_of_even_words(completions: list[str], **_: Any) -> list[float]:
 def reinforce(rank: int, world_size: int, folder: str, changes: dict[str, Any]) -> Outcome:
     from trl import GRPOConfig, GRPOTrainer
 
-    hf_dlion.register()
-    args = arguments(folder, num_generations=4, max_completion_length=8, **changes)
+    more = {"num_generations": 4, "max_completion_length": 8, **changes}
     trainer = GRPOTrainer(
         model=tiny_llama(attention_dropout=0.0, max_position_embeddings=64),
         reward_funcs=reward_of_even_words,
-        args=GRPOConfig(**args),
+        args=tiny_args(folder, GRPOConfig, **SHORT, **more),
         train_dataset=Dataset.from_list([{"prompt": sentence(row, 0, 4)} for row in range(32)]),
         processing_class=tiny_tokenizer(padding_side="left"),
     )
-    return outcome(trainer)
+    return trained(trainer)
 
 
 @pytest.mark.parametrize("train", [prefer, reinforce], ids=["dpo", "grpo"])
@@ -97,12 +83,12 @@ def test_trls_trainer_sends_votes_and_keeps_replicas_equal(
 ) -> None:
     results = pools(2).run(train, str(tmp_path), changes, timeout=120)
     parameters = sum(p.numel() for p in tiny_llama().parameters())
-    for before, after, _, wire in results:
+    for before, (after, _, wire) in results:
         assert before == results[0][0]
-        assert after == results[0][1] != before
+        assert after == results[0][1][0] != before
         assert wire.exchanges == exchanges
         assert parameters / 8 * exchanges < wire.bytes_sent < parameters / 4 * exchanges
-    entries = results[0][2]
+    entries = results[0][1][1]
     assert len(entries) == 2
     assert "dlion/wire_mb_per_step" in entries[-1]
     assert all(math.isfinite(entry["loss"]) for entry in entries)
