@@ -256,6 +256,20 @@ def test_all_ranks_raise_if_one_abstains_too_often(rank: int) -> None:
         optimizer.step()
 
 
+@on_ranks(2)
+def test_agreement_is_the_share_of_this_ranks_votes_that_equal_the_verdict(rank: int) -> None:
+    param = filled(1.0)
+    optimizer = DistributedLion([param], lr=0.1)
+    assert math.isnan(optimizer.wire.agreement)
+    found = []
+    for other in (1.0, -1.0):
+        optimizer.state.clear()
+        param.grad = torch.full_like(param, other if rank == 1 else 1.0)
+        optimizer.step()
+        found.append(optimizer.wire.agreement)
+    assert found == [1.0, 0.5]  # Half of the ties go each way.
+
+
 @on_ranks(3)
 def test_drifted_replicas_are_found(rank: int) -> None:
     model = nn.Linear(64, 3)
