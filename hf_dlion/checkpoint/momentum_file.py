@@ -135,12 +135,11 @@ def write(path: Path, lion: DistributedLion, save: str, at: Position, scaler: An
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    if os.name == "posix":  # The new name is on the disk once the folder is.
-        descriptor = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    descriptor = os.open(path.parent, os.O_RDONLY)  # The new name is on the disk once it is.
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def find_file(at: Position, folder: Path, name: str) -> Path:

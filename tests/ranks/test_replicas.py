@@ -101,8 +101,8 @@ def test_shards_are_compared_with_the_same_shards(rank: int) -> None:
 def test_a_rank_that_cannot_hash_is_named(rank: int) -> None:
     values: Any = {"bad": None} if rank == 1 else params()
     text = "the comparison of parameters failed on 1 of 2 ranks: rank 1: Attribute"
-    error, text = (AttributeError, "") if rank == 1 else (Disagreement, text)
-    with pytest.raises(error, match=text):
+    error = AttributeError if rank == 1 else Disagreement
+    with pytest.raises(error, match=None if rank == 1 else text):
         compare(values, wire_of())
 
 
