@@ -353,13 +353,15 @@ class DistributedLion(LionState):
             trainable = self._collect()
             if self._plan is not self._checked_plan:
                 self._check_attached()
-                self._checked_plan = self._plan
+                # In its first backward, a hook notes which gradients it averages.
+                self._checked_plan = self._plan if any(trainable.present) else None
             if self.options.vote_every > 1:
                 period = self._next_period(kind)
         except BaseException as error:  # Sent to all ranks, which wait for this one, then raised.
             if not several:
                 raise
             failure = error
+            fsdp.reshard(self._fsdp_models)  # As on the other ranks, for the next forward.
         finite, present = self._agree_in_node(kind, failure, trainable.finite, trainable.present)
         # An exchange of local steps sends its own headers, and the steps before it send none.
         agreed = self._agree(trainable, failure) if kind is Kind.STEP else None

@@ -262,11 +262,10 @@ class LionState(torch.optim.Optimizer):
         if self._world_size() == 1:
             return None
         ranks = self._topology()
-        if failure is None:
-            try:
-                self._trainable()
-            except Exception as error:
-                failure = error
+        try:
+            self._trainable()  # Also after a failure, because all ranks must reshard.
+        except Exception as error:
+            failure = failure or error
         try:
             self._agree_in_node(kind, failure)
             self._meet(kind, failure, present=[])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import hf_dlion.fsdp as fsdp
+from hf_dlion.checkpoint import save_momentum
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.failures import Disagreement
 from tests.support.definition import Lions
@@ -222,3 +227,53 @@ def test_replicas_on_some_ranks_only_do_not_hang(pools: RankPools) -> None:
     assert found[1].startswith("the parameters are sharded: pass replicate=")
     for text in (found[0], found[2], found[3]):
         assert "rank 1 steps while ranks 0, 2, and 3 have replicate=" in text
+
+
+@on_ranks(2)
+def test_weights_replaced_in_a_shard_are_refused_as_long_as_they_stay(rank: int) -> None:
+    mesh, model = replicas_of_shards(2, 1), nn.Linear(64, 4).to(torch.bfloat16)
+    fully_shard(model, mesh=mesh["shard"])
+    options: dict[str, Any] = {"replicate": mesh["replicate"], "vote_every": 8}
+    optimizer = DistributedLion(model.named_parameters(), lr=0.01, **options)
+    optimizer.attach(model)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, (-1.0) ** rank)
+    optimizer.step()
+    with torch.no_grad():
+        model.weight.mul_(2)
+    kept = model.weight.to_local().clone()
+    for refused in (optimizer.step, optimizer.step, optimizer.eval, optimizer.eval):
+        with pytest.raises(RuntimeError, match="values were changed between two steps"):
+            refused()
+        assert torch.equal(model.weight.to_local(), kept)
+
+
+@pytest.mark.parametrize("fails_in", ["a save", "a step"])
+@on_ranks(2, timeout=30)
+def test_ranks_train_on_after_a_failure_on_one_of_them(
+    rank: int, tmp_path: Path, fails_in: str
+) -> None:
+    """An evaluation leaves the root gathered, which all ranks must free, or none."""
+    mesh, model = replicas_of_shards(1, 2), model_of()
+    fully_shard(model[0], mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = DistributedLion(model.named_parameters(), lr=0.01, replicate=mesh["replicate"])
+    optimizer.attach(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().sum().backward()
+        optimizer.step()
+        if step == 1:
+            with torch.no_grad():
+                model(batch(step, rank))
+            failure = OSError("disk full") if rank == 0 else None
+            call = functools.partial(save_momentum, optimizer, tmp_path, failure=failure)
+            if fails_in == "a step":
+                call = functools.partial(optimizer.step, fail if rank == 0 else None)
+            with pytest.raises(OSError if rank == 0 else Disagreement):
+                call()
+    assert optimizer.steps == 3
+
+
+def fail() -> float:
+    raise OSError("disk full")

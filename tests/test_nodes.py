@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.optimizer import DistributedLion
@@ -111,7 +112,12 @@ def test_an_attach_that_is_refused_on_one_rank_does_not_hang(pools: RankPools) -
 
 @pytest.mark.parametrize(
     ("how", "name"),
-    [("unfrozen", "0.weight"), ("unfrozen before attach", "0.weight"), ("outside", "outside")],
+    [
+        ("unfrozen", "0.weight"),
+        ("unfrozen before attach", "0.weight"),
+        ("unfrozen before attach, with state", "0.weight"),
+        ("outside", "outside"),
+    ],
 )
 @on_ranks(4)
 def test_nodes_refuse_parameters_that_no_hook_averages(rank: int, how: str, name: str) -> None:
@@ -124,6 +130,8 @@ def test_nodes_refuse_parameters_that_no_hook_averages(rank: int, how: str, name
     named = [*model.named_parameters(), *([("outside", outside)] if how == "outside" else [])]
     optimizer = DistributedLion(named, lr=0.01, local_group=2)
     optimizer.attach(ddp)
+    if how.endswith("with state"):
+        get_optimizer_state_dict(ddp, optimizer)  # takes a step on gradients of zero
     first[1].requires_grad_(True)
     ddp(batch(0, rank)).square().sum().backward()
     outside.grad = torch.full((3,), float(rank))

@@ -136,6 +136,7 @@ class LocalSteps:
         if self._plan is not trainable.plan:
             # Random bits depend on the layout, so the weights below must have those of this one.
             self._round(trainable, turn)
+            self._note_rounded(trainable)
             return
         # A version also counts writes that change no value, so the values are compared then.
         written = {
@@ -150,6 +151,7 @@ class LocalSteps:
                     for other, kept in written.items():
                         trainable.flat[other].copy_(kept)
                     raise _changed(trainable.params[k], "its values were changed between two steps")
+            self._note_rounded(trainable)
 
     def step(self, trainable: Trainable, turn: Turn) -> None:
         """Takes a step on this rank's gradients, without communication."""
@@ -273,6 +275,7 @@ class LocalSteps:
         self.swapped = not self.swapped
         if not self.swapped:  # Own weights of 16 bits follow from anchor and displacement.
             self._round(trainable, turn)
+            self._note_rounded(trainable)
 
     def drop(self, param: Tensor, flat: Tensor) -> None:
         """Puts a parameter's anchor into it, and forgets the parameter."""
@@ -332,7 +335,6 @@ class LocalSteps:
         for message in (*trainable.plan.messages, *trainable.plan.full):
             for piece in message.pieces:
                 round_own(piece, weights, turn)
-        self._note_rounded(trainable)
 
     def _note_rounded(self, trainable: Trainable) -> None:
         self._plan = trainable.plan

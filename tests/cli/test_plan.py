@@ -308,6 +308,15 @@ def test_a_busy_machine_is_said_and_where_the_verdict_depends_on_it_so_is_that(
     assert "\nDistributedLion does not pay: " in run(capsys, "29.5m", "--link=10gbit")
 
 
+def test_the_cores_that_other_processes_use_are_counted_without_our_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = SimpleNamespace(cpu_percent=lambda: 150.0)
+    known = {"cpu_percent": lambda: 75.0, "cpu_count": lambda: 4, "Process": lambda: process}
+    monkeypatch.setattr(machine, "psutil", SimpleNamespace(**known))
+    assert machine._share_of_other_processes()() == pytest.approx((4 * 0.75 - 1.5) / 4)
+
+
 class CountBytes(TorchDispatchMode):
     """Counts in `moved` the bytes that operations read and write; views move none."""
 

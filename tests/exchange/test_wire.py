@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import datetime
 import math
+import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import hf_dlion.exchange.wire as wire_module
 from hf_dlion.exchange.wire import LostRank, Wire, WireStats, named_ranks
 from tests.support.spawn import RankPools, on_ranks
 
@@ -25,6 +28,15 @@ def wire_of(**options: Any) -> Wire:
 
 def counts(stats: WireStats) -> tuple[int, int, int]:
     return stats.bytes_sent, stats.bytes_received, stats.node_bytes_sent
+
+
+@on_ranks(2)
+def test_a_process_with_gloo_waits_once_when_it_ends() -> None:
+    wire_module._wait_at_exit.cache_clear()
+    with mock.patch("atexit.register") as register:
+        for _ in range(2):
+            wire_of()
+    assert [call.args for call in register.call_args_list] == [(time.sleep, 0.1)]
 
 
 @pytest.mark.smoke

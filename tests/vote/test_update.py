@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dlion import DistributedLion
 from hf_dlion.vote import message, tensors
@@ -49,3 +52,31 @@ def test_the_largest_magnitude_skips_empty_gradients() -> None:
     grads = [torch.empty(0, 4), torch.tensor([1.0, -2.0]), torch.tensor([[0.5]])]
     assert tensors.largest(grads).tolist() == [2.0, 0.5]
     assert tensors.largest(grads[:1]).isfinite().all()
+
+
+class DestinationsOfCopies(TorchDispatchMode):
+    """Notes the dtypes of each `_foreach_copy_`, which torch before 2.11 mixes up on CUDA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[set[torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ == "_foreach_copy_":
+            self.dtypes.append({tensor.dtype for tensor in args[0]})
+        return func(*args, **(kwargs or {}))
+
+
+def test_one_copy_of_several_tensors_writes_one_dtype() -> None:
+    params = [
+        torch.nn.Parameter(torch.ones(size, dtype=dtype))
+        for size, dtype in zip(
+            (64, 10, 7), (torch.bfloat16, torch.float32, torch.float16), strict=True
+        )
+    ]
+    optimizer = DistributedLion(params, lr=0.1)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    with DestinationsOfCopies() as mode:
+        optimizer.step()
+    assert max(map(len, mode.dtypes)) == 1
