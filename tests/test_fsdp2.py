@@ -20,6 +20,7 @@ from tests.support.definition import Lions
 from tests.support.spawn import RankPools, on_ranks
 from tests.support.training import (
     batch,
+    everyones,
     filled,
     gradients_of,
     model_of,
@@ -175,18 +176,15 @@ def test_an_evaluation_of_two_sharded_models_changes_nothing(pools: RankPools) -
         assert same(without, with_evaluation)
 
 
-def unevenly_sharded(rank: int, world_size: int) -> list[tuple[int, int]]:
+@on_ranks(4)
+def test_all_ranks_know_the_size_of_the_largest_shard() -> None:
+    """By which they choose the momenta that fit into a budget."""
     mesh = replicas_of_shards(2, 2)
     model = nn.Sequential(nn.Linear(64, 3), nn.Linear(3, 1))
     fully_shard(model, mesh=mesh["shard"])
-    params = model.parameters()
-    return [(fsdp.largest_part(p), fsdp.local_part(p.detach()).numel()) for p in params]
-
-
-def test_all_ranks_know_the_size_of_the_largest_shard(pools: RankPools) -> None:
-    """By which they choose the momenta that fit into a budget."""
-    for by_rank in zip(*pools(4).run(unevenly_sharded), strict=True):
-        assert {size for size, _ in by_rank} == {max(part for _, part in by_rank)}
+    for p in model.parameters():
+        sizes = everyones(torch.tensor([fsdp.local_part(p.detach()).numel()]))
+        assert fsdp.largest_part(p) == max(map(int, sizes))
 
 
 @on_ranks(2)

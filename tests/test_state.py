@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.failures import Disagreement
-from tests.support.spawn import RankPools, on_ranks
+from tests.support.spawn import on_ranks
 from tests.support.training import (
     batch,
     filled,
@@ -43,7 +43,11 @@ def test_a_loaded_momentum_keeps_its_dtype_and_bits(dtype: torch.dtype) -> None:
     assert {own.dtype for own in others} == {dtype}
 
 
-def attached_again(rank: int, world_size: int, alone: bool) -> str:
+@pytest.mark.parametrize("alone", [False, True])
+@on_ranks(2)
+def test_a_second_training_begins_with_equal_weights_and_on_all_ranks(
+    rank: int, alone: bool
+) -> None:
     ddp = DistributedDataParallel(model_of())
     optimizer = DistributedLion(ddp.named_parameters(), lr=0.01)
     optimizer.attach(ddp)
@@ -55,20 +59,15 @@ def attached_again(rank: int, world_size: int, alone: bool) -> str:
             next(ddp.parameters()).add_(float(rank))
     if not alone or rank == 1:
         optimizer.attach(ddp)
-    with pytest.raises(Disagreement) as caught:
+    calls = "first in 'calls of attach and detach': rank 0: 2, rank 1: 3"
+    with pytest.raises(Disagreement, match=calls if alone else r"first in 'module\.0\.weight'"):
         optimizer.step()
     optimizer.detach()
-    return str(caught.value)
 
 
-def test_a_second_training_begins_with_equal_weights(pools: RankPools) -> None:
-    for text in pools(2).run(attached_again, False):
-        assert "first in 'module.0.weight'" in text
-    for text in pools(2).run(attached_again, True):
-        assert "first in 'calls of attach and detach': rank 0: 2, rank 1: 3" in text
-
-
-def copied(rank: int, world_size: int, whole: bool) -> list[str]:
+@pytest.mark.parametrize("copies", [True, False])
+@on_ranks(2)
+def test_one_momentum_loaded_on_all_ranks_warns_once(rank: int, copies: bool) -> None:
     model = model_of()
     optimizer = DistributedLion(model.named_parameters(), lr=0.01)
 
@@ -78,42 +77,30 @@ def copied(rank: int, world_size: int, whole: bool) -> list[str]:
         optimizer.step()
 
     train()
-    states = [optimizer.state_dict()] * world_size
-    if whole:  # As if every rank loaded the state of rank 0.
+    states = [optimizer.state_dict()] * 2
+    if copies:  # As if every rank loaded the state of rank 0.
         dist.all_gather_object(states, optimizer.state_dict())
     optimizer.load_state_dict(states[0])
     with warned() as texts:
         train()
         train()
-    return texts
+    assert len(texts) == (copies and rank == 0)
+    for text in texts:
+        assert text.startswith("all ranks loaded the same momentum")
+        assert "hf_dlion.load_momentum()" in text
 
 
-def test_one_momentum_loaded_on_all_ranks_warns_once(pools: RankPools) -> None:
-    (said,), *others = pools(2).run(copied, True)
-    assert said.startswith("all ranks loaded the same momentum")
-    assert "hf_dlion.load_momentum()" in said
-    assert others == [[]]
-    assert pools(2).run(copied, False) == [[], []]
-
-
-def loads_alone(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_a_load_on_one_rank_only_does_not_hang(rank: int) -> None:
     model = model_of()
     optimizer = DistributedLion(model.named_parameters(), lr=0.01, full_precision="*bias")
-    for step in range(2):
-        if step == 1 and rank == 1:
-            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        model(batch(step, rank)).square().sum().backward()
-        try:
-            optimizer.step()
-        except Disagreement as error:
-            return str(error)
-    return ""
-
-
-def test_a_load_on_one_rank_only_does_not_hang(pools: RankPools) -> None:
-    texts = pools(2).run(loads_alone)
-    assert texts[0] == texts[1]
-    assert "first in 'calls of load_state_dict': rank 0: 0, rank 1: 1" in texts[0]
+    model(batch(0, rank)).square().sum().backward()
+    optimizer.step()
+    if rank == 1:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    text = "first in 'calls of load_state_dict': rank 0: 0, rank 1: 1"
+    with pytest.raises(Disagreement, match=text):
+        optimizer.step()
 
 
 def test_a_pickled_optimizer_keeps_options_and_state() -> None:

@@ -200,11 +200,6 @@ def ranks_that_differ(rank: int, world_size: int, folder: str, how: str) -> tupl
             if path.name.startswith(("dlion", "optimizer", "scheduler")):
                 path.unlink()
         os.chdir(place)
-    if how == "drift":
-        trainer = tiny_trainer(tiny_args(folder, max_steps=2))
-        trainer.train()
-        with torch.no_grad():
-            trainer.model.lm_head.weight.add_(float(rank))
     with pytest.raises((CheckpointError, hf_dlion.Disagreement)) as caught:
         trainer.train(resume_from_checkpoint=resume and resume.name)
     return trainer.state.global_step, str(caught.value)
@@ -218,8 +213,6 @@ def test_ranks_that_differ_around_a_checkpoint_raise_together(
         assert (
             f"output_dir differs between ranks (rank 0: {tmp_path}/0; rank 1: {tmp_path}/1)" in text
         )
-    for _, text in pools(2).run(ranks_that_differ, str(tmp_path), "drift"):
-        assert "replicas differ in 1 of " in text
     pools(2).run(train, str(tmp_path / "uninterrupted"), {**LONG, "max_steps": 2, "save_steps": 2})
     for _, text in pools(2).run(ranks_that_differ, str(tmp_path), "weights"):
         assert "ranks are at different steps: rank 0: 2, rank 1: 0" in text

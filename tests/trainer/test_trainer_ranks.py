@@ -15,7 +15,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, set_se
 import hf_dlion
 from hf_dlion.ddp import wrapper_in
 from hf_dlion.trainer import optimizer_cls_and_kwargs
-from tests.support.spawn import RankPools, run_script
+from tests.support.spawn import RankPools, on_ranks, run_script
 from tests.support.tiny import (
     logged,
     outcome,
@@ -261,23 +261,11 @@ def test_a_hyperparameter_search_trains_every_trial(pools: RankPools, tmp_path: 
     assert len(set(left)) == 2
 
 
-def refused(rank: int, world_size: int, folder: str) -> list[str]:
-    messages = []
-    args = tiny_args(folder, fsdp="full_shard", ddp_find_unused_parameters=None)
-    with pytest.raises(NotImplementedError, match="doesn't work with FSDP") as fsdp:
+@on_ranks(2)
+def test_fsdp_of_trainer_is_refused_on_every_rank(tmp_path: Path) -> None:
+    args = tiny_args(tmp_path, fsdp="full_shard", ddp_find_unused_parameters=None)
+    with pytest.raises(NotImplementedError, match="doesn't work with FSDP"):
         tiny_trainer(args).train()
-    messages.append(str(fsdp.value))
-    with pytest.raises(hf_dlion.Disagreement, match="'seed'") as options:
-        tiny_trainer(tiny_args(folder, optim_args=f"seed={rank}")).train()
-    messages.append(str(options.value))
-    return messages
-
-
-def test_what_would_train_wrongly_is_refused_on_every_rank(
-    pools: RankPools, tmp_path: Path
-) -> None:
-    left, right = pools(2).run(refused, str(tmp_path))
-    assert left == right
 
 
 def one_node(rank: int, world_size: int, folder: str) -> Any:
