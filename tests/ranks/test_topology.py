@@ -35,44 +35,33 @@ def test_every_rank_votes_without_nodes(local_group: int | None) -> None:
     assert topology.voters is topology.everyone
     assert topology.same_parts is None
     assert topology.everyone.group is dist.group.WORLD
-    *found, sent = (*described(topology), stats.bytes_sent)
-    assert found == [[0, 1, 2], None, 1]
-    assert (sent > 0) == (local_group is not None)
+    assert described(topology) == ([0, 1, 2], None, 1)
+    assert (stats.bytes_sent > 0) == (local_group is not None)
 
 
-def nodes(rank: int, world_size: int, size: int) -> Any:
+@pytest.mark.smoke
+@pytest.mark.parametrize("size", [2, 4])
+@on_ranks(4)
+def test_consecutive_ranks_form_nodes(rank: int, size: int) -> None:
     stats = WireStats()
     topology = Topology(None, size, stats)
     assert stats.bytes_sent == 0
     topology.form()
     assert topology.same_parts is None
-    found = described(topology)
+    node = list(range(rank - rank % size, rank - rank % size + size))
+    voters = list(range(rank % size, 4, size))
+    assert described(topology) == (voters, node, size)
+    assert topology.voters.rank == rank // size
     before = stats.bytes_sent, stats.node_bytes_sent
     assert topology.node is not None
-    inside = topology.node.gather_words([rank], "a word").view(-1).tolist()
-    between = topology.voters.gather_words([rank], "a word").view(-1).tolist()
+    assert topology.node.gather_words([rank], "a word").view(-1).tolist() == node
+    assert topology.voters.gather_words([rank], "a word").view(-1).tolist() == voters
     topology.everyone.gather_words([rank], "a word")
+    sent = stats.bytes_sent - before[0], stats.node_bytes_sent - before[1]
+    assert sent == ((8 + 2 * 8, 8 + 8) if size == 2 else (0, 2 * 24))
     again = Topology(None, size)
     again.form()
     assert again.voters.group is topology.voters.group
-    sent = stats.bytes_sent - before[0], stats.node_bytes_sent - before[1]
-    return found, inside, between, topology.voters.rank, sent
-
-
-@pytest.mark.smoke
-def test_consecutive_ranks_form_nodes(pools: RankPools) -> None:
-    sent = (8 + 2 * 8, 8 + 8)
-    assert pools(4).run(nodes, 2) == [
-        (([0, 2], [0, 1], 2), [0, 1], [0, 2], 0, sent),
-        (([1, 3], [0, 1], 2), [0, 1], [1, 3], 0, sent),
-        (([0, 2], [2, 3], 2), [2, 3], [0, 2], 1, sent),
-        (([1, 3], [2, 3], 2), [2, 3], [1, 3], 1, sent),
-    ]
-
-
-def test_one_node_alone_has_one_voter(pools: RankPools) -> None:
-    for rank, result in enumerate(pools(4).run(nodes, 4)):
-        assert result == (([rank], [0, 1, 2, 3], 4), [0, 1, 2, 3], [rank], 0, (0, 2 * 24))
 
 
 def from_environment(rank: int, world_size: int, variables: list[dict[str, str]]) -> Any:
@@ -143,38 +132,28 @@ def test_a_rank_that_does_not_know_its_node_raises_and_is_named(
     )
 
 
-def other_groups(rank: int, world_size: int) -> str:
+@on_ranks(4)
+def test_groups_that_torch_would_name_differently_are_refused() -> None:
     dist.new_group([0, 1])
     group = dist.new_group()
-    assert group is not None
-    with pytest.raises(Disagreement) as caught:
+    text = "ranks are members of different numbers of process groups"
+    with pytest.raises(Disagreement, match=text):
         Topology(group, 2).form()
-    return str(caught.value)
-
-
-def test_groups_that_torch_would_name_differently_are_refused(pools: RankPools) -> None:
-    results = pools(4).run(other_groups)
-    assert len(set(results)) == 1
-    assert "ranks are members of different numbers of process groups" in results[0]
-
-
-def mesh(rank: int, world_size: int) -> Any:
-    whole = replicas_of_shards(2, 2)
-    part = whole["replicate"]
-    stats = WireStats()
-    topology = Topology(replicate=part.get_group(), stats=stats)
-    topology.form()
-    assert topology.node is None
-    assert topology.everyone.world_size == 4
-    found = topology.voters.gather_words([rank], "a word").view(-1).tolist()
-    return found, topology.same_parts, topology.local_size, stats.bytes_sent
 
 
 @pytest.mark.smoke
-def test_the_ranks_of_a_replicate_dimension_vote(pools: RankPools) -> None:
-    same_parts = [[0, 2], [1, 3]]
-    sent = 64 * 3 + 8
-    assert pools(4).run(mesh) == [(same_parts[rank % 2], same_parts, 1, sent) for rank in range(4)]
+@on_ranks(4)
+def test_the_ranks_of_a_replicate_dimension_vote(rank: int) -> None:
+    stats = WireStats()
+    topology = Topology(replicate=replicas_of_shards(2, 2)["replicate"].get_group(), stats=stats)
+    topology.form()
+    assert topology.node is None
+    assert topology.everyone.world_size == 4
+    assert topology.same_parts == [[0, 2], [1, 3]]
+    assert topology.local_size == 1
+    voters = topology.voters.gather_words([rank], "a word").view(-1).tolist()
+    assert voters == topology.same_parts[rank % 2]
+    assert stats.bytes_sent == 64 * 3 + 8
 
 
 def test_control_messages_travel_from_the_parameters_device(
@@ -188,17 +167,12 @@ def test_control_messages_travel_from_the_parameters_device(
         assert optimizer._topology().everyone.control_device == param.device
 
 
-def uneven(rank: int, world_size: int) -> str:
+@on_ranks(3)
+def test_replicas_of_different_sizes_are_refused(rank: int) -> None:
     groups = [dist.new_group([0, 1]), dist.new_group([2])]
-    with pytest.raises(Disagreement) as caught:
+    text = r"sizes are \[2, 2, 1\] and their first ranks \[0, 0, 2\] in rank order"
+    with pytest.raises(Disagreement, match=text):
         Topology(replicate=groups[rank == 2]).form()
-    return str(caught.value)
-
-
-def test_replicas_of_different_sizes_are_refused(pools: RankPools) -> None:
-    results = pools(3).run(uneven)
-    assert len(set(results)) == 1
-    assert "sizes are [2, 2, 1] and their first ranks [0, 0, 2] in rank order" in results[0]
 
 
 def test_a_topology_needs_torch_distributed() -> None:

@@ -42,8 +42,7 @@ class Layout:
             length = size // shape[0] if shape and shape[0] else size
             count = shape[0] if length and length % 64 == 0 else min(size, 1)
             for _ in range(count):
-                padded = length if count > 1 or length % 64 == 0 else -(-size // 64) * 64
-                padded = padded if count > 1 else -(-size // 64) * 64
+                padded = length if count > 1 else -(-size // 64) * 64
                 rows += padded * [len(self.row_sizes)]
                 self.row_sizes.append(length if count > 1 else size)
                 self.tensor_of_row.append(number)
