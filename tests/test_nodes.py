@@ -15,10 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.failures import Disagreement
 from tests.support.definition import Lions
-from tests.support.spawn import RankPools, on_ranks
+from tests.support.spawn import on_ranks
 from tests.support.training import (
     batch,
-    error_of,
     everyones,
     gradients_of,
     model_of,
@@ -70,7 +69,9 @@ def test_attached_wrappers_equal_the_definition(
     optimizer.detach()
 
 
-def unattached_node(rank: int, world_size: int, case: str) -> str:
+@pytest.mark.parametrize("case", ["new", "resumed", "detached", "on rank 1"])
+@on_ranks(2)
+def test_nodes_need_attach(rank: int, case: str) -> None:
     model: nn.Module = model_of()
     options: dict[str, Any] = {} if case == "on rank 1" and rank == 0 else {"local_group": 2}
     optimizer = DistributedLion(model.named_parameters(), lr=0.01, **options)
@@ -85,29 +86,23 @@ def unattached_node(rank: int, world_size: int, case: str) -> str:
         state["param_groups"][0]["step"] = 7
         optimizer.load_state_dict(state)
     model(batch(0, rank)).sum().backward()
-    return error_of(optimizer.step)
+    text = r"local_group=2 needs optimizer.attach\(ddp_model\)"
+    if case == "on rank 1" and rank == 0:
+        text = f"step failed on 1 of 2 ranks: rank 1: RuntimeError: {text}"
+    with pytest.raises(RuntimeError, match=f"^{text}"):
+        optimizer.step()
 
 
-@pytest.mark.parametrize("case", ["new", "resumed", "detached", "on rank 1"])
-def test_nodes_need_attach(pools: RankPools, case: str) -> None:
-    first, second = pools(2).run(unattached_node, case)
-    assert "needs optimizer.attach(ddp_model)" in second
-    alone = f"Disagreement: step failed on 1 of 2 ranks: rank 1: {second}"
-    assert first == (alone if case == "on rank 1" else second)
-
-
-def refused_on_one_rank(rank: int, world_size: int) -> str:
+@on_ranks(4, timeout=30)
+def test_an_attach_that_is_refused_on_one_rank_does_not_hang(rank: int) -> None:
     ddp = DistributedDataParallel(model_of())
     optimizer = DistributedLion(ddp.named_parameters(), lr=0.01, local_group=2)
-    said = error_of(optimizer.attach, ddp.module if rank == 1 else ddp)
+    if rank == 1:
+        with pytest.raises(TypeError, match=r"attach\(\) needs a DistributedDataParallel"):
+            optimizer.attach(ddp.module)
+    else:
+        optimizer.attach(ddp)
     optimizer.detach()
-    return said
-
-
-def test_an_attach_that_is_refused_on_one_rank_does_not_hang(pools: RankPools) -> None:
-    said = pools(4).run(refused_on_one_rank, timeout=30)
-    assert said[0] == said[2] == said[3] == ""
-    assert said[1].startswith("TypeError: attach() needs a DistributedDataParallel")
 
 
 @pytest.mark.parametrize(

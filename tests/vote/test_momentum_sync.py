@@ -41,8 +41,10 @@ def chosen(name: str, param: torch.Tensor) -> bool:
     return name.startswith("0.") or name.endswith("bias")
 
 
-def synced(rank: int, world_size: int, selection: Any) -> list[float]:
-    model, spreads = model_of(), []
+@pytest.mark.parametrize("selection", ["0.*;*bias", chosen], ids=["patterns", "function"])
+@on_ranks(3)
+def test_selected_momenta_are_averaged(rank: int, selection: Any) -> None:
+    model = model_of()
     optimizer = DistributedLion(
         model.named_parameters(), lr=0.01, momentum_sync_every=1, momentum_sync=selection
     )
@@ -50,20 +52,11 @@ def synced(rank: int, world_size: int, selection: Any) -> list[float]:
         optimizer.zero_grad()
         model(batch(step, rank)).square().sum().backward()
         optimizer.step()
-    for p in model.parameters():
+    for name, p in model.named_parameters():
         momentum = optimizer.state[p]["exp_avg"]
-        spread = torch.stack(everyones(momentum)).std(dim=0).mean()
-        spreads.append(float(spread / momentum.abs().mean()))
-    return spreads
-
-
-@pytest.mark.parametrize("selection", ["0.*;*bias", chosen], ids=["patterns", "function"])
-def test_selected_momenta_are_averaged(pools: RankPools, selection: Any) -> None:
-    found = pools(3).run(synced, selection)
-    first_weight, first_bias, second_weight, second_bias, *_ = found[0]
-    # Each rank keeps its own error of rounding to bfloat16.
-    assert 0 < max(first_weight, first_bias, second_bias) < 2**-8
-    assert second_weight > 0.1
+        spread = torch.stack(everyones(momentum)).std(dim=0).mean() / momentum.abs().mean()
+        # Each rank keeps its own error of rounding to bfloat16.
+        assert 0 < spread < 2**-8 if chosen(name, p) else spread > 0.1, name
 
 
 def test_slices_cover_all_momenta_once() -> None:
@@ -170,7 +163,8 @@ def test_no_momenta_are_sent_if_none_fits_the_budget(pools: RankPools) -> None:
     assert usual["sent"][1] - none["sent"][1] == 4 * 24
 
 
-def remeasured(rank: int, world_size: int) -> tuple[dict[str, float], dict[str, float]]:
+@on_ranks(2)
+def test_an_averaged_momentum_keeps_most_of_its_divergence(rank: int) -> None:
     """Measures at steps 1, 53 and 105; the momenta are equal from step 60."""
     param = nn.Parameter(torch.zeros(4, 64))
     optimizer = DistributedLion(
@@ -183,17 +177,13 @@ def remeasured(rank: int, world_size: int) -> tuple[dict[str, float], dict[str, 
         optimizer.step()
         found.append(optimizer.momentum_divergence()["w"])
     assert found[0] == found[51] != found[52] == found[103] != found[104]
-    return found[52], found[104]
-
-
-def test_an_averaged_momentum_keeps_most_of_its_divergence(pools: RankPools) -> None:
-    (second, third), other = pools(2).run(remeasured)
-    assert other == (second, third)
     # Synchronized momenta differ little, but would differ again without synchronization.
-    assert third == pytest.approx(0.9 * second)
+    assert found[104] == pytest.approx(0.9 * found[52])
+    assert everywhere(found) == [found, found]
 
 
-def in_nodes(rank: int, world_size: int) -> tuple[dict[str, float], float]:
+@on_ranks(4)
+def test_nodes_measure_one_divergence(rank: int) -> None:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Linear(64, 4))
     optimizer = DistributedLion(
@@ -205,15 +195,10 @@ def in_nodes(rank: int, world_size: int) -> tuple[dict[str, float], float]:
     optimizer.step()
     optimizer.detach()
     # The momentum before any is averaged is 0.01 times the mean gradient of a node.
-    by_rank = everyones(ddp.module.weight.grad)
-    return optimizer.momentum_divergence(), divergence_of(by_rank[::2])
-
-
-def test_nodes_measure_one_divergence(pools: RankPools) -> None:
-    found = pools(4).run(in_nodes)
-    assert found == found[:1] * 4
-    divergence, expected = found[0]
+    expected = divergence_of(everyones(ddp.module.weight.grad)[::2])
+    divergence = optimizer.momentum_divergence()
     assert divergence["module.weight"] == pytest.approx(expected)
+    assert everywhere(divergence) == [divergence] * 4
 
 
 @on_ranks(4)
