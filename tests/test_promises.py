@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hf_dlion
 from hf_dlion.exchange.wire import LostRank
 from hf_dlion.optimizer import DistributedLion
-from tests.support.spawn import RankPools, on_ranks, run_script
+from tests.support.spawn import on_ranks, run_script
 from tests.support.training import batch, filled, is_equal_everywhere, model_of, warned
 
 pytestmark = pytest.mark.multiproc
@@ -87,7 +87,9 @@ def leave(when: str) -> None:
             os._exit(0)
 
 
-def forgets(rank: int, world_size: int, kind: str) -> list[str]:
+@pytest.mark.parametrize("kind", ["ddp", "one of two", "local"])
+@on_ranks(2)
+def test_a_forgotten_attach_trains_and_warns_once(rank: int, kind: str) -> None:
     torch.manual_seed(0)
     model: nn.Module = nn.Linear(64, 4)
     head: nn.Module = nn.Linear(4, 2)
@@ -104,37 +106,24 @@ def forgets(rank: int, world_size: int, kind: str) -> list[str]:
             head(model(x)).square().sum().backward()
             optimizer.step()
     assert is_equal_everywhere(next(model.parameters()))
-    return [text for text in texts if "attach" in text]
+    found = [text for text in texts if "attach" in text]
+    assert len(found) == (rank == 0 and kind != "local")
+    assert all("add optimizer.attach(ddp_model)" in text for text in found)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "one of two"])
-def test_a_forgotten_attach_trains_and_warns_once(pools: RankPools, kind: str) -> None:
-    first, second = pools(2).run(forgets, kind)
-    assert len(first) == 1
-    assert "add optimizer.attach(ddp_model)" in first[0]
-    assert second == []
-
-
-def warned_as_an_error(rank: int, world_size: int) -> tuple[str, torch.Tensor]:
-    torch.manual_seed(0)
-    param = nn.Parameter(torch.randn(4, 64))
-    param.grad = torch.ones(4, 64)
+@on_ranks(2, timeout=20)
+def test_a_warning_that_is_an_error_comes_after_the_step(rank: int) -> None:
+    param = filled(1.0)
     optimizer = DistributedLion([param], lr=0.1)
-    said = ""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        try:
+        if rank == 0:
+            with pytest.raises(UserWarning, match="all ranks have equal gradients"):
+                optimizer.step()
+        else:
             optimizer.step()
-        except UserWarning as warning:
-            said = str(warning)
-    return said, param.detach()
-
-
-def test_a_warning_that_is_an_error_comes_after_the_step(pools: RankPools) -> None:
-    (first, params), (second, others) = pools(2).run(warned_as_an_error, timeout=20)
-    assert first.startswith("all ranks have equal gradients")
-    assert second == ""
-    assert torch.equal(params, others)
+    assert is_equal_everywhere(param)
+    assert bool((param != 1.0).all())
 
 
 @on_ranks(2)
@@ -151,8 +140,37 @@ def test_a_warning_shows_the_line_of_the_caller(rank: int) -> None:
     assert {warning.filename for warning in caught} == {__file__}
 
 
-def test_local_gradients_do_not_warn(pools: RankPools) -> None:
-    assert pools(2).run(forgets, "local") == [[], []]
+@on_ranks(2)
+def test_a_second_wrapper_that_is_not_attached_warns(rank: int) -> None:
+    """Wraps the model again after a detach, and forgets to attach the new wrapper."""
+    torch.manual_seed(0)
+    module = nn.Linear(64, 4)
+    optimizer = DistributedLion(module.named_parameters(), lr=0.1)
+    with warned() as texts:
+        for attaches in (True, False):
+            model = DistributedDataParallel(module)
+            if attaches:
+                optimizer.attach(model)
+            x = torch.randn(2, 64, generator=torch.Generator().manual_seed(rank))
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if attaches:
+                assert not texts
+                optimizer.detach()
+    assert len(texts) == (rank == 0)
+    assert all("add optimizer.attach(ddp_model)" in text for text in texts)
+
+
+@on_ranks(2)
+def test_a_second_optimizer_that_is_not_attached_cannot_step() -> None:
+    model = DistributedDataParallel(nn.Linear(64, 2))
+    first = DistributedLion([model.module.weight])
+    second = DistributedLion([model.module.bias])
+    first.attach(model)  # Which accepts that the second one comes later.
+    model(torch.ones(1, 64)).sum().backward()
+    with pytest.raises(RuntimeError, match="attach this one too, or call detach"):
+        second.step()
 
 
 def normal(seed: int, rows: int) -> torch.Tensor:
@@ -211,41 +229,3 @@ def test_replicas_are_equal_with_other_cpu_instructions() -> None:
 
 if __name__ == "__main__":
     leave(sys.argv[1]) if sys.argv[1:] else main()
-
-
-def attaches_once_of_twice(rank: int, world_size: int) -> list[str]:
-    """Wraps the model again after a detach, and forgets to attach the new wrapper."""
-    torch.manual_seed(0)
-    module = nn.Linear(64, 4)
-    optimizer = DistributedLion(module.named_parameters(), lr=0.1)
-    with warned() as texts:
-        for attaches in (True, False):
-            model = DistributedDataParallel(module)
-            if attaches:
-                optimizer.attach(model)
-            x = torch.randn(2, 64, generator=torch.Generator().manual_seed(rank))
-            model(x).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if attaches:
-                assert not texts
-                optimizer.detach()
-    return texts
-
-
-def test_a_second_wrapper_that_is_not_attached_warns(pools: RankPools) -> None:
-    first, second = pools(2).run(attaches_once_of_twice)
-    assert len(first) == 1
-    assert "add optimizer.attach(ddp_model)" in first[0]
-    assert second == []
-
-
-@on_ranks(2)
-def test_a_second_optimizer_that_is_not_attached_cannot_step() -> None:
-    model = DistributedDataParallel(nn.Linear(64, 2))
-    first = DistributedLion([model.module.weight])
-    second = DistributedLion([model.module.bias])
-    first.attach(model)  # Which accepts that the second one comes later.
-    model(torch.ones(1, 64)).sum().backward()
-    with pytest.raises(RuntimeError, match="attach this one too, or call detach"):
-        second.step()
