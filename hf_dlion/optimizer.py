@@ -398,9 +398,11 @@ class DistributedLion(LionState):
                 f"local_group={self.options.local_group!r} needs optimizer.attach(ddp_model), "
                 f"whose hook averages gradients inside each node"
             )
+        if self.node_group is None:  # Every node has one rank.
+            return
         averaged = ddp.averaged_parameters(self)
         for name, param in groups.named(self.param_groups):
-            if param.requires_grad and param not in averaged and self.node_group is not None:
+            if param.requires_grad and param not in averaged:
                 raise RuntimeError(
                     f"DDP doesn't average the gradient of {name!r} inside a node, as "
                     f"local_group={self.options.local_group!r} needs: it was unfrozen after the "

@@ -137,15 +137,12 @@ class LionState(torch.optim.Optimizer):
         return Trainable(self._plan, params, [tensors.flat_view(part) for part in parts])
 
     def _make_plan(self, key: object, shapes: Sequence[Shape], trainable: set[Tensor]) -> Plan:
-        selected = groups.selection(self.param_groups, self.options, "full_precision")
-        chosen = [
-            (averaged, (name, p))
-            for averaged, (name, p) in zip(selected, groups.named(self.param_groups), strict=True)
-            if p in trainable
-        ]
-        fsdp.check_sharding([line for _, line in chosen], self._replicate)
-        lines = [line for _, line in chosen]
-        return Plan.of(key, shapes, lines, [averaged for averaged, _ in chosen])
+        averaged = groups.selection(self.param_groups, self.options, "full_precision")
+        named = groups.named(self.param_groups)
+        kept = [k for k, (_, p) in enumerate(named) if p in trainable]
+        chosen = [named[k] for k in kept]
+        fsdp.check_sharding(chosen, self._replicate)
+        return Plan.of(key, shapes, chosen, [averaged[k] for k in kept])
 
     def _collect(self) -> Trainable:
         """Returns the tensors of a step; unscales gradients that GradScaler left scaled."""

@@ -135,9 +135,9 @@ def write(path: Path, lion: DistributedLion, save: str, at: Position, scaler: An
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    descriptor = os.open(path.parent, os.O_RDONLY)  # The new name is on the disk once it is.
+    descriptor = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        os.fsync(descriptor)  # The folder has the new name.
     finally:
         os.close(descriptor)
 

@@ -227,6 +227,8 @@ def test_a_method_is_a_name_with_options_that_exist(monkeypatch: pytest.MonkeyPa
         method_of("average:bits=4")
     with pytest.raises(ValueError, match=r"only methods with DistributedLion .*, not adamw$"):
         method_of("adamw:bits=4")
+    with pytest.raises(ValueError, match=r"majority:foo=1: .*unexpected keyword argument 'foo'"):
+        method_of("majority:foo=1")
     with pytest.raises(ValueError, match=r"bits must be 1, 2, 4, or 8 \(got 3\)"):
         method_of("majority:bits=3")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -113,6 +113,7 @@ def test_help_explains_every_option_method_and_task_and_has_two_examples(
         (["--lr-factors", "*head*=3"], "no parameter name matches *head*"),
         (["--lr-factors", "=3"], "'=3' must be PATTERN=FACTOR, such as *embed*=3"),
         (["--sequence", "1"], "must be an integer of at least 2 (got 1)"),
+        (["--links", "fast"], "'fast' is not a rate"),
         (["--lr-lion", "1.5e-5", "0"], "must be a number above 0 (got 0)"),
         (["--warmup", "1"], "must be at least 0 and below 1 (got 1)"),
     ],
