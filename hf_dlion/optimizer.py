@@ -448,12 +448,14 @@ class DistributedLion(LionState):
         grads, momenta = trainable.grads, trainable.momenta
         params = [p if m else None for p, m in zip(trainable.flat, agreed.moves, strict=True)]
         if ranks is None or ranks.voters.world_size == 1:
+            turn = replace(turn, old_rows=self._old_rows(trainable))
             for message in [*plan.messages, *plan.full]:
                 plain_lion(message, params, grads, momenta, turn)
         else:
             rule: Rule = Majority(self.options.ties)
             if self.options.aggregation == "average":
                 rule = Average(ranks.voters.world_size, self.options.bits)
+            turn = replace(turn, old_rows=self._old_rows(trainable, plan.full_set))
             step_by_votes(plan.messages, params, grads, momenta, turn, rule, ranks)
             if plan.full:
                 # On all voters, because these momenta follow the mean gradient.
@@ -461,7 +463,8 @@ class DistributedLion(LionState):
                     self._flat_momentum(p) if k in plan.full_set else None
                     for k, p in enumerate(trainable.params)
                 ]
-                step_in_full(plan, params, grads, momenta, agreed, ranks.voters, turn)
+                states = [self.state.get(p, {}) for p in trainable.params]
+                step_in_full(plan, params, grads, momenta, states, agreed, ranks.voters, turn)
         for group in self.param_groups:
             group["step"] = turn.step
         if ranks is not None:
@@ -511,6 +514,7 @@ class DistributedLion(LionState):
         )
         texts = [] if kind is Kind.LOCAL_STEP else self._warnings(trainable, ranks)
         turn, now = self._turn(), time.perf_counter()
+        turn = replace(turn, old_rows=self._old_rows(trainable))
         self._local.step(trainable, turn)
         self.wire.add("apply_s", now)
         self._local.period = period

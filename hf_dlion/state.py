@@ -6,7 +6,7 @@ It holds parameter groups, momenta, and the plan of its tensors.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import fields
 from typing import Any
 
@@ -22,6 +22,7 @@ from hf_dlion.ranks.failures import Disagreement
 from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote import groups, tensors
+from hf_dlion.vote.idle_rows import AGE, old_rows
 from hf_dlion.vote.local_steps import LocalSteps, Period
 from hf_dlion.vote.message import Shape
 from hf_dlion.vote.tensors import Plan, Trainable
@@ -152,7 +153,10 @@ class LionState(torch.optim.Optimizer):
             if p.grad is not None and p.requires_grad:
                 name, grad = str(found.plan.lines[k][0]), fsdp.local_part(p.grad.detach())
                 grads[k] = tensors.flat_gradient(name, grad, fsdp.local_part(p.detach()))
+        found.zero_rows = [None] * len(grads)
         found.finite = self._unscale([grad for grad in grads if grad is not None])
+        if found.finite:
+            found.finite, found.zero_rows = tensors.survey(grads, found.plan.shapes)
         if not self.state and not any([float(group["lr"]) for group in self.param_groups]):
             # torch.distributed.checkpoint takes such a step, on gradients of zero, to create the
             # state. Without gradients no rank votes, and the step isn't counted.
@@ -168,7 +172,7 @@ class LionState(torch.optim.Optimizer):
         return found
 
     def _unscale(self, grads: list[Tensor]) -> bool:
-        """Unscales gradients that GradScaler left scaled; returns whether all are finite."""
+        """Unscales gradients that GradScaler left scaled; returns False if it found an Inf."""
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if scale is not None:  # GradScaler would multiply it into the next one if the step fails.
             self.grad_scale = 1.0
@@ -181,7 +185,7 @@ class LionState(torch.optim.Optimizer):
             )
         if scale is not None and grads:
             torch._foreach_mul_(grads, 1.0 / float(scale))
-        return tensors.all_finite(grads)
+        return True
 
     def _momentum(self, param: Tensor) -> Tensor:
         """Returns a parameter's momentum, in the parameter's memory layout.
@@ -203,6 +207,13 @@ class LionState(torch.optim.Optimizer):
             momentum = torch.empty_like(param, dtype=momentum.dtype).copy_(momentum)
             state["exp_avg"] = momentum
         return momentum
+
+    def _old_rows(self, found: Trainable, left_out: Set[int] = frozenset()) -> list[Tensor | None]:
+        """Counts the updates of momenta in this step; returns the rows with u = 0."""
+        grads = [None if k in left_out else grad for k, grad in enumerate(found.grads)]
+        states = [self.state.get(p, {}) for p in found.params]
+        betas2 = [self.param_groups[shape.group]["betas"][1] for shape in found.plan.shapes]
+        return old_rows(states, grads, found.zero_rows, betas2)
 
     def _flat_momentum(self, param: Tensor) -> Tensor:
         """Returns this rank's part of a parameter's momentum, flat."""
@@ -367,11 +378,14 @@ class LionState(torch.optim.Optimizer):
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for key, param in zip(keys, params, strict=True):
-            if "exp_avg" in (saved := state_dict["state"].get(key, {})):
-                dtype = self.options.momentum_dtype or param.dtype
-                # torch casts a momentum to its parameter's dtype, which loses bits.
-                momentum = saved["exp_avg"].to(device=param.device, dtype=dtype, copy=True)
-                self.state[param]["exp_avg"] = momentum
+            saved, momentum_dtype = state_dict["state"].get(key, {}), self.options.momentum_dtype
+            # torch casts both to the parameter's dtype, which loses bits.
+            for name, dtype in (("exp_avg", momentum_dtype or param.dtype), (AGE, torch.int32)):
+                if name in saved:
+                    tensor = saved[name].to(device=param.device, dtype=dtype, copy=True)
+                    self.state[param][name] = tensor
+            if fsdp.is_sharded(param):  # Rows of another shard, unless its momentum file is loaded.
+                self.state[param].pop(AGE, None)
         self._plan = Plan()
         self._local = LocalSteps(swapped=self._local.swapped)
         self._loads += 1

@@ -33,9 +33,10 @@ from hf_dlion.exchange.routes import Verdict, wire_bytes
 from hf_dlion.exchange.rule import Average, Majority
 from hf_dlion.ranks.header import HEADER_BYTES
 from hf_dlion.vote.codec import TOP, spread, tally
+from hf_dlion.vote.idle_rows import old_rows
 from hf_dlion.vote.message import Shape, messages
 from hf_dlion.vote.momentum_sync import slice_of
-from hf_dlion.vote.tensors import all_finite, flat_gradient, flat_view
+from hf_dlion.vote.tensors import flat_gradient, flat_view, survey
 from hf_dlion.vote.update import Scratch, Turn, encode, move
 
 
@@ -150,11 +151,11 @@ class Votes(Workers):
         groups = self._optimizer.param_groups
         self.params = [param for group in groups for param in group["params"]]
         numbers = [number for number, group in enumerate(groups) for _ in group["params"]]
-        self._messages = messages(
-            [Shape.of(*pair) for pair in zip(self.params, numbers, strict=True)]
-        )
+        self._shapes = [Shape.of(*pair) for pair in zip(self.params, numbers, strict=True)]
+        self._messages = messages(self._shapes)
         self._flat = [flat_view(param) for param in self.params]
         self._momenta = [[torch.zeros_like(flat) for flat in self._flat] for _ in self.workers]
+        self._states: list[list[dict[str, Any]]] = [[{} for _ in self._flat] for _ in self.workers]
         self._scratch, self._step = Scratch(), 0
         self._grads: list[list[Tensor | None]] = []
 
@@ -170,7 +171,7 @@ class Votes(Workers):
         options, ranks = self._optimizer.options, len(self.workers)
         average = options.aggregation == "average"
         rule = Average(ranks, options.bits) if average else Majority(options.ties)
-        grads = [self._flat_grads(rank_grads) for rank_grads in self._grads]
+        grads, old = zip(*map(self._surveyed, self._grads, self._states), strict=True)
         momenta = [
             [None if grad is None else m for grad, m in zip(rank_grads, kept, strict=True)]
             for rank_grads, kept in zip(grads, self._momenta, strict=True)
@@ -179,7 +180,7 @@ class Votes(Workers):
             any(rank_grads[k] is not None for rank_grads in grads) for k in range(len(self.params))
         ]
         params = [flat if used else None for flat, used in zip(self._flat, seen, strict=True)]
-        turns = [self._turn(rank) for rank in self.workers]
+        turns = [self._turn(rank, old[rank]) for rank in self.workers]
         for message in self._messages:
             everyone = zip(grads, momenta, turns, strict=True)
             votes = [encode(message, g, m, turn, ()) for g, m, turn in everyone]
@@ -197,15 +198,21 @@ class Votes(Workers):
             self._average_momenta(options.momentum_sync_every)
         self._grads = []
 
-    def _flat_grads(self, grads: list[Tensor | None]) -> list[Tensor | None]:
-        """Returns a rank's flat gradients, all None if it abstains."""
-        finite = all_finite([grad for grad in grads if grad is not None])
+    def _surveyed(
+        self, grads: list[Tensor | None], states: list[dict[str, Any]]
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Returns a rank's flat gradients, all None if it abstains, and its old rows."""
         pairs = zip(grads, self.params, strict=True)
-        return [flat_gradient("", g, p) if g is not None and finite else None for g, p in pairs]
+        flat = [None if grad is None else flat_gradient("", grad, p) for grad, p in pairs]
+        finite, zero = survey(flat, self._shapes)
+        flat = flat if finite else [None] * len(flat)
+        groups = self._optimizer.param_groups
+        betas2 = [groups[shape.group]["betas"][1] for shape in self._shapes]
+        return flat, old_rows(states, flat, zero, betas2)
 
-    def _turn(self, rank: int) -> Turn:
+    def _turn(self, rank: int, old: list[Tensor | None]) -> Turn:
         return Turn(
-            step=self._step, voter=rank, options=self._optimizer.options,
+            step=self._step, voter=rank, options=self._optimizer.options, old_rows=old,
             groups=self._optimizer.param_groups, scratch=self._scratch,
         )  # fmt: skip
 

@@ -1,8 +1,9 @@
 """The file of one rank: its name, its content, and what is checked when it is read.
 
 Name:      dlion_momentum_{rank}_of_{world_size}.safetensors
-Tensors:   "{k}" is the momentum of parameter k, numbered as in torch's `state_dict()`. "own.{k}"
-           are this rank's own weights of it, between two exchanges of local steps.
+Tensors:   "{k}" is the momentum of parameter k, numbered as in torch's `state_dict()`. "age.{k}"
+           is the age of its rows, if one is without a gradient (`vote.idle_rows`). "own.{k}" are
+           this rank's own weights of it, between two exchanges of local steps.
 Metadata:  the header as JSON: save, step, rank, voters, shard, GradScaler, local steps
 """
 
@@ -24,6 +25,7 @@ from torch import Tensor
 
 import hf_dlion.fsdp as fsdp
 from hf_dlion.optimizer import DistributedLion
+from hf_dlion.vote.idle_rows import AGE
 from hf_dlion.vote.local_steps import LocalSteps, Period
 from hf_dlion.vote.tensors import flat_view
 from hf_dlion.vote.update import LOW_PRECISION
@@ -31,10 +33,10 @@ from hf_dlion.vote.update import LOW_PRECISION
 # Prefix of the files' names. An integration that saves several optimizers appends a number.
 NAME = "dlion_momentum"
 LOAD_OLDER = "load an older checkpoint, or restore this one from a copy"
-# Prefix of the keys of own weights; the keys of momenta are numbers alone.
-_OWN = "own."
+# Prefixes of the keys of ages and own weights; the keys of momenta are numbers alone.
+_AGE, _OWN = "age.", "own."
 # Key of the header in the file's metadata, whose values are strings, with the format's version.
-_HEADER = "hf_dlion momentum 3"
+_HEADER = "hf_dlion momentum 4"
 
 
 class CheckpointError(RuntimeError):
@@ -86,12 +88,13 @@ class Header:
 class Loaded:
     """A file's content for this rank, on its device.
 
-    Momenta have their parameter's shape. `local` has local steps as after `eval()`, with own
-    weights in the place of anchors. It is None with `vote_every=1`.
+    Momenta have their parameter's shape, and `ages` has those of its rows. `local` has local steps
+    as after `eval()`, with own weights in the place of anchors. It is None with `vote_every=1`.
     """
 
     header: Header
     momenta: dict[Tensor, Tensor] = field(default_factory=dict)
+    ages: dict[Tensor, Tensor] = field(default_factory=dict)
     local: LocalSteps | None = None
 
 
@@ -124,7 +127,12 @@ def write(path: Path, lion: DistributedLion, save: str, at: Position, scaler: An
         for number, param in enumerate(_params(lion))
         if "exp_avg" in lion.state.get(param, {})
     }
-    kept = {**momenta, **_own_weights(lion)}
+    ages = {
+        f"{_AGE}{number}": lion.state[param][AGE]
+        for number, param in enumerate(_params(lion))
+        if AGE in lion.state.get(param, {})
+    }
+    kept = {**momenta, **ages, **_own_weights(lion)}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")
     try:
@@ -187,7 +195,7 @@ def read(path: Path, lion: DistributedLion, at: Position) -> Loaded:
             header = _read_header(path, file.metadata())
             keys = set(file.keys())
             known = {str(number) for number in range(len(params))}
-            if not {key.removeprefix(_OWN) for key in keys} <= known:
+            if not {key.removeprefix(_OWN).removeprefix(_AGE) for key in keys} <= known:
                 raise CheckpointError(
                     f"{path} holds momenta {sorted(keys)}, but the optimizer has {len(params)} "
                     f"parameters: it was saved with another model"
@@ -212,6 +220,8 @@ def read(path: Path, lion: DistributedLion, at: Position) -> Loaded:
         # A copy, because what safetensors returns is still mapped to the file.
         momentum = momentum.to(device=part.device, dtype=dtype, copy=True)
         loaded.momenta[param] = fsdp.with_local_part(param, momentum)
+        if (age := saved.get(f"{_AGE}{number}")) is not None:
+            loaded.ages[param] = age.to(part.device, torch.int32, copy=True)
     if lion.options.vote_every > 1:
         own_weights = {
             int(key.removeprefix(_OWN)): saved[key] for key in saved if key.startswith(_OWN)

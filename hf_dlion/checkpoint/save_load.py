@@ -37,6 +37,7 @@ from hf_dlion.checkpoint.momentum_file import (
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.topology import Topology
+from hf_dlion.vote.idle_rows import AGE
 from hf_dlion.vote.tensors import Plan
 
 
@@ -217,10 +218,11 @@ def _apply(lion: DistributedLion, loaded: Loaded) -> None:
     for group in lion.param_groups:
         group["step"] = loaded.header.step
         for param in group["params"]:
-            # Replaced: after torch's load_state_dict other objects may share the old tensor.
-            lion.state[param].pop("exp_avg", None)
-            if param in loaded.momenta:
-                lion.state[param]["exp_avg"] = loaded.momenta[param]
+            # Replaced: after torch's load_state_dict other objects may share the old tensors.
+            for key, tensors in (("exp_avg", loaded.momenta), (AGE, loaded.ages)):
+                lion.state[param].pop(key, None)
+                if param in tensors:
+                    lion.state[param][key] = tensors[param]
     if loaded.local is not None:
         # As after `eval`, with own weights in the place of anchors.
         swapped, lion._local = lion._local.swapped, loaded.local

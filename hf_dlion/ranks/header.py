@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 # Version of all that is sent, hashed, and rounded.
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 
 # Bits of the word of flags.
 FINITE, FAILED = 1, 2

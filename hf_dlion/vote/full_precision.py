@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +13,10 @@ from hf_dlion.exchange.wire import Wire
 from hf_dlion.ranks.agreement import Agreed
 from hf_dlion.ranks.fingerprint import digest, fingerprints
 from hf_dlion.vote.codec import divided
+from hf_dlion.vote.idle_rows import AGE, old_rows
 from hf_dlion.vote.message import Message
 from hf_dlion.vote.momentum_sync import average_whole
-from hf_dlion.vote.tensors import Plan
+from hf_dlion.vote.tensors import Plan, survey
 from hf_dlion.vote.update import Flat, Turn, plain_lion
 
 
@@ -23,6 +25,7 @@ def step_in_full(
     params: Flat,
     grads: Flat,
     momenta: Flat,
+    states: Sequence[dict[str, Any]],
     agreed: Agreed,
     wire: Wire,
     turn: Turn,
@@ -30,19 +33,22 @@ def step_in_full(
     """Takes plain Lion's step on mean gradients; every voter must call this.
 
     The mean is over the voters that have a finite gradient, and a gradient of None counts as zeros.
-    `momenta` also has those of selected parameters that don't move. Each rank sends 2 (N - 1)
-    ceil(n / N) elements for the n elements of one message and dtype, as in a ring.
+    `momenta` also has those of selected parameters that don't move, and `states` the optimizer's
+    state of each parameter. Each rank sends 2 (N - 1) ceil(n / N) elements for the n elements of
+    one message and dtype, as in a ring.
     """
     if not plan.full_momenta_equal:
-        _equalize([m for m in momenta if m is not None], wire)
+        _equalize(momenta, states, wire)
         plan.full_momenta_equal = True
-    # One random stream on all voters, so their momenta stay equal.
-    turn = replace(turn, voter=0)
     momenta = [None if p is None else m for p, m in zip(params, momenta, strict=True)]
     means = sum_over_voters(plan.full, params, grads, wire)
     for index, mean in enumerate(means):
         if mean is not None:
             divided(mean, sum(agreed.has_gradient(index)))
+    # Rows of the mean and one random stream, so momenta stay equal on all voters.
+    _, zero = survey(means, plan.shapes)
+    betas2 = [turn.groups[shape.group]["betas"][1] for shape in plan.shapes]
+    turn = replace(turn, voter=0, old_rows=old_rows(states, means, zero, betas2))
     for message in plan.full:
         plain_lion(message, params, means, momenta, turn, fused=False)
 
@@ -76,8 +82,13 @@ def sum_over_voters(
     return sums
 
 
-def _equalize(momenta: Sequence[Tensor], wire: Wire) -> None:
+def _equalize(momenta: Flat, states: Sequence[dict[str, Any]], wire: Wire) -> None:
     """Averages momenta over the voters if they differ, for example after a load."""
-    hashes = wire.gather_words([digest(fingerprints(momenta))], "hashes of momenta")
+    pairs = [(m, state) for m, state in zip(momenta, states, strict=True) if m is not None]
+    ages = [state[AGE] for _, state in pairs if AGE in state]
+    words = [digest(fingerprints([*(m for m, _ in pairs), *ages]))]
+    hashes = wire.gather_words(words, "hashes of momenta")
     if len(set(hashes.view(-1).tolist())) > 1:
-        average_whole(momenta, wire)
+        average_whole([m for m, _ in pairs], wire)
+        for _, state in pairs:
+            state.pop(AGE, None)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hf_dlion.vote.idle_rows import zero_rows
 from hf_dlion.vote.message import Message, Shape, messages
 
 # What ranks compare of a trainable parameter: name, shape, dtype, strides, device type, and whether
@@ -83,8 +84,9 @@ class Trainable:
 
     `params` are those of the model, DTensors with FSDP2. `flat` has this rank's part of each, a
     flat view in memory order. In a step, a flat gradient and its momentum are None if this rank's
-    voter abstains. `present` tells whether this rank has a gradient, and `finite` whether all of
-    its gradients are finite.
+    voter abstains. `zero_rows` marks the rows of each gradient that are zero, see `survey`.
+    `present` tells whether this rank has a gradient, and `finite` whether all of its gradients are
+    finite.
     """
 
     plan: Plan = field(default_factory=Plan)
@@ -92,6 +94,7 @@ class Trainable:
     flat: list[Tensor] = field(default_factory=list)
     grads: list[Tensor | None] = field(default_factory=list)
     momenta: list[Tensor | None] = field(default_factory=list)
+    zero_rows: list[Tensor | None] = field(default_factory=list)
     present: list[bool] = field(default_factory=list)
     finite: bool = True
 
@@ -145,28 +148,48 @@ def flat_gradient(name: str, grad: Tensor, param: Tensor) -> Tensor:
     return flat_view(grad)
 
 
-def all_finite(grads: Sequence[Tensor]) -> bool:
-    """Returns whether gradients hold no NaN and no Inf.
+def survey(
+    grads: Sequence[Tensor | None], shapes: Sequence[Shape]
+) -> tuple[bool, list[Tensor | None]]:
+    """Returns whether gradients hold no NaN and no Inf, and which of their rows are zero.
 
-    On a CPU this sums each gradient, which writes no temporary tensor. A sum of finite elements may
-    overflow, so a gradient whose sum isn't finite is checked element by element. On other devices
-    it computes the largest magnitudes, so the host waits once per device.
+    Rows are marked per gradient, bool, shape (R,), or None if no row is zero. On a CPU this sums
+    each gradient, which writes no temporary tensor. A sum of finite elements may overflow, so a
+    gradient whose sum isn't finite is checked element by element. On other devices it computes the
+    largest magnitude of each row. There the host waits once per device, and once more if a row is
+    zero.
     """
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
+    zero: list[Tensor | None] = [None] * len(grads)
+    by_device: dict[torch.device, list[int]] = {}
+    for k, grad in enumerate(grads):
+        if grad is None or not grad.numel():
+            continue
         if grad.device.type != "cpu":
-            by_device.setdefault(grad.device, []).append(grad)
+            by_device.setdefault(grad.device, []).append(k)
             continue
         wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
         if not math.isfinite(grad.sum(dtype=wide).item()) and not grad.isfinite().all():
-            return False
-    return all(bool(largest(found).isfinite().all()) for found in by_device.values())
+            return False, zero
+        zero[k] = zero_rows(grad, shapes[k].row)
+    for found in by_device.values():
+        magnitudes = [largest(grads[k], shapes[k].row) for k in found]  # type: ignore[arg-type]
+        joined = torch.cat(magnitudes)
+        finite, some_zero = torch.stack([joined.isfinite().all(), joined.eq(0).any()]).tolist()
+        if not finite:
+            return False, zero
+        if some_zero:
+            marks = [of_rows.eq(0) for of_rows in magnitudes]
+            has_zero = torch.stack([mark.any() for mark in marks]).tolist()
+            for k, mark, needed in zip(found, marks, has_zero, strict=True):
+                zero[k] = mark if needed else None
+    return True, zero
 
 
-def largest(grads: Sequence[Tensor]) -> Tensor:
-    """Returns the largest magnitude of each gradient that isn't empty, as an empty shard is."""
-    found = [grad for grad in grads if grad.numel()]
-    return torch.stack(torch._foreach_norm(found, math.inf)) if found else torch.zeros(0)
+def largest(grad: Tensor, row: int) -> Tensor:
+    """Returns the largest magnitude in each row of a flat gradient, shape (R,)."""
+    rows = grad.view(-1, row or grad.numel())
+    magnitudes: Tensor = torch.linalg.vector_norm(rows, math.inf, dim=1)
+    return magnitudes
 
 
 def _empty_if(left_out: bool, shape: Shape) -> Shape:

@@ -26,6 +26,7 @@ from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote import codec
 from hf_dlion.vote.codec import WORD
 from hf_dlion.vote.groups import Groups
+from hf_dlion.vote.idle_rows import silence
 from hf_dlion.vote.message import Message, Part, Piece
 from hf_dlion.vote.rounding import MOMENTA, PARAMETERS, random_bits, round_to
 
@@ -61,7 +62,8 @@ class Scratch:
 class Turn:
     """The step and the options on which the arithmetic depends, in addition to tensors.
 
-    `step` is 1 for the first step. `voter` is the number of this rank's voter.
+    `step` is 1 for the first step. `voter` is the number of this rank's voter. `old_rows` has, by
+    index in the layout, the rows in which u is 0, see `idle_rows.old_rows`.
     """
 
     step: int
@@ -69,6 +71,7 @@ class Turn:
     options: Options
     groups: Groups
     scratch: Scratch
+    old_rows: Sequence[Tensor | None] = ()
 
 
 def step_by_votes(
@@ -153,7 +156,7 @@ def direction(
     advance: bool,
     fused: bool = True,
 ) -> Tensor:
-    """Returns a piece's u = beta1 * m + (1 - beta1) * g, in scratch memory.
+    """Returns a piece's u = beta1 * m + (1 - beta1) * g, in scratch memory, 0 in old rows.
 
     `advance` also updates the momentum with beta2. If `fused`, processors may differ in the last
     bit, as in torch.lerp. Ranks that must get the same u and momentum pass False, and each
@@ -174,6 +177,10 @@ def direction(
         else:
             m.add_(difference.mul_(1 - beta2))
         write(piece, m, momenta, turn, MOMENTA + turn.voter)
+    for part in piece.parts if turn.old_rows else ():
+        old, grad = turn.old_rows[part.tensor], grads[part.tensor]
+        if old is not None and grad is not None:
+            silence(u, part, old, row=grad.numel() // old.numel())
     return u
 
 

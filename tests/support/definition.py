@@ -229,6 +229,9 @@ class Lions:
             [torch.zeros(p.shape, dtype=dtype or p.dtype) for p in self.params]
             for _ in range(self.ranks)
         ]
+        # Updates of the momentum since the last gradient other than zero, by rank and row.
+        rows = len(Layout([tuple(p.shape) for p in self.params]).row_sizes)
+        self.ages = np.zeros((self.ranks, rows), dtype=np.int64)
 
     def step(self, grads: Sequence[Sequence[torch.Tensor | None]]) -> None:
         """Takes a step on the gradients of each rank, by rank and parameter."""
@@ -289,7 +292,14 @@ class Lions:
             m, kind = self.momenta[rank][i], torch.float64 if p.dtype == torch.float64 else None
             wide, g = m.to(kind or torch.float32), g.to(kind or torch.float32)
             beta1, beta2 = self.betas[i]
-            parts.append(torch.lerp(wide, g, 1 - beta1).numpy())
+            u = torch.lerp(wide, g, 1 - beta1).numpy()
+            for row, number in enumerate(np.flatnonzero(np.array(layout.tensor_of_row) == i)):
+                own = slice(row * layout.row_sizes[number], (row + 1) * layout.row_sizes[number])
+                is_zero = not g.reshape(-1)[own].any()
+                self.ages[rank][number] = self.ages[rank][number] + 1 if is_zero else 0
+                if self.ages[rank][number] >= round(1 / (1 - beta2)):
+                    u.reshape(-1)[own] = 0
+            parts.append(u)
             new = torch.lerp(wide, g, 1 - beta2)
             if m.dtype in (torch.bfloat16, torch.float16):
                 largest = torch.finfo(m.dtype).max

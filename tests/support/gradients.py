@@ -40,8 +40,9 @@ def pair(
     own.pop("exchange", None)
     params = [torch.nn.Parameter(p.clone()) for p in start]
     groups = [
-        {"params": params[:4], "lr": 0.1, "weight_decay": 0.3, "betas": (0.9, 0.99)},
-        {"params": params[4:], "lr": 0.01, "weight_decay": 0.0, "betas": (0.8, 0.95)},
+        # Betas with which rows without a gradient are old after 3 and 2 steps.
+        {"params": params[:4], "lr": 0.1, "weight_decay": 0.3, "betas": (0.9, 0.7)},
+        {"params": params[4:], "lr": 0.01, "weight_decay": 0.0, "betas": (0.8, 0.5)},
     ]
     lrs, decays, betas = (
         [group[name] for group in groups for _ in group["params"]]

@@ -1,0 +1,145 @@
+"""Rows without a gradient: which they are, and when a voter stops to vote on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_dlion.optimizer import DistributedLion
+from hf_dlion.vote.idle_rows import AGE, silence, zero_rows
+from hf_dlion.vote.message import Part, Shape
+from hf_dlion.vote.tensors import survey
+from tests.support.gradients import KINDS
+from tests.support.spawn import on_ranks
+from tests.support.training import is_equal_everywhere
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("row", [64, 0], ids=["rows", "one row"])
+def test_a_row_is_zero_if_all_of_its_elements_are(dtype: torch.dtype, row: int) -> None:
+    grad = torch.zeros(6, 64, dtype=dtype)
+    grad[1, 63] = torch.finfo(dtype).smallest_normal / 2  # a subnormal number
+    grad[2] = -0.0
+    grad[3, 5] = torch.nan
+    grad[4] = 1.0
+    expected = [True, False, True, False, False, True]
+    if row:
+        assert zero_rows(grad.view(-1), row).tolist() == expected
+        assert zero_rows(grad[4], row) is None
+    else:
+        found = [zero_rows(own[:63], 0) for own in grad]
+        assert [mark is not None for mark in found] == [True, True, True, False, False, True]
+
+
+def test_a_survey_marks_rows_of_finite_gradients() -> None:
+    shapes = [Shape.of(torch.empty(shape), 0) for shape in ((2, 64), (0, 4), (5,), (3, 64), (2,))]
+    grads: list[Tensor | None] = [torch.ones(shape.size) for shape in shapes]
+    grads[2][:] = 0.0
+    grads[3][64:128] = 0.0
+    grads[4] = None
+    finite, zero = survey(grads, shapes)
+    assert finite
+    assert [None if mark is None else mark.tolist() for mark in zero] == [
+        *(None, None, [True], [False, True, False], None)
+    ]
+    grads[0][3] = torch.inf
+    assert not survey(grads, shapes)[0]
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 256), (128, 256), (64, 128), (192, 320)])
+def test_rows_are_silenced_wherever_a_piece_is_cut(start: int, stop: int) -> None:
+    """Rows of 128 elements, of which 1 and 2 are old."""
+    whole = torch.ones(384)
+    whole[128:] = 0.0
+    u = torch.ones(64 + stop - start)
+    silence(u, Part(0, start, stop, at=64), torch.tensor([False, True, True]), 128)
+    assert torch.equal(u, torch.cat([torch.ones(64), whole[start:stop]]))
+
+
+def moves(steps: range, options: dict[str, Any], rank: int) -> tuple[list[float], DistributedLion]:
+    """Returns how far two rows moved in units of lr: one used once on rank 0, one used always."""
+    param = nn.Parameter(torch.zeros(3, 64))
+    optimizer = DistributedLion([("p", param)], lr=1.0, **options)
+    for step in steps:
+        param.grad = torch.zeros(3, 64)
+        param.grad[2] = 1.0
+        if step == 0 and rank == 0:
+            param.grad[1] = -1.0
+        optimizer.step()
+    optimizer.exchange_now()
+    optimizer.eval()
+    assert not param[0].any()
+    return param.detach()[1:, 0].tolist(), optimizer
+
+
+def test_a_row_moves_for_as_long_as_the_momentum_remembers() -> None:
+    assert moves(range(99), {}, 0)[0] == [99.0, -99.0]
+    (once, always), optimizer = moves(range(300), {}, 0)
+    assert (once, always) == (100.0, -300.0)
+    (state,) = optimizer.state.values()
+    assert state[AGE].tolist() == [100, 100, 0]
+    assert moves(range(300), {"betas": (0.9, 0.5)}, 0)[0] == [2.0, -300.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "distance"),
+    [
+        ({}, 100.0),
+        ({"full_precision": "*"}, 100.0),
+        ({"bits": 4}, 100.0),
+        # Own steps of rank 0 alone count half in the mean.
+        ({"vote_every": 4, "bits": 8}, 50.0),
+        ({"vote_every": 4, "full_precision": "*"}, 50.0),
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_a_rank_stops_voting_on_a_row_that_it_used_once(
+    rank: int, options: dict[str, Any], distance: float
+) -> None:
+    (once, always), _ = moves(range(400), options, rank)
+    assert once == pytest.approx(distance, rel=0.02)
+    assert always == pytest.approx(-400.0, rel=0.02)
+
+
+def test_a_state_dict_keeps_ages() -> None:
+    _, optimizer = moves(range(120), {}, 0)
+    other = DistributedLion([("p", nn.Parameter(torch.zeros(3, 64).bfloat16()))], lr=1.0)
+    other.load_state_dict(optimizer.state_dict())
+    (age,) = [state[AGE] for state in other.state.values()]
+    assert age.dtype == torch.int32
+    assert age.tolist() == [100, 100, 0]
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@on_ranks(2)
+def test_pruned_elements_stay_zero_in_full_precision(rank: int, every: int) -> None:
+    weight = nn.Parameter(torch.randn(8, 100, generator=torch.Generator().manual_seed(0)))
+    used = weight.detach() > 0
+    weight.detach().mul_(used)
+    optimizer = DistributedLion([("w", weight)], lr=0.1, full_precision="*", vote_every=every)
+    for step in range(6):
+        random = torch.Generator().manual_seed(2 * step + rank)
+        weight.grad = torch.randn(8, 100, generator=random) * used
+        optimizer.step()
+    assert not weight[~used].any()
+    assert weight[used].all()
+
+
+@on_ranks(2)
+def test_averaged_momenta_start_with_equal_ages(rank: int) -> None:
+    """A rank that stops earlier than others would drift away with `full_precision`."""
+    param = nn.Parameter(torch.zeros(3, 64))
+    param.grad = torch.full((3, 64), float(rank + 1))
+    voted = DistributedLion([("p", param)])
+    voted.step()
+    voted.state[param][AGE] = torch.tensor([0, 50 * rank, 0], dtype=torch.int32)
+    averaged = DistributedLion([("p", param)], full_precision="*")
+    averaged.load_state_dict(voted.state_dict())
+    param.grad[1] = 0.0
+    for _ in range(60):
+        averaged.step()
+    assert is_equal_everywhere(param)
