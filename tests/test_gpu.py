@@ -1,4 +1,7 @@
-"""A step on a GPU has the bits of the same step on a CPU, and NCCL works."""
+"""A step on a GPU has the bits of the same step on a CPU, and NCCL works.
+
+Without a GPU, the steps run on a device made of CPU memory, and the tests of NCCL are skipped.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from hf_dlion import DistributedLion
 from hf_dlion.vote.codec import divided
+from tests.support import fake_gpu
 from tests.support.spawn import RankPools, on_ranks
 
-# With "cpu" and "gloo" the same tests run without a GPU, which shows that they can run.
-DEVICE, BACKEND = "cuda", "nccl"
-GPUS = torch.cuda.device_count() if DEVICE == "cuda" else 1
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU")]
+GPUS = torch.cuda.device_count()
+DEVICE = "cuda" if GPUS else fake_gpu.NAME
+pytestmark = pytest.mark.gpu
+a_gpu = pytest.mark.skipif(not GPUS, reason="needs a GPU")
+two_gpus = pytest.mark.skipif(GPUS < 2, reason="NCCL refuses two ranks on one GPU")
 
 ONE_GPU, TWO_GPUS = [f"{DEVICE}:0"] * 2, [f"{DEVICE}:0", f"{DEVICE}:1"]
 SHAPES = [(3, 64), (5,), (), (0, 4), (130, 128), (7, 3), (2, 200)]
@@ -97,13 +102,12 @@ def train(rank: int, _: int, devices: list[str], backend: str, options: dict[str
     return found, sent
 
 
-@pytest.mark.parametrize("backend", ["gloo", BACKEND])
+@pytest.mark.multiproc
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=two_gpus)])
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_steps_have_the_bits_of_the_cpu(
     pools: RankPools, backend: str, options: dict[str, Any]
 ) -> None:
-    if backend == "nccl" and GPUS < 2:
-        pytest.skip("NCCL refuses two ranks on one GPU")
     places = TWO_GPUS if backend == "nccl" else ONE_GPU
     found = pools(2).run(train, places, backend, options)
     assert found == pools(2).run(train, ["cpu"] * 2, "gloo", options)
@@ -111,7 +115,7 @@ def test_steps_have_the_bits_of_the_cpu(
     assert [params for params, _ in first] == [params for params, _ in second]
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="a CPU launches no kernels")
+@a_gpu
 @on_ranks(2)
 def test_a_step_of_one_message_makes_at_most_250_launches(rank: int) -> None:
     """Counts kernels, copies, and fills of the third step of 24 tensors, one message."""
@@ -131,13 +135,14 @@ def test_a_step_of_one_message_makes_at_most_250_launches(rank: int) -> None:
     assert 0 < sum(own.count for own in profiled.key_averages() if own.key.startswith(names)) <= 250
 
 
+@a_gpu
 def test_one_rank_of_nccl_trains_as_no_group_does() -> None:
     ends = []
     for grouped in (False, True):
         torch.manual_seed(0)
         model: nn.Module = nn.Linear(64, 4).to(DEVICE)
         if grouped:
-            dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
             model = DistributedDataParallel(model)
         try:
             optimizer = DistributedLion(model.named_parameters(), lr=0.01)

@@ -1,4 +1,4 @@
-"""The codec equals its definition in NumPy, bit for bit."""
+"""The codec equals its definition in NumPy, bit for bit, on a CPU and in the form for GPUs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_dlion.vote import codec, rounding
-from tests.support import definition
+from tests.support import definition, fake_gpu
 from tests.support.definition import TOP, Layout
 
 SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 2.0**-126, -(2.0**-126), 3e38, -3e38, 1.0, -1.0]
+
+on_both_devices = pytest.mark.parametrize("device", ["cpu", fake_gpu.NAME])
 
 
 def draw(words: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -26,46 +28,53 @@ def draw(words: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Ten
         return torch.from_numpy(u.clip(-3e38, 3e38)).to(dtype)
 
 
+@on_both_devices
 @given(words=st.integers(0, 200), seed=st.integers(0, 2**32), phase=st.integers(0, 9))
-def test_one_bit_is_the_sign_and_zeros_take_turns(words: int, seed: int, phase: int) -> None:
+def test_one_bit_is_the_sign_and_zeros_take_turns(
+    device: str, words: int, seed: int, phase: int
+) -> None:
     u = draw(words, seed)
-    codes = codec.sign_codes(u, phase, torch.empty(u.shape, dtype=torch.bool))
+    on_device = u.to(device)
+    codes = codec.sign_codes(on_device, phase, torch.empty_like(on_device, dtype=torch.bool))
     layout = Layout([(words, 64)])
     expected, active = definition.codes_of(u.numpy(), layout, phase=phase)
     on = active[layout.row_of_element]
-    assert np.array_equal(codes.numpy()[on], expected[on])
-    plane = torch.empty(words, dtype=torch.int64)
+    assert np.array_equal(codes.cpu().numpy()[on], expected[on])
+    plane = torch.empty(words, dtype=torch.int64, device=device)
     codec.pack(codes, 0, plane)
-    for found in (codec.active_words(u), codec.active_words(u, plane, phase)):
-        assert active.all() if found is None else np.array_equal(found.numpy(), active)
+    for found in (codec.active_words(on_device), codec.active_words(on_device, plane, phase)):
+        assert active.all() if found is None else np.array_equal(found.cpu().numpy(), active)
 
 
+@on_both_devices
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @settings(max_examples=30)
 @given(words=st.integers(1, 40), seed=st.integers(0, 2**32), phase=st.integers(0, 1))
 def test_levels_equal_the_definition(
-    bits: int, dtype: torch.dtype, words: int, seed: int, phase: int
+    bits: int, dtype: torch.dtype, device: str, words: int, seed: int, phase: int
 ) -> None:
     u = draw(words, seed, dtype)
-    scratch = torch.empty_like(u)
-    sums, counts = codec.word_magnitudes(u, scratch)
+    on_device, scratch = u.to(device), torch.empty_like(u, device=device)
+    sums, counts = codec.word_magnitudes(on_device, scratch)
     means = (sums / counts.clamp_min(1)).to(dtype)
-    codes = codec.level_codes(
-        u, means, bits, phase, torch.empty(2, u.numel(), dtype=torch.uint8), scratch
-    )
+    out = torch.empty(2, u.numel(), dtype=torch.uint8, device=device)
+    codes = codec.level_codes(on_device, means, bits, phase, out, scratch).cpu()
     layout = Layout([(words, 64)])
     expected, active = definition.codes_of(u.numpy(), layout, phase=phase, bits=bits)
     on = active[layout.row_of_element]
     assert np.array_equal(codes.numpy()[on], expected[on])
 
 
+@on_both_devices
 @given(words=st.integers(0, 70), seed=st.integers(0, 2**32), bit=st.integers(0, 7))
-def test_unpacking_a_packed_plane_gives_its_bits_back(words: int, seed: int, bit: int) -> None:
+def test_unpacking_a_packed_plane_gives_its_bits_back(
+    device: str, words: int, seed: int, bit: int
+) -> None:
     codes = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, 64 * words, np.uint8))
-    plane = torch.empty(words, dtype=torch.int64)
-    codec.pack(codes, bit, plane)
-    values = codec.unpack(plane, -0.5, 2.5, torch.empty(64 * words))
+    plane = torch.empty(words, dtype=torch.int64, device=device)
+    codec.pack(codes.to(device), bit, plane)
+    values = codec.unpack(plane, -0.5, 2.5, torch.empty(64 * words, device=device)).cpu()
     assert torch.equal(values, torch.where(codes >> bit & 1 == 1, 2.5, -0.5))
     if words:
         assert int(plane[0]) & 1 == int(codes[0]) >> bit & 1
@@ -107,6 +116,7 @@ def _numbers(planes: list[torch.Tensor]) -> np.ndarray:
     return sum(own.astype(np.int64) << j for j, own in enumerate(bits))
 
 
+@on_both_devices
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @given(
     count=st.integers(0, 150).map(lambda half: 2 * half),
@@ -114,7 +124,7 @@ def _numbers(planes: list[torch.Tensor]) -> np.ndarray:
     step=st.integers(0, 2**40),
 )
 def test_rounding_equals_the_definition(
-    dtype: torch.dtype, count: int, seed: int, step: int
+    dtype: torch.dtype, device: str, count: int, seed: int, step: int
 ) -> None:
     random = np.random.default_rng(seed)
     x = (random.normal(size=count) * 10.0 ** random.integers(-42, 6, size=count)).astype("f4")
@@ -122,12 +132,12 @@ def test_rounding_equals_the_definition(
     chosen = random.random(count) < 0.2
     x[chosen] = random.choice(np.array(special, "f4"), size=int(chosen.sum()))
     first = 2 * int(random.integers(0, 2**32 - 400))
-    out = torch.empty(count // 2, dtype=torch.int32)
+    out = torch.empty(count // 2, dtype=torch.int32, device=device)
     bits = rounding.random_bits(count, first, step, seed, 3, out)
     expected = definition.random_bits(count, first, step, seed, 3)
-    assert np.array_equal(bits.numpy(), expected)
+    assert np.array_equal(bits.cpu().numpy(), expected)
     wanted = definition.rounded(x.copy(), dtype, expected)
-    rounded = rounding.round_to(torch.from_numpy(x.copy()), dtype, bits)
+    rounded = rounding.round_to(torch.from_numpy(x.copy()).to(device), dtype, bits).cpu()
     found = rounded.to(dtype).float().numpy()
     finite = np.isfinite(found)
     assert np.array_equal(rounded.numpy()[finite], found[finite])  # Converted without rounding.
