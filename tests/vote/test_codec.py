@@ -18,11 +18,12 @@ on_both_devices = pytest.mark.parametrize("device", ["cpu", fake_gpu.NAME])
 
 
 def draw(words: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Returns numbers of many magnitudes, with zeros, subnormals, and words of zeros."""
+    """Returns numbers of many magnitudes, and words in which only one is nonzero, or none."""
     random = np.random.default_rng(seed)
     u = random.normal(size=64 * words) * 10.0 ** random.integers(-40, 30, size=64 * words)
     special = random.random(64 * words) < 0.2
     u[special] = random.choice(SPECIAL, size=int(special.sum()))
+    u.reshape(-1, 64)[random.random(words) < 0.3, 1:] = 0.0
     u.reshape(-1, 64)[random.random(words) < 0.3] = 0.0
     with np.errstate(over="ignore"):
         return torch.from_numpy(u.clip(-3e38, 3e38)).to(dtype)
