@@ -215,7 +215,7 @@ class DistributedLion(LionState):
             RuntimeError: If it isn't the attached one, since DDP copied rank 0's own weights.
         """
         is_other = ddp.wrapper_in(model) not in ddp.attached_wrappers(self)
-        if self._local.anchors and not self._local.swapped and is_other:
+        if self._local.anchors and not self._local.shown and is_other:
             raise RuntimeError(
                 "attach() got a DDP wrapper that was made during local steps, so it holds rank 0's "
                 "own weights on every rank. Call optimizer.detach() before you wrap the model, and "
@@ -264,12 +264,12 @@ class DistributedLion(LionState):
             >>> with optimizer.common_weights():
             ...     pass  # evaluate the model
         """
-        swapped = self._local.swapped
+        shown = self._local.shown
         self._show(own=False)
         try:
             yield
         finally:
-            if not swapped:
+            if not shown:
                 self._show(own=True)
 
     @torch.inference_mode(False)  # Buffers that are made here serve later steps, too.
@@ -299,12 +299,12 @@ class DistributedLion(LionState):
         agreed = self._meet(Kind.EXCHANGE, failure, used)
         ranks.form()
         if ranks.voters.world_size > 1:
-            swapped, texts = self._local.swapped, []
+            shown, texts = self._local.shown, []
             self._show(own=True)
             try:
                 texts = self._exchange(self._trainable(), agreed.moves, ranks)
             finally:
-                if swapped:
+                if shown:
                     self._show(own=False)
             for text in texts:
                 warnings.warn(text, stacklevel=4)
@@ -478,7 +478,7 @@ class DistributedLion(LionState):
             RuntimeError: If `eval` was called without `train`; if weights were changed since the
                 last step; or, if all ranks meet in this step, after too many abstained steps.
         """
-        if self._local.swapped:
+        if self._local.shown:
             raise RuntimeError(
                 "step() after optimizer.eval() or in common_weights(), which put common weights "
                 "into the model: call optimizer.train() before you train"
@@ -542,9 +542,10 @@ class DistributedLion(LionState):
 
     def _show(self, *, own: bool) -> None:
         """Puts this rank's own weights into the model, or the common ones."""
-        if self.options.vote_every > 1 and self._local.swapped == own:
+        if self.options.vote_every > 1 and self._local.shown == own:
             with torch.no_grad():
-                self._local.swap(self._trainable(), self._last_turn())
+                show = self._local.show_own if own else self._local.show_common
+                show(self._trainable(), self._last_turn())
 
     def _run_periodic_tasks(self, count: int, ranks: Topology) -> None:
         """Averages the momenta that are due, and compares replicas if it is their turn.

@@ -121,6 +121,7 @@ class LionState(torch.optim.Optimizer):
 
         A parameter that was frozen during local steps counts as trainable until the next exchange.
         With FSDP2 this frees gathered parameters, so the next forward gathers what is written.
+        Anchors get what was written into the model while it shows them.
         """
         fsdp.reshard(self._fsdp_models)
         numbered = groups.trainable(self.param_groups, self._local.moved)
@@ -129,20 +130,24 @@ class LionState(torch.optim.Optimizer):
         # Every step compares this, so it must be cheap.
         key = [(g, id(p), p.dtype, p.device, p.shape, p.stride()) for g, p in numbered]
         if self._plan.key != key:
-            shapes = [Shape.of(part, g) for part, (g, _) in zip(parts, numbered, strict=True)]
-            self._plan = self._make_plan(key, shapes, set(params))
+            self._plan = self._make_plan(key, numbered)
             self._meets_next = True
             for p in self._local.anchors.keys() - set(params):  # Removed parameters.
                 with torch.no_grad():
                     self._local.drop(p, tensors.flat_view(fsdp.local_part(p.detach())))
-        return Trainable(self._plan, params, [tensors.flat_view(part) for part in parts])
+        found = Trainable(self._plan, params, [tensors.flat_view(part) for part in parts])
+        if self._local.shown:
+            with torch.no_grad():
+                self._local.take_in_writes(found)
+        return found
 
-    def _make_plan(self, key: object, shapes: Sequence[Shape], trainable: set[Tensor]) -> Plan:
+    def _make_plan(self, key: object, numbered: Sequence[tuple[int, Tensor]]) -> Plan:
         averaged = groups.selection(self.param_groups, self.options, "full_precision")
-        named = groups.named(self.param_groups)
+        named, trainable = groups.named(self.param_groups), {p for _, p in numbered}
         kept = [k for k, (_, p) in enumerate(named) if p in trainable]
         chosen = [named[k] for k in kept]
         fsdp.check_sharding(chosen, self._replicate)
+        shapes = [Shape.of(fsdp.local_part(p.detach()), g) for g, p in numbered]
         return Plan.of(key, shapes, chosen, [averaged[k] for k in kept])
 
     def _collect(self) -> Trainable:
@@ -224,12 +229,11 @@ class LionState(torch.optim.Optimizer):
 
         These are the weights that must be equal on all ranks.
         """
-        anchors = {} if self._local.swapped else self._local.anchors
         found = []
         for name, param in groups.named(self.param_groups):
             part = fsdp.local_part(param.detach())
-            if param in anchors:
-                part = anchors[param].as_strided(part.size(), part.stride())
+            if (anchor := self._local.anchors.get(param)) is not None:
+                part = anchor.as_strided(part.size(), part.stride())
             found.append((name, part))
         return found
 
@@ -387,7 +391,7 @@ class LionState(torch.optim.Optimizer):
             if fsdp.is_sharded(param):  # Rows of another shard, unless its momentum file is loaded.
                 self.state[param].pop(AGE, None)
         self._plan = Plan()
-        self._local = LocalSteps(swapped=self._local.swapped)
+        self._local = LocalSteps(shown=self._local.shown)
         self._loads += 1
         if self._meetings is not None and self.options.vote_every > 1:
             # If the model wasn't loaded too, it still holds this rank's own weights.

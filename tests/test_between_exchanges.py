@@ -23,8 +23,9 @@ def fails(rank: int, world_size: int, what: str) -> list[str]:
     """Steps with vote_every=4 until something is wrong on the last rank; returns each error."""
     last = rank == world_size - 1
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if what in ("changed", "one") else torch.float32
+    dtype = torch.bfloat16 if what in ("changed", "one", "thawed") else torch.float32
     model = nn.Linear(64, 3, dtype=dtype)
+    model.bias.requires_grad_(what != "thawed")
     every = 8 if what == "every" and last else 4
     optimizer = DistributedLion(
         model.named_parameters(), lr=0.01, vote_every=every, max_abstained_steps=2
@@ -40,8 +41,10 @@ def fails(rank: int, world_size: int, what: str) -> list[str]:
                 p.grad.fill_(torch.nan)
         if what == "lr":
             optimizer.param_groups[0]["lr"] = 0.02 if last and step == 1 else 0.01
-        if step == 5 and what in ("replaced", "changed") and (last or what == "changed"):
+        if step == 5 and what in ("replaced", "changed", "thawed") and (last or what == "changed"):
             model.load_state_dict({name: p + 1 for name, p in model.state_dict().items()})
+        if what == "thawed" and step == 5:
+            model.bias.requires_grad_(True)
         if what == "one" and last and step == 7:
             with torch.no_grad():
                 model.weight.clamp_(max=0.0)
@@ -80,6 +83,11 @@ def fails(rank: int, world_size: int, what: str) -> list[str]:
             "one",
             "7 RuntimeError: a torch.bfloat16 parameter of shape (3, 64) has",
             "7 Disagreement: exchange failed on 1 of 2 ranks: rank 1: RuntimeError: a torch",
+        ),
+        (
+            "thawed",
+            "5 RuntimeError: a torch.bfloat16 parameter of shape (3, 64) has",
+            "5 Disagreement: step failed on 1 of 2 ranks: rank 1: RuntimeError: a torch",
         ),
         ("layout", "5 RuntimeError: a torch.float32 parameter of shape (3, 64) has local", ""),
         (
@@ -332,8 +340,8 @@ def test_a_step_that_fails_in_its_plan_raises_on_all_ranks(pools: RankPools, eve
 
 @pytest.mark.parametrize("thaws", [False, True], ids=["freezes", "thaws"])
 @on_ranks(2)
-def test_own_weights_survive_a_change_of_the_layout(rank: int, thaws: bool) -> None:
-    """Own weights of 16 bits keep their bits in `eval` and `train` if the layout has changed."""
+def test_own_weights_survive_a_change_of_the_layout(rank: int, tmp_path: Path, thaws: bool) -> None:
+    """Own weights of 16 bits keep their bits in `eval` and a save if the layout has changed."""
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(3, 64).bfloat16()) for _ in range(3)]
     params[0].requires_grad_(not thaws)
@@ -354,17 +362,62 @@ def test_own_weights_survive_a_change_of_the_layout(rank: int, thaws: bool) -> N
         steps(1)  # The exchange drops the frozen parameter from the layout.
     with torch.no_grad():
         params[2].clamp_(-1e9, 1e9)  # A write that changes no value is none.
-    optimizer.eval()
-    optimizer.train()
     own = [p.detach().clone() for p in params]
     optimizer.eval()
+    common = [p.detach().clone() for p in params]
     optimizer.train()
     assert same(own, params)
-    with torch.no_grad():
-        params[2].clamp_(-1e9, 1e9)
+    save_momentum(optimizer, tmp_path)
+    resumed = [
+        (name, nn.Parameter(x.clone(), p.requires_grad))
+        for (name, p), x in zip(named, common, strict=True)
+    ]
+    load_momentum(DistributedLion(resumed, vote_every=4), tmp_path)
+    assert same(own, [p for _, p in resumed])
+    if thaws:
+        optimizer.exchange_now()  # In the new layout.
+        own = [p.detach().clone() for p in params]
+        with torch.no_grad():
+            params[2].clamp_(-1e9, 1e9)
+        optimizer.eval()
+        optimizer.train()
+        assert same(own, params)
     steps(1)
     optimizer.eval()
     assert all(map(is_equal_everywhere, params))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@on_ranks(2)
+def test_writes_into_common_weights_reach_the_weights_that_train(
+    rank: int, dtype: torch.dtype
+) -> None:
+    """Writes as a callback may, through `.data`, where one parameter is broken."""
+    param, broken = filled(1.0, dtype), filled(math.nan, dtype)
+    optimizer = DistributedLion(
+        [("w", param), ("broken", broken)], lr=2**-7, vote_every=9, check_replicas_every=1
+    )
+    param.grad *= (-1) ** rank
+    optimizer.step()
+    moved = (-1) ** rank * 2**-7
+    with optimizer.common_weights():
+        param.data[:64] = 0.5
+    assert bool((param[:64] == 0.5 - moved).all())
+    assert bool((param[64:] == 1.0 - moved).all())
+    with torch.no_grad():
+        broken.mul_(1)  # A NaN that stays is no write.
+    optimizer.step()
+    optimizer.eval()
+    param.data.clamp_(max=0.25)
+    with warned():
+        optimizer.exchange_now()
+    # The ranks have moved in opposite directions, so their mean stays.
+    assert bool((param == 0.25).all())
+    param.data.add_(rank)
+    optimizer.train()
+    optimizer.step()
+    with warned(), pytest.raises(Disagreement, match="replicas differ after step 3"):
+        optimizer.exchange_now()
 
 
 @on_ranks(2)

@@ -45,13 +45,14 @@ def equals_the_definition(
             if param in optimizer.state:
                 momentum = optimizer.state[param]["exp_avg"]
                 assert torch.equal(momentum, lions.momenta[rank][k]), (step, shapes[k])
-        own = [p.clone() for p in params]
         optimizer.eval()
         for k, (param, wanted) in enumerate(zip(params, lions.params, strict=True)):
             assert torch.equal(param, wanted), (step, shapes[k], param.dtype, "anchor")
+            if step % 4 == 1:  # Before and after an exchange.
+                lions.write(k, param.data.clamp_(-0.5, 0.5))
         optimizer.train()
-        for param, wanted in zip(params, own, strict=True):
-            assert torch.equal(param, wanted)
+        for k, (param, wanted) in enumerate(zip(params, lions.own[rank], strict=True)):
+            assert torch.equal(param, wanted), (step, shapes[k], param.dtype, "own")
 
     for step in range(11):
         scale = min(1.0, (step + 1) / 4)  # warm-up
@@ -162,6 +163,12 @@ def test_two_replicas_of_two_shards_equal_the_definition(rank: int) -> None:
         common = model(batch(0, 0))
         optimizer.train()
         assert torch.equal(own, model(batch(0, 0)))
+        optimizer.eval()
+        for k, p in enumerate(params):
+            lions.write(k, p.to_local().clamp_(-0.1, 0.1))  # type: ignore[attr-defined]
+        optimizer.train()
+        for p, wanted in zip(params, lions.own[rank // 2], strict=True):
+            assert torch.equal(p.to_local(), wanted)  # type: ignore[attr-defined]
     assert not torch.equal(own, common)
     assert is_equal_everywhere(common)
 

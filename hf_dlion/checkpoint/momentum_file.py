@@ -36,7 +36,7 @@ LOAD_OLDER = "load an older checkpoint, or restore this one from a copy"
 # Prefixes of the keys of ages and own weights; the keys of momenta are numbers alone.
 _AGE, _OWN = "age.", "own."
 # Key of the header in the file's metadata, whose values are strings, with the format's version.
-_HEADER = "hf_dlion momentum 4"
+_HEADER = "hf_dlion momentum 5"
 
 
 class CheckpointError(RuntimeError):
@@ -89,7 +89,7 @@ class Loaded:
     """A file's content for this rank, on its device.
 
     Momenta have their parameter's shape, and `ages` has those of its rows. `local` has local steps
-    as after `eval()`, with own weights in the place of anchors. It is None with `vote_every=1`.
+    as after `eval()`, with the model's weights as anchors. It is None with `vote_every=1`.
     """
 
     header: Header
@@ -288,6 +288,7 @@ def _local_values(lion: DistributedLion) -> dict[str, Any] | None:
         "used": sorted(numbers[param] for param in local.used),
         "moved": sorted(numbers[param] for param in local.moved),
         "limits": [(numbers[param], limit) for param, limit in local.limits.items()],
+        "layout": [numbers[param] for param in local.layout[1]] if local.layout else [],
     }
 
 
@@ -298,7 +299,7 @@ def _local_steps(
     own_weights: dict[int, Tensor] | None,
 ) -> LocalSteps:
     """Returns the state of local steps, checked; without own weights a period begins."""
-    local = LocalSteps(swapped=True)
+    local = LocalSteps(shown=True)
     if saved is None:
         return local
     local.exchanges = saved["exchanges"]
@@ -315,11 +316,18 @@ def _local_steps(
         param, part = params[number], fsdp.local_part(params[number].detach())
         if weights.shape != part.shape or weights.dtype != part.dtype:
             raise _other_model(path, "own weights", weights, number, part)
-        flat = flat_view(torch.empty_like(part).copy_(weights))
-        if param.dtype in LOW_PRECISION:
-            local.displacements[param] = flat
-            flat = torch.empty_like(flat)  # Own weights follow from anchors and displacements.
-        local.anchors[param] = flat
+        local.add_anchor(param, flat_view(part))
+        kept = local.displacements if param.dtype in LOW_PRECISION else local.aside
+        kept[param] = flat_view(torch.empty_like(part).copy_(weights))
+    if local.displacements:  # Which the run that saved had rounded in this layout.
+        laid_out = {params[number] for number in saved["layout"]}
+        numbered = [
+            (g, param)
+            for g, group in enumerate(lion.param_groups)
+            for param in group["params"]
+            if param in laid_out
+        ]
+        local.layout = lion._make_plan(None, numbered), [param for _, param in numbered]
     local.period = saved["period"]
     local.used = {params[number] for number in saved["used"]}
     local.moved = {params[number] for number in saved["moved"]}
@@ -335,9 +343,9 @@ def _own_weights(lion: DistributedLion) -> dict[str, Tensor]:
     for number, param in enumerate(_params(lion)):
         if param in local.anchors:
             part = fsdp.local_part(param.detach())
-            if param in local.displacements or local.swapped:
-                flat = local.displacements.get(param, local.anchors[param])
-                part = flat.as_strided(part.size(), part.stride())
+            kept = local.displacements.get(param, local.aside.get(param))
+            if kept is not None:
+                part = kept.as_strided(part.size(), part.stride())
             own_weights[f"{_OWN}{number}"] = part
     return own_weights
 

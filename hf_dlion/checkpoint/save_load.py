@@ -224,9 +224,8 @@ def _apply(lion: DistributedLion, loaded: Loaded) -> None:
                 if param in tensors:
                     lion.state[param][key] = tensors[param]
     if loaded.local is not None:
-        # As after `eval`, with own weights in the place of anchors.
-        swapped, lion._local = lion._local.swapped, loaded.local
-        if not swapped:
+        shown, lion._local = lion._local.shown, loaded.local
+        if not shown:
             lion.train()
 
 

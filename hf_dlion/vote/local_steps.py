@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -22,7 +22,7 @@ from hf_dlion.exchange import routes
 from hf_dlion.exchange.rule import Average
 from hf_dlion.exchange.wire import Wire, named_ranks
 from hf_dlion.ranks.failures import Disagreement
-from hf_dlion.ranks.fingerprint import digest
+from hf_dlion.ranks.fingerprint import digest, numbers
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote.codec import divided
 from hf_dlion.vote.displacement import (
@@ -53,6 +53,7 @@ from hf_dlion.vote.update import (
 # `vote_every_for` aims at this share of the time for exchanges, and proposes at most so many steps,
 # the largest number that was tried in more than one period (docs/results.md).
 LOCAL_SHARE, MOST_STEPS = 0.1, 64
+_Pair = tuple[Tensor, Tensor, Tensor]
 _REMEDY = (
     "Before you change weights, call optimizer.detach() on every rank; with DDP or FSDP2, call "
     "optimizer.attach(model) after it"
@@ -101,12 +102,16 @@ class LocalSteps:
         used: Parameters of which this rank had a finite gradient since the last exchange.
         moved: Parameters that local steps may have moved. One that is frozen leaves them in the
             next exchange, and then has the common weights.
-        anchors: Anchors x. While `swapped`, own weights of 32 and 64 bits, and for 16 bits tensors
-            of any value.
+        anchors: Anchors x.
         displacements: x - p of parameters of 16 bits, in their dtype.
         limits: Largest sum of |x - p| that the last exchange can have left (with 8 bits the largest
             |x - p|).
-        swapped: Whether the model holds the anchors, as between `eval()` and `train()`.
+        shown: Whether the model holds the anchors, as between `eval()` and `train()`.
+        aside: Own weights p of 32 and 64 bits while `shown`. Those of 16 bits follow from anchors
+            and displacements.
+        layout: Plan and parameters with which own weights of 16 bits were last rounded (default:
+            None, which means those of the next rounding). Random bits depend on the layout, so a
+            later one would give other weights.
     """
 
     period: Period = field(default_factory=Period)
@@ -116,8 +121,9 @@ class LocalSteps:
     anchors: dict[Tensor, Tensor] = field(default_factory=dict)
     displacements: dict[Tensor, Tensor] = field(default_factory=dict)
     limits: dict[Tensor, float] = field(default_factory=dict)
-    swapped: bool = False
-    _plan: Plan | None = None  # the layout in which own weights of 16 bits were rounded
+    shown: bool = False
+    aside: dict[Tensor, Tensor] = field(default_factory=dict)
+    layout: tuple[Plan, Sequence[Tensor]] | None = None
     _versions: dict[Tensor, int] = field(default_factory=dict)
     _layouts: dict[Tensor, tuple[object, ...]] = field(default_factory=dict)
 
@@ -128,37 +134,31 @@ class LocalSteps:
             RuntimeError: If a parameter has another dtype or memory layout than its anchor, or a
                 parameter of 16 bits has other values than after the last step.
         """
-        for p in trainable.params:
-            if self._layouts.get(p, _layout(p)) != _layout(p):
-                raise _changed(p, "its dtype or memory layout was changed")
-        if self.swapped:
-            return
-        if self._plan is not trainable.plan:
-            # Random bits depend on the layout, so the weights below must have those of this one.
-            self._round(trainable, turn)
-            self._note_rounded(trainable)
+        self._check_layouts(trainable)
+        if self.shown:
             return
         # A version also counts writes that change no value, so the values are compared then.
         written = {
-            k: trainable.flat[k].clone()
-            for k, p in enumerate(trainable.params)
+            p: flat.clone()
+            for p, flat in zip(trainable.params, trainable.flat, strict=True)
             if p in self.displacements and p._version != self._versions.get(p, p._version)
         }
         if written:
-            self._round(trainable, turn, [k in written for k in range(len(trainable.params))])
-            for k, values in written.items():
-                if not torch.equal(trainable.flat[k], values):
-                    for other, kept in written.items():
-                        trainable.flat[other].copy_(kept)
-                    raise _changed(trainable.params[k], "its values were changed between two steps")
-            self._note_rounded(trainable)
+            self._round(trainable, turn, written)
+            flats = dict(zip(trainable.params, trainable.flat, strict=True))
+            pairs = [(p, flats[p], values) for p, values in written.items()]
+            if changed := _different(pairs):
+                for _, flat, values in pairs:
+                    flat.copy_(values)
+                raise _changed(changed[0][0], "its values were changed between two steps")
+            self._note_versions()
 
     def step(self, trainable: Trainable, turn: Turn) -> None:
         """Takes a step on this rank's gradients, without communication."""
         self.moved.update(trainable.params)
         for p, flat, grad in zip(trainable.params, trainable.flat, trainable.grads, strict=True):
             if grad is not None:
-                self._add_anchor(p, flat)
+                self.add_anchor(p, flat)
                 self.used.add(p)
         weights = self._weights(trainable)
         for message in (*trainable.plan.messages, *trainable.plan.full):
@@ -184,7 +184,10 @@ class LocalSteps:
         exchange_turn = replace(turn, step=self.exchanges + 1)
         for p, flat, used in zip(trainable.params, trainable.flat, used_anywhere, strict=True):
             if used:
-                self._add_anchor(p, flat)
+                self.add_anchor(p, flat)
+        if self.layout is not None and self.layout[0] is not plan:  # It changed since the step.
+            self.layout = None
+            self._round(trainable, turn)
         weights = self._weights(trainable, used_anywhere)
         source = functools.partial(displacement_of, weights=weights, scratch=turn.scratch)
         reset, limits, scales = self._scales(trainable, weights, source, exchange_turn, ranks)
@@ -264,35 +267,65 @@ class LocalSteps:
         limits = [a + s * n for a, s, n in zip(amounts, scales, counts, strict=True)]
         return reset, limits, scales
 
-    def swap(self, trainable: Trainable, turn: Turn) -> None:
-        """Exchanges the weights in the model with those in `anchors`, bit for bit."""
-        self.check(trainable, turn)  # The order in memory must be that of the last swap.
+    def show_common(self, trainable: Trainable, turn: Turn) -> None:
+        """Puts the anchors into the model."""
+        self.check(trainable, turn)
+        pairs = [*zip(trainable.params, trainable.flat, strict=True)]
+        wide = self.anchors.keys() - self.displacements.keys()
+        self.aside = {p: flat.clone() for p, flat in pairs if p in wide}
+        for p, flat in pairs:
+            if p in self.anchors:
+                flat.copy_(self.anchors[p])
+        self.shown = True
+
+    def show_own(self, trainable: Trainable, turn: Turn) -> None:
+        """Puts own weights back, bit for bit except for what `take_in_writes` has moved."""
         for p, flat in zip(trainable.params, trainable.flat, strict=True):
-            if (kept := self.anchors.get(p)) is not None:
-                shown, self._layouts[p] = flat.clone(), _layout(p)
-                flat.copy_(kept)
-                kept.copy_(shown)
-        self.swapped = not self.swapped
-        if not self.swapped:  # Own weights of 16 bits follow from anchor and displacement.
-            self._round(trainable, turn)
-            self._note_rounded(trainable)
+            if p in self.aside:
+                flat.copy_(self.aside.pop(p))
+        self._round(trainable, turn)
+        self._note_versions()
+        self.shown = False
 
-    def drop(self, param: Tensor, flat: Tensor) -> None:
-        """Puts a parameter's anchor into it, and forgets the parameter."""
-        anchor = self.anchors.pop(param, None)
-        if anchor is not None and not self.swapped and anchor.numel() == flat.numel():
-            flat.copy_(anchor)
-        for by_param in (self.displacements, self.limits, self._versions, self._layouts):
-            by_param.pop(param, None)
-        self.used.discard(param)
-        self.moved.discard(param)
+    def take_in_writes(self, trainable: Trainable) -> None:
+        """Moves anchors and own weights by what was written into the model while it shows anchors.
 
-    def _add_anchor(self, param: Tensor, flat: Tensor) -> None:
+        The displacements x - p stay, as do the bits of elements that weren't written.
+
+        Raises:
+            RuntimeError: As `check`.
+        """
+        self._check_layouts(trainable)
+        pairs = zip(trainable.params, trainable.flat, strict=True)
+        shown = [(p, flat, self.anchors[p]) for p, flat in pairs if p in self.anchors]
+        for p, flat, anchor in _different(shown):
+            if (own := self.aside.get(p)) is not None:
+                kept = _bits(flat) == _bits(anchor)
+                self.aside[p] = torch.where(kept, own, flat - (anchor - own))
+            anchor.copy_(flat)
+
+    def add_anchor(self, param: Tensor, flat: Tensor) -> None:
         """Copies a parameter to its anchor, unless it has one."""
         if param not in self.anchors:
             self.anchors[param], self._layouts[param] = flat.clone(), _layout(param)
             if param.dtype in LOW_PRECISION:
                 self.displacements[param] = torch.zeros_like(flat)
+
+    def drop(self, param: Tensor, flat: Tensor) -> None:
+        """Puts a parameter's anchor into it, and forgets the parameter."""
+        anchor = self.anchors.pop(param, None)
+        if anchor is not None and not self.shown and anchor.numel() == flat.numel():
+            flat.copy_(anchor)
+        values = self.aside, self.displacements, self.limits
+        for by_param in (*values, self._versions, self._layouts):
+            by_param.pop(param, None)
+        self.used.discard(param)
+        self.moved.discard(param)
+
+    def _check_layouts(self, trainable: Trainable) -> None:
+        for p in trainable.params:
+            if self._layouts.get(p, _layout(p)) != _layout(p):
+                raise _changed(p, "its dtype or memory layout was changed")
 
     def _weights(self, trainable: Trainable, chosen: Sequence[bool] | None = None) -> Weights:
         """Returns the weights of all parameters that have an anchor, or of the chosen ones."""
@@ -328,17 +361,26 @@ class LocalSteps:
         return found
 
     def _round(
-        self, trainable: Trainable, turn: Turn, chosen: Sequence[bool] | None = None
+        self, trainable: Trainable, turn: Turn, chosen: Collection[Tensor] | None = None
     ) -> None:
-        """Sets own weights of 16 bits to x - c, rounded as in the last step."""
-        weights = self._weights(trainable, chosen)
-        for message in (*trainable.plan.messages, *trainable.plan.full):
+        """Sets own weights of 16 bits to x - c, rounded to the same bits as the last time."""
+        if self.layout is None:
+            self.layout = trainable.plan, trainable.params
+        plan, params = self.layout
+        flats = dict(zip(trainable.params, trainable.flat, strict=True))
+        # A parameter that isn't trainable any more has no anchor.
+        then = Trainable(plan, [*params], [flats.get(p, p) for p in params])
+        weights = self._weights(then, None if chosen is None else [p in chosen for p in params])
+        for message in (*plan.messages, *plan.full):
             for piece in message.pieces:
                 round_own(piece, weights, turn)
 
     def _note_rounded(self, trainable: Trainable) -> None:
-        self._plan = trainable.plan
-        self._versions = {p: p._version for p in trainable.params if p in self.displacements}
+        self.layout = trainable.plan, trainable.params
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        self._versions = {p: p._version for p in self.displacements}
 
 
 def _agreed_scales(means: Sequence[float], bits: int, voters: Wire) -> list[float]:
@@ -363,6 +405,17 @@ def _changed(param: Tensor, how: str) -> RuntimeError:
         f"a {param.dtype} parameter of shape {tuple(param.shape)} has local steps, and {how}. "
         f"{_REMEDY}"
     )
+
+
+def _different(found: Sequence[_Pair]) -> list[_Pair]:
+    """Returns the entries, a parameter and two flat tensors, whose tensors differ in a bit."""
+    differ = numbers([(_bits(left) != _bits(right)).any() for _, left, right in found])
+    return [entry for entry, differs in zip(found, differ, strict=True) if differs]
+
+
+def _bits(flat: Tensor) -> Tensor:
+    """Returns a view of integers, because a NaN differs from itself, and 0.0 equals -0.0."""
+    return flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
 
 
 def _layout(param: Tensor) -> tuple[object, ...]:

@@ -178,12 +178,13 @@ def test_a_run_resumed_between_two_exchanges_equals_the_uninterrupted_one(
         train(model, optimizer, range(every), rank)
         slow_down(optimizer)
         train(model, optimizer, range(every, every + 2), rank)
+        with optimizer.common_weights():
+            model[1].weight.data[0] = 2.0  # type: ignore[union-attr]
+            common = weights_of(model)
+            save_momentum(optimizer, f"{tmp_path}/common")
         kept = weights_of(model)
         save(model, optimizer, f"{tmp_path}/own", rank)
         assert same(kept, weights_of(model))
-        with optimizer.common_weights():
-            common = weights_of(model)
-            save_momentum(optimizer, f"{tmp_path}/common")
         files = [load_file(file_of(f"{tmp_path}/{name}", rank, 2)) for name in ("own", "common")]
         assert files[0].keys() == files[1].keys()
         assert all(torch.equal(own, files[1][key]) for key, own in files[0].items())
@@ -651,7 +652,7 @@ def plant(path: Path) -> None:
     rewrite(path, lambda own: None, **{HEADER: json.dumps(header)})
 
 
-HEADER, FILE = "hf_dlion momentum 4", r"dlion_momentum_1_of_2\.safetensors"
+HEADER, FILE = "hf_dlion momentum 5", r"dlion_momentum_1_of_2\.safetensors"
 DAMAGED = rf"{FILE} is damaged .*: load an older checkpoint"
 FOREIGN = rf"{FILE} is not a momentum file that this hf_dlion can read"
 MOMENTUM, OWN = rf"{FILE} holds a momentum of", rf"{FILE} holds own weights of"

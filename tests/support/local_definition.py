@@ -74,6 +74,17 @@ class LocalLions(Lions):
             difference = (self.params[i].float() - self.c[rank][i].float()).numpy()
             p.copy_(self._rounded(difference, i, OWN + rank, self.t))
 
+    def write(self, i: int, values: torch.Tensor) -> None:
+        """Replaces common weights, as a write between `eval` and `train` on every rank does."""
+        x, written = self.params[i].clone(), values != self.params[i]
+        self.params[i].copy_(values)
+        for rank, own in enumerate(self.own):
+            if not self.anchored[rank][i]:
+                own[i].copy_(values)
+            elif own[i].dtype not in LOW:
+                own[i][written] = (values - (x - own[i]))[written]
+            self._refresh(rank, i)
+
     def _rounded(self, x: Array, i: int, stream: int, t: int) -> torch.Tensor:
         return self._round(x, self.params[i].dtype, self.layout.firsts[i], stream, t)
 

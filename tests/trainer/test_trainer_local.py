@@ -37,7 +37,7 @@ def file_digest(folder: Path) -> str:
 
 
 class Watch(TrainerCallback):
-    """Notes what the model holds; saves it at step 5, on one rank alone."""
+    """Notes what the model holds; resets a weight, and saves the model on one rank alone."""
 
     def __init__(self, folder: str | None = None) -> None:
         self.folder, self.trainer = folder, None
@@ -50,6 +50,8 @@ class Watch(TrainerCallback):
         self.own[state.global_step + 1] = weights_digest(model)
 
     def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
+        if state.global_step == 1:
+            model.model.norm.weight.data.fill_(2.0)
         if self.folder is not None and state.global_step == 5 and state.is_world_process_zero:
             self.trainer.save_model(self.folder)
         self.seen[state.global_step] = weights_digest(model)
@@ -88,6 +90,7 @@ def evaluate_and_save(rank: int, world_size: int, folder: str) -> dict[str, Any]
         **{"own": watch.own, "seen": watch.seen, "evaluated": watch.evaluated, "sent": watch.sent},
         "messages": messages,
         "end": weights_digest(trainer.model),
+        "reset": trainer.model.model.norm.weight.tolist(),
         "exchanges": trainer.optimizer.optimizer.wire.exchanges,
         "losses": [e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e],
         "logged": [e for e in trainer.state.log_history if "loss" in e],
@@ -121,6 +124,7 @@ def test_evaluations_and_saves_have_common_weights_and_change_nothing(
     assert file_digest(tmp_path / "checkpoint-9") == left["evaluated"][9]
     assert left["exchanges"] == 3
     assert left["end"] == left["evaluated"][10] != left["evaluated"][9]
+    assert left["reset"] == pytest.approx([2.0] * len(left["reset"]), abs=0.1)
     assert file_digest(tmp_path / "checkpoint-10") == left["end"]
     assert file_digest(tmp_path / "end") == left["end"]
     silent = pools(2).run(train_without_saves, str(tmp_path / "silent"))
