@@ -191,6 +191,38 @@ def test_an_exchange_changes_the_mean_by_the_decay_only(rank: int, bits: int) ->
         assert float((after - before * (1 - 1e-3 * 0.1)).abs().max()) <= 2 * ulp
 
 
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@on_ranks(3)
+def test_the_wire_shows_how_own_weights_agree_with_the_mean_and_what_stays_in_them(
+    rank: int, bits: int
+) -> None:
+    """Compares both numbers with those of complete weights, of which one row never moves."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(0.01 * torch.randn(shape)) for shape in ((9, 64), (300,))]
+    optimizer = DistributedLion(params, lr=0.01, vote_every=10**6, bits=bits)
+    random = torch.Generator().manual_seed(rank)
+
+    def displacement() -> tuple[torch.Tensor, torch.Tensor]:
+        own = torch.cat([p.detach().view(-1) for p in params])
+        with optimizer.common_weights():
+            common = torch.cat([p.detach().view(-1) for p in params])
+        return common - own, common
+
+    for _ in range(3):  # exchanges
+        for _ in range(4):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=random)
+            params[0].grad[3] = 0.0  # type: ignore[index]
+            optimizer.step()
+        w, before = displacement()
+        optimizer.exchange_now()
+        left, after = displacement()
+        signs = (w.sign() * (before - after).sign())[w != 0]
+        assert optimizer.wire.agreement == pytest.approx(0.5 + 0.5 * float(signs.mean()))
+        wanted = float(left[w != 0].abs().sum() / w.abs().sum())
+        assert optimizer.wire.remainder == pytest.approx(wanted, rel=1e-4)
+
+
 @on_ranks(2)
 def test_a_parameter_that_ranks_use_in_turns_trains(rank: int) -> None:
     """Trains one parameter on the ranks in turns, half of a second, and none of a third."""

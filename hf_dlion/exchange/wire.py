@@ -84,6 +84,8 @@ class WireStats:
         apply_s: Seconds spent on moving parameters.
         sample: Words of this rank's votes and of the verdict in the last exchange, int64; None
             before the first exchange, with more than one bit, and with aggregation="average".
+        drift: With local steps, what `vote.displacement.drift_of` returns for a sample of each
+            message of the last exchange.
     """
 
     bytes_sent: int = 0
@@ -97,6 +99,7 @@ class WireStats:
     exchange_s: float = 0.0
     apply_s: float = 0.0
     sample: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    drift: Sequence[Tensor] = field(default=(), repr=False)
 
     def add(self, name: str, since: float) -> float:
         """Adds the time since `since` to a count such as "encode_s", and returns the time now."""
@@ -108,13 +111,34 @@ class WireStats:
     def agreement(self) -> float:
         """Share of the sampled votes of this rank that equal the verdict; NaN without a sample.
 
-        It is 1 if all ranks agree, and near 0.5 if the noise of many ranks' batches decides.
+        It is 1 if all ranks agree, and near 0.5 if the noise of many ranks' batches decides. With
+        local steps, it is the share of sampled elements that this rank and the mean moved in the
+        same direction, where a mean of 0 counts half.
         """
+        if self.drift:
+            same, moved, _, _ = self._drift()
+            return float(0.5 + 0.5 * same / moved)
         if self.sample is None:
             return math.nan
         votes, verdict = self.sample
         differs = (votes ^ verdict).cpu().numpy().view(np.uint8)
         return 1.0 - float(np.unpackbits(differs).mean())
+
+    @property
+    def remainder(self) -> float:
+        """Share of this rank's displacement that the last exchange of local steps left in place.
+
+        It is the mean distance of the rank's own weights from the common ones after the exchange,
+        divided by the mean before it, in a sample; NaN before the first exchange, and without local
+        steps.
+        """
+        if not self.drift:
+            return math.nan
+        _, _, left, displaced = self._drift()
+        return float(left / displaced)
+
+    def _drift(self) -> Tensor:
+        return torch.stack([sums.cpu() for sums in self.drift]).sum(dim=0)
 
 
 class Wire:

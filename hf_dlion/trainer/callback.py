@@ -166,8 +166,9 @@ class DistributedLionCallback(TrainerCallback):
         self._abstentions = lion.wire.abstentions
         sent = self._means if args.world_size > 1 else {}
         entries = {**sent, "dlion/abstained": abstained}
-        if not math.isnan(agreement := lion.wire.agreement):
-            entries["dlion/agreement"] = agreement
+        for name in ("agreement", "remainder"):
+            if not math.isnan(value := getattr(lion.wire, name)):
+                entries[f"dlion/{name}"] = value
         logs.update(entries)
         # Trainer appends a copy of `logs` to the history before it calls callbacks.
         if state.log_history and state.log_history[-1].get("loss") is logs["loss"]:

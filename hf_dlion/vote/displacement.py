@@ -20,6 +20,7 @@ from hf_dlion.vote.message import Piece
 from hf_dlion.vote.rounding import DISPLACEMENTS, EXCHANGED, OWN_WEIGHTS, PARAMETERS
 from hf_dlion.vote.tensors import Plan, Trainable
 from hf_dlion.vote.update import (
+    SAMPLE,
     Scratch,
     Source,
     Turn,
@@ -156,6 +157,19 @@ def decoded(
         mean.view(-1, WORD).mul_(unit_of_word)
         sent.view(-1, WORD).mul_(unit_of_word)
     return Outcome(mean, sent, None if count is None else (count == 0).view(-1, 1))
+
+
+def drift_of(w: Tensor, outcome: Outcome) -> Tensor:
+    """Returns sums over a sample of the elements that this rank displaced, float64, shape (4,).
+
+    They are the sums of sign(w) * sign(mean), of 1, of |w - sent|, and of |w|. `w` is the piece's
+    displacement, from before the exchange.
+    """
+    assert outcome.sent is not None
+    w, mean, sent = (whole[: SAMPLE * WORD] for whole in (w, outcome.mean, outcome.sent))
+    sign = w.sign()  # 0 in padding and in rows that abstain
+    terms = sign * mean.sign(), sign.abs(), (sign * (w - sent)).abs(), w.abs()
+    return torch.stack([term.sum(dtype=torch.float64) for term in terms])
 
 
 def move_by(

@@ -32,6 +32,7 @@ from hf_dlion.vote.displacement import (
     decoded,
     displacement_of,
     displacements_of,
+    drift_of,
     move_by,
     own_step,
     reset_to_anchor,
@@ -202,16 +203,19 @@ class LocalSteps:
                 routes.start(sent[-1], route, voters, ranks.node, mean, exchange_turn.step)
             )
         now = voters.stats.add("encode_s", now)
-        units = [unit_of(s, bits) for s in scales]
+        units, drift = [unit_of(s, bits) for s in scales], []
         for message, votes, verdict in zip(
             plan.messages, sent, routes.complete(under_way, ranks.node), strict=True
         ):
             now = voters.stats.add("exchange_s", now)
-            for piece in message.pieces:
-                if takes_part(piece, weights.own):
-                    outcome = decoded(piece, votes, verdict, units, turn, voters.world_size)
-                    move_by(piece, outcome, weights, self.period.decays, turn, exchange_turn)
+            moving = [piece for piece in message.pieces if takes_part(piece, weights.own)]
+            for piece in moving:
+                outcome = decoded(piece, votes, verdict, units, turn, voters.world_size)
+                if piece is moving[0]:  # The log shows a sample of each message.
+                    drift.append(drift_of(source(piece), outcome))
+                move_by(piece, outcome, weights, self.period.decays, turn, exchange_turn)
             now = voters.stats.add("apply_s", now)
+        voters.stats.drift = drift
         # Tensors of `full_precision` are averaged without votes.
         sums = sum_over_voters(plan.full, weights.own, displacements_of(plan, weights), voters)
         means = [None if total is None else divided(total, voters.world_size) for total in sums]

@@ -39,7 +39,7 @@ Numbers = Sequence[float] | Sequence[Tensor]
 # Returns what a piece's votes encode, in scratch memory: its direction u, or its displacement w.
 Source = Callable[[Piece], Tensor]
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-# Words of a step's first message that `WireStats.agreement` looks at.
+# Words of a message that `WireStats.agreement` and `remainder` look at.
 SAMPLE = 1024
 
 
