@@ -49,7 +49,7 @@ class DistributedLionCallback(TrainerCallback):
     def on_train_begin(
         self, *_: Any, optimizer: Any = None, train_dataloader: Any = None, **__: Any
     ) -> None:
-        """Attaches the optimizer.
+        """Attaches the optimizer, and shows common weights until `on_step_begin`.
 
         Raises:
             NotImplementedError: If the ranks have no gradients of their own.
@@ -82,6 +82,9 @@ class DistributedLionCallback(TrainerCallback):
         )
         for manager in self._jit_managers:
             manager._enable_checkpoint = self._request_save
+        if lion._local.anchors:
+            # A checkpoint has brought own weights. Other callbacks copy the model now.
+            lion.eval()
 
     def _request_save(self) -> None:
         self._save_requested = True

@@ -223,6 +223,16 @@ def test_a_training_that_fails_or_stops_within_a_period_leaves_common_weights_an
     assert left[3:] == (2, True)
 
 
+class Begins(TrainerCallback):
+    """Notes what the model holds when a training begins, as TRL's BEMACallback copies it."""
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.seen = [weights_digest(model)]
+
+    def on_epoch_begin(self, args, state, control, model=None, **kwargs):
+        self.seen.append(weights_digest(model))
+
+
 def resume(rank: int, world_size: int, folder: str, dtype: torch.dtype) -> list[Any]:
     args = tiny_args(
         folder, max_steps=8, optim_args="vote_every=3", save_strategy="steps", save_steps=4,
@@ -230,12 +240,15 @@ def resume(rank: int, world_size: int, folder: str, dtype: torch.dtype) -> list[
     )  # fmt: skip
 
     def outcome(trainer: Trainer) -> Any:
-        momenta = [s["exp_avg"].clone() for s in trainer.optimizer.optimizer.state.values()]
-        return weights_digest(trainer.model), momenta, trainer.optimizer.optimizer.steps
+        lion = trainer.optimizer.optimizer
+        momenta = [s["exp_avg"].clone() for s in lion.state.values()]
+        return weights_digest(trainer.model), momenta, lion.steps, begins.seen
 
     def made() -> Trainer:
-        return tiny_trainer(args, model=tiny_llama().to(dtype), eval_dataset=tiny_data(4))
+        changes = {"eval_dataset": tiny_data(4), "callbacks": [begins]}
+        return tiny_trainer(args, model=tiny_llama().to(dtype), **changes)
 
+    begins = Begins()
     trainer = made()
     trainer.train()
     ends = [outcome(trainer)]
@@ -252,11 +265,15 @@ def test_a_run_resumed_within_a_period_equals_the_run_that_saved(
 ) -> None:
     left, right = pools(2).run(resume, str(tmp_path), dtype)
     for ends in (left, right):
-        for digest, momenta, steps in ends:
+        for digest, momenta, steps, _ in ends:
             assert digest == left[0][0]
             assert steps == 8
             assert all(map(torch.equal, momenta, ends[0][1]))
     assert not all(map(torch.equal, left[0][1], right[0][1]))
+    begun = [[seen for *_, seen in ends] for ends in (left, right)]
+    assert begun[0] == begun[1]
+    for train, epoch, second_epoch in begun[0]:  # Which begins after step 6.
+        assert train == epoch != second_epoch == begun[0][0][2]
 
 
 class OwnLoop(Trainer):
