@@ -54,8 +54,8 @@ def attach(accelerator: Accelerator, model: nn.Module) -> None:
 
     With `vote_every` above 1, `save_state` saves the model with the weights that all ranks have,
     and each rank's own weights with its momentum. Saving exchanges nothing and doesn't change the
-    run. Call `optimizer.eval()` before `accelerator.save_model` and `get_state_dict`, and
-    `optimizer.train()` after them.
+    run. Call `optimizer.eval()` before `accelerator.save_model`, `get_state_dict`, and evaluations,
+    and `optimizer.train()` after them. Begin evaluations with `DistributedLion.exchange_now`.
 
     Args:
         accelerator: The accelerator, after `prepare`.

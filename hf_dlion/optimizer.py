@@ -79,8 +79,9 @@ class DistributedLion(LionState):
         bits: Bits per vote: 1 sends the sign of u, and 2, 4, or 8 also its size (default: 1).
             Values above 1 need `aggregation="majority"` or `vote_every` above 1.
         vote_every: Number of steps per exchange (default: 1). Above 1, each rank moves its own
-            weights by sign(u), and the exchange sends how far each element was moved. Call `eval`
-            before you evaluate or save, and `train` after it.
+            weights by sign(u), and the exchange sends how far each element was moved. Call
+            `exchange_now` and `eval` before you evaluate, `eval` before you save, and `train` after
+            both.
         aggregation: Rule that turns votes into v: "majority", the sign of their sum, or "average",
             their mean (default: None, which means "majority", and "average" with `vote_every`
             above 1).
@@ -247,7 +248,9 @@ class DistributedLion(LionState):
         """Puts the common weights into the model, to evaluate or save it.
 
         These are the weights of the last exchange, equal on all ranks. The call doesn't
-        communicate, so a single rank may make it. With `vote_every=1` it has no effect.
+        communicate, so a single rank may make it. Before an evaluation, call `exchange_now` on
+        every rank: otherwise the weights lag up to `vote_every` - 1 steps behind, which misleads
+        early stopping and plateau schedulers. With `vote_every=1` it has no effect.
         """
         self._show(own=False)
 
@@ -277,7 +280,8 @@ class DistributedLion(LionState):
     def exchange_now(self) -> None:
         """Exchanges the local steps since the last exchange; every rank must call this.
 
-        Call it before `eval` at the end of training, so the last steps aren't lost. With
+        Call it before `eval` in evaluations, so they have all steps, and at the end of training, so
+        the last steps aren't lost. The next exchange then comes after `vote_every` steps. With
         `vote_every=1` it has no effect. Bytes: those of an exchange, or of a header if no rank has
         moved.
 

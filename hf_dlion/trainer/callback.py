@@ -93,6 +93,12 @@ class DistributedLionCallback(TrainerCallback):
         """Puts this rank's own weights back."""
         if (lion := find_optimizer(optimizer)) is not None:
             lion.train()
+            self._note_period_end(lion)
+
+    def _note_period_end(self, lion: DistributedLion) -> None:
+        """Notes the counters if a period has ended, in a step or by an exchange after it."""
+        if not lion._local.period.steps:
+            self._period_end = self._steps, dataclasses.replace(lion.wire)
 
     def on_step_end(
         self, args: Any, state: TrainerState, control: Any, optimizer: Any = None, **__: Any
@@ -116,8 +122,6 @@ class DistributedLionCallback(TrainerCallback):
         if (lion := find_optimizer(optimizer)) is None:
             return
         self._steps += 1
-        if not lion._local.period.steps:
-            self._period_end = self._steps, dataclasses.replace(lion.wire)
         if lion.options.vote_every > 1 or len(self._times) == MEASURED_STEPS:
             return
         now = time.perf_counter(), lion.wire.exchange_s
@@ -153,6 +157,7 @@ class DistributedLionCallback(TrainerCallback):
         lion = find_optimizer(optimizer)
         if lion is None or not logs or "loss" not in logs or not self._steps:
             return
+        self._note_period_end(lion)
         (first, before), (last, after) = self._logged, self._period_end
         if last > first:
 

@@ -15,8 +15,9 @@ meetings, in which a failure on one rank is raised on all:
 With FSDP2, ranks wait for one another's shards and can't meet, so only a failure to write momenta
 is raised on all of them.
 
-With local steps (`vote_every` above 1), a save contains the weights of the last exchange, which
-are equal on all ranks. Saving causes no exchange and doesn't change the run.
+With local steps (`vote_every` above 1), an evaluation begins with an exchange of the steps so far.
+A save contains the weights of the last exchange, which are equal on all ranks. Saving causes no
+exchange and doesn't change the run.
 """
 
 from __future__ import annotations
@@ -375,11 +376,11 @@ def _load_scaler(
         scaler.load_state_dict(state)  # Replaces rank 0's, which Trainer gave to every rank.
 
 
-def _in_common_weights(
-    trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+def _evaluate(trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if (lion := find_optimizer(trainer.optimizer)) is None:
         return original(*args, **kwargs)
+    # Otherwise older weights would decide about early stopping, the best model, and a plateau.
+    exchange_rest(lion)
     with lion.common_weights():
         return original(*args, **kwargs)
 
@@ -401,7 +402,7 @@ def _scaler(trainer: Trainer) -> Any:
 
 _AROUND: dict[str, Callable[..., Any]] = {
     "create_optimizer": _create_optimizer,
-    "_evaluate": _in_common_weights,  # Also calls a subclass's own `evaluate`.
+    "_evaluate": _evaluate,  # Also calls a subclass's own `evaluate`.
     "_save_checkpoint": _save_checkpoint,
     "save_model": _save_model,
     "_save_rng_state": _save_rng_state,

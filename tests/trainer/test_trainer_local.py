@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainerCallback
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 import hf_dlion.trainer.callback as callback
 from hf_dlion.exchange.wire import Pending
@@ -66,8 +67,8 @@ class Watch(TrainerCallback):
 
 def watched(folder: str, watch: Watch, **changes: Any) -> Trainer:
     changes = {
-        **{"optim_args": "vote_every=4", "max_steps": 10, "gradient_accumulation_steps": 2},
-        **{"logging_steps": 3, **changes},
+        **{"optim_args": "vote_every=4", "max_steps": 11, "gradient_accumulation_steps": 2},
+        **{"logging_steps": 3, "eval_strategy": "steps", "eval_steps": 6, **changes},
     }
     trainer = tiny_trainer(
         tiny_args(folder, **changes),
@@ -80,8 +81,7 @@ def watched(folder: str, watch: Watch, **changes: Any) -> Trainer:
 
 
 def evaluate_and_save(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    every = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
-    watch = Watch(f"{folder}/alone")
+    watch, every = Watch(f"{folder}/alone"), {"save_strategy": "steps", "save_steps": 3}
     with logged() as messages:
         trainer = watched(folder, watch, save_total_limit=3, **every)
         plain = watched(folder, Watch(), average_tokens_across_devices=False)
@@ -107,37 +107,73 @@ def train_without_saves(rank: int, world_size: int, folder: str) -> tuple[str, s
 
 
 @pytest.mark.smoke
-def test_evaluations_and_saves_have_common_weights_and_change_nothing(
+def test_evaluations_have_all_steps_and_saves_have_common_weights_and_change_nothing(
     pools: RankPools, tmp_path: Path
 ) -> None:
     left, right = pools(2).run(evaluate_and_save, str(tmp_path))
     own = [step for step in left["own"] if left["own"][step] != right["own"][step]]
-    assert own == list(range(1, 11))  # What an exchange leaves out stays in a rank's weights.
+    assert own == list(range(1, 12))  # What an exchange leaves out stays in a rank's weights.
     assert left["seen"] == right["seen"]  # TRL's callbacks copy the model, for example.
-    assert len(set(left["seen"].values())) == 4
     for name in ("evaluated", "losses", "end", "plain"):
         assert left[name] == right[name], name
-    assert list(left["evaluated"]) == [3, 6, 9, 10]
-    assert file_digest(tmp_path / "checkpoint-6") == left["evaluated"][6]
-    assert file_digest(tmp_path / "alone") == left["evaluated"][6]
-    # What lags is the ninth step's. After the last one there is another exchange.
-    assert file_digest(tmp_path / "checkpoint-9") == left["evaluated"][9]
-    assert left["exchanges"] == 3
-    assert left["end"] == left["evaluated"][10] != left["evaluated"][9]
+    # There are exchanges after step 4, in the evaluation of step 6, and after steps 10 and 11.
+    seen, evaluated = left["seen"], left["evaluated"]
+    assert left["exchanges"] == 4
+    assert list(evaluated) == [6, 11]
+    stretches = [{seen[step] for step in steps} for steps in ((1, 2, 3), (4, 5, 6), (7, 8, 9))]
+    assert [len(stretch) for stretch in stretches] == [1, 1, 1]
+    assert len({*seen.values()}) == 5
+    assert seen[7] == evaluated[6]
+    assert seen[11] == evaluated[11] == left["end"]
+    assert file_digest(tmp_path / "alone") == seen[5]
+    assert file_digest(tmp_path / "checkpoint-6") == evaluated[6]
+    assert file_digest(tmp_path / "checkpoint-9") == evaluated[6]  # A save alone lags.
+    assert file_digest(tmp_path / "checkpoint-11") == left["end"]
     assert left["reset"] == pytest.approx([2.0] * len(left["reset"]), abs=0.1)
-    assert file_digest(tmp_path / "checkpoint-10") == left["end"]
     assert file_digest(tmp_path / "end") == left["end"]
     silent = pools(2).run(train_without_saves, str(tmp_path / "silent"))
     assert silent == [(left["end"], left["end"])] * 2
 
-    # A period that isn't over is in no entry.
-    key = "dlion/wire_mb_per_step"
-    assert [key in entry for entry in left["logged"]] == [False, True, True]
-    sent = sum(4 * entry[key] for entry in left["logged"][1:])
-    assert sent * 1e6 == pytest.approx(left["sent"][8])
+    # A period that isn't over is in no entry. The second one has two steps.
+    for key in ("wire_mb_per_step", "agreement", "remainder"):
+        assert [f"dlion/{key}" in entry for entry in left["logged"]] == [False, True, True], key
+    _, first, second = (entry.get("dlion/wire_mb_per_step") for entry in left["logged"])
+    assert (4 * first + 2 * second) * 1e6 == pytest.approx(left["sent"][8])
     assert len(left["messages"]) == 1
     assert "set average_tokens_across_devices=False" in left["messages"][0]
     assert right["messages"] == []
+
+
+def steer(rank: int, world_size: int, folder: str) -> tuple[list[float], bool]:
+    watch = Watch()
+    args = tiny_args(
+        folder, optim_args="vote_every=32", max_steps=50, eval_strategy="steps", eval_steps=10,
+        save_strategy="steps", save_steps=10, load_best_model_at_end=True, logging_steps=10,
+        metric_for_best_model="eval_loss", lr_scheduler_type="reduce_lr_on_plateau",
+        lr_scheduler_kwargs={"patience": 0},
+    )  # fmt: skip
+    callbacks = [EarlyStoppingCallback(early_stopping_patience=1), watch]
+    trainer = tiny_trainer(args, eval_dataset=tiny_data(), callbacks=callbacks)
+    trainer.train()
+    log = trainer.state.log_history
+    assert {entry["learning_rate"] for entry in log if "loss" in entry} == {args.learning_rate}
+    # A step's entry comes before the exchange in its evaluation, but after that of the last step.
+    megabytes = [entry.get("dlion/wire_mb_per_step", 0.0) for entry in log if "loss" in entry]
+    covered = sum(map(operator.mul, (0, 10, 10, 10, 20), megabytes))
+    assert covered * 1e6 == pytest.approx(watch.sent[50])
+    is_best = weights_digest(trainer.model) == watch.evaluated[trainer.state.best_global_step]
+    return [entry["eval_loss"] for entry in log if "eval_loss" in entry], is_best
+
+
+def test_evaluations_within_a_period_steer_a_run_by_all_its_steps(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    """Stops early, reduces the rate, and loads the best model by evaluations in one period."""
+    (losses, is_best), other = pools(2).run(steer, str(tmp_path))
+    assert (losses, is_best) == other
+    assert len(set(losses)) == 5
+    assert losses == sorted(losses, reverse=True)
+    assert is_best
 
 
 class Own(Trainer):
@@ -304,14 +340,10 @@ class Evaluates(TrainerCallback):
 
 
 def own_loop(rank: int, world_size: int, folder: str, evaluates: bool) -> tuple[list[str], str]:
-    every = {"eval_strategy": "steps", "eval_steps": 2} if evaluates else {}
     args = tiny_args(
-        folder,
-        optim_args="vote_every=4",
-        max_steps=6,
-        average_tokens_across_devices=False,
-        **every,
-    )
+        folder, optim_args="vote_every=4", max_steps=6, average_tokens_across_devices=False,
+        eval_strategy="steps", eval_steps=2,
+    )  # fmt: skip
     trainer = tiny_trainer(
         args,
         OwnLoop,
@@ -330,7 +362,7 @@ def test_a_subclass_that_evaluates_and_steps_itself_has_common_weights_in_evalua
     (seen, end), other = pools(2).run(own_loop, str(tmp_path), True)
     assert (seen, end) == other
     assert len(set(seen)) == 3  # At steps 2, 4, and 6.
-    assert [own[1] for own in pools(2).run(own_loop, str(tmp_path), False)] == [end, end]
+    assert pools(2).run(own_loop, str(tmp_path), False) == [(seen, end)] * 2
 
 
 def logs_a_hint(rank: int, world_size: int, folder: str) -> list[str]:
