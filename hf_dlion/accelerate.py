@@ -91,6 +91,8 @@ def attach(accelerator: Accelerator, model: nn.Module) -> None:
         )
     if accelerator.num_processes == 1:
         _warn_alone()
+        for lion in lions:
+            lion._name_parameters(model)
     else:
         for lion in lions:
             lion.attach(model)

@@ -38,7 +38,6 @@ from hf_dlion.ranks.replicas import (
 )
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.state import LionState
-from hf_dlion.vote import groups
 from hf_dlion.vote.full_precision import step_in_full
 from hf_dlion.vote.local_steps import LocalSteps, Period
 from hf_dlion.vote.momentum_sync import Momentum, average_whole, synchronize
@@ -66,8 +65,8 @@ class DistributedLion(LionState):
 
     Args:
         params: Parameters, named parameters, or parameter groups, in the same order on every rank.
-            Groups may set their own `lr`, `betas`, and `weight_decay`. Named parameters are needed
-            for options that select by name.
+            Groups may set their own `lr`, `betas`, and `weight_decay`. Parameters without names
+            get those of the attached model, by which ranks compare them and options select.
         lr: Learning rate, which is how far a step moves an element (default: 1e-4).
         betas: Momentum coefficients (beta1, beta2), of the vote and of the next momentum
             (default: (0.9, 0.99)).
@@ -171,10 +170,7 @@ class DistributedLion(LionState):
         check_group(defaults)
         super().__init__(params, defaults)
         ddp.introduce(self)
-        if all("param_names" in group for group in self.param_groups):
-            # Groups without names are checked in the first step; Trainer adds names before it.
-            groups.selection(self.param_groups, self.options, "full_precision")
-            groups.selection(self.param_groups, self.options, "momentum_sync")
+        self._check_selections()
 
     @property
     def node_group(self) -> dist.ProcessGroup | None:
@@ -186,7 +182,8 @@ class DistributedLion(LionState):
         """Stops a DDP wrapper from averaging gradients; every rank must call this.
 
         With FSDP2, pass the model that `fully_shard` was called on: `step` then frees gathered
-        parameters before it writes.
+        parameters before it writes. Parameters that were passed without names get those of the
+        model.
 
         Args:
             model: A `DistributedDataParallel` or an FSDP2 model, or what `torch.compile` returns
@@ -195,12 +192,14 @@ class DistributedLion(LionState):
         Raises:
             TypeError: If `model` isn't a DDP wrapper or an FSDP2 model.
             ValueError: If the wrapper has none of the optimizer's parameters, or averages over
-                other ranks.
+                other ranks; or if an option selects by a name that no parameter has.
             RuntimeError: If trainable parameters belong to no optimizer, if the wrapper reduces
                 gradients in a way that a hook can't replace, or if it was made during local steps.
         """
         if self.options.local_group is not None and self._world_size() > 1:
             self._topology().form()  # A collective, so it comes before checks that may raise.
+        wrapper = ddp.wrapper_in(model)
+        self._name_parameters(model if wrapper is None else wrapper.module)
         if (sharded := fsdp.sharded_model(model)) is not None:
             if sharded not in self._fsdp_models:
                 self._fsdp_models.append(sharded)
@@ -388,7 +387,7 @@ class DistributedLion(LionState):
                 no hook averages a parameter's gradient in the node.
         """
         attached = {p for model in self._fsdp_models for p in model.parameters()}
-        for name, param in groups.named(self.param_groups):
+        for name, param in self._named():
             if param.requires_grad and fsdp.is_sharded(param) and param not in attached:
                 raise RuntimeError(
                     f"{name!r} belongs to no attached model: call optimizer.attach(model) with "
@@ -405,7 +404,7 @@ class DistributedLion(LionState):
         if self.node_group is None:  # Every node has one rank.
             return
         averaged = ddp.averaged_parameters(self)
-        for name, param in groups.named(self.param_groups):
+        for name, param in self._named():
             if param.requires_grad and param not in averaged:
                 raise RuntimeError(
                     f"DDP doesn't average the gradient of {name!r} inside a node, as "
@@ -559,11 +558,11 @@ class DistributedLion(LionState):
             ranks: The groups of ranks.
         """
         if self.options.momentum_sync_every and ranks.voters.world_size > 1:
-            chosen = groups.selection(self.param_groups, self.options, "momentum_sync")
-            full = groups.selection(self.param_groups, self.options, "full_precision")
+            chosen = self._selected("momentum_sync")
+            full = self._selected("full_precision")
             momenta = [
                 Momentum(self._flat_momentum(p), fsdp.largest_part(p), self.state[p])
-                for k, (_, p) in enumerate(groups.named(self.param_groups))
+                for k, (_, p) in enumerate(self._named())
                 if p.requires_grad and chosen[k] and not full[k]
             ]
             synchronize(momenta, self.options, ranks, count)

@@ -6,18 +6,27 @@ It holds parameter groups, momenta, and the plan of its tensors.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, MutableMapping, Sequence, Set
 from dataclasses import fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import hf_dlion.fsdp as fsdp
 from hf_dlion.exchange.wire import WireStats
 from hf_dlion.options import Options, check_group
-from hf_dlion.ranks.agreement import Abstentions, Agreed, Meetings, Report, agree_in_node
+from hf_dlion.ranks.agreement import (
+    FROZEN,
+    HISTORY,
+    Abstentions,
+    Agreed,
+    Meetings,
+    Report,
+    agree_in_node,
+)
 from hf_dlion.ranks.failures import Disagreement
 from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.topology import Topology
@@ -58,6 +67,10 @@ class LionState(torch.optim.Optimizer):
         self._plan = Plan()
         self._checked_plan: Plan | None = None  # the plan for which `attach` was checked
         self._fsdp_models: list[nn.Module] = []
+        # Names in models. Groups don't get them, because torch refuses to add a group without names
+        # to groups that have names.
+        self._names: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
+        self._named_models = 0
         self._local = LocalSteps()
         self._meets_next = True  # Whether the ranks send headers in the next local step.
         self._loads = self._compared_loads = self._attaches = 0
@@ -103,6 +116,38 @@ class LionState(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
+    def _name_parameters(self, model: nn.Module) -> None:
+        """Names parameters as `model` does, except those that were passed with names.
+
+        `attach` calls this. If an earlier model has one of the names, they begin with "model 2: ".
+
+        Raises:
+            ValueError: If all parameters have names now, and one that an option needs is missing.
+        """
+        found = groups.names_in(model)
+        if all(p in self._names for p in found):
+            return
+        self._named_models += 1
+        if {self._names[p] for p in self._names if p not in found} & set(found.values()):
+            found = {p: f"model {self._named_models}: {name}" for p, name in found.items()}
+        self._names.update(found)
+        self._plan = Plan()  # The old one has the old names.
+        self._check_selections()
+
+    def _check_selections(self) -> None:
+        """Checks options that select by name if all names are known."""
+        if all(groups.are_named(self.param_groups, self._names)):
+            self._selected("full_precision")
+            self._selected("momentum_sync")
+
+    def _named(self) -> list[tuple[str, Tensor]]:
+        """Returns names and all parameters, frozen ones included."""
+        return groups.named(self.param_groups, self._names)
+
+    def _selected(self, option: str) -> list[bool]:
+        """Returns which of all parameters an option selects."""
+        return groups.selection(self.param_groups, self._names, self.options, option)
+
     def momentum_divergence(self) -> dict[str, float]:
         """Returns how far the ranks' momenta differ, by parameter name.
 
@@ -112,7 +157,7 @@ class LionState(torch.optim.Optimizer):
         """
         return {
             name: float(self.state[p]["divergence"])
-            for name, p in groups.named(self.param_groups)
+            for name, p in self._named()
             if "divergence" in self.state.get(p, {})
         }
 
@@ -142,8 +187,8 @@ class LionState(torch.optim.Optimizer):
         return found
 
     def _make_plan(self, key: object, numbered: Sequence[tuple[int, Tensor]]) -> Plan:
-        averaged = groups.selection(self.param_groups, self.options, "full_precision")
-        named, trainable = groups.named(self.param_groups), {p for _, p in numbered}
+        averaged, named = self._selected("full_precision"), self._named()
+        trainable = {p for _, p in numbered}
         kept = [k for k, (_, p) in enumerate(named) if p in trainable]
         chosen = [named[k] for k in kept]
         fsdp.check_sharding(chosen, self._replicate)
@@ -230,7 +275,7 @@ class LionState(torch.optim.Optimizer):
         These are the weights that must be equal on all ranks.
         """
         found = []
-        for name, param in groups.named(self.param_groups):
+        for name, param in self._named():
             part = fsdp.local_part(param.detach())
             if (anchor := self._local.anchors.get(param)) is not None:
                 part = anchor.as_strided(part.size(), part.stride())
@@ -250,7 +295,7 @@ class LionState(torch.optim.Optimizer):
                 self.options.local_group,
                 self.wire,
                 replicate=self._replicate,
-                device=next((p.device for _, p in groups.named(self.param_groups)), None),
+                device=next((p.device for _, p in self._named()), None),
             )
             if self._replicate is not None:
                 ranks.form()  # A collective.
@@ -334,14 +379,14 @@ class LionState(torch.optim.Optimizer):
             period = period or self._local.period
             options["exchanges"] = self._local.exchanges
             options["steps since the last exchange"] = period.steps
-            options["lr, betas and weight decay since the last exchange"] = period.history
-            options["frozen parameters"] = [
-                name for name, p in groups.named(self.param_groups) if not p.requires_grad
-            ]
+            options[FROZEN] = sorted(n for n, p in self._named() if not p.requires_grad)
         try:
             options |= groups.hyperparameters(self.param_groups)
+            if period is not None:  # Last, because an error names the first difference.
+                options["lr of each group, summed since the last exchange"] = list(period.paths)
+                options[HISTORY] = period.history
             if callable(self.options.momentum_sync):
-                chosen = groups.selection(self.param_groups, self.options, "momentum_sync")
+                chosen = self._selected("momentum_sync")
                 options["choices of momentum_sync"] = chosen
             if self.options.momentum_sync == "auto":
                 options["divergences of momenta"] = list(self.momentum_divergence().values())
@@ -362,7 +407,8 @@ class LionState(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads what `state_dict` returned, on every rank.
 
-        Momenta get the dtype of `momentum_dtype`, or of their parameters.
+        Momenta get the dtype of `momentum_dtype`, or of their parameters. Parameters keep the names
+        that they have here.
 
         Args:
             state_dict: Return value of `state_dict`; not changed.
@@ -377,7 +423,12 @@ class LionState(torch.optim.Optimizer):
                 "DistributedLion can't load: load the model's weights only, and start with a new "
                 "optimizer"
             )
+        names = [group.get("param_names") for group in self.param_groups]
         super().load_state_dict(dict(state_dict))
+        for group, passed in zip(self.param_groups, names, strict=True):
+            group.pop("param_names", None)
+            if passed is not None:
+                group["param_names"] = passed
         # torch.distributed.checkpoint writes names where `state_dict` has numbers.
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.optimizer import DistributedLion
@@ -18,6 +22,7 @@ from tests.support.training import (
     filled,
     gradients_of,
     model_of,
+    replicas_of_shards,
     same,
     warned,
 )
@@ -138,6 +143,58 @@ def test_parameters_can_be_frozen_unfrozen_and_added(rank: int) -> None:
         moved = [not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)]
         assert moved == [True, step not in (2, 3), step >= 3, step >= 3, False, False]
     assert [group["step"] for group in optimizer.param_groups] == [6, 6]
+
+
+@pytest.mark.parametrize("how", ["DDP", "compiled", "FSDP2", "added"])
+@on_ranks(2)
+def test_another_order_of_equal_parameters_is_found_by_the_names_of_the_model(
+    rank: int, how: str
+) -> None:
+    """Passes parameters in another order on rank 1, without names, as a set would have them."""
+    model = nn.Sequential(*(nn.LayerNorm(64) for _ in range(4)))
+    model[2:].requires_grad_(False)
+    outside = nn.Parameter(torch.ones(64), requires_grad=how == "DDP")
+    options: dict[str, Any] = {"lr": 0.1, "full_precision": "*.bias"}
+    if how == "FSDP2":
+        mesh = replicas_of_shards(2, 1)
+        fully_shard(model, mesh=mesh["shard"])
+        options["replicate"] = mesh["replicate"]
+    wrapped = model if how == "FSDP2" else DistributedDataParallel(model)
+    if how == "compiled":
+        wrapped = torch.compile(wrapped, backend="eager")
+    weights, late = ([model[k].weight, model[k + 1].weight] for k in (0, 2))
+    if rank:
+        (late if how == "added" else weights).reverse()
+    biases = [model[0].bias, model[1].bias]
+    wrong = DistributedLion(weights + biases, **options | {"full_precision": "*.bais"})
+    with pytest.raises(ValueError, match=r"no parameter's name matches '\*.bais'"):
+        wrong.attach(wrapped)
+    optimizer = DistributedLion([{"params": weights}, {"params": [outside, *biases]}], **options)
+    optimizer.attach(wrapped)
+    wrapped(torch.ones(1, 64)).sum().backward()
+    first = 0
+    if how == "added":  # As Lightning's BackboneFinetuning does.
+        optimizer.step()
+        model[2:].requires_grad_(True)
+        optimizer.add_param_group({"params": late, "lr": 0.01})
+        first = 4
+    text = f"in different orders, first in 'parameter {first}': rank 0: '{first // 2}.weight (64"
+    with pytest.raises(Disagreement, match=re.escape(text)):
+        optimizer.step()
+    assert not any("param_names" in group for group in optimizer.param_groups)
+    optimizer.detach()
+
+
+def test_names_that_were_passed_stay_in_a_load_and_others_stay_out() -> None:
+    """Loads states with and without names, as earlier versions saved them with Trainer."""
+    model = nn.LayerNorm(64)
+    named, nameless = (DistributedLion(p) for p in (model.named_parameters(), model.parameters()))
+    named.load_state_dict(nameless.state_dict())
+    nameless.load_state_dict(named.state_dict())
+    assert named.param_groups[0]["param_names"] == ["weight", "bias"]
+    nameless.add_param_group({"params": [filled(1.0)]})
+    with pytest.raises(ValueError, match="with/without names"):
+        named.add_param_group({"params": [filled(1.0)]})  # torch's own rule
 
 
 @on_ranks(2)

@@ -11,6 +11,8 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -29,15 +31,46 @@ from hf_dlion.ranks.header import (
 )
 from hf_dlion.ranks.replicas import compare_parameters
 
+# Entries of `Report.options`: names, and a hash.
+FROZEN = "frozen parameters"
+HISTORY = "lr, betas, or weight decay of a step since the last exchange"
+
 _START_EQUAL = (
-    "Replicas must start equal: pass the parameters in the same order, and wrap the model in "
-    "DistributedDataParallel, or load the same weights or set the same seed on every rank before "
-    "you build it. With vote_every, also load the model before you load the optimizer's state"
+    "Replicas must start equal: pass the parameters in the same order, wrap the model in "
+    "DistributedDataParallel or load the same weights on every rank, and with vote_every load the "
+    "model before the optimizer's state. If it is wrapped, its weights were changed since then: "
+    "don't load weights on some ranks only, and set max_norm=None in nn.Embedding, which changes "
+    "other rows on each rank"
 )
 _OTHER_OPTIMIZER = (
     "ranks use different optimizers: create and step several DistributedLions in the same order on "
     "every rank, and create new ones on all ranks together"
 )
+_SAME_STEPS = (
+    "Take the same number of steps on every rank, and load the same checkpoint on all ranks"
+)
+_SAME_FROZEN = "Freeze and unfreeze the same parameters on every rank, before the same step"
+_SAME_VALUES = (
+    "Give groups the same values on every rank, and step a scheduler on all ranks together, with "
+    "the same metric"
+)
+# What to do if entries of `Report.options` differ, by patterns of their names; the first counts.
+_REMEDIES = {
+    "calls of load_state_dict": "Load the same checkpoint on all ranks",
+    "calls of attach and detach": "Call attach() and detach() on all ranks",
+    "exchanges": _SAME_STEPS,
+    "steps since *": _SAME_STEPS,
+    FROZEN: _SAME_FROZEN,
+    "group * parameters": "Make and add the same parameter groups on every rank",
+    "group *": _SAME_VALUES,
+    "lr*": _SAME_VALUES,
+    "*": "Create the optimizer with the same options on every rank",
+}
+
+# Largest number of frozen parameters that an error names.
+_MOST_NAMES = 4
+# Headers of other versions have at most this number; a larger one is other data.
+_LARGEST_VERSION = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,9 +239,7 @@ class Meetings:
             raise Disagreement(_OTHER_OPTIMIZER)
         if len({header.step for header in headers}) > 1:
             steps = _by_value([header.step for header in headers])
-            raise Disagreement(
-                f"ranks are at different steps: {steps}. Load the same checkpoint on every rank"
-            )
+            raise Disagreement(f"ranks are at different steps: {steps}. {_SAME_STEPS}")
         if len({header.options for header in headers}) > 1:
             self._raise_options(report)
         if len({header.layout for header in headers}) > 1:
@@ -241,6 +272,12 @@ class Meetings:
         headers = [Header(*words) for words in self._wire.gather_words(header, "a header").tolist()]
         versions = [words.version for words in headers]
         if versions != [WIRE_VERSION] * len(headers):
+            others = [r for r, v in enumerate(versions) if not 0 < v <= _LARGEST_VERSION]
+            if others:
+                raise Disagreement(
+                    f"{named_ranks(others)} sent other data than a header, so {ELSEWHERE}. If your "
+                    f"code calls collectives, call them on all ranks in the same order"
+                )
             raise Disagreement(
                 f"ranks have different versions of the wire format, {_by_value(versions)}: install "
                 f"the same hf_dlion everywhere. Or {ELSEWHERE}"
@@ -248,20 +285,30 @@ class Meetings:
         return headers
 
     def _raise_options(self, report: Report) -> None:
-        difference = _first_difference("options", self._wire.gather_objects(report.options))
-        raise Disagreement(
-            f"{difference}. Create the optimizer with the same options on every rank, and step its "
-            f"scheduler on all ranks together"
-        )
+        tables = self._wire.gather_objects(report.options)
+        key, values = _first_difference(tables)
+        remedy = next(text for name, text in _REMEDIES.items() if fnmatchcase(key, name))
+        if key == HISTORY:
+            raise Disagreement(f"ranks differ in {HISTORY}, not in those of now. {remedy}")
+        raise Disagreement(f"ranks differ in options, first in {key!r}: {values}. {remedy}")
 
     def _raise_layouts(self, report: Report) -> None:
+        names = [str(line[0]) for line in report.layout]
+        names_by_rank = self._wire.gather_objects(names)
         lines = enumerate(_lines(report.layout))
         tables = self._wire.gather_objects({f"parameter {number}": line for number, line in lines})
-        raise Disagreement(
-            f"{_first_difference('trainable parameters', tables)}. Every rank must hold the same "
-            f"parameters, in the same order and on the same type of device; FSDP1, DeepSpeed, and "
-            f"ZeRO are not supported"
-        )
+        what, (key, values) = "ranks differ in trainable parameters", _first_difference(tables)
+        if any(set(other) != set(names) for other in names_by_rank):
+            remedy = f"{_SAME_FROZEN}, and train the same model"
+        elif any(other != names for other in names_by_rank):
+            what = "ranks have the same trainable parameters in different orders"
+            remedy = "Pass the parameters in the same order on every rank, not as a set"
+        else:
+            remedy = (
+                "Load them with the same shapes and dtypes on every rank, and on the same type of "
+                "device; FSDP1, DeepSpeed, and ZeRO are not supported"
+            )
+        raise Disagreement(f"{what}, first in {key!r}: {values}. {remedy}")
 
     def _compare_values(self, layout: int, report: Report) -> None:
         """Checks that parameters are equal at a new layout, and numbers a new optimizer."""
@@ -330,10 +377,15 @@ def _by_value(values: Sequence[object]) -> str:
     return ", ".join(f"{named_ranks(group)}: {value}" for value, group in ranks_of.items())
 
 
-def _first_difference(what: str, tables: Sequence[Mapping[str, object]]) -> str:
-    """Returns a clause that names the first key on which the ranks' tables differ."""
-    for key in dict.fromkeys(key for table in tables for key in table):
-        values = [table.get(key, "missing") for table in tables]
-        if len({repr(value) for value in values}) > 1:
-            return f"ranks differ in {what}, first in {key!r}: {_by_value(values)}"
-    return f"ranks differ in {what}"
+def _first_difference(tables: Sequence[Mapping[str, object]]) -> tuple[str, str]:
+    """Returns the first key on which the ranks' tables differ, and the values by rank.
+
+    Of frozen parameters, the values are the first names that not all ranks have.
+    """
+    keys = dict.fromkeys(key for table in tables for key in table)
+    rows = {key: [table.get(key, "missing") for table in tables] for key in keys}
+    key, row = next((key, row) for key, row in rows.items() if len(set(map(repr, row))) > 1)
+    if key == FROZEN:
+        sets = [set(names) for names in cast("list[list[str]]", row)]
+        row = [sorted(names - sets[0].intersection(*sets))[:_MOST_NAMES] for names in sets]
+    return key, _by_value(row)

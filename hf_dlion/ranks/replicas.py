@@ -19,8 +19,9 @@ AVERAGED_GRADIENTS = (
 )
 CHANGED_PARAMETERS = (
     "Something changed parameters on some ranks only: code that runs on one rank or uses its "
-    "gradients (as AdaLoRA does), weights loaded there, another type of device or version of "
-    "torch, or faulty memory. Remove the cause, and resume from an earlier checkpoint"
+    "gradients (as AdaLoRA does), weights loaded there, nn.Embedding(max_norm=...), another type "
+    "of device or version of torch, or faulty memory. Remove the cause, and resume from an earlier "
+    "checkpoint"
 )
 COPIED_MOMENTA = (
     "all ranks loaded the same momentum, which is right after optimizer.synchronize_momentum(). "

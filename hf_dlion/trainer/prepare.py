@@ -43,7 +43,8 @@ def prepare(lion: DistributedLion, trainer: Trainer) -> None:
     Raises what `refuse` and `attach` raise.
     """
     refuse(trainer)
-    _name_parameters(lion, trainer)
+    model: Any = trainer.model
+    lion._name_parameters(model)  # One process has no wrapper to attach.
     wrapped = trainer.model_wrapped
     if ddp.wrapper_in(wrapped) is not None or fsdp.sharded_model(wrapped) is not None:
         lion.attach(wrapped)
@@ -60,18 +61,3 @@ def prepare(lion: DistributedLion, trainer: Trainer) -> None:
             f"{alone} local_group={local_group!r} puts all {ranks} ranks into one node. Start "
             f"ranks on several nodes, or leave out local_group"
         )
-
-
-def _name_parameters(lion: DistributedLion, trainer: Trainer) -> None:
-    """Adds parameter names to groups that have none, such as those that Trainer creates.
-
-    Options select parameters by name.
-    """
-    model: Any = trainer.model
-    names = {param: name for name, param in model.named_parameters()}
-    groups = lion.param_groups
-    if all("param_names" not in group for group in groups) and all(
-        param in names for group in groups for param in group["params"]
-    ):
-        for group in groups:
-            group["param_names"] = [names[param] for param in group["params"]]

@@ -9,11 +9,13 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_dlion.options import SYNC_WORDS, Options, selected
 
 Groups = Sequence[Mapping[str, Any]]
+# Names of parameters that a model was seen to have.
+Names = Mapping[Tensor, str]
 
 
 def trainable(groups: Groups, moved: Collection[Tensor] = ()) -> list[tuple[int, Tensor]]:
@@ -26,35 +28,50 @@ def trainable(groups: Groups, moved: Collection[Tensor] = ()) -> list[tuple[int,
     ]
 
 
-def named(groups: Groups) -> list[tuple[str, Tensor]]:
+def names_in(model: nn.Module) -> dict[Tensor, str]:
+    """Returns the names of a model's parameters, without what `torch.compile` adds to them."""
+    return {
+        param: ".".join(part for part in name.split(".") if part != "_orig_mod")
+        for name, param in model.named_parameters()
+    }
+
+
+def named(groups: Groups, names: Names) -> list[tuple[str, Tensor]]:
     """Returns names and all parameters, frozen ones included.
 
-    A parameter without a name is called "group 0 parameter 1".
+    A name that was passed in a group goes before the one in `names`. A parameter without a name is
+    called "group 0 parameter 1".
     """
     return [
-        (group["param_names"][k] if "param_names" in group else f"group {g} parameter {k}", p)
+        (name or f"group {g} parameter {k}", p)
         for g, group in enumerate(groups)
-        for k, p in enumerate(group["params"])
+        for k, (name, p) in enumerate(_with_names(group, names))
     ]
 
 
-def selection(groups: Groups, options: Options, name: str) -> list[bool]:
-    """Returns which of all parameters the option `name` selects.
+def are_named(groups: Groups, names: Names) -> list[bool]:
+    """Returns which of all parameters have a name."""
+    return [name is not None for group in groups for name, _ in _with_names(group, names)]
+
+
+def selection(groups: Groups, names: Names, options: Options, option: str) -> list[bool]:
+    """Returns which of all parameters an option selects.
 
     Raises:
-        ValueError: If the option selects by name and the groups have no names, or if a pattern
+        ValueError: If the option selects by name and no parameter has a name, or if a pattern
             matches no name.
     """
-    value = getattr(options, name)
-    is_word = name == "momentum_sync" and value in SYNC_WORDS
+    value = getattr(options, option)
+    is_word = option == "momentum_sync" and value in SYNC_WORDS
     if value is None or is_word:
         return [value is not None for group in groups for _ in group["params"]]
-    if any("param_names" not in group for group in groups):
+    if not any(are_named(groups, names)):
         raise ValueError(
-            f"{name}={value!r} selects parameters by name, but the parameters have no names: use "
-            f"DistributedLion(model.named_parameters())"
+            f"{option}={value!r} selects parameters by name, but the parameters have no names: use "
+            f"DistributedLion(model.named_parameters()), or call optimizer.attach(model) before "
+            f"the first step"
         )
-    return selected(name, value, named(groups))
+    return selected(option, value, named(groups, names))
 
 
 def hyperparameters(groups: Groups) -> dict[str, object]:
@@ -75,3 +92,9 @@ def hyperparameters(groups: Groups) -> dict[str, object]:
         found[f"group {number} weight_decay"] = float(group["weight_decay"])
         found[f"group {number} parameters"] = len(group["params"])
     return found
+
+
+def _with_names(group: Mapping[str, Any], names: Names) -> list[tuple[str | None, Tensor]]:
+    passed = group.get("param_names") or [None] * len(group["params"])
+    pairs = zip(passed, group["params"], strict=True)
+    return [(names.get(p) if name is None else name, p) for name, p in pairs]

@@ -57,7 +57,8 @@ LOCAL_SHARE, MOST_STEPS = 0.1, 64
 _Pair = tuple[Tensor, Tensor, Tensor]
 _REMEDY = (
     "Before you change weights, call optimizer.detach() on every rank; with DDP or FSDP2, call "
-    "optimizer.attach(model) after it"
+    "optimizer.attach(model) after it. Set max_norm=None in nn.Embedding, which changes them in "
+    "every forward pass"
 )
 
 

@@ -13,7 +13,15 @@ import torch.distributed as dist
 
 from hf_dlion.exchange.wire import Wire, WireStats
 from hf_dlion.ranks import agreement
-from hf_dlion.ranks.agreement import Agreed, Disagreement, Meetings, Report, raise_together
+from hf_dlion.ranks.agreement import (
+    FROZEN,
+    HISTORY,
+    Agreed,
+    Disagreement,
+    Meetings,
+    Report,
+    raise_together,
+)
 from hf_dlion.ranks.header import Kind
 from tests.support.spawn import RankPools, on_ranks
 
@@ -22,7 +30,8 @@ pytestmark = pytest.mark.multiproc
 WORLD_SIZES = pytest.mark.parametrize("world_size", [2, 3])
 
 OPTIONS = {"bits": 1, "ties": "alternate", "momentum_sync": ("embed*",)}
-OPTIONS |= {"group 0 lr": 0.1, "group 0 weight_decay": 0.0}
+OPTIONS |= {"group 0 lr": 0.1, "group 0 weight_decay": 0.0, HISTORY: 5}
+OPTIONS[FROZEN] = [f"layer {k}" for k in range(200)]
 LAYOUT = (
     ("weight", (4, 3), torch.float32, (3, 1), None, "cpu"),
     ("bias", (4,), torch.float32, (1,), None, "cpu"),
@@ -117,7 +126,8 @@ OTHER_LAYOUT = (LAYOUT[0], ("bias", (5,), torch.float32, (1,), None, "cpu"))
 DIFFERENCES = {
     "option": (
         {"options": OPTIONS | {"bits": 2}},
-        "ranks differ in options, first in 'bits': {others}: 1, rank 1: 2. ",
+        "ranks differ in options, first in 'bits': {others}: 1, rank 1: 2. Create the optimizer "
+        "with the same options on every rank",
     ),
     "missing option": (
         {"options": {name: OPTIONS[name] for name in OPTIONS if name != "momentum_sync"}},
@@ -125,22 +135,44 @@ DIFFERENCES = {
     ),
     "rate": (
         {"options": OPTIONS | {"group 0 lr": 0.2}},
-        "first in 'group 0 lr': {others}: 0.1, rank 1: 0.2",
+        "first in 'group 0 lr': {others}: 0.1, rank 1: 0.2. Give groups the same values on every "
+        "rank, and step a scheduler on all ranks together, ",
+    ),
+    "earlier rate": (
+        {"options": OPTIONS | {HISTORY: 6}},
+        "ranks differ in lr, betas, or weight decay of a step since the last exchange, not in "
+        "those of now. Give groups the same values on every rank",
+    ),
+    "frozen": (
+        {"options": OPTIONS | {FROZEN: [*OPTIONS[FROZEN], "late"]}},
+        "first in 'frozen parameters': {others}: [], rank 1: ['late']. Freeze and unfreeze the "
+        "same parameters on every rank, ",
     ),
     "kind of number": (
         {"options": OPTIONS | {"group 0 weight_decay": 0}},
         "first in 'group 0 weight_decay': {others}: 0.0, rank 1: 0",
     ),
-    "step": ({"step": 1}, "ranks are at different steps: {others}: 0, rank 1: 1. "),
+    "step": (
+        {"step": 1},
+        "ranks are at different steps: {others}: 0, rank 1: 1. Take the same number of steps on "
+        "every rank, and load the same checkpoint on all ranks",
+    ),
     "layout": (
         {"layout": OTHER_LAYOUT},
         "ranks differ in trainable parameters, first in 'parameter 1': {others}: 'bias (4,) "
-        "torch.float32 (1,) None cpu', rank 1: 'bias (5,) torch.float32 (1,) None cpu'. ",
+        "torch.float32 (1,) None cpu', rank 1: 'bias (5,) torch.float32 (1,) None cpu'. Load "
+        "them with the same shapes and dtypes",
+    ),
+    "order": (
+        {"layout": LAYOUT[::-1]},
+        "ranks have the same trainable parameters in different orders, first in 'parameter 0': "
+        "{others}: 'weight (4, 3) torch.float32 (3, 1) None cpu', rank 1: 'bias (4,) torch.float32 "
+        "(1,) None cpu'. Pass the parameters in the same order on every rank, not as a set",
     ),
     "number of parameters": (
         {"layout": LAYOUT[:1], "present": (True,)},
         "first in 'parameter 1': {others}: 'bias (4,) torch.float32 (1,) None cpu', rank 1: "
-        "'missing'",
+        "'missing'. Freeze and unfreeze the same parameters on every rank, ",
     ),
     "save": ({"kind": Kind.SAVE}, "rank 1 saves while {others} step{s}: a rank is at another"),
     "load": ({"kind": Kind.LOAD}, "rank 1 loads while {others} step{s}: "),
@@ -194,13 +226,18 @@ def test_a_new_layout_compares_values_again(rank: int) -> None:
 
 
 @WORLD_SIZES
+@pytest.mark.parametrize("version", [5, 24298, 0, -1])
 @on_ranks("world_size")
-def test_another_version_is_refused_by_all(rank: int, world_size: int) -> None:
+def test_another_version_or_other_data_is_refused_by_all(
+    rank: int, world_size: int, version: int
+) -> None:
     meetings = Meetings(wire_of(), 1)
     zero = "rank 0" if world_size == 2 else "ranks 0 and 2"
-    text = f"versions of the wire format, {zero}: 1, rank 1: 5: install the same .*another point of"
+    text = "rank 1 sent other data than a header, so a rank is at another point of its program"
+    if version == 5:
+        text = f"versions of the wire format, {zero}: 1, rank 1: 5: install .*another point of"
     with (
-        mock.patch.object(agreement, "WIRE_VERSION", 5 if rank == 1 else 1),
+        mock.patch.object(agreement, "WIRE_VERSION", version if rank == 1 else 1),
         pytest.raises(Disagreement, match=text),
     ):
         meetings.meet(report())

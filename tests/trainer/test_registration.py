@@ -74,9 +74,11 @@ def test_optim_args_reach_the_optimizer_by_the_names_of_the_model(
     assert lion.options.check_replicas_every == 100
     assert {tuple(group["betas"]) for group in lion.param_groups} == {(0.8, 0.9)}
     decayed = trainer.get_decay_parameter_names(trainer.model)
-    assert {
-        name: group["weight_decay"] for group in lion.param_groups for name in group["param_names"]
-    } == {name: 0.1 * (name in decayed) for name, _ in trainer.model.named_parameters()}
+    decays = {p: group["weight_decay"] for group in lion.param_groups for p in group["params"]}
+    assert decays == {p: 0.1 * (n in decayed) for n, p in trainer.model.named_parameters()}
+    full = {line[0] for line in lion._plan.lines if line[-1] == "full"}
+    names = [name for name, _ in trainer.model.named_parameters()]
+    assert full == {name for name in names if "norm" in name or "embed" in name}
 
 
 @pytest.mark.parametrize(
@@ -182,6 +184,20 @@ class Recorder(TrainerCallback):
         self.seen.append(dict(logs))
 
 
+class Unfreeze(TrainerCallback):
+    """Adds a group during training."""
+
+    def __init__(self, added: torch.nn.Parameter) -> None:
+        self.added = added
+
+    def on_step_end(self, args, state, control, optimizer=None, lr_scheduler=None, **kwargs):
+        if state.global_step == 2:
+            self.added.requires_grad_(True)
+            optimizer.add_param_group({"params": [self.added], "lr": 0.01})
+            lr_scheduler.base_lrs.append(0.01)
+            lr_scheduler.lr_lambdas *= 2
+
+
 @pytest.mark.parametrize("how", ["groups", "subclass", "passed"])
 def test_an_optimizer_that_the_user_made_is_named_logged_and_saved(
     tmp_path: Path, how: str
@@ -190,13 +206,21 @@ def test_an_optimizer_that_the_user_made_is_named_logged_and_saved(
     optim = "dlion" if how == "groups" else "adamw_torch"
     args = tiny_args(tmp_path, optim=optim, save_strategy="steps", save_steps=4)
     changes: dict[str, Any] = {"callbacks": [recorder]}
+    late = model.model.norm.weight
     if how == "passed":
-        changes["optimizers"] = (DistributedLion(model.parameters(), lr=1e-3), None)
+        late.requires_grad_(False)
+        outside = torch.nn.Parameter(torch.ones(2))
+        params = [outside, *(p for p in model.parameters() if p is not late)]
+        changes["optimizers"] = (DistributedLion(params, lr=1e-3), None)
+        changes["callbacks"].append(Unfreeze(late))
     cls = {"groups": OwnGroups, "subclass": OwnOptimizer, "passed": Trainer}[how]
     trainer = tiny_trainer(args, cls, model=model, **changes)
     trainer.train()
-    names = trainer.optimizer.optimizer.param_groups[0]["param_names"]
-    assert names[0] == "model.embed_tokens.weight"
+    names = [line[0] for line in trainer.optimizer.optimizer._plan.lines]
+    if how == "passed":
+        assert names.pop(0) == "group 0 parameter 0"
+        assert names[-1] == "model.norm.weight"
+    assert set(names) == {name for name, _ in model.named_parameters()}
     assert "dlion/abstained" in recorder.seen[0]
     assert "dlion/abstained" in trainer.state.log_history[0]
     assert (tmp_path / "checkpoint-4" / "dlion_momentum_0_of_1.safetensors").is_file()
