@@ -359,7 +359,7 @@ def test_the_optimizers_state_alone_is_refused_between_two_exchanges(
         lambda: train(model, optimizer, range(2, 3), rank),
         optimizer.exchange_now,
     ):
-        with pytest.raises(Disagreement, match=r"replicas differ in .*with vote_every load the model before"):
+        with pytest.raises(Disagreement, match="with vote_every load the model"):
             continue_training()
     # With common weights in the model, the optimizer's state may be loaded alone.
     load(model, optimizer, tmp_path)
