@@ -302,9 +302,8 @@ class Method:
     Attributes:
         title: Name in tables and result files.
         about: Explanation for --help, a noun phrase.
-        make: Function that returns a `Rank`, given the model and the hyperparameters; None if the
-            method runs in one process only, in benchmarks.convergence.
-        family: Grid of learning rates, "adamw", "lion", or "sgd".
+        make: Function that returns a `Rank`, given the model and the hyperparameters.
+        family: Grid of learning rates, "adamw" or "lion".
         options: Options of DistributedLion; None if ranks don't vote.
         every: Number of steps per exchange.
         package: Module of the extra "study" that it imports.
@@ -313,7 +312,7 @@ class Method:
 
     title: str
     about: str
-    make: Callable[[nn.Module, Hyper], Rank] | None = field(repr=False)
+    make: Callable[[nn.Module, Hyper], Rank] = field(repr=False)
     family: str = "adamw"
     options: dict[str, Any] | None = None
     every: int = 1
@@ -404,19 +403,7 @@ METHODS: dict[str, Method] = {
         "lion",
         package="pytorch_optimizer",
     ),
-    "terngrad": Method("TernGrad", "TernGrad: AdamW on gradients of three values (2 bits)", None),
-    "graddrop": Method(
-        "GradDrop", "GradDrop: AdamW on the largest 4% of gradient and residual", None
-    ),
-    "dgc": Method(
-        "DGC",
-        "Deep gradient compression: SGD on the largest 4%, momentum corrected",
-        None,
-        "sgd",
-    ),
 }
-# Methods of step_time.py: those with real ranks.
-WITH_RANKS = {name: method for name, method in METHODS.items() if method.make is not None}
 
 
 def method_of(name: str) -> Method:

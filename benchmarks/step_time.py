@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # A script's own folder is t
 from benchmarks import command
 from benchmarks.command import middle_ms
 from benchmarks.emulate import INTERFACE, Network
-from benchmarks.methods import METHODS, WITH_RANKS, Hyper, method_of
+from benchmarks.methods import METHODS, Hyper, method_of
 from benchmarks.ranks import device_of_rank, launch, slowest, take_part
 from hf_dlion.cli.arguments import Parser, positive
 
@@ -183,7 +183,7 @@ def _interface_bytes() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    lines = [f"  {name:17}{method.about}" for name, method in WITH_RANKS.items()]
+    lines = [f"  {name:17}{method.about}" for name, method in METHODS.items()]
     epilog = "\n".join(["methods:", *lines])
     parser = Parser(prog="benchmarks/step_time.py", description=__doc__, epilog=epilog)
     command.add_result_options(parser, "step_time")
@@ -228,8 +228,7 @@ def _main(args: argparse.Namespace) -> None:
     # Fails now rather than after minutes.
     Path(args.json).parent.mkdir(parents=True, exist_ok=True)
     for name in args.methods or ():
-        if method_of(name).make is None:
-            raise ValueError(f"{name} runs in one process only; use benchmarks.convergence")
+        method_of(name)
     if args.model is not None:
         with torch.device("meta"):
             model_of(args.parameters, args.model)

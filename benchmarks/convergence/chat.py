@@ -24,7 +24,6 @@ class Chat(Task):
     grids: ClassVar[dict[str, tuple[float, ...]]] = {
         "adamw": (3e-5, 1e-4, 3e-4),
         "lion": (3e-5, 1e-4, 3e-4),
-        "sgd": (1e-2, 1e-1, 1e0),
     }
 
     def __init__(self, setting: Setting) -> None:
@@ -110,7 +109,6 @@ class ChatLoRA(Chat):
     grids: ClassVar[dict[str, tuple[float, ...]]] = {
         "adamw": (3e-4, 1e-3, 3e-3),
         "lion": (1e-4, 3e-4, 1e-3),
-        "sgd": (1e-1, 3e-1, 1e0),
     }
 
     def model(self, seed: int) -> nn.Module:

@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.command import environment, exit_code_of
 from benchmarks.convergence import report
+from benchmarks.convergence.files import digest
 from benchmarks.convergence.methods import (
     IN_PROCESS,
     NOT_TRAINED,
@@ -21,15 +22,11 @@ from benchmarks.convergence.results import Records, Trial, results
 from benchmarks.convergence.setting import WARMUP, Setting
 from benchmarks.convergence.tasks import TASKS, task_class
 from benchmarks.convergence.train import run_real, simulate
-from benchmarks.methods import METHODS, WITH_RANKS, method_of
+from benchmarks.methods import METHODS, method_of
 from benchmarks.plot import figure
 from hf_dlion.cli.arguments import Parser, above_zero, positive, rate
 
-# One method of each kind, and the baselines of the Distributed Lion paper.
-COMPARED = [
-    *("adamw", "lion", "majority", "average", "bits4", "sync16"),
-    *("terngrad", "graddrop", "dgc"),
-]
+COMPARED = ["adamw", "lion", "majority", "average", "bits4", "sync16"]
 # Default values by --scale.
 SCALES: dict[str, dict[str, Any]] = {
     "smoke": {
@@ -66,7 +63,8 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> None:
     if args.plot:
         figure(1)  # Fails now rather than after hours.
-    trials, folder = _trials(args), Path(args.out)
+    files = tuple(args.base_text), tuple(args.text)
+    trials, folder = _trials(args, digest(files) if args.text else ""), Path(args.out)
     records = Records(folder / "runs.jsonl")
     if not args.report:
         before, made = environment(), _complete(trials, records)
@@ -105,12 +103,17 @@ def _complete(trials: list[Trial], records: Records) -> int:
     return made
 
 
-def _trials(args: argparse.Namespace) -> list[Trial]:
-    """Returns a trial for every task, number of workers, batch, and method; adds default sizes."""
+def _trials(args: argparse.Namespace, text: str = "") -> list[Trial]:
+    """Returns a trial for every task, number of workers, batch, and method; adds default sizes.
+
+    Args:
+        args: Values of the options.
+        text: Hash of the text files.
+    """
     for name, value in SCALES[args.scale].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    given = {"adamw": args.lr_adamw, "lion": args.lr_lion, "sgd": args.lr_sgd}
+    given = {"adamw": args.lr_adamw, "lion": args.lr_lion}
     names = ("sequence", "hidden", "layers", "steps", "weight_decay", "evaluations")
     same = {name: getattr(args, name) for name in (*names, "real", "warmup")}
     same |= {"betas": tuple(args.betas), "clip": args.clip or 0.0, "folder": args.out}
@@ -120,19 +123,24 @@ def _trials(args: argparse.Namespace) -> list[Trial]:
     ):
         kind, grids = method_of(method).family, task_class(task).grids
         grid = given[kind] or grids[kind]
+        of_files = {
+            "files": (tuple(args.base_text), tuple(args.text)), "text": text,
+            "vocabulary": args.vocabulary, "untied": args.untied,
+        }  # fmt: skip
+        tuned = task in FINE_TUNING or (task == "text" and args.base_text)
         setting = Setting(
             task=task, method=method, workers=workers, batch=batch, lr=0.0, seed=0,
-            base_steps=args.base_steps if task in FINE_TUNING else 0,
-            lr_factors=tuple(args.lr_factors), **same,
+            base_steps=args.base_steps if tuned else 0, lr_factors=tuple(args.lr_factors),
+            **same, **(of_files if task == "text" else {}),
         )  # fmt: skip
-        if task in FINE_TUNING and not setting.base_steps:
+        if tuned and not setting.base_steps:
             raise ValueError(f"--scale {args.scale} trains no base for {task}; pass --base-steps")
         check_method(setting)
         trials.append(Trial(setting, tuple(sorted(set(grid))), args.seeds))
     return trials
 
 
-_several = partial(positive, least=2)
+_several, _vocabulary = partial(positive, least=2), partial(positive, least=256)
 
 
 def _share(text: str) -> float:
@@ -154,9 +162,9 @@ def _factor(text: str) -> tuple[str, float]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    lines = ["methods (+: only with --real; -: only without --real):"]
+    lines = ["methods (+: only with --real):"]
     for name, method in METHODS.items():
-        mark = "-" if name not in WITH_RANKS else " " if name in IN_PROCESS else "+"
+        mark = " " if name in IN_PROCESS else "+"
         lines += [f" {mark} {name:17}{method.about}"] * (name not in NOT_TRAINED)
     lines += ["", "tasks:", *(f"   {name:17}{line}" for name, (_, line) in TASKS.items())]
     made = Parser(
@@ -176,6 +184,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--hidden", type=positive, help="Width of the model (default: 64).")
     add("--layers", type=positive, help="Number of layers (default: 2).")
     add("--steps", type=positive, help="Steps of a run (default: 300).")
+    text = "Text files that the task text trains on, with no part seen twice (default: none)."
+    add("--text", nargs="+", default=[], metavar="FILE", help=text)
+    before = "Text files that train the base of the task text (default: random weights)."
+    add("--base-text", nargs="+", default=[], metavar="FILE", help=before)
+    tokens = "Tokens in the vocabulary of the task text (default: 4096)."
+    add("--vocabulary", type=_vocabulary, default=4096, help=tokens)
+    untied = "Give the head of the task text its own weights (default: those of the embedding)."
+    add("--untied", action="store_true", help=untied)
     base = "Steps that train the base of a fine-tuning task (default: 1000)."
     add("--base-steps", type=positive, help=base)
     seeds = "Number of seeds; the first one chooses the learning rate (default: 3)."
@@ -183,7 +199,6 @@ def _parser() -> argparse.ArgumentParser:
     rates = "Learning rates to choose from for {} (default: by task)."
     add("--lr-adamw", nargs="+", type=above_zero, help=rates.format("AdamW"))
     add("--lr-lion", nargs="+", type=above_zero, help=rates.format("Lion and DistributedLion"))
-    add("--lr-sgd", nargs="+", type=above_zero, help=rates.format("SGD"))
     add("--weight-decay", type=float, default=0.1, help="Weight decay (default: 0.1).")
     clip = (
         "Clip gradients to this norm, each rank's gradient if ranks vote, else the mean "

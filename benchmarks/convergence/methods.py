@@ -12,9 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
-from benchmarks.convergence.compressors import DGC, Compressor, GradDrop, TernGrad
 from benchmarks.convergence.setting import Setting
 from benchmarks.convergence.tasks import Task
 from benchmarks.methods import (
@@ -22,7 +21,6 @@ from benchmarks.methods import (
     Hyper,
     adamw,
     distributed_lion,
-    groups_of,
     method_of,
     ring_bytes,
     set_lr,
@@ -68,8 +66,8 @@ class Workers(ABC):
     def step(self, lr: float) -> None:
         """Updates the parameters and drops the gradients."""
 
-    def evaluated(self, validation: Callable[[nn.Module], float]) -> float:
-        """Returns the validation loss; NaN on ranks whose record isn't kept."""
+    def evaluated(self, validation: Callable[[nn.Module], Any]) -> Any:
+        """Returns what `validation` finds; NaN on ranks whose record isn't kept."""
         return validation(self.model)
 
     def own_loss(self, validation: Callable[[nn.Module], float]) -> float | None:
@@ -95,46 +93,15 @@ class Averaged(Workers):
         self._optimizer = make(self.model, setting)
 
     def step(self, lr: float) -> None:
-        self._average()
-        set_lr(self._optimizer, lr)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-    def _average(self) -> None:
         # autograd has added the workers' gradients.
         for param in self.params:
             if param.grad is not None:
                 param.grad /= len(self.workers)
         self.clip()
         self.bytes_sent += ring_bytes(sum(map(Tensor.numel, self.params)), ranks=len(self.workers))
-
-
-class Compressed(Averaged):
-    """One optimizer on the mean of compressed gradients."""
-
-    def __init__(
-        self,
-        task: Task,
-        setting: Setting,
-        make: Callable[[nn.Module, Hyper], Optimizer],
-        compressor: type[Compressor],
-    ) -> None:
-        super().__init__(task, setting, make)
-        self._sizes = [param.numel() for param in self.params]
-        self._compressor = compressor(self._sizes, setting.workers, setting.seed, setting.steps)
-        self._gradients: list[Tensor] = []
-
-    def collect(self) -> None:
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
-        self._gradients.append(torch.cat([grad.flatten() for grad in grads]))
+        set_lr(self._optimizer, lr)
+        self._optimizer.step()
         self._optimizer.zero_grad()
-
-    def _average(self) -> None:
-        mean = self._compressor.mean(torch.stack(self._gradients)).split(self._sizes)
-        for param, part in zip(self.params, mean, strict=True):
-            param.grad = part.view_as(param)
-        self._gradients = []
-        self.bytes_sent = float(self._compressor.bytes_sent)
 
 
 class Votes(Workers):
@@ -236,9 +203,7 @@ class RealRank(Workers):
     def __init__(self, task: Task, setting: Setting) -> None:
         super().__init__(task, setting)
         self.workers = [dist.get_rank()]
-        make = method_of(setting.method).make
-        assert make is not None, "check_method refuses it"
-        self._rank = make(self.model, setting)
+        self._rank = method_of(setting.method).make(self.model, setting)
         self.model = self._rank.model
 
     def total(self, loss: float) -> float:
@@ -252,7 +217,7 @@ class RealRank(Workers):
         self._rank.step()
         self.bytes_sent = self._rank.bytes_sent
 
-    def evaluated(self, validation: Callable[[nn.Module], float]) -> float:
+    def evaluated(self, validation: Callable[[nn.Module], Any]) -> Any:
         if dist.get_rank():
             return math.nan
         optimizer = self._rank.optimizer
@@ -268,7 +233,7 @@ class RealRank(Workers):
             return None
         return self._alone(validation)
 
-    def _alone(self, validation: Callable[[nn.Module], float]) -> float:
+    def _alone(self, validation: Callable[[nn.Module], Any]) -> Any:
         """Validates on one thread per rank, since the other ranks wait."""
         threads = torch.get_num_threads()
         torch.set_num_threads(min(dist.get_world_size(), os.cpu_count() or 1))
@@ -280,11 +245,6 @@ class RealRank(Workers):
         self._rank.close()
 
 
-def _sgd(model: nn.Module, hyper: Hyper) -> Optimizer:
-    # Without weight decay, because SGD's learning rate is a hundred times AdamW's.
-    return SGD(groups_of(model, hyper), lr=hyper.lr)
-
-
 # Methods that run in this process.
 IN_PROCESS: dict[str, Callable[[Task, Setting], Workers]] = {
     "adamw": partial(Averaged, make=adamw),
@@ -293,9 +253,6 @@ IN_PROCESS: dict[str, Callable[[Task, Setting], Workers]] = {
         name: partial(Votes, **(METHODS[name].options or {}))
         for name in ("majority", "average", "bits2", "bits4", "sync16")
     },
-    "terngrad": partial(Compressed, make=adamw, compressor=TernGrad),
-    "graddrop": partial(Compressed, make=adamw, compressor=GradDrop),
-    "dgc": partial(Compressed, make=_sgd, compressor=DGC),
 }
 # Methods of step_time.py whose ranks don't train a common model, or that need several nodes.
 NOT_TRAINED = ("none", "alone", "adamw-alone", "ddp-lion", "node")
@@ -307,15 +264,12 @@ def check_method(setting: Setting) -> None:
     Raises:
         ValueError: If it doesn't.
     """
-    name, method = setting.method, method_of(setting.method)
+    name = setting.method
+    method_of(name)
     if name in NOT_TRAINED:
         raise ValueError(f"{name!r} trains no common model; use it in benchmarks/step_time.py")
-    if setting.real and method.make is None:
-        raise ValueError(f"{name!r} runs in one process only; remove --real")
     if not setting.real and name not in IN_PROCESS:
         raise ValueError(f"{name!r} runs on real ranks only; add --real")
-    if setting.clip and method.make is None:
-        raise ValueError(f"--clip doesn't work with {name}; remove --clip, or the method")
     if setting.lr_factors and name == "demo":
         raise ValueError(
             f"--lr-factors doesn't work with {name}; remove --lr-factors, or the method"

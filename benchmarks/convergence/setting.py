@@ -13,7 +13,11 @@ from benchmarks.methods import Hyper
 
 WARMUP = 0.05
 # Values that a run's identity leaves out, since older records don't have them.
-_LATER = {"clip": 0.0, "warmup": WARMUP, "lr_factors": ()}
+_LATER = {
+    "clip": 0.0, "warmup": WARMUP, "lr_factors": (), "text": "", "vocabulary": 0, "untied": False,
+}  # fmt: skip
+# Where a run finds its files. Its result doesn't depend on them.
+_PLACES = ("folder", "files")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +38,11 @@ class Setting(Hyper):
         clip: Norm that gradients are clipped to, each rank's gradient if ranks vote, else the mean;
             0 disables clipping.
         warmup: Share of the steps in which the learning rate rises.
+        text: Hash of the contents of `files`, in the task "text".
+        vocabulary: Number of tokens that the task "text" trains a tokenizer for.
+        untied: Whether the head has weights of its own, in the task "text".
         folder: Folder of caches. It doesn't identify the run.
+        files: Text files of the base, and those of the run. Their contents identify the run.
     """
 
     task: str
@@ -49,7 +57,11 @@ class Setting(Hyper):
     real: bool = False
     clip: float = 0.0
     warmup: float = WARMUP
+    text: str = ""
+    vocabulary: int = 0
+    untied: bool = False
     folder: str = dataclasses.field(default=".", compare=False)
+    files: tuple[tuple[str, ...], ...] = dataclasses.field(default=((), ()), compare=False)
 
     def identity(self) -> dict[str, Any]:
         """Returns everything that the result depends on, as plain JSON data.
@@ -57,7 +69,8 @@ class Setting(Hyper):
         Records are found by a hash of it, so its keys and values must not change.
         """
         values = dataclasses.asdict(self)
-        del values["folder"]
+        for place in _PLACES:
+            del values[place]
         values["scene"] = values.pop("task")  # The name of a task in all records.
         values["schedule"] = "cosine"  # Older records had a choice.
         kept = {k: v for k, v in values.items() if k not in _LATER or v != _LATER[k]}

@@ -25,6 +25,7 @@ TASKS = {
         "Fine-tuning of a base trained on library code, on docstrings",
     ),
     "lora": ("text:LowRank", "The task finetune with LoRA"),
+    "text": ("files:Files", "Training on text files, of which no piece is seen twice"),
     "smollm2": ("chat:Chat", "Fine-tuning of SmolLM2-135M-Instruct on descriptions of functions"),
     "smollm2-lora": ("chat:ChatLoRA", "The task smollm2 with LoRA"),
     "vision": (
@@ -39,13 +40,12 @@ class Task(ABC):
 
     Attributes:
         setting: Sizes and folder. Tasks read neither its method nor its learning rate.
-        grids: Learning rates to choose from for AdamW, Lion, and SGD.
+        grids: Learning rates to choose from for AdamW and Lion.
     """
 
     grids: ClassVar[dict[str, tuple[float, ...]]] = {
         "adamw": (1e-3, 3e-3, 1e-2),
         "lion": (3e-4, 1e-3, 3e-3),
-        "sgd": (3e-2, 1e-1, 3e-1),
     }
 
     def __init__(self, setting: Setting) -> None:
@@ -69,6 +69,10 @@ class Task(ABC):
     @abstractmethod
     def validation(self, model: nn.Module) -> float:
         """Returns the mean loss on held-out data."""
+
+    def details(self, model: nn.Module) -> dict[str, Any]:
+        """Returns what else a record has about the model at the end."""
+        return {}
 
 
 def task_class(name: str) -> type[Task]:

@@ -1,4 +1,4 @@
-"""Tasks with a small byte-level Llama on the source of Python's standard library."""
+"""Tasks with a small Llama: bytes of the source of Python's standard library, or text files."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from benchmarks.command import track
 from benchmarks.convergence.setting import WARMUP, Setting
 from benchmarks.convergence.tasks import Task, evaluating, generator, seeded, with_lora
 
-Bytes = NDArray[np.uint8]
+Tokens = NDArray[np.integer[Any]]
 HELD_OUT = ("argparse.py", "json/decoder.py", "statistics.py", "tarfile.py", "textwrap.py")
-VALIDATION_SEQUENCES, VALIDATION_BATCH = 256, 32
+VALIDATION_BATCH = 32
 BASE_SEED, BASE_LR, BASE_BATCH = 1_000_003, 3e-3, 16
 HEAD = 32  # Elements of an attention head.
 
@@ -29,20 +29,23 @@ HEAD = 32  # Elements of an attention head.
 class Pretraining(Task):
     """Trains from random weights on the source of the standard library."""
 
+    validation_sequences = 256
+
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self._train, held_out = self._texts()
         length = setting.sequence
         whole = held_out[: len(held_out) // length * length].reshape(-1, length)
-        count = min(VALIDATION_SEQUENCES, len(whole))
+        count = min(self.validation_sequences, len(whole))
         spread = whole[np.arange(count) * len(whole) // max(count, 1)].astype(np.int64)
         self._held_out = torch.split(torch.from_numpy(spread), VALIDATION_BATCH)
 
-    def _texts(self) -> tuple[Bytes, Bytes]:
+    def _texts(self) -> tuple[Tokens, Tokens]:
+        """Returns the training text and the held-out text."""
         return corpus((0, 1), Path.read_bytes)
 
     def model(self, seed: int) -> nn.Module:
-        """Returns a new Llama with bytes as tokens and tied embeddings."""
+        """Returns a new Llama, whose tokens are bytes unless the setting has a vocabulary."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
         hidden = self.setting.hidden
@@ -52,9 +55,10 @@ class Pretraining(Task):
                 f"--hidden must be a multiple of {HEAD}, or even and below {HEAD} (got {hidden})"
             )
         config = LlamaConfig(
-            vocab_size=256, hidden_size=hidden, intermediate_size=3 * hidden,
-            num_hidden_layers=self.setting.layers, num_attention_heads=heads,
-            max_position_embeddings=self.setting.sequence, tie_word_embeddings=True,
+            vocab_size=self.setting.vocabulary or 256, hidden_size=hidden,
+            intermediate_size=3 * hidden, num_hidden_layers=self.setting.layers,
+            num_attention_heads=heads, max_position_embeddings=self.setting.sequence,
+            tie_word_embeddings=not self.setting.untied,
             bos_token_id=None, eos_token_id=None, pad_token_id=0, use_cache=False,
         )  # fmt: skip
         with seeded(seed):
@@ -70,7 +74,7 @@ class Pretraining(Task):
         return loss
 
     def validation(self, model: nn.Module) -> float:
-        """Returns nats per byte of held-out files."""
+        """Returns nats per token of the held-out text."""
         with evaluating(model):
             total = sum(float(self.loss(model, part)) * len(part) for part in self._held_out)
         return total / sum(map(len, self._held_out))
@@ -79,15 +83,18 @@ class Pretraining(Task):
 class FineTuning(Pretraining):
     """Trains a base, which AdamW has trained on library code, on the prose of docstrings."""
 
-    def _texts(self) -> tuple[Bytes, Bytes]:
+    def _texts(self) -> tuple[Tokens, Tokens]:
         return corpus((1,), docstrings)  # From files that the base was not trained on.
+
+    def _base_text(self) -> Tokens:
+        return corpus((0,), Path.read_bytes)[0]
 
     def prepare(self) -> None:
         """Trains the base, unless the folder already has it."""
         path = self._path
         if path.exists():
             return
-        setting, text = self.setting, corpus((0,), Path.read_bytes)[0]
+        setting, text = self.setting, self._base_text()
         model = Pretraining.model(self, BASE_SEED)
         optimizer = torch.optim.AdamW(model.parameters(), lr=BASE_LR, weight_decay=0.1)
         # Use only those values of the setting that are in the file's name.
@@ -113,7 +120,8 @@ class FineTuning(Pretraining):
     @property
     def _path(self) -> Path:
         s = self.setting
-        name = f"base-{s.hidden}x{s.layers}-{s.sequence}-{s.base_steps}.pt"
+        name = f"base-{s.hidden}x{s.layers}-{s.sequence}-{s.base_steps}"
+        name += f"-{s.text}-{s.vocabulary}" * bool(s.text) + "-untied" * s.untied + ".pt"
         return Path(s.folder) / name
 
 
@@ -123,7 +131,6 @@ class LowRank(FineTuning):
     grids: ClassVar[dict[str, tuple[float, ...]]] = {
         "adamw": (3e-3, 1e-2, 3e-2),
         "lion": (1e-3, 3e-3, 1e-2),
-        "sgd": (1e-1, 3e-1, 1e0),
     }
 
     def model(self, seed: int) -> nn.Module:
@@ -131,7 +138,7 @@ class LowRank(FineTuning):
 
 
 @functools.cache
-def corpus(halves: tuple[int, ...], text_of: Callable[[Path], bytes]) -> tuple[Bytes, Bytes]:
+def corpus(halves: tuple[int, ...], text_of: Callable[[Path], bytes]) -> tuple[Tokens, Tokens]:
     """Returns a training text of every other file (or of all files), and a held-out text."""
     root = Path(sysconfig.get_path("stdlib"))
     found = [*root.glob("*.py"), *(root / "json").glob("*.py"), *(root / "email").glob("*.py")]
@@ -155,7 +162,7 @@ def docstrings(path: Path) -> bytes:
     return "".join(f"{text}\n\n" for text in texts).encode()
 
 
-def _sequences(text: Bytes, count: int, length: int, rng: np.random.Generator) -> Tensor:
+def _sequences(text: Tokens, count: int, length: int, rng: np.random.Generator) -> Tensor:
     """Returns random pieces of a text, int64, shape (count, length)."""
     starts = rng.integers(0, len(text) - length + 1, count)
     return torch.from_numpy(text[starts[:, None] + np.arange(length)].astype(np.int64))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,8 +48,6 @@ def digits() -> tuple[Batch, Batch]:
 
 class Digits(Task):
     """The paper's vision setting with handwritten digits, at a size for a CPU."""
-
-    grids: ClassVar[dict[str, tuple[float, ...]]] = {**Task.grids, "sgd": (1e-2, 3e-2, 1e-1, 3e-1)}
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)

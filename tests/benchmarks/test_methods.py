@@ -13,14 +13,14 @@ from benchmarks.convergence.methods import IN_PROCESS, NOT_TRAINED, RealRank, ch
 from benchmarks.convergence.setting import Setting
 from benchmarks.convergence.text import Pretraining
 from benchmarks.convergence.train import simulate, train
-from benchmarks.methods import WITH_RANKS, method_of, set_lr, trainable
+from benchmarks.methods import METHODS, method_of, set_lr, trainable
 from hf_dlion.cli.plan.methods import power_numel
 from hf_dlion.optimizer import DistributedLion
 from tests.support.spawn import RankPools
 from tests.support.tiny_study import TINY
 
-BOTH = [name for name in WITH_RANKS if name in IN_PROCESS]
-ONLY_REAL = [name for name in WITH_RANKS if name not in (*IN_PROCESS, *NOT_TRAINED)]
+BOTH = [name for name in METHODS if name in IN_PROCESS]
+ONLY_REAL = [name for name in METHODS if name not in (*IN_PROCESS, *NOT_TRAINED)]
 
 
 @pytest.fixture(autouse=True)
@@ -203,9 +203,7 @@ def test_the_mean_gradient_is_clipped_or_each_workers_own_if_it_votes(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"method": "dgc", "clip": 1.0}, "--clip doesn't work with dgc"),
         ({"method": "demo", "real": True, "lr_factors": (("*", 2.0),)}, "doesn't work with demo"),
-        ({"method": "terngrad", "real": True}, "'terngrad' runs in one process only"),
         ({"method": "bf16"}, "'bf16' runs on real ranks only; add --real"),
         ({"method": "none"}, "'none' trains no common model; use it in benchmarks/step_time.py"),
     ],
@@ -219,7 +217,7 @@ def test_a_method_is_a_name_with_options_that_exist(monkeypatch: pytest.MonkeyPa
     method = method_of("bits4:exchange=gather,momentum_sync_every=8")
     assert method.options == {"bits": 4, "exchange": "gather", "momentum_sync_every": 8}
     assert method.title == "DistributedLion, 4 bits, exchange=gather,momentum_sync_every=8"
-    with pytest.raises(ValueError, match=r"unknown method 'magic'; use one of none, .*, dgc"):
+    with pytest.raises(ValueError, match=r"unknown method 'magic'; use one of none, .*, demo"):
         method_of("magic")
     assert method_of("bits4:vote_every=8").every == 8
     assert [method_of(name).every for name in ("every32", "localsgd160", "adamw")] == [32, 160, 1]

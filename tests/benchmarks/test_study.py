@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks.convergence import vision
 from benchmarks.convergence.chat import IGNORED, Chat
 from benchmarks.convergence.cli import main
+from benchmarks.convergence.files import Files
 from benchmarks.convergence.methods import NOT_TRAINED
 from benchmarks.convergence.report import step_times
 from benchmarks.convergence.results import Records, Result, Trial, results
@@ -110,6 +112,8 @@ def test_help_explains_every_option_method_and_task_and_has_two_examples(
             ["--tasks", "vision", "--hidden", "20"],
             "--hidden must be a multiple of 8, the number of heads (got 20)",
         ),
+        (["--tasks", "text"], 'the task "text" has no text; pass --text FILE'),
+        (["--tasks", "text", "--text", "nowhere.txt"], "No such file or directory: 'nowhere.txt'"),
         (["--lr-factors", "*head*=3"], "no parameter name matches *head*"),
         (["--lr-factors", "=3"], "'=3' must be PATTERN=FACTOR, such as *embed*=3"),
         (["--sequence", "1"], "must be an integer of at least 2 (got 1)"),
@@ -238,7 +242,7 @@ RUNS = ((run_real, True), (simulate, False))
 @old_name
 def test_fine_tuning_keeps_its_base_and_lora_trains_its_factors_only(tmp_path: Path) -> None:
     words = [*SMOKE, "--out", str(tmp_path), "--tasks", "finetune", "lora"]
-    words += ["--methods", "majority", "dgc", "--lr-lion", "1e-3", "--lr-sgd", "0.1"]
+    words += ["--methods", "majority", "adamw", "--lr-lion", "1e-3", "--lr-adamw", "1e-3"]
     assert main(words) == 0
     (base,) = tmp_path.glob("base-*.pt")
     found = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
@@ -256,6 +260,44 @@ def test_fine_tuning_keeps_its_base_and_lora_trains_its_factors_only(tmp_path: P
     assert one.name == other.name != base.name
     values = torch.load(other)
     assert all(torch.equal(value, values[key]) for key, value in torch.load(one).items())
+
+
+def test_a_run_on_text_sees_no_piece_twice_and_no_part_of_a_held_out_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Files, "_tokens", lambda self: (np.zeros(0), np.arange(640 * 40)))
+    setting = TINY.replace(task="text", steps=387, files=((), ("numbers",)))
+    task = Files(setting)
+    places = [(worker, step) for worker in range(2) for step in range(387)]
+    seen = torch.cat([task.batch(*place, seed=3) for place in places]).flatten().tolist()
+    held_out = torch.cat(task._held_out).flatten()
+    assert len(set(seen)) == len(seen)
+    assert {token // 40 for token in seen}.isdisjoint((held_out // 40).tolist())
+    assert set((held_out // 40 % 32).tolist()) == {31}
+    with pytest.raises(
+        ValueError, match=r"has 1,550 .* 388 steps of 2 ranks need 1,552; pass more"
+    ):
+        Files(setting.replace(steps=388))
+
+
+def test_files_of_text_are_told_apart_by_their_contents(tmp_path: Path, capsys: Any) -> None:
+    base, text = tmp_path / "base.txt", tmp_path / "text.txt"
+    words = [*SMOKE, "--out", str(tmp_path), "--tasks", "text", "--text", str(text), "--untied"]
+    words += ["--methods", "adamw", "--lr-adamw", "1e-2", "--vocabulary", "300"]
+    for number, (told, more) in enumerate(
+        (("a", []), ("a", ["--base-text", str(base)]), ("b", []))
+    ):
+        base.write_text("".join(f"base {k} " for k in range(2000)))
+        text.write_text("".join(f"{told}{k} is {k * k} " for k in range(3000)))
+        for made in (1, 0):
+            assert main([*words, *more]) == 0
+            assert f"{made} runs made; all {number + 1} are in" in capsys.readouterr().out
+    for line in (tmp_path / "runs.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        assert record["loss"] < record["curve"][0][1]
+        parts = [part for part in record["details"].values() if part["tokens"]]
+        tokens = sum(part["tokens"] for part in parts)
+        assert sum(p["loss"] * p["tokens"] for p in parts) / tokens == pytest.approx(record["loss"])
 
 
 def some_digits() -> tuple[vision.Batch, vision.Batch]:
