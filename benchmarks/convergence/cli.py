@@ -179,7 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     compared = f"Methods, see below (default: {' '.join(COMPARED)})."
     add("--methods", nargs="+", help=compared)
     add("--workers", nargs="+", type=_several, help="Numbers of ranks (default: 2 4 8).")
-    add("--batch", nargs="+", type=positive, help="Sequences or images per rank (default: 8).")
+    add("--batch", nargs="+", type=positive, help="Sequences per rank (default: 8).")
     add("--sequence", type=_several, help="Tokens of a sequence (default: 64).")
     add("--hidden", type=positive, help="Width of the model (default: 64).")
     add("--layers", type=positive, help="Number of layers (default: 2).")

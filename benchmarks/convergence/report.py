@@ -47,10 +47,9 @@ def title(together: Sequence[Result]) -> str:
     """Returns the settings that compared results have in common."""
     common, (record, *_) = together[0].setting, together[0].records.values()
     workers = ", ".join(map(str, sorted({result.setting.workers for result in together})))
-    size = f"{common.batch} " + ("images" if common.task == "vision" else f"x {common.sequence}")
     return (
         f"{common.task}: {record['parameters']:,} parameters, {workers} "
-        f"{'real ranks' if common.real else 'workers'} x {size}, "
+        f"{'real ranks' if common.real else 'workers'} x {common.batch} x {common.sequence}, "
         f"{common.steps} steps, betas {common.betas[0]:g} {common.betas[1]:g}, "
         f"weight decay {common.weight_decay:g}"
         + (f", clipped to {common.clip:g}" if common.clip else "")

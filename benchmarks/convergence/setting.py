@@ -28,7 +28,7 @@ class Setting(Hyper):
         task: Name of a task in `tasks.TASKS`.
         method: Name of a method.
         workers: Number of ranks.
-        batch: Sequences or images per rank and step.
+        batch: Sequences per rank and step.
         sequence: Tokens of a sequence.
         hidden: Width of the model.
         layers: Depth of the model.

@@ -28,10 +28,6 @@ TASKS = {
     "text": ("files:Files", "Training on text files, of which no piece is seen twice"),
     "smollm2": ("chat:Chat", "Fine-tuning of SmolLM2-135M-Instruct on descriptions of functions"),
     "smollm2-lora": ("chat:ChatLoRA", "The task smollm2 with LoRA"),
-    "vision": (
-        "vision:Digits",
-        "A small version of the paper's vision transformer on scikit-learn's digits",
-    ),
 }
 
 

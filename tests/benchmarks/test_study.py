@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.convergence import vision
 from benchmarks.convergence.chat import IGNORED, Chat
 from benchmarks.convergence.cli import main
 from benchmarks.convergence.files import Files
@@ -108,10 +106,6 @@ def test_help_explains_every_option_method_and_task_and_has_two_examples(
             "trains no base for finetune; pass --base-steps",
         ),
         (["--hidden", "100"], "--hidden must be a multiple of 32, or even and below 32 (got 100)"),
-        (
-            ["--tasks", "vision", "--hidden", "20"],
-            "--hidden must be a multiple of 8, the number of heads (got 20)",
-        ),
         (["--tasks", "text"], 'the task "text" has no text; pass --text FILE'),
         (["--tasks", "text", "--text", "nowhere.txt"], "No such file or directory: 'nowhere.txt'"),
         (["--lr-factors", "*head*=3"], "no parameter name matches *head*"),
@@ -298,46 +292,6 @@ def test_files_of_text_are_told_apart_by_their_contents(tmp_path: Path, capsys: 
         parts = [part for part in record["details"].values() if part["tokens"]]
         tokens = sum(part["tokens"] for part in parts)
         assert sum(p["loss"] * p["tokens"] for p in parts) / tokens == pytest.approx(record["loss"])
-
-
-def some_digits() -> tuple[vision.Batch, vision.Batch]:
-    """Images of which each has a value of its own."""
-    pixels = torch.arange(40.0).view(-1, 1, 1, 1).expand(-1, 1, 8, 8)
-    part = vision.Batch(pixels, torch.arange(40) % 10)
-    return part, part
-
-
-def test_a_worker_sees_every_image_once_per_epoch_in_an_order_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(vision, "digits", some_digits)
-    task, orders = vision.Digits(TINY.replace(batch=5, workers=0)), set()
-    for seed, worker, epoch in ((s, w, e) for s in (0, 1) for w in (0, 1) for e in range(3)):
-        batches = [task.batch(worker, step, seed) for step in range(8 * epoch, 8 * epoch + 8)]
-        order = [int(value) for batch in batches for value in batch.pixels[:, 0, 0, 0]]
-        assert sorted(order) == list(range(40))
-        assert [int(label) for batch in batches for label in batch.labels] == [
-            x % 10 for x in order
-        ]
-        orders.add(tuple(order))
-    assert len(orders) == 12
-
-
-@pytest.mark.full
-def test_held_out_digits_are_learned() -> None:
-    assert [len(part.labels) for part in vision.digits()] == [1438, 359]
-    changes = {"batch": 16, "hidden": 64, "layers": 2, "steps": 200, "weight_decay": 1e-3}
-    record = simulate(TINY.replace(task="vision", method="adamw", **changes))
-    assert record["curve"][0][1] == pytest.approx(math.log(10), abs=0.2)
-    assert record["loss"] < 0.6
-    assert record["parameters"] == 52_682  # as in the records of the documentation
-
-
-def test_missing_images_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    vision.digits.cache_clear()
-    with pytest.raises(ImportError, match=r"pip install scikit-learn$"):
-        vision.Digits(TINY)
 
 
 @pytest.fixture
