@@ -76,15 +76,19 @@ class Chat(Task):
                 tokens += count
         return total / tokens
 
-    def _tokens(self, turns: list[dict[str, str]], prompt: bool) -> list[int]:
+    def tokenizer(self) -> Any:
+        """Returns the base's tokenizer."""
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
+            self.prepare()
             self._tokenizer = AutoTokenizer.from_pretrained(self._base)
-        text = self._tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=prompt
-        )
-        tokens: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
+        return self._tokenizer
+
+    def _tokens(self, turns: list[dict[str, str]], prompt: bool) -> list[int]:
+        tokenizer = self.tokenizer()
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)
+        tokens: list[int] = tokenizer(text, add_special_tokens=False).input_ids
         return tokens
 
     def _batch_of(self, rows: list[list[dict[str, str]]]) -> dict[str, Tensor]:

@@ -123,15 +123,16 @@ def _trials(args: argparse.Namespace, text: str = "") -> list[Trial]:
     ):
         kind, grids = method_of(method).family, task_class(task).grids
         grid = given[kind] or grids[kind]
-        of_files = {
-            "files": (tuple(args.base_text), tuple(args.text)), "text": text,
-            "vocabulary": args.vocabulary, "untied": args.untied,
-        }  # fmt: skip
+        of_files: dict[str, Any] = {}
+        if task.endswith("text"):
+            of_files = {"files": (tuple(args.base_text), tuple(args.text)), "text": text}
+        if task == "text":
+            of_files |= {"vocabulary": args.vocabulary, "untied": args.untied}
         tuned = task in FINE_TUNING or (task == "text" and args.base_text)
         setting = Setting(
             task=task, method=method, workers=workers, batch=batch, lr=0.0, seed=0,
             base_steps=args.base_steps if tuned else 0, lr_factors=tuple(args.lr_factors),
-            **same, **(of_files if task == "text" else {}),
+            **same, **of_files,
         )  # fmt: skip
         if tuned and not setting.base_steps:
             raise ValueError(f"--scale {args.scale} trains no base for {task}; pass --base-steps")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from benchmarks.convergence.chat import Chat
 from benchmarks.convergence.setting import Setting
 from benchmarks.convergence.tasks import evaluating, generator
 from benchmarks.convergence.text import FineTuning, Pretraining, Tokens
@@ -63,8 +64,34 @@ class Files(FineTuning):
         setting = self.setting
         path = Path(setting.folder) / f"tokens-{setting.text}-{setting.vocabulary}.npz"
         if not path.exists():
-            _write_tokens(path, setting)
+            self._write_tokens(path)
         return _read_tokens(path)
+
+    def _write_tokens(self, path: Path) -> None:
+        texts = [
+            "".join(Path(name).read_text("utf-8", "replace") for name in part)
+            for part in self.setting.files
+        ]
+        pieces = [
+            [text[start : start + PIECE] for start in range(0, len(text), PIECE)] for text in texts
+        ]
+        encode = self._encoder([piece for part in pieces for piece in part])
+        base, text = (
+            np.array([token for piece in part for token in encode(piece)], np.int32)
+            for part in pieces
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}.npz")  # No process may find a partial file.
+        np.savez(part, base=base, text=text)
+        part.replace(path)
+
+    def _encoder(self, pieces: list[str]) -> Callable[[str], list[int]]:
+        """Returns a byte-level BPE that is trained on all pieces of text."""
+        from tokenizers import ByteLevelBPETokenizer
+
+        tokenizer = ByteLevelBPETokenizer()
+        tokenizer.train_from_iterator(pieces, self.setting.vocabulary, show_progress=False)
+        return lambda piece: tokenizer.encode(piece).ids
 
     def prepare(self) -> None:
         if self.setting.base_steps:
@@ -106,35 +133,36 @@ class Files(FineTuning):
         }
 
 
+class SmolLM2(Files):
+    """Trains SmolLM2-135M-Instruct on `--text`."""
+
+    grids = Chat.grids
+    validation_sequences, validation_batch = 256, 8
+
+    def __init__(self, setting: Setting) -> None:
+        self._chat = Chat(setting)
+        super().__init__(setting)
+
+    def prepare(self) -> None:
+        self._chat.prepare()
+
+    def model(self, seed: int) -> nn.Module:
+        return self._chat.model(seed)
+
+    def _encoder(self, pieces: list[str]) -> Callable[[str], list[int]]:
+        tokenizer = self._chat.tokenizer()
+        return lambda piece: tokenizer(piece, add_special_tokens=False).input_ids
+
+    def details(self, model: nn.Module) -> dict[str, Any]:
+        return {}
+
+
 def digest(files: Sequence[Sequence[str]]) -> str:
     """Returns a hash of the contents of the files of the base and of the run."""
     hashes = [
         [hashlib.sha256(Path(name).read_bytes()).hexdigest() for name in part] for part in files
     ]
     return hashlib.sha256(repr(hashes).encode()).hexdigest()[:16]
-
-
-def _write_tokens(path: Path, setting: Setting) -> None:
-    """Trains a byte-level BPE on all files, and writes the tokens of both texts."""
-    from tokenizers import ByteLevelBPETokenizer
-
-    texts = [
-        "".join(Path(name).read_text("utf-8", "replace") for name in part) for part in setting.files
-    ]
-    pieces = [
-        [text[start : start + PIECE] for start in range(0, len(text), PIECE)] for text in texts
-    ]
-    tokenizer = ByteLevelBPETokenizer()
-    both = [piece for part in pieces for piece in part]
-    tokenizer.train_from_iterator(both, setting.vocabulary, show_progress=False)
-    base, text = (
-        np.array([token for piece in part for token in tokenizer.encode(piece).ids], np.int32)
-        for part in pieces
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.npz")  # Another process must not find a partial file.
-    np.savez(part, base=base, text=text)
-    part.replace(path)
 
 
 @functools.lru_cache(maxsize=1)

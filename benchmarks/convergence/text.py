@@ -21,7 +21,6 @@ from benchmarks.convergence.tasks import Task, evaluating, generator, seeded, wi
 
 Tokens = NDArray[np.integer[Any]]
 HELD_OUT = ("argparse.py", "json/decoder.py", "statistics.py", "tarfile.py", "textwrap.py")
-VALIDATION_BATCH = 32
 BASE_SEED, BASE_LR, BASE_BATCH = 1_000_003, 3e-3, 16
 HEAD = 32  # Elements of an attention head.
 
@@ -29,7 +28,7 @@ HEAD = 32  # Elements of an attention head.
 class Pretraining(Task):
     """Trains from random weights on the source of the standard library."""
 
-    validation_sequences = 256
+    validation_sequences, validation_batch = 256, 32
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -38,7 +37,7 @@ class Pretraining(Task):
         whole = held_out[: len(held_out) // length * length].reshape(-1, length)
         count = min(self.validation_sequences, len(whole))
         spread = whole[np.arange(count) * len(whole) // max(count, 1)].astype(np.int64)
-        self._held_out = torch.split(torch.from_numpy(spread), VALIDATION_BATCH)
+        self._held_out = torch.split(torch.from_numpy(spread), self.validation_batch)
 
     def _texts(self) -> tuple[Tokens, Tokens]:
         """Returns the training text and the held-out text."""

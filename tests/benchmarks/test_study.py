@@ -324,7 +324,10 @@ def test_a_chat_model_learns_answers_about_modules_in_no_other_split(small_base:
         asked, answer = task._tokenizer.decode(ids[~counts]), task._tokenizer.decode(ids[counts])
         assert "<|im_start|>assistant" in asked
         assert "What does" not in answer
-    for changes in ({}, {"task": "smollm2-lora", "method": "adamw"}):
+    text = Path(small_base.folder, "text.txt")
+    text.write_text("".join(f"{k} is {k * k} " for k in range(3000)))
+    files: Any = {"task": "smollm2-text", "files": ((), (str(text),))}
+    for changes in ({}, {"task": "smollm2-lora", "method": "adamw"}, files):
         record = simulate(small_base.replace(**changes))
         assert record["loss"] < record["curve"][0][1]
     with pytest.raises(ValueError, match="--sequence 16 leaves no room for an answer"):
