@@ -250,11 +250,18 @@ class DistributedLion(LionState):
         communicate, so a single rank may make it. Before an evaluation, call `exchange_now` on
         every rank: otherwise the weights lag up to `vote_every` - 1 steps behind, which misleads
         early stopping and plateau schedulers. With `vote_every=1` it has no effect.
+
+        What is written into the model before `train` replaces the common weights and moves this
+        rank's own, so write the same values on every rank.
         """
         self._show(own=False)
 
     def train(self) -> None:
-        """Puts this rank's own weights back after `eval`, bit for bit; call it before training."""
+        """Puts this rank's own weights back after `eval`; call it before training.
+
+        They have the same bits as before. Elements that were written since `eval` keep their
+        distance from the common weights: if x was replaced by x', p becomes x' - (x - p).
+        """
         self._show(own=True)
 
     @contextlib.contextmanager

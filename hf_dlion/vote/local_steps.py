@@ -55,10 +55,12 @@ from hf_dlion.vote.update import (
 # the largest number that was tried in more than one period (docs/results.md).
 LOCAL_SHARE, MOST_STEPS = 0.1, 64
 _Pair = tuple[Tensor, Tensor, Tensor]
+_DETACH = (
+    "call optimizer.detach() on every rank, and with DDP or FSDP2 optimizer.attach(model) after it"
+)
 _REMEDY = (
-    "Before you change weights, call optimizer.detach() on every rank; with DDP or FSDP2, call "
-    "optimizer.attach(model) after it. Set max_norm=None in nn.Embedding, which changes them in "
-    "every forward pass"
+    "Write the same values on every rank in `with optimizer.common_weights():`, and set "
+    f"max_norm=None in nn.Embedding. Before you load other weights, {_DETACH}"
 )
 
 
@@ -152,7 +154,7 @@ class LocalSteps:
             if changed := _different(pairs):
                 for _, flat, values in pairs:
                     flat.copy_(values)
-                raise _changed(changed[0][0], "its values were changed between two steps")
+                raise _changed(changed[0][0], f"values were changed between two steps. {_REMEDY}")
             self._note_versions()
 
     def step(self, trainable: Trainable, turn: Turn) -> None:
@@ -330,7 +332,9 @@ class LocalSteps:
     def _check_layouts(self, trainable: Trainable) -> None:
         for p in trainable.params:
             if self._layouts.get(p, _layout(p)) != _layout(p):
-                raise _changed(p, "its dtype or memory layout was changed")
+                raise _changed(
+                    p, f"dtype or memory layout was changed. Before you change it, {_DETACH}"
+                )
 
     def _weights(self, trainable: Trainable, chosen: Sequence[bool] | None = None) -> Weights:
         """Returns the weights of all parameters that have an anchor, or of the chosen ones."""
@@ -407,8 +411,7 @@ def _agreed_scales(means: Sequence[float], bits: int, voters: Wire) -> list[floa
 
 def _changed(param: Tensor, how: str) -> RuntimeError:
     return RuntimeError(
-        f"a {param.dtype} parameter of shape {tuple(param.shape)} has local steps, and {how}. "
-        f"{_REMEDY}"
+        f"a {param.dtype} parameter of shape {tuple(param.shape)} has local steps, and its {how}"
     )
 
 
