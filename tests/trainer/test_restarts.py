@@ -1,12 +1,15 @@
-"""A rank dies, torchrun restarts all, and the script of the FAQ resumes to the same end."""
+"""A rank or a node dies, or a node joins, and torchrun restarts the script of the FAQ."""
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
@@ -22,17 +25,18 @@ SCRIPT, COMMANDS = (
     re.findall(rf"^```{language}\n(.*?)^```$", ANSWER, re.M | re.S)[0]
     for language in ("python", "bash")
 )
-SETTINGS, *LINES = COMMANDS.splitlines()
+SETTINGS, RUN, *LINES = COMMANDS.splitlines()
 
-# Runs the script of the page. Rank 1 may kill itself once, and each rank notes where it begins.
+# Runs the script of the page. Rank 1 may kill itself once, a rank alone waits for another one, and
+# each rank notes where it begins and with what it ends.
 KILLER = """
-import os, runpy, signal, sys
+import hashlib, os, runpy, signal, sys, time
 from pathlib import Path
 
 import hf_dlion.checkpoint.momentum_file
 from transformers import Trainer, TrainerCallback
 
-WHERE, RANK = sys.argv[1], os.environ["RANK"]
+WHERE, RANK, RANKS = sys.argv[1], os.environ["RANK"], os.environ["WORLD_SIZE"]
 
 
 def die(*_, **__):
@@ -53,10 +57,18 @@ class Note(TrainerCallback):
                 hf_dlion.checkpoint.momentum_file.save_file = die
             if WHERE in ("step", "node") and state.global_step == 13:
                 die()
+        if RANKS == "1" and state.global_step == (17 if Path("died").exists() else 1):
+            Path("alone").write_text(str(state.global_step))
+            time.sleep(300)  # until a node joins, and torchrun ends this rank
+
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        bits = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+        Path(f"ended_{RANK}").write_text(hashlib.sha256(bits).hexdigest())
 
 
-def watched(self, *args, original=Trainer.__init__, **kwargs):
-    original(self, *args, **kwargs)
+def watched(self, model, args, original=Trainer.__init__, **kwargs):
+    args.optim_args = sys.argv[2] if sys.argv[2:] else None
+    original(self, model, args, **kwargs)
     self.add_callback(Note())
 
 
@@ -76,6 +88,22 @@ def folder_for(path: Path) -> Path:
     (path / "train.py").write_text(SCRIPT)
     (path / "killer.py").write_text(KILLER)
     return path
+
+
+def run_line(
+    folder: Path, port: str, changes: dict[str, str], where: str, node: int, options: str = ""
+) -> CompletedProcess[str]:
+    """Runs the page's line for a node, with changes; a node is a torchrun of this machine."""
+    (assignment,) = shlex.split(RUN)
+    line = LINES[node].replace("$run", assignment.removeprefix("run="))
+    for old, new in {"10.0.0.": "127.0.0.", "29500": port, **changes}.items():
+        assert old in line
+        line = line.replace(old, new)
+    torchrun, *words, script = shlex.split(line)
+    assert (torchrun, script) == ("torchrun", "train.py")
+    command = [sys.executable, "-m", "torch.distributed.run", *words, "killer.py", where]
+    command += [options] if options else []
+    return run_command(command, env=settings(), cwd=folder, timeout=240, check=False)
 
 
 def end(folder: Path) -> dict[str, torch.Tensor]:
@@ -124,20 +152,40 @@ def test_the_lines_of_the_page_survive_the_death_of_a_rank_and_of_a_node(
     whole: dict[str, torch.Tensor], tmp_path: Path, where: str
 ) -> None:
     folder, port = folder_for(tmp_path / "run"), free_port()
-
-    def run(node: int) -> int:
-        line = LINES[node].replace("10.0.0.", "127.0.0.").replace("29500", port)
-        _, *words, script = shlex.split(line)
-        assert script == "train.py"
-        command = [sys.executable, "-m", "torch.distributed.run", *words, "killer.py", where]
-        done = run_command(command, env=settings(), cwd=folder, timeout=240, check=False)
-        return done.returncode
-
+    run = functools.partial(run_line, folder, port, {}, where)
     with ThreadPoolExecutor(2) as nodes:
         first, second = nodes.submit(run, 0), nodes.submit(run, 1)
         if where == "node":
-            assert second.result() < 0  # killed
+            assert second.result().returncode < 0  # killed
             second = nodes.submit(run, 1)
-        assert (first.result(), second.result()) == (0, 0)
+        assert (first.result().returncode, second.result().returncode) == (0, 0)
     assert (folder / "died").exists()
     assert_resumed(folder, whole, 10)
+
+
+def test_a_node_leaves_and_joins_again_and_the_ranks_end_with_equal_weights(tmp_path: Path) -> None:
+    """Node 1 dies after step 13, and joins node 0, which went back to step 10, after step 17."""
+    folder, port = folder_for(tmp_path / "run"), free_port()
+    # The page's change, and shorter waits than torchrun's 15 and 30 seconds.
+    changes = {
+        "--nnodes 2": "--nnodes 1:2",
+        "is_host": "keep_alive_interval=3,last_call_timeout=3,is_host",
+    }
+    assert "replace `--nnodes 2` by `--nnodes 1:2`" in PAGE
+    run = functools.partial(run_line, folder, port, changes, "node", options="vote_every=4")
+    with ThreadPoolExecutor(2) as nodes:
+        first, second = nodes.submit(run, 0), nodes.submit(run, 1)
+        assert second.result().returncode < 0  # killed
+        while not (folder / "alone").exists() or (folder / "alone").read_text() != "17":
+            assert not first.done(), first.result().stderr
+            time.sleep(0.1)
+        second = nodes.submit(run, 1)
+        assert (first.result().returncode, second.result().returncode) == (0, 0)
+    # A node that starts late on a busy machine finds that the other one has begun without it.
+    began = [(folder / f"began_{rank}").read_text() for rank in range(2)]
+    assert re.fullmatch("(0 )+(10 )+(15 )+", began[0])
+    assert re.fullmatch("(0 )+(15 )+", began[1])
+    assert "was saved by 2 ranks and is loaded by 1." in first.result().stderr
+    assert "was saved by 1 rank and is loaded by 2." in first.result().stderr
+    assert (folder / "ended_0").read_text() == (folder / "ended_1").read_text()
+    end(folder)
