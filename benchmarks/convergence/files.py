@@ -38,11 +38,8 @@ class Files(FineTuning):
         if not setting.files[1]:
             raise ValueError('the task "text" has no text; pass --text FILE ...')
         super().__init__(setting)
-        length = setting.sequence
-        count, self._needed = (
-            len(self._train) // length,
-            setting.steps * setting.workers * setting.batch,
-        )
+        length, self._needed = setting.sequence, setting.steps * setting.workers * setting.batch
+        count = len(self._train) // length
         if self._needed > count or not self._held_out:
             raise ValueError(
                 f"--text has {count:,} training sequences of {length} tokens, but {setting.steps} "
