@@ -664,7 +664,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any] | None, str]] = {
     "pickle": (lambda p: p.write_bytes(pickle.dumps(Planted(p.parent / "unpickled"))), DAMAGED),
     "shape": (put("1", 11), rf"{MOMENTUM} \(11,\) torch.float32 for parameter 1, which"),
     "dtype": (put("1", 10, dtype=torch.int64), rf"{MOMENTUM} \(10,\) torch.int64 for parameter 1"),
-    "key": (rename("1", "9"), rf"{FILE} holds momenta .*'9'\], but .* has 4 param"),
+    "key": (rename("1", "9"), rf"{FILE} holds momenta .*'9', 'age.0'\], but .* has 4 param"),
     "own shape": (put("own.1", 11), rf"{OWN} \(11,\) torch.float32 for parameter 1, which"),
     "own dtype": (put("own.1", 10, dtype=torch.bfloat16), rf"{OWN} \(10,\) torch.bfloat16 for par"),
     "own key": (
