@@ -1,0 +1,176 @@
+"""A meeting: every rank sends eight int64 words, and then all ranks continue, or all raise.
+
+word   0        1     2, 3           4                 5, 6, 7
+version  kind  of the caller  finite, failed    of the caller
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import numpy as np
+
+from hf_dlion.exchange.wire import Wire, named_ranks
+
+# Version of all that is sent, hashed, and rounded.
+WIRE_VERSION = 7
+HEADER_WORDS = 8
+HEADER_BYTES = 8 * HEADER_WORDS
+# Bits of word 4: the rank's gradients are finite; something failed on it.
+FINITE, FAILED = 1, 2
+# Length of the longest error text that other ranks show, in characters.
+_LONGEST_TEXT = 4000
+_ELSEWHERE = (
+    "a rank is at another point of its program: let every rank take the same number of steps, and "
+    "step, save, and load in the same order"
+)
+
+
+class Kind(enum.IntEnum):
+    """What the ranks do together. The values are part of the wire format."""
+
+    STEP = 1
+    SAVE = 2
+    LOAD = 3
+    REPLICATE = 4
+    WEIGHTS = 5
+    EXCHANGE = 6
+    LOCAL_STEP = 7
+    NODES = 8
+
+
+# What one rank and what several ranks do, for error messages.
+_VERBS: dict[int, tuple[str, str]] = {
+    Kind.STEP: ("steps", "step"),
+    Kind.SAVE: ("saves", "save"),
+    Kind.LOAD: ("loads", "load"),
+    Kind.WEIGHTS: ("saves the model", "save"),
+    Kind.REPLICATE: ("has replicate=", "have replicate="),
+    Kind.EXCHANGE: ("exchanges", "exchange"),
+    Kind.LOCAL_STEP: ("takes a local step", "take a local step"),
+    Kind.NODES: ("has local_group=", "have local_group="),
+}
+# What a rank waits for, if it isn't "a header".
+_AWAITED = {Kind.REPLICATE: "the replicas", Kind.NODES: "the nodes"}
+
+
+class Disagreement(RuntimeError):
+    """Raised on every rank if the ranks differ in what must be equal, or if one of them failed.
+
+    Without this error, weights would become different, or ranks would wait for each other forever.
+    """
+
+
+def meet(
+    wire: Wire,
+    kind: Kind,
+    words: Sequence[int],
+    *,
+    finite: bool = True,
+    failure: BaseException | None = None,
+    what: str = "",
+) -> list[list[int]]:
+    """Returns the flags of all ranks in rank order, then each of their words.
+
+    Every rank must call this, also one that failed. All meetings begin with equally many bytes, so
+    ranks that do different things find that out: 64 (N - 1).
+
+    Args:
+        wire: The ranks that meet.
+        kind: What this rank does.
+        words: Two to five words of this rank.
+        finite: Whether its gradients are finite.
+        failure: What failed on it.
+        what: Name of what may fail, for other ranks (default: what the ranks do).
+
+    Raises:
+        Disagreement: On every rank, if they do different things, or one failed.
+        BaseException: `failure`.
+        LostRank: If another rank ended or stalled.
+    """
+    flags = FINITE * finite if failure is None else FAILED
+    sent = [WIRE_VERSION, kind, *words[:2], flags, *words[2:]]
+    sent += [0] * (HEADER_WORDS - len(sent))
+    columns = wire.gather_words(sent, _AWAITED.get(kind, "a header")).t().tolist()
+    versions, kinds, first, second, all_flags, *others = columns
+    if versions.count(WIRE_VERSION) < len(versions):
+        raise Disagreement(
+            f"ranks have different versions of the wire format, {by_value(versions)}: install "
+            f"the same hf_dlion everywhere. Or {_ELSEWHERE}"
+        )
+    if FAILED in all_flags:
+        raise_together(failure, wire, what or _VERBS[kind][1])
+    check_kinds(kinds)
+    return [all_flags, first, second, *others]
+
+
+def raise_together(failure: BaseException | None, wire: Wire, what: str) -> None:
+    """Raises on every rank if something failed on any; every rank must call this.
+
+    `what` names what the ranks did. Bytes per rank: `Wire.gather_objects`.
+
+    Raises:
+        BaseException: This rank's failure.
+        Disagreement: On the other ranks, with the text of each failure.
+    """
+    texts = wire.gather_objects(None if failure is None else _text(failure))
+    if failure is not None:
+        raise failure
+    failed = {rank: text for rank, text in enumerate(texts) if text is not None}
+    if failed:
+        named = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+        raise Disagreement(f"{what} failed on {len(failed)} of {len(texts)} ranks: {named}")
+
+
+def _text(failure: BaseException) -> str:
+    """Returns a failure's text for other ranks; it can't raise, because they wait for the text."""
+    kind = type(failure).__name__
+    try:
+        text = f"{kind}: {failure}"
+    except Exception as error:
+        text = f"{kind} (its text raised {type(error).__name__})"
+    if len(text) > _LONGEST_TEXT:
+        text = f"{text[:_LONGEST_TEXT]} ... ({len(text)} characters)"
+    return text.encode(errors="backslashreplace").decode()
+
+
+def check_kinds(kinds: Sequence[int]) -> None:
+    """Verifies that all ranks do the same; every caller passes the `Kind` of each rank.
+
+    Raises:
+        Disagreement: On every rank, with what each rank does.
+    """
+    if len(set(kinds)) == 1:
+        return
+    ranks_of = {
+        kind: [r for r, k in enumerate(kinds) if k == kind] for kind in dict.fromkeys(kinds)
+    }
+    clauses = []
+    for kind, ranks in sorted(ranks_of.items(), key=lambda item: (len(item[1]), -item[1][0])):
+        verbs = _VERBS.get(kind, ("does something else",) * 2)
+        clauses.append(f"{named_ranks(ranks)} {verbs[len(ranks) > 1]}")
+    raise Disagreement(f"{' while '.join(clauses)}: {_ELSEWHERE}")
+
+
+def by_value(values: Sequence[object]) -> str:
+    """Returns "rank 0: 3, ranks 1 and 2: 4"."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks_of.setdefault(repr(value), []).append(rank)
+    return ", ".join(f"{named_ranks(group)}: {value}" for value, group in ranks_of.items())
+
+
+def pack_bools(values: Sequence[bool]) -> list[int]:
+    """Returns ceil(P/64) int64 words with one bit per value, the first in the lowest bit."""
+    data = np.packbits(np.array(values, dtype=bool), bitorder="little").tobytes()
+    padded = data + bytes(-len(data) % 8)
+    words: list[int] = np.frombuffer(padded, dtype="<i8").tolist()
+    return words
+
+
+def unpack_bools(words: Sequence[int], count: int) -> list[bool]:
+    """Returns the first `count` values that `pack_bools` packed."""
+    data = np.array(words, dtype="<i8").view(np.uint8)
+    values: list[bool] = np.unpackbits(data, count=count, bitorder="little").astype(bool).tolist()
+    return values
