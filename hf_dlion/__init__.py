@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from hf_dlion.checkpoint import CheckpointError, load_momentum, save_momentum
     from hf_dlion.exchange.wire import LostRank, WireStats
     from hf_dlion.optimizer import DistributedLion
-    from hf_dlion.ranks.failures import Disagreement
+    from hf_dlion.ranks.meeting import Disagreement
     from hf_dlion.trainer import optimizer_cls_and_kwargs, register
 
 __version__ = "0.2.0.dev0"
@@ -32,7 +32,7 @@ __all__ = [
 # Names are imported at their first use: a plain training loop needs no safetensors, transformers
 # or accelerate, and the help of a command needs no torch.
 _LATE = {
-    "Disagreement": "ranks.failures",
+    "Disagreement": "ranks.meeting",
     "DistributedLion": "optimizer",
     "LostRank": "exchange.wire",
     "WireStats": "exchange.wire",

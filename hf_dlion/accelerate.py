@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_dlion.checkpoint import NAME, find_optimizer, load_momentum, save_momentum
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.header import Kind
+from hf_dlion.ranks.meeting import Kind
 
 if TYPE_CHECKING:
     from accelerate.parallelism_config import ParallelismConfig
@@ -267,36 +267,30 @@ def _save_state(accelerator: Accelerator, original: Callable[[], Any]) -> Any:
     if not lions:  # free_memory() was called.
         return original()
     folder, scaler = "", accelerator.scaler
-    failure: BaseException | None = None
     iteration, wait = project.iteration, accelerator.wait_for_everyone
 
     def meet_and_wait() -> None:
         # A rank that has failed is not at Accelerate's barrier, but in `save_momentum`.
-        lions[0][1].meet(Kind.SAVE, None)
+        with lions[0][1].together(Kind.SAVE):
+            pass
         wait()
 
+    # With FSDP the other ranks may be in its collectives, where they can't meet this one.
+    can_meet = not is_sharded(accelerator)
     try:
-        try:
-            if not is_sharded(accelerator):
+        with lions[0][1].held(can_meet=can_meet) as rest, contextlib.ExitStack() as stack:
+            stack.callback(setattr, accelerator, "wait_for_everyone", wait)
+            if can_meet:
                 accelerator.wait_for_everyone = meet_and_wait
-            with contextlib.ExitStack() as stack:
-                for _, lion in lions:
-                    stack.enter_context(lion.common_weights())
-                folder = original()
-        except BaseException as error:
-            # With FSDP the other ranks may be in its collectives, where they can't meet this one.
-            if is_sharded(accelerator):
-                raise
-            failure = error
-        finally:
-            accelerator.wait_for_everyone = wait
+            for _, lion in lions:
+                stack.enter_context(lion.common_weights())
+            folder = original()
         for name, lion in lions:
             state = None if scaler is None else scaler.state_dict()
-            save_momentum(lion, folder, scaler=state, failure=failure, name=name)
-    except BaseException:
-        # Some ranks have counted this state, so all do, and the next state has a new name.
+            save_momentum(lion, folder, scaler=state, failure=rest.failure, name=name)
+    finally:
+        # If a rank failed, some have counted this state, so all do: the next one has a new name.
         project.iteration = iteration + 1
-        raise
     return folder
 
 
@@ -305,14 +299,11 @@ def _load_state(accelerator: Accelerator, original: Callable[[], None], folders:
     if not lions:  # free_memory() was called.
         original()
         return
-    failure: BaseException | None = None
-    try:
+    with lions[0][1].held(can_meet=not is_sharded(accelerator)) as rest:
         original()
-    except BaseException as error:
-        if is_sharded(accelerator):  # As in _save_state.
-            raise
-        failure = error
-    states = [load_momentum(lion, folders[0], failure=failure, name=name) for name, lion in lions]
+    states = [
+        load_momentum(lion, folders[0], failure=rest.failure, name=name) for name, lion in lions
+    ]
     if states[0] is not None and accelerator.scaler is not None:
         # Replaces rank 0's state, which Accelerate gave to every rank.
         accelerator.scaler.load_state_dict(states[0])

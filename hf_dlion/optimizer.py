@@ -28,7 +28,7 @@ from hf_dlion.options import (
     check_group,
 )
 from hf_dlion.ranks.agreement import Agreed
-from hf_dlion.ranks.header import Kind
+from hf_dlion.ranks.meeting import Kind
 from hf_dlion.ranks.replicas import (
     AVERAGED_GRADIENTS,
     CHANGED_PARAMETERS,
@@ -37,7 +37,7 @@ from hf_dlion.ranks.replicas import (
     compare_parameters,
 )
 from hf_dlion.ranks.topology import Topology
-from hf_dlion.state import LionState
+from hf_dlion.state import LionState, Mine
 from hf_dlion.vote.full_precision import step_in_full
 from hf_dlion.vote.local_steps import LocalSteps, Period
 from hf_dlion.vote.momentum_sync import Momentum, average_whole, synchronize
@@ -297,22 +297,14 @@ class DistributedLion(LionState):
         """
         if self.options.vote_every == 1 or self._world_size() == 1:
             return
-        ranks, failure = self._topology(), None
-        used: list[bool] = []
-        try:
-            trainable = self._trainable()
-            used = [p in self._local.used for p in trainable.params]
-            self._local.check(trainable, self._last_turn())
-        except Exception as error:  # Raised by `_meet`, because the other ranks wait for a header.
-            failure = error
-        self._agree_in_node(Kind.EXCHANGE, failure)
-        agreed = self._meet(Kind.EXCHANGE, failure, used)
-        ranks.form()
-        if ranks.voters.world_size > 1:
+        with self.together(Kind.EXCHANGE) as mine:
+            mine.trainable = self._trainable()
+            self._local.check(mine.trainable, self._last_turn())
+        if self._takes_local_steps():
             shown, texts = self._local.shown, []
             self._show(own=True)
             try:
-                texts = self._exchange(self._trainable(), agreed.moves, ranks)
+                texts = self._exchange(self._trainable(), mine.agreed.moves)
             finally:
                 if shown:
                     self._show(own=False)
@@ -348,51 +340,35 @@ class DistributedLion(LionState):
             RuntimeError: On every rank, if a rank abstained in `max_abstained_steps` consecutive
                 steps; or on this rank, after `eval` without `train`.
         """
-        kind, loss, failure = Kind.STEP, None, None  # If `_kind` fails, a header says so.
-        trainable, period = Trainable(), self._local.period
-        sent, sent_in_node = self.wire.bytes_sent, self.wire.node_bytes_sent
-        several = self._world_size() > 1
-        if several:
-            # A collective with `replicate`, so it comes before what may fail on one rank alone.
-            self._topology()
-        try:
-            kind = self._kind()
+        loss, sent, in_node = None, self.wire.bytes_sent, self.wire.node_bytes_sent
+        with self.together(Kind.STEP) as mine:
+            mine.kind = self._kind()
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            trainable = self._collect()
-            if self._plan is not self._checked_plan:
-                self._check_attached()
-                # In its first backward, a hook notes which gradients it averages.
-                self._checked_plan = self._plan if any(trainable.present) else None
+            mine.trainable = self._collect()
+            self._check_attached(mine.trainable)
             if self.options.vote_every > 1:
-                period = self._next_period(kind)
-        except BaseException as error:  # Sent to all ranks, which wait for this one, then raised.
-            if not several:
-                raise
-            failure = error
-            fsdp.reshard(self._fsdp_models)  # As on the other ranks, for the next forward.
-        finite, present = self._agree_in_node(kind, failure, trainable.finite, trainable.present)
-        # An exchange of local steps sends its own headers, and the steps before it send none.
-        agreed = self._agree(trainable, failure) if kind is Kind.STEP else None
-        if agreed is None or (self._takes_local_steps() and any(agreed.moves)):
-            trainable.abstain(finite, present)
-            texts = self._step_locally(kind, trainable, failure, period)
+                mine.period = self._next_period(mine.kind)
+        if self._takes_local_steps() and (mine.kind is not Kind.STEP or any(mine.agreed.moves)):
+            texts = self._step_locally(mine)
         else:
-            texts = self._step_together(trainable, agreed)
+            texts = self._step_together(mine.trainable, mine.agreed)
         self.wire.last_bytes_sent = self.wire.bytes_sent - sent
-        self.wire.last_node_bytes_sent = self.wire.node_bytes_sent - sent_in_node
+        self.wire.last_node_bytes_sent = self.wire.node_bytes_sent - in_node
         for text in texts:  # Last, because a warning may be an error, and ranks would wait.
             warnings.warn(text, stacklevel=6)  # The caller, beyond the wrappers of torch.
         return loss
 
-    def _check_attached(self) -> None:
-        """Refuses a step that would be wrong without `attach`.
+    def _check_attached(self, trainable: Trainable) -> None:
+        """Refuses a step that would be wrong without `attach`; looks once at each layout.
 
         Raises:
             RuntimeError: If parameters are sharded, or nodes vote, and no model was attached; or if
                 no hook averages a parameter's gradient in the node.
         """
+        if self._checked_plan is trainable.plan:
+            return
         attached = {p for model in self._fsdp_models for p in model.parameters()}
         for name, param in self._named():
             if param.requires_grad and fsdp.is_sharded(param) and param not in attached:
@@ -401,8 +377,13 @@ class DistributedLion(LionState):
                     f"each model that fully_shard was called on, because step() must free its "
                     f"gathered parameters before it writes"
                 )
-        if self.options.local_group in (None, 1) or self._world_size() == 1:
-            return
+        if self.options.local_group not in (None, 1) and self._world_size() > 1:
+            self._check_hooks()
+        # In its first backward, a hook notes which gradients it averages.
+        self._checked_plan = trainable.plan if any(trainable.present) else None
+
+    def _check_hooks(self) -> None:
+        """Refuses a step of nodes whose gradients no hook averages; see `_check_attached`."""
         if not ddp.attached_wrappers(self):
             raise RuntimeError(
                 f"local_group={self.options.local_group!r} needs optimizer.attach(ddp_model), "
@@ -435,14 +416,6 @@ class DistributedLion(LionState):
         if self.options.vote_every == 1 or self._ranks is None:
             return False
         return self._ranks.voters.world_size > 1
-
-    def _agree(self, trainable: Trainable, failure: BaseException | None) -> Agreed:
-        """Returns what every voter has, from one header per rank; raises on all if they differ."""
-        if (ranks := self._ranks) is None:  # One rank.
-            return Agreed([trainable.finite], [trainable.present])
-        agreed = self._meet(Kind.STEP, failure, trainable.present, trainable.finite)
-        ranks.form()  # At first a collective, which needs the options that were just compared.
-        return agreed if ranks.voters is ranks.everyone else agreed.by_voter(ranks.voter_of_rank)
 
     def _step_together(self, trainable: Trainable, agreed: Agreed) -> list[str]:
         """Votes and moves by the verdict, and runs periodic tasks; returns warnings."""
@@ -498,50 +471,33 @@ class DistributedLion(LionState):
             self._abstentions.check()
         return self._local.period.and_a_step(self.param_groups)
 
-    def _step_locally(
-        self, kind: Kind, trainable: Trainable, failure: BaseException | None, period: Period
-    ) -> list[str]:
-        """Takes a step of this rank's own, exchanges if `kind` is an exchange; returns warnings.
-
-        Args:
-            kind: What all ranks do in this step.
-            trainable: Its tensors, without gradients from which its node abstains.
-            failure: What failed on this rank; raised here.
-            period: The period with this step.
-        """
-        ranks = self._topology()
-        used_anywhere: list[bool] = []
-        if kind is Kind.EXCHANGE:
-            pairs = zip(trainable.params, trainable.grads, strict=True)
-            used = [p in self._local.used or grad is not None for p, grad in pairs]
-            used_anywhere = self._meet(kind, failure, used, period=period).moves
-        elif failure is not None:
-            raise failure
+    def _step_locally(self, mine: Mine) -> list[str]:
+        """Takes a step of this rank's own, and exchanges if it is its turn; returns warnings."""
+        ranks, trainable, turn = self._topology(), mine.trainable, self._turn()
         # A rank counts only its own abstentions, because local steps don't communicate.
         this_rank, everyone = ranks.everyone.rank, range(ranks.everyone.world_size)
         self.wire.abstentions += self._abstentions.count(
             [trainable.finite or rank != this_rank for rank in everyone]
         )
-        texts = [] if kind is Kind.LOCAL_STEP else self._warnings(trainable, ranks)
-        turn, now = self._turn(), time.perf_counter()
-        turn = replace(turn, old_rows=self._old_rows(trainable))
+        texts = [] if mine.kind is Kind.LOCAL_STEP else self._warnings(trainable, ranks)
+        now, turn = time.perf_counter(), replace(turn, old_rows=self._old_rows(trainable))
         self._local.step(trainable, turn)
         self.wire.add("apply_s", now)
-        self._local.period = period
+        assert mine.period is not None
+        self._local.period = mine.period
         for group in self.param_groups:
             group["step"] = turn.step
         self._meets_next = False
-        if used_anywhere:
-            texts += self._exchange(trainable, used_anywhere, ranks)
+        if mine.kind is Kind.EXCHANGE:
+            texts += self._exchange(trainable, mine.agreed.moves)
         return texts
 
-    def _exchange(
-        self, trainable: Trainable, used_anywhere: Sequence[bool], ranks: Topology
-    ) -> list[str]:
+    def _exchange(self, trainable: Trainable, used_anywhere: Sequence[bool]) -> list[str]:
         """Averages how far the ranks were moved, and runs periodic tasks; returns warnings."""
         if not any(used_anywhere):
             self._local.period = Period()
             return []
+        ranks = self._topology()
         reset = self._local.exchange(trainable, used_anywhere, self._last_turn(), ranks)
         self._run_periodic_tasks(self._local.exchanges, ranks)
         return [

@@ -5,9 +5,10 @@ It holds parameter groups, momenta, and the plan of its tensors.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Mapping, MutableMapping, Sequence, Set
-from dataclasses import fields
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence, Set
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import hf_dlion.fsdp as fsdp
-from hf_dlion.exchange.wire import WireStats
+from hf_dlion.exchange.wire import Wire, WireStats
 from hf_dlion.options import Options, check_group
 from hf_dlion.ranks.agreement import (
     FROZEN,
@@ -27,8 +28,7 @@ from hf_dlion.ranks.agreement import (
     Report,
     agree_in_node,
 )
-from hf_dlion.ranks.failures import Disagreement
-from hf_dlion.ranks.header import Kind
+from hf_dlion.ranks.meeting import Disagreement, Kind
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote import groups, tensors
 from hf_dlion.vote.idle_rows import AGE, old_rows
@@ -37,11 +37,30 @@ from hf_dlion.vote.message import Shape
 from hf_dlion.vote.tensors import Plan, Trainable
 from hf_dlion.vote.update import Scratch
 
-# Attribute of an exception that a meeting has raised, on all ranks.
+# Attribute of an exception that all ranks have, because a meeting raised it.
 _MET = "_hf_dlion_met"
 
 # Numbers of the optimizers that this process creates.
 _numbers = itertools.count(1)
+
+
+@dataclass
+class Mine:
+    """This rank's part of what all ranks do together, and what they agreed on.
+
+    Attributes:
+        period: Local steps since the last exchange with this step; None if there is no step.
+        failure: What failed on this rank.
+        ranks: The groups of ranks; None for one rank.
+        agreed: What every rank has, or in a step every voter.
+    """
+
+    kind: Kind = Kind.STEP
+    trainable: Trainable = field(default_factory=Trainable)
+    period: Period | None = None
+    failure: BaseException | None = None
+    ranks: Topology | None = None
+    agreed: Agreed = field(default_factory=lambda: Agreed([], []))
 
 
 class LionState(torch.optim.Optimizer):
@@ -303,106 +322,128 @@ class LionState(torch.optim.Optimizer):
             self._ranks = ranks
         return self._ranks
 
-    def meet(self, kind: Kind, failure: BaseException | None) -> Topology | None:
-        """Verifies that all ranks save or load together, or raises on all of them.
+    @contextlib.contextmanager
+    def together(self, kind: Kind, *, can_meet: bool = True) -> Iterator[Mine]:
+        """Runs a `with` block on all ranks; what fails in it on one rank is raised on all of them.
 
-        Every rank must call this, also a rank where something failed. If `failure` is what an
-        earlier meeting raised, all ranks have it, and it is raised without another meeting. It
-        returns the groups of ranks, or None for one rank alone. Bytes: see `Meetings.meet`.
+        Every rank must enter it. The block may complete what it is given. If it raises what an
+        earlier meeting raised, all ranks have it, and don't meet again. Bytes: see `Meetings.meet`.
+
+        Args:
+            kind: What the ranks do.
+            can_meet: Whether the other ranks reach the end of the block if this one fails. If not,
+                only this rank raises.
 
         Raises:
             Disagreement: On every rank, if the ranks differ, or something failed on another rank.
-            BaseException: `failure`.
+            BaseException: What the block raised.
+            LostRank: If another rank ended or stalled.
         """
-        if failure is not None and (self._world_size() == 1 or hasattr(failure, _MET)):
-            raise failure
-        if self._world_size() == 1:
-            return None
-        ranks = self._topology()
+        if self._world_size() > 1:
+            self._topology()  # With `replicate` a collective, so it can't fail on one rank alone.
+        with self.held(can_meet=can_meet) as mine:
+            mine.kind = kind
+            yield mine
         try:
-            self._trainable()  # Also after a failure, because all ranks must reshard.
-        except Exception as error:
-            failure = failure or error
-        try:
-            self._agree_in_node(kind, failure)
-            self._meet(kind, failure, present=[])
-            ranks.form()
+            self._agree(mine)
         except BaseException as error:
-            setattr(error, _MET, True)
+            setattr(error, _MET, mine.kind is not Kind.LOCAL_STEP)
             raise
-        return ranks
 
-    def _agree_in_node(
-        self,
-        kind: Kind,
-        failure: BaseException | None,
-        finite: bool = False,
-        present: Sequence[bool] = (),
-    ) -> tuple[bool, list[bool]]:
-        """Tells the ranks of this node, with local steps, what this rank does, before any header.
+    @contextlib.contextmanager
+    def held(self, *, can_meet: bool = True) -> Iterator[Mine]:
+        """Runs a `with` block whose failure waits in `failure` for the next meeting.
 
-        All ranks do this in every step, exchange, save, and load, whatever they do themselves, so
-        no rank of a node waits for another that is somewhere else. It returns `finite` and
-        `present` of the node, or those of this rank if there is none. A rank that doesn't step
-        passes `finite=False`, so no rank gathers presence. Ranks that do different things raise
-        their `failure`, or Disagreement.
+        It is raised at once on one rank alone, if an earlier meeting raised it, and unless
+        `can_meet`.
         """
-        ranks = self._ranks
-        if self.options.vote_every == 1 or ranks is None or ranks.node is None:
-            return finite, list(present)
+        mine = Mine()
         try:
-            return agree_in_node(ranks.node, kind, finite and failure is None, present)
-        except Disagreement as error:
-            raise failure or error from None
+            yield mine
+        except BaseException as error:
+            if self._world_size() == 1 or not can_meet or getattr(error, _MET, False):
+                raise
+            mine.failure = error
+            fsdp.reshard(self._fsdp_models)  # As on the other ranks, for the next forward.
 
-    def _meet(
-        self,
-        kind: Kind,
-        failure: BaseException | None,
-        present: Sequence[bool],
-        finite: bool = True,
-        period: Period | None = None,
-    ) -> Agreed:
-        """Sends this rank's header and returns what all ranks have; raises on all of them.
-
-        In an exchange, `present` marks the parameters that were used. `period` has the local steps
-        since the last exchange (default: those that were taken).
-        """
-        assert self._meetings is not None
-        # If only some ranks loaded, all raise here, before they would compare momenta.
-        options: dict[str, object] = {
-            **self._option_texts,
-            "calls of load_state_dict": self._loads,
-            "calls of attach and detach": self._attaches,
-        }
+    def _agree(self, mine: Mine) -> None:
+        """Completes `mine` with what all ranks have, or raises on all of them."""
+        trainable, mine.ranks = mine.trainable, self._ranks
+        if mine.ranks is None:
+            mine.agreed = Agreed([trainable.finite], [trainable.present])
+            return
+        present, period = trainable.present, self._local.period
         if self.options.vote_every > 1:
-            period = period or self._local.period
-            options["exchanges"] = self._local.exchanges
-            options["steps since the last exchange"] = period.steps
-            options[FROZEN] = sorted(n for n, p in self._named() if not p.requires_grad)
+            self._abstain_in_node(mine, mine.ranks.node)
+            if mine.kind is Kind.LOCAL_STEP:  # The ranks send nothing until the next meeting.
+                if mine.failure is not None:
+                    raise mine.failure
+                return
+            if mine.kind is Kind.EXCHANGE:
+                period = mine.period or period
+                grads = trainable.grads or [None] * len(trainable.params)
+                pairs = zip(trainable.params, grads, strict=True)
+                present = [p in self._local.used or grad is not None for p, grad in pairs]
+        options: dict[str, object] = {}
         try:
-            options |= groups.hyperparameters(self.param_groups)
-            if period is not None:  # Last, because an error names the first difference.
-                options["lr of each group, summed since the last exchange"] = list(period.paths)
-                options[HISTORY] = period.history
-            if callable(self.options.momentum_sync):
-                chosen = self._selected("momentum_sync")
-                options["choices of momentum_sync"] = chosen
-            if self.options.momentum_sync == "auto":
-                options["divergences of momenta"] = list(self.momentum_divergence().values())
+            if not trainable.params:
+                self._trainable()  # Sees new parameters, and reshards.
+            options = self._equal_values(period)
         except Exception as error:  # The other ranks wait for a header.
-            failure = failure or error
+            mine.failure = mine.failure or error
+        assert self._meetings is not None
         report = Report(
-            kind=kind,
+            kind=mine.kind,
             step=self.steps,
-            finite=finite,
-            failure=failure,
+            finite=trainable.finite or mine.kind is not Kind.STEP,
+            failure=mine.failure,
             options=options,
             layout=self._plan.lines,
             present=present,
             parameters=self._common_parts,
         )
-        return self._meetings.meet(report)
+        mine.agreed = self._meetings.meet(report)
+        mine.ranks.form()  # At first a collective, which needs the options that were compared.
+        if mine.kind is Kind.STEP and mine.ranks.voters is not mine.ranks.everyone:
+            mine.agreed = mine.agreed.by_voter(mine.ranks.voter_of_rank)
+
+    def _abstain_in_node(self, mine: Mine, node: Wire | None) -> None:
+        """Drops gradients of which another rank of the node has none, before any header.
+
+        All ranks do this in every step, exchange, save, and load of a run with local steps, so no
+        rank of a node waits for another that is somewhere else. Ranks that do different things
+        raise what failed, or Disagreement.
+        """
+        own = mine.trainable
+        finite, present = own.finite and mine.failure is None and bool(own.present), own.present
+        if node is not None:
+            try:
+                finite, present = agree_in_node(node, mine.kind, finite, present)
+            except Disagreement as error:
+                raise mine.failure or error from None
+        own.abstain(finite, present)
+
+    def _equal_values(self, period: Period) -> dict[str, object]:
+        """Returns what must be equal on all ranks, by name."""
+        # If only some ranks loaded, all raise here, before they would compare momenta.
+        equal: dict[str, object] = {
+            **self._option_texts,
+            "calls of load_state_dict": self._loads,
+            "calls of attach and detach": self._attaches,
+        }
+        if self.options.vote_every > 1:
+            equal["exchanges"] = self._local.exchanges
+            equal["steps since the last exchange"] = period.steps
+            equal[FROZEN] = sorted(n for n, p in self._named() if not p.requires_grad)
+        equal |= groups.hyperparameters(self.param_groups)
+        if self.options.vote_every > 1:  # Last, because an error names the first difference.
+            equal["lr of each group, summed since the last exchange"] = list(period.paths)
+            equal[HISTORY] = period.history
+        if callable(self.options.momentum_sync):
+            equal["choices of momentum_sync"] = self._selected("momentum_sync")
+        if self.options.momentum_sync == "auto":
+            equal["divergences of momenta"] = list(self.momentum_divergence().values())
+        return equal
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads what `state_dict` returned, on every rank.

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.checkpoint import load_momentum, save_momentum
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.failures import Disagreement
+from hf_dlion.ranks.meeting import Disagreement
 from tests.support.spawn import RankPools, on_ranks
 from tests.support.training import batch, filled, is_equal_everywhere, model_of, same, warned
 

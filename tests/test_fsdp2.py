@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 import hf_dlion.fsdp as fsdp
 from hf_dlion.checkpoint import save_momentum
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.failures import Disagreement
+from hf_dlion.ranks.meeting import Disagreement
 from tests.support.definition import Lions
 from tests.support.spawn import RankPools, on_ranks
 from tests.support.training import (

@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_dlion.exchange.routes import wire_bytes
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.failures import Disagreement
+from hf_dlion.ranks.meeting import Disagreement
 from tests.support.definition import Lions
 from tests.support.gradients import KINDS, gradients, pair, shuffled
 from tests.support.spawn import RankPools, on_ranks

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.failures import Disagreement
+from hf_dlion.ranks.meeting import Disagreement
 from tests.support.spawn import on_ranks
 from tests.support.training import (
     batch,

@@ -29,7 +29,7 @@ from benchmarks.methods import (
 from hf_dlion import DistributedLion
 from hf_dlion.exchange.routes import Verdict, wire_bytes
 from hf_dlion.exchange.rule import Average, Majority
-from hf_dlion.ranks.header import HEADER_BYTES
+from hf_dlion.ranks.meeting import HEADER_BYTES
 from hf_dlion.vote.codec import TOP, spread, tally
 from hf_dlion.vote.idle_rows import old_rows
 from hf_dlion.vote.message import Shape, messages

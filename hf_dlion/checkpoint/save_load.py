@@ -35,7 +35,7 @@ from hf_dlion.checkpoint.momentum_file import (
     write,
 )
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.header import Kind
+from hf_dlion.ranks.meeting import Kind
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote.idle_rows import AGE
 from hf_dlion.vote.tensors import Plan
@@ -87,17 +87,14 @@ def save_momentum(
     ranks, save_id = _begin(lion, Kind.SAVE, folder, failure)
     at = _position(ranks)
     path = Path(folder, file_name(name, at.rank, at.world_size))
-    try:
-        write(path, lion, save_id, at, scaler)
-    except (OSError, SafetensorError) as error:
-        failure = CheckpointError(
-            f"rank {at.rank} cannot write {path}: {error}. This checkpoint is incomplete. Free "
-            f"space or check permissions, and save again"
-        )
-        failure.__cause__ = error
-    except BaseException as error:  # The other ranks also wait for an interrupted rank.
-        failure = error
-    lion.meet(Kind.SAVE, failure)
+    with lion.together(Kind.SAVE):
+        try:
+            write(path, lion, save_id, at, scaler)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"rank {at.rank} cannot write {path}: {error}. This checkpoint is incomplete. Free "
+                f"space or check permissions, and save again"
+            ) from error
     for other_rank, count in files_in(path.parent, name):
         if count != at.world_size:
             with contextlib.suppress(OSError):  # Another rank may have been faster.
@@ -145,14 +142,10 @@ def load_momentum(
     """
     lion = _unwrapped(optimizer)
     ranks, _ = _begin(lion, Kind.LOAD, folder, failure)
-    at, path, loaded = _position(ranks), Path(folder), None
-    try:
-        path = find_file(at, path, name)
+    at = _position(ranks)
+    with lion.together(Kind.LOAD):
+        path = find_file(at, Path(folder), name)
         loaded = read(path, lion, at)
-    except BaseException as error:  # As in save_momentum.
-        failure = error
-    lion.meet(Kind.LOAD, failure)
-    assert loaded is not None
     files = _gathered(ranks, (str(path), loaded.header.save))
     if len({save_id for _, save_id in files}) > 1:
         by_rank = "; ".join(
@@ -185,15 +178,17 @@ def _begin(
     Raises:
         CheckpointError: If the ranks were given different folders.
     """
-    ranks = lion.meet(kind, failure)
-    folders, ids = zip(*_gathered(ranks, (str(folder), secrets.token_hex(8))), strict=True)
+    with lion.together(kind) as mine:
+        if failure is not None:
+            raise failure
+    folders, ids = zip(*_gathered(mine.ranks, (str(folder), secrets.token_hex(8))), strict=True)
     if len(set(folders)) > 1:
         by_rank = ", ".join(f"rank {rank}: {path!r}" for rank, path in enumerate(folders))
         raise CheckpointError(
             f"ranks were given different folders for one checkpoint ({by_rank}): pass the same "
             f"path on every rank"
         )
-    return ranks, ids[0]
+    return mine.ranks, ids[0]
 
 
 def _gathered(ranks: Topology | None, value: object) -> list[Any]:

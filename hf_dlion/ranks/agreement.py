@@ -18,14 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_dlion.exchange.wire import Wire, named_ranks
-from hf_dlion.ranks.failures import ELSEWHERE, VERBS, Disagreement, check_kinds, raise_together
 from hf_dlion.ranks.fingerprint import digest
-from hf_dlion.ranks.header import (
-    FAILED,
-    FINITE,
-    WIRE_VERSION,
-    Header,
+from hf_dlion.ranks.meeting import (
+    Disagreement,
     Kind,
+    by_value,
+    check_kinds,
+    meet,
     pack_bools,
     unpack_bools,
 )
@@ -69,8 +68,6 @@ _REMEDIES = {
 
 # Largest number of frozen parameters that an error names.
 _MOST_NAMES = 4
-# Headers of other versions have at most this number; a larger one is other data.
-_LARGEST_VERSION = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,73 +213,35 @@ class Meetings:
             BaseException: The report's own failure.
             LostRank: If another rank ended or stalled.
         """
-        failure, header = report.failure, None
+        failure, hashes = report.failure, [0, 0, 0]
         if failure is None:
             try:
-                header = self._header(report)
+                hashes = self._hashes(report)
             except Exception as error:  # The other ranks wait for a header.
                 failure = error
-        headers = self._gather(header or self._failed(report))
-        ranks = len(headers)
-        if header is not None and header.layout == self._layout and headers.count(header) == ranks:
-            return Agreed([header.finite] * ranks, [self._present[0]] * ranks)
-        if any(header.kind in (Kind.REPLICATE, Kind.NODES) for header in headers):
-            # Those ranks are in `Topology.form` and don't take part in `raise_together`.
-            if failure is not None:
-                raise failure
-            check_kinds([header.kind for header in headers])
-        if any(header.failed for header in headers):
-            raise_together(failure, self._wire, VERBS[report.kind][1])
-        assert header is not None  # Otherwise this rank's header says that it failed.
-        check_kinds([header.kind for header in headers])
-        if len({header.optimizer for header in headers}) > 1:
+        flags, numbers, steps, options, layouts, presence = meet(
+            self._wire, report.kind, [self._number, report.step, *hashes],
+            finite=report.finite, failure=failure,
+        )  # fmt: skip
+        if len(set(numbers)) > 1:
             raise Disagreement(_OTHER_OPTIMIZER)
-        if len({header.step for header in headers}) > 1:
-            steps = _by_value([header.step for header in headers])
-            raise Disagreement(f"ranks are at different steps: {steps}. {_SAME_STEPS}")
-        if len({header.options for header in headers}) > 1:
+        if len(set(steps)) > 1:
+            raise Disagreement(f"ranks are at different steps: {by_value(steps)}. {_SAME_STEPS}")
+        if len(set(options)) > 1:
             self._raise_options(report)
-        if len({header.layout for header in headers}) > 1:
+        if len(set(layouts)) > 1:
             self._raise_layouts(report)
-        if header.layout != self._layout:
-            self._compare_values(header.layout, report)
-        return Agreed([header.finite for header in headers], self._presence(headers))
+        if layouts[0] != self._layout:
+            self._compare_values(layouts[0], report)
+        return Agreed(list(map(bool, flags)), self._presence(presence))
 
-    def _failed(self, report: Report) -> Header:
-        return Header(WIRE_VERSION, report.kind, self._number, report.step, FAILED)
-
-    def _header(self, report: Report) -> Header:
+    def _hashes(self, report: Report) -> list[int]:
+        """Returns hashes of options, layout, and presence, of which the last two rarely change."""
         if report.layout is not self._lines[0] and report.layout != self._lines[0]:
             self._lines = report.layout, digest(_lines(report.layout))
         if report.present != self._present[0]:
             self._present = list(report.present), digest(pack_bools(report.present))
-        return Header(
-            WIRE_VERSION,
-            report.kind,
-            self._number,
-            report.step,
-            flags=FINITE * report.finite,
-            options=digest(report.options),
-            layout=self._lines[1],
-            presence=self._present[1],
-        )
-
-    def _gather(self, header: Header) -> list[Header]:
-        """Returns every rank's header, all of this version."""
-        headers = [Header(*words) for words in self._wire.gather_words(header, "a header").tolist()]
-        versions = [words.version for words in headers]
-        if versions != [WIRE_VERSION] * len(headers):
-            others = [r for r, v in enumerate(versions) if not 0 < v <= _LARGEST_VERSION]
-            if others:
-                raise Disagreement(
-                    f"{named_ranks(others)} sent other data than a header, so {ELSEWHERE}. If your "
-                    f"code calls collectives, call them on all ranks in the same order"
-                )
-            raise Disagreement(
-                f"ranks have different versions of the wire format, {_by_value(versions)}: install "
-                f"the same hf_dlion everywhere. Or {ELSEWHERE}"
-            )
-        return headers
+        return [digest(report.options), self._lines[1], self._present[1]]
 
     def _raise_options(self, report: Report) -> None:
         tables = self._wire.gather_objects(report.options)
@@ -333,11 +292,11 @@ class Meetings:
                 raise Disagreement(_OTHER_OPTIMIZER)
         twins.append(created)
 
-    def _presence(self, headers: list[Header]) -> list[list[bool]]:
+    def _presence(self, hashes: Sequence[int]) -> list[list[bool]]:
         """Returns which trainable parameters have a gradient, by rank."""
         present = self._present[0]
-        if len({header.presence for header in headers}) == 1:
-            return [present] * len(headers)
+        if len(set(hashes)) == 1:
+            return [present] * len(hashes)
         table = self._wire.gather_words(pack_bools(present), "which parameters have a gradient")
         return [unpack_bools(words, len(present)) for words in table.tolist()]
 
@@ -369,14 +328,6 @@ def _lines(layout: Sequence[tuple[object, ...]]) -> list[str]:
     return [" ".join(map(str, line)) for line in layout]
 
 
-def _by_value(values: Sequence[object]) -> str:
-    """Returns "rank 0: 3, ranks 1 and 2: 4"."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks_of.setdefault(repr(value), []).append(rank)
-    return ", ".join(f"{named_ranks(group)}: {value}" for value, group in ranks_of.items())
-
-
 def _first_difference(tables: Sequence[Mapping[str, object]]) -> tuple[str, str]:
     """Returns the first key on which the ranks' tables differ, and the values by rank.
 
@@ -388,4 +339,4 @@ def _first_difference(tables: Sequence[Mapping[str, object]]) -> tuple[str, str]
     if key == FROZEN:
         sets = [set(names) for names in cast("list[list[str]]", row)]
         row = [sorted(names - sets[0].intersection(*sets))[:_MOST_NAMES] for names in sets]
-    return key, _by_value(row)
+    return key, by_value(row)

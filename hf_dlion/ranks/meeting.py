@@ -14,9 +14,11 @@ import numpy as np
 from hf_dlion.exchange.wire import Wire, named_ranks
 
 # Version of all that is sent, hashed, and rounded.
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 HEADER_WORDS = 8
 HEADER_BYTES = 8 * HEADER_WORDS
+# Headers of other versions have at most this number; a larger one is other data.
+_LARGEST_VERSION = 1000
 # Bits of word 4: the rank's gradients are finite; something failed on it.
 FINITE, FAILED = 1, 2
 # Length of the longest error text that other ranks show, in characters.
@@ -95,6 +97,12 @@ def meet(
     columns = wire.gather_words(sent, _AWAITED.get(kind, "a header")).t().tolist()
     versions, kinds, first, second, all_flags, *others = columns
     if versions.count(WIRE_VERSION) < len(versions):
+        others = [rank for rank, v in enumerate(versions) if not 0 < v <= _LARGEST_VERSION]
+        if others:
+            raise Disagreement(
+                f"{named_ranks(others)} sent other data than a header, so {_ELSEWHERE}. If your "
+                f"code calls collectives, call them on all ranks in the same order"
+            )
         raise Disagreement(
             f"ranks have different versions of the wire format, {by_value(versions)}: install "
             f"the same hf_dlion everywhere. Or {_ELSEWHERE}"

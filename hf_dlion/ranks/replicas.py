@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from hf_dlion.exchange.wire import Wire, named_ranks
-from hf_dlion.ranks.failures import Disagreement, raise_together
 from hf_dlion.ranks.fingerprint import digest, fingerprints
+from hf_dlion.ranks.meeting import Disagreement, raise_together
 
 AVERAGED_GRADIENTS = (
     "all ranks have equal gradients. If a model is wrapped in DistributedDataParallel, add "

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from hf_dlion.exchange.wire import Wire, WireStats
-from hf_dlion.ranks.failures import Disagreement, check_kinds, raise_together
-from hf_dlion.ranks.header import FAILED, FINITE, WIRE_VERSION, Header, Kind
+from hf_dlion.ranks.meeting import Disagreement, Kind, meet
 
 _SIZE, _PLACE = "LOCAL_WORLD_SIZE", "LOCAL_RANK"
 
@@ -90,20 +89,11 @@ class Topology:
             self.voter = self.voter_of_rank[self.everyone.rank]
             self._is_formed = True
 
-    def _gather(self, header: Header, what: str) -> list[Header]:
-        """Returns all ranks' headers of one kind, which match those of a rank in a meeting."""
-        table = self.everyone.gather_words(header, what).tolist()
-        headers = [Header(*words) for words in table]
-        check_kinds([header.kind for header in headers])
-        return headers
-
     def _form_replicas(self, group: dist.ProcessGroup) -> None:
         voters = Wire(group, self._stats, device=self._device)
         # Ranks that hold the same parts send the same first rank.
         first, size = min(voters.ranks), voters.world_size
-        header = Header(WIRE_VERSION, Kind.REPLICATE, optimizer=first, step=size, flags=FINITE)
-        headers = self._gather(header, "the replicas")
-        firsts, sizes = [h.optimizer for h in headers], [h.step for h in headers]
+        _, firsts, sizes, *_ = meet(self.everyone, Kind.REPLICATE, [first, size])
         same_parts = [
             [rank for rank, other in enumerate(firsts) if other == first]
             for first in dict.fromkeys(firsts)
@@ -126,19 +116,12 @@ class Topology:
             size, place = _place_in_node(local_group, os.environ)
         except ValueError as error:  # The other ranks wait for this one.
             failure = error
-        header = Header(
-            WIRE_VERSION,
-            Kind.NODES,
-            optimizer=size,
-            step=place,
-            flags=FINITE if failure is None else FAILED,
-            # torch derives a new group's name from the number of groups that its members are in.
-            options=len(distributed_c10d._world.pg_names),
+        # torch derives a new group's name from the number of groups that its members are in.
+        groups = len(distributed_c10d._world.pg_names)
+        _, sizes, places, counts, *_ = meet(
+            everyone, Kind.NODES, [size, place, groups], failure=failure, what="local_group"
         )
-        headers = self._gather(header, "the nodes")
-        if any(header.failed for header in headers):
-            raise_together(failure, everyone, "local_group")
-        size = _checked_size(headers)
+        size = _checked_size(sizes, places, counts)
         if size == 1:
             return
         # First nodes, then voters: one order on every rank, so no two ranks wait for each other.
@@ -170,22 +153,20 @@ def _place_in_node(
     return int(size), -1 if place is None else int(place)
 
 
-def _checked_size(headers: Sequence[Header]) -> int:
+def _checked_size(sizes: Sequence[int], places: Sequence[int], counts: Sequence[int]) -> int:
     """Returns the number of ranks per node, or raises Disagreement on every rank.
 
-    The headers have size and place of `_place_in_node` and the number of process groups as
-    `optimizer`, `step`, and `options`.
+    Sizes and places are those of `_place_in_node`, and `counts` the numbers of process groups.
     """
-    sizes, places = [header.optimizer for header in headers], [header.step for header in headers]
     size = sizes[0]
     if len(set(sizes)) > 1:
         raise Disagreement(
             f"nodes must have the same number of ranks (local_group or {_SIZE}), got {sizes} in "
             f"rank order"
         )
-    if size < 1 or len(headers) % size:
+    if size < 1 or len(sizes) % size:
         raise Disagreement(
-            f"{len(headers)} ranks cannot be divided into nodes of {size} ranks (local_group or "
+            f"{len(sizes)} ranks cannot be divided into nodes of {size} ranks (local_group or "
             f"{_SIZE}): start the same number of ranks on every node"
         )
     if any(place not in (-1, rank % size) for rank, place in enumerate(places)):
@@ -193,7 +174,6 @@ def _checked_size(headers: Sequence[Header]) -> int:
             f"the ranks of a node must be consecutive, {size} by {size}, but {_PLACE} is {places} "
             f"in rank order: number the ranks node by node, as torchrun does"
         )
-    counts = [header.options for header in headers]
     if len(set(counts)) > 1:
         raise Disagreement(
             f"ranks are members of different numbers of process groups, {counts} in rank order, "

@@ -40,7 +40,7 @@ import hf_dlion.ddp as ddp
 from hf_dlion.accelerate import is_sharded, replicas_of
 from hf_dlion.checkpoint import NAME, CheckpointError, find_optimizer, load_momentum, save_momentum
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.header import Kind
+from hf_dlion.ranks.meeting import Kind
 from hf_dlion.trainer.callback import DistributedLionCallback, exchange_rest
 from hf_dlion.trainer.optim_args import (
     OPTIM_NAME,
@@ -261,8 +261,7 @@ def _save_checkpoint(
     if lion is None:
         original(*args, **kwargs)
         return
-    failure = None
-    try:
+    with lion.together(Kind.SAVE, can_meet=not is_sharded(trainer.accelerator)):
         with lion.common_weights():
             original(*args, **kwargs)
         if trainer.args.enable_jit_checkpoint:
@@ -271,11 +270,6 @@ def _save_checkpoint(
             step = f"checkpoint-{trainer.state.global_step}"
             mark = Path(trainer._get_output_dir(trial=None), step, "checkpoint-is-incomplete.txt")
             mark.unlink(missing_ok=True)
-    except BaseException as error:
-        if is_sharded(trainer.accelerator):
-            raise
-        failure = error
-    lion.meet(Kind.SAVE, failure)
 
 
 def _save_model(
@@ -285,7 +279,7 @@ def _save_model(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    lion, failure = find_optimizer(trainer.optimizer), None
+    lion = find_optimizer(trainer.optimizer)
     if lion is None:
         original(output_dir, *args, **kwargs)
         return
@@ -293,20 +287,15 @@ def _save_model(
         with lion.common_weights():  # No meeting, because a user may save on rank 0 alone.
             original(output_dir, *args, **kwargs)
         return
-    try:
+    # It ends here, because the other ranks may next wait at a barrier of Trainer, where they can't
+    # meet this one.
+    with lion.together(Kind.WEIGHTS, can_meet=not is_sharded(trainer.accelerator)):
         # Trainer calls a checkpoint the best if its folder exists, so all ranks must find it.
         os.makedirs(output_dir, exist_ok=True)
         if trainer.args.should_save:
             # The file of an earlier save would make a partial checkpoint look complete.
             Path(output_dir, TRAINER_STATE).unlink(missing_ok=True)
         original(output_dir, *args, **kwargs)
-    except BaseException as error:
-        if is_sharded(trainer.accelerator):
-            raise
-        failure = error
-    # Now, because the other ranks may next wait at a barrier of Trainer, where they can't meet
-    # this one.
-    lion.meet(Kind.WEIGHTS, failure)
     # Shards of FSDP2 are written later.
     written = os.listdir(output_dir) or is_sharded(trainer.accelerator)
     if not trainer.args.should_save and not written:
@@ -318,17 +307,15 @@ def _save_model(
 
 
 def _save_rng_state(trainer: Trainer, original: Callable[[str], None], output_dir: str) -> None:
-    lion, failure = find_optimizer(trainer.optimizer), None
+    lion = find_optimizer(trainer.optimizer)
     if lion is None:
         original(output_dir)
         return
-    try:
+    with lion.held() as rest:
         original(output_dir)
-    except BaseException as error:
-        failure = error
     scaler = _scaler(trainer)
     state = None if scaler is None else scaler.state_dict()
-    save_momentum(lion, output_dir, scaler=state, failure=failure)
+    save_momentum(lion, output_dir, scaler=state, failure=rest.failure)
 
 
 def _load_optimizer_and_scheduler(
@@ -342,36 +329,37 @@ def _load_optimizer_and_scheduler(
             f"load the model's weights from there and train without resume_from_checkpoint. If "
             f"another optimizer saved there later, delete its {NAME}_* files"
         )
-    if lion is not None:
-        prepare(lion, trainer)  # Ranks meet in loading, and with FSDP2 loading takes a step.
-    try:
+    if lion is None:
         original(checkpoint)
-    except BaseException as error:
-        if lion is not None and not is_sharded(trainer.accelerator):
-            lion.meet(Kind.LOAD, error)  # The other ranks are in `load_momentum`.
-        raise
+        return
+    prepare(lion, trainer)  # Ranks meet in loading, and with FSDP2 loading takes a step.
+    with lion.held(can_meet=not is_sharded(trainer.accelerator)) as rest:
+        original(checkpoint)
+    if rest.failure is not None:
+        with lion.together(Kind.LOAD):  # The other ranks are in `load_momentum`.
+            raise rest.failure
 
 
 def _load_scaler(
     trainer: Trainer, original: Callable[[str | None], None], checkpoint: str | None
 ) -> None:
-    lion, failure = find_optimizer(trainer.optimizer), None
+    lion = find_optimizer(trainer.optimizer)
     # Ray Tune's checkpoints have no momentum files; one process finds all in the optimizer's state.
     alone = checkpoint and trainer.args.world_size == 1 and not _holds(checkpoint, NAME)
     if lion is None or checkpoint is None or alone:
         original(checkpoint)
         return
-    try:
+    with lion.held() as rest:
         original(checkpoint)
-    except BaseException as error:
-        failure = error
-    if failure is None and not _holds(checkpoint, "optimizer") and not _holds(checkpoint, NAME):
-        lion.meet(Kind.LOAD, None)  # Other ranks may find momenta.
+    holds_weights_only = not _holds(checkpoint, "optimizer") and not _holds(checkpoint, NAME)
+    if rest.failure is None and holds_weights_only:
+        with lion.together(Kind.LOAD):
+            pass  # Other ranks may find momenta.
         logger.warning_once(
             f"{checkpoint} holds weights only (save_only_model), so momenta aren't loaded"
         )
         return
-    state, scaler = load_momentum(lion, checkpoint, failure=failure), _scaler(trainer)
+    state, scaler = load_momentum(lion, checkpoint, failure=rest.failure), _scaler(trainer)
     if state is not None and scaler is not None:
         scaler.load_state_dict(state)  # Replaces rank 0's, which Trainer gave to every rank.
 

@@ -12,17 +12,9 @@ import torch
 import torch.distributed as dist
 
 from hf_dlion.exchange.wire import Wire, WireStats
-from hf_dlion.ranks import agreement
-from hf_dlion.ranks.agreement import (
-    FROZEN,
-    HISTORY,
-    Agreed,
-    Disagreement,
-    Meetings,
-    Report,
-    raise_together,
-)
-from hf_dlion.ranks.header import Kind
+from hf_dlion.ranks import meeting
+from hf_dlion.ranks.agreement import FROZEN, HISTORY, Agreed, Meetings, Report
+from hf_dlion.ranks.meeting import Disagreement, Kind, raise_together
 from tests.support.spawn import RankPools, on_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -237,7 +229,7 @@ def test_another_version_or_other_data_is_refused_by_all(
     if version == 5:
         text = f"versions of the wire format, {zero}: 1, rank 1: 5: install .*another point of"
     with (
-        mock.patch.object(agreement, "WIRE_VERSION", version if rank == 1 else 1),
+        mock.patch.object(meeting, "WIRE_VERSION", version if rank == 1 else 1),
         pytest.raises(Disagreement, match=text),
     ):
         meetings.meet(report())

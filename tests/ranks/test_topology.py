@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_dlion.exchange.wire import WireStats
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.failures import Disagreement
+from hf_dlion.ranks.meeting import Disagreement
 from hf_dlion.ranks.topology import Topology
 from tests.support.spawn import RankPools, on_ranks
 from tests.support.training import replicas_of_shards

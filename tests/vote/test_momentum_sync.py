@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options import Options
-from hf_dlion.ranks.failures import Disagreement
+from hf_dlion.ranks.meeting import Disagreement
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote.momentum_sync import (
     Momentum,
