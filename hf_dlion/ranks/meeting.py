@@ -107,8 +107,11 @@ def meet(
             f"ranks have different versions of the wire format, {by_value(versions)}: install "
             f"the same hf_dlion everywhere. Or {_ELSEWHERE}"
         )
-    if FAILED in all_flags:
+    # A rank that forms groups waits for others that do, whatever has failed on them elsewhere.
+    if FAILED in all_flags and (_AWAITED.keys().isdisjoint(kinds) or len(set(kinds)) == 1):
         raise_together(failure, wire, what or _VERBS[kind][1])
+    if failure is not None:
+        raise failure
     check_kinds(kinds)
     return [all_flags, first, second, *others]
 
