@@ -34,7 +34,7 @@ from benchmarks.command import (
 )
 from hf_dlion.cli.arguments import Parser, positive
 from hf_dlion.cli.plan.machine import seconds_of, vote_work
-from hf_dlion.vote.codec import TOP
+from hf_dlion.exchange.codec import TOP
 
 PARTS = ("encode", "tally", "move")
 COLUMNS = {

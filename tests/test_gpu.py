@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from hf_dlion import DistributedLion
-from hf_dlion.vote.codec import divided
+from hf_dlion.exchange.codec import divided
 from tests.support import fake_gpu
 from tests.support.spawn import RankPools, on_ranks
 

@@ -14,10 +14,9 @@ import hf_dlion
 PACKAGE = Path(hf_dlion.__file__).parent
 
 # From what a user chooses to the commands. A module imports from its own row's name and from the
-# rows above it. A file of a folder may have a row of its own.
+# rows above it.
 ROWS = (
     {"options"},
-    {"vote/codec", "vote/rounding"},
     {"exchange"},
     {"ranks"},
     {"vote"},
@@ -47,8 +46,7 @@ SOURCES = [path for path in sorted(PACKAGE.rglob("*.py")) if path not in AT_THE_
 
 def part_of(name: str) -> str:
     """The name that a module of the package has in ROWS: its own, or its folder's."""
-    whole = name.removeprefix("hf_dlion.").replace(".", "/")
-    return whole if whole in ROW_OF else whole.split("/")[0]
+    return name.removeprefix("hf_dlion.").split(".")[0]
 
 
 def module_of(path: Path) -> str:

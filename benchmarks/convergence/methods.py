@@ -28,9 +28,8 @@ from benchmarks.methods import (
 )
 from hf_dlion import DistributedLion
 from hf_dlion.exchange.routes import Verdict, wire_bytes
-from hf_dlion.exchange.rule import Average, Majority
+from hf_dlion.exchange.rule import Average, Majority, count
 from hf_dlion.ranks.meeting import HEADER_BYTES
-from hf_dlion.vote.codec import TOP, spread, tally
 from hf_dlion.vote.idle_rows import old_rows
 from hf_dlion.vote.message import Shape, messages
 from hf_dlion.vote.momentum_sync import slice_of
@@ -152,10 +151,8 @@ class Votes(Workers):
             everyone = zip(grads, momenta, turns, strict=True)
             votes = [encode(message, g, m, turn, ()) for g, m, turn in everyone]
             voters = torch.stack([vote.active for vote in votes]).sum(dim=0)
-            total = voters[message.rows.of_word] * TOP[options.bits]
-            sums = tally([list(vote.planes) for vote in votes], options.bits)
-            planes = (ranks * TOP[options.bits]).bit_length()
-            verdict = Verdict(rule.decide(sums, spread(total, planes), self._step), voters)
+            planes, by_word = [list(vote.planes) for vote in votes], message.rows.by_word(voters)
+            verdict = Verdict(count(planes, by_word, rule, self._step), voters)
             move(message, params, verdict, rule, turns[0])
             sizes = {"ranks": ranks, "words": message.words, "rows": message.rows.count}
             sizes |= {"bits": options.bits, "planes": rule.planes}

@@ -26,10 +26,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_dlion.exchange.rule import Rule
+from hf_dlion.exchange.codec import WORD, pack, unpack
+from hf_dlion.exchange.rule import Rule, count
 from hf_dlion.exchange.wire import Wire
 from hf_dlion.options import ExchangeName
-from hf_dlion.vote.codec import TOP, WORD, pack, spread, tally, unpack
 
 
 class Rows:
@@ -50,6 +50,10 @@ class Rows:
         words = torch.cat([torch.full((count,), words) for count, words in self._lengths])
         rows = torch.arange(self.count, dtype=torch.int32)
         return torch.repeat_interleave(rows, words).to(self._device)
+
+    def by_word(self, numbers: Tensor | None, words: slice = slice(None)) -> Tensor | None:
+        """Returns the number of each word's row, shape (W,); None if there are no numbers."""
+        return None if numbers is None else numbers[self.of_word[words]]
 
     def part(self, words: slice) -> Rows:
         """Returns the same rows, with `of_word` for a slice of the words."""
@@ -160,10 +164,9 @@ def _gather(votes: Votes, wire: Wire, rule: Rule, step: int) -> Route:
     yield
     everyone = received.to(device)
     rows = everyone.shape[1] - bits * words
-    voters = _voters(everyone[:, :rows], votes)
+    voters = _voters(everyone[:, :rows], votes.rows.count)
     planes = [list(of_rank[rows:].view(bits, words)) for of_rank in everyone]
-    total = _total(voters, votes, len(planes), slice(0, words))
-    return Verdict(rule.decide(tally(planes, bits), total, step), voters)
+    return Verdict(count(planes, votes.rows.by_word(voters), rule, step), voters)
 
 
 def _two_phase(votes: Votes, wire: Wire, rule: Rule, step: int) -> Route:
@@ -183,12 +186,12 @@ def _two_phase(votes: Votes, wire: Wire, rule: Rule, step: int) -> Route:
     yield
     for each in pending:
         each.wait()
-    voters = _voters(all_active.to(device), votes)
+    voters = _voters(all_active.to(device), votes.rows.count)
     counted = _share(wire.rank, words_each, words)
     received = received.to(device)[:, :, : counted.stop - counted.start]
-    total = _total(voters, votes, ranks, counted)
-    sums = tally([list(of_rank) for of_rank in received], bits)
-    sent = _padded(rule.decide(sums, total, step), words_each).to(on_wire)
+    planes = [list(of_rank) for of_rank in received]
+    decided = count(planes, votes.rows.by_word(voters, counted), rule, step)
+    sent = _padded(decided, words_each).to(on_wire)
     received = sent.new_empty(ranks, *sent.shape)
     verdict = wire.all_gather(received, sent, "a verdict")
     yield
@@ -237,9 +240,8 @@ def _packed_rows(active: Tensor) -> Tensor:
     return out
 
 
-def _voters(packed: Tensor, votes: Votes) -> Tensor | None:
+def _voters(packed: Tensor, rows: int) -> Tensor | None:
     """Returns the number of ranks that vote on each row; None if all do, checked on a CPU only."""
-    rows = votes.rows.count
     bits = torch.empty(packed.shape[1] * WORD, dtype=torch.float32, device=packed.device)
     counts = torch.zeros(rows, dtype=torch.int64, device=packed.device)
     for flags in packed:
@@ -247,12 +249,3 @@ def _voters(packed: Tensor, votes: Votes) -> Tensor | None:
     if packed.device.type == "cpu" and bool((counts == len(packed)).all()):
         return None
     return counts
-
-
-def _total(voters: Tensor | None, votes: Votes, ranks: int, words: slice) -> int | list[Tensor]:
-    """Returns the number of active ranks times `top`: one number, or its planes by word."""
-    top = TOP[votes.planes.shape[0]]
-    if voters is None:
-        return ranks * top
-    total_of_word = voters[votes.rows.of_word[words]] * top
-    return spread(total_of_word, (ranks * top).bit_length())

@@ -7,7 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_dlion.vote.codec import TOP, WORD, alternating_word, compare, divided, unpack
+from hf_dlion.exchange.codec import (
+    TOP,
+    WORD,
+    alternating_word,
+    compare,
+    divided,
+    spread,
+    tally,
+    unpack,
+)
 
 
 class Majority:
@@ -35,7 +44,7 @@ class Majority:
             return [greater, equal]
         return [greater | (equal & alternating_word((step + 1) % 2))]
 
-    def move(self, planes: list[Tensor], voters: Tensor | None, lr: float, out: Tensor) -> Tensor:
+    def decode(self, planes: list[Tensor], voters: Tensor | None, lr: float, out: Tensor) -> Tensor:
         """Returns lr * v for every element, exactly: v is -1, 0, or 1.
 
         Args:
@@ -69,7 +78,7 @@ class Average:
         missing = self.planes - len(sums)
         return [*sums, *(torch.zeros_like(sums[0]) for _ in range(missing))]
 
-    def move(self, planes: list[Tensor], voters: Tensor | None, lr: float, out: Tensor) -> Tensor:
+    def decode(self, planes: list[Tensor], voters: Tensor | None, lr: float, out: Tensor) -> Tensor:
         """Returns lr * v; v = (2 * sum - n * top) / N and lr * v are rounded once each."""
         unpack(planes[0], 0.0, 2.0, out)
         digit = torch.empty_like(out)
@@ -86,3 +95,21 @@ class Average:
 
 # Both have `planes`, the number of planes of a verdict.
 Rule = Majority | Average
+
+
+def count(
+    planes: Sequence[Sequence[Tensor]], voters: Tensor | None, rule: Rule, step: int
+) -> list[Tensor]:
+    """Returns the planes of the verdict on some words.
+
+    Args:
+        planes: Planes of each rank's codes, int64, shape (W,) each; 0 where the rank abstains.
+        voters: Number of active ranks by word, int64, shape (W,); None if all are active.
+        rule: Rule that decides.
+        step: Number of the step, for ties.
+    """
+    bits = len(planes[0])
+    total: int | list[Tensor] = len(planes) * TOP[bits]
+    if voters is not None:
+        total = spread(voters * TOP[bits], (len(planes) * TOP[bits]).bit_length())
+    return rule.decide(tally(planes, bits), total, step)

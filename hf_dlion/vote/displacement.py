@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_dlion.exchange.codec import WORD
 from hf_dlion.exchange.routes import Verdict, Votes
 from hf_dlion.exchange.rule import Average
 from hf_dlion.ranks.fingerprint import numbers
-from hf_dlion.vote.codec import WORD
 from hf_dlion.vote.message import Piece
 from hf_dlion.vote.rounding import DISPLACEMENTS, EXCHANGED, OWN_WEIGHTS, PARAMETERS
 from hf_dlion.vote.tensors import Plan, Trainable
@@ -146,12 +146,12 @@ def decoded(
     sent = turn.scratch("own", piece.size, piece.dtype, piece.device)
     count = None if verdict.voters is None else verdict.voters[rows]
     active = votes.active.to(rows.device, torch.int64)[rows]
-    # A single tensor's unit goes into `Rule.move`, which saves a pass over both.
+    # A single tensor's unit goes into `Rule.decode`, which saves a pass over both.
     single = len(piece.parts) == 1
     unit = units[piece.parts[0].tensor] if single else 1.0
     planes = [plane[piece.words] for plane in verdict.planes]
-    Average(voters, bits).move(planes, count, unit, mean)
-    Average(1, bits).move([plane[piece.words] for plane in votes.planes], active, unit, sent)
+    Average(voters, bits).decode(planes, count, unit, mean)
+    Average(1, bits).decode([plane[piece.words] for plane in votes.planes], active, unit, sent)
     if not single:
         unit_of_word = by_word(piece, units, mean).view(-1, 1)
         mean.view(-1, WORD).mul_(unit_of_word)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_dlion.exchange.codec import divided
 from hf_dlion.exchange.wire import Wire
 from hf_dlion.ranks.agreement import Agreed
 from hf_dlion.ranks.fingerprint import digest, fingerprints
-from hf_dlion.vote.codec import divided
 from hf_dlion.vote.idle_rows import AGE, old_rows
 from hf_dlion.vote.message import Message
 from hf_dlion.vote.momentum_sync import average_whole

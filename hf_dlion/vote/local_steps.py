@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from hf_dlion.exchange import routes
+from hf_dlion.exchange.codec import divided
 from hf_dlion.exchange.rule import Average
 from hf_dlion.exchange.wire import Wire, named_ranks
 from hf_dlion.ranks.fingerprint import digest, numbers
 from hf_dlion.ranks.meeting import Disagreement
 from hf_dlion.ranks.topology import Topology
-from hf_dlion.vote.codec import divided
 from hf_dlion.vote.displacement import (
     Outcome,
     Weights,

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hf_dlion.exchange.codec import WORD
 from hf_dlion.exchange.routes import Rows
-from hf_dlion.vote.codec import WORD
 
 # Elements of a piece: few enough for a core's cache on a CPU. On a GPU so many that launches don't
 # matter, and so few that scratch memory, up to 40 bytes per element, takes less than 1 GB.

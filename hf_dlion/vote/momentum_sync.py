@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_dlion.exchange.codec import divided
 from hf_dlion.exchange.wire import Wire
 from hf_dlion.options import Options
 from hf_dlion.ranks.topology import Topology
-from hf_dlion.vote.codec import divided
 
 # Elements per momentum that ranks compare to measure how far it differs, a power of two.
 SAMPLES = 256

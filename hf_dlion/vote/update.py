@@ -18,13 +18,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hf_dlion.exchange import routes
+from hf_dlion.exchange import codec, routes
+from hf_dlion.exchange.codec import WORD
 from hf_dlion.exchange.routes import Verdict, Votes
 from hf_dlion.exchange.rule import Majority, Rule
 from hf_dlion.options import Options
 from hf_dlion.ranks.topology import Topology
-from hf_dlion.vote import codec
-from hf_dlion.vote.codec import WORD
 from hf_dlion.vote.groups import Groups
 from hf_dlion.vote.idle_rows import silence
 from hf_dlion.vote.message import Message, Part, Piece
@@ -235,7 +234,7 @@ def tensor_maxima(messages: Sequence[Message], tensors: Flat, source: Source) ->
 
 def move(message: Message, params: Flat, verdict: Verdict, rule: Rule, turn: Turn) -> None:
     """Moves a message's parameters by its verdict, to the same bits on every rank."""
-    voters = None if verdict.voters is None else verdict.voters[message.rows.of_word]
+    voters = message.rows.by_word(verdict.voters)
     for piece in message.pieces:
         if not takes_part(piece, params):
             continue
@@ -244,7 +243,7 @@ def move(message: Message, params: Flat, verdict: Verdict, rule: Rule, turn: Tur
         delta = turn.scratch("direction", piece.size, piece.dtype, p.device)
         planes = [plane[piece.words] for plane in verdict.planes]
         voters_of_piece = None if voters is None else voters[piece.words]
-        rule.move(planes, voters_of_piece, float(group["lr"]), delta)
+        rule.decode(planes, voters_of_piece, float(group["lr"]), delta)
         _apply(piece, p, delta, params, turn)
 
 

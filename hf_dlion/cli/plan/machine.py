@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_dlion.cli.plan.workload import Workload
+from hf_dlion.exchange.codec import TOP
 from hf_dlion.exchange.routes import Verdict
-from hf_dlion.exchange.rule import Majority
+from hf_dlion.exchange.rule import Majority, count
 from hf_dlion.options import Options
-from hf_dlion.vote import codec
 from hf_dlion.vote.local_steps import LocalSteps
 from hf_dlion.vote.message import Shape, messages
 from hf_dlion.vote.tensors import Plan, Trainable
@@ -24,7 +24,7 @@ from hf_dlion.vote.update import Scratch, Turn, encode, move
 Calls = dict[str, Callable[[], object]]
 
 POWER_RANK = 4
-BITS = tuple(codec.TOP)
+BITS = tuple(TOP)
 # The work of a step, and the bytes that it reads and writes per element on a GPU, with weights in
 # float32 and in bfloat16. tests/cli/test_plan.py counts these bytes in the operations of torch.
 BYTES = {
@@ -228,14 +228,10 @@ def vote_work(params: Sequence[Tensor], bits: int, ranks: Sequence[int]) -> Call
     def encode_all() -> None:
         planes[:] = [list(encode(m, grads, momenta, turn, ()).planes) for m in layout]
 
-    def count(n: int) -> None:
+    def count_all(n: int) -> None:
         verdicts.clear()
         for message, own, by_row in zip(layout, planes, voters[n], strict=True):
-            total: int | list[Tensor] = n * codec.TOP[bits]
-            if by_row is not None:
-                by_word = by_row[message.rows.of_word] * codec.TOP[bits]
-                total = codec.spread(by_word, (n * codec.TOP[bits]).bit_length())
-            decided = rule.decide(codec.tally([own] * n, bits), total, 1)
+            decided = count([own] * n, message.rows.by_word(by_row), rule, 1)
             verdicts.append(Verdict(decided, by_row))
 
     def move_all() -> None:
@@ -243,9 +239,9 @@ def vote_work(params: Sequence[Tensor], bits: int, ranks: Sequence[int]) -> Call
             move(message, flat, verdict, rule, turn)
 
     # Makes scratch, rows, and what the next call needs.
-    for call in (encode_all, partial(count, ranks[0])):
+    for call in (encode_all, partial(count_all, ranks[0])):
         call()
-    counts = {f"count {bits} of {n}": partial(count, n) for n in ranks}
+    counts = {f"count {bits} of {n}": partial(count_all, n) for n in ranks}
     return {f"encode {bits}": encode_all, **counts, "move": move_all}
 
 

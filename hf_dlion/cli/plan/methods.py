@@ -17,9 +17,9 @@ import torch
 
 from hf_dlion.cli.plan.machine import BITS, POWER_RANK, Machine
 from hf_dlion.cli.plan.workload import Workload
+from hf_dlion.exchange.codec import WORD
 from hf_dlion.exchange.routes import wire_bytes
 from hf_dlion.ranks.meeting import HEADER_BYTES
-from hf_dlion.vote.codec import WORD
 from hf_dlion.vote.local_steps import vote_every_for
 from hf_dlion.vote.message import Shape, messages
 
