@@ -51,14 +51,14 @@ RUNS: dict[str, tuple[list[str], int, dict[str, Any]]] = {
 }
 # Weights, momenta, files, and sent bytes of all ranks.
 HASHES = {
-    "float32": "cca51813 4d459bc4 d0222518 a1fff3b8",
-    "bfloat16": "d5305b4c 1e7f658d 5d32073e 884731b8",
-    "mixed dtypes": "5edd9d32 7d5a8e20 ae91b9c2 9922a542",
-    "4 bits": "ae6a6243 4d459bc4 d0222518 1ed16dc2",
-    "nodes": "224de5ec 818f27a5 6d063ec0 795ffc58",
-    "local steps": "f8a97e9e 4f86261e f7d1c8a3 c6a49c99",
-    "full precision": "b1123692 3e1513a3 9993107a eb780a98",
-    "FSDP2": "672384cb 3f7bc19c ae87b38f 3e2d503c",
+    "float32": "cca51813 4d459bc4 d27aa145 a1fff3b8",
+    "bfloat16": "d5305b4c 1e7f658d 7047b8ed 884731b8",
+    "mixed dtypes": "5edd9d32 7d5a8e20 1353f25d 9922a542",
+    "4 bits": "ae6a6243 4d459bc4 d27aa145 1ed16dc2",
+    "nodes": "224de5ec 818f27a5 d0cd8f8e 795ffc58",
+    "local steps": "f8a97e9e 4f86261e 50c432f3 13c9d780",
+    "full precision": "b1123692 3e1513a3 0fbcba35 eb780a98",
+    "FSDP2": "672384cb 3f7bc19c 5654f6fa 3e2d503c",
 }
 
 

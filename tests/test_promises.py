@@ -27,7 +27,7 @@ PACKAGE = str(Path(hf_dlion.__file__).parent) + os.sep
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(("vote_every", "most_files", "most_functions"), [(1, 15, 85), (8, 12, 53)])
+@pytest.mark.parametrize(("vote_every", "most_files", "most_functions"), [(1, 16, 89), (8, 13, 57)])
 @on_ranks(2)
 def test_a_step_enters_few_files_and_functions(
     vote_every: int, most_files: int, most_functions: int
