@@ -271,14 +271,14 @@ def _save_state(accelerator: Accelerator, original: Callable[[], Any]) -> Any:
 
     def meet_and_wait() -> None:
         # A rank that has failed is not at Accelerate's barrier, but in `save_momentum`.
-        with lions[0][1].together(Kind.SAVE):
+        with lions[0][1].peers.together(Kind.SAVE):
             pass
         wait()
 
     # With FSDP the other ranks may be in its collectives, where they can't meet this one.
     can_meet = not is_sharded(accelerator)
     try:
-        with lions[0][1].held(can_meet=can_meet) as rest, contextlib.ExitStack() as stack:
+        with lions[0][1].peers.held(can_meet=can_meet) as rest, contextlib.ExitStack() as stack:
             stack.callback(setattr, accelerator, "wait_for_everyone", wait)
             if can_meet:
                 accelerator.wait_for_everyone = meet_and_wait
@@ -299,7 +299,7 @@ def _load_state(accelerator: Accelerator, original: Callable[[], None], folders:
     if not lions:  # free_memory() was called.
         original()
         return
-    with lions[0][1].held(can_meet=not is_sharded(accelerator)) as rest:
+    with lions[0][1].peers.held(can_meet=not is_sharded(accelerator)) as rest:
         original()
     states = [
         load_momentum(lion, folders[0], failure=rest.failure, name=name) for name, lion in lions

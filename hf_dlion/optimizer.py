@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal, overload
 
 import torch
@@ -17,35 +15,37 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import hf_dlion.ddp as ddp
 import hf_dlion.fsdp as fsdp
-from hf_dlion.exchange.rule import Average, Majority, Rule
+from hf_dlion.exchange.wire import WireStats
 from hf_dlion.options import (
     Aggregation,
     ExchangeName,
     LevelScale,
+    Names,
     Options,
     Selection,
     Ties,
     check_group,
+    trainable,
 )
-from hf_dlion.ranks.agreement import Agreed
+from hf_dlion.peers import Peers
 from hf_dlion.ranks.meeting import Kind
-from hf_dlion.ranks.replicas import (
-    AVERAGED_GRADIENTS,
-    CHANGED_PARAMETERS,
-    COPIED_MOMENTA,
-    all_ranks_have,
-    compare_parameters,
-)
-from hf_dlion.ranks.topology import Topology
-from hf_dlion.state import LionState, Mine
 from hf_dlion.vote.full_precision import step_in_full
-from hf_dlion.vote.local_steps import LocalSteps, Period
+from hf_dlion.vote.idle_rows import AGE, survey
+from hf_dlion.vote.layout import (
+    Layout,
+    Scratch,
+    Slot,
+    check_param,
+    flat_gradient,
+    flat_view,
+    momentum_of,
+)
+from hf_dlion.vote.local_steps import schedule_of
 from hf_dlion.vote.momentum_sync import Momentum, average_whole, synchronize
-from hf_dlion.vote.tensors import Trainable
-from hf_dlion.vote.update import Turn, plain_lion, step_by_votes
+from hf_dlion.vote.step import Mine, Schedule, Turn, alone, vote
 
 
-class DistributedLion(LionState):
+class DistributedLion(torch.optim.Optimizer):
     r"""Lion that exchanges 1-bit votes between ranks instead of gradients.
 
     Implements Distributed Lion with majority vote (Liu et al., NeurIPS 2024, arXiv 2404.00438,
@@ -125,6 +125,9 @@ class DistributedLion(LionState):
         1
     """
 
+    wire: WireStats
+    """Counts of the bytes that this rank sent and received."""
+
     # Makes GradScaler call step() also after an Inf, so every rank takes part in the vote.
     _step_supports_amp_scaling = True
 
@@ -170,12 +173,33 @@ class DistributedLion(LionState):
         check_group(defaults)
         super().__init__(params, defaults)
         ddp.introduce(self)
-        self._check_selections()
+        self._names.check(self.param_groups, options)
+
+    def _begin(
+        self,
+        options: Options,
+        process_group: dist.ProcessGroup | None,
+        replicate: dist.ProcessGroup | None,
+    ) -> None:
+        """Sets the state of this process, which isn't copied with an optimizer."""
+        self.options = options
+        self.process_group = process_group
+        self.peers = Peers(self, process_group, replicate)
+        self.wire = self.peers.wire
+        self.schedule = schedule_of(options)
+        self._names = Names()
+        self._layout = Layout()
+        self._scratch = Scratch()
+
+    @property
+    def steps(self) -> int:
+        """Number of the last step that was counted (see `step`), resumed runs included."""
+        return int(self.param_groups[0]["step"])
 
     @property
     def node_group(self) -> dist.ProcessGroup | None:
         """The ranks that average gradients in DDP's hook; None if every rank votes by itself."""
-        ranks = self._ranks  # `attach` formed the nodes on all ranks.
+        ranks = self.peers.ranks  # `attach` formed the nodes on all ranks.
         return None if ranks is None or ranks.node is None else ranks.node.group
 
     def attach(self, model: nn.Module) -> None:
@@ -196,38 +220,17 @@ class DistributedLion(LionState):
             RuntimeError: If trainable parameters belong to no optimizer, if the wrapper reduces
                 gradients in a way that a hook can't replace, or if it was made during local steps.
         """
-        if self.options.local_group is not None and self._world_size() > 1:
-            self._topology().form()  # A collective, so it comes before checks that may raise.
+        if self.options.local_group is not None and self.peers.world_size > 1:
+            self.peers.topology().form()  # A collective, so it comes before checks that may raise.
         wrapper = ddp.wrapper_in(model)
         self._name_parameters(model if wrapper is None else wrapper.module)
         if (sharded := fsdp.sharded_model(model)) is not None:
-            if sharded not in self._fsdp_models:
-                self._fsdp_models.append(sharded)
+            if sharded not in self.peers.fsdp_models:
+                self.peers.fsdp_models.append(sharded)
         else:
-            self._check_wrapper(model)
+            self.peers.check_wrapper(model)
             ddp.attach(model, self)
-        self._count_attach()
-
-    def _check_wrapper(self, model: nn.Module) -> None:
-        """Refuses a wrapper that was made during local steps.
-
-        Raises:
-            RuntimeError: If it isn't the attached one, since DDP copied rank 0's own weights.
-        """
-        is_other = ddp.wrapper_in(model) not in ddp.attached_wrappers(self)
-        if self._local.anchors and not self._local.shown and is_other:
-            raise RuntimeError(
-                "attach() got a DDP wrapper that was made during local steps, so it holds rank 0's "
-                "own weights on every rank. Call optimizer.detach() before you wrap the model, and "
-                "optimizer.attach(model) before you load momenta"
-            )
-
-    def _count_attach(self) -> None:
-        """Counts an attach or detach, so the next step compares the ranks and their weights."""
-        self._attaches += 1
-        self._checked_plan, self._meets_next = None, True
-        if self._meetings is not None:
-            self._meetings.compare_again()
+        self.peers.note_attach(self._layout)
 
     def detach(self) -> None:
         """Lets the attached DDP wrappers average gradients again; every rank must call this.
@@ -236,13 +239,14 @@ class DistributedLion(LionState):
         `exchange_now` first to keep the steps since then.
         """
         ddp.detach(self)
-        self._count_attach()
+        self.peers.note_attach(self._layout)
         try:
-            if self._local.anchors:
-                self._show(own=False)
+            if self.schedule.kept:
+                self.eval()
         finally:
-            self._local = LocalSteps(exchanges=self._local.exchanges)
+            self.schedule = self.schedule.renewed(exchanges=self.schedule.exchanges)
 
+    @torch.no_grad()
     def eval(self) -> None:
         """Puts the common weights into the model, to evaluate or save it.
 
@@ -254,15 +258,16 @@ class DistributedLion(LionState):
         What is written into the model before `train` replaces the common weights and moves this
         rank's own, so write the same values on every rank.
         """
-        self._show(own=False)
+        self.schedule.show(self, own=False)
 
+    @torch.no_grad()
     def train(self) -> None:
         """Puts this rank's own weights back after `eval`; call it before training.
 
         They have the same bits as before. Elements that were written since `eval` keep their
         distance from the common weights: if x was replaced by x', p becomes x' - (x - p).
         """
-        self._show(own=True)
+        self.schedule.show(self, own=True)
 
     @contextlib.contextmanager
     def common_weights(self) -> Iterator[None]:
@@ -273,13 +278,13 @@ class DistributedLion(LionState):
             >>> with optimizer.common_weights():
             ...     pass  # evaluate the model
         """
-        shown = self._local.shown
-        self._show(own=False)
+        shown = self.schedule.shown
+        self.eval()
         try:
             yield
         finally:
             if not shown:
-                self._show(own=True)
+                self.train()
 
     @torch.inference_mode(False)  # Buffers that are made here serve later steps, too.
     @torch.no_grad()
@@ -295,20 +300,8 @@ class DistributedLion(LionState):
             Disagreement: On every rank, if another rank takes a step, or the ranks differ.
             LostRank: If another rank ended or stalled.
         """
-        if self.options.vote_every == 1 or self._world_size() == 1:
-            return
-        with self.together(Kind.EXCHANGE) as mine:
-            mine.trainable = self._trainable()
-            self._local.check(mine.trainable, self._last_turn())
-        if self._takes_local_steps():
-            shown, texts = self._local.shown, []
-            self._show(own=True)
-            try:
-                texts = self._exchange(self._trainable(), mine.agreed.moves)
-            finally:
-                if shown:
-                    self._show(own=False)
-            for text in texts:
+        if self.peers.world_size > 1:
+            for text in self.schedule.exchange_now(self):
                 warnings.warn(text, stacklevel=4)
 
     @overload
@@ -341,200 +334,78 @@ class DistributedLion(LionState):
                 steps; or on this rank, after `eval` without `train`.
         """
         loss, sent, in_node = None, self.wire.bytes_sent, self.wire.node_bytes_sent
-        with self.together(Kind.STEP) as mine:
-            mine.kind = self._kind()
+        with self.peers.together(Kind.STEP) as mine:  # What fails in here, all ranks raise.
+            mine.kind = self.schedule.next_kind(self._trainable)
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            mine.trainable = self._collect()
-            self._check_attached(mine.trainable)
-            if self.options.vote_every > 1:
-                mine.period = self._next_period(mine.kind)
-        if self._takes_local_steps() and (mine.kind is not Kind.STEP or any(mine.agreed.moves)):
-            texts = self._step_locally(mine)
-        else:
-            texts = self._step_together(mine.trainable, mine.agreed)
+            self._collect(mine)
+            self.peers.check(mine)
+            self.schedule.begin(mine.layout, self._turn(0))
+        texts = self._take(mine)
         self.wire.last_bytes_sent = self.wire.bytes_sent - sent
         self.wire.last_node_bytes_sent = self.wire.node_bytes_sent - in_node
         for text in texts:  # Last, because a warning may be an error, and ranks would wait.
             warnings.warn(text, stacklevel=6)  # The caller, beyond the wrappers of torch.
         return loss
 
-    def _check_attached(self, trainable: Trainable) -> None:
-        """Refuses a step that would be wrong without `attach`; looks once at each layout.
+    def _take(self, mine: Mine) -> list[str]:
+        """Takes the step on which the ranks agreed; returns warnings."""
+        ranks, agreed = self.peers.ranks, mine.agreed
+        is_own = self.schedule.is_own_step(mine.kind, agreed, ranks)
+        self.peers.count_abstentions(mine, only_this_rank=is_own)
+        texts, count = [], 0
+        if mine.kind is not Kind.LOCAL_STEP and (is_own or any(agreed.moves)):
+            texts = self.peers.warnings(mine.layout)
+        if is_own:
+            assert ranks is not None
+            count, more = self.schedule.take(mine, self._turn(1), ranks)
+            texts += more
+        elif any(agreed.moves):
+            count = self._vote(mine)
+        self._run_periodic_tasks(count)
+        mine.layout.abstain(False, mine.present)  # The user may free the gradients' memory.
+        return texts
 
-        Raises:
-            RuntimeError: If parameters are sharded, or nodes vote, and no model was attached; or if
-                no hook averages a parameter's gradient in the node.
-        """
-        if self._checked_plan is trainable.plan:
-            return
-        attached = {p for model in self._fsdp_models for p in model.parameters()}
-        for name, param in self._named():
-            if param.requires_grad and fsdp.is_sharded(param) and param not in attached:
-                raise RuntimeError(
-                    f"{name!r} belongs to no attached model: call optimizer.attach(model) with "
-                    f"each model that fully_shard was called on, because step() must free its "
-                    f"gathered parameters before it writes"
-                )
-        if self.options.local_group not in (None, 1) and self._world_size() > 1:
-            self._check_hooks()
-        # In its first backward, a hook notes which gradients it averages.
-        self._checked_plan = trainable.plan if any(trainable.present) else None
-
-    def _check_hooks(self) -> None:
-        """Refuses a step of nodes whose gradients no hook averages; see `_check_attached`."""
-        if not ddp.attached_wrappers(self):
-            raise RuntimeError(
-                f"local_group={self.options.local_group!r} needs optimizer.attach(ddp_model), "
-                f"whose hook averages gradients inside each node"
-            )
-        if self.node_group is None:  # Every node has one rank.
-            return
-        averaged = ddp.averaged_parameters(self)
-        for name, param in self._named():
-            if param.requires_grad and param not in averaged:
-                raise RuntimeError(
-                    f"DDP doesn't average the gradient of {name!r} inside a node, as "
-                    f"local_group={self.options.local_group!r} needs: it was unfrozen after the "
-                    f"model was wrapped, or is outside of the wrapper. Wrap the model in "
-                    f"DistributedDataParallel again, and call optimizer.attach(ddp_model)"
-                )
-
-    def _kind(self) -> Kind:
-        """Returns what all ranks do in this step."""
-        if self.options.vote_every == 1:
-            return Kind.STEP
-        if self._local.period.steps + 1 >= self.options.vote_every:
-            return Kind.EXCHANGE
-        if not self._meets_next:
-            self._trainable()  # Sets `_meets_next` if the layout is new.
-        return Kind.STEP if self._meets_next else Kind.LOCAL_STEP
-
-    def _takes_local_steps(self) -> bool:
-        """Returns whether several voters take local steps; known after the first meeting."""
-        if self.options.vote_every == 1 or self._ranks is None:
-            return False
-        return self._ranks.voters.world_size > 1
-
-    def _step_together(self, trainable: Trainable, agreed: Agreed) -> list[str]:
-        """Votes and moves by the verdict, and runs periodic tasks; returns warnings."""
-        plan, ranks, turn = trainable.plan, self._ranks, self._turn()
-        voter_of_rank = [0] if ranks is None else ranks.voter_of_rank
-        finite = [agreed.finite[voter] for voter in voter_of_rank]
-        self.wire.abstentions += self._abstentions.count(finite)
-        self._abstentions.check()
-        if not any(agreed.moves):
-            return []
-        texts = [] if ranks is None else self._warnings(trainable, ranks)
-        trainable.abstain(agreed.finite[turn.voter], agreed.present[turn.voter])
-        grads, momenta = trainable.grads, trainable.momenta
-        params = [p if m else None for p, m in zip(trainable.flat, agreed.moves, strict=True)]
+    def _vote(self, mine: Mine) -> int:
+        """Moves by the verdict of all voters; returns the number of the step."""
+        layout, agreed, turn, ranks = mine.layout, mine.agreed, self._turn(1), self.peers.ranks
+        layout.abstain(agreed.finite[turn.voter], agreed.present[turn.voter])
+        for slot, moves in zip(layout.slots, agreed.moves, strict=True):
+            slot.target = slot.p if moves else None
         if ranks is None or ranks.voters.world_size == 1:
-            turn = replace(turn, old_rows=self._old_rows(trainable))
-            for message in [*plan.messages, *plan.full]:
-                plain_lion(message, params, grads, momenta, turn)
+            turn.age_rows(layout.slots)
+            alone([*layout.messages, *layout.full], turn)
         else:
-            rule: Rule = Majority(self.options.ties)
-            if self.options.aggregation == "average":
-                rule = Average(ranks.voters.world_size, self.options.bits)
-            turn = replace(turn, old_rows=self._old_rows(trainable, plan.full_set))
-            step_by_votes(plan.messages, params, grads, momenta, turn, rule, ranks)
-            if plan.full:
+            turn.age_rows(slot for slot in layout.slots if not slot.full)
+            vote(layout, turn, ranks)
+            if layout.full:
                 # On all voters, because these momenta follow the mean gradient.
-                momenta = [
-                    self._flat_momentum(p) if k in plan.full_set else None
-                    for k, p in enumerate(trainable.params)
-                ]
-                states = [self.state.get(p, {}) for p in trainable.params]
-                step_in_full(plan, params, grads, momenta, states, agreed, ranks.voters, turn)
+                for slot in layout.slots:
+                    slot.momentum = self._flat_momentum(slot.param) if slot.full else None
+                step_in_full(layout, agreed, ranks.voters, turn)
         for group in self.param_groups:
             group["step"] = turn.step
-        if ranks is not None:
-            self._run_periodic_tasks(turn.step, ranks)
-        return texts
+        return turn.step
 
-    def _next_period(self, kind: Kind) -> Period:
-        """Returns the period with this step.
-
-        Raises:
-            RuntimeError: If `eval` was called without `train`; if weights were changed since the
-                last step; or, if all ranks meet in this step, after too many abstained steps.
-        """
-        if self._local.shown:
-            raise RuntimeError(
-                "step() after optimizer.eval() or in common_weights(), which put common weights "
-                "into the model: call optimizer.train() before you train"
-            )
-        self._local.check(self._trainable(), self._last_turn())
-        if kind is not Kind.LOCAL_STEP:  # In which the other ranks wouldn't raise.
-            self._abstentions.check()
-        return self._local.period.and_a_step(self.param_groups)
-
-    def _step_locally(self, mine: Mine) -> list[str]:
-        """Takes a step of this rank's own, and exchanges if it is its turn; returns warnings."""
-        ranks, trainable, turn = self._topology(), mine.trainable, self._turn()
-        # A rank counts only its own abstentions, because local steps don't communicate.
-        this_rank, everyone = ranks.everyone.rank, range(ranks.everyone.world_size)
-        self.wire.abstentions += self._abstentions.count(
-            [trainable.finite or rank != this_rank for rank in everyone]
-        )
-        texts = [] if mine.kind is Kind.LOCAL_STEP else self._warnings(trainable, ranks)
-        now, turn = time.perf_counter(), replace(turn, old_rows=self._old_rows(trainable))
-        self._local.step(trainable, turn)
-        self.wire.add("apply_s", now)
-        assert mine.period is not None
-        self._local.period = mine.period
-        for group in self.param_groups:
-            group["step"] = turn.step
-        self._meets_next = False
-        if mine.kind is Kind.EXCHANGE:
-            texts += self._exchange(trainable, mine.agreed.moves)
-        return texts
-
-    def _exchange(self, trainable: Trainable, used_anywhere: Sequence[bool]) -> list[str]:
-        """Averages how far the ranks were moved, and runs periodic tasks; returns warnings."""
-        if not any(used_anywhere):
-            self._local.period = Period()
-            return []
-        ranks = self._topology()
-        reset = self._local.exchange(trainable, used_anywhere, self._last_turn(), ranks)
-        self._run_periodic_tasks(self._local.exchanges, ranks)
-        return [
-            f"the weights of {trainable.plan.lines[k][0]!r} were not finite on rank "
-            f"{ranks.everyone.rank}, which continues with those of the last exchange"
-            for k in reset
-        ]
-
-    def _show(self, *, own: bool) -> None:
-        """Puts this rank's own weights into the model, or the common ones."""
-        if self.options.vote_every > 1 and self._local.shown == own:
-            with torch.no_grad():
-                show = self._local.show_own if own else self._local.show_common
-                show(self._trainable(), self._last_turn())
-
-    def _run_periodic_tasks(self, count: int, ranks: Topology) -> None:
+    def _run_periodic_tasks(self, count: int) -> None:
         """Averages the momenta that are due, and compares replicas if it is their turn.
 
-        Args:
-            count: Number of the step, or of the exchange with local steps.
-            ranks: The groups of ranks.
+        `count` is the number of the step, or with local steps of the exchange; 0 if none is done.
         """
-        if self.options.momentum_sync_every and ranks.voters.world_size > 1:
-            chosen = self._selected("momentum_sync")
-            full = self._selected("full_precision")
+        options, ranks = self.options, self.peers.ranks
+        if not count or ranks is None:
+            return
+        if options.momentum_sync_every and ranks.voters.world_size > 1:
+            chosen, full = self._selected("momentum_sync"), self._selected("full_precision")
             momenta = [
                 Momentum(self._flat_momentum(p), fsdp.largest_part(p), self.state[p])
                 for k, (_, p) in enumerate(self._named())
                 if p.requires_grad and chosen[k] and not full[k]
             ]
-            synchronize(momenta, self.options, ranks, count)
-        every = self.options.check_replicas_every
-        if every and count % every == 0:
-            compare_parameters(
-                self._common_parts, ranks.everyone, ranks.same_parts, CHANGED_PARAMETERS,
-                when=f" after step {self.steps}",
-            )  # fmt: skip
+            synchronize(momenta, options, ranks, count)
+        if options.check_replicas_every and count % options.check_replicas_every == 0:
+            self.peers.compare_replicas()
 
     @torch.inference_mode(False)
     def synchronize_momentum(self) -> None:
@@ -542,47 +413,236 @@ class DistributedLion(LionState):
 
         The state dict of any rank then fits all ranks. Bytes per rank: 8 (N - 1) / N per element.
         """
-        if self._world_size() > 1:
-            ranks = self._topology()
+        if self.peers.world_size > 1:
+            ranks = self.peers.topology()
             ranks.form()
-            average_whole([self._flat_momentum(p) for p in self._trainable().params], ranks.voters)
+            momenta = [self._flat_momentum(slot.param) for slot in self._trainable().slots]
+            average_whole(momenta, ranks.voters)
 
-    def _warnings(self, trainable: Trainable, ranks: Topology) -> list[str]:
-        """Returns the warnings of rank 0: equal gradients, or momenta after a load.
+    def momentum_divergence(self) -> dict[str, float]:
+        """Returns how far the ranks' momenta differ, by parameter name.
 
-        Every voter must call this in the same step.
+        The values are those of the last measurement for `momentum_sync="auto"`: 0 if all ranks
+        have the same momentum, about 1 - 1/N if the N momenta are independent. The dictionary is
+        empty before the first measurement.
         """
-        texts = []
-        if self._attaches != self._compared_attaches:
-            self._compared_attaches = self._attaches
-            # DDP may still average one of two models, so each side is compared by itself.
-            wrapped = {p for model in ddp.attached_wrappers(self) for p in model.parameters()}
-            sides: dict[bool, list[Tensor]] = {True: [], False: []}
-            for p, grad in zip(trainable.params, trainable.grads, strict=True):
-                if grad is not None:
-                    sides[p in wrapped].append(grad)
-            what = "hashes of gradients"
-            if any([all_ranks_have(grads, ranks.voters, what) for grads in sides.values()]):
-                texts.append(AVERAGED_GRADIENTS)
-        if self._loads != self._compared_loads:
-            self._compared_loads = self._loads
-            momenta = [
-                self._flat_momentum(p)
-                for p in trainable.params
-                if "exp_avg" in self.state.get(p, {})
-            ]
-            if all_ranks_have(momenta, ranks.voters, "hashes of momenta"):
-                texts.append(COPIED_MOMENTA)
-        return texts if ranks.everyone.rank == 0 else []
+        return {
+            name: float(self.state[p]["divergence"])
+            for name, p in self._named()
+            if "divergence" in self.state.get(p, {})
+        }
 
-    def _turn(self) -> Turn:
+    def _turn(self, ahead: int) -> Turn:
+        """Returns the turn of the last step that was counted, or of one that is ahead."""
+        step, ranks = self.steps + ahead, self.peers.ranks
         return Turn(
-            step=self.steps + 1,
-            voter=0 if self._ranks is None else self._ranks.voter,
+            step=step,
+            local_step=step,
+            voter=0 if ranks is None else ranks.voter,
             options=self.options,
             groups=self.param_groups,
+            state=self.state,
             scratch=self._scratch,
         )
 
-    def _last_turn(self) -> Turn:
-        return replace(self._turn(), step=self.steps)
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a parameter group; every rank must add the same one.
+
+        Raises:
+            ValueError: If a value is out of its range or would be ignored, or a parameter is in two
+                places.
+            TypeError: If a value has the wrong type, or a parameter isn't a real float.
+            NotImplementedError: If a parameter has gaps in memory.
+        """
+        check_group({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group["step"] = self.steps
+        try:
+            if len(set(group["params"])) < len(group["params"]):
+                raise ValueError("a parameter is in its group twice: pass each one once")
+            for param in group["params"]:
+                check_param(fsdp.local_part(param.detach()))
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def _name_parameters(self, model: nn.Module) -> None:
+        """Names parameters as `model` does, except those that were passed with names.
+
+        Raises:
+            ValueError: If all parameters have names now, and one that an option needs is missing.
+        """
+        if self._names.add(model):
+            self._layout = Layout()  # The old one has the old names.
+            self._names.check(self.param_groups, self.options)
+
+    def _named(self) -> list[tuple[str, Tensor]]:
+        """Returns names and all parameters, frozen ones included."""
+        return self._names.named(self.param_groups)
+
+    def _selected(self, option: str) -> list[bool]:
+        """Returns which of all parameters an option selects."""
+        return self._names.selected(self.param_groups, self.options, option)
+
+    def _trainable(self) -> Layout:
+        """Returns the layout without gradients, a new one if parameters were added or (un)frozen.
+
+        A parameter that was frozen during local steps counts as trainable until the next exchange.
+        With FSDP2 this frees gathered parameters, so the next forward gathers what is written.
+        Anchors get what was written into the model while it shows them.
+        """
+        fsdp.reshard(self.peers.fsdp_models)
+        numbered = trainable(self.param_groups, self.schedule.moved)
+        # Every step compares this, so it must be cheap.
+        key = [(g, id(p), p.dtype, p.device, p.shape, p.stride()) for g, p in numbered]
+        with torch.no_grad():
+            if self._layout.key != key:
+                self._layout = self._new_layout(key, {p for _, p in numbered})
+                for p in self.schedule.kept.keys() - {p for _, p in numbered}:  # Removed ones.
+                    self.schedule.drop(p, flat_view(fsdp.local_part(p.detach())))
+            for slot in self._layout.slots:
+                slot.p = flat_view(fsdp.local_part(slot.param.detach()))
+                slot.kept = self.schedule.kept.get(slot.param)
+                slot.grad = slot.momentum = None
+            if self.schedule.shown:
+                self.schedule.take_in_writes(self._layout)
+        return self._layout
+
+    def _new_layout(self, key: object, trainable: Collection[Tensor]) -> Layout:
+        """Returns the layout of some parameters."""
+        full, slots = self._selected("full_precision"), list[Slot]()
+        group_of = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
+        for k, (name, p) in enumerate(self._named()):
+            if p in trainable:
+                slots.append(slot := Slot.of(fsdp.local_part(p.detach()), group_of[k]))
+                slot.full, slot.name, slot.param = full[k], name, p
+        fsdp.check_sharding([(slot.name, slot.param) for slot in slots], self.peers.replicate)
+        return Layout(key, slots)
+
+    def _collect(self, mine: Mine) -> None:
+        """Fills the layout with gradients and momenta; unscales what GradScaler left scaled."""
+        mine.layout = self._trainable()
+        slots = mine.layout.slots
+        for slot in slots:
+            p = slot.param
+            if p.grad is not None and p.requires_grad:
+                grad, part = fsdp.local_part(p.grad.detach()), fsdp.local_part(p.detach())
+                slot.grad = flat_gradient(slot.name, grad, part)
+        unscaled = self._unscale([slot.grad for slot in slots if slot.grad is not None])
+        mine.finite = unscaled and survey(slots)
+        if not self.state and not any([float(group["lr"]) for group in self.param_groups]):
+            # torch.distributed.checkpoint takes such a step, on gradients of zero, to create the
+            # state. Without gradients no rank votes, and the step isn't counted.
+            for slot in slots:
+                self._flat_momentum(slot.param)
+                if slot.grad is not None and not slot.grad.any():
+                    slot.grad = None
+        for slot in slots:
+            if slot.grad is not None:
+                slot.momentum = self._flat_momentum(slot.param)
+        mine.present = [slot.grad is not None for slot in slots]
+
+    def _unscale(self, grads: list[Tensor]) -> bool:
+        """Unscales gradients that GradScaler left scaled; returns False if it found an Inf."""
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if scale is not None:  # GradScaler would multiply it into the next one if the step fails.
+            self.grad_scale = 1.0
+        if found is not None and float(found) > 0:
+            return False
+        if scale is not None and any(grad.dtype == torch.float16 for grad in grads):
+            raise ValueError(
+                "GradScaler scaled float16 gradients, which can't hold small numbers once they are "
+                "unscaled: load the model with dtype=torch.float32 or torch.bfloat16"
+            )
+        if scale is not None and grads:
+            torch._foreach_mul_(grads, 1.0 / float(scale))
+        return True
+
+    def _flat_momentum(self, param: Tensor) -> Tensor:
+        """Returns this rank's part of a parameter's momentum, flat."""
+        state, dtype = self.state[param], self.options.momentum_dtype
+        return flat_view(fsdp.local_part(momentum_of(state, param.detach(), dtype)))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads what `state_dict` returned, on every rank.
+
+        Momenta get the dtype of `momentum_dtype`, or of their parameters. Parameters keep the names
+        that they have here.
+
+        Args:
+            state_dict: Return value of `state_dict`; not changed.
+
+        Raises:
+            ValueError: If the state is another optimizer's, or if the numbers of groups or
+                parameters differ.
+        """
+        if any("step" not in group for group in state_dict["param_groups"]):
+            raise ValueError(
+                "the state dict is another optimizer's (its groups have no 'step'), which "
+                "DistributedLion can't load: load the model's weights only, and start with a new "
+                "optimizer"
+            )
+        names = [group.get("param_names") for group in self.param_groups]
+        super().load_state_dict(dict(state_dict))
+        for group, passed in zip(self.param_groups, names, strict=True):
+            group.pop("param_names", None)
+            if passed is not None:
+                group["param_names"] = passed
+        # torch.distributed.checkpoint writes names where `state_dict` has numbers.
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for key, param in zip(keys, params, strict=True):
+            saved, momentum_dtype = state_dict["state"].get(key, {}), self.options.momentum_dtype
+            # torch casts both to the parameter's dtype, which loses bits.
+            for name, dtype in (("exp_avg", momentum_dtype or param.dtype), (AGE, torch.int32)):
+                if name in saved:
+                    tensor = saved[name].to(device=param.device, dtype=dtype, copy=True)
+                    self.state[param][name] = tensor
+            if fsdp.is_sharded(param):  # Rows of another shard, unless its momentum file is loaded.
+                self.state[param].pop(AGE, None)
+        self._layout = Layout()
+        self.schedule = self.schedule.renewed(shown=self.schedule.shown)
+        self.peers.note_load()
+
+    def _restore(
+        self, step: int, states: Mapping[Tensor, dict[str, Tensor]], schedule: Schedule | None
+    ) -> None:
+        """Continues with this rank's own momenta and ages from a file, and with local steps.
+
+        `schedule` is that of after `eval()`, None to keep this one.
+        """
+        self._layout = Layout()  # The old one may say that momenta of averaged gradients are equal.
+        self.peers.note_own_momenta()
+        for group in self.param_groups:
+            group["step"] = step
+            for param in group["params"]:
+                # Replaced: after torch's load_state_dict other objects may share the old tensors.
+                for key in ("exp_avg", AGE):
+                    self.state[param].pop(key, None)
+                self.state[param].update(states.get(param, {}))
+        if schedule is not None:
+            shown, self.schedule = self.schedule.shown, schedule
+            if not shown:
+                self.train()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what pickle and deepcopy copy.
+
+        Raises:
+            TypeError: If the optimizer has a process group of its own, which can't be copied.
+        """
+        if self.process_group is not None or self.peers.replicate is not None:
+            raise TypeError(
+                "a DistributedLion with process_group or replicate can't be copied or pickled: "
+                "create another one, and load state_dict() into it"
+            )
+        return {**super().__getstate__(), "options": self.options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores a pickled or copied optimizer, or torch's part of a loaded state."""
+        torch_state = dict(state)
+        options = torch_state.pop("options", None)
+        super().__setstate__(torch_state)
+        if options is not None:
+            self._begin(options, None, None)

@@ -1,4 +1,4 @@
-"""The options of `DistributedLion`, checked when they are set, and selection by name."""
+"""Options, checked when they are set; parameter groups and names, and selection by name."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import dataclasses
 import difflib
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 Aggregation = Literal["majority", "average"]
 Ties = Literal["alternate", "zero"]
@@ -20,6 +21,8 @@ LevelScale = Literal["word", "tensor"]
 ExchangeName = Literal["auto", "gather", "two_phase"]
 Selector = Callable[[str, Tensor], bool]
 Selection = str | Sequence[str] | Selector
+# Parameter groups, which `load_state_dict` replaces.
+Groups = Sequence[Mapping[str, Any]]
 
 MOMENTUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Values of momentum_sync that aren't patterns of names.
@@ -175,6 +178,109 @@ def check_number(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a number (got {value!r}, a {type(value).__name__})")
     if not math.isfinite(float(value)) or float(value) < 0:
         raise ValueError(f"{name} must be finite and at least 0 (got {value})")
+
+
+def trainable(groups: Groups, moved: Collection[Tensor] = ()) -> list[tuple[int, Tensor]]:
+    """Returns group number and parameter of those that aren't frozen, or are in `moved`."""
+    return [
+        (g, p)
+        for g, group in enumerate(groups)
+        for p in group["params"]
+        if p.requires_grad or p in moved
+    ]
+
+
+def hyperparameters(groups: Groups) -> dict[str, object]:
+    """Returns the hyperparameters of all groups by name, which must be equal on all ranks.
+
+    Raises:
+        ValueError: If a learning rate is negative, infinite, or NaN, as a schedule may set it.
+    """
+    found: dict[str, object] = {}
+    for number, group in enumerate(groups):
+        if not 0.0 <= float(group["lr"]) < math.inf:
+            raise ValueError(
+                f"lr of group {number} must be finite and at least 0 (got {group['lr']}): check "
+                f"the learning rate's schedule"
+            )
+        found[f"group {number} lr"] = float(group["lr"])
+        found[f"group {number} betas"] = list(map(float, group["betas"]))
+        found[f"group {number} weight_decay"] = float(group["weight_decay"])
+        found[f"group {number} parameters"] = len(group["params"])
+    return found
+
+
+class Names:
+    """The names of an optimizer's parameters: those that were passed, then those of its models.
+
+    Groups don't get names of models, because torch refuses to add a group without names to groups
+    that have names.
+    """
+
+    def __init__(self) -> None:
+        """Begins without models."""
+        self._in_models: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
+        self._models = 0
+
+    def add(self, model: nn.Module) -> bool:
+        """Notes the names in a model; returns whether there are new ones.
+
+        Names are those without what `torch.compile` adds. If an earlier model has one of them, they
+        begin with "model 2: ".
+        """
+        found: dict[Tensor, str] = {
+            param: ".".join(part for part in name.split(".") if part != "_orig_mod")
+            for name, param in model.named_parameters()
+        }
+        if all(p in self._in_models for p in found):
+            return False
+        self._models += 1
+        others = {name for p, name in self._in_models.items() if p not in found}
+        if others & set(found.values()):
+            found = {p: f"model {self._models}: {name}" for p, name in found.items()}
+        self._in_models.update(found)
+        return True
+
+    def named(self, groups: Groups) -> list[tuple[str, Tensor]]:
+        """Returns names and all parameters, frozen ones included.
+
+        A parameter without a name is called "group 0 parameter 1".
+        """
+        return [
+            (name or f"group {g} parameter {k}", p)
+            for g, group in enumerate(groups)
+            for k, (name, p) in enumerate(self._of_group(group))
+        ]
+
+    def selected(self, groups: Groups, options: Options, option: str) -> list[bool]:
+        """Returns which of all parameters an option selects.
+
+        Raises:
+            ValueError: If the option selects by name and no parameter has a name, or if a pattern
+                matches no name.
+        """
+        value = getattr(options, option)
+        is_word = option == "momentum_sync" and value in SYNC_WORDS
+        if value is None or is_word:
+            return [value is not None for group in groups for _ in group["params"]]
+        if not any(name for group in groups for name, _ in self._of_group(group)):
+            raise ValueError(
+                f"{option}={value!r} selects parameters by name, but the parameters have no names: "
+                f"use DistributedLion(model.named_parameters()), or call optimizer.attach(model) "
+                f"before the first step"
+            )
+        return selected(option, value, self.named(groups))
+
+    def check(self, groups: Groups, options: Options) -> None:
+        """Checks the options that select by name if all names are known; raises as `selected`."""
+        if all(name is not None for group in groups for name, _ in self._of_group(group)):
+            self.selected(groups, options, "full_precision")
+            self.selected(groups, options, "momentum_sync")
+
+    def _of_group(self, group: Mapping[str, Any]) -> list[tuple[str | None, Tensor]]:
+        passed = group.get("param_names") or [None] * len(group["params"])
+        pairs = zip(passed, group["params"], strict=True)
+        return [(self._in_models.get(p) if name is None else name, p) for name, p in pairs]
 
 
 def selected(option: str, selection: Selection, named: Sequence[tuple[str, Tensor]]) -> list[bool]:

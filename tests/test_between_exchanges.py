@@ -137,7 +137,7 @@ def changes(rank: int, world_size: int) -> list[str]:
                     params[1].fill_(torch.inf)
             optimizer.step()
             # Frozen after the exchange of step 2: it takes part in that of step 5.
-            assert (params[0] in optimizer._local.anchors) == (step < 5)
+            assert (params[0] in optimizer.schedule.kept) == (step < 5)
             if step >= 5:
                 assert is_equal_everywhere(params[0])
     with optimizer.common_weights():
@@ -150,7 +150,7 @@ def changes(rank: int, world_size: int) -> list[str]:
     # Seven steps with the decay of its group, in three exchanges.
     torch.testing.assert_close(params[3].detach(), torch.full((5,), 0.95**7))
     optimizer.detach()
-    assert not optimizer._local.anchors
+    assert not optimizer.schedule.kept
     return texts
 
 

@@ -17,11 +17,12 @@ PACKAGE = Path(hf_dlion.__file__).parent
 # rows above it.
 ROWS = (
     {"options"},
+    {"ddp"},
+    {"fsdp"},
     {"exchange"},
     {"ranks"},
     {"vote"},
-    {"ddp", "fsdp"},
-    {"state"},
+    {"peers"},
     {"optimizer"},
     {"checkpoint"},
     {"accelerate"},
@@ -140,6 +141,6 @@ def test_the_optimizer_shows_what_torch_or_a_user_calls_and_nothing_else():
     theirs = {*dir(Optimizer), "grad_scale", "found_inf"}
     ours = {name for name in dir(hf_dlion.DistributedLion) if not name.startswith("_")} - theirs
     assert ours == {
-        *("attach", "common_weights", "detach", "eval", "exchange_now", "held", "node_group"),
-        *("momentum_divergence", "steps", "synchronize_momentum", "together", "train"),
+        *("attach", "common_weights", "detach", "eval", "exchange_now", "momentum_divergence"),
+        *("node_group", "steps", "synchronize_momentum", "train"),
     }

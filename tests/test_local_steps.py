@@ -69,7 +69,7 @@ def equals_the_definition(
     optimizer.exchange_now()
     check(11)
     assert optimizer.steps == lions.t
-    assert optimizer._local.exchanges == lions.exchanges
+    assert optimizer.schedule.exchanges == lions.exchanges
 
 
 CASES: list[dict[str, Any]] = [
@@ -263,7 +263,8 @@ def test_local_steps_send_nothing_and_an_exchange_one_bit(
         sent.append(optimizer.wire.last_bytes_sent)
     optimizer.eval()
     optimizer.train()
-    kept = [*optimizer._local.anchors.values(), *optimizer._local.displacements.values()]
+    held = optimizer.schedule.kept.values()
+    kept = [t for own in held for t in (own.anchor, own.displacement) if t is not None]
     kept += [optimizer.state[p]["exp_avg"] for p in params]
     memory = sum(own.numel() * own.element_size() for own in kept) / numel
     exchanged = sent.pop(every - 1)

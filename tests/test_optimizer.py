@@ -55,7 +55,7 @@ def equals_the_definition(
                 assert torch.equal(momentum, lions.momenta[rank][k]), (step, shapes[k])
         if not faults and lions.t > before:
             expected += 64 * (world_size - 1)
-            for own in optimizer._plan.messages:  # type: ignore[union-attr]
+            for own in optimizer._layout.messages:  # type: ignore[union-attr]
                 planes = {"majority": 1, "average": world_size.bit_length()}
                 ties = options.get("ties") == "zero"
                 sizes = [

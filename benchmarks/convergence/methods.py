@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -27,14 +28,14 @@ from benchmarks.methods import (
     trainable,
 )
 from hf_dlion import DistributedLion
+from hf_dlion.exchange import routes
 from hf_dlion.exchange.routes import Verdict, wire_bytes
 from hf_dlion.exchange.rule import Average, Majority, count
 from hf_dlion.ranks.meeting import HEADER_BYTES
-from hf_dlion.vote.idle_rows import old_rows
-from hf_dlion.vote.message import Shape, messages
+from hf_dlion.vote.idle_rows import survey
+from hf_dlion.vote.layout import Layout, Scratch, Slot, flat_gradient, flat_view
 from hf_dlion.vote.momentum_sync import slice_of
-from hf_dlion.vote.tensors import flat_gradient, flat_view, survey
-from hf_dlion.vote.update import Scratch, Turn, encode, move
+from hf_dlion.vote.step import Turn, direction, encode, move
 
 
 class Workers(ABC):
@@ -117,12 +118,12 @@ class Votes(Workers):
         groups = self._optimizer.param_groups
         self.params = [param for group in groups for param in group["params"]]
         numbers = [number for number, group in enumerate(groups) for _ in group["params"]]
-        self._shapes = [Shape.of(*pair) for pair in zip(self.params, numbers, strict=True)]
-        self._messages = messages(self._shapes)
-        self._flat = [flat_view(param) for param in self.params]
-        self._momenta = [[torch.zeros_like(flat) for flat in self._flat] for _ in self.workers]
-        self._states: list[list[dict[str, Any]]] = [[{} for _ in self._flat] for _ in self.workers]
-        self._scratch, self._step = Scratch(), 0
+        slots = [Slot.of(*pair) for pair in zip(self.params, numbers, strict=True)]
+        for slot, param in zip(slots, self.params, strict=True):
+            slot.param, slot.p = param, flat_view(param)
+        self._layout, self._scratch, self._step = Layout(slots=slots), Scratch(), 0
+        self._momenta = [[torch.zeros_like(slot.p) for slot in slots] for _ in self.workers]
+        self._states = [defaultdict[Tensor, dict[str, Any]](dict) for _ in self.workers]
         self._grads: list[list[Tensor | None]] = []
 
     def collect(self) -> None:
@@ -137,23 +138,14 @@ class Votes(Workers):
         options, ranks = self._optimizer.options, len(self.workers)
         average = options.aggregation == "average"
         rule = Average(ranks, options.bits) if average else Majority(options.ties)
-        grads, old = zip(*map(self._surveyed, self._grads, self._states), strict=True)
-        momenta = [
-            [None if grad is None else m for grad, m in zip(rank_grads, kept, strict=True)]
-            for rank_grads, kept in zip(grads, self._momenta, strict=True)
-        ]
-        seen = [
-            any(rank_grads[k] is not None for rank_grads in grads) for k in range(len(self.params))
-        ]
-        params = [flat if used else None for flat, used in zip(self._flat, seen, strict=True)]
-        turns = [self._turn(rank, old[rank]) for rank in self.workers]
-        for message in self._messages:
-            everyone = zip(grads, momenta, turns, strict=True)
-            votes = [encode(message, g, m, turn, ()) for g, m, turn in everyone]
-            voters = torch.stack([vote.active for vote in votes]).sum(dim=0)
-            planes, by_word = [list(vote.planes) for vote in votes], message.rows.by_word(voters)
+        votes = [self._encoded(*worker) for worker in enumerate(self._grads)]
+        for slot, *grads in zip(self._layout.slots, *self._grads, strict=True):
+            slot.target = None if all(grad is None for grad in grads) else slot.p
+        for message, *everyone in zip(self._layout.messages, *votes, strict=True):
+            voters = torch.stack([vote.active for vote in everyone]).sum(dim=0)
+            planes, by_word = [list(vote.planes) for vote in everyone], message.rows.by_word(voters)
             verdict = Verdict(count(planes, by_word, rule, self._step), voters)
-            move(message, params, verdict, rule, turns[0])
+            move(message, verdict, rule, self._turn(0))
             sizes = {"ranks": ranks, "words": message.words, "rows": message.rows.count}
             sizes |= {"bits": options.bits, "planes": rule.planes}
             self.bytes_sent += min(wire_bytes(name, **sizes) for name in ("gather", "two_phase"))
@@ -162,22 +154,23 @@ class Votes(Workers):
             self._average_momenta(options.momentum_sync_every)
         self._grads = []
 
-    def _surveyed(
-        self, grads: list[Tensor | None], states: list[dict[str, Any]]
-    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Returns a rank's flat gradients, all None if it abstains, and its old rows."""
-        pairs = zip(grads, self.params, strict=True)
-        flat = [None if grad is None else flat_gradient("", grad, p) for grad, p in pairs]
-        finite, zero = survey(flat, self._shapes)
-        flat = flat if finite else [None] * len(flat)
-        groups = self._optimizer.param_groups
-        betas2 = [groups[shape.group]["betas"][1] for shape in self._shapes]
-        return flat, old_rows(states, flat, zero, betas2)
+    def _encoded(self, rank: int, grads: list[Tensor | None]) -> list[routes.Votes]:
+        """Returns a rank's votes of all messages; it abstains if a gradient isn't finite."""
+        turn, slots = self._turn(rank), self._layout.slots
+        for slot, grad, momentum in zip(slots, grads, self._momenta[rank], strict=True):
+            slot.grad = None if grad is None else flat_gradient("", grad, slot.param)
+            slot.momentum = None if grad is None else momentum
+        if not survey(slots):
+            grads[:] = [None] * len(grads)
+            self._layout.abstain(False, grads)
+        turn.age_rows(slots)
+        source = partial(direction, turn=turn)
+        return [encode(message, turn, source) for message in self._layout.messages]
 
-    def _turn(self, rank: int, old: list[Tensor | None]) -> Turn:
+    def _turn(self, rank: int) -> Turn:
         return Turn(
-            step=self._step, voter=rank, options=self._optimizer.options, old_rows=old,
-            groups=self._optimizer.param_groups, scratch=self._scratch,
+            step=self._step, local_step=self._step, voter=rank, options=self._optimizer.options,
+            groups=self._optimizer.param_groups, state=self._states[rank], scratch=self._scratch,
         )  # fmt: skip
 
     def _average_momenta(self, every: int) -> None:
@@ -189,7 +182,7 @@ class Votes(Workers):
         mean = rounded.mean(dim=0).bfloat16().float()
         for part, old in zip(parts, rounded, strict=True):
             part.copy_(mean + (part - old))
-        sizes = [m.numel() for m in self._flat]
+        sizes = [slot.size for slot in self._layout.slots]
         self._momenta = [list(momentum.split(sizes)) for momentum in flat]
         self.bytes_sent += ring_bytes(stop - start, 2, len(parts))
 

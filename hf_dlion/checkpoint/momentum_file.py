@@ -9,8 +9,8 @@ Metadata:  the header as JSON: save, step, rank, voters, shard, GradScaler, loca
 
 from __future__ import annotations
 
+import functools
 import json
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -27,8 +27,6 @@ import hf_dlion.fsdp as fsdp
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.vote.idle_rows import AGE
 from hf_dlion.vote.local_steps import LocalSteps, Period
-from hf_dlion.vote.tensors import flat_view
-from hf_dlion.vote.update import LOW_PRECISION
 
 # Prefix of the files' names. An integration that saves several optimizers appends a number.
 NAME = "dlion_momentum"
@@ -66,7 +64,7 @@ class Header:
         step: Number of the last step before the save.
         voters: Number of voters, nodes or replicas, among the ranks that saved.
         shard: Index of the rank's FSDP2 shard, and number of shards; None without FSDP2.
-        local: State of local steps, see `_local_values`; None with `vote_every=1`.
+        local: State of local steps, see `LocalSteps.saved`; None with `vote_every=1`.
     """
 
     save: str
@@ -88,13 +86,13 @@ class Header:
 class Loaded:
     """A file's content for this rank, on its device.
 
-    Momenta have their parameter's shape, and `ages` has those of its rows. `local` has local steps
-    as after `eval()`, with the model's weights as anchors. It is None with `vote_every=1`.
+    `states` has the optimizer's state by parameter: the momentum, in the parameter's shape, and the
+    age of its rows. `local` has local steps as after `eval()`, with the model's weights as anchors.
+    It is None with `vote_every=1`.
     """
 
     header: Header
-    momenta: dict[Tensor, Tensor] = field(default_factory=dict)
-    ages: dict[Tensor, Tensor] = field(default_factory=dict)
+    states: dict[Tensor, dict[str, Tensor]] = field(default_factory=dict)
     local: LocalSteps | None = None
 
 
@@ -112,6 +110,8 @@ def files_in(folder: Path, name: str) -> list[tuple[int, int]]:
 
 def write(path: Path, lion: DistributedLion, save: str, at: Position, scaler: Any) -> None:
     """Writes a rank's file, which is complete after a crash or has a temporary name."""
+    params = _params(lion)
+    local, own_weights = lion.schedule.saved(params)
     header = Header(
         save=save,
         step=lion.steps,
@@ -120,19 +120,15 @@ def write(path: Path, lion: DistributedLion, save: str, at: Position, scaler: An
         voters=at.voters,
         shard=_shard(lion),
         scaler=None if scaler is None else dict(scaler),
-        local=_local_values(lion),
+        local=local,
     )
-    momenta = {
-        str(number): fsdp.local_part(lion.state[param]["exp_avg"].detach())
-        for number, param in enumerate(_params(lion))
-        if "exp_avg" in lion.state.get(param, {})
-    }
-    ages = {
-        f"{_AGE}{number}": lion.state[param][AGE]
-        for number, param in enumerate(_params(lion))
-        if AGE in lion.state.get(param, {})
-    }
-    kept = {**momenta, **ages, **_own_weights(lion)}
+    kept = {f"{_OWN}{number}": weights for number, weights in own_weights.items()}
+    for number, param in enumerate(params):
+        state = lion.state.get(param, {})
+        if "exp_avg" in state:
+            kept[str(number)] = fsdp.local_part(state["exp_avg"].detach())
+        if AGE in state:
+            kept[f"{_AGE}{number}"] = state[AGE]
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")
     try:
@@ -219,14 +215,24 @@ def read(path: Path, lion: DistributedLion, at: Position) -> Loaded:
         dtype = lion.options.momentum_dtype or param.dtype
         # A copy, because what safetensors returns is still mapped to the file.
         momentum = momentum.to(device=part.device, dtype=dtype, copy=True)
-        loaded.momenta[param] = fsdp.with_local_part(param, momentum)
+        state = loaded.states[param] = {"exp_avg": fsdp.with_local_part(param, momentum)}
         if (age := saved.get(f"{_AGE}{number}")) is not None:
-            loaded.ages[param] = age.to(part.device, torch.int32, copy=True)
-    if lion.options.vote_every > 1:
+            state[AGE] = age.to(part.device, torch.int32, copy=True)
+    if lion.schedule.has_own_weights:
         own_weights = {
             int(key.removeprefix(_OWN)): saved[key] for key in saved if key.startswith(_OWN)
         }
-        loaded.local = _local_steps(path, lion, header.local, own_weights if continues else None)
+        for number, weights in own_weights.items():
+            part = fsdp.local_part(params[number].detach())
+            if weights.shape != part.shape or weights.dtype != part.dtype:
+                raise _other_model(path, "own weights", weights, number, part)
+        try:
+            loaded.local = LocalSteps.restored(
+                lion.options, header.local, own_weights if continues else None, params,
+                functools.partial(lion._new_layout, None),
+            )  # fmt: skip
+        except ValueError as error:
+            raise CheckpointError(f"{path} {error}: {LOAD_OLDER}") from error
     return loaded
 
 
@@ -259,7 +265,7 @@ def _check_state(path: Path, header: Header, lion: DistributedLion) -> None:
             f"{path} was saved after step {header.step}, but the optimizer is at step "
             f"{lion.steps}: first load the optimizer's state_dict() of the same checkpoint"
         )
-    if lion._local.anchors:
+    if lion.schedule.kept:
         raise CheckpointError(
             f"the optimizer still has own weights of its local steps: load the model and the "
             f"optimizer's state_dict() of the same checkpoint before you load {path}"
@@ -270,84 +276,6 @@ def _check_state(path: Path, header: Header, lion: DistributedLion) -> None:
             f"this rank has shard {_shard(lion)}: load FSDP2 checkpoints with the mesh that they "
             f"were saved with"
         )
-
-
-def _local_values(lion: DistributedLion) -> dict[str, Any] | None:
-    """Returns the header's part about local steps; parameters are numbers.
-
-    `bits` decides what the limits mean. Pairs take the place of keys that aren't strings, which
-    JSON doesn't have. `_read_header` returns the same, with the period checked.
-    """
-    if lion.options.vote_every == 1:
-        return None
-    local, numbers = lion._local, {param: number for number, param in enumerate(_params(lion))}
-    return {
-        "bits": lion.options.bits,
-        "exchanges": local.exchanges,
-        "period": asdict(local.period),
-        "used": sorted(numbers[param] for param in local.used),
-        "moved": sorted(numbers[param] for param in local.moved),
-        "limits": [(numbers[param], limit) for param, limit in local.limits.items()],
-        "layout": [numbers[param] for param in local.layout[1]] if local.layout else [],
-    }
-
-
-def _local_steps(
-    path: Path,
-    lion: DistributedLion,
-    saved: dict[str, Any] | None,
-    own_weights: dict[int, Tensor] | None,
-) -> LocalSteps:
-    """Returns the state of local steps, checked; without own weights a period begins."""
-    local = LocalSteps(shown=True)
-    if saved is None:
-        return local
-    local.exchanges = saved["exchanges"]
-    if own_weights is None:
-        return local
-    params, limits = _params(lion), dict(saved["limits"])
-    expected = {*saved["used"], *limits}
-    if own_weights.keys() != expected:
-        raise CheckpointError(
-            f"{path} holds own weights of parameters {sorted(own_weights)}, but should hold those "
-            f"of {sorted(expected)}: {LOAD_OLDER}"
-        )
-    for number, weights in own_weights.items():
-        param, part = params[number], fsdp.local_part(params[number].detach())
-        if weights.shape != part.shape or weights.dtype != part.dtype:
-            raise _other_model(path, "own weights", weights, number, part)
-        local.add_anchor(param, flat_view(part))
-        kept = local.displacements if param.dtype in LOW_PRECISION else local.aside
-        kept[param] = flat_view(torch.empty_like(part).copy_(weights))
-    if local.displacements:  # Which the run that saved had rounded in this layout.
-        laid_out = {params[number] for number in saved["layout"]}
-        numbered = [
-            (g, param)
-            for g, group in enumerate(lion.param_groups)
-            for param in group["params"]
-            if param in laid_out
-        ]
-        local.layout = lion._make_plan(None, numbered), [param for _, param in numbered]
-    local.period = saved["period"]
-    local.used = {params[number] for number in saved["used"]}
-    local.moved = {params[number] for number in saved["moved"]}
-    # With 8 bits a limit is one of the largest displacement, otherwise one of a sum.
-    comparable = (saved["bits"] == 8) == (lion.options.bits == 8)
-    local.limits = {params[k]: limit if comparable else math.inf for k, limit in limits.items()}
-    return local
-
-
-def _own_weights(lion: DistributedLion) -> dict[str, Tensor]:
-    """Returns this rank's own weights, or displacements of 16 bits, which lose no bits."""
-    local, own_weights = lion._local, {}
-    for number, param in enumerate(_params(lion)):
-        if param in local.anchors:
-            part = fsdp.local_part(param.detach())
-            kept = local.displacements.get(param, local.aside.get(param))
-            if kept is not None:
-                part = kept.as_strided(part.size(), part.stride())
-            own_weights[f"{_OWN}{number}"] = part
-    return own_weights
 
 
 def _params(lion: DistributedLion) -> list[Tensor]:

@@ -37,8 +37,6 @@ from hf_dlion.checkpoint.momentum_file import (
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.meeting import Kind
 from hf_dlion.ranks.topology import Topology
-from hf_dlion.vote.idle_rows import AGE
-from hf_dlion.vote.tensors import Plan
 
 
 def find_optimizer(optimizer: object) -> DistributedLion | None:
@@ -87,7 +85,7 @@ def save_momentum(
     ranks, save_id = _begin(lion, Kind.SAVE, folder, failure)
     at = _position(ranks)
     path = Path(folder, file_name(name, at.rank, at.world_size))
-    with lion.together(Kind.SAVE):
+    with lion.peers.together(Kind.SAVE):
         try:
             write(path, lion, save_id, at, scaler)
         except (OSError, SafetensorError) as error:
@@ -143,7 +141,7 @@ def load_momentum(
     lion = _unwrapped(optimizer)
     ranks, _ = _begin(lion, Kind.LOAD, folder, failure)
     at = _position(ranks)
-    with lion.together(Kind.LOAD):
+    with lion.peers.together(Kind.LOAD):
         path = find_file(at, Path(folder), name)
         loaded = read(path, lion, at)
     files = _gathered(ranks, (str(path), loaded.header.save))
@@ -154,7 +152,7 @@ def load_momentum(
         raise CheckpointError(
             f"the ranks' momentum files are from different saves ({by_rank}): {LOAD_OLDER}"
         )
-    _apply(lion, loaded)
+    lion._restore(loaded.header.step, loaded.states, loaded.local)
     if at.rank == 0 and (text := _difference(Path(folder), loaded, at)):
         warnings.warn(text, stacklevel=2)
     return loaded.header.scaler
@@ -178,17 +176,18 @@ def _begin(
     Raises:
         CheckpointError: If the ranks were given different folders.
     """
-    with lion.together(kind) as mine:
+    with lion.peers.together(kind):
         if failure is not None:
             raise failure
-    folders, ids = zip(*_gathered(mine.ranks, (str(folder), secrets.token_hex(8))), strict=True)
+    ranks = lion.peers.ranks
+    folders, ids = zip(*_gathered(ranks, (str(folder), secrets.token_hex(8))), strict=True)
     if len(set(folders)) > 1:
         by_rank = ", ".join(f"rank {rank}: {path!r}" for rank, path in enumerate(folders))
         raise CheckpointError(
             f"ranks were given different folders for one checkpoint ({by_rank}): pass the same "
             f"path on every rank"
         )
-    return mine.ranks, ids[0]
+    return ranks, ids[0]
 
 
 def _gathered(ranks: Topology | None, value: object) -> list[Any]:
@@ -204,24 +203,6 @@ def _position(ranks: Topology | None) -> Position:
         local_size=ranks.local_size,
         voters=ranks.voters.world_size,
     )
-
-
-def _apply(lion: DistributedLion, loaded: Loaded) -> None:
-    """Gives the optimizer what its file holds."""
-    lion._plan = Plan()  # The old one may say that the momenta of averaged gradients are equal.
-    lion._compared_loads = lion._loads  # These momenta are the ranks' own.
-    for group in lion.param_groups:
-        group["step"] = loaded.header.step
-        for param in group["params"]:
-            # Replaced: after torch's load_state_dict other objects may share the old tensors.
-            for key, tensors in (("exp_avg", loaded.momenta), (AGE, loaded.ages)):
-                lion.state[param].pop(key, None)
-                if param in tensors:
-                    lion.state[param][key] = tensors[param]
-    if loaded.local is not None:
-        shown, lion._local = lion._local.shown, loaded.local
-        if not shown:
-            lion.train()
 
 
 def _difference(folder: Path, loaded: Loaded, at: Position) -> str:
@@ -244,7 +225,7 @@ def _difference(folder: Path, loaded: Loaded, at: Position) -> str:
             f"{folder} was saved by {header.voters} voters and is loaded by {at.voters}, with "
             f"another local_group. {whose}{ending}"
         )
-    if header.has_own_weights and not (local and local.anchors):
+    if header.has_own_weights and not (local and local.kept):
         return (
             f"{folder} was saved between two exchanges of local steps (vote_every above 1), which "
             f"this run doesn't take: it continues with the weights of the last exchange"

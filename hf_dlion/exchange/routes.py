@@ -20,7 +20,7 @@ Both also send one bit per row, set if the rank votes on the row.
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,10 +87,6 @@ class Verdict:
     voters: Tensor | None
 
 
-# Suspended after the votes were sent, and again after the last collective began.
-Route = Generator[None, None, Verdict]
-
-
 def wire_bytes(name: str, *, ranks: int, words: int, rows: int, bits: int, planes: int) -> int:
     """Returns the bytes that a rank sends for one message; the module has the formulas."""
     if name == "gather":
@@ -98,10 +94,12 @@ def wire_bytes(name: str, *, ranks: int, words: int, rows: int, bits: int, plane
     return 8 * (ranks - 1) * (-(-rows // WORD) + (bits + planes) * -(-words // ranks))
 
 
-def start(
+def verdict_of(
     votes: Votes, name: ExchangeName, voters: Wire, node: Wire | None, rule: Rule, step: int
-) -> Route:
-    """Sends this rank's votes of a message; every rank must call this for the same message.
+) -> Generator[None, None, Verdict]:
+    """Sends this rank's votes of a message and returns the verdict; every rank must do this.
+
+    It is suspended whenever data travel.
 
     If nodes vote, each of the L ranks of a node exchanges one L-th of the words:
 
@@ -122,37 +120,22 @@ def start(
         bits, sent = votes.planes.shape
         two_phase_words = (bits + rule.planes) * -(-sent // voters.world_size)
         name = "two_phase" if two_phase_words < bits * sent else "gather"
-    route = (_two_phase if name == "two_phase" else _gather)(votes, voters, rule, step)
-    if node is not None:
-        route = _shared(route, words, node)
-    next(route)
-    return route
-
-
-def complete(routes: Sequence[Route], node: Wire | None) -> Iterator[Verdict]:
-    """Yields the verdict of every message, in order; every rank must exhaust the iterator.
-
-    `routes` has what `start` returned for each message.
-    """
-    # All collectives between nodes end before those inside a node begin, because NCCL needs the
-    # same order of two groups' collectives on every rank.
-    for _ in range(1 if node is None else 3):
-        for route in routes:
-            next(route)
-    yield from map(_result, routes)
-
-
-def _result(route: Route) -> Verdict:
-    """Resumes a route for the last time."""
-    try:
-        next(route)
-    except StopIteration as end:
-        verdict: Verdict = end.value
+    verdict = yield from (_two_phase if name == "two_phase" else _gather)(votes, voters, rule, step)
+    if node is None:
         return verdict
-    raise AssertionError("the route has another collective")
+    # Each rank has one L-th of the verdict. All collectives between nodes end before those inside a
+    # node begin, because NCCL needs one order of two groups' collectives on every rank.
+    yield
+    device = verdict.planes[0].device
+    planes = _padded(verdict.planes, -(-words // node.world_size)).to(node.device_for(device))
+    received = planes.new_empty(node.world_size, *planes.shape)
+    pending = node.all_gather(received, planes, "a verdict")
+    yield
+    pending.wait()
+    return Verdict(_joined(received.to(device), words), verdict.voters)
 
 
-def _gather(votes: Votes, wire: Wire, rule: Rule, step: int) -> Route:
+def _gather(votes: Votes, wire: Wire, rule: Rule, step: int) -> Generator[None, None, Verdict]:
     """All ranks gather all votes, and each rank counts all of them."""
     (bits, words), device = votes.planes.shape, votes.planes.device
     sent = torch.cat([_packed_rows(votes.active), votes.planes.view(-1)])
@@ -161,7 +144,7 @@ def _gather(votes: Votes, wire: Wire, rule: Rule, step: int) -> Route:
     pending = wire.all_gather(received, sent, "votes")
     yield
     pending.wait()
-    yield
+    yield  # As often as two_phase, see `verdict_of`.
     everyone = received.to(device)
     rows = everyone.shape[1] - bits * words
     voters = _voters(everyone[:, :rows], votes.rows.count)
@@ -169,7 +152,7 @@ def _gather(votes: Votes, wire: Wire, rule: Rule, step: int) -> Route:
     return Verdict(count(planes, votes.rows.by_word(voters), rule, step), voters)
 
 
-def _two_phase(votes: Votes, wire: Wire, rule: Rule, step: int) -> Route:
+def _two_phase(votes: Votes, wire: Wire, rule: Rule, step: int) -> Generator[None, None, Verdict]:
     """Each rank counts one N-th of the words, and all ranks gather the verdict."""
     (bits, words), ranks = votes.planes.shape, wire.world_size
     device, words_each = votes.planes.device, -(-words // ranks)
@@ -197,19 +180,6 @@ def _two_phase(votes: Votes, wire: Wire, rule: Rule, step: int) -> Route:
     yield
     verdict.wait()
     return Verdict(_joined(received.to(device), words), voters)
-
-
-def _shared(route: Route, words: int, node: Wire) -> Route:
-    """Each rank of a node has one L-th of the verdict, and all its ranks gather the whole."""
-    partial = yield from route
-    yield
-    device = partial.planes[0].device
-    planes = _padded(partial.planes, -(-words // node.world_size)).to(node.device_for(device))
-    received = planes.new_empty(node.world_size, *planes.shape)
-    pending = node.all_gather(received, planes, "a verdict")
-    yield
-    pending.wait()
-    return Verdict(_joined(received.to(device), words), partial.voters)
 
 
 def _share(rank: int, words_each: int, words: int) -> slice:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import functools
+import hashlib
 import json
 import math
 import time
@@ -99,13 +100,15 @@ class WireStats:
     exchange_s: float = 0.0
     apply_s: float = 0.0
     sample: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
-    drift: Sequence[Tensor] = field(default=(), repr=False)
+    drift: list[Tensor] = field(default_factory=list, repr=False)
+    _lap_began: float = field(default=0.0, repr=False)
 
-    def add(self, name: str, since: float) -> float:
-        """Adds the time since `since` to a count such as "encode_s", and returns the time now."""
+    def lap(self, name: str = "") -> None:
+        """Adds the time since the last lap to a count such as "encode_s", if there is a name."""
         now = time.perf_counter()
-        setattr(self, name, getattr(self, name) + now - since)
-        return now
+        if name:
+            setattr(self, name, getattr(self, name) + now - self._lap_began)
+        self._lap_began = now
 
     @property
     def agreement(self) -> float:
@@ -305,6 +308,12 @@ class Wire:
 def as_json(value: object) -> bytes:
     """Returns a plain value as JSON, the same bytes for the same value on every rank."""
     return json.dumps(value, default=_repr).encode()
+
+
+def digest(value: object) -> int:
+    """Returns a 64-bit hash of a value's JSON as int64, the same on every rank."""
+    data = hashlib.blake2b(as_json(value), digest_size=8).digest()
+    return int.from_bytes(data, "little", signed=True)
 
 
 def _repr(value: object) -> str:

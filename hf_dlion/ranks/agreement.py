@@ -17,15 +17,14 @@ from typing import cast
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_dlion.exchange.wire import Wire, named_ranks
-from hf_dlion.ranks.fingerprint import digest
+from hf_dlion.exchange.wire import Wire, digest
 from hf_dlion.ranks.meeting import (
     Disagreement,
     Kind,
     by_value,
-    check_kinds,
     meet,
     pack_bools,
+    raise_kinds,
     unpack_bools,
 )
 from hf_dlion.ranks.replicas import compare_parameters
@@ -144,37 +143,6 @@ class _Optimizers:
 
 
 _optimizers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Optimizers] = weakref.WeakKeyDictionary()
-
-
-class Abstentions:
-    """Counts consecutive steps in which ranks abstained."""
-
-    def __init__(self, limit: int) -> None:
-        """Starts at zero; `limit` is the number of consecutive steps at which `check` raises."""
-        self._limit = limit
-        self._in_a_row: list[int] = []
-
-    def count(self, finite: Sequence[bool]) -> int:
-        """Counts a step, and returns how many ranks abstain in it."""
-        before = self._in_a_row or [0] * len(finite)
-        self._in_a_row = [0 if ok else n + 1 for ok, n in zip(finite, before, strict=True)]
-        return list(finite).count(False)
-
-    def check(self) -> None:
-        """Refuses to continue after too many consecutive steps.
-
-        Raises:
-            RuntimeError: If a rank abstained in as many consecutive steps as the limit.
-        """
-        longest = max(self._in_a_row, default=0)
-        if longest >= self._limit:
-            ranks = [rank for rank, count in enumerate(self._in_a_row) if count == longest]
-            self._in_a_row = []
-            raise RuntimeError(
-                f"gradients of {named_ranks(ranks)} held a NaN or an Inf in {longest} steps in a "
-                f"row: lower the learning rate, check that rank's data, or raise "
-                f"max_abstained_steps ({self._limit})"
-            )
 
 
 class Meetings:
@@ -316,7 +284,8 @@ def agree_in_node(
     packed = pack_bools(present)
     words = [kind, finite, digest(packed)]
     kinds, all_finite, hashes = node.gather_words(words, "the gradients of a node").t().tolist()
-    check_kinds(kinds)
+    if len(set(kinds)) > 1:
+        raise_kinds(kinds)
     if not all(all_finite) or len(set(hashes)) == 1:
         return all(all_finite), list(present)
     table = node.gather_words(packed, "which parameters have a gradient").tolist()

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from hf_dlion.exchange.wire import as_json
 
 # Words per row: a row of weights and a row of products stay in a core's cache.
 ROW = 1 << 15
@@ -88,9 +85,3 @@ def _weights(count: int, stream: int, device: torch.device) -> Tensor:
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     z = (z ^ (z >> np.uint64(31))) | np.uint64(1)
     return torch.from_numpy(z.view(np.int64)).to(device)
-
-
-def digest(value: object) -> int:
-    """Returns a 64-bit hash of a value's JSON as int64, the same on every rank."""
-    data = hashlib.blake2b(as_json(value), digest_size=8).digest()
-    return int.from_bytes(data, "little", signed=True)

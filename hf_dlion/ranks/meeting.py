@@ -112,7 +112,8 @@ def meet(
         raise_together(failure, wire, what or _VERBS[kind][1])
     if failure is not None:
         raise failure
-    check_kinds(kinds)
+    if kinds.count(kind) < len(kinds):
+        raise_kinds(kinds)
     return [all_flags, first, second, *others]
 
 
@@ -146,14 +147,8 @@ def _text(failure: BaseException) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def check_kinds(kinds: Sequence[int]) -> None:
-    """Verifies that all ranks do the same; every caller passes the `Kind` of each rank.
-
-    Raises:
-        Disagreement: On every rank, with what each rank does.
-    """
-    if len(set(kinds)) == 1:
-        return
+def raise_kinds(kinds: Sequence[int]) -> None:
+    """Raises Disagreement with what each rank does, of which `kinds` has the `Kind`."""
     ranks_of = {
         kind: [r for r, k in enumerate(kinds) if k == kind] for kind in dict.fromkeys(kinds)
     }

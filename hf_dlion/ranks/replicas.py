@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_dlion.exchange.wire import Wire, named_ranks
-from hf_dlion.ranks.fingerprint import digest, fingerprints
+from hf_dlion.exchange.wire import Wire, digest, named_ranks
+from hf_dlion.ranks.fingerprint import fingerprints
 from hf_dlion.ranks.meeting import Disagreement, raise_together
 
 AVERAGED_GRADIENTS = (

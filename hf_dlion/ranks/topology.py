@@ -39,6 +39,7 @@ class Topology:
         voter_of_rank: Number of each rank's voter, which is a rank, a node, or a replica.
         voter: Number of this rank's voter.
         same_parts: Groups of ranks that hold the same parts; None if parameters aren't sharded.
+        is_formed: Whether `form` was called.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Topology:
             raise RuntimeError("torch.distributed is not initialized: call init_process_group()")
         self._stats, self._device = stats or WireStats(), device
         self._local_group, self._replicate = local_group, replicate
-        self._is_formed = False
+        self.is_formed = False
         self.everyone = self.voters = Wire(group, self._stats, device=device)
         self.node: Wire | None = None
         self.local_size = 1
@@ -81,13 +82,13 @@ class Topology:
         Raises:
             Disagreement: On every rank, if the ranks can't form groups.
         """
-        if not self._is_formed:
+        if not self.is_formed:
             if self._replicate is not None:
                 self._form_replicas(self._replicate)
             elif self._local_group is not None:
                 self._form_nodes(self._local_group)
             self.voter = self.voter_of_rank[self.everyone.rank]
-            self._is_formed = True
+            self.is_formed = True
 
     def _form_replicas(self, group: dist.ProcessGroup) -> None:
         voters = Wire(group, self._stats, device=self._device)

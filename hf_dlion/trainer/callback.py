@@ -65,7 +65,7 @@ class DistributedLionCallback(TrainerCallback):
                 "learning_rate=5e-5 is Trainer's default, which is meant for AdamW. With Lion, "
                 "start with a third of your AdamW learning rate, and three times its weight_decay"
             )
-        self._steps, self._abstentions = lion._local.period.steps, lion.wire.abstentions
+        self._steps, self._abstentions = lion.schedule.steps_since_exchange, lion.wire.abstentions
         self._period_end = self._logged = (0, dataclasses.replace(lion.wire))
         self._means, self._times = {}, []
         self._step_end = time.perf_counter(), lion.wire.exchange_s
@@ -82,7 +82,7 @@ class DistributedLionCallback(TrainerCallback):
         )
         for manager in self._jit_managers:
             manager._enable_checkpoint = self._request_save
-        if lion._local.anchors:
+        if lion.schedule.kept:
             # A checkpoint has brought own weights. Other callbacks copy the model now.
             lion.eval()
 
@@ -97,7 +97,7 @@ class DistributedLionCallback(TrainerCallback):
 
     def _note_period_end(self, lion: DistributedLion) -> None:
         """Notes the counters if a period has ended, in a step or by an exchange after it."""
-        if not lion._local.period.steps:
+        if not lion.schedule.steps_since_exchange:
             self._period_end = self._steps, dataclasses.replace(lion.wire)
 
     def on_step_end(
@@ -185,7 +185,7 @@ class DistributedLionCallback(TrainerCallback):
 
 def exchange_rest(lion: DistributedLion) -> None:
     """Ends the period that has begun, if there is one; every rank must call this."""
-    if lion._local.period.steps:
+    if lion.schedule.steps_since_exchange:
         lion.exchange_now()
 
 

@@ -261,7 +261,7 @@ def _save_checkpoint(
     if lion is None:
         original(*args, **kwargs)
         return
-    with lion.together(Kind.SAVE, can_meet=not is_sharded(trainer.accelerator)):
+    with lion.peers.together(Kind.SAVE, can_meet=not is_sharded(trainer.accelerator)):
         with lion.common_weights():
             original(*args, **kwargs)
         if trainer.args.enable_jit_checkpoint:
@@ -289,7 +289,7 @@ def _save_model(
         return
     # It ends here, because the other ranks may next wait at a barrier of Trainer, where they can't
     # meet this one.
-    with lion.together(Kind.WEIGHTS, can_meet=not is_sharded(trainer.accelerator)):
+    with lion.peers.together(Kind.WEIGHTS, can_meet=not is_sharded(trainer.accelerator)):
         # Trainer calls a checkpoint the best if its folder exists, so all ranks must find it.
         os.makedirs(output_dir, exist_ok=True)
         if trainer.args.should_save:
@@ -311,7 +311,7 @@ def _save_rng_state(trainer: Trainer, original: Callable[[str], None], output_di
     if lion is None:
         original(output_dir)
         return
-    with lion.held() as rest:
+    with lion.peers.held() as rest:
         original(output_dir)
     scaler = _scaler(trainer)
     state = None if scaler is None else scaler.state_dict()
@@ -333,10 +333,10 @@ def _load_optimizer_and_scheduler(
         original(checkpoint)
         return
     prepare(lion, trainer)  # Ranks meet in loading, and with FSDP2 loading takes a step.
-    with lion.held(can_meet=not is_sharded(trainer.accelerator)) as rest:
+    with lion.peers.held(can_meet=not is_sharded(trainer.accelerator)) as rest:
         original(checkpoint)
     if rest.failure is not None:
-        with lion.together(Kind.LOAD):  # The other ranks are in `load_momentum`.
+        with lion.peers.together(Kind.LOAD):  # The other ranks are in `load_momentum`.
             raise rest.failure
 
 
@@ -349,11 +349,11 @@ def _load_scaler(
     if lion is None or checkpoint is None or alone:
         original(checkpoint)
         return
-    with lion.held() as rest:
+    with lion.peers.held() as rest:
         original(checkpoint)
     holds_weights_only = not _holds(checkpoint, "optimizer") and not _holds(checkpoint, NAME)
     if rest.failure is None and holds_weights_only:
-        with lion.together(Kind.LOAD):
+        with lion.peers.together(Kind.LOAD):
             pass  # Other ranks may find momenta.
         logger.warning_once(
             f"{checkpoint} holds weights only (save_only_model), so momenta aren't loaded"

@@ -1,206 +1,266 @@
-"""Arithmetic of local steps on one piece (docs/rule.md, section 9): a step, what is sent, a move.
+"""How far the ranks were moved: averages it over the voters (docs/rule.md, section 9).
 
-A parameter of 32 or 64 bits ("wide") keeps own weights p and its anchor x. A parameter of 16 bits
-("low") also keeps its displacement x - p.
+w = x - p       what a rank sends of a slot, in a few bits
+x = (x - mean of what all voters sent) * D        the anchor, equal on all ranks
+w = (w - what this rank sent) * D                 what stays in its own weights
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from hf_dlion.exchange.codec import WORD
-from hf_dlion.exchange.routes import Verdict, Votes
+from hf_dlion.exchange.codec import WORD, divided
+from hf_dlion.exchange.routes import Verdict, Votes, verdict_of
 from hf_dlion.exchange.rule import Average
+from hf_dlion.exchange.wire import Wire, named_ranks
 from hf_dlion.ranks.fingerprint import numbers
-from hf_dlion.vote.message import Piece
-from hf_dlion.vote.rounding import DISPLACEMENTS, EXCHANGED, OWN_WEIGHTS, PARAMETERS
-from hf_dlion.vote.tensors import Plan, Trainable
-from hf_dlion.vote.update import (
+from hf_dlion.ranks.meeting import Disagreement
+from hf_dlion.ranks.topology import Topology
+from hf_dlion.vote.full_precision import set_sums
+from hf_dlion.vote.layout import Layout, Message, Piece, Slot
+from hf_dlion.vote.rounding import EXCHANGED, OWN_WEIGHTS, PARAMETERS
+from hf_dlion.vote.step import (
     SAMPLE,
-    Scratch,
-    Source,
+    Task,
     Turn,
-    by_word,
-    direction,
-    read,
-    takes_part,
+    encode,
+    in_lockstep,
     tensor_maxima,
     tensor_sums,
-    write,
+)
+
+DETACH = (
+    "call optimizer.detach() on every rank, and with DDP or FSDP2 optimizer.attach(model) after it"
+)
+REMEDY = (
+    "Write the same values on every rank in `with optimizer.common_weights():`, and set "
+    f"max_norm=None in nn.Embedding. Before you load other weights, {DETACH}"
 )
 
 
-class Weights:
-    """Flat tensors by index in the layout; None for a parameter that has no anchor or isn't chosen.
+def average(
+    layout: Layout, decays: Sequence[float], paths: Sequence[float], turn: Turn, ranks: Topology
+) -> list[str]:
+    """Averages how far the slots with a target were moved; every rank must call this.
 
-    `own` has all own weights p. `wide` and `low` have those of wide or low parameters only, and
-    `wide_anchors` and `low_anchors` their anchors x. `displacements` has x - p of `low`.
+    It returns warnings, see `_set_scales`. By parameter group, `decays` has the factor D, and
+    `paths` the sum of lr since the last exchange. `turn.step` is the number of this exchange.
+
+    Raises:
+        Disagreement: On every rank, before anchors move, if weights were replaced on one.
     """
+    voters, stats = ranks.voters, ranks.voters.stats
+    texts = _set_scales(layout, paths, turn, ranks)
+    rule = Average(voters.world_size, turn.options.bits)
+    stats.drift = []
+    in_lockstep([_exchanged(m, decays, turn, rule, ranks) for m in layout.messages])
+    # Tensors of `full_precision` are averaged without votes.
+    set_sums(layout, "w", voters)
+    for slot in layout.slots:
+        if slot.full and slot.mean is not None:
+            divided(slot.mean, voters.world_size)
+    stats.lap("exchange_s")
+    for piece in (piece for message in layout.full for piece in message.pieces):
+        if piece.has("target"):
+            _move(piece, decays, turn, piece.read("mean", turn.scratch))
+    stats.lap("apply_s")
+    return texts
 
-    def __init__(self, count: int) -> None:
-        self.own: list[Tensor | None] = [None] * count
-        self.wide: list[Tensor | None] = [None] * count
-        self.wide_anchors: list[Tensor | None] = [None] * count
-        self.low: list[Tensor | None] = [None] * count
-        self.low_anchors: list[Tensor | None] = [None] * count
-        self.displacements: list[Tensor | None] = [None] * count
+
+def _exchanged(
+    message: Message, decays: Sequence[float], turn: Turn, rule: Average, ranks: Topology
+) -> Task:
+    """Sends how far a message's tensors were moved, and moves them by the mean."""
+    stats, name = ranks.voters.stats, turn.options.exchange
+    source = partial(_displacement, turn=turn)
+    votes = encode(message, turn, source, by_tensor=True)
+    stats.lap("encode_s")
+    verdict = yield from verdict_of(votes, name, ranks.voters, ranks.node, rule, turn.step)
+    stats.lap("exchange_s")
+    moving = [piece for piece in message.pieces if piece.has("target")]
+    for piece in moving:
+        mean, sent, silent = _decoded(piece, votes, verdict, rule, turn)
+        if piece is moving[0]:  # The log shows a sample of each message.
+            stats.drift.append(drift_of(source(piece), mean, sent))
+        _move(piece, decays, turn, mean, sent, silent)
+    stats.lap("apply_s")
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The mean of what the voters sent of a piece, and what this voter sent.
+def _move(
+    piece: Piece,
+    decays: Sequence[float],
+    turn: Turn,
+    mean: Tensor,
+    sent: Tensor | None = None,
+    silent: Tensor | None = None,
+) -> None:
+    """Moves anchors by the mean, and removes what was sent from the displacements.
 
-    Both have shape (64 * W,) and the piece's dtype. `sent` is None if `mean` is exact. `silent`
-    marks the words on which every voter abstained, bool, shape (W, 1). It is None if there are
-    none.
+    `sent` is None if `mean` is exact. `silent` marks the words on which every voter abstained,
+    bool, shape (W, 1); None if there are none.
     """
-
-    mean: Tensor
-    sent: Tensor | None = None
-    silent: Tensor | None = None
-
-
-def own_step(piece: Piece, weights: Weights, trainable: Trainable, turn: Turn) -> None:
-    """Moves this rank's own weights by lr * sign(u)."""
-    if takes_part(piece, trainable.grads):
-        sign = direction(piece, trainable.grads, trainable.momenta, turn, advance=True).sign_()
-        # lr * sign(u) is exact, so a fused add rounds as two operations do.
-        lr = float(turn.groups[piece.group]["lr"])
-        if takes_part(piece, weights.wide):
-            p = read(piece, weights.wide, "parameter", turn.scratch).add_(sign, alpha=-lr)
-            write(piece, p, weights.wide, turn, PARAMETERS)
-        if takes_part(piece, weights.low):
-            c = read(piece, weights.displacements, "displacement", turn.scratch)
-            c.add_(sign, alpha=lr)
-            write(piece, c, weights.displacements, turn, DISPLACEMENTS + turn.voter)
-    round_own(piece, weights, turn)
+    scratch, decay = turn.scratch, decays[piece.group]
+    y = piece.read("x", scratch).sub_(mean).mul_(decay)
+    if not piece.is_low:
+        p = piece.read("target", scratch)
+        p = p.copy_(y) if sent is None else p.add_(sent).sub_(mean).mul_(decay)
+        piece.write("x", y, partial(turn.random, PARAMETERS))
+        piece.write("target", p, partial(turn.random, PARAMETERS))
+        return
+    # x - y, what rounding the anchor adds, belongs to the displacement.
+    left = torch.neg(y, out=piece.memory("left", scratch))
+    piece.write("x", y, partial(turn.random, PARAMETERS))
+    left.add_(piece.read("x", scratch))
+    if sent is not None:
+        if silent is not None:
+            left.view(-1, WORD).masked_fill_(silent, 0.0)
+        left = piece.read("c", scratch).sub_(sent).mul_(decay).add_(left)
+    piece.write("c", left, partial(turn.random, EXCHANGED + turn.voter), without_infs=True)
+    round_own(piece, turn)
 
 
-def round_own(piece: Piece, weights: Weights, turn: Turn) -> None:
-    """Sets own weights of 16 bits to x - c, rounded; a second call gives the same bits."""
-    if takes_part(piece, weights.low):
-        x = read(piece, weights.low_anchors, "parameter", turn.scratch)
-        x.sub_(read(piece, weights.displacements, "displacement", turn.scratch))
-        write(piece, x, weights.low, turn, OWN_WEIGHTS + turn.voter)
+def _set_scales(layout: Layout, paths: Sequence[float], turn: Turn, ranks: Topology) -> list[str]:
+    """Sets every slot's scale and limit; returns warnings of slots that it resets to anchors.
+
+    Every rank must call this. Slots that aren't finite on this rank are reset.
+    """
+    slots, bits, warnings = layout.slots, turn.options.bits, []
+    found = [*layout.messages, *layout.full]
+    source = partial(_displacement, turn=turn)
+    if bits == 8:
+        amounts, counts = numbers(tensor_maxima(slots, found, source)), [1.0] * len(slots)
+    else:
+        amounts, counts = map(numbers, tensor_sums(slots, found, source, turn))
+    for k, slot in enumerate(slots):
+        if not math.isfinite(amounts[k]) and slot.x is not None:
+            slot.p.copy_(slot.x)
+            if slot.c is not None:
+                slot.c.zero_()
+            amounts[k] = 0.0
+            warnings.append(
+                f"the weights of {slot.name!r} were not finite on rank {ranks.everyone.rank}, "
+                f"which continues with those of the last exchange"
+            )
+    _refuse_replaced(slots, amounts, paths, bits, ranks)
+    means = [amount / count for amount, count in zip(amounts, counts, strict=True)]
+    scales = _agreed_scales(means, bits, ranks.voters)
+    for slot, scale, amount, count in zip(slots, scales, amounts, counts, strict=True):
+        slot.scale = scale / 2 if bits == 8 else scale
+        if slot.target is not None and slot.kept is not None:
+            slot.kept.limit = amount + scale * count
+    return warnings
 
 
-def displacement_of(piece: Piece, weights: Weights, scratch: Scratch) -> Tensor:
+def _refuse_replaced(
+    slots: Sequence[Slot],
+    amounts: Sequence[float],
+    paths: Sequence[float],
+    bits: int,
+    ranks: Topology,
+) -> None:
+    """Raises Disagreement on all ranks if one is farther from an anchor than steps can move."""
+    found = [k for k, slot in enumerate(slots) if _was_replaced(slot, amounts[k], paths, bits)]
+    # Ranks that vote on other shards, or in other nodes, must raise as well.
+    first = min(found, default=len(slots))
+    firsts = ranks.everyone.gather_words([first], "a check of weights").view(-1).tolist()
+    if (first := min(firsts)) < len(slots):
+        those = [ranks.everyone.ranks[r] for r, index in enumerate(firsts) if index == first]
+        raise Disagreement(
+            f"the weights of {slots[first].name!r} on {named_ranks(those)} are "
+            f"farther from the last exchange's than steps can have moved them, so something "
+            f"replaced them. {REMEDY}"
+        )
+
+
+def _was_replaced(slot: Slot, amount: float, paths: Sequence[float], bits: int) -> bool:
+    x = slot.x
+    if x is None or slot.kept is None or slot.c is not None or not slot.size:
+        return False
+    if slot.group >= len(paths):
+        return False
+    # Rounding can double a move, but not more.
+    limit = (slot.kept.limit or 0.0) + 2 * paths[slot.group] * (1 if bits == 8 else slot.size)
+    if amount <= limit:
+        return False
+    size = x.abs().max() if bits == 8 else x.abs().sum(dtype=torch.float64)
+    return amount > limit + 16 * torch.finfo(x.dtype).eps * float(size)
+
+
+def round_own(piece: Piece, turn: Turn) -> None:
+    """Sets a piece's own weights of 16 bits to x - c, rounded; again, it gives the same bits."""
+    if piece.has("x"):
+        x = piece.read("x", turn.scratch).sub_(piece.read("c", turn.scratch))
+        random = partial(turn.random, OWN_WEIGHTS + turn.voter, step=turn.local_step)
+        piece.write("target", x, random, without_infs=True)
+
+
+def _displacement(piece: Piece, turn: Turn) -> Tensor:
     """Returns how far this rank's weights are from the anchor, x - p, in scratch memory."""
-    if not takes_part(piece, weights.wide):
-        return read(piece, weights.displacements, "displacement", scratch)
-    x = read(piece, weights.wide_anchors, "anchor", scratch)
-    p = read(piece, weights.wide, "parameter", scratch)
-    w = torch.sub(x, p, out=scratch("direction", piece.size, piece.dtype, x.device))
-    if takes_part(piece, weights.low):
-        w.add_(read(piece, weights.displacements, "displacement", scratch))
-    return w
+    if piece.is_low:
+        return piece.read("c", turn.scratch)
+    x, p = piece.read("x", turn.scratch), piece.read("target", turn.scratch)
+    return torch.sub(x, p, out=piece.memory("direction", turn.scratch))
 
 
-def displacements_of(plan: Plan, weights: Weights) -> list[Tensor | None]:
-    """Returns x - p of the tensors of `full_precision`, by index in the layout."""
-    found: list[Tensor | None] = [None] * len(weights.own)
-    for index in plan.full_set:
-        x, p = weights.wide_anchors[index], weights.wide[index]
-        found[index] = weights.displacements[index] if x is None or p is None else x - p
-    return found
+def _decoded(
+    piece: Piece, votes: Votes, verdict: Verdict, rule: Average, turn: Turn
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns the mean of all votes on a piece, this rank's own, and the words without a voter.
 
-
-def amounts_of(
-    plan: Plan, weights: Weights, source: Source, exchange_turn: Turn
-) -> tuple[list[float], list[float]]:
-    """Returns each tensor's sum of |w| and number of elements; with 8 bits largest |w| and 1."""
-    messages = [*plan.messages, *plan.full]
-    if exchange_turn.options.bits == 8:
-        maxima = tensor_maxima(messages, weights.own, source)
-        return numbers(maxima), [1.0] * len(maxima)
-    sums, counts = tensor_sums(messages, weights.own, source, exchange_turn)
-    return numbers(sums), numbers(counts)
-
-
-def reset_to_anchor(index: int, weights: Weights) -> None:
-    """Sets a parameter's own weights to its anchor."""
-    p, x, c = weights.own[index], weights.wide_anchors[index], weights.displacements[index]
-    x = weights.low_anchors[index] if x is None else x
-    assert p is not None
-    assert x is not None
-    p.copy_(x)
-    if c is not None:
-        c.zero_()
-
-
-def unit_of(scale: float, bits: int) -> float:
-    """Returns the displacement of a level of 1."""
-    return {1: scale, 2: 0.625 * scale, 4: scale / 7, 8: scale / 254}[bits]
-
-
-def decoded(
-    piece: Piece, votes: Votes, verdict: Verdict, units: Sequence[float], turn: Turn, voters: int
-) -> Outcome:
-    """Returns the mean of all votes on a piece, and this rank's own, as displacements."""
-    bits, rows = votes.planes.shape[0], votes.rows.of_word[piece.words]
-    mean = turn.scratch("mean", piece.size, piece.dtype, piece.device)
-    sent = turn.scratch("own", piece.size, piece.dtype, piece.device)
+    The words are marked as `_move` needs them.
+    """
+    bits, rows, scratch = turn.options.bits, votes.rows.of_word[piece.words], turn.scratch
+    mean, sent = piece.memory("mean", scratch), piece.memory("own votes", scratch)
     count = None if verdict.voters is None else verdict.voters[rows]
     active = votes.active.to(rows.device, torch.int64)[rows]
-    # A single tensor's unit goes into `Rule.decode`, which saves a pass over both.
-    single = len(piece.parts) == 1
-    unit = units[piece.parts[0].tensor] if single else 1.0
-    planes = [plane[piece.words] for plane in verdict.planes]
-    Average(voters, bits).decode(planes, count, unit, mean)
-    Average(1, bits).decode([plane[piece.words] for plane in votes.planes], active, unit, sent)
-    if not single:
-        unit_of_word = by_word(piece, units, mean).view(-1, 1)
+    units = [_unit_of(part.slot.scale, bits) for part in piece.parts]
+    # A single tensor's unit goes into `decode`, which saves a pass over both.
+    unit = units[0] if len(units) == 1 else 1.0
+    rule.decode([plane[piece.words] for plane in verdict.planes], count, unit, mean)
+    own = Average(1, bits)  # The mean of one voter's levels are the levels.
+    own.decode([plane[piece.words] for plane in votes.planes], active, unit, sent)
+    if len(units) > 1:
+        unit_of_word = piece.by_word(units, mean).view(-1, 1)
         mean.view(-1, WORD).mul_(unit_of_word)
         sent.view(-1, WORD).mul_(unit_of_word)
-    return Outcome(mean, sent, None if count is None else (count == 0).view(-1, 1))
+    return mean, sent, None if count is None else (count == 0).view(-1, 1)
 
 
-def drift_of(w: Tensor, outcome: Outcome) -> Tensor:
+def drift_of(w: Tensor, mean: Tensor, sent: Tensor) -> Tensor:
     """Returns sums over a sample of the elements that this rank displaced, float64, shape (4,).
 
     They are the sums of sign(w) * sign(mean), of 1, of |w - sent|, and of |w|. `w` is the piece's
     displacement, from before the exchange.
     """
-    assert outcome.sent is not None
-    w, mean, sent = (whole[: SAMPLE * WORD] for whole in (w, outcome.mean, outcome.sent))
+    w, mean, sent = (whole[: SAMPLE * WORD] for whole in (w, mean, sent))
     sign = w.sign()  # 0 in padding and in rows that abstain
     terms = sign * mean.sign(), sign.abs(), (sign * (w - sent)).abs(), w.abs()
     return torch.stack([term.sum(dtype=torch.float64) for term in terms])
 
 
-def move_by(
-    piece: Piece,
-    outcome: Outcome,
-    weights: Weights,
-    decays: Sequence[float],
-    turn: Turn,
-    exchange_turn: Turn,
-) -> None:
-    """Moves anchors by the mean, and removes what was sent from the displacements."""
-    scratch, decay = turn.scratch, decays[piece.group]
-    if takes_part(piece, weights.wide):
-        x = read(piece, weights.wide_anchors, "anchor", scratch).sub_(outcome.mean).mul_(decay)
-        write(piece, x, weights.wide_anchors, exchange_turn, PARAMETERS)
-        p = read(piece, weights.wide, "parameter", scratch)
-        if outcome.sent is None:
-            p.copy_(x)
+def _unit_of(scale: float | Tensor, bits: int) -> float:
+    """Returns the displacement of a level of 1."""
+    scale = float(scale)
+    return {1: scale, 2: 0.625 * scale, 4: scale / 7, 8: scale / 127}[bits]
+
+
+def _agreed_scales(means: Sequence[float], bits: int, voters: Wire) -> list[float]:
+    """Returns each tensor's scale, the same on all voters, which must all call this.
+
+    Bytes per rank: 8 (N - 1) for each tensor.
+    """
+    words = torch.tensor(means, dtype=torch.float64).view(torch.int64)
+    table = voters.gather_words(words, "means of displacements").view(torch.float64).tolist()
+    scales = []
+    for by_voter in zip(*table, strict=True):
+        positive = [mean for mean in by_voter if mean > 0.0]
+        if bits == 8:
+            scales.append(max(positive, default=0.0))
         else:
-            p.add_(outcome.sent).sub_(outcome.mean).mul_(decay)
-        write(piece, p, weights.wide, turn, PARAMETERS)
-    if takes_part(piece, weights.low):
-        y = read(piece, weights.low_anchors, "parameter", scratch).sub_(outcome.mean).mul_(decay)
-        # x - y, what rounding the anchor adds, belongs to the displacement.
-        left = torch.neg(y, out=scratch("anchor", piece.size, piece.dtype, piece.device))
-        write(piece, y, weights.low_anchors, exchange_turn, PARAMETERS)
-        left.add_(read(piece, weights.low_anchors, "parameter", scratch))
-        if outcome.sent is not None:
-            if outcome.silent is not None:
-                left.view(-1, WORD).masked_fill_(outcome.silent, 0.0)
-            c = read(piece, weights.displacements, "displacement", scratch)
-            left = c.sub_(outcome.sent).mul_(decay).add_(left)
-        write(piece, left, weights.displacements, exchange_turn, EXCHANGED + turn.voter)
-        round_own(piece, weights, turn)
+            scales.append(math.fsum(positive) / max(len(positive), 1))
+    return scales

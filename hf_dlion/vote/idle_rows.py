@@ -8,6 +8,7 @@ abstains (docs/rule.md, section 2).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_dlion.vote.message import Part
+from hf_dlion.vote.layout import Slot
 
 # Key in the optimizer's state: updates of the momentum since each row's last gradient other than
 # zero, at most h, int32, shape (R,). A parameter has it while a row is without a gradient.
@@ -42,49 +43,77 @@ def zero_rows(grad: Tensor, row: int) -> Tensor | None:
     return zero if zero.any() else None
 
 
-def old_rows(
-    states: Sequence[dict[str, Any]],
-    grads: Sequence[Tensor | None],
-    zero: Sequence[Tensor | None],
-    betas2: Sequence[float],
-) -> list[Tensor | None]:
-    """Counts an update of every momentum; returns which rows of each parameter get u = 0.
+def survey(slots: Sequence[Slot]) -> bool:
+    """Notes which rows of the gradients are zero; returns whether they hold no NaN and no Inf.
 
-    Call it once per step. A parameter without a gradient isn't counted. Rows are marked per
-    parameter, bool, shape (R,), or None if none is old. The list is empty if no row of all is.
+    On a CPU this sums each gradient, which writes no temporary tensor. A sum of finite elements may
+    overflow, so a gradient whose sum isn't finite is checked element by element. On other devices
+    it computes the largest magnitude of each row. There the host waits once per device, and once
+    more if a row is zero.
+    """
+    by_device: dict[torch.device, list[tuple[Slot, Tensor]]] = {}
+    for slot in slots:
+        slot.idle, grad = None, slot.grad
+        if grad is None or not grad.numel():
+            continue
+        if grad.device.type != "cpu":
+            by_device.setdefault(grad.device, []).append((slot, largest(grad, slot.row)))
+            continue
+        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        if not math.isfinite(grad.sum(dtype=wide).item()) and not grad.isfinite().all():
+            return False
+        slot.idle = zero_rows(grad, slot.row)
+    for found in by_device.values():
+        joined = torch.cat([magnitudes for _, magnitudes in found])
+        finite, some_zero = torch.stack([joined.isfinite().all(), joined.eq(0).any()]).tolist()
+        if not finite:
+            return False
+        if some_zero:
+            marks = [magnitudes.eq(0) for _, magnitudes in found]
+            has_zero = torch.stack([mark.any() for mark in marks]).tolist()
+            for (slot, _), mark, needed in zip(found, marks, has_zero, strict=True):
+                slot.idle = mark if needed else None
+    return True
+
+
+def largest(grad: Tensor, row: int) -> Tensor:
+    """Returns the largest magnitude in each row of a flat gradient, shape (R,)."""
+    rows = grad.view(-1, row or grad.numel())
+    magnitudes: Tensor = torch.linalg.vector_norm(rows, math.inf, dim=1)
+    return magnitudes
+
+
+def aged(state: dict[str, Any], idle: Tensor | None, beta2: float) -> Tensor | None:
+    """Counts an update of a momentum; returns the rows with u = 0, bool, shape (R,); None if none.
+
+    Call it once per step for each parameter with a gradient.
 
     Args:
-        states: The optimizer's state of each parameter; `AGE` in it is changed.
-        grads: Flat gradients, None for a parameter on which this rank's voter abstains.
-        zero: Rows of each gradient that are zero, bool, shape (R,); None if none is.
-        betas2: beta2 of each parameter.
+        state: The optimizer's state of the parameter; `AGE` in it is changed.
+        idle: Rows of the gradient that are zero, bool, shape (R,); None if none is.
+        beta2: beta2 of the momentum.
     """
-    found = [
-        None if grad is None else _aged(state, rows, beta2)
-        for state, grad, rows, beta2 in zip(states, grads, zero, betas2, strict=True)
-    ]
-    return found if any([old is not None for old in found]) else []
-
-
-def _aged(state: dict[str, Any], zero: Tensor | None, beta2: float) -> Tensor | None:
     age = state.pop(AGE, None)
-    if zero is None:
+    if idle is None:
         return None
-    if age is None or age.shape != zero.shape:
-        age = torch.zeros(zero.shape, dtype=torch.int32, device=zero.device)
+    if age is None or age.shape != idle.shape:
+        age = torch.zeros(idle.shape, dtype=torch.int32, device=idle.device)
     most = memory_of(beta2)
-    state[AGE] = age = age.add_(1).mul_(zero).clamp_(max=most)
-    old = age == most
+    state[AGE] = age = age.add_(1).mul_(idle).clamp_(max=most)
+    old: Tensor = age == most
     return old if old.device.type != "cpu" or old.any() else None
 
 
-def silence(u: Tensor, part: Part, old: Tensor, row: int) -> None:
-    """Sets u to 0 in the rows of a part that `old` marks; a row has `row` elements."""
-    first, last = part.start // row, -(-part.stop // row)
-    own = u[part.at : part.at + part.stop - part.start]
-    if own.numel() == (last - first) * row:
-        own.view(-1, row).masked_fill_(old[first:last, None], 0.0)
+def silence(u: Tensor, start: int, old: Tensor, row: int) -> None:
+    """Sets u to 0 in the rows that `old` marks.
+
+    u has the elements of a tensor from number `start`, and a row has `row` elements.
+    """
+    stop = start + u.numel()
+    first, last = start // row, -(-stop // row)
+    if u.numel() == (last - first) * row:
+        u.view(-1, row).masked_fill_(old[first:last, None], 0.0)
     else:  # A part of one long row, or the end of one and the begin of the next.
-        cut = (first + 1) * row - part.start
-        own[:cut].masked_fill_(old[first], 0.0)
-        own[cut:].masked_fill_(old[last - 1], 0.0)
+        cut = (first + 1) * row - start
+        u[:cut].masked_fill_(old[first], 0.0)
+        u[cut:].masked_fill_(old[last - 1], 0.0)

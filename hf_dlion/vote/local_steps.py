@@ -4,64 +4,42 @@ r"""Steps that a rank takes by itself between two exchanges (`vote_every`; docs/
     anchor x         x ------------- w = x - p, a few bits of each -- x - ...   equal on all ranks
     own weights p    p - p - p - p /                                \ p - ...   rank 1
 
-The part of w that a message leaves out stays in p and is in the next message (error feedback).
+The part of w that a message leaves out stays in p and is in the next message (error feedback). A
+parameter of 32 or 64 bits keeps p and x, and one of 16 bits also its displacement c = w.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_dlion.exchange import routes
-from hf_dlion.exchange.codec import divided
-from hf_dlion.exchange.rule import Average
-from hf_dlion.exchange.wire import Wire, named_ranks
-from hf_dlion.ranks.fingerprint import digest, numbers
-from hf_dlion.ranks.meeting import Disagreement
+import hf_dlion.fsdp as fsdp
+from hf_dlion.exchange.wire import Wire, digest
+from hf_dlion.options import Groups, Options, hyperparameters
+from hf_dlion.ranks.agreement import HISTORY, Agreed, agree_in_node
+from hf_dlion.ranks.fingerprint import numbers
+from hf_dlion.ranks.meeting import Disagreement, Kind
 from hf_dlion.ranks.topology import Topology
-from hf_dlion.vote.displacement import (
-    Outcome,
-    Weights,
-    amounts_of,
-    decoded,
-    displacement_of,
-    displacements_of,
-    drift_of,
-    move_by,
-    own_step,
-    reset_to_anchor,
-    round_own,
-    unit_of,
-)
-from hf_dlion.vote.full_precision import sum_over_voters
-from hf_dlion.vote.groups import Groups, hyperparameters
-from hf_dlion.vote.tensors import Plan, Trainable
-from hf_dlion.vote.update import (
-    LOW_PRECISION,
-    Source,
+from hf_dlion.vote.displacement import DETACH, REMEDY, average, round_own
+from hf_dlion.vote.layout import LOW_PRECISION, Kept, Layout, Slot, flat_view
+from hf_dlion.vote.rounding import DISPLACEMENTS, PARAMETERS
+from hf_dlion.vote.step import (
+    Lion,
+    Mine,
+    Schedule,
     Turn,
-    read,
-    takes_part,
-    votes_by,
+    direction,
 )
 
 # `vote_every_for` aims at this share of the time for exchanges, and proposes at most so many steps,
 # the largest number that was tried in more than one period (docs/results.md).
 LOCAL_SHARE, MOST_STEPS = 0.1, 64
-_Pair = tuple[Tensor, Tensor, Tensor]
-_DETACH = (
-    "call optimizer.detach() on every rank, and with DDP or FSDP2 optimizer.attach(model) after it"
-)
-_REMEDY = (
-    "Write the same values on every rank in `with optimizer.common_weights():`, and set "
-    f"max_norm=None in nn.Embedding. Before you load other weights, {_DETACH}"
-)
 
 
 def vote_every_for(step_s: float, exchange_s: float) -> int:
@@ -98,203 +76,259 @@ class Period:
         return Period(self.steps + 1, tuple(decays), tuple(paths), history)
 
 
-@dataclass
-class LocalSteps:
-    """State of a rank's local steps, by parameter; tensors are flat and this rank's parts.
+def schedule_of(options: Options) -> Schedule:
+    """Returns the schedule of `vote_every`."""
+    return LocalSteps(options) if options.vote_every > 1 else Schedule()
+
+
+class LocalSteps(Schedule):
+    """The schedule of `vote_every` above 1, and what a rank keeps between two exchanges.
 
     Attributes:
+        period: Steps since the last exchange; `next_period` has the step that begins, too.
+        exchanges: Number of exchanges.
         used: Parameters of which this rank had a finite gradient since the last exchange.
         moved: Parameters that local steps may have moved. One that is frozen leaves them in the
             next exchange, and then has the common weights.
-        anchors: Anchors x.
-        displacements: x - p of parameters of 16 bits, in their dtype.
-        limits: Largest sum of |x - p| that the last exchange can have left (with 8 bits the largest
-            |x - p|).
+        kept: Anchors, displacements, and limits by parameter.
         shown: Whether the model holds the anchors, as between `eval()` and `train()`.
-        aside: Own weights p of 32 and 64 bits while `shown`. Those of 16 bits follow from anchors
-            and displacements.
-        layout: Plan and parameters with which own weights of 16 bits were last rounded (default:
-            None, which means those of the next rounding). Random bits depend on the layout, so a
-            later one would give other weights.
+        layout: Layout in which own weights of 16 bits were last rounded; None for that of the next
+            rounding. Random bits depend on the layout, so a later one would give other weights.
     """
 
-    period: Period = field(default_factory=Period)
-    exchanges: int = 0
-    used: set[Tensor] = field(default_factory=set)
-    moved: set[Tensor] = field(default_factory=set)
-    anchors: dict[Tensor, Tensor] = field(default_factory=dict)
-    displacements: dict[Tensor, Tensor] = field(default_factory=dict)
-    limits: dict[Tensor, float] = field(default_factory=dict)
-    shown: bool = False
-    aside: dict[Tensor, Tensor] = field(default_factory=dict)
-    layout: tuple[Plan, Sequence[Tensor]] | None = None
-    _versions: dict[Tensor, int] = field(default_factory=dict)
-    _layouts: dict[Tensor, tuple[object, ...]] = field(default_factory=dict)
+    def __init__(self, options: Options, *, exchanges: int = 0, shown: bool = False) -> None:
+        """Begins with a period without steps."""
+        self._options = options
+        self.period = self.next_period = Period()
+        self.exchanges, self.shown = exchanges, shown
+        self.used: set[Tensor] = set()
+        self.moved: set[Tensor] = set()
+        self.kept: dict[Tensor, Kept] = {}
+        self.layout: Layout | None = None
 
-    def check(self, trainable: Trainable, turn: Turn) -> None:
+    has_own_weights = True
+
+    # The schedule.
+
+    @property
+    def steps_since_exchange(self) -> int:
+        """Number of steps since the last exchange."""
+        return self.period.steps
+
+    def renewed(self, *, exchanges: int = 0, shown: bool = False) -> LocalSteps:
+        """Returns local steps in a new period, with nothing that was kept."""
+        return LocalSteps(self._options, exchanges=exchanges, shown=shown)
+
+    def next_kind(self, layout: Callable[[], Layout]) -> Kind:
+        """Returns what all ranks do in the next step; they also meet at a new layout."""
+        if self.period.steps + 1 >= self._options.vote_every:
+            return Kind.EXCHANGE
+        return Kind.LOCAL_STEP if layout().has_met else Kind.STEP
+
+    def begin(self, layout: Layout, last_turn: Turn) -> None:
+        """Prepares a step.
+
+        Raises:
+            RuntimeError: If `eval` was called without `train`, or as `check`.
+        """
+        if self.shown:
+            raise RuntimeError(
+                "step() after optimizer.eval() or in common_weights(), which put common weights "
+                "into the model: call optimizer.train() before you train"
+            )
+        self.check(layout, last_turn)
+        self.next_period = self.period.and_a_step(last_turn.groups)
+
+    def presence(self, mine: Mine, node: Wire | None) -> list[bool] | None:
+        """Drops gradients of which another rank of the node has none; see `Schedule.presence`.
+
+        All ranks do this in every step, exchange, save, and load, before any header, so no rank of
+        a node waits for another that is somewhere else. Ranks that do different things raise what
+        failed, or Disagreement.
+        """
+        finite, present = mine.finite and mine.failure is None and bool(mine.present), mine.present
+        if node is not None:
+            try:
+                finite, present = agree_in_node(node, mine.kind, finite, present)
+            except Disagreement as error:
+                raise mine.failure or error from None
+        if mine.present:
+            mine.layout.abstain(finite, present)
+        if mine.kind is Kind.LOCAL_STEP:
+            if mine.failure is not None:
+                raise mine.failure
+            return None
+        if mine.kind is Kind.EXCHANGE:
+            slots = mine.layout.slots
+            return [slot.param in self.used or slot.grad is not None for slot in slots]
+        return mine.present
+
+    def equal_values(self, kind: Kind) -> dict[str, object]:
+        """Returns what must be equal on all ranks, by name."""
+        period = self.next_period if kind is Kind.EXCHANGE else self.period
+        return {
+            "exchanges": self.exchanges,
+            "steps since the last exchange": period.steps,
+        }
+
+    def equal_history(self, kind: Kind) -> dict[str, object]:
+        """Returns what must have been equal in each step, by name."""
+        period = self.next_period if kind is Kind.EXCHANGE else self.period
+        return {
+            "lr of each group, summed since the last exchange": list(period.paths),
+            HISTORY: period.history,
+        }
+
+    def is_own_step(self, kind: Kind, agreed: Agreed, ranks: Topology | None) -> bool:
+        """Returns whether a step moves own weights: if there are several voters, and one moves."""
+        if ranks is None or ranks.voters.world_size == 1:
+            return False
+        return kind is not Kind.STEP or any(agreed.moves)
+
+    def take(self, mine: Mine, turn: Turn, ranks: Topology) -> tuple[int, list[str]]:
+        """Takes a step of this rank's own, and exchanges if it is its turn; see `exchange`."""
+        ranks.voters.stats.lap()
+        self.step(mine.layout, turn)
+        ranks.voters.stats.lap("apply_s")
+        self.period = self.next_period
+        for group in turn.groups:
+            group["step"] = turn.step
+        mine.layout.has_met = True
+        if mine.kind is not Kind.EXCHANGE:
+            return 0, []
+        return self.exchange(mine.layout, mine.agreed.moves, turn, ranks)
+
+    def exchange_now(self, lion: Lion) -> list[str]:
+        """Exchanges the steps of this period, whatever the model holds; returns warnings."""
+        with lion.peers.together(Kind.EXCHANGE) as mine:
+            mine.layout, self.next_period = lion._trainable(), self.period
+            self.check(mine.layout, lion._turn(0))
+        ranks = lion.peers.ranks
+        if not self.is_own_step(mine.kind, mine.agreed, ranks):
+            return []
+        shown = self.shown
+        self.show(lion, own=True)
+        try:
+            turn, moves = lion._turn(0), mine.agreed.moves
+            count, texts = self.exchange(lion._trainable(), moves, turn, ranks)
+            lion._run_periodic_tasks(count)
+        finally:
+            if shown:
+                self.show(lion, own=False)
+        return texts
+
+    # Steps and exchanges.
+
+    def step(self, layout: Layout, turn: Turn) -> None:
+        """Takes a step on this rank's gradients, without communication."""
+        for slot in layout.slots:
+            self.moved.add(slot.param)
+            if slot.grad is not None:
+                self.keep(slot)
+                self.used.add(slot.param)
+            slot.target = slot.p if slot.kept else None
+        turn.age_rows(layout.slots)
+        for piece in layout.pieces:
+            if piece.has("grad"):
+                # lr * sign(u) is exact, so a fused add rounds as two operations do.
+                sign, lr = direction(piece, turn).sign_(), float(turn.groups[piece.group]["lr"])
+                if piece.is_low:
+                    c = piece.read("c", turn.scratch).add_(sign, alpha=lr)
+                    random = partial(turn.random, DISPLACEMENTS + turn.voter)
+                    piece.write("c", c, random, without_infs=True)
+                else:
+                    p = piece.read("target", turn.scratch).add_(sign, alpha=-lr)
+                    piece.write("target", p, partial(turn.random, PARAMETERS))
+            if piece.is_low:
+                round_own(piece, turn)
+        self._note_rounded(layout)
+
+    def exchange(
+        self, layout: Layout, used_anywhere: Sequence[bool], turn: Turn, ranks: Topology
+    ) -> tuple[int, list[str]]:
+        """Averages how far the ranks were moved; every rank must call this.
+
+        It returns the number of the exchange, 0 if no rank was moved, and warnings: parameters that
+        weren't finite on this rank are reset to the anchor. `used_anywhere` marks the parameters
+        that some rank used. Bytes for P trainable parameters: 8 (N - 1) (P + 1), and those of
+        `exchange.routes`.
+
+        Raises:
+            Disagreement: On every rank, before anchors move, if weights were replaced on one.
+        """
+        if not any(used_anywhere):
+            self.period = Period()
+            return 0, []
+        ranks.voters.stats.lap()
+        for slot, used in zip(layout.slots, used_anywhere, strict=True):
+            if used:
+                self.keep(slot)
+        if self.layout is not None and self.layout is not layout:  # It changed since the step.
+            self.layout = None
+            self._round(layout, turn)
+        for slot, used in zip(layout.slots, used_anywhere, strict=True):
+            slot.target = slot.p if used else None
+        # Votes, and the rounding of what moves, depend on the number of the exchange.
+        turn = replace(turn, step=self.exchanges + 1)
+        texts = average(layout, self.period.decays, self.period.paths, turn, ranks)
+        for slot in layout.slots:
+            slot.mean = None
+            if not slot.param.requires_grad:
+                self.drop(slot.param, slot.p)
+        self._note_rounded(layout)
+        self.used, self.period = set(), Period()
+        self.exchanges += 1
+        ranks.voters.stats.exchanges += 1
+        return self.exchanges, texts
+
+    # Own weights and common ones.
+
+    def check(self, layout: Layout, last_turn: Turn) -> None:
         """Refuses changes to parameters that a step would undo or mix up.
 
         Raises:
             RuntimeError: If a parameter has another dtype or memory layout than its anchor, or a
                 parameter of 16 bits has other values than after the last step.
         """
-        self._check_layouts(trainable)
+        _check_forms(layout)
         if self.shown:
             return
         # A version also counts writes that change no value, so the values are compared then.
         written = {
-            p: flat.clone()
-            for p, flat in zip(trainable.params, trainable.flat, strict=True)
-            if p in self.displacements and p._version != self._versions.get(p, p._version)
+            slot: slot.p.clone()
+            for slot in layout.slots
+            if slot.kept and slot.kept.version not in (None, slot.param._version)
         }
         if written:
-            self._round(trainable, turn, written)
-            flats = dict(zip(trainable.params, trainable.flat, strict=True))
-            pairs = [(p, flats[p], values) for p, values in written.items()]
-            if changed := _different(pairs):
-                for _, flat, values in pairs:
-                    flat.copy_(values)
-                raise _changed(changed[0][0], f"values were changed between two steps. {_REMEDY}")
-            self._note_versions()
+            self._round(layout, last_turn, {slot.param for slot in written})
+            if changed := _different([(slot, slot.p, values) for slot, values in written.items()]):
+                for slot, values in written.items():
+                    slot.p.copy_(values)
+                raise _changed(changed[0], f"values were changed between two steps. {REMEDY}")
+            self._note_rounded(self.layout)
 
-    def step(self, trainable: Trainable, turn: Turn) -> None:
-        """Takes a step on this rank's gradients, without communication."""
-        self.moved.update(trainable.params)
-        for p, flat, grad in zip(trainable.params, trainable.flat, trainable.grads, strict=True):
-            if grad is not None:
-                self.add_anchor(p, flat)
-                self.used.add(p)
-        weights = self._weights(trainable)
-        for message in (*trainable.plan.messages, *trainable.plan.full):
-            for piece in message.pieces:
-                own_step(piece, weights, trainable, turn)
-        self._note_rounded(trainable)
+    def show(self, lion: Lion, *, own: bool) -> None:
+        """Puts this rank's own weights into the model, or the common ones."""
+        if self.shown != own:
+            return
+        layout, last_turn = lion._trainable(), lion._turn(0)
+        if own:
+            for slot in layout.slots:
+                if slot.kept and slot.kept.aside is not None:
+                    slot.p.copy_(slot.kept.aside)
+                    slot.kept.aside = None
+            self._round(layout, last_turn)
+            self._note_rounded(self.layout)
+        else:
+            self.check(layout, last_turn)
+            for slot in layout.slots:
+                if slot.kept:
+                    is_low = slot.kept.displacement is not None
+                    slot.kept.aside = None if is_low else slot.p.clone()
+                    slot.p.copy_(slot.kept.anchor)
+        self.shown = not own
 
-    def exchange(
-        self, trainable: Trainable, used_anywhere: Sequence[bool], turn: Turn, ranks: Topology
-    ) -> list[int]:
-        """Averages how far the ranks were moved; every rank must call this.
-
-        It returns indices of parameters that weren't finite on this rank and were reset to the
-        anchor. `used_anywhere` marks the parameters that some rank used. Bytes for P trainable
-        parameters: 8 (N - 1) (P + 1), and those of `exchange.routes`.
-
-        Raises:
-            Disagreement: On every rank, before anchors move, if weights were replaced on one.
-        """
-        plan, voters, now = trainable.plan, ranks.voters, time.perf_counter()
-        bits = turn.options.bits
-        # Votes, and the rounding of what moves, depend on the number of the exchange.
-        exchange_turn = replace(turn, step=self.exchanges + 1)
-        for p, flat, used in zip(trainable.params, trainable.flat, used_anywhere, strict=True):
-            if used:
-                self.add_anchor(p, flat)
-        if self.layout is not None and self.layout[0] is not plan:  # It changed since the step.
-            self.layout = None
-            self._round(trainable, turn)
-        weights = self._weights(trainable, used_anywhere)
-        source = functools.partial(displacement_of, weights=weights, scratch=turn.scratch)
-        reset, limits, scales = self._scales(trainable, weights, source, exchange_turn, ranks)
-
-        # Encode and send all messages, then decode and apply one after the other.
-        magnitudes = [s / 2 if bits == 8 else s for s in scales]
-        mean, route = Average(voters.world_size, bits), turn.options.exchange
-        sent, under_way = [], []
-        for message in plan.messages:
-            sent.append(votes_by(source, message, exchange_turn, magnitudes))
-            under_way.append(
-                routes.start(sent[-1], route, voters, ranks.node, mean, exchange_turn.step)
-            )
-        now = voters.stats.add("encode_s", now)
-        units, drift = [unit_of(s, bits) for s in scales], []
-        for message, votes, verdict in zip(
-            plan.messages, sent, routes.complete(under_way, ranks.node), strict=True
-        ):
-            now = voters.stats.add("exchange_s", now)
-            moving = [piece for piece in message.pieces if takes_part(piece, weights.own)]
-            for piece in moving:
-                outcome = decoded(piece, votes, verdict, units, turn, voters.world_size)
-                if piece is moving[0]:  # The log shows a sample of each message.
-                    drift.append(drift_of(source(piece), outcome))
-                move_by(piece, outcome, weights, self.period.decays, turn, exchange_turn)
-            now = voters.stats.add("apply_s", now)
-        voters.stats.drift = drift
-        # Tensors of `full_precision` are averaged without votes.
-        sums = sum_over_voters(plan.full, weights.own, displacements_of(plan, weights), voters)
-        means = [None if total is None else divided(total, voters.world_size) for total in sums]
-        now = voters.stats.add("exchange_s", now)
-        for message in plan.full:
-            for piece in message.pieces:
-                if takes_part(piece, weights.own):
-                    outcome = Outcome(read(piece, means, "direction", turn.scratch))
-                    move_by(piece, outcome, weights, self.period.decays, turn, exchange_turn)
-        voters.stats.add("apply_s", now)
-
-        self.limits |= {p: limits[k] for k, p in enumerate(trainable.params) if used_anywhere[k]}
-        for p, flat in zip(trainable.params, trainable.flat, strict=True):
-            if not p.requires_grad:
-                self.drop(p, flat)
-        self._note_rounded(trainable)
-        self.used, self.period = set(), Period()
-        self.exchanges += 1
-        voters.stats.exchanges += 1
-        return reset
-
-    def _scales(
-        self,
-        trainable: Trainable,
-        weights: Weights,
-        source: Source,
-        exchange_turn: Turn,
-        ranks: Topology,
-    ) -> tuple[list[int], list[float], list[float]]:
-        """Returns indices of reset parameters, each tensor's next limit, and its scale.
-
-        Every rank must call this. Parameters that aren't finite on this rank are reset to anchors.
-        """
-        amounts, counts = amounts_of(trainable.plan, weights, source, exchange_turn)
-        reset = [k for k, amount in enumerate(amounts) if not math.isfinite(amount)]
-        for k in reset:
-            reset_to_anchor(k, weights)
-            amounts[k] = 0.0
-        bits = exchange_turn.options.bits
-        replaced = self._replaced(trainable, amounts, weights, bits)
-        # Ranks that vote on other shards, or in other nodes, must raise as well.
-        first = min(replaced, default=len(amounts))
-        firsts = ranks.everyone.gather_words([first], "a check of weights").view(-1).tolist()
-        if (first := min(firsts)) < len(amounts):
-            found = [ranks.everyone.ranks[r] for r, index in enumerate(firsts) if index == first]
-            raise Disagreement(
-                f"the weights of {trainable.plan.lines[first][0]!r} on {named_ranks(found)} are "
-                f"farther from the last exchange's than steps can have moved them, so something "
-                f"replaced them. {_REMEDY}"
-            )
-        means = [amount / count for amount, count in zip(amounts, counts, strict=True)]
-        scales = _agreed_scales(means, bits, ranks.voters)
-        limits = [a + s * n for a, s, n in zip(amounts, scales, counts, strict=True)]
-        return reset, limits, scales
-
-    def show_common(self, trainable: Trainable, turn: Turn) -> None:
-        """Puts the anchors into the model."""
-        self.check(trainable, turn)
-        pairs = [*zip(trainable.params, trainable.flat, strict=True)]
-        wide = self.anchors.keys() - self.displacements.keys()
-        self.aside = {p: flat.clone() for p, flat in pairs if p in wide}
-        for p, flat in pairs:
-            if p in self.anchors:
-                flat.copy_(self.anchors[p])
-        self.shown = True
-
-    def show_own(self, trainable: Trainable, turn: Turn) -> None:
-        """Puts own weights back, bit for bit except for what `take_in_writes` has moved."""
-        for p, flat in zip(trainable.params, trainable.flat, strict=True):
-            if p in self.aside:
-                flat.copy_(self.aside.pop(p))
-        self._round(trainable, turn)
-        self._note_versions()
-        self.shown = False
-
-    def take_in_writes(self, trainable: Trainable) -> None:
+    def take_in_writes(self, layout: Layout) -> None:
         """Moves anchors and own weights by what was written into the model while it shows anchors.
 
         The displacements x - p stay, as do the bits of elements that weren't written.
@@ -302,123 +336,156 @@ class LocalSteps:
         Raises:
             RuntimeError: As `check`.
         """
-        self._check_layouts(trainable)
-        pairs = zip(trainable.params, trainable.flat, strict=True)
-        shown = [(p, flat, self.anchors[p]) for p, flat in pairs if p in self.anchors]
-        for p, flat, anchor in _different(shown):
-            if (own := self.aside.get(p)) is not None:
-                kept = _bits(flat) == _bits(anchor)
-                self.aside[p] = torch.where(kept, own, flat - (anchor - own))
-            anchor.copy_(flat)
+        if not self.shown:
+            return
+        _check_forms(layout)
+        shown = [(slot, slot.p, slot.kept.anchor) for slot in layout.slots if slot.kept]
+        for slot in _different(shown):
+            assert slot.kept is not None
+            anchor, own = slot.kept.anchor, slot.kept.aside
+            if own is not None:
+                same = _bits(slot.p) == _bits(anchor)
+                slot.kept.aside = torch.where(same, own, slot.p - (anchor - own))
+            anchor.copy_(slot.p)
 
-    def add_anchor(self, param: Tensor, flat: Tensor) -> None:
+    def keep(self, slot: Slot) -> None:
         """Copies a parameter to its anchor, unless it has one."""
-        if param not in self.anchors:
-            self.anchors[param], self._layouts[param] = flat.clone(), _layout(param)
-            if param.dtype in LOW_PRECISION:
-                self.displacements[param] = torch.zeros_like(flat)
+        if slot.kept is None:
+            c = torch.zeros_like(slot.p) if slot.dtype in LOW_PRECISION else None
+            slot.kept = self.kept[slot.param] = Kept(slot.p.clone(), c, _form(slot.param))
 
     def drop(self, param: Tensor, flat: Tensor) -> None:
         """Puts a parameter's anchor into it, and forgets the parameter."""
-        anchor = self.anchors.pop(param, None)
-        if anchor is not None and not self.shown and anchor.numel() == flat.numel():
-            flat.copy_(anchor)
-        values = self.aside, self.displacements, self.limits
-        for by_param in (*values, self._versions, self._layouts):
-            by_param.pop(param, None)
+        kept = self.kept.pop(param, None)
+        if kept is not None and not self.shown and kept.anchor.numel() == flat.numel():
+            flat.copy_(kept.anchor)
         self.used.discard(param)
         self.moved.discard(param)
 
-    def _check_layouts(self, trainable: Trainable) -> None:
-        for p in trainable.params:
-            if self._layouts.get(p, _layout(p)) != _layout(p):
-                raise _changed(
-                    p, f"dtype or memory layout was changed. Before you change it, {_DETACH}"
-                )
-
-    def _weights(self, trainable: Trainable, chosen: Sequence[bool] | None = None) -> Weights:
-        """Returns the weights of all parameters that have an anchor, or of the chosen ones."""
-        weights = Weights(len(trainable.params))
-        for k, (p, flat) in enumerate(zip(trainable.params, trainable.flat, strict=True)):
-            anchor = self.anchors.get(p)
-            if anchor is None or (chosen is not None and not chosen[k]):
-                continue
-            weights.own[k] = flat
-            if p.dtype in LOW_PRECISION:
-                weights.low[k], weights.low_anchors[k] = flat, anchor
-                weights.displacements[k] = self.displacements[p]
-            else:
-                weights.wide[k], weights.wide_anchors[k] = flat, anchor
-        return weights
-
-    def _replaced(
-        self, trainable: Trainable, amounts: Sequence[float], weights: Weights, bits: int
-    ) -> list[int]:
-        """Returns indices of parameters farther from their anchors than steps can move them."""
-        found = []
-        for k, p in enumerate(trainable.params):
-            x, group = weights.wide_anchors[k], trainable.plan.shapes[k].group
-            if x is None or not x.numel() or group >= len(self.period.paths):
-                continue
-            # Rounding can double a move, but not more.
-            path = 2 * self.period.paths[group]
-            limit = self.limits.get(p, 0.0) + path * (1 if bits == 8 else x.numel())
-            if amounts[k] > limit:
-                size = x.abs().max() if bits == 8 else x.abs().sum(dtype=torch.float64)
-                if amounts[k] > limit + 16 * torch.finfo(x.dtype).eps * float(size):
-                    found.append(k)
-        return found
-
-    def _round(
-        self, trainable: Trainable, turn: Turn, chosen: Collection[Tensor] | None = None
-    ) -> None:
+    def _round(self, layout: Layout, turn: Turn, chosen: Collection[Tensor] | None = None) -> None:
         """Sets own weights of 16 bits to x - c, rounded to the same bits as the last time."""
         if self.layout is None:
-            self.layout = trainable.plan, trainable.params
-        plan, params = self.layout
-        flats = dict(zip(trainable.params, trainable.flat, strict=True))
-        # A parameter that isn't trainable any more has no anchor.
-        then = Trainable(plan, [*params], [flats.get(p, p) for p in params])
-        weights = self._weights(then, None if chosen is None else [p in chosen for p in params])
-        for message in (*plan.messages, *plan.full):
-            for piece in message.pieces:
-                round_own(piece, weights, turn)
+            self.layout = layout
+        now = {slot.param: slot for slot in layout.slots}
+        for then in self.layout.slots:
+            slot = now.get(then.param)  # None if it isn't trainable any more.
+            then.target, then.kept = None, self.kept.get(then.param)
+            if slot is not None and (chosen is None or then.param in chosen):
+                then.target = slot.p
+        for piece in self.layout.pieces:
+            if piece.is_low:
+                round_own(piece, turn)
 
-    def _note_rounded(self, trainable: Trainable) -> None:
-        self.layout = trainable.plan, trainable.params
-        self._note_versions()
+    def _note_rounded(self, layout: Layout | None) -> None:
+        self.layout = layout
+        for param, kept in self.kept.items():
+            if kept.displacement is not None:
+                kept.version = param._version
 
-    def _note_versions(self) -> None:
-        self._versions = {p: p._version for p in self.displacements}
+    # What a checkpoint keeps.
+
+    def saved(self, params: Sequence[Tensor]) -> tuple[dict[str, Any], dict[int, Tensor]]:
+        """Returns values for JSON, and own weights by the parameters' numbers in `params`.
+
+        Of 16 bits they are displacements, which lose no bits. `bits` decides what the limits mean.
+        Pairs take the place of keys that aren't strings, which JSON doesn't have.
+        """
+        number_of, own = {param: number for number, param in enumerate(params)}, {}
+        for param, kept in self.kept.items():
+            part = fsdp.local_part(param.detach())
+            flat = kept.aside if kept.displacement is None else kept.displacement
+            own[number_of[param]] = (
+                part if flat is None else flat.as_strided(part.size(), part.stride())
+            )
+        laid_out = self.layout.slots if self.layout else ()
+        values = {
+            "bits": self._options.bits,
+            "exchanges": self.exchanges,
+            "period": asdict(self.period),
+            "used": sorted(number_of[param] for param in self.used),
+            "moved": sorted(number_of[param] for param in self.moved),
+            "limits": sorted(
+                (number_of[param], kept.limit)
+                for param, kept in self.kept.items()
+                if kept.limit is not None
+            ),
+            "layout": [number_of[slot.param] for slot in laid_out],
+        }
+        return values, dict(sorted(own.items()))
+
+    @classmethod
+    def restored(
+        cls,
+        options: Options,
+        saved: Mapping[str, Any] | None,
+        own: Mapping[int, Tensor] | None,
+        params: Sequence[Tensor],
+        layout_of: Callable[[Collection[Tensor]], Layout],
+    ) -> LocalSteps:
+        """Returns local steps as after `eval()`, with the model's weights as anchors.
+
+        Args:
+            options: Options of this run.
+            saved: Values that `saved` returned, with its period checked; None if the run that saved
+                took no local steps.
+            own: Own weights that `saved` returned; None to begin a period.
+            params: The parameters.
+            layout_of: Function that returns the layout of some of them.
+
+        Raises:
+            ValueError: If own weights and values don't fit the parameters or each other; the text
+                begins with a verb.
+        """
+        local = cls(options, exchanges=0 if saved is None else saved["exchanges"], shown=True)
+        if saved is None or own is None:
+            return local
+        limits = dict(saved["limits"])
+        if own.keys() != (expected := {*saved["used"], *limits}):
+            raise ValueError(
+                f"holds own weights of parameters {sorted(own)}, but should hold those of "
+                f"{sorted(expected)}"
+            )
+        # With 8 bits a limit is one of the largest displacement, otherwise one of a sum.
+        comparable = (saved["bits"] == 8) == (options.bits == 8)
+        for number, weights in own.items():
+            param, part = params[number], fsdp.local_part(params[number].detach())
+            flat = flat_view(torch.empty_like(part).copy_(weights))
+            kept = Kept(flat_view(part).clone(), None, _form(param))
+            if param.dtype in LOW_PRECISION:
+                kept.displacement = flat
+            else:
+                kept.aside = flat
+            if number in limits:
+                kept.limit = limits[number] if comparable else math.inf
+            local.kept[param] = kept
+        if any(kept.displacement is not None for kept in local.kept.values()):
+            # Which the run that saved had rounded in this layout.
+            local.layout = layout_of({params[number] for number in saved["layout"]})
+        local.period = local.next_period = saved["period"]
+        local.used = {params[number] for number in saved["used"]}
+        local.moved = {params[number] for number in saved["moved"]}
+        return local
 
 
-def _agreed_scales(means: Sequence[float], bits: int, voters: Wire) -> list[float]:
-    """Returns each tensor's scale, the same on all voters, which must all call this.
-
-    Bytes per rank: 8 (N - 1) for each tensor.
-    """
-    words = torch.tensor(means, dtype=torch.float64).view(torch.int64)
-    table = voters.gather_words(words, "means of displacements").view(torch.float64).tolist()
-    scales = []
-    for by_voter in zip(*table, strict=True):
-        positive = [mean for mean in by_voter if mean > 0.0]
-        if bits == 8:
-            scales.append(max(positive, default=0.0))
-        else:
-            scales.append(math.fsum(positive) / max(len(positive), 1))
-    return scales
+def _check_forms(layout: Layout) -> None:
+    for slot in layout.slots:
+        if slot.kept and slot.kept.form != _form(slot.param):
+            raise _changed(
+                slot, f"dtype or memory layout was changed. Before you change it, {DETACH}"
+            )
 
 
-def _changed(param: Tensor, how: str) -> RuntimeError:
+def _changed(slot: Slot, how: str) -> RuntimeError:
     return RuntimeError(
-        f"a {param.dtype} parameter of shape {tuple(param.shape)} has local steps, and its {how}"
+        f"a {slot.param.dtype} parameter of shape {tuple(slot.param.shape)} has local steps, and "
+        f"its {how}"
     )
 
 
-def _different(found: Sequence[_Pair]) -> list[_Pair]:
-    """Returns the entries, a parameter and two flat tensors, whose tensors differ in a bit."""
+def _different(found: Sequence[tuple[Slot, Tensor, Tensor]]) -> list[Slot]:
+    """Returns the slots whose two flat tensors differ in a bit."""
     differ = numbers([(_bits(left) != _bits(right)).any() for _, left, right in found])
-    return [entry for entry, differs in zip(found, differ, strict=True) if differs]
+    return [slot for (slot, _, _), differs in zip(found, differ, strict=True) if differs]
 
 
 def _bits(flat: Tensor) -> Tensor:
@@ -426,5 +493,5 @@ def _bits(flat: Tensor) -> Tensor:
     return flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
 
 
-def _layout(param: Tensor) -> tuple[object, ...]:
+def _form(param: Tensor) -> tuple[object, ...]:
     return param.dtype, param.shape, param.stride()

@@ -235,8 +235,8 @@ def loads(
     with warned() as texts:
         assert load(model, optimizer, folder) is not None
     kept = [momenta_of(optimizer), weights_of(model)]
-    assert optimizer._local.exchanges == int(every > 1)
-    assert not optimizer._local.anchors
+    assert optimizer.schedule.exchanges == int(every > 1)
+    assert not optimizer.schedule.kept
     train(model, optimizer, range(2, 3 + every), rank)
     return kept, texts
 
@@ -336,7 +336,7 @@ def test_own_weights_continue_with_other_bits(rank: int, tmp_path: Path) -> None
     load(model, optimizer, tmp_path)
     assert same(kept, weights_of(model))
     train(model, optimizer, range(5, 13), rank)
-    assert optimizer._local.exchanges == 4
+    assert optimizer.schedule.exchanges == 4
 
 
 @on_ranks(2)
@@ -725,7 +725,7 @@ def failing_load(rank: int, world_size: int, folder: str, case: str) -> str:
             load_momentum(optimizer, f"{folder}/new")
     except BaseException as error:
         assert same(kept, [*momenta_of(optimizer), *weights_of(model)])
-        assert not optimizer._local.anchors
+        assert not optimizer.schedule.kept
         # All ranks continue together.
         load(model, optimizer, f"{folder}/later")
         return f"{type(error).__name__}: {error}"

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_dlion.exchange.wire import Wire, WireStats
-from hf_dlion.ranks.fingerprint import ROW, digest, fingerprints
+from hf_dlion.exchange.wire import Wire, WireStats, digest
+from hf_dlion.ranks.fingerprint import ROW, fingerprints
 from hf_dlion.ranks.meeting import Disagreement
 from hf_dlion.ranks.replicas import compare_parameters
 from tests.support.spawn import on_ranks

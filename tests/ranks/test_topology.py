@@ -164,7 +164,7 @@ def test_control_messages_travel_from_the_parameters_device(
     with FakeTensorMode():
         param = torch.nn.Parameter(torch.empty(4, device="cuda"))
         optimizer = DistributedLion([param])
-        assert optimizer._topology().everyone.control_device == param.device
+        assert optimizer.peers.topology().everyone.control_device == param.device
 
 
 @on_ranks(3)

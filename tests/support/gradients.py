@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.vote import message
+from hf_dlion.vote import layout
 from tests.support.definition import Lions
 
 SHAPES = [(3, 64), (5,), (), (0, 4), (130, 128), (7, 3), (2, 200), (300, 64), (70,), (1, 64)]
@@ -33,7 +33,7 @@ def pair(
 
     `options` are those of the optimizer.
     """
-    message.PIECE["cpu"], message.MESSAGE["cpu"], message.MESSAGES = 1 << 10, 1 << 13, 1 << 20
+    layout.PIECE["cpu"], layout.MESSAGE["cpu"], layout.MESSAGES = 1 << 10, 1 << 13, 1 << 20
     torch.manual_seed(0)
     start = [torch.randn(shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     own = {"every" if name == "vote_every" else name: value for name, value in options.items()}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.vote import message
+from hf_dlion.vote import layout
 from tests.support.definition import Lions
 from tests.support.spawn import on_ranks
 from tests.support.training import (
@@ -24,7 +24,7 @@ def _generator(*numbers: int) -> torch.Generator:
 @on_ranks(2)
 def test_full_precision_is_lion_on_the_mean_gradient(rank: int, selection: str) -> None:
     """Compares with plain Lion on the mean over the ranks that have a gradient."""
-    message.PIECE["cpu"], message.MESSAGE["cpu"], message.MESSAGES = 1 << 7, 1 << 8, 1 << 20
+    layout.PIECE["cpu"], layout.MESSAGE["cpu"], layout.MESSAGES = 1 << 7, 1 << 8, 1 << 20
     model = model_of()
     optimizer = DistributedLion(
         model.named_parameters(),
@@ -57,7 +57,9 @@ def test_full_precision_is_lion_on_the_mean_gradient(rank: int, selection: str) 
                 assert torch.equal(p, own), (step, name)
     if selection == "*":  # Each element is sent once, also those of tensors in several messages.
         elements = sum(p.numel() for p in model.parameters())
-        assert len(optimizer._plan.full) > len(start)
+        assert len(optimizer._layout.full) > len(start)
         assert (
-            0 <= optimizer.wire.last_bytes_sent - 64 - 4 * elements < 8 * len(optimizer._plan.full)
+            0
+            <= optimizer.wire.last_bytes_sent - 64 - 4 * elements
+            < 8 * len(optimizer._layout.full)
         )

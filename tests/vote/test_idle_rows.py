@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.vote.idle_rows import AGE, silence, zero_rows
-from hf_dlion.vote.message import Part, Shape
-from hf_dlion.vote.tensors import survey
+from hf_dlion.vote.idle_rows import AGE, silence, survey, zero_rows
+from hf_dlion.vote.layout import Slot
 from tests.support.gradients import KINDS
 from tests.support.spawn import on_ranks
 from tests.support.training import is_equal_everywhere
@@ -35,18 +34,17 @@ def test_a_row_is_zero_if_all_of_its_elements_are(dtype: torch.dtype, row: int) 
 
 
 def test_a_survey_marks_rows_of_finite_gradients() -> None:
-    shapes = [Shape.of(torch.empty(shape), 0) for shape in ((2, 64), (0, 4), (5,), (3, 64), (2,))]
-    grads: list[Tensor | None] = [torch.ones(shape.size) for shape in shapes]
-    grads[2][:] = 0.0
-    grads[3][64:128] = 0.0
-    grads[4] = None
-    finite, zero = survey(grads, shapes)
-    assert finite
-    assert [None if mark is None else mark.tolist() for mark in zero] == [
+    slots = [Slot.of(torch.empty(shape), 0) for shape in ((2, 64), (0, 4), (5,), (3, 64), (2,))]
+    for slot in slots[:4]:
+        slot.grad = torch.ones(slot.size)
+    slots[2].grad[:] = 0.0
+    slots[3].grad[64:128] = 0.0
+    assert survey(slots)
+    assert [None if slot.idle is None else slot.idle.tolist() for slot in slots] == [
         *(None, None, [True], [False, True, False], None)
     ]
-    grads[0][3] = torch.inf
-    assert not survey(grads, shapes)[0]
+    slots[0].grad[3] = torch.inf
+    assert not survey(slots)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 256), (128, 256), (64, 128), (192, 320)])
@@ -55,7 +53,7 @@ def test_rows_are_silenced_wherever_a_piece_is_cut(start: int, stop: int) -> Non
     whole = torch.ones(384)
     whole[128:] = 0.0
     u = torch.ones(64 + stop - start)
-    silence(u, Part(0, start, stop, at=64), torch.tensor([False, True, True]), 128)
+    silence(u[64:], start, torch.tensor([False, True, True]), 128)
     assert torch.equal(u, torch.cat([torch.ones(64), whole[start:stop]]))
 
 

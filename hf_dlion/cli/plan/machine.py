@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,10 +17,9 @@ from hf_dlion.exchange.codec import TOP
 from hf_dlion.exchange.routes import Verdict
 from hf_dlion.exchange.rule import Majority, count
 from hf_dlion.options import Options
+from hf_dlion.vote.layout import Layout, Scratch, Slot, flat_view
 from hf_dlion.vote.local_steps import LocalSteps
-from hf_dlion.vote.message import Shape, messages
-from hf_dlion.vote.tensors import Plan, Trainable
-from hf_dlion.vote.update import Scratch, Turn, encode, move
+from hf_dlion.vote.step import Turn, direction, encode, move
 
 Calls = dict[str, Callable[[], object]]
 
@@ -196,11 +196,8 @@ def step_work(param: Tensor) -> Calls:
 def _votes(param: Tensor, bits: int) -> Calls:
     """Returns what a rank does with a matrix in a step of DistributedLion."""
     assert param.grad is not None
-    flat, grad, turn = param.detach().view(-1), param.grad.view(-1), _turn(bits)
-    shapes = [Shape.of(param, 0)]
-    plan = Plan(shapes=shapes, messages=messages(shapes))
-    trainable = Trainable(plan, [param], [flat], [grad], [torch.zeros_like(flat)])
-    local_step = partial(LocalSteps().step, trainable, turn)
+    turn, layout = _turn(bits), _layout_of([param])
+    local_step = partial(LocalSteps(turn.options).step, layout, turn)
     return {**vote_work([param], bits, (2, 4)), "local step": local_step}
 
 
@@ -210,10 +207,8 @@ def vote_work(params: Sequence[Tensor], bits: int, ranks: Sequence[int]) -> Call
     The votes that it counts are those of this rank, once for every rank.
     """
     rule, turn = Majority("alternate"), _turn(bits)
-    layout = messages([Shape.of(param, 0) for param in params])
-    flat = [param.detach().view(-1) for param in params]
-    grads = [param.grad.view(-1) for param in params if param.grad is not None]
-    momenta = [torch.zeros_like(param) for param in flat]
+    layout = _layout_of(params).messages
+    source = partial(direction, turn=turn)
     planes: list[list[Tensor]] = []
     verdicts: list[Verdict] = []
     # On a GPU, checking whether all ranks vote would synchronize, so ranks are counted by row.
@@ -226,7 +221,7 @@ def vote_work(params: Sequence[Tensor], bits: int, ranks: Sequence[int]) -> Call
     }
 
     def encode_all() -> None:
-        planes[:] = [list(encode(m, grads, momenta, turn, ()).planes) for m in layout]
+        planes[:] = [list(encode(m, turn, source).planes) for m in layout]
 
     def count_all(n: int) -> None:
         verdicts.clear()
@@ -236,7 +231,7 @@ def vote_work(params: Sequence[Tensor], bits: int, ranks: Sequence[int]) -> Call
 
     def move_all() -> None:
         for message, verdict in zip(layout, verdicts, strict=True):
-            move(message, flat, verdict, rule, turn)
+            move(message, verdict, rule, turn)
 
     # Makes scratch, rows, and what the next call needs.
     for call in (encode_all, partial(count_all, ranks[0])):
@@ -245,9 +240,19 @@ def vote_work(params: Sequence[Tensor], bits: int, ranks: Sequence[int]) -> Call
     return {f"encode {bits}": encode_all, **counts, "move": move_all}
 
 
+def _layout_of(params: Sequence[Tensor]) -> Layout:
+    """Returns parameters with gradients and momenta as a step has them."""
+    slots = [Slot.of(param, 0) for param in params]
+    for slot, param in zip(slots, params, strict=True):
+        assert param.grad is not None
+        slot.param, slot.p, slot.grad = param, flat_view(param), flat_view(param.grad)
+        slot.target, slot.momentum = slot.p, torch.zeros_like(slot.p)
+    return Layout(slots=slots)
+
+
 def _turn(bits: int) -> Turn:
     return Turn(
-        step=1, voter=0, options=Options(bits=bits),
+        step=1, local_step=1, voter=0, options=Options(bits=bits), state=defaultdict(dict),
         groups=[{"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}], scratch=Scratch(),
     )  # fmt: skip
 

@@ -20,8 +20,8 @@ from hf_dlion.cli.plan.workload import Workload
 from hf_dlion.exchange.codec import WORD
 from hf_dlion.exchange.routes import wire_bytes
 from hf_dlion.ranks.meeting import HEADER_BYTES
+from hf_dlion.vote.layout import Slot, messages
 from hf_dlion.vote.local_steps import vote_every_for
-from hf_dlion.vote.message import Shape, messages
 
 # Backward computes two products for each one of forward.
 FORWARD_SHARE = 1 / 3
@@ -307,8 +307,8 @@ def _messages(case: Case) -> list[tuple[int, int]]:
     """Returns words and rows of a step's messages, as the optimizer cuts them."""
     device = torch.device(case.machine.device)
     tensors = [torch.empty(shape, dtype=case.dtype, device="meta") for shape in case.work.shapes]
-    cut = messages([replace(Shape.of(tensor, 0), device=device) for tensor in tensors])
-    return [(m.words, sum(words // row for _, _, words, row in m.spans)) for m in cut]
+    cut = messages([replace(Slot.of(tensor, 0), device=device) for tensor in tensors])
+    return [(m.words, m.rows.count) for m in cut]
 
 
 def _local_steps(case: Case, ranks: int, share: int, inside_s: float) -> tuple[int, Cost]:

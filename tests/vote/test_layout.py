@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dlion import DistributedLion
-from hf_dlion.vote import message
+from hf_dlion.vote import layout
+from hf_dlion.vote.layout import Slot, messages
 from tests.support.spawn import on_ranks
 
 
@@ -36,11 +37,11 @@ def test_a_channels_last_tensor_moves_in_its_own_memory_order(rank: int) -> None
 
 
 def test_a_row_is_never_cut_between_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(message.PIECE, "cpu", 1 << 10)
-    monkeypatch.setitem(message.MESSAGE, "cpu", 1 << 13)
-    monkeypatch.setattr(message, "MESSAGES", 1 << 20)
+    monkeypatch.setitem(layout.PIECE, "cpu", 1 << 10)
+    monkeypatch.setitem(layout.MESSAGE, "cpu", 1 << 13)
+    monkeypatch.setattr(layout, "MESSAGES", 1 << 20)
     shapes = [(37, 64 * 5), (3,), (1000, 64), (11, 64 * 40)]
-    plan = message.messages([message.Shape.of(torch.empty(shape), 0) for shape in shapes])
+    plan = messages([Slot.of(torch.empty(shape), 0) for shape in shapes])
     for own in plan:
         for _, _, words, row in own.spans:
             assert words % row == 0

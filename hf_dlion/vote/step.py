@@ -1,0 +1,371 @@
+"""Lion on one message, from its gradients to its parameters.
+
+Lion is Chen et al. 2023, arXiv 2302.06675, Algorithm 2. A rank sends sign(u), or a level:
+
+    u = beta1 * m + (1 - beta1) * g
+    m = beta2 * m + (1 - beta2) * g
+    p = p * (1 - lr * weight_decay) - lr * v          v = sign(u) for one rank alone
+
+`voted` is a message's step. It is suspended while its data travel, and `in_lockstep` resumes all
+messages in turns, so one is encoded while another is sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hf_dlion.exchange import codec
+from hf_dlion.exchange.codec import WORD
+from hf_dlion.exchange.routes import Verdict, Votes, verdict_of
+from hf_dlion.exchange.rule import Average, Majority, Rule
+from hf_dlion.exchange.wire import Wire
+from hf_dlion.options import Options
+from hf_dlion.ranks.agreement import Agreed
+from hf_dlion.ranks.meeting import Kind
+from hf_dlion.ranks.topology import Topology
+from hf_dlion.vote.idle_rows import aged, silence
+from hf_dlion.vote.layout import Kept, Layout, Message, Piece, Scratch, Slot
+from hf_dlion.vote.rounding import MOMENTA, PARAMETERS, random_bits
+
+# Returns what a piece's votes encode, in scratch memory: its direction u, or its displacement w.
+Source = Callable[[Piece], Tensor]
+# Suspended whenever its data travel.
+Task = Generator[None, None, None]
+_NOTHING, _NOBODY = Layout(), Agreed([], [])
+# Words of a message that `WireStats.agreement` and `remainder` look at.
+SAMPLE = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """The step, and what its arithmetic needs in addition to the layout.
+
+    `step` is 1 for the first step, and with local steps the number of an exchange in what all ranks
+    do. `local_step` is the number of this rank's step, with which own weights are rounded. `voter`
+    is the number of this rank's voter, and `state` the optimizer's state by parameter.
+    """
+
+    step: int
+    local_step: int
+    voter: int
+    options: Options
+    groups: list[dict[str, Any]]
+    state: Mapping[Tensor, dict[str, Any]]
+    scratch: Scratch
+
+    def random(self, stream: int, piece: Piece, *, step: int | None = None) -> Tensor:
+        """Returns a piece's random bits of a stream of `rounding`, of this step or another one."""
+        words = self.scratch("random", piece.size // 2, torch.int32, piece.device)
+        number = self.step if step is None else step
+        return random_bits(piece.size, piece.first, number, self.options.seed, stream, words)
+
+    def age_rows(self, slots: Iterable[Slot]) -> None:
+        """Counts an update of the slots' momenta, and notes the rows in which u is 0."""
+        for slot in slots:
+            slot.old = None
+            if slot.grad is not None:
+                beta2 = self.groups[slot.group]["betas"][1]
+                slot.old = aged(self.state[slot.param], slot.idle, beta2)
+
+
+@dataclass(eq=False)
+class Mine:
+    """This rank's part of what all ranks do together, and what they agreed on.
+
+    Attributes:
+        kind: What the ranks do.
+        layout: The tensors of a step or an exchange.
+        present: Whether each tensor has a gradient; empty if the ranks don't step.
+        finite: Whether all gradients are finite.
+        failure: What failed on this rank.
+        agreed: What every rank has, or in a step every voter.
+    """
+
+    kind: Kind = Kind.STEP
+    layout: Layout = _NOTHING
+    present: list[bool] = field(default_factory=list)
+    finite: bool = True
+    failure: BaseException | None = None
+    agreed: Agreed = _NOBODY
+
+
+class Lion(Protocol):
+    """What schedules need of the optimizer."""
+
+    peers: Any
+
+    def _trainable(self) -> Layout: ...
+    def _turn(self, ahead: int) -> Turn: ...
+    def _run_periodic_tasks(self, count: int) -> None: ...
+
+
+class Schedule:
+    """When the ranks exchange, and what a rank keeps meanwhile: in every step, and nothing.
+
+    `local_steps.LocalSteps` is the schedule of `vote_every` above 1.
+
+    Attributes:
+        has_own_weights: Whether weights may differ between ranks.
+        kept: What is kept, by parameter.
+        moved: Parameters whose own weights may differ.
+        shown: Whether the model holds the weights that all ranks have, as after `eval()`.
+        exchanges: Number of exchanges between which steps were local.
+    """
+
+    has_own_weights = False
+    exchanges = 0
+    shown = False
+    kept: Mapping[Tensor, Kept] = MappingProxyType({})
+    moved: Collection[Tensor] = ()
+
+    @property
+    def steps_since_exchange(self) -> int:
+        """Number of steps of this rank's own."""
+        return 0
+
+    def renewed(self, *, exchanges: int = 0, shown: bool = False) -> Schedule:
+        """Returns the schedule with nothing kept."""
+        return self
+
+    def next_kind(self, layout: Callable[[], Layout]) -> Kind:
+        """Returns what all ranks do in the next step."""
+        return Kind.STEP
+
+    def begin(self, layout: Layout, last_turn: Turn) -> None:
+        """Prepares a step, or refuses it."""
+
+    def presence(self, mine: Mine, node: Wire | None) -> Sequence[bool] | None:
+        """Returns what a header says of this rank's gradients; None if the ranks send no header."""
+        return mine.present
+
+    def equal_values(self, kind: Kind) -> dict[str, object]:
+        """Returns what must be equal on all ranks, by name."""
+        return {}
+
+    def equal_history(self, kind: Kind) -> dict[str, object]:
+        """Returns what must have been equal in each step, by name."""
+        return {}
+
+    def is_own_step(self, kind: Kind, agreed: Agreed, ranks: Topology | None) -> bool:
+        """Returns whether a step moves weights of this rank's own, by `take`."""
+        return False
+
+    def take(self, mine: Mine, turn: Turn, ranks: Topology) -> tuple[int, list[str]]:
+        """Takes a step of this rank's own; returns the number of an exchange, and warnings."""
+        raise AssertionError("no step is a rank's own")
+
+    def exchange_now(self, lion: Lion) -> list[str]:
+        """Exchanges the steps since the last exchange; returns warnings."""
+        return []
+
+    def show(self, lion: Lion, *, own: bool) -> None:
+        """Puts this rank's own weights into the model, or the common ones."""
+
+    def take_in_writes(self, layout: Layout) -> None:
+        """Notes what was written into the model while it shows common weights."""
+
+    def drop(self, param: Tensor, flat: Tensor) -> None:
+        """Forgets a parameter."""
+
+    def saved(self, params: Sequence[Tensor]) -> tuple[dict[str, Any] | None, dict[int, Tensor]]:
+        """Returns what a checkpoint keeps: values for JSON, and own weights by number."""
+        return None, {}
+
+
+def vote(layout: Layout, turn: Turn, ranks: Topology) -> None:
+    """Takes a step by votes, which every voter must take. Bytes: see `exchange.routes`."""
+    stats, options = ranks.voters.stats, turn.options
+    rule: Rule = Majority(options.ties)
+    if options.aggregation == "average":
+        rule = Average(ranks.voters.world_size, options.bits)
+    stats.lap()
+    if options.bits > 1 and options.level_scale == "tensor":
+        scale_by_tensor(layout, turn)
+    in_lockstep([voted(message, turn, rule, ranks) for message in layout.messages])
+    stats.exchanges += 1
+
+
+def in_lockstep(tasks: Sequence[Task]) -> None:
+    """Resumes every task until it is next suspended, in turns, until all have ended.
+
+    So all ranks begin the same collectives in one order, also those of two groups, as NCCL needs.
+    """
+    while tasks:
+        tasks = [task for task in tasks if next(task, task) is not task]
+
+
+def voted(message: Message, turn: Turn, rule: Rule, ranks: Topology) -> Task:
+    """Takes a message's step."""
+    voters, stats, options = ranks.voters, ranks.voters.stats, turn.options
+    votes = encode(message, turn, partial(direction, turn=turn))
+    stats.lap("encode_s")
+    verdict = yield from verdict_of(votes, options.exchange, voters, ranks.node, rule, turn.step)
+    stats.lap("exchange_s")
+    if message.pieces[0].first == 0 and options.bits == 1 and isinstance(rule, Majority):
+        stats.sample = votes.planes[0, :SAMPLE].clone(), verdict.planes[0][:SAMPLE].clone()
+    move(message, verdict, rule, turn)
+    stats.lap("apply_s")
+
+
+def move(message: Message, verdict: Verdict, rule: Rule, turn: Turn) -> None:
+    """Moves a message's parameters by its verdict, to the same bits on every rank."""
+    voters = message.rows.by_word(verdict.voters)
+    for piece in message.pieces:
+        if piece.has("target"):
+            delta, lr = piece.memory("direction", turn.scratch), turn.groups[piece.group]["lr"]
+            planes = [plane[piece.words] for plane in verdict.planes]
+            rule.decode(planes, None if voters is None else voters[piece.words], float(lr), delta)
+            _apply(piece, delta, turn)
+
+
+def alone(messages: Iterable[Message], turn: Turn, *, fused: bool = True) -> None:
+    """Takes Lion's step without votes: v = sign(u), sign(0) = 0; see `direction`."""
+    for piece in (piece for message in messages for piece in message.pieces):
+        if piece.has("target"):
+            u = direction(piece, turn, fused=fused)
+            _apply(piece, u.sign_().mul_(float(turn.groups[piece.group]["lr"])), turn)
+
+
+def _apply(piece: Piece, delta: Tensor, turn: Turn) -> None:
+    """Decays p and subtracts delta, rounding twice: processors differ in fused operations."""
+    group, p = turn.groups[piece.group], piece.read("target", turn.scratch)
+    p.mul_(1 - float(group["lr"]) * float(group["weight_decay"])).sub_(delta)
+    piece.write("target", p, partial(turn.random, PARAMETERS))
+
+
+def direction(piece: Piece, turn: Turn, *, advance: bool = True, fused: bool = True) -> Tensor:
+    """Returns a piece's u = beta1 * m + (1 - beta1) * g, in scratch memory, 0 in old rows.
+
+    `advance` also updates the momentum with beta2. If `fused`, processors may differ in the last
+    bit, as in torch.lerp. Ranks that must get the same u and momentum pass False, and each
+    operation then rounds by itself.
+    """
+    beta1, beta2 = turn.groups[piece.group]["betas"]
+    g, m = piece.read("grad", turn.scratch), piece.read("momentum", turn.scratch)
+    u = piece.memory("direction", turn.scratch)
+    if fused:
+        torch.lerp(m, g, 1 - beta1, out=u)
+    else:
+        difference = g - m
+        torch.mul(difference, 1 - beta1, out=u).add_(m)
+    if advance:
+        if fused:
+            m.lerp_(g, 1 - beta2)
+        else:
+            m.add_(difference.mul_(1 - beta2))
+        # An Inf in a momentum would decide the vote forever.
+        piece.write("momentum", m, partial(turn.random, MOMENTA + turn.voter), without_infs=True)
+    for slot, start, stop, at in piece.parts:
+        if slot.old is not None and slot.grad is not None:
+            silence(u[at : at + stop - start], start, slot.old, slot.size // slot.old.numel())
+    return u
+
+
+def encode(message: Message, turn: Turn, source: Source, *, by_tensor: bool = False) -> Votes:
+    """Returns the votes of a message, which encode what `source` returns.
+
+    Votes of several bits are relative to the slots' scales with `by_tensor` or
+    level_scale="tensor", and else to the mean of each word.
+    """
+    bits, phase = turn.options.bits, turn.step + turn.voter
+    by_tensor |= turn.options.level_scale == "tensor"
+    planes = torch.empty(bits, message.words, dtype=torch.int64, device=message.device)
+    words = torch.ones(message.words, dtype=torch.bool, device=message.device)
+    all_active = True
+    for piece in message.pieces:
+        u, out = source(piece), planes[:, piece.words]
+        codes = _codes(piece, u, turn, by_tensor=by_tensor)
+        for bit in range(bits):
+            codec.pack(codes, bit, out[bit], turn.scratch("bit", piece.size, codes.dtype, u.device))
+        active = codec.active_words(u, out[0] if bits == 1 else None, phase)
+        if active is not None:
+            words[piece.words] = active
+            all_active = False
+    if all_active:
+        return Votes(planes, torch.ones(message.rows.count, dtype=torch.bool), message.rows)
+    active = message.rows_with(words)
+    planes *= active[message.rows.of_word]
+    return Votes(planes, active, message.rows)
+
+
+def _codes(piece: Piece, u: Tensor, turn: Turn, *, by_tensor: bool) -> Tensor:
+    """Returns a piece's codes in scratch: bool for one bit, else uint8, shape (64 * W,)."""
+    phase = turn.step + turn.voter
+    if turn.options.bits == 1:
+        out = turn.scratch("codes", piece.size, torch.bool, u.device)
+        return codec.sign_codes(u, phase, out)
+    scratch = piece.memory("levels", turn.scratch)
+    if by_tensor:
+        magnitude = piece.by_word([part.slot.scale for part in piece.parts], u)
+    else:
+        sums, counts = codec.word_magnitudes(u, scratch)
+        magnitude = sums.div_(counts.clamp_min_(1))
+    codes = turn.scratch("codes", 2 * piece.size, torch.uint8, u.device).view(2, -1)
+    return codec.level_codes(u, magnitude, turn.options.bits, phase, codes, scratch)
+
+
+def scale_by_tensor(layout: Layout, turn: Turn) -> None:
+    """Sets every slot's scale to its mean of |u|, in a pass that leaves the momenta as they are."""
+    source = partial(direction, turn=turn, advance=False)
+    sums, counts = tensor_sums(layout.slots, layout.messages, source, turn)
+    for slot, total, count in zip(layout.slots, sums, counts, strict=True):
+        slot.scale = total / count
+
+
+def tensor_sums(
+    slots: Sequence[Slot], messages: Sequence[Message], source: Source, turn: Turn
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns each slot's sum of |u|, and the number of elements in its active rows, at least 1.
+
+    Both are 0-D, float64, on the slot's device.
+    """
+    zeros = {slot: torch.zeros((), dtype=torch.float64, device=slot.device) for slot in slots}
+    counts, parts = dict(zeros), {slot: list[Tensor]() for slot in slots}
+    for message in messages:
+        active_words = torch.empty(message.words, dtype=torch.bool, device=message.device)
+        total = torch.empty(message.words, dtype=torch.float64, device=message.device)
+        for piece in message.pieces:
+            u = source(piece)
+            active = codec.active_words(u)
+            active_words[piece.words] = True if active is None else active
+            total[piece.words] = codec.word_sums(u, piece.memory("levels", turn.scratch))
+        active_rows, row = message.rows_with(active_words), 0
+        for slot, first, words, words_per_row in message.spans:
+            rows = active_rows[row : row + words // words_per_row]
+            row += words // words_per_row
+            parts[slot].append(total[first : first + words])
+            counts[slot] = counts[slot] + rows.sum() * min(words_per_row * WORD, slot.size)
+    sums = [_tree_sum(torch.cat(parts[slot])) if parts[slot] else zeros[slot] for slot in slots]
+    return sums, [counts[slot].clamp_min(1) for slot in slots]
+
+
+def tensor_maxima(
+    slots: Sequence[Slot], messages: Sequence[Message], source: Source
+) -> list[Tensor]:
+    """Returns each slot's largest |u|, 0-D, float64; see `tensor_sums`."""
+    maxima = {slot: torch.zeros((), dtype=torch.float64, device=slot.device) for slot in slots}
+    for piece in (piece for message in messages for piece in message.pieces):
+        u = source(piece)
+        for slot, start, stop, at in piece.parts:
+            # Unlike u.abs().max(), it takes no memory.
+            low, high = torch.aminmax(u[at : at + stop - start])
+            largest = torch.maximum(high, -low).to(torch.float64)
+            maxima[slot] = torch.maximum(maxima[slot], largest)
+    return list(maxima.values())
+
+
+def _tree_sum(values: Tensor) -> Tensor:
+    """Returns the sum, adding neighbors, then neighboring sums: in one order on all devices."""
+    size = 1 << math.ceil(math.log2(max(len(values), 1)))
+    values = torch.nn.functional.pad(values, (0, size - len(values)))
+    while len(values) > 1:
+        values = values[::2] + values[1::2]
+    return values[0]
