@@ -111,6 +111,8 @@ def run(rank: int, ranks: int, name: str, folder: str) -> list[bytes]:
                     grad = distribute_tensor(grad, p.device_mesh, p.placements)
                 p.grad = None if (step, k, voter) == (2, 2, 0) else grad
             optimizer.step()
+            optimizer.eval()
+            optimizer.train()
         save_momentum(optimizer, ".")
         optimizer.exchange_now()
     weights, momenta = hashlib.sha256(), hashlib.sha256()

@@ -370,7 +370,7 @@ class LocalSteps(Schedule):
         for then in self.layout.slots:
             slot = now.get(then.param)  # None if it isn't trainable any more.
             then.target, then.kept = None, self.kept.get(then.param)
-            if slot is not None and (chosen is None or then.param in chosen):
+            if slot is not None and then.kept and (chosen is None or then.param in chosen):
                 then.target = slot.p
         for piece in self.layout.pieces:
             if piece.is_low:
