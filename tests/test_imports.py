@@ -144,3 +144,37 @@ def test_the_optimizer_shows_what_torch_or_a_user_calls_and_nothing_else():
         *("attach", "common_weights", "detach", "eval", "exchange_now", "momentum_divergence"),
         *("node_group", "steps", "synchronize_momentum", "train"),
     }
+
+
+def test_files_are_short_enough_to_be_read():
+    lines = {identity(path): len(path.read_text().splitlines()) for path in SOURCES}
+    assert max(lines.values()) <= 650
+    assert len([name for name, count in lines.items() if count > 450]) <= 3, lines
+
+
+def test_a_step_is_told_in_fifteen_lines():
+    """Of `step`, and the schedule decides whether a step is local, not the optimizer."""
+    source = (PACKAGE / "optimizer.py").read_text()
+    steps = [node for node in ast.walk(ast.parse(source)) if getattr(node, "name", "") == "step"]
+    documented = steps[-1].body
+    assert documented[-1].end_lineno - documented[1].lineno < 15
+    names = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
+    assert not {"vote_every", "has_own_weights"} & {node.attr for node in names}
+
+
+def test_only_peers_tell_failures_to_other_ranks():
+    texts = {identity(path): path.read_text() for path in SOURCES}
+    assert [name for name in texts if "except BaseException" in texts[name]] == ["peers.py"]
+
+
+def test_no_module_writes_private_attributes_of_other_objects():
+    # Those of Trainer's models, callbacks, and enums, which have no public ones.
+    theirs = {"_is_accelerate_prepared", "_enable_checkpoint", "_name_"}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+                assert own or not node.attr.startswith("_") or node.attr in theirs, (
+                    path,
+                    node.attr,
+                )

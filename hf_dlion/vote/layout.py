@@ -207,8 +207,8 @@ class Piece:
 
         Padding, and slots without the tensor, are zeros.
         """
-        if (view := self._view(name)) is not None:
-            return view
+        if (tensor := self._whole(name)) is not None:
+            return tensor[self.parts[0].start : self.parts[0].stop]
         flat = self.memory(name, scratch)
         tensors, places = self._pairs(name, flat)
         if self.is_padded or len(tensors) < len(self.parts):
@@ -230,7 +230,7 @@ class Piece:
         bfloat16 and float16 are rounded stochastically, with the random bits that `random` returns.
         `without_infs` writes the largest number in the place of an Inf.
         """
-        if self._view(name) is not None:
+        if self._whole(name) is not None:
             return  # `flat` is a view of the tensor.
         tensors, places = self._pairs(name, flat)
         if not tensors:
@@ -243,14 +243,12 @@ class Piece:
             round_to(flat, dtype, random(self))
         torch._foreach_copy_(tensors, places)
 
-    def _view(self, name: str) -> Tensor | None:
-        """Returns the tensor's elements if they need neither padding nor conversion."""
-        if len(self.parts) == 1 and not self.is_padded:
-            slot, start, stop, _ = self.parts[0]
-            tensor: Tensor | None = getattr(slot, name)
-            if tensor is not None and tensor.dtype == self.dtype:
-                return tensor[start:stop]
-        return None
+    def _whole(self, name: str) -> Tensor | None:
+        """Returns the tensor if the piece is a stretch of it, without padding or conversion."""
+        if len(self.parts) > 1 or self.is_padded:
+            return None
+        tensor: Tensor | None = getattr(self.parts[0].slot, name)
+        return None if tensor is None or tensor.dtype != self.dtype else tensor
 
     def _pairs(self, name: str, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Returns views of the slots' tensors, and of their places in `flat`."""
