@@ -30,7 +30,7 @@ from hf_dlion.vote.displacement import DETACH, REMEDY, average, round_own
 from hf_dlion.vote.layout import LOW_PRECISION, Kept, Layout, Slot, flat_view
 from hf_dlion.vote.rounding import DISPLACEMENTS, PARAMETERS
 from hf_dlion.vote.step import (
-    Lion,
+    Host,
     Mine,
     Schedule,
     Turn,
@@ -198,7 +198,7 @@ class LocalSteps(Schedule):
             return 0, []
         return self.exchange(mine.layout, mine.agreed.moves, turn, ranks)
 
-    def exchange_now(self, lion: Lion) -> list[str]:
+    def exchange_now(self, lion: Host) -> list[str]:
         """Exchanges the steps of this period, whatever the model holds; returns warnings."""
         with lion.peers.together(Kind.EXCHANGE) as mine:
             mine.layout, self.next_period = lion._trainable(), self.period
@@ -307,7 +307,7 @@ class LocalSteps(Schedule):
                 raise _changed(changed[0], f"values were changed between two steps. {REMEDY}")
             self._note_rounded(self.layout)
 
-    def show(self, lion: Lion, *, own: bool) -> None:
+    def show(self, lion: Host, *, own: bool) -> None:
         """Puts this rank's own weights into the model, or the common ones."""
         if self.shown != own:
             return

@@ -97,8 +97,8 @@ class Mine:
     agreed: Agreed = _NOBODY
 
 
-class Lion(Protocol):
-    """What schedules need of the optimizer."""
+class Host(Protocol):
+    """What a schedule needs of the optimizer."""
 
     peers: Any
 
@@ -162,11 +162,11 @@ class Schedule:
         """Takes a step of this rank's own; returns the number of an exchange, and warnings."""
         raise AssertionError("no step is a rank's own")
 
-    def exchange_now(self, lion: Lion) -> list[str]:
+    def exchange_now(self, lion: Host) -> list[str]:
         """Exchanges the steps since the last exchange; returns warnings."""
         return []
 
-    def show(self, lion: Lion, *, own: bool) -> None:
+    def show(self, lion: Host, *, own: bool) -> None:
         """Puts this rank's own weights into the model, or the common ones."""
 
     def take_in_writes(self, layout: Layout) -> None:
