@@ -30,7 +30,7 @@ from hf_dlion.options import (
 from hf_dlion.peers import Peers
 from hf_dlion.ranks.meeting import Kind
 from hf_dlion.vote.full_precision import step_in_full
-from hf_dlion.vote.idle_rows import AGE, survey
+from hf_dlion.vote.idle_rows import AGE, survey, without_ages
 from hf_dlion.vote.layout import (
     Layout,
     Scratch,
@@ -293,8 +293,7 @@ class DistributedLion(torch.optim.Optimizer):
 
         Call it before `eval` in evaluations, so they have all steps, and at the end of training, so
         the last steps aren't lost. The next exchange then comes after `vote_every` steps. With
-        `vote_every=1` it has no effect. Bytes: those of an exchange, or of a header if no rank has
-        moved.
+        `vote_every=1` it has no effect. Bytes: an exchange, or a header if no rank has moved.
 
         Raises:
             Disagreement: On every rank, if another rank takes a step, or the ranks differ.
@@ -564,6 +563,12 @@ class DistributedLion(torch.optim.Optimizer):
         state, dtype = self.state[param], self.options.momentum_dtype
         return flat_view(fsdp.local_part(momentum_of(state, param.detach(), dtype)))
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns groups and momenta; `save_momentum` keeps what differs between ranks."""
+        found: dict[str, Any] = super().state_dict()
+        alone = self.peers.world_size == 1
+        return found if alone else found | {"state": without_ages(found["state"])}
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads what `state_dict` returned, on every rank.
 
@@ -597,10 +602,7 @@ class DistributedLion(torch.optim.Optimizer):
             # torch casts both to the parameter's dtype, which loses bits.
             for name, dtype in (("exp_avg", momentum_dtype or param.dtype), (AGE, torch.int32)):
                 if name in saved:
-                    tensor = saved[name].to(device=param.device, dtype=dtype, copy=True)
-                    self.state[param][name] = tensor
-            if fsdp.is_sharded(param):  # Rows of another shard, unless its momentum file is loaded.
-                self.state[param].pop(AGE, None)
+                    self.state[param][name] = saved[name].to(param.device, dtype, copy=True)
         self._layout = Layout()
         self.schedule = self.schedule.renewed(shown=self.schedule.shown)
         self.peers.note_load()

@@ -203,10 +203,11 @@ def hyperparameters(groups: Groups) -> dict[str, object]:
                 f"lr of group {number} must be finite and at least 0 (got {group['lr']}): check "
                 f"the learning rate's schedule"
             )
+        # First, because an error names the first difference.
+        found[f"group {number} parameters"] = len(group["params"])
         found[f"group {number} lr"] = float(group["lr"])
         found[f"group {number} betas"] = list(map(float, group["betas"]))
         found[f"group {number} weight_decay"] = float(group["weight_decay"])
-        found[f"group {number} parameters"] = len(group["params"])
     return found
 
 

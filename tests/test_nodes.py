@@ -154,3 +154,21 @@ def test_the_ranks_of_a_node_that_abstains_are_named(rank: int) -> None:
     with pytest.raises(RuntimeError, match="gradients of ranks 2 and 3 held a NaN or an Inf in 1"):
         optimizer.step()
     assert optimizer.wire.abstentions == 2
+
+
+@pytest.mark.parametrize("how", ["gradient", "weight", "nan"])
+@on_ranks(4, timeout=60)
+def test_ranks_of_a_node_that_differ_are_found_at_the_exchange(rank: int, how: str) -> None:
+    """They would send parts of different votes, and the common weights would differ for good."""
+    ddp = DistributedDataParallel(model_of())
+    optimizer = DistributedLion(ddp.named_parameters(), lr=0.01, local_group=2, vote_every=2)
+    optimizer.attach(ddp)
+    ddp(batch(0, rank)).square().sum().backward()
+    weight = ddp.module[0].weight
+    if rank == 3 and how == "gradient":
+        weight.grad.neg_()
+    optimizer.step()
+    if rank == 3 and how != "gradient":
+        weight.data[0, 0] = math.nan if how == "nan" else 0.0
+    with pytest.raises(Disagreement, match="ranks 2 and 3 vote as one node, but their weights"):
+        optimizer.step()

@@ -25,7 +25,7 @@ FINITE, FAILED = 1, 2
 _LONGEST_TEXT = 4000
 _ELSEWHERE = (
     "a rank is at another point of its program: let every rank take the same number of steps, and "
-    "step, save, and load in the same order"
+    "step, save, load, attach, and freeze or add parameters in the same order"
 )
 
 

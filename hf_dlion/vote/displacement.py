@@ -17,8 +17,8 @@ from torch import Tensor
 from hf_dlion.exchange.codec import WORD, divided
 from hf_dlion.exchange.routes import Verdict, Votes, verdict_of
 from hf_dlion.exchange.rule import Average
-from hf_dlion.exchange.wire import Wire, named_ranks
-from hf_dlion.ranks.fingerprint import numbers
+from hf_dlion.exchange.wire import Wire, digest, named_ranks
+from hf_dlion.ranks.fingerprint import fingerprints, numbers
 from hf_dlion.ranks.meeting import Disagreement
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote.full_precision import set_sums
@@ -163,11 +163,28 @@ def _refuse_replaced(
     bits: int,
     ranks: Topology,
 ) -> None:
-    """Raises Disagreement on all ranks if one is farther from an anchor than steps can move."""
+    """Raises Disagreement on all ranks if weights aren't those that the steps can have made.
+
+    That is if a rank is farther from an anchor than steps can move it, or if the ranks of a node,
+    which vote as one, differ.
+    """
     found = [k for k, slot in enumerate(slots) if _was_replaced(slot, amounts[k], paths, bits)]
     # Ranks that vote on other shards, or in other nodes, must raise as well.
-    first = min(found, default=len(slots))
-    firsts = ranks.everyone.gather_words([first], "a check of weights").view(-1).tolist()
+    words = [min(found, default=len(slots))]
+    if ranks.node is not None:
+        own = [slot.p if slot.c is None else slot.c for slot in slots if slot.target is not None]
+        words.append(digest(fingerprints(own)))
+    table = ranks.everyone.gather_words(words, "a check of weights")
+    firsts = table[:, 0].tolist()
+    for voter in range(ranks.voters.world_size if ranks.node is not None else 0):
+        node = [rank for rank, own in enumerate(ranks.voter_of_rank) if own == voter]
+        if len(set(table[node, 1].tolist())) > 1:
+            named = named_ranks([ranks.everyone.ranks[rank] for rank in node])
+            raise Disagreement(
+                f"{named} vote as one node, but their weights differ: something changed gradients "
+                f"or weights on one of them after DDP averaged the gradients. Change them the same "
+                f"way on all ranks of a node, for example with the same random seed"
+            )
     if (first := min(firsts)) < len(slots):
         those = [ranks.everyone.ranks[r] for r, index in enumerate(firsts) if index == first]
         raise Disagreement(

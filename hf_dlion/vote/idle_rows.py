@@ -9,7 +9,7 @@ abstains (docs/rule.md, section 2).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -102,6 +102,18 @@ def aged(state: dict[str, Any], idle: Tensor | None, beta2: float) -> Tensor | N
     state[AGE] = age = age.add_(1).mul_(idle).clamp_(max=most)
     old: Tensor = age == most
     return old if old.device.type != "cpu" or old.any() else None
+
+
+def without_ages(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """Returns states of parameters without ages.
+
+    torch.distributed.checkpoint needs the same keys and sizes in every save and load, and ages
+    exist for a while, on some ranks, and for this rank's shard.
+    """
+    return {
+        key: {name: value for name, value in state.items() if name != AGE}
+        for key, state in states.items()
+    }
 
 
 def silence(u: Tensor, start: int, old: Tensor, row: int) -> None:

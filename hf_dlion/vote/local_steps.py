@@ -250,8 +250,8 @@ class LocalSteps(Schedule):
 
         It returns the number of the exchange, 0 if no rank was moved, and warnings: parameters that
         weren't finite on this rank are reset to the anchor. `used_anywhere` marks the parameters
-        that some rank used. Bytes for P trainable parameters: 8 (N - 1) (P + 1), and those of
-        `exchange.routes`.
+        that some rank used. Bytes for P trainable parameters: 8 (N - 1) (P + 1), with nodes
+        8 (N - 1) (P + 2), and those of `exchange.routes`.
 
         Raises:
             Disagreement: On every rank, before anchors move, if weights were replaced on one.

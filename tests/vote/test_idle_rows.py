@@ -134,9 +134,9 @@ def test_averaged_momenta_start_with_equal_ages(rank: int) -> None:
     param.grad = torch.full((3, 64), float(rank + 1))
     voted = DistributedLion([("p", param)])
     voted.step()
-    voted.state[param][AGE] = torch.tensor([0, 50 * rank, 0], dtype=torch.int32)
     averaged = DistributedLion([("p", param)], full_precision="*")
     averaged.load_state_dict(voted.state_dict())
+    averaged.state[param][AGE] = torch.tensor([0, 50 * rank, 0], dtype=torch.int32)
     param.grad[1] = 0.0
     for _ in range(60):
         averaged.step()

@@ -316,8 +316,9 @@ def _local_steps(case: Case, ranks: int, share: int, inside_s: float) -> tuple[i
     planes = case.ranks.bit_length()
     sent, vote = _votes(case, ranks, 1, share=share, planes=planes, inside_s=inside_s)
     # Means of displacements go to the other voters, and a check of weights to all ranks.
-    means, check = 8 * (case.ranks - 1) * len(case.work.shapes), 8 * (ranks - share)
-    check_s = case.link.seconds(8 * (ranks - 1), ranks - 1)
+    words = 1 if share == 1 else 2
+    means, check = 8 * (case.ranks - 1) * len(case.work.shapes), 8 * words * (ranks - share)
+    check_s = case.link.seconds(8 * words * (ranks - 1), ranks - 1)
     network = vote["network"] + case.gather_s(means) + check_s
     # Displacements are read twice, and own weights are moved next to the anchors.
     work = 2 * vote["encode"] + vote["count"] + 3 * case.work_s("move")
