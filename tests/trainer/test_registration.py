@@ -76,7 +76,7 @@ def test_optim_args_reach_the_optimizer_by_the_names_of_the_model(
     decayed = trainer.get_decay_parameter_names(trainer.model)
     decays = {p: group["weight_decay"] for group in lion.param_groups for p in group["params"]}
     assert decays == {p: 0.1 * (n in decayed) for n, p in trainer.model.named_parameters()}
-    full = {line[0] for line in lion._plan.lines if line[-1] == "full"}
+    full = {line[0] for line in lion._layout.lines if line[-1] == "full"}
     names = [name for name, _ in trainer.model.named_parameters()]
     assert full == {name for name in names if "norm" in name or "embed" in name}
 
@@ -216,7 +216,7 @@ def test_an_optimizer_that_the_user_made_is_named_logged_and_saved(
     cls = {"groups": OwnGroups, "subclass": OwnOptimizer, "passed": Trainer}[how]
     trainer = tiny_trainer(args, cls, model=model, **changes)
     trainer.train()
-    names = [line[0] for line in trainer.optimizer.optimizer._plan.lines]
+    names = [line[0] for line in trainer.optimizer.optimizer._layout.lines]
     if how == "passed":
         assert names.pop(0) == "group 0 parameter 0"
         assert names[-1] == "model.norm.weight"

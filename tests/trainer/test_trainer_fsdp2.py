@@ -46,7 +46,7 @@ def train(
         found = {
             "bytes": lion.wire.last_bytes_sent,
             "sent": lion.wire.bytes_sent,
-            "names": [line[0] for line in lion._plan.lines],
+            "names": [line[0] for line in lion._layout.lines],
             "steps": lion.steps,
             "numel": sum(param.numel() for param in params),
         }
