@@ -1,7 +1,8 @@
 """Times the local work of a rank in a step of DistributedLion: encode, tally, and move.
 
-A fused AdamW step and a copy of all parameters are timed in the same run. Each row also has the
-number of operations of one message of 24 tensors on a GPU, each of which is a launch.
+A fused AdamW step and a copy of all parameters are timed in the same run. On a GPU, each case has
+two forms: with kernels, and with torch operations only. Each row of the second form also has the
+number of operations of one message of 24 tensors, each of which is a launch.
 
 Examples:
   python benchmarks/codec.py --bits 1 --ranks 2 8
@@ -35,6 +36,7 @@ from benchmarks.command import (
 from hf_dlion.cli.arguments import Parser, positive
 from hf_dlion.cli.plan.machine import seconds_of, vote_work
 from hf_dlion.exchange.codec import TOP
+from hf_dlion.exchange.launches import refusal
 
 PARTS = ("encode", "tally", "move")
 COLUMNS = {
@@ -59,10 +61,10 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def launches(bits: int, ranks: int, dtype: torch.dtype) -> int:
-    """Returns the number of launches of one message of 24 tensors on a GPU."""
+def launches(bits: int, ranks: int, dtype: torch.dtype, device: str = "meta") -> int:
+    """Returns the number of launches of torch for one message of 24 tensors on a GPU."""
     shapes = 4 * [(512, 2048), (2048,), (2048, 512), (512,), (512, 512), (512,)]
-    params = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
+    params = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
     for param in params:
         param.grad = torch.empty_like(param)
     work = vote_work(params, bits, [ranks])
@@ -99,9 +101,12 @@ def _rows_of(name: str, args: argparse.Namespace, device: torch.device) -> list[
         "copy": [partial(torch._foreach_copy_, copies, params)],
     }
     counts: dict[str, tuple[int, int]] = {}
-    for bits, ranks in itertools.product(args.bits, args.ranks):
-        case = f"{bits} bit{'s' * (bits > 1)}, {ranks} ranks"
-        work = vote_work(params, bits, [ranks])
+    forms = {"": False} if refusal(device) else {", kernels": True, ", torch": False}
+    for (bits, ranks), (form, kernels) in itertools.product(
+        itertools.product(args.bits, args.ranks), forms.items()
+    ):
+        case = f"{bits} bit{'s' * (bits > 1)}, {ranks} ranks{form}"
+        work = vote_work(params, bits, [ranks], kernels=kernels)
         tasks[case], counts[case] = list(work.values()), (bits, ranks)
     laps: dict[str, list[list[float]]] = {task: [] for task in tasks}
     # Tasks take turns, so all see the same load of the machine. The first round warms up.
@@ -118,7 +123,8 @@ def _rows_of(name: str, args: argparse.Namespace, device: torch.device) -> list[
         row["ratio"] = row["median_ms"] / adamw_ms
         if task in counts:
             row["bits"], row["ranks"] = counts[task]
-            row["launches"] = launches(*counts[task], dtype)
+            if not task.endswith("kernels"):
+                row["launches"] = launches(*counts[task], dtype)
             for part, times in zip(PARTS, zip(*found, strict=True), strict=True):
                 row[f"{part}_ms"] = summary(times)["median_ms"]
         rows.append(row)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import hf_dlion.ddp as ddp
 import hf_dlion.fsdp as fsdp
+from hf_dlion.exchange.launches import warnings_to_give
 from hf_dlion.exchange.wire import WireStats
 from hf_dlion.options import (
     Aggregation,
@@ -344,7 +345,8 @@ class DistributedLion(torch.optim.Optimizer):
         texts = self._take(mine)
         self.wire.last_bytes_sent = self.wire.bytes_sent - sent
         self.wire.last_node_bytes_sent = self.wire.node_bytes_sent - in_node
-        for text in texts:  # Last, because a warning may be an error, and ranks would wait.
+        # Last, because a warning may be an error, and ranks would wait.
+        for text in [*texts, *warnings_to_give()]:
             warnings.warn(text, stacklevel=6)  # The caller, beyond the wrappers of torch.
         return loss
 

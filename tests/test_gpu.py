@@ -6,7 +6,9 @@ Without a GPU, the steps run on a device made of CPU memory, and the tests of NC
 from __future__ import annotations
 
 import gc
+import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,17 +18,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from hf_dlion import DistributedLion
+from hf_dlion.exchange import launches
 from hf_dlion.exchange.codec import divided
-from tests.support import fake_gpu
+from tests.support.forms import DEVICE, form
 from tests.support.spawn import RankPools, on_ranks
+from tests.support.training import warned
 
 GPUS = torch.cuda.device_count()
-DEVICE = "cuda" if GPUS else fake_gpu.NAME
 pytestmark = pytest.mark.gpu
 a_gpu = pytest.mark.skipif(not GPUS, reason="needs a GPU")
 two_gpus = pytest.mark.skipif(GPUS < 2, reason="NCCL refuses two ranks on one GPU")
 
 ONE_GPU, TWO_GPUS = [f"{DEVICE}:0"] * 2, [f"{DEVICE}:0", f"{DEVICE}:1"]
+CPU, EAGER, MIXED = ["cpu"] * 2, ["eager"] * 2, ["kernels", "eager"]
 SHAPES = [(3, 64), (5,), (), (0, 4), (130, 128), (7, 3), (2, 200)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 CASES: list[dict[str, Any]] = [
@@ -70,16 +74,25 @@ def gradient(param: Tensor, *seeds: int) -> Tensor:
     return grad.to(param.device, param.dtype)
 
 
-def train(rank: int, _: int, devices: list[str], backend: str, options: dict[str, Any]) -> Any:
+def train(
+    rank: int, _: int, devices: list[str], backend: str, forms: list[str],
+    dtypes: list[torch.dtype], options: dict[str, Any],
+) -> Any:  # fmt: skip
     """Returns the bits of parameters and momenta after each step, and the bytes sent."""
-    device = torch.device(devices[rank])
+    with form(forms[rank]):
+        return _train(rank, torch.device(devices[rank]), backend, dtypes, options)
+
+
+def _train(
+    rank: int, device: torch.device, backend: str, dtypes: list[torch.dtype], options: Any
+) -> Any:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     group = dist.new_group(backend=backend)
     torch.manual_seed(0)
     named = [
         (f"{k}.{place}", nn.Parameter(torch.randn(shape).to(device, dtype)))
-        for k, dtype in enumerate(DTYPES)
+        for k, dtype in enumerate(dtypes)
         for place, shape in enumerate(SHAPES)
     ]
     optimizer = DistributedLion(
@@ -109,11 +122,49 @@ def train(rank: int, _: int, devices: list[str], backend: str, options: dict[str
 def test_steps_have_the_bits_of_the_cpu(
     pools: RankPools, backend: str, options: dict[str, Any]
 ) -> None:
+    equal_the_cpu(pools, backend, EAGER, DTYPES, options)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("options", [own for own in CASES if own.get("bits", 1) == 1], ids=str)
+def test_ranks_with_kernels_and_without_have_the_bits_of_the_cpu(
+    pools: RankPools, options: dict[str, Any]
+) -> None:
+    equal_the_cpu(pools, "gloo", MIXED, DTYPES[:2], options)
+
+
+def equal_the_cpu(
+    pools: RankPools, backend: str, forms: list[str], dtypes: list[torch.dtype], options: Any
+) -> None:
     places = TWO_GPUS if backend == "nccl" else ONE_GPU
-    found = pools(2).run(train, places, backend, options)
-    assert found == pools(2).run(train, ["cpu"] * 2, "gloo", options)
+    found = pools(2).run(train, places, backend, forms, dtypes, options, timeout=300)
+    assert found == pools(2).run(train, ["cpu"] * 2, "gloo", CPU, dtypes, options)
     (first, _), (second, _) = found
     assert [params for params, _ in first] == [params for params, _ in second]
+
+
+@on_ranks(1)
+def test_a_gpu_without_a_compiler_warns_once_and_trains() -> None:
+    def fails(device: torch.device) -> None:
+        raise RuntimeError("Failed to find C compiler.\nSet CC.")
+
+    param = nn.Parameter(torch.zeros(64, device=DEVICE))
+    optimizer = DistributedLion([param], lr=1.0)
+    param.grad = torch.ones_like(param)
+    launches._refusal.cache_clear()
+    with (
+        form("eager"),
+        mock.patch.dict(os.environ, {launches.SWITCH: "1"}),
+        mock.patch.object(launches, "_try", fails),
+        warned() as texts,
+    ):
+        optimizer.step()
+        optimizer.step()
+    launches._refusal.cache_clear()
+    assert len(texts) == 1
+    assert "can't run on" in texts[0]
+    assert "(RuntimeError: Failed to find C compiler.)" in texts[0]
+    assert param.tolist() == [-2.0] * 64
 
 
 @a_gpu

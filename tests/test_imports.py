@@ -35,6 +35,7 @@ OPTIONAL = {
     "transformers": {"trainer", "cli"},
     "accelerate": {"accelerate", "trainer"},
     "rich": {"cli"},
+    "triton": {"vote/kernels.py", "exchange/count_kernels.py"},
     **{name: set() for name in ("datasets", "peft", "trl")},
     # These are not installed with the package.
     **{name: set() for name in ("benchmarks", "examples", "tests")},

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.optimizer import DistributedLion
+from tests.support.forms import form
 from tests.support.gradients import KINDS, gradients, pair, shuffled
 from tests.support.local_definition import LocalLions
 from tests.support.spawn import RankPools, on_ranks
@@ -33,26 +34,41 @@ def equals_the_definition(
     kinds: list[torch.dtype],
     seed: int,
     faults: bool = True,
+    name: str = "cpu",
+) -> None:
+    """Compares a form with the definition; see `_equals_the_definition`."""
+    with form(name) as device:
+        _equals_the_definition(rank, world_size, options, kinds, seed, faults, device)
+
+
+def _equals_the_definition(
+    rank: int,
+    world_size: int,
+    options: dict[str, Any],
+    kinds: list[torch.dtype],
+    seed: int,
+    faults: bool,
+    device: str,
 ) -> None:
     """Compares eleven steps with the definition; the last exchange comes before its period ends."""
     shapes = shuffled(seed)
     dtypes = [kinds[k % len(kinds)] for k in range(len(shapes))]
-    lions, optimizer, params = pair(LocalLions, world_size, shapes, dtypes, options)
+    lions, optimizer, params = pair(LocalLions, world_size, shapes, dtypes, options, device)
 
     def check(step: int) -> None:
         for k, (param, wanted) in enumerate(zip(params, lions.own[rank], strict=True)):
-            assert torch.equal(param, wanted), (step, shapes[k], param.dtype)
+            assert torch.equal(param.cpu(), wanted), (step, shapes[k], param.dtype)
             if param in optimizer.state:
                 momentum = optimizer.state[param]["exp_avg"]
-                assert torch.equal(momentum, lions.momenta[rank][k]), (step, shapes[k])
+                assert torch.equal(momentum.cpu(), lions.momenta[rank][k]), (step, shapes[k])
         optimizer.eval()
         for k, (param, wanted) in enumerate(zip(params, lions.params, strict=True)):
-            assert torch.equal(param, wanted), (step, shapes[k], param.dtype, "anchor")
+            assert torch.equal(param.cpu(), wanted), (step, shapes[k], param.dtype, "anchor")
             if step % 4 == 1:  # Before and after an exchange.
-                lions.write(k, param.data.clamp_(-0.5, 0.5))
+                lions.write(k, param.data.clamp_(-0.5, 0.5).cpu())
         optimizer.train()
         for k, (param, wanted) in enumerate(zip(params, lions.own[rank], strict=True)):
-            assert torch.equal(param, wanted), (step, shapes[k], param.dtype, "own")
+            assert torch.equal(param.cpu(), wanted), (step, shapes[k], param.dtype, "own")
 
     for step in range(11):
         scale = min(1.0, (step + 1) / 4)  # warm-up
@@ -61,7 +77,7 @@ def equals_the_definition(
         lions.lrs = [scale * (0.1 if k < 4 else 0.01) for k in range(len(shapes))]
         grads = gradients(seed + step, world_size, shapes, dtypes, faults=faults)
         for param, grad in zip(params, grads[rank], strict=True):
-            param.grad = None if grad is None else grad.clone()
+            param.grad = None if grad is None else grad.clone().to(device)
         lions.step(grads)
         optimizer.step()
         check(step)
@@ -94,6 +110,14 @@ def test_ranks_equal_the_definition_in_other_dtypes(
 ) -> None:
     pools(3).run(equals_the_definition, {"vote_every": 3, "seed": 2**40 + 1}, kinds, 5)
     pools(2).run(equals_the_definition, {"vote_every": 2, "bits": 2}, kinds, 6)
+
+
+@pytest.mark.parametrize("kinds", [[torch.float32], [torch.bfloat16], KINDS[:2]], ids=str)
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_kernels_equal_the_definition(
+    pools: RankPools, case: dict[str, Any], kinds: list[torch.dtype]
+) -> None:
+    pools(2).run(equals_the_definition, case, kinds, 14, True, "kernels", timeout=300)
 
 
 @on_ranks(4)

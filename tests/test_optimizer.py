@@ -17,6 +17,7 @@ from hf_dlion.exchange.routes import wire_bytes
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.meeting import Disagreement
 from tests.support.definition import Lions
+from tests.support.forms import form
 from tests.support.gradients import KINDS, gradients, pair, shuffled
 from tests.support.spawn import RankPools, on_ranks
 from tests.support.training import error_of, filled, same
@@ -33,26 +34,41 @@ def equals_the_definition(
     kinds: list[torch.dtype],
     seed: int,
     faults: bool,
+    name: str = "cpu",
+) -> tuple[int, int, int]:
+    """Compares a form with the definition; see `_equals_the_definition`."""
+    with form(name) as device:
+        return _equals_the_definition(rank, world_size, options, kinds, seed, faults, device)
+
+
+def _equals_the_definition(
+    rank: int,
+    world_size: int,
+    options: dict[str, Any],
+    kinds: list[torch.dtype],
+    seed: int,
+    faults: bool,
+    device: str,
 ) -> tuple[int, int, int]:
     """Compares five steps with the definition; returns steps, bytes sent, and bytes by formula."""
     shapes = shuffled(seed)
     dtypes = [kinds[k % len(kinds)] for k in range(len(shapes))]
-    lions, optimizer, params = pair(Lions, world_size, shapes, dtypes, options)
+    lions, optimizer, params = pair(Lions, world_size, shapes, dtypes, options, device)
     # The first step compares layouts, and gradients of attached models and of others.
     expected = (24 + 2 * 16) * (world_size - 1)
     for step in range(5):
         grads = gradients(seed + step, world_size, shapes, dtypes, faults=faults)
         for param, grad in zip(params, grads[rank], strict=True):
-            param.grad = None if grad is None else grad.clone()
+            param.grad = None if grad is None else grad.clone().to(device)
         before = lions.t
         lions.step(grads)
         optimizer.step()
         assert optimizer.steps == lions.t
         for k, (param, wanted) in enumerate(zip(params, lions.params, strict=True)):
-            assert torch.equal(param, wanted), (step, shapes[k], param.dtype)
+            assert torch.equal(param.cpu(), wanted), (step, shapes[k], param.dtype)
             if param in optimizer.state:
                 momentum = optimizer.state[param]["exp_avg"]
-                assert torch.equal(momentum, lions.momenta[rank][k]), (step, shapes[k])
+                assert torch.equal(momentum.cpu(), lions.momenta[rank][k]), (step, shapes[k])
         if not faults and lions.t > before:
             expected += 64 * (world_size - 1)
             for own in optimizer._layout.messages:  # type: ignore[union-attr]
@@ -105,6 +121,14 @@ def test_ranks_equal_the_definition_in_other_dtypes(
     pools(3).run(equals_the_definition, {"seed": 2**40 + 1}, kinds, 5, True)
     momentum = {"momentum_dtype": torch.bfloat16}
     pools(2).run(equals_the_definition, momentum, kinds, 6, True)
+
+
+@pytest.mark.parametrize("kinds", [[torch.float32], [torch.bfloat16], KINDS[:2]], ids=str)
+@pytest.mark.parametrize("case", [*CASES[:6], CASES[-1]], ids=str)
+def test_kernels_equal_the_definition(
+    pools: RankPools, case: dict[str, Any], kinds: list[torch.dtype]
+) -> None:
+    pools(2).run(equals_the_definition, case, kinds, 7, True, "kernels", timeout=300)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -28,6 +28,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_dlion
+from hf_dlion.exchange import launches
 from hf_dlion.launch import ANYWHERE, VARIABLES, interfaces, name_interface, route_to
 from hf_dlion.optimizer import DistributedLion
 
@@ -86,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
     report.add(OK, "packages", _packages())
     report.check("Trainer", _trainer)
     report.check("device", _device_found)
+    report.check("kernels", _kernels)
     report.check("network", lambda: _network(named))
     if launched:
         _among_ranks(report)
@@ -116,6 +118,16 @@ def _device_found() -> tuple[str, str]:
     if not dist.is_nccl_available():
         return WARN, f"{text}; this torch has no NCCL, so votes go through gloo and the host"
     return OK, f"{text}, NCCL"
+
+
+def _kernels() -> tuple[str, str]:
+    """Tells which form of the optimizer's work runs on this machine's device, and why."""
+    if not torch.cuda.is_available():
+        return OK, "none, they run on GPUs"
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    if why := launches.refusal(device):
+        return WARN, f"slower torch operations instead, with the same result: {why}"
+    return OK, f"Triton kernels for votes of one bit; {launches.SWITCH}=0 turns them off"
 
 
 def _network(named: str) -> tuple[str, str]:

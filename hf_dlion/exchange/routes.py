@@ -26,7 +26,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_dlion.exchange.codec import WORD, pack, unpack
+from hf_dlion.exchange import launches
+from hf_dlion.exchange.codec import WORD, alternating_word, pack, unpack
+from hf_dlion.exchange.launches import MOST_RANKS, Lines, Table, refusal
 from hf_dlion.exchange.rule import Rule, count
 from hf_dlion.exchange.wire import Wire
 from hf_dlion.options import ExchangeName
@@ -39,27 +41,48 @@ class Rows:
     the number of rows R.
     """
 
-    def __init__(self, lengths: Sequence[tuple[int, int]], device: torch.device) -> None:
-        """Leaves `of_word` to its first use, because most messages never need it."""
-        self._lengths, self._device = lengths, device
+    def __init__(
+        self, lengths: Sequence[tuple[int, int]], device: torch.device, words: slice = slice(None)
+    ) -> None:
+        """Leaves the tables to their first use, because most messages never need them."""
+        self._lengths, self._device, self._words = lengths, device, words
         self.count = sum(count for count, _ in lengths)
+
+    @property
+    def first_word(self) -> int:
+        """The message's word with which these words begin."""
+        first: int = self._words.start or 0
+        return first
 
     @functools.cached_property
     def of_word(self) -> Tensor:
         """Index of each word's row, int32, shape (W,), on `device`."""
-        words = torch.cat([torch.full((count,), words) for count, words in self._lengths])
-        rows = torch.arange(self.count, dtype=torch.int32)
-        return torch.repeat_interleave(rows, words).to(self._device)
+        first, end = self._words.start or 0, self._words.stop
+        found, word, row = [torch.zeros(0, dtype=torch.int64)], 0, 0
+        for rows, words in self._lengths:
+            stop = rows * words if end is None else min(end - word, rows * words)
+            start = max(first - word, 0)
+            if start < stop:
+                found.append(row + torch.arange(start, stop) // words)
+            word, row = word + rows * words, row + rows
+        return torch.cat(found).to(torch.int32).to(self._device)
+
+    @functools.cached_property
+    def lines(self) -> Lines:
+        """The rows of the complete message, for kernels."""
+        return Table(self._device).add_rows(self._lengths)
 
     def by_word(self, numbers: Tensor | None, words: slice = slice(None)) -> Tensor | None:
         """Returns the number of each word's row, shape (W,); None if there are no numbers."""
         return None if numbers is None else numbers[self.of_word[words]]
 
     def part(self, words: slice) -> Rows:
-        """Returns the same rows, with `of_word` for a slice of the words."""
-        rows = Rows(self._lengths, self._device)
-        rows.of_word = self.of_word[words]
-        return rows
+        """Returns the same rows, for a slice of the message's words."""
+        return Rows(self._lengths, self._device, words)
+
+
+# Planes of bits, int64, shape (W,) each, contiguous.
+Planes = list[Tensor] | Tensor
 
 
 @dataclass(frozen=True)
@@ -67,12 +90,14 @@ class Votes:
     """A rank's votes of one message.
 
     `planes` has the planes of the codes, int64, shape (bits, W), with 0 in rows on which the rank
-    abstains. `active` tells whether the rank votes on each row, bool, shape (R,).
+    abstains. `active` tells whether the rank votes on each row, bool, shape (R,). `packed` has one
+    bit per row, then the planes, and then zeros, int64; None if nothing has packed them.
     """
 
     planes: Tensor
     active: Tensor
     rows: Rows
+    packed: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -80,10 +105,10 @@ class Verdict:
     """The result of the votes on one message, equal on all ranks.
 
     Its planes are int64, shape (W,) each, contiguous. `voters` is the number of active ranks by
-    row, int64, shape (R,), or None if all are active.
+    row, int32 or int64, shape (R,), or None if all are active.
     """
 
-    planes: list[Tensor]
+    planes: Planes
     voters: Tensor | None
 
 
@@ -138,7 +163,11 @@ def verdict_of(
 def _gather(votes: Votes, wire: Wire, rule: Rule, step: int) -> Generator[None, None, Verdict]:
     """All ranks gather all votes, and each rank counts all of them."""
     (bits, words), device = votes.planes.shape, votes.planes.device
-    sent = torch.cat([_packed_rows(votes.active), votes.planes.view(-1)])
+    rows = -(-votes.rows.count // WORD)
+    if votes.packed is None:
+        sent = torch.cat([_packed_rows(votes.active), votes.planes.view(-1)])
+    else:
+        sent = votes.packed[: rows + bits * words]
     sent = sent.to(wire.device_for(device))
     received = sent.new_empty(wire.world_size, sent.numel())
     pending = wire.all_gather(received, sent, "votes")
@@ -146,10 +175,8 @@ def _gather(votes: Votes, wire: Wire, rule: Rule, step: int) -> Generator[None, 
     pending.wait()
     yield  # As often as two_phase, see `verdict_of`.
     everyone = received.to(device)
-    rows = everyone.shape[1] - bits * words
-    voters = _voters(everyone[:, :rows], votes.rows.count)
-    planes = [list(of_rank[rows:].view(bits, words)) for of_rank in everyone]
-    return Verdict(count(planes, votes.rows.by_word(voters), rule, step), voters)
+    planes = everyone[:, rows:].reshape(wire.world_size, bits, words)
+    return counted(planes, everyone[:, :rows], votes, slice(0, words), words, rule, step)
 
 
 def _two_phase(votes: Votes, wire: Wire, rule: Rule, step: int) -> Generator[None, None, Verdict]:
@@ -157,11 +184,15 @@ def _two_phase(votes: Votes, wire: Wire, rule: Rule, step: int) -> Generator[Non
     (bits, words), ranks = votes.planes.shape, wire.world_size
     device, words_each = votes.planes.device, -(-words // ranks)
     on_wire = wire.device_for(device)
-    sent = torch.nn.functional.pad(votes.planes, (0, ranks * words_each - words))
+    if votes.packed is None:
+        active = _packed_rows(votes.active)
+        sent = torch.nn.functional.pad(votes.planes, (0, ranks * words_each - words))
+    else:
+        active = votes.packed[: -(-votes.rows.count // WORD)]
+        sent = votes.packed[active.numel() :][: ranks * words_each]
     # Segment j goes to rank j.
     sent = sent.view(bits, ranks, words_each).transpose(0, 1).contiguous().to(on_wire)
-    received = torch.empty_like(sent)
-    active = _packed_rows(votes.active).to(on_wire)
+    received, active = torch.empty_like(sent), active.to(on_wire)
     all_active = active.new_empty(ranks, active.numel())
     pending = [
         wire.all_gather(all_active, active, "votes"), wire.all_to_all(received, sent, "votes")
@@ -169,17 +200,39 @@ def _two_phase(votes: Votes, wire: Wire, rule: Rule, step: int) -> Generator[Non
     yield
     for each in pending:
         each.wait()
-    voters = _voters(all_active.to(device), votes.rows.count)
-    counted = _share(wire.rank, words_each, words)
-    received = received.to(device)[:, :, : counted.stop - counted.start]
-    planes = [list(of_rank) for of_rank in received]
-    decided = count(planes, votes.rows.by_word(voters, counted), rule, step)
-    sent = _padded(decided, words_each).to(on_wire)
+    share = _share(wire.rank, words_each, words)
+    received, all_active = received.to(device), all_active.to(device)
+    shares = counted(received, all_active, votes, share, words_each, rule, step)
+    sent = _padded(shares.planes, words_each).to(on_wire)
     received = sent.new_empty(ranks, *sent.shape)
     verdict = wire.all_gather(received, sent, "a verdict")
     yield
     verdict.wait()
-    return Verdict(_joined(received.to(device), words), voters)
+    return Verdict(_joined(received.to(device), words), shares.voters)
+
+
+def counted(
+    planes: Tensor, active: Tensor, votes: Votes, words: slice, size: int, rule: Rule, step: int
+) -> Verdict:
+    """Counts everyone's votes on a slice of the words of `votes`.
+
+    `planes` has shape (ranks, bits, W) and `active` one bit per row, shape (ranks, ceil(R / 64)).
+    A kernel returns planes of `size` words, with zeros after the slice.
+    """
+    ranks, bits, _ = planes.shape
+    rows, device, here = votes.rows, planes.device, words.stop - words.start
+    if bits == 1 and ranks <= MOST_RANKS and not refusal(device):
+        verdict = planes.new_empty(rule.planes, size)
+        voters = torch.empty(rows.count, dtype=torch.int32, device=device)
+        launches.count(
+            rows.lines, planes[:, 0], active, verdict, voters,
+            first=rows.first_word + words.start, size=here,
+            tie=alternating_word((step + 1) % 2), rule=rule.name,
+        )  # fmt: skip
+        return Verdict(verdict, voters)
+    by_row = _voters(active, rows.count)
+    by_rank = [list(of_rank) for of_rank in planes[:, :, :here]]
+    return Verdict(count(by_rank, rows.by_word(by_row, words), rule, step), by_row)
 
 
 def _share(rank: int, words_each: int, words: int) -> slice:
@@ -188,18 +241,20 @@ def _share(rank: int, words_each: int, words: int) -> slice:
     return slice(first, min(first + words_each, words))
 
 
-def _padded(planes: Sequence[Tensor], words: int) -> Tensor:
+def _padded(planes: Planes, words: int) -> Tensor:
     """Returns planes with zeros after their end, int64, shape (planes, words)."""
+    if isinstance(planes, Tensor) and planes.shape[1] == words:
+        return planes
     padded = planes[0].new_zeros(len(planes), words)
     for out, plane in zip(padded, planes, strict=True):
         out[: plane.numel()] = plane
     return padded
 
 
-def _joined(shares: Tensor, words: int) -> list[Tensor]:
+def _joined(shares: Tensor, words: int) -> Tensor:
     """Returns planes of `words` words from every rank's share, shape (ranks, planes, share)."""
     # Contiguous before it is flat: reshape() may keep strides that make no view as bytes.
-    return list(shares.transpose(0, 1).contiguous().flatten(1)[:, :words])
+    return shares.transpose(0, 1).contiguous().flatten(1)[:, :words]
 
 
 def _packed_rows(active: Tensor) -> Tensor:

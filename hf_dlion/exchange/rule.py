@@ -27,7 +27,7 @@ class Majority:
     """
 
     def __init__(self, ties: str) -> None:
-        self._zero = ties == "zero"
+        self.name, self._zero = ties, ties == "zero"
         self.planes = 2 if self._zero else 1
 
     def decide(self, sums: list[Tensor], total: int | Sequence[Tensor], step: int) -> list[Tensor]:
@@ -70,7 +70,7 @@ class Average:
     """
 
     def __init__(self, ranks: int, bits: int) -> None:
-        self._ranks, self._top = ranks, TOP[bits]
+        self.name, self.ranks, self._top = "average", ranks, TOP[bits]
         self.planes = (ranks * self._top).bit_length()
 
     def decide(self, sums: list[Tensor], total: int | Sequence[Tensor], step: int) -> list[Tensor]:
@@ -85,15 +85,15 @@ class Average:
         for j, plane in enumerate(planes[1:], start=2):
             out.add_(unpack(plane, 0.0, 2.0**j, digit))
         if voters is None:
-            out.sub_(self._ranks * self._top)
+            out.sub_(self.ranks * self._top)
         else:
             out.view(-1, WORD).sub_((voters * self._top).view(-1, 1))
-        if self._ranks > 1:
-            divided(out, self._ranks)
+        if self.ranks > 1:
+            divided(out, self.ranks)
         return out if lr == 1.0 else out.mul_(lr)
 
 
-# Both have `planes`, the number of planes of a verdict.
+# Both have `planes`, the number of planes of a verdict, and a `name` for kernels.
 Rule = Majority | Average
 
 

@@ -21,6 +21,7 @@ from hf_dlion.exchange.wire import Wire, digest, named_ranks
 from hf_dlion.ranks.fingerprint import fingerprints, numbers
 from hf_dlion.ranks.meeting import Disagreement
 from hf_dlion.ranks.topology import Topology
+from hf_dlion.vote import on_gpu
 from hf_dlion.vote.full_precision import set_sums
 from hf_dlion.vote.layout import Layout, Message, Piece, Slot
 from hf_dlion.vote.rounding import EXCHANGED, OWN_WEIGHTS, PARAMETERS
@@ -77,17 +78,26 @@ def _exchanged(
 ) -> Task:
     """Sends how far a message's tensors were moved, and moves them by the mean."""
     stats, name = ranks.voters.stats, turn.options.exchange
-    source = partial(_displacement, turn=turn)
-    votes = encode(message, turn, source, by_tensor=True)
+    source, fused = partial(_displacement, turn=turn), None
+    if turn.options.bits == 1 and on_gpu.covers(message, rule.ranks):
+        fused = on_gpu.Exchange(message, decays, turn)
+        votes = fused.encode()
+    else:
+        votes = encode(message, turn, source, by_tensor=True)
     stats.lap("encode_s")
     verdict = yield from verdict_of(votes, name, ranks.voters, ranks.node, rule, turn.step)
     stats.lap("exchange_s")
     moving = [piece for piece in message.pieces if piece.has("target")]
+    if fused is not None:
+        moving = [piece.head(SAMPLE) for piece in moving[:1]]
     for piece in moving:
         mean, sent, silent = _decoded(piece, votes, verdict, rule, turn)
         if piece is moving[0]:  # The log shows a sample of each message.
             stats.drift.append(drift_of(source(piece), mean, sent))
-        _move(piece, decays, turn, mean, sent, silent)
+        if fused is None:
+            _move(piece, decays, turn, mean, sent, silent)
+    if fused is not None:
+        fused.move(verdict, votes, rule)
     stats.lap("apply_s")
 
 
@@ -134,6 +144,8 @@ def _set_scales(layout: Layout, paths: Sequence[float], turn: Turn, ranks: Topol
     source = partial(_displacement, turn=turn)
     if bits == 8:
         amounts, counts = numbers(tensor_maxima(slots, found, source)), [1.0] * len(slots)
+    elif len({m.device for m in found}) == 1 and all([on_gpu.covers(m) for m in found]):
+        amounts, counts = on_gpu.amounts(slots)
     else:
         amounts, counts = map(numbers, tensor_sums(slots, found, source, turn))
     for k, slot in enumerate(slots):
@@ -231,7 +243,7 @@ def _decoded(
 
     The words are marked as `_move` needs them.
     """
-    bits, rows, scratch = turn.options.bits, votes.rows.of_word[piece.words], turn.scratch
+    bits, rows, scratch = turn.options.bits, votes.rows.part(piece.words).of_word, turn.scratch
     mean, sent = piece.memory("mean", scratch), piece.memory("own votes", scratch)
     count = None if verdict.voters is None else verdict.voters[rows]
     active = votes.active.to(rows.device, torch.int64)[rows]

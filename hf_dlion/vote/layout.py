@@ -194,6 +194,18 @@ class Piece:
         """Whether the piece has elements of no slot."""
         return sum(part.stop - part.start for part in self.parts) < self.size
 
+    def head(self, words: int) -> Piece:
+        """Returns the piece's first words, at most so many."""
+        size = min(words * WORD, self.size)
+        own = slice(self.words.start, self.words.start + size // WORD)
+        head = Piece(self.group, self.stored, self.device, self.first, own, size)
+        head.parts = [
+            part._replace(stop=min(part.stop, part.start + size - part.at))
+            for part in self.parts
+            if part.at < size
+        ]
+        return head
+
     def has(self, name: str) -> bool:
         """Returns whether at least one of the slots has a tensor `name`."""
         return any([getattr(part.slot, name) is not None for part in self.parts])

@@ -26,6 +26,7 @@ from hf_dlion.ranks.agreement import HISTORY, Agreed, agree_in_node
 from hf_dlion.ranks.fingerprint import numbers
 from hf_dlion.ranks.meeting import Disagreement, Kind
 from hf_dlion.ranks.topology import Topology
+from hf_dlion.vote import on_gpu
 from hf_dlion.vote.displacement import DETACH, REMEDY, average, round_own
 from hf_dlion.vote.layout import LOW_PRECISION, Kept, Layout, Slot, flat_view
 from hf_dlion.vote.rounding import DISPLACEMENTS, PARAMETERS
@@ -228,7 +229,9 @@ class LocalSteps(Schedule):
                 self.used.add(slot.param)
             slot.target = slot.p if slot.kept else None
         turn.age_rows(layout.slots)
-        for piece in layout.pieces:
+        own_step = partial(on_gpu.own_step, turn=turn)
+        others = on_gpu.each_device([*layout.messages, *layout.full], own_step)
+        for piece in (piece for message in others for piece in message.pieces):
             if piece.has("grad"):
                 # lr * sign(u) is exact, so a fused add rounds as two operations do.
                 sign, lr = direction(piece, turn).sign_(), float(turn.groups[piece.group]["lr"])

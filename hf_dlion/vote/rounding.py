@@ -6,6 +6,8 @@ lose every move below half a unit in the last place, which is most moves in fine
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -41,11 +43,8 @@ def random_bits(count: int, first: int, step: int, seed: int, stream: int, out: 
         random_bits(2 * cut, first, step, seed, stream, out[:cut])
         random_bits(count - 2 * cut, first + 2 * cut, step, seed, stream, out[cut:])
         return out.view(torch.int16)
-    key = 0
-    for word in (seed, seed >> 32, step, step >> 32, stream, first >> 33):
-        key = _mix_number(((key ^ word) & _MASK) + _STEP)
     torch.arange(words, dtype=torch.int32, out=out)
-    out.mul_(_signed(_STEP)).add_(_signed((_STEP * low + key) & _MASK))  # int32 wraps
+    out.mul_(_signed(_STEP)).add_(_signed(key_of(first, step, seed, stream)))  # int32 wraps
     # x ^= x >> 16 changes the low half of x, which comes first in memory.
     low_halves, high_halves = out.view(torch.int16)[::2], out.view(torch.int16)[1::2]
     low_halves.bitwise_xor_(high_halves)
@@ -53,6 +52,11 @@ def random_bits(count: int, first: int, step: int, seed: int, stream: int, out: 
         out.mul_(_signed(factor))
         low_halves.bitwise_xor_(high_halves)
     return out.bitwise_and_(0x7FFF7FFF).view(torch.int16)
+
+
+def key_of(first: int, step: int, seed: int, stream: int) -> int:
+    """Returns what `random_bits` adds to every word's product, from 0 to 2^32 - 1."""
+    return (_STEP * (first // 2) + _key(first >> 33, step, seed, stream)) & _MASK
 
 
 def round_to(x: Tensor, dtype: torch.dtype, random: Tensor) -> Tensor:
@@ -90,6 +94,14 @@ _STEP, _FACTORS = 0x9E3779B9, (0x7FEB352D, 0x846CA68B)
 def _signed(word: int) -> int:
     """Returns the int32 number that has the bits of a 32-bit word."""
     return word - (1 << 32) if word >> 31 else word
+
+
+@functools.lru_cache(maxsize=64)  # The elements of a step have few keys.
+def _key(block: int, step: int, seed: int, stream: int) -> int:
+    key = 0
+    for word in (seed, seed >> 32, step, step >> 32, stream, block):
+        key = _mix_number(((key ^ word) & _MASK) + _STEP)
+    return key
 
 
 def _mix_number(x: int) -> int:

@@ -31,6 +31,7 @@ from hf_dlion.options import Options
 from hf_dlion.ranks.agreement import Agreed
 from hf_dlion.ranks.meeting import Kind
 from hf_dlion.ranks.topology import Topology
+from hf_dlion.vote import on_gpu
 from hf_dlion.vote.idle_rows import aged, silence
 from hf_dlion.vote.layout import Kept, Layout, Message, Piece, Scratch, Slot
 from hf_dlion.vote.rounding import MOMENTA, PARAMETERS, random_bits
@@ -205,13 +206,20 @@ def in_lockstep(tasks: Sequence[Task]) -> None:
 def voted(message: Message, turn: Turn, rule: Rule, ranks: Topology) -> Task:
     """Takes a message's step."""
     voters, stats, options = ranks.voters, ranks.voters.stats, turn.options
-    votes = encode(message, turn, partial(direction, turn=turn))
+    fused = on_gpu.Step(message, turn) if on_gpu.covers(message, voters.world_size) else None
+    if fused is not None and options.bits == 1:
+        votes = fused.encode()
+    else:
+        votes = encode(message, turn, partial(direction, turn=turn))
     stats.lap("encode_s")
     verdict = yield from verdict_of(votes, options.exchange, voters, ranks.node, rule, turn.step)
     stats.lap("exchange_s")
     if message.pieces[0].first == 0 and options.bits == 1 and isinstance(rule, Majority):
         stats.sample = votes.planes[0, :SAMPLE].clone(), verdict.planes[0][:SAMPLE].clone()
-    move(message, verdict, rule, turn)
+    if fused is not None:
+        fused.move(verdict, rule)
+    else:
+        move(message, verdict, rule, turn)
     stats.lap("apply_s")
 
 
@@ -228,7 +236,8 @@ def move(message: Message, verdict: Verdict, rule: Rule, turn: Turn) -> None:
 
 def alone(messages: Iterable[Message], turn: Turn, *, fused: bool = True) -> None:
     """Takes Lion's step without votes: v = sign(u), sign(0) = 0; see `direction`."""
-    for piece in (piece for message in messages for piece in message.pieces):
+    others = on_gpu.each_device(messages, partial(on_gpu.alone, turn=turn)) if fused else messages
+    for piece in (piece for message in others for piece in message.pieces):
         if piece.has("target"):
             u = direction(piece, turn, fused=fused)
             _apply(piece, u.sign_().mul_(float(turn.groups[piece.group]["lr"])), turn)

@@ -6,15 +6,28 @@ they are kept, and is refused if it also has a tensor on the CPU, as CUDA refuse
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _setup_privateuseone_for_python_backend,
+)
 
 NAME = "fakegpu"
-_setup_privateuseone_for_python_backend(NAME)
+
+
+class _Module(_DummyBackendModule):
+    """What `torch.cuda` is for CUDA."""
+
+    def device(self, device: torch.device) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+_setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
 _DEVICE = torch.device(NAME, 0)
 # Only these may have tensors on two devices.
 _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)

@@ -28,17 +28,18 @@ def pair(
     shapes: Sequence[tuple[int, ...]],
     dtypes: Sequence[torch.dtype],
     options: dict[str, Any],
+    device: str = "cpu",
 ) -> tuple[Definition, DistributedLion, list[torch.nn.Parameter]]:
     """Returns a definition and an optimizer of equal parameters, in small messages and two groups.
 
     `options` are those of the optimizer.
     """
-    layout.PIECE["cpu"], layout.MESSAGE["cpu"], layout.MESSAGES = 1 << 10, 1 << 13, 1 << 20
+    layout.PIECE[device], layout.MESSAGE[device], layout.MESSAGES = 1 << 10, 1 << 13, 1 << 20
     torch.manual_seed(0)
     start = [torch.randn(shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     own = {"every" if name == "vote_every" else name: value for name, value in options.items()}
     own.pop("exchange", None)
-    params = [torch.nn.Parameter(p.clone()) for p in start]
+    params = [torch.nn.Parameter(p.clone().to(device)) for p in start]
     groups = [
         # Betas with which rows without a gradient are old after 3 and 2 steps.
         {"params": params[:4], "lr": 0.1, "weight_decay": 0.3, "betas": (0.9, 0.7)},

@@ -53,6 +53,8 @@ RANK_ENV = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    # Kernels run in Triton's interpreter where there is no GPU.
+    "TRITON_INTERPRET": str(int(not torch.cuda.is_available())),
 }
 if sys.platform == "linux":
     # gloo otherwise looks up the host's name, which need not resolve in a container.

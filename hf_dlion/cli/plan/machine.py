@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import psutil
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_dlion.cli.plan.workload import Workload
-from hf_dlion.exchange.codec import TOP
-from hf_dlion.exchange.routes import Verdict
-from hf_dlion.exchange.rule import Majority, count
+from hf_dlion.exchange.codec import TOP, WORD
+from hf_dlion.exchange.routes import Verdict, Votes, counted
+from hf_dlion.exchange.rule import Majority
 from hf_dlion.options import Options
+from hf_dlion.vote import on_gpu
 from hf_dlion.vote.layout import Layout, Scratch, Slot, flat_view
 from hf_dlion.vote.local_steps import LocalSteps
 from hf_dlion.vote.step import Turn, direction, encode, move
@@ -25,28 +30,6 @@ Calls = dict[str, Callable[[], object]]
 
 POWER_RANK = 4
 BITS = tuple(TOP)
-# The work of a step, and the bytes that it reads and writes per element on a GPU, with weights in
-# float32 and in bfloat16. tests/cli/test_plan.py counts these bytes in the operations of torch.
-BYTES = {
-    "adamw": (28.0, 14.0),  # A fused step of AdamW.
-    "copy": (8.0, 4.0),  # A gradient into DDP's bucket, or out of it.
-    "cast": (16.0, 8.0),  # A float32 gradient to bfloat16 and back.
-    "power": (44.125, 22.125),  # PowerSGD's products, error, and decompression.
-    "local step": (44.0, 317.0),  # A step of a rank by itself, with vote_every above 1.
-    "move": (40.477, 115.477),  # Moving parameters by a verdict.
-    "encode 1": (38.893, 127.893),  # Votes of 1 bit, and the momentum.
-    "encode 2": (116.893, 205.893),
-    "encode 4": (133.221, 222.221),
-    "encode 8": (163.221, 252.221),
-    "count 1 of 2": (7.945, 7.945),  # Counting the votes of 1 bit of 2 ranks.
-    "count 1 of 4": (14.195, 14.195),
-    "count 2 of 2": (12.695, 12.695),
-    "count 2 of 4": (22.695, 22.695),
-    "count 4 of 2": (22.195, 22.195),
-    "count 4 of 4": (39.695, 39.695),
-    "count 8 of 2": (41.195, 41.195),
-    "count 8 of 4": (73.695, 73.695),
-}
 # Elements of the measured tensor: large enough to leave the caches, small enough for seconds.
 NUMEL, COLUMNS = 1 << 23, 1024
 # How often everything is measured: at least, at most, and for how long if that is less.
@@ -86,7 +69,7 @@ GPUS = {
 class Machine:
     """What a rank's own work costs."""
 
-    each_s: Mapping[str, float]  # Seconds per element, by the names in `BYTES`.
+    each_s: Mapping[str, float]  # Seconds per element, by the names in `step_work`, and "adamw".
     compute_s: float  # Forward and backward of the model, without DDP.
     memory_bytes: float
     device: str  # "cpu" or "cuda".
@@ -118,9 +101,8 @@ def computed(
     """
     tokens = tokens or TOKENS["cuda"]
     flops = (4 * work.parameters + 2 * work.trainable) * work.active_share * tokens
-    column = int(dtype == torch.bfloat16)
     return Machine(
-        each_s={name: moved[column] / gpu.bytes_per_s for name, moved in BYTES.items()},
+        each_s={name: moved / gpu.bytes_per_s for name, moved in bytes_on_a_gpu(dtype).items()},
         compute_s=given_s or flops / (MFU * gpu.flops),
         memory_bytes=gpu.memory_bytes, device="cuda", name=gpu.name,
         sources=(
@@ -167,8 +149,11 @@ def measured(
             # Backward leaves out the gradients of frozen weights, a third of the work.
             elements = (2 * work.parameters + work.trainable) / 3
             compute_s = fixed + each * elements * work.active_share
+        each_s = {call: picked[call] / NUMEL for call in calls if call not in sizes}
+        # Displacements are read twice, and own weights are moved next to the anchors.
+        each_s["exchange"] = 2 * each_s["encode 1"] + 3 * each_s["move"]
         found.append(Machine(
-            each_s={call: picked[call] / NUMEL for call in BYTES},
+            each_s=each_s,
             compute_s=compute_s,
             memory_bytes=memory, device=device.type, name=name,
             sources=(
@@ -179,8 +164,49 @@ def measured(
     return found, busy_share()
 
 
+@functools.cache
+def bytes_on_a_gpu(dtype: torch.dtype) -> dict[str, float]:
+    """Returns the bytes per element that each part of a step's work reads and writes on a GPU.
+
+    They are counted in the operations of torch. Votes of one bit, and local steps, take kernels.
+    """
+    param = torch.empty(1 << 10, COLUMNS, dtype=dtype, device="meta")
+    # AdamW reads four tensors and writes three; torch has no fused AdamW without data.
+    found = {"adamw": 7.0 * dtype.itemsize}
+    for name, call in step_work(param).items():
+        call()  # Makes scratch and rows.
+        with _CountBytes() as mode:  # type: ignore[no-untyped-call]
+            call()
+        found[name] = mode.moved / param.numel()
+    moved = partial(on_gpu.moved_bytes, dtype=dtype)
+    exchange = ("amounts", "encode displacement", "move exchange")
+    return {
+        **found,
+        "local step": moved("local step"), "move": moved("move"), "encode 1": moved("encode"),
+        **{f"count 1 of {ranks}": (ranks + 1) / 8 for ranks in (2, 4)},
+        "exchange": sum(map(moved, exchange)),
+    }  # fmt: skip
+
+
+class _CountBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts in `moved` the bytes that operations read and write; views move none."""
+
+    moved = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            # Operations with these names only write their first argument.
+            overwrites = func._schema.name.endswith(("copy_", "zero_", "fill_"))
+            # Operations that change a list in place return nothing.
+            written = args[0] if result is None else result
+            leaves = tree_leaves((args[overwrites:], written))
+            self.moved += sum(own.nbytes for own in leaves if isinstance(own, Tensor))
+        return result
+
+
 def step_work(param: Tensor) -> Calls:
-    """Returns the work of a step on a matrix, by its names in `BYTES`; AdamW's is left out."""
+    """Returns the work of a step on a matrix by name; AdamW's is left out."""
     param.grad = torch.randn_like(param)
     other = torch.empty_like(param)
     calls: Calls = {
@@ -201,37 +227,47 @@ def _votes(param: Tensor, bits: int) -> Calls:
     return {**vote_work([param], bits, (2, 4)), "local step": local_step}
 
 
-def vote_work(params: Sequence[Tensor], bits: int, ranks: Sequence[int]) -> Calls:
-    """Returns what a step of DistributedLion does between its collectives, by names as in `BYTES`.
+def vote_work(
+    params: Sequence[Tensor], bits: int, ranks: Sequence[int], *, kernels: bool = True
+) -> Calls:
+    """Returns what a step of DistributedLion does between its collectives, by name.
 
-    The votes that it counts are those of this rank, once for every rank.
+    The votes that it counts are those of this rank, once for every rank. Without `kernels`, a GPU
+    takes the form of torch operations.
     """
     rule, turn = Majority("alternate"), _turn(bits)
-    layout = _layout_of(params).messages
-    source = partial(direction, turn=turn)
-    planes: list[list[Tensor]] = []
+    layout, source = _layout_of(params).messages, partial(direction, turn=turn)
+    works: list[on_gpu.Step | None] = []
+    sent: list[Votes] = []
     verdicts: list[Verdict] = []
-    # On a GPU, checking whether all ranks vote would synchronize, so ranks are counted by row.
-    voters = {
-        n: [
-            None if m.device.type == "cpu" else torch.full((m.rows.count,), n, device=m.device)
-            for m in layout
-        ]
-        for n in ranks
-    }
+    # All ranks vote on all rows.
+    rows = [torch.full((-(-m.rows.count // WORD),), -1, device=m.device) for m in layout]
 
     def encode_all() -> None:
-        planes[:] = [list(encode(m, turn, source).planes) for m in layout]
+        works.clear()
+        sent.clear()
+        for message in layout:
+            covered = kernels and on_gpu.covers(message, max(ranks))
+            work = on_gpu.Step(message, turn) if covered else None
+            works.append(work)
+            if work is not None and bits == 1:
+                sent.append(work.encode())
+            else:
+                sent.append(encode(message, turn, source))
 
     def count_all(n: int) -> None:
         verdicts.clear()
-        for message, own, by_row in zip(layout, planes, voters[n], strict=True):
-            decided = count([own] * n, message.rows.by_word(by_row), rule, 1)
-            verdicts.append(Verdict(decided, by_row))
+        for message, votes, active in zip(layout, sent, rows, strict=True):
+            planes = votes.planes.expand(n, *votes.planes.shape)
+            every, words = slice(0, message.words), message.words
+            verdicts.append(counted(planes, active.expand(n, -1), votes, every, words, rule, 1))
 
     def move_all() -> None:
-        for message, verdict in zip(layout, verdicts, strict=True):
-            move(message, verdict, rule, turn)
+        for message, work, verdict in zip(layout, works, verdicts, strict=True):
+            if work is None:
+                move(message, verdict, rule, turn)
+            else:
+                work.move(verdict, rule)
 
     # Makes scratch, rows, and what the next call needs.
     for call in (encode_all, partial(count_all, ranks[0])):

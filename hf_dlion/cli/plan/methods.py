@@ -90,7 +90,7 @@ class Case:
         return self.ranks // self.per_node
 
     def work_s(self, name: str) -> float:
-        """Returns the seconds of work on all trainable elements, by its name in `BYTES`."""
+        """Returns the seconds of work on all trainable elements, by its name in `step_work`."""
         return self.machine.each_s[name] * self.work.trainable
 
     def between_nodes(self) -> Case:
@@ -320,8 +320,7 @@ def _local_steps(case: Case, ranks: int, share: int, inside_s: float) -> tuple[i
     means, check = 8 * (case.ranks - 1) * len(case.work.shapes), 8 * words * (ranks - share)
     check_s = case.link.seconds(8 * words * (ranks - 1), ranks - 1)
     network = vote["network"] + case.gather_s(means) + check_s
-    # Displacements are read twice, and own weights are moved next to the anchors.
-    work = 2 * vote["encode"] + vote["count"] + 3 * case.work_s("move")
+    work = case.work_s("exchange") + vote["count"]
     step_s, every = case.work_s("local step"), case.vote_every
     if every is None:
         every = max(vote_every_for(vote["compute"] + step_s, network + work), 2)

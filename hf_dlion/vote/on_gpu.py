@@ -1,0 +1,346 @@
+"""A step's work on messages whose tensors the kernels cover, in one launch for each of its parts.
+
+It brings addresses and numbers to `kernels`, which have the bits of the functions in `step` and
+`displacement`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_dlion.exchange import launches
+from hf_dlion.exchange.codec import WORD
+from hf_dlion.exchange.launches import (
+    DTYPES,
+    MOST_RANKS,
+    Lines,
+    Stretch,
+    Table,
+    abstain,
+    addresses,
+    refusal,
+)
+from hf_dlion.exchange.routes import Verdict, Votes
+from hf_dlion.exchange.rule import Average, Rule
+from hf_dlion.vote.layout import Message, Slot
+from hf_dlion.vote.rounding import (
+    DISPLACEMENTS,
+    EXCHANGED,
+    MOMENTA,
+    OWN_WEIGHTS,
+    PARAMETERS,
+    key_of,
+)
+
+if TYPE_CHECKING:
+    from hf_dlion.vote.step import Turn
+
+# So many elements of the layout have one key of random bits.
+_SAME_KEY = 1 << 33
+# Groups of tensors by column.
+_GRADIENTS, _WEIGHTS = ("grad", "momentum"), ("target", "x", "c")
+
+
+def covers(message: Message, ranks: int = 1) -> bool:
+    """Returns whether the kernels do the work of a message that so many voters exchange."""
+    if message.device.type not in launches.DEVICES or ranks > MOST_RANKS:
+        return False
+    for slot in (span.slot for span in message.spans):
+        tensors = slot.p, slot.grad, slot.momentum
+        if not all([tensor is None or tensor.dtype in DTYPES for tensor in tensors]):
+            return False
+    return not refusal(message.device)
+
+
+def each_device(
+    messages: Iterable[Message], work: Callable[[list[Message]], None]
+) -> list[Message]:
+    """Does work on the covered messages of each device; returns the other messages."""
+    covered, others = dict[torch.device, list[Message]](), list[Message]()
+    for message in messages:
+        if covers(message):
+            covered.setdefault(message.device, []).append(message)
+        else:
+            others.append(message)
+    for same in covered.values():
+        work(same)
+    return others
+
+
+def moved_bytes(kind: str, dtype: torch.dtype) -> float:
+    """Returns the bytes per element that a kind of work of `kernels.each_tile` reads and writes."""
+    size, is_low = dtype.itemsize, dtype == torch.bfloat16
+    # Elements that are read and written, and for each of them the bytes of words of bits.
+    elements, others = {
+        "encode": (3, 9 / 64), "move": (2, 1 / 8), "step": (5, 0),
+        "local step": (7 if is_low else 5, 0), "amounts": (1 if is_low else 2, 1 / 128),
+        "encode displacement": (1 if is_low else 2, 9 / 64),
+        "move exchange": (5 if is_low else 4, 3 / 8),  # A verdict of two ranks, and own votes.
+    }[kind]  # fmt: skip
+    return elements * size + others
+
+
+class Part(NamedTuple):
+    """A stretch of a slot from element `start`; `number` is that of the element in the layout."""
+
+    slot: Slot
+    start: int
+    number: int
+    stretch: Stretch
+
+
+def parts_of(message: Message) -> list[Part]:
+    """Returns the parts of a message, each as long as possible."""
+    begins: dict[Slot, tuple[int, int]] = {}
+    stops: dict[Slot, int] = {}
+    for piece in message.pieces:
+        for slot, start, stop, at in piece.parts:
+            begins.setdefault(slot, (start, piece.first + at))
+            stops[slot] = stop
+    found, row = [], 0
+    for slot, word, words, row_words in message.spans:
+        (start, number), skipped = begins[slot], 0
+        while start < stops[slot]:
+            size = min(stops[slot] - start, _SAME_KEY - number % _SAME_KEY)
+            stretch = Stretch(size, word + skipped, row, skipped, row_words)
+            found.append(Part(slot, start, number, stretch))
+            start, number, skipped = start + size, number + size, skipped + size // WORD
+        row += words // row_words
+    return found
+
+
+class Step:
+    """A step by votes on one message; see `step.encode` and `step.move`."""
+
+    def __init__(self, message: Message, turn: Turn) -> None:
+        """Fills the table."""
+        self._message, self._turn, table = message, turn, Table(message.device)
+        parts = parts_of(message)
+        voting = [part for part in parts if part.slot.grad is not None]
+        moving = [part for part in parts if part.slot.target is not None]
+        numbers = _numbers(turn)
+        keys = {"key_m": _key(turn, MOMENTA + turn.voter)}
+        self._encode = _lines(table, voting, _GRADIENTS, numbers, keys)
+        keys = {"key_p": _key(turn, PARAMETERS)}
+        self._move = _lines(table, moving, ("target",), numbers, keys)
+
+    def encode(self) -> Votes:
+        """Returns the votes, and updates the momenta."""
+        return _votes("encode", self._message, self._encode, self._turn)
+
+    def move(self, verdict: Verdict, rule: Rule) -> None:
+        """Moves the parameters."""
+        ranks = rule.ranks if isinstance(rule, Average) else 1
+        _by_verdict("move", self._move, verdict, ranks=ranks, rule=rule.name)
+
+
+def alone(messages: Sequence[Message], turn: Turn) -> None:
+    """Takes a step without votes on messages of one device; see `step.alone`."""
+    keys = {"key_m": _key(turn, MOMENTA + turn.voter), "key_p": _key(turn, PARAMETERS)}
+    parts = [part for message in messages for part in parts_of(message)]
+    moving = [part for part in parts if part.slot.target is not None]
+    table = Table(messages[0].device)
+    each_tile("step", _lines(table, moving, (*_GRADIENTS, "target"), _numbers(turn), keys))
+
+
+def own_step(messages: Sequence[Message], turn: Turn) -> None:
+    """Takes a local step on messages of one device; see `LocalSteps.step`."""
+    parts = [part for message in messages for part in parts_of(message)]
+    moving = [own for own in parts if own.slot.grad is not None or own.slot.c is not None]
+    keys = {
+        "key_m": _key(turn, MOMENTA + turn.voter),
+        "key_c": _key(turn, DISPLACEMENTS + turn.voter),
+        "key_p": _key(turn, OWN_WEIGHTS + turn.voter, local=True),
+    }
+    numbers = {**_numbers(turn), "keep": lambda slot: 1.0}  # An exchange decays.
+    table = Table(messages[0].device)
+    each_tile("local step", _lines(table, moving, (*_GRADIENTS, *_WEIGHTS), numbers, keys))
+
+
+class Exchange:
+    """An exchange of local steps on one message; see `displacement`."""
+
+    def __init__(self, message: Message, decays: Sequence[float], turn: Turn) -> None:
+        """Fills the table. By parameter group, `decays` has the factor D."""
+        self._message, self._turn = message, turn
+        numbers = {
+            "unit": lambda slot: float(slot.scale), "keep": lambda slot: decays[slot.group]
+        }  # fmt: skip
+        keys = {
+            "key_x": _key(turn, PARAMETERS),
+            "key_c": _key(turn, EXCHANGED + turn.voter),
+            "key_p": _key(turn, OWN_WEIGHTS + turn.voter, local=True),
+        }
+        moving = [part for part in parts_of(message) if part.slot.x is not None]
+        self._lines = _lines(Table(message.device), moving, _WEIGHTS, numbers, keys)
+
+    def encode(self) -> Votes:
+        """Returns votes on displacements."""
+        return _votes("encode displacement", self._message, self._lines, self._turn)
+
+    def move(self, verdict: Verdict, votes: Votes, rule: Average) -> None:
+        """Moves anchors, own weights, and displacements."""
+        own = {"mine": votes.planes, "voted": votes.packed}
+        _by_verdict("move exchange", self._lines, verdict, ranks=rule.ranks, **own)
+
+
+def amounts(slots: Sequence[Slot]) -> tuple[list[float], list[float]]:
+    """Returns each slot's sum of |w| and elements in active rows; see `step.tensor_sums`.
+
+    All slots are on one device.
+    """
+    sums, counts = dict.fromkeys(slots, 0.0), dict.fromkeys(slots, 1.0)
+    # The longest first: their trees have as many leaves as a power of two, and grow together.
+    order = sorted([slot for slot in slots if slot.size and slot.x is not None], key=_minus_size)
+    parts: list[Part] = []
+    leaves: list[int] = []
+    ends: list[int] = []
+    row = 0
+    for slot in order:
+        words = -(-slot.size // WORD)
+        row_words = slot.row // WORD or words
+        parts.append(Part(slot, 0, 0, Stretch(slot.size, sum(leaves), row, 0, row_words)))
+        leaves.append(1 << (-(-words // _kernels().ROWS.value) - 1).bit_length())
+        row += words // row_words
+        ends.append(row)
+    if order:
+        device = order[0].device
+        tree = torch.zeros(sum(leaves), dtype=torch.float64, device=device)
+        active = torch.zeros(row, dtype=torch.int8, device=device)
+        each_tile("amounts", _lines(Table(device), parts, _WEIGHTS), planes=tree, rows=active)
+        while leaves[0] > 1:  # Neighbors, as in `step.tensor_sums`.
+            growing = sum([count for count in leaves if count > 1])
+            tree = torch.cat([tree[:growing:2] + tree[1:growing:2], tree[growing:]])
+            leaves = [-(-count // 2) for count in leaves]
+        marked = active.cumsum(0, dtype=torch.int64)[torch.tensor(ends, device=device) - 1]
+        totals, until = torch.stack([tree, marked.double()]).tolist()
+        for slot, total, last, before in zip(order, totals, until, [0.0, *until], strict=False):
+            sums[slot] = total
+            counts[slot] = max((last - before) * (slot.row or slot.size), 1.0)
+    return list(sums.values()), list(counts.values())
+
+
+def _minus_size(slot: Slot) -> int:
+    return -slot.size
+
+
+@functools.cache
+def _kernels() -> Any:
+    """Returns the module of the kernels for tiles; the first call imports triton."""
+    import hf_dlion.vote.kernels as kernels
+
+    return kernels
+
+
+def each_tile(
+    kind: str, lines: Iterable[Lines], *, planes: Tensor | None = None, stride: int = 0,
+    rows: Tensor | None = None, mine: Tensor | None = None, voted: Tensor | None = None,
+    phase: int = 0, ranks: int = 1, rule: str = "",
+) -> None:  # fmt: skip
+    """Does one kind of work, with a launch for each combination of types; see `kernels`."""
+    at, *others = addresses(planes, rows, mine, voted)
+    for own in lines:
+        launches.launch(
+            _kernels().each_tile, own.table.device, own.programs, *own.arguments, at, stride,
+            *others, phase % 2, kind, *own.types, ranks, rule,
+        )  # fmt: skip
+
+
+def _lines(
+    table: Table,
+    parts: Sequence[Part],
+    tensors: Sequence[str],
+    numbers: Mapping[str, Callable[[Slot], float]] = MappingProxyType({}),
+    keys: Mapping[str, Callable[[int], int]] = MappingProxyType({}),
+) -> list[Lines]:
+    """Adds parts to a table, by the types of gradient, momentum, and parameter.
+
+    `tensors` are names of a slot's tensors, and of columns. `numbers` and `keys` return the values
+    of their columns for a slot, and for an element's number in the layout.
+    """
+    kernels, by_types = _kernels(), dict[tuple[Any, ...], list[Part]]()
+    known = {torch.float32: kernels.tl.float32, torch.bfloat16: kernels.tl.bfloat16, None: None}
+    for part in parts:
+        own = [getattr(part.slot, name) if name in tensors else None for name in _TYPED]
+        types = tuple(known[None if tensor is None else tensor.dtype] for tensor in own)
+        by_types.setdefault(types, []).append(part)
+    found = []
+    for types, same in by_types.items():
+        columns: dict[str, Any] = (
+            {"old": [_old(part) for part in same]} if "grad" in tensors else {}
+        )
+        columns |= {name: [_address(part, name) for part in same] for name in tensors}
+        columns |= {
+            name: np.array([number(part.slot) for part in same], np.float32).view(np.int32)
+            for name, number in numbers.items()
+        }
+        columns |= {name: [key(part.number) for part in same] for name, key in keys.items()}
+        places = {getattr(kernels, name.upper()).value: own for name, own in columns.items()}
+        found.append(table.add([part.stretch for part in same], types, places))
+    return found
+
+
+_TYPED = ("grad", "momentum", "target")
+
+
+def _address(part: Part, name: str) -> int:
+    tensor: Tensor | None = getattr(part.slot, name)
+    return 0 if tensor is None else tensor.data_ptr() + part.start * tensor.element_size()
+
+
+def _old(part: Part) -> int:
+    """Returns the address of the old rows' flags, from the row in which the part begins."""
+    old, (_, _, _, skipped, row_words) = part.slot.old, part.stretch
+    return 0 if old is None else old.data_ptr() + (part.start // WORD - skipped) // row_words
+
+
+def _votes(kind: str, message: Message, lines: list[Lines], turn: Turn) -> Votes:
+    """Returns a message's votes on what `kind` encodes, packed for every route."""
+    rows, words = message.rows, message.words
+    flags = torch.zeros(rows.count, dtype=torch.int8, device=message.device)
+    before = -(-rows.count // WORD)
+    # After the votes there is room for the padding of `two_phase`.
+    size = before + words + MOST_RANKS
+    packed = torch.empty(size, dtype=torch.int64, device=message.device)
+    planes = packed[before:]
+    each_tile(kind, lines, planes=planes, rows=flags, phase=turn.step + turn.voter)
+    abstain(rows.lines, words, planes, flags, packed)
+    return Votes(planes[:words].view(1, -1), flags.view(torch.bool), rows, packed)
+
+
+def _by_verdict(kind: str, lines: list[Lines], verdict: Verdict, **given: Any) -> None:
+    """Moves by a verdict, which may come from the other form."""
+    planes, voters = verdict.planes, verdict.voters
+    if not isinstance(planes, Tensor):
+        planes = torch.stack(planes)
+    assert voters is not None, "only a CPU leaves it out"
+    stride, rows = planes.stride(0), voters.to(torch.int32)
+    each_tile(kind, lines, planes=planes, stride=stride, rows=rows, **given)
+
+
+def _numbers(turn: Turn) -> dict[str, Callable[[Slot], float]]:
+    """Returns the columns of a step's numbers."""
+    groups = turn.groups
+
+    def keep(slot: Slot) -> float:
+        group = groups[slot.group]
+        return 1 - float(group["lr"]) * float(group["weight_decay"])
+
+    return {
+        "w1": lambda slot: 1 - groups[slot.group]["betas"][0],
+        "w2": lambda slot: 1 - groups[slot.group]["betas"][1],
+        "lr": lambda slot: float(groups[slot.group]["lr"]),
+        "keep": keep,
+    }
+
+
+def _key(turn: Turn, stream: int, *, local: bool = False) -> Callable[[int], int]:
+    step = turn.local_step if local else turn.step
+    return lambda number: key_of(number, step, turn.options.seed, stream)

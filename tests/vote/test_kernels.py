@@ -1,0 +1,212 @@
+"""Kernels in Triton's interpreter, and the machine code that its compiler makes of them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from hf_dlion.exchange import launches
+from hf_dlion.exchange.routes import Verdict
+from hf_dlion.exchange.rule import Average, Majority
+from hf_dlion.options import Options
+from hf_dlion.vote import on_gpu
+from hf_dlion.vote.layout import Kept, Scratch, Slot, messages
+from hf_dlion.vote.step import Turn
+from tests.support import definition
+from tests.support.definition import Layout
+from tests.support.forms import DEVICE, form
+from tests.support.spawn import on_ranks
+
+SHAPES = [(130, 128), (5,), (7, 192), (3, 70)]
+
+
+def turn_of() -> Turn:
+    groups = [{"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.99)}]
+    return Turn(
+        step=1, local_step=1, voter=0, options=Options(), groups=groups, state={}, scratch=Scratch()
+    )  # fmt: skip
+
+
+def slots_of(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> list[Slot]:
+    return [Slot.of(torch.empty(shape, device=DEVICE, dtype=dtype), 0) for shape in shapes]
+
+
+@on_ranks(1)
+def test_counts_of_any_number_of_ranks_equal_the_definition() -> None:
+    """Counts words from the middle of a message too, as two_phase and nodes do."""
+    random, layout = np.random.default_rng(0), Layout(SHAPES)
+    with form("kernels"):
+        rows, words = messages(slots_of(SHAPES))[0].rows, int(layout.starts[-1]) // 64
+        for ranks in (*range(1, 10), 127):
+            codes = random.integers(0, 2, (ranks, 64 * words))
+            if ranks > 2:
+                codes[1::2] = 1 - codes[: ranks // 2 * 2 : 2]  # ties
+            active = random.random((ranks, rows.count)) < 0.6
+            codes *= active[:, layout.row_of_element]
+            planes, packed = (
+                torch.from_numpy(np.packbits(own, axis=1, bitorder="little"))
+                for own in (codes, np.pad(active, [(0, 0), (0, -rows.count % 64)]))
+            )
+            planes, packed = (own.view(torch.int64).to(DEVICE) for own in (planes, packed))
+            first = int(random.integers(words))
+            size = int(random.integers(1, words - first + 1))
+            for rule, count in (("alternate", 1), ("zero", 2), ("average", ranks.bit_length())):
+                verdict = torch.full((count, size + 3), -1, device=DEVICE)
+                voters = torch.empty(rows.count, dtype=torch.int32, device=DEVICE)
+                launches.count(
+                    rows.lines, planes[:, first:], packed, verdict, voters,
+                    first=first, size=size, tie=0x5555555555555555, rule=rule,
+                )  # fmt: skip
+                assert np.array_equal(voters.cpu().numpy(), active.sum(axis=0))
+                bits = np.unpackbits(
+                    verdict.cpu().numpy().view(np.uint8), axis=1, bitorder="little"
+                )
+                assert not bits[:, 64 * size :].any()
+                chosen = slice(64 * first, 64 * (first + size))
+                if rule == "average":
+                    found = sum(own.astype(int) << j for j, own in enumerate(bits))
+                    expected = codes.sum(axis=0)
+                else:
+                    v = definition.verdict(codes, active, layout, step=2, ties=rule)
+                    # Bits of a row without voters don't count.
+                    silent = ~active.any(axis=0)[layout.row_of_element]
+                    found = np.where(bits[0], 1, -1)
+                    if rule == "zero":
+                        found = np.where(bits[1], 0, found)
+                    found = np.where(silent[chosen], 0, found[: 64 * size])
+                    expected = v
+                assert np.array_equal(found[: 64 * size], expected[chosen]), (ranks, rule)
+
+
+class Accesses:
+    """Counts the bytes of the addresses that a kernel reads and writes, each call's once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from triton.runtime.interpreter import InterpreterBuilder
+
+        self.bytes, self._patch = 0, monkeypatch
+        for name in ("create_masked_load", "create_masked_store"):
+            self._count(InterpreterBuilder, name, at=1 if name.endswith("load") else 2)
+
+    def _count(self, builder: Any, name: str, at: int) -> None:
+        original = getattr(builder, name)
+
+        def counting(own: Any, pointers: Any, *args: Any) -> Any:
+            if pointers.data.size > 1:  # A table's line stays in the cache.
+                used = np.unique(pointers.data[args[at - 1].data.astype(bool)])
+                size = pointers.get_element_ty().primitive_bitwidth // 8
+                self.bytes += size * used.size
+            return original(own, pointers, *args)
+
+        self._patch.setattr(builder, name, counting)
+
+
+# Bytes per element with float32 and bfloat16, of which plan computes times.
+BYTES = {
+    "encode": (12.14, 6.14), "move": (8.13, 4.13), "step": (20.0, 14.0), "amounts": (8.01, 2.01),
+    "encode displacement": (8.14, 2.14), "move exchange": (16.38, 10.38),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("column", "dtype"), [(0, torch.float32), (1, torch.bfloat16)])
+@on_ranks(1, timeout=300)
+def test_every_byte_is_read_and_written_once(column: int, dtype: torch.dtype) -> None:
+    with form("kernels"), pytest.MonkeyPatch.context() as monkeypatch:
+        count, [slot] = Accesses(monkeypatch), slots_of([(96, 1024)], dtype)
+        p, g, m, x, c = (torch.ones(slot.size, dtype=dtype, device=DEVICE) for _ in range(5))
+        slot.p = slot.target = p
+        slot.grad, slot.momentum = g, m
+        slot.kept = Kept(x, c if dtype == torch.bfloat16 else None, ())
+        [message], voters = messages([slot]), torch.full((96,), 2, dtype=torch.int32, device=DEVICE)
+        step = on_gpu.Step(message, turn_of())
+        exchange = on_gpu.Exchange(message, [1.0], turn_of())
+        votes = step.encode()
+        one = Verdict(votes.planes, voters)
+        two = Verdict(torch.cat([votes.planes] * 2), voters)
+        works = {
+            "encode": step.encode,
+            "move": lambda: step.move(one, Majority("alternate")),
+            "step": lambda: on_gpu.own_step([message], turn_of()),
+            "amounts": lambda: on_gpu.amounts([slot]),
+            "encode displacement": exchange.encode,
+            "move exchange": lambda: exchange.move(two, votes, Average(2, 1)),
+        }
+        for name, work in works.items():
+            count.bytes = 0
+            work()
+            assert count.bytes / slot.size == pytest.approx(BYTES[name][column], rel=0.01), (
+                name,
+                count.bytes / slot.size,
+            )
+
+
+# Machine code
+
+
+def compiled(kernel: Any, arch: int, folder: Path, **given: Any) -> tuple[str, str]:
+    """Returns the PTX of a kernel as it is launched, and how much it uses of a multiprocessor."""
+    types = {name: own.removeprefix("tl.") for name, own in kernel.fn.__annotations__.items()}
+    signature = {
+        name: "constexpr" if name in given else types[name].replace("int", "i")
+        for name in kernel.arg_names
+    }
+    constants = {(k,): given[name] for k, name in enumerate(kernel.arg_names) if name in given}
+    made = triton.compile(
+        ASTSource(kernel, signature, constants, {}),
+        target=GPUTarget("cuda", arch, 32),
+        options={"num_warps": launches.WARPS, "enable_fp_fusion": False},
+    )
+    (folder / "cubin").write_bytes(made.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    command = [tool, "-res-usage", folder / "cubin"]
+    return made.asm["ptx"], subprocess.run(command, capture_output=True, text=True).stdout
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("dtype", [tl.float32, tl.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", BYTES)
+def test_machine_code_rounds_as_the_rule_says(
+    kind: str, dtype: Any, arch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finds no flush to zero, no fused operation but in `_lerp`, no spill, and 128-bit accesses.
+
+    `amounts` adds eight elements of a word at a time.
+    """
+    import hf_dlion.vote.kernels as kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    own = dtype if kind in ("encode", "step") else None
+    given = {"KIND": kind.replace("step", "local step"), "G": own, "M": own, "P": dtype}
+    ptx, usage = compiled(kernels.each_tile, arch, tmp_path, **given, N=8, RULE="alternate")
+    assert ".ftz" not in ptx
+    # Two for each of 8 elements of a thread, in full tiles and in others.
+    assert len(re.findall(r"\bfma\.", ptx)) == (32 if own is not None else 0)
+    assert re.search(r"STACK:0 .*LOCAL:0 ", usage), usage
+    accesses = {"amounts": "", "encode displacement": "ld"}.get(kind, "ld st").split()
+    for access in accesses:
+        assert re.search(rf"\b{access}\.global[\w.:]*\.v4\.b32", ptx), access
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arch", [80, 90])
+def test_counting_spills_nothing(
+    arch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import hf_dlion.exchange.count_kernels as kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    works: list[tuple[Any, dict[str, Any]]] = [(kernels.abstain, {})]
+    works += [(kernels.count, {"N": n, "RULE": rule}) for n, rule in ((2, "zero"), (9, "average"))]
+    for kernel, given in works:
+        assert re.search(r"STACK:0 .*LOCAL:0 ", compiled(kernel, arch, tmp_path, **given)[1])
