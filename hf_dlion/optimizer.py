@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import hf_dlion.ddp as ddp
 import hf_dlion.fsdp as fsdp
-from hf_dlion.exchange.launches import warnings_to_give
+from hf_dlion.exchange import launches
 from hf_dlion.exchange.wire import WireStats
 from hf_dlion.options import (
     Aggregation,
@@ -345,8 +345,7 @@ class DistributedLion(torch.optim.Optimizer):
         texts = self._take(mine)
         self.wire.last_bytes_sent = self.wire.bytes_sent - sent
         self.wire.last_node_bytes_sent = self.wire.node_bytes_sent - in_node
-        # Last, because a warning may be an error, and ranks would wait.
-        for text in [*texts, *warnings_to_give()]:
+        for text in texts:  # Last, because a warning may be an error, and ranks would wait.
             warnings.warn(text, stacklevel=6)  # The caller, beyond the wrappers of torch.
         return loss
 
@@ -366,7 +365,7 @@ class DistributedLion(torch.optim.Optimizer):
             count = self._vote(mine)
         self._run_periodic_tasks(count)
         mine.layout.abstain(False, mine.present)  # The user may free the gradients' memory.
-        return texts
+        return texts + [launches.unsaid.pop() for _ in [*launches.unsaid]]
 
     def _vote(self, mine: Mine) -> int:
         """Moves by the verdict of all voters; returns the number of the step."""

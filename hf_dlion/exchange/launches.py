@@ -25,7 +25,8 @@ MOST_RANKS = 127
 # Set it to 0 to take the form of torch operations.
 SWITCH = "HF_DLION_TRITON"
 WARPS = 4
-_unsaid: list[str] = []
+# Warnings that the next step gives at its end, because other ranks wait for it until then.
+unsaid: list[str] = []
 
 
 def refusal(device: torch.device) -> str:
@@ -43,20 +44,13 @@ def _refusal(device: torch.device, switch: str) -> str:
         _try(device)
     except Exception as error:  # Missing triton or compiler, a cache that can't be written, ...
         why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        _unsaid.append(
+        unsaid.append(
             f"hf_dlion's kernels can't run on {device} ({why}), so the optimizer's work takes "
             f"several times as long, with the same result. hf-dlion doctor checks this. Set "
             f"{SWITCH}=0 to hide the warning"
         )
         return why
     return ""
-
-
-def warnings_to_give() -> list[str]:
-    """Returns new warnings, which a step gives at its end: other ranks wait for it until then."""
-    texts = _unsaid.copy()
-    _unsaid.clear()
-    return texts
 
 
 def _try(device: torch.device) -> None:

@@ -221,7 +221,7 @@ def counted(
     """
     ranks, bits, _ = planes.shape
     rows, device, here = votes.rows, planes.device, words.stop - words.start
-    if bits == 1 and ranks <= MOST_RANKS and not refusal(device):
+    if device.type != "cpu" and bits == 1 and ranks <= MOST_RANKS and not refusal(device):
         verdict = planes.new_empty(rule.planes, size)
         voters = torch.empty(rows.count, dtype=torch.int32, device=device)
         launches.count(
@@ -230,7 +230,12 @@ def counted(
             tie=alternating_word((step + 1) % 2), rule=rule.name,
         )  # fmt: skip
         return Verdict(verdict, voters)
-    by_row = _voters(active, rows.count)
+    bits_of_rows = torch.empty(active.shape[1] * WORD, dtype=torch.float32, device=device)
+    voters = torch.zeros(rows.count, dtype=torch.int64, device=device)
+    for flags in active:
+        voters += unpack(flags.contiguous(), 0.0, 1.0, bits_of_rows)[: rows.count].to(torch.int64)
+    all_vote = device.type == "cpu" and bool((voters == ranks).all())  # A GPU would wait for it.
+    by_row = None if all_vote else voters
     by_rank = [list(of_rank) for of_rank in planes[:, :, :here]]
     return Verdict(count(by_rank, rows.by_word(by_row, words), rule, step), by_row)
 
@@ -263,14 +268,3 @@ def _packed_rows(active: Tensor) -> Tensor:
     out = torch.empty(padded.numel() // WORD, dtype=torch.int64, device=active.device)
     pack(padded, 0, out)
     return out
-
-
-def _voters(packed: Tensor, rows: int) -> Tensor | None:
-    """Returns the number of ranks that vote on each row; None if all do, checked on a CPU only."""
-    bits = torch.empty(packed.shape[1] * WORD, dtype=torch.float32, device=packed.device)
-    counts = torch.zeros(rows, dtype=torch.int64, device=packed.device)
-    for flags in packed:
-        counts += unpack(flags.contiguous(), 0.0, 1.0, bits)[:rows].to(torch.int64)
-    if packed.device.type == "cpu" and bool((counts == len(packed)).all()):
-        return None
-    return counts

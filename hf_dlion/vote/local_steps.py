@@ -229,9 +229,12 @@ class LocalSteps(Schedule):
                 self.used.add(slot.param)
             slot.target = slot.p if slot.kept else None
         turn.age_rows(layout.slots)
-        own_step = partial(on_gpu.own_step, turn=turn)
-        others = on_gpu.each_device([*layout.messages, *layout.full], own_step)
-        for piece in (piece for message in others for piece in message.pieces):
+        pieces = layout.pieces
+        if any([piece.device.type != "cpu" for piece in pieces]):
+            own_step = partial(on_gpu.own_step, turn=turn)
+            others = on_gpu.each_device([*layout.messages, *layout.full], own_step)
+            pieces = [piece for message in others for piece in message.pieces]
+        for piece in pieces:
             if piece.has("grad"):
                 # lr * sign(u) is exact, so a fused add rounds as two operations do.
                 sign, lr = direction(piece, turn).sign_(), float(turn.groups[piece.group]["lr"])

@@ -206,7 +206,9 @@ def in_lockstep(tasks: Sequence[Task]) -> None:
 def voted(message: Message, turn: Turn, rule: Rule, ranks: Topology) -> Task:
     """Takes a message's step."""
     voters, stats, options = ranks.voters, ranks.voters.stats, turn.options
-    fused = on_gpu.Step(message, turn) if on_gpu.covers(message, voters.world_size) else None
+    fused = None
+    if message.device.type != "cpu" and on_gpu.covers(message, voters.world_size):
+        fused = on_gpu.Step(message, turn)
     if fused is not None and options.bits == 1:
         votes = fused.encode()
     else:
