@@ -354,9 +354,8 @@ class DistributedLion(torch.optim.Optimizer):
         ranks, agreed = self.peers.ranks, mine.agreed
         is_own = self.schedule.is_own_step(mine.kind, agreed, ranks)
         self.peers.count_abstentions(mine, only_this_rank=is_own)
-        texts, count = [], 0
-        if mine.kind is not Kind.LOCAL_STEP and (is_own or any(agreed.moves)):
-            texts = self.peers.warnings(mine.layout)
+        compares = mine.kind is not Kind.LOCAL_STEP and (is_own or any(agreed.moves))
+        texts, count = self.peers.warnings(mine.layout) if compares else [], 0
         if is_own:
             assert ranks is not None
             count, more = self.schedule.take(mine, self._turn(1), ranks)
