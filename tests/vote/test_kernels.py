@@ -88,6 +88,37 @@ def test_counts_of_any_number_of_ranks_equal_the_definition() -> None:
                 assert np.array_equal(found[: 64 * size], expected[chosen]), (ranks, rule)
 
 
+# Numbers of which votes, rounding, and clamping must take care.
+SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 2.0**-126, -(2.0**-126), -1.18e-38, 3.38e38, -3.38e38, 1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(1)
+def test_special_numbers_equal_the_definition(dtype: torch.dtype) -> None:
+    """Takes gradient and momentum from the same numbers, so the direction is one, too."""
+    random = np.random.default_rng(0)
+    u = random.choice(np.array(SPECIAL, "f4"), size=64 * 40 + 5)
+    u[128:192], u[192:256] = 0.0, np.nan
+    own = torch.from_numpy(u).to(dtype)
+    with form("kernels"):
+        [slot] = slots_of([(len(u),)], dtype)
+        slot.grad, slot.momentum = own.to(DEVICE), own.to(DEVICE)
+        [message] = messages([slot])
+        votes = on_gpu.Step(message, turn_of()).encode()
+        found = np.unpackbits(votes.planes.cpu().numpy().view(np.uint8), bitorder="little")
+        wide, rounds = torch.lerp(own.float(), own.float(), 0.1).numpy(), dtype == torch.bfloat16
+        layout = Layout([(len(u),)])
+        with np.errstate(invalid="ignore"):
+            codes, _ = definition.codes_of(layout.flat([wide], np.float32), layout, phase=1)
+        assert np.array_equal(found, codes)
+        largest = torch.finfo(dtype).max if rounds else np.inf
+        bits = definition.random_bits(len(u), 0, 1, 0, 1)
+        kept = definition.rounded(wide.clip(-largest, largest), dtype, bits) if rounds else wide
+        momentum, numbers = slot.momentum.cpu().float().numpy(), ~np.isnan(wide)
+        assert np.array_equal(momentum[numbers].view("i4"), kept[numbers].view("i4"))
+        assert np.isnan(momentum[~numbers]).all()
+
+
 class Accesses:
     """Counts the bytes of the addresses that a kernel reads and writes, each call's once."""
 
