@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from hf_dlion import DistributedLion
 from hf_dlion.exchange import launches
 from hf_dlion.exchange.codec import divided
+from hf_dlion.vote import on_gpu
 from tests.support.forms import DEVICE, form
 from tests.support.spawn import RankPools, on_ranks
 from tests.support.training import warned
@@ -143,24 +144,29 @@ def equal_the_cpu(
     assert [params for params, _ in first] == [params for params, _ in second]
 
 
+@pytest.mark.parametrize("module", ["exchange.launches", "vote.on_gpu"])
 @on_ranks(1)
-def test_a_gpu_without_a_compiler_warns_once_and_trains() -> None:
+def test_a_gpu_on_which_kernels_fail_warns_once_and_trains(module: str) -> None:
+    """No kernel runs, or only those that count."""
+
     def fails(device: torch.device) -> None:
         raise RuntimeError("Failed to find C compiler.\nSet CC.")
 
     param = nn.Parameter(torch.zeros(64, device=DEVICE))
     optimizer = DistributedLion([param], lr=1.0)
     param.grad = torch.ones_like(param)
-    launches._refusal.cache_clear()
+    for cached in (launches._refusal, on_gpu._tile_refusal):
+        cached.cache_clear()
     with (
-        form("eager"),
+        form("eager" if module == "exchange.launches" else "kernels"),
         mock.patch.dict(os.environ, {launches.SWITCH: "1"}),
-        mock.patch.object(launches, "_try", fails),
+        mock.patch(f"hf_dlion.{module}._try", fails),
         warned() as texts,
     ):
         optimizer.step()
         optimizer.step()
-    launches._refusal.cache_clear()
+    for cached in (launches._refusal, on_gpu._tile_refusal):
+        cached.cache_clear()
     assert len(texts) == 1
     assert "can't run on" in texts[0]
     assert "(RuntimeError: Failed to find C compiler.)" in texts[0]

@@ -31,6 +31,7 @@ import hf_dlion
 from hf_dlion.exchange import launches
 from hf_dlion.launch import ANYWHERE, VARIABLES, interfaces, name_interface, route_to
 from hf_dlion.optimizer import DistributedLion
+from hf_dlion.vote.on_gpu import tile_refusal
 
 PACKAGES = ("torch", "numpy", "transformers", "accelerate", "datasets", "trl", "peft", "triton")
 # How long the ranks wait for one another.
@@ -124,8 +125,10 @@ def _kernels() -> tuple[str, str]:
     """Tells which form of the optimizer's work runs on this machine's device, and why."""
     if not torch.cuda.is_available():
         return OK, "none, they run on GPUs"
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    if why := launches.refusal(device):
+    place = int(os.environ.get("LOCAL_RANK", "0"))
+    # A rank may see its own GPU only.
+    device = torch.device("cuda", place if place < torch.cuda.device_count() else 0)
+    if why := tile_refusal(device):
         return WARN, f"slower torch operations instead, with the same result: {why}"
     return OK, f"Triton kernels for votes of one bit; {launches.SWITCH}=0 turns them off"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -40,8 +40,13 @@ def refusal(device: torch.device) -> str:
 def _refusal(device: torch.device, switch: str) -> str:
     if switch == "0":
         return f"{SWITCH}=0"
+    return why_not(_try, device)
+
+
+def why_not(trial: Callable[[torch.device], None], device: torch.device) -> str:
+    """Returns why a trial of kernels fails on a device, which is noted in `unsaid`; or ""."""
     try:
-        _try(device)
+        trial(device)
     except Exception as error:  # Missing triton or compiler, a cache that can't be written, ...
         why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         unsaid.append(

@@ -55,7 +55,8 @@ class Majority:
         """
         unpack(planes[0], -lr, lr, out)
         if self._zero:
-            out.mul_(unpack(planes[1], 1.0, 0.0, torch.empty_like(out)))
+            # Without -0, which would turn a weight of -0 into 0.
+            out.mul_(unpack(planes[1], 1.0, 0.0, torch.empty_like(out))).add_(0.0)
         if voters is not None:
             out.view(-1, WORD).masked_fill_((voters == 0).view(-1, 1), 0.0)
         return out

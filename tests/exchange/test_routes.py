@@ -1,4 +1,4 @@
-"""Planes of a verdict are contiguous, because the codec views them as bytes."""
+"""Planes of a verdict can be viewed as bytes, and what a tie without a move is."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_dlion.exchange.routes import _joined
+from hf_dlion.exchange.rule import Majority
 
 
 @pytest.mark.parametrize("words", [1, 3, 4])
@@ -16,3 +17,9 @@ def test_joined_planes_can_be_viewed_as_bytes(words: int) -> None:
     for k, plane in enumerate(planes):
         assert plane.tolist() == shares[:, k].flatten()[:words].tolist()
         assert plane.view(torch.uint8).numel() == 8 * words
+
+
+def test_a_tie_that_moves_nothing_keeps_a_weight_of_minus_zero() -> None:
+    negative, ties = torch.zeros(1, dtype=torch.int64), torch.full((1,), -1, dtype=torch.int64)
+    delta = Majority("zero").decode([negative, ties], None, 0.1, torch.empty(64))
+    assert torch.signbit(torch.full((64,), -0.0) - delta).all()
