@@ -188,6 +188,13 @@ def _refuse_replaced(
         words.append(digest(fingerprints(own)))
     table = ranks.everyone.gather_words(words, "a check of weights")
     firsts = table[:, 0].tolist()
+    if (first := min(firsts)) < len(slots):
+        those = [ranks.everyone.ranks[r] for r, index in enumerate(firsts) if index == first]
+        raise Disagreement(
+            f"the weights of {slots[first].name!r} on {named_ranks(those)} are "
+            f"farther from the last exchange's than steps can have moved them, so something "
+            f"replaced them. {REMEDY}"
+        )
     for voter in range(ranks.voters.world_size if ranks.node is not None else 0):
         node = [rank for rank, own in enumerate(ranks.voter_of_rank) if own == voter]
         if len(set(table[node, 1].tolist())) > 1:
@@ -197,13 +204,6 @@ def _refuse_replaced(
                 f"or weights on one of them after DDP averaged the gradients. Change them the same "
                 f"way on all ranks of a node, for example with the same random seed"
             )
-    if (first := min(firsts)) < len(slots):
-        those = [ranks.everyone.ranks[r] for r, index in enumerate(firsts) if index == first]
-        raise Disagreement(
-            f"the weights of {slots[first].name!r} on {named_ranks(those)} are "
-            f"farther from the last exchange's than steps can have moved them, so something "
-            f"replaced them. {REMEDY}"
-        )
 
 
 def _was_replaced(slot: Slot, amount: float, paths: Sequence[float], bits: int) -> bool:
