@@ -88,15 +88,13 @@ def _exchanged(
     verdict = yield from verdict_of(votes, name, ranks.voters, ranks.node, rule, turn.step)
     stats.lap("exchange_s")
     moving = [piece for piece in message.pieces if piece.has("target")]
-    if fused is not None:
-        moving = [piece.head(SAMPLE) for piece in moving[:1]]
-    for piece in moving:
-        mean, sent, silent = _decoded(piece, votes, verdict, rule, turn)
-        if piece is moving[0]:  # The log shows a sample of each message.
-            stats.drift.append(drift_of(source(piece), mean, sent))
-        if fused is None:
-            _move(piece, decays, turn, mean, sent, silent)
-    if fused is not None:
+    for head in [piece.head(SAMPLE) for piece in moving[:1]]:  # The log shows a sample.
+        mean, sent, _ = _decoded(head, votes, verdict, rule, turn)
+        stats.drift.append(drift_of(source(head), mean, sent))
+    if fused is None:
+        for piece in moving:
+            _move(piece, decays, turn, *_decoded(piece, votes, verdict, rule, turn))
+    else:
         fused.move(verdict, votes, rule)
     stats.lap("apply_s")
 
@@ -243,10 +241,11 @@ def _decoded(
 
     The words are marked as `_move` needs them.
     """
-    bits, rows, scratch = turn.options.bits, votes.rows.part(piece.words).of_word, turn.scratch
+    bits, scratch, count, active = turn.options.bits, turn.scratch, None, None
     mean, sent = piece.memory("mean", scratch), piece.memory("own votes", scratch)
-    count = None if verdict.voters is None else verdict.voters[rows]
-    active = votes.active.to(rows.device, torch.int64)[rows]
+    if verdict.voters is not None:
+        count = votes.rows.by_word(verdict.voters, piece.words)
+        active = votes.rows.by_word(votes.active.to(piece.device, torch.int64), piece.words)
     units = [_unit_of(part.slot.scale, bits) for part in piece.parts]
     # A single tensor's unit goes into `decode`, which saves a pass over both.
     unit = units[0] if len(units) == 1 else 1.0
@@ -261,12 +260,11 @@ def _decoded(
 
 
 def drift_of(w: Tensor, mean: Tensor, sent: Tensor) -> Tensor:
-    """Returns sums over a sample of the elements that this rank displaced, float64, shape (4,).
+    """Returns sums over the elements of w that this rank displaced, float64, shape (4,).
 
-    They are the sums of sign(w) * sign(mean), of 1, of |w - sent|, and of |w|. `w` is the piece's
-    displacement, from before the exchange.
+    They are the sums of sign(w) * sign(mean), of 1, of |w - sent|, and of |w|. `w` is from before
+    the exchange.
     """
-    w, mean, sent = (whole[: SAMPLE * WORD] for whole in (w, mean, sent))
     sign = w.sign()  # 0 in padding and in rows that abstain
     terms = sign * mean.sign(), sign.abs(), (sign * (w - sent)).abs(), w.abs()
     return torch.stack([term.sum(dtype=torch.float64) for term in terms])
