@@ -43,7 +43,7 @@ from hf_dlion.vote.layout import (
 )
 from hf_dlion.vote.local_steps import schedule_of
 from hf_dlion.vote.momentum_sync import Momentum, average_whole, synchronize
-from hf_dlion.vote.step import Mine, Schedule, Turn, alone, vote
+from hf_dlion.vote.step import Mine, Schedule, Turn, plain_lion, vote
 
 
 class DistributedLion(torch.optim.Optimizer):
@@ -163,11 +163,6 @@ class DistributedLion(torch.optim.Optimizer):
             raise TypeError(
                 "params must be parameters, not a module: use "
                 "DistributedLion(model.named_parameters(), ...)"
-            )
-        if local_group is not None and replicate is not None:
-            raise ValueError(
-                "local_group can't be combined with replicate: with FSDP2, the ranks of a replica "
-                "already vote as one"
             )
         self._begin(options, process_group, fsdp.replicate_group(replicate))
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "step": 0}
@@ -317,7 +312,8 @@ class DistributedLion(torch.optim.Optimizer):
 
         A rank whose gradients hold a NaN or an Inf abstains and keeps its momentum. If all ranks
         abstain, the step changes nothing and isn't counted. A local step is counted anyway.
-        Bytes: 64 (N - 1) for the header, and those of `exchange.routes`.
+        Bytes: a header (`ranks.agreement`) and votes (`exchange.routes`), and none in a local step.
+        After an attach or a load, also those of `Peers.compare_after_changes`.
 
         Args:
             closure: Function that reevaluates the model and returns the loss (default: None).
@@ -334,8 +330,8 @@ class DistributedLion(torch.optim.Optimizer):
                 steps; or on this rank, after `eval` without `train`.
         """
         loss, sent, in_node = None, self.wire.bytes_sent, self.wire.node_bytes_sent
-        with self.peers.together(Kind.STEP) as mine:  # What fails in here, all ranks raise.
-            mine.kind = self.schedule.next_kind(self._trainable)
+        with self.peers.together(Kind.STEP) as mine:  # Ends with a header: all pass, or raise.
+            mine.kind = self.schedule.next_kind(self._refreshed_layout)
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
@@ -355,15 +351,17 @@ class DistributedLion(torch.optim.Optimizer):
         is_own = self.schedule.is_own_step(mine.kind, agreed, ranks)
         self.peers.count_abstentions(mine, only_this_rank=is_own)
         compares = mine.kind is not Kind.LOCAL_STEP and (is_own or any(agreed.moves))
-        texts, count = self.peers.warnings(mine.layout) if compares else [], 0
+        texts = self.peers.compare_after_changes(mine.layout) if compares else []
+        number = 0
         if is_own:
             assert ranks is not None
-            count, more = self.schedule.take(mine, self._turn(1), ranks)
+            number, more = self.schedule.take(mine, self._turn(1), ranks)
             texts += more
         elif any(agreed.moves):
-            count = self._vote(mine)
-        self._run_periodic_tasks(count)
-        mine.layout.abstain(False, mine.present)  # The user may free the gradients' memory.
+            number = self._vote(mine)
+        self._run_periodic_tasks(number)
+        for slot in mine.layout.slots:  # The user may free their memory.
+            slot.grad = slot.momentum = None
         return texts + [launches.unsaid.pop() for _ in [*launches.unsaid]]
 
     def _vote(self, mine: Mine) -> int:
@@ -374,7 +372,7 @@ class DistributedLion(torch.optim.Optimizer):
             slot.target = slot.p if moves else None
         if ranks is None or ranks.voters.world_size == 1:
             turn.age_rows(layout.slots)
-            alone([*layout.messages, *layout.full], turn)
+            plain_lion([*layout.messages, *layout.full], turn)
         else:
             turn.age_rows(slot for slot in layout.slots if not slot.full)
             vote(layout, turn, ranks)
@@ -387,13 +385,13 @@ class DistributedLion(torch.optim.Optimizer):
             group["step"] = turn.step
         return turn.step
 
-    def _run_periodic_tasks(self, count: int) -> None:
+    def _run_periodic_tasks(self, number: int) -> None:
         """Averages the momenta that are due, and compares replicas if it is their turn.
 
-        `count` is the number of the step, or with local steps of the exchange; 0 if none is done.
+        `number` is that of the step, or with local steps of the exchange; 0 if none is done.
         """
         options, ranks = self.options, self.peers.ranks
-        if not count or ranks is None:
+        if not number or ranks is None:
             return
         if options.momentum_sync_every and ranks.voters.world_size > 1:
             chosen, full = self._selected("momentum_sync"), self._selected("full_precision")
@@ -402,8 +400,8 @@ class DistributedLion(torch.optim.Optimizer):
                 for k, (_, p) in enumerate(self._named())
                 if p.requires_grad and chosen[k] and not full[k]
             ]
-            synchronize(momenta, options, ranks, count)
-        if options.check_replicas_every and count % options.check_replicas_every == 0:
+            synchronize(momenta, options, ranks, number)
+        if options.check_replicas_every and number % options.check_replicas_every == 0:
             self.peers.compare_replicas()
 
     @torch.inference_mode(False)
@@ -415,15 +413,14 @@ class DistributedLion(torch.optim.Optimizer):
         if self.peers.world_size > 1:
             ranks = self.peers.topology()
             ranks.form()
-            momenta = [self._flat_momentum(slot.param) for slot in self._trainable().slots]
+            momenta = [self._flat_momentum(slot.param) for slot in self._refreshed_layout().slots]
             average_whole(momenta, ranks.voters)
 
     def momentum_divergence(self) -> dict[str, float]:
         """Returns how far the ranks' momenta differ, by parameter name.
 
-        The values are those of the last measurement for `momentum_sync="auto"`: 0 if all ranks
-        have the same momentum, about 1 - 1/N if the N momenta are independent. The dictionary is
-        empty before the first measurement.
+        They are measured for `momentum_sync="auto"`: 0 if all ranks have the same momentum, about
+        1 - 1/N if the N momenta are independent. Empty before the first measurement.
         """
         return {
             name: float(self.state[p]["divergence"])
@@ -484,7 +481,7 @@ class DistributedLion(torch.optim.Optimizer):
         """Returns which of all parameters an option selects."""
         return self._names.selected(self.param_groups, self.options, option)
 
-    def _trainable(self) -> Layout:
+    def _refreshed_layout(self) -> Layout:
         """Returns the layout without gradients, a new one if parameters were added or (un)frozen.
 
         A parameter that was frozen during local steps counts as trainable until the next exchange.
@@ -521,7 +518,7 @@ class DistributedLion(torch.optim.Optimizer):
 
     def _collect(self, mine: Mine) -> None:
         """Fills the layout with gradients and momenta; unscales what GradScaler left scaled."""
-        mine.layout = self._trainable()
+        mine.layout = self._refreshed_layout()
         slots = mine.layout.slots
         for slot in slots:
             p = slot.param
@@ -529,7 +526,7 @@ class DistributedLion(torch.optim.Optimizer):
                 grad, part = fsdp.local_part(p.grad.detach()), fsdp.local_part(p.detach())
                 slot.grad = flat_gradient(slot.name, grad, part)
         unscaled = self._unscale([slot.grad for slot in slots if slot.grad is not None])
-        mine.finite = unscaled and survey(slots)
+        mine.finite = unscaled and survey(slots)  # No NaN, and no Inf.
         if not self.state and not any([float(group["lr"]) for group in self.param_groups]):
             # torch.distributed.checkpoint takes such a step, on gradients of zero, to create the
             # state. Without gradients no rank votes, and the step isn't counted.
@@ -566,14 +563,16 @@ class DistributedLion(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns groups and momenta; `save_momentum` keeps what differs between ranks."""
         found: dict[str, Any] = super().state_dict()
-        alone = self.peers.world_size == 1
-        return found if alone else found | {"state": without_ages(found["state"])}
+        if self.peers.world_size > 1:
+            found["state"] = without_ages(found["state"])
+        return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads what `state_dict` returned, on every rank.
 
         Momenta get the dtype of `momentum_dtype`, or of their parameters. Parameters keep the names
-        that they have here.
+        that they have here. Own weights, exchanges, and abstentions are forgotten, and a period of
+        local steps begins; `load_momentum` then brings what its files have.
 
         Args:
             state_dict: Return value of `state_dict`; not changed.

@@ -30,9 +30,9 @@ BELOW_ZERO = -(2.0**-126)
 _ROW = 4096
 
 
-def alternating_word(first: int) -> int:
-    """Returns the int64 word whose even bits are `first` and whose odd bits are 1 - `first`."""
-    return 0x5555555555555555 if first else -0x5555555555555556
+def alternating_word(number: int) -> int:
+    """Returns the int64 word whose bit k is set if k + number is odd."""
+    return 0x5555555555555555 if number % 2 else -0x5555555555555556
 
 
 def sign_codes(u: Tensor, phase: int, out: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def active_words(u: Tensor, votes: Tensor | None = None, phase: int = 0) -> Tens
     if votes is None:
         suspects = words[:, 0] == 0
     else:  # A word of zeros votes both ways in turns, which other words rarely do.
-        suspects = votes.numpy() == alternating_word(phase % 2)
+        suspects = votes.numpy() == alternating_word(phase)
     zeros = np.flatnonzero(suspects)
     if zeros.size:
         zeros = zeros[~words[zeros].any(axis=1)]

@@ -42,7 +42,7 @@ class Majority:
         greater, equal = compare(sums, total)
         if self._zero:
             return [greater, equal]
-        return [greater | (equal & alternating_word((step + 1) % 2))]
+        return [greater | (equal & alternating_word(step + 1))]
 
     def decode(self, planes: list[Tensor], voters: Tensor | None, lr: float, out: Tensor) -> Tensor:
         """Returns lr * v for every element, exactly: v is -1, 0, or 1.

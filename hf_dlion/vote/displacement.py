@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_dlion.exchange.codec import WORD, divided
+from hf_dlion.exchange.codec import WORD
 from hf_dlion.exchange.routes import Verdict, Votes, verdict_of
 from hf_dlion.exchange.rule import Average
 from hf_dlion.exchange.wire import Wire, digest, named_ranks
@@ -22,7 +22,7 @@ from hf_dlion.ranks.fingerprint import fingerprints, numbers
 from hf_dlion.ranks.meeting import Disagreement
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote import on_gpu
-from hf_dlion.vote.full_precision import set_sums
+from hf_dlion.vote.full_precision import set_means
 from hf_dlion.vote.layout import Layout, Message, Piece, Slot
 from hf_dlion.vote.rounding import EXCHANGED, OWN_WEIGHTS, PARAMETERS
 from hf_dlion.vote.step import (
@@ -61,10 +61,7 @@ def average(
     stats.drift = []
     in_lockstep([_exchanged(m, decays, turn, rule, ranks) for m in layout.messages])
     # Tensors of `full_precision` are averaged without votes.
-    set_sums(layout, "w", voters)
-    for slot in layout.slots:
-        if slot.full and slot.mean is not None:
-            divided(slot.mean, voters.world_size)
+    set_means(layout, "w", [voters.world_size] * len(layout.slots), voters)
     stats.lap("exchange_s")
     for piece in (piece for message in layout.full for piece in message.pieces):
         if piece.has("target"):
@@ -78,10 +75,10 @@ def _exchanged(
 ) -> Task:
     """Sends how far a message's tensors were moved, and moves them by the mean."""
     stats, name = ranks.voters.stats, turn.options.exchange
-    source, fused = partial(_displacement, turn=turn), None
+    source, kernels = partial(_displacement, turn=turn), None
     if turn.options.bits == 1 and on_gpu.covers(message, rule.ranks):
-        fused = on_gpu.Exchange(message, decays, turn)
-        votes = fused.encode()
+        kernels = on_gpu.Exchange(message, decays, turn)
+        votes = kernels.encode()
     else:
         votes = encode(message, turn, source, by_tensor=True)
     stats.lap("encode_s")
@@ -91,11 +88,11 @@ def _exchanged(
     for head in [piece.head(SAMPLE) for piece in moving[:1]]:  # The log shows a sample.
         mean, sent, _ = _decoded(head, votes, verdict, rule, turn)
         stats.drift.append(drift_of(source(head), mean, sent))
-    if fused is None:
+    if kernels is None:
         for piece in moving:
             _move(piece, decays, turn, *_decoded(piece, votes, verdict, rule, turn))
     else:
-        fused.move(verdict, votes, rule)
+        kernels.move(verdict, votes, rule)
     stats.lap("apply_s")
 
 

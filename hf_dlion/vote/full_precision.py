@@ -16,7 +16,7 @@ from hf_dlion.ranks.fingerprint import fingerprints
 from hf_dlion.vote.idle_rows import AGE, survey
 from hf_dlion.vote.layout import Layout, Slot
 from hf_dlion.vote.momentum_sync import average_whole
-from hf_dlion.vote.step import Turn, alone
+from hf_dlion.vote.step import Turn, plain_lion
 
 
 def step_in_full(layout: Layout, agreed: Agreed, wire: Wire, turn: Turn) -> None:
@@ -30,28 +30,25 @@ def step_in_full(layout: Layout, agreed: Agreed, wire: Wire, turn: Turn) -> None
     if not layout.full_momenta_equal:
         _equalize(slots, turn.state, wire)
         layout.full_momenta_equal = True
-    set_sums(layout, "grad", wire)
-    for k, slot in enumerate(layout.slots):
-        if slot.full:
-            slot.grad = slot.mean
-            if slot.grad is None:
-                slot.momentum = None
-            else:
-                divided(slot.grad, sum(agreed.has_gradient(k)))
+    set_means(layout, "grad", [sum(agreed.has_gradient(k)) for k in range(len(layout.slots))], wire)
+    for slot in slots:
+        slot.grad = slot.mean
+        if slot.grad is None:
+            slot.momentum = None
     # Rows of the mean and one random stream, so momenta stay equal on all voters.
     survey(slots)
     turn = replace(turn, voter=0)
     turn.age_rows(slots)
-    alone(layout.full, turn, fused=False)
+    plain_lion(layout.full, turn, exact=True)
     for slot in slots:
         slot.mean = None
 
 
-def set_sums(layout: Layout, name: str, wire: Wire) -> None:
-    """Sets the slots' means to sums of their tensors `name` over the voters, who all call this.
+def set_means(layout: Layout, name: str, counts: Sequence[int], wire: Wire) -> None:
+    """Sets the slots' means: the sum of their tensors `name` over the voters, divided by `counts`.
 
-    A tensor of None counts as zeros. The sums are flat, float64 for float64 parameters, else
-    float32. They are None for slots that don't move.
+    Every voter must call this. A tensor of None counts as zeros. Means are flat, float64 for
+    float64 parameters, else float32. They are None for slots that don't move.
     """
     for slot in layout.slots:
         if slot.full:
@@ -72,6 +69,9 @@ def set_sums(layout: Layout, name: str, wire: Wire) -> None:
             wire.all_reduce(sent, "tensors in full precision").wait()
             flat.copy_(sent)
             torch._foreach_copy_(parts, list(torch.split(flat, [part.numel() for part in parts])))
+    for slot, count in zip(layout.slots, counts, strict=True):
+        if slot.full and slot.mean is not None:
+            divided(slot.mean, count)
 
 
 def _equalize(slots: Sequence[Slot], state: Mapping[Tensor, dict[str, Any]], wire: Wire) -> None:

@@ -6,6 +6,10 @@ r"""Steps that a rank takes by itself between two exchanges (`vote_every`; docs/
 
 The part of w that a message leaves out stays in p and is in the next message (error feedback). A
 parameter of 32 or 64 bits keeps p and x, and one of 16 bits also its displacement c = w.
+
+    plain step    a header, votes, and a verdict by which all ranks move alike       step.py
+    local step    no header: p = p - lr * sign(u)                                    step
+    exchange      a header, a local step, then votes on w, and weight decay of x     displacement.py
 """
 
 from __future__ import annotations
@@ -140,8 +144,8 @@ class LocalSteps(Schedule):
         self.check(layout, last_turn)
         self.next_period = self.period.and_a_step(last_turn.groups)
 
-    def presence(self, mine: Mine, node: Wire | None) -> list[bool] | None:
-        """Drops gradients of which another rank of the node has none; see `Schedule.presence`.
+    def settle(self, mine: Mine, node: Wire | None) -> None:
+        """Drops gradients that aren't finite, or that another rank of the node doesn't have.
 
         All ranks do this in every step, exchange, save, and load, before any header, so no rank of
         a node waits for another that is somewhere else. Ranks that do different things raise what
@@ -155,10 +159,9 @@ class LocalSteps(Schedule):
                 raise mine.failure or error from None
         if mine.present:
             mine.layout.abstain(finite, present)
-        if mine.kind is Kind.LOCAL_STEP:
-            if mine.failure is not None:
-                raise mine.failure
-            return None
+
+    def presence(self, mine: Mine) -> list[bool]:
+        """Returns which tensors have a gradient, in an exchange one since the last exchange."""
         if mine.kind is Kind.EXCHANGE:
             slots = mine.layout.slots
             return [slot.param in self.used or slot.grad is not None for slot in slots]
@@ -202,7 +205,7 @@ class LocalSteps(Schedule):
     def exchange_now(self, lion: Host) -> list[str]:
         """Exchanges the steps of this period, whatever the model holds; returns warnings."""
         with lion.peers.together(Kind.EXCHANGE) as mine:
-            mine.layout, self.next_period = lion._trainable(), self.period
+            mine.layout, self.next_period = lion._refreshed_layout(), self.period
             self.check(mine.layout, lion._turn(0))
         ranks = lion.peers.ranks
         if not self.is_own_step(mine.kind, mine.agreed, ranks):
@@ -211,8 +214,8 @@ class LocalSteps(Schedule):
         self.show(lion, own=True)
         try:
             turn, moves = lion._turn(0), mine.agreed.moves
-            count, texts = self.exchange(lion._trainable(), moves, turn, ranks)
-            lion._run_periodic_tasks(count)
+            number, texts = self.exchange(lion._refreshed_layout(), moves, turn, ranks)
+            lion._run_periodic_tasks(number)
         finally:
             if shown:
                 self.show(lion, own=False)
@@ -317,7 +320,7 @@ class LocalSteps(Schedule):
         """Puts this rank's own weights into the model, or the common ones."""
         if self.shown != own:
             return
-        layout, last_turn = lion._trainable(), lion._turn(0)
+        layout, last_turn = lion._refreshed_layout(), lion._turn(0)
         if own:
             for slot in layout.slots:
                 if slot.kept and slot.kept.aside is not None:
@@ -342,8 +345,6 @@ class LocalSteps(Schedule):
         Raises:
             RuntimeError: As `check`.
         """
-        if not self.shown:
-            return
         _check_forms(layout)
         shown = [(slot, slot.p, slot.kept.anchor) for slot in layout.slots if slot.kept]
         for slot in _different(shown):

@@ -92,7 +92,7 @@ def _try(device: torch.device) -> None:
         step = Step(message, turn)
         votes = step.encode()
         step.move(Verdict(votes.planes, voters), Majority("alternate"))
-        alone([message], turn)
+        plain_lion([message], turn)
         c = torch.zeros_like(slot.p) if dtype == torch.bfloat16 else None
         slot.kept = Kept(slot.p.clone(), c, ())
         own_step([message], turn)
@@ -186,8 +186,8 @@ class Step:
         _by_verdict("move", self._move, verdict, ranks=ranks, rule=rule.name)
 
 
-def alone(messages: Sequence[Message], turn: Turn) -> None:
-    """Takes a step without votes on messages of one device; see `step.alone`."""
+def plain_lion(messages: Sequence[Message], turn: Turn) -> None:
+    """Takes a step without votes on messages of one device; see `step.plain_lion`."""
     keys = {"key_m": _key(turn, MOMENTA + turn.voter), "key_p": _key(turn, PARAMETERS)}
     parts = [part for message in messages for part in parts_of(message)]
     moving = [part for part in parts if part.slot.target is not None]

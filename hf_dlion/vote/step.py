@@ -103,9 +103,9 @@ class Host(Protocol):
 
     peers: Any
 
-    def _trainable(self) -> Layout: ...
+    def _refreshed_layout(self) -> Layout: ...
     def _turn(self, ahead: int) -> Turn: ...
-    def _run_periodic_tasks(self, count: int) -> None: ...
+    def _run_periodic_tasks(self, number: int) -> None: ...
 
 
 class Schedule:
@@ -143,8 +143,11 @@ class Schedule:
     def begin(self, layout: Layout, last_turn: Turn) -> None:
         """Prepares a step, or refuses it."""
 
-    def presence(self, mine: Mine, node: Wire | None) -> Sequence[bool] | None:
-        """Returns what a header says of this rank's gradients; None if the ranks send no header."""
+    def settle(self, mine: Mine, node: Wire | None) -> None:
+        """Does what the ranks of a node do before any header."""
+
+    def presence(self, mine: Mine) -> Sequence[bool]:
+        """Returns for each tensor of the layout whether this rank has what a header asks for."""
         return mine.present
 
     def equal_values(self, kind: Kind) -> dict[str, object]:
@@ -206,11 +209,11 @@ def in_lockstep(tasks: Sequence[Task]) -> None:
 def voted(message: Message, turn: Turn, rule: Rule, ranks: Topology) -> Task:
     """Takes a message's step."""
     voters, stats, options = ranks.voters, ranks.voters.stats, turn.options
-    fused = None
+    kernels = None
     if message.device.type != "cpu" and on_gpu.covers(message, voters.world_size):
-        fused = on_gpu.Step(message, turn)
-    if fused is not None and options.bits == 1:
-        votes = fused.encode()
+        kernels = on_gpu.Step(message, turn)
+    if kernels is not None and options.bits == 1:
+        votes = kernels.encode()
     else:
         votes = encode(message, turn, partial(direction, turn=turn))
     stats.lap("encode_s")
@@ -218,8 +221,8 @@ def voted(message: Message, turn: Turn, rule: Rule, ranks: Topology) -> Task:
     stats.lap("exchange_s")
     if message.pieces[0].first == 0 and options.bits == 1 and isinstance(rule, Majority):
         stats.sample = votes.planes[0, :SAMPLE].clone(), verdict.planes[0][:SAMPLE].clone()
-    if fused is not None:
-        fused.move(verdict, rule)
+    if kernels is not None:
+        kernels.move(verdict, rule)
     else:
         move(message, verdict, rule, turn)
     stats.lap("apply_s")
@@ -236,12 +239,13 @@ def move(message: Message, verdict: Verdict, rule: Rule, turn: Turn) -> None:
             _apply(piece, delta, turn)
 
 
-def alone(messages: Iterable[Message], turn: Turn, *, fused: bool = True) -> None:
+def plain_lion(messages: Iterable[Message], turn: Turn, *, exact: bool = False) -> None:
     """Takes Lion's step without votes: v = sign(u), sign(0) = 0; see `direction`."""
-    others = on_gpu.each_device(messages, partial(on_gpu.alone, turn=turn)) if fused else messages
-    for piece in (piece for message in others for piece in message.pieces):
+    if not exact:
+        messages = on_gpu.each_device(messages, partial(on_gpu.plain_lion, turn=turn))
+    for piece in (piece for message in messages for piece in message.pieces):
         if piece.has("target"):
-            u = direction(piece, turn, fused=fused)
+            u = direction(piece, turn, exact=exact)
             _apply(piece, u.sign_().mul_(float(turn.groups[piece.group]["lr"])), turn)
 
 
@@ -252,26 +256,26 @@ def _apply(piece: Piece, delta: Tensor, turn: Turn) -> None:
     piece.write("target", p, partial(turn.random, PARAMETERS))
 
 
-def direction(piece: Piece, turn: Turn, *, advance: bool = True, fused: bool = True) -> Tensor:
+def direction(piece: Piece, turn: Turn, *, advance: bool = True, exact: bool = False) -> Tensor:
     """Returns a piece's u = beta1 * m + (1 - beta1) * g, in scratch memory, 0 in old rows.
 
-    `advance` also updates the momentum with beta2. If `fused`, processors may differ in the last
-    bit, as in torch.lerp. Ranks that must get the same u and momentum pass False, and each
-    operation then rounds by itself.
+    `advance` also updates the momentum with beta2. Processors may differ in the last bit, as in
+    torch.lerp. With `exact`, each operation rounds by itself, for ranks that must get the same u
+    and momentum.
     """
     beta1, beta2 = turn.groups[piece.group]["betas"]
     g, m = piece.read("grad", turn.scratch), piece.read("momentum", turn.scratch)
     u = piece.memory("direction", turn.scratch)
-    if fused:
-        torch.lerp(m, g, 1 - beta1, out=u)
-    else:
+    if exact:
         difference = g - m
         torch.mul(difference, 1 - beta1, out=u).add_(m)
+    else:
+        torch.lerp(m, g, 1 - beta1, out=u)
     if advance:
-        if fused:
-            m.lerp_(g, 1 - beta2)
-        else:
+        if exact:
             m.add_(difference.mul_(1 - beta2))
+        else:
+            m.lerp_(g, 1 - beta2)
         # An Inf in a momentum would decide the vote forever.
         piece.write("momentum", m, partial(turn.random, MOMENTA + turn.voter), without_infs=True)
     for slot, start, stop, at in piece.parts:
