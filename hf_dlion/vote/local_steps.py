@@ -128,6 +128,7 @@ class LocalSteps(Schedule):
         """Returns what all ranks do in the next step; they also meet at a new layout."""
         if self.period.steps + 1 >= self._options.vote_every:
             return Kind.EXCHANGE
+        # `take` notes that they have met, so a voter that is alone takes a plain step every time.
         return Kind.LOCAL_STEP if layout().has_met else Kind.STEP
 
     def begin(self, layout: Layout, last_turn: Turn) -> None:
