@@ -22,8 +22,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from hf_dlion.ddp import _check_step, attach, attached_wrappers, detach, introduce
-from tests.support.spawn import RankPools, on_ranks
-from tests.support.training import error_of
+from tests.support.spawn import on_ranks
+from tests.support.training import error_of, everyones, is_equal_everywhere
 
 pytestmark = pytest.mark.multiproc
 
@@ -39,9 +39,9 @@ class Owner(torch.optim.SGD):
 class RunningMean(nn.Module):
     """A layer whose state follows the data, as a codebook's does."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.register_buffer("running_mean", torch.zeros(8))
+        self.register_buffer("running_mean", torch.zeros(size))
 
     def forward(self, x: Tensor) -> Tensor:
         self.running_mean.lerp_(x.detach().mean(0), 0.5)
@@ -185,26 +185,19 @@ def test_an_attached_rank_trains_without_the_others(rank: int, trained: bool) ->
     assert [key for key in keys if "gloo" in key or "c10d" in key] == []
 
 
-def train_with_state(rank: int, world_size: int, layer: type[nn.Module]) -> list[Tensor]:
-    """Returns the running means with which forwards start."""
-    found: list[Tensor] = []
-    with wrapped(Model(layer=layer(8) if layer is nn.BatchNorm1d else layer())) as holder:
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d, RunningMean])
+@on_ranks(2)
+def test_each_forward_starts_from_the_buffers_of_rank_0(rank: int, layer: type[nn.Module]) -> None:
+    means: list[Tensor] = []
+    with wrapped(Model(layer=layer(8))) as holder:
         norm = holder[0].module.first[1]
-        norm.register_forward_pre_hook(lambda norm, _: found.append(norm.running_mean.clone()))
+        norm.register_forward_pre_hook(lambda norm, _: means.append(norm.running_mean.clone()))
         owner = Owner(holder[0].parameters())
         attach(holder[0], owner)
         for step in range(3):
             backward(holder[0], rank, step)
-        return found
-
-
-@pytest.mark.parametrize("layer", [nn.BatchNorm1d, RunningMean])
-def test_each_forward_starts_from_the_buffers_of_rank_0(
-    pools: RankPools, layer: type[nn.Module]
-) -> None:
-    first, second = pools(2).run(train_with_state, layer)
-    assert all(map(torch.equal, first, second))
-    assert not torch.equal(first[0], first[2])
+    assert all(map(is_equal_everywhere, means))
+    assert not torch.equal(means[0], means[2])
 
 
 WAYS = ["interrupted", "batch norm", "static graph", "garbage", "attached again"]
@@ -238,56 +231,46 @@ def test_a_wrapper_without_owners_averages(rank: int, how: str) -> None:
             assert averages(holder[0], rank)
 
 
-def average_in_a_node(rank: int, world_size: int) -> dict[str, Any]:
+@on_ranks(3)
+def test_a_node_group_averages_inside_the_node_only(rank: int) -> None:
     nodes = [dist.new_group([0, 1]), dist.new_group([2])]
     with wrapped() as holder:
         owner = Owner(holder[0].parameters(), node_group=nodes[rank // 2])
         attach(holder[0], owner)
-        found: dict[str, Any] = {"bare": backward(copy.deepcopy(holder[0].module), rank)}
-        found["node"] = [backward(holder[0], rank)[0] for _ in range(2)]
+        bare = everyones(backward(copy.deepcopy(holder[0].module), rank)[0])
+        expected = bare[2] if rank == 2 else (bare[0] + bare[1]) / 2
+        for _ in range(2):
+            assert torch.equal(backward(holder[0], rank)[0], expected)
         other = Owner(holder[0].module.first.parameters())
-        found["other"] = error_of(attach, holder[0], other)
+        assert "use one local_group" in error_of(attach, holder[0], other)
         detach(owner)
-        found["detached"] = averages(holder[0], rank)
-    for group in nodes:
-        if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            dist.destroy_process_group(group)
-    return found
+        assert averages(holder[0], rank)
+    dist.destroy_process_group(nodes[rank // 2])
 
 
-def test_a_node_group_averages_inside_the_node_only(pools: RankPools) -> None:
-    results = pools(3).run(average_in_a_node)
-    bare = [result["bare"][0] for result in results]
-    for result, expected in zip(results, [(bare[0] + bare[1]) / 2] * 2 + [bare[2]], strict=True):
-        assert all(torch.equal(found, expected) for found in result["node"])
-        assert result["detached"]
-        assert "use one local_group" in result["other"]
-
-
-def step_with_another(rank: int, world_size: int) -> dict[str, str]:
+@on_ranks(2)
+def test_another_optimizer_may_not_step_attached_gradients(rank: int) -> None:
     with wrapped() as holder:
         owner = Owner(holder[0].parameters())
         adamw = torch.optim.AdamW(holder[0].module.second.parameters())
         elsewhere = torch.optim.AdamW(nn.Linear(2, 2).parameters())
-        found = {}
-        for when in ("before", "attached", "detached"):
-            if when == "attached":
-                attach(holder[0], owner)
-            if when == "detached":
-                detach(owner)
+
+        def errors() -> list[str]:
             backward(holder[0], rank)
-            for name, optimizer in (("adamw", adamw), ("owner", owner), ("elsewhere", elsewhere)):
-                found[f"{name} {when}"] = error_of(optimizer.step)
-        hooks = _global_optimizer_pre_hooks.values()
-        return {**found, "hooks": str(list(hooks).count(_check_step))}
+            return [error_of(optimizer.step) for optimizer in (adamw, owner, elsewhere)]
+
+        assert errors() == ["", "", ""]
+        attach(holder[0], owner)
+        refused, *others = errors()
+        assert refused.startswith("RuntimeError: AdamW would step")
+        assert others == ["", ""]
+        detach(owner)
+        assert errors() == ["", "", ""]
+        assert list(_global_optimizer_pre_hooks.values()).count(_check_step) == 1
 
 
-def test_another_optimizer_may_not_step_attached_gradients(pools: RankPools) -> None:
+def test_an_import_adds_no_hook_to_optimizers() -> None:
     assert _check_step not in _global_optimizer_pre_hooks.values()
-    for found in pools(2).run(step_with_another):
-        assert found.pop("adamw attached").startswith("RuntimeError: AdamW would step")
-        assert found.pop("hooks") == "1"
-        assert set(found.values()) == {""}
 
 
 def copied(ddp: nn.Module, how: str) -> nn.Module:
@@ -318,41 +301,32 @@ def test_a_copy_of_a_wrapper_averages(rank: int, how: str, norm: bool) -> None:
         del original, copy
 
 
-def share_a_wrapper(rank: int, world_size: int, norm: bool) -> dict[str, Any]:
+@pytest.mark.parametrize("norm", [False, True])
+@on_ranks(2)
+def test_optimizers_share_a_wrapper_or_take_over(rank: int, norm: bool) -> None:
     """Two optimizers own a half each; then a third takes over the first one's half."""
+    unowned = "trainable parameters of the DDP wrapper belong to no attached optimizer"
     with wrapped(Model(norm=norm)) as holder:
         ddp, first, second = holder[0], holder[0].module.first, holder[0].module.second
         owners = [Owner(half.parameters()) for half in (first, second, first)]
-        found: dict[str, Any] = {"unknown": error_of(attach, ddp, owners[0])}
+        assert unowned in error_of(attach, ddp, owners[0])
         introduce(owners[1])
         attach(ddp, owners[0])
-        found["early"] = error_of(owners[1].step)
+        assert "Owner would step" in error_of(owners[1].step)
         attach(ddp, owners[1])
-        found["shared"] = is_local(ddp, rank), is_local(ddp, rank, 1)
-        found["steps"] = [error_of(owner.step) for owner in owners[:2]]
+        assert is_local(ddp, rank)
+        assert is_local(ddp, rank, 1)
+        assert [error_of(owner.step) for owner in owners[:2]] == ["", ""]
         attach(ddp, owners[2])
-        found["attached"] = [attached_wrappers(owner) == [ddp] for owner in owners]
-        found["inherited"] = is_local(ddp, rank, 2)
-        found["heir"] = [error_of(owner.step) for owner in owners]
+        assert [attached_wrappers(owner) == [ddp] for owner in owners] == [False, True, True]
+        assert is_local(ddp, rank, 2)
+        refused, *others = [error_of(owner.step) for owner in owners]
+        assert "Owner would step" in refused
+        assert others == ["", ""]
         detach(owners[2])
-        found["orphans"] = error_of(backward, ddp, rank)
+        # Only with batch norm the hook sees buckets.
+        assert (unowned in error_of(backward, ddp, rank)) == norm
         del ddp, first, second
-    return found
-
-
-@pytest.mark.parametrize("norm", [False, True])
-def test_optimizers_share_a_wrapper_or_take_over(pools: RankPools, norm: bool) -> None:
-    unowned = "trainable parameters of the DDP wrapper belong to no attached optimizer"
-    for found in pools(2).run(share_a_wrapper, norm):
-        assert unowned in found["unknown"]
-        assert "Owner would step" in found["early"]
-        assert found["shared"] == (True, True)
-        assert found["steps"] == [""] * 2
-        assert found["attached"] == [False, True, True]
-        assert found["inherited"]
-        assert "Owner would step" in found["heir"][0]
-        assert found["heir"][1:] == [""] * 2
-        assert (unowned in found["orphans"]) == norm  # Only with batch norm the hook sees buckets.
 
 
 @on_ranks(2)

@@ -1,0 +1,73 @@
+"""Small models with their optimizers, steps of them, and what all ranks have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_dlion.optimizer import DistributedLion
+from tests.support.training import model_of, replicas_of_shards
+
+
+def plain(**options: Any) -> tuple[nn.Sequential, DistributedLion]:
+    """Returns the small model, and an optimizer that isn't attached."""
+    model = model_of()
+    return model, DistributedLion(model.named_parameters(), lr=0.01, **options)
+
+
+def attached(**options: Any) -> tuple[DistributedDataParallel, DistributedLion]:
+    """Returns the small model under DDP, and an optimizer that is attached to it."""
+    ddp = DistributedDataParallel(model_of())
+    optimizer = DistributedLion(ddp.named_parameters(), lr=0.01, **options)
+    optimizer.attach(ddp)
+    return ddp, optimizer
+
+
+def sharded(replicas: int, shards: int, **options: Any) -> tuple[nn.Sequential, DistributedLion]:
+    """Returns the small model under FSDP2, and an optimizer that is attached to it.
+
+    The first layer is sharded alone, and the root, which stays gathered after a forward, has the
+    others.
+    """
+    mesh, model = replicas_of_shards(replicas, shards), model_of()
+    fully_shard(model[0], mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    options = {"replicate": mesh["replicate"], **options}
+    optimizer = DistributedLion(model.named_parameters(), lr=0.01, **options)
+    optimizer.attach(model)
+    return model, optimizer
+
+
+def backward(model: nn.Module, x: Tensor) -> None:
+    """Gives the parameters the gradients of a batch."""
+    model.zero_grad()
+    model(x).square().sum().backward()
+
+
+def take_step(optimizer: torch.optim.Optimizer, model: nn.Module, x: Tensor) -> None:
+    """Takes a step on the gradients of a batch."""
+    backward(model, x)
+    optimizer.step()
+
+
+def drawn(shape: Iterable[int], *seeds: int) -> Tensor:
+    """Returns normal numbers, which only depend on the shape and the seeds."""
+    seed = sum(1000**k * own for k, own in enumerate(seeds))
+    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
+
+
+def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def everywhere(value: Any) -> list[Any]:
+    """Returns every rank's value."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
