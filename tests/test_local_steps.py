@@ -13,7 +13,7 @@ from tests.support.forms import form
 from tests.support.gradients import KINDS, Pair
 from tests.support.local_definition import LocalLions
 from tests.support.spawn import on_ranks
-from tests.support.steps import attached, backward, copies, drawn, everywhere, sharded
+from tests.support.steps import attached, backward, copies, drawn, everywhere, parts, sharded
 from tests.support.training import batch, everyones, is_equal_everywhere, same
 
 pytestmark = pytest.mark.multiproc
@@ -119,8 +119,7 @@ def test_two_replicas_of_two_shards_equal_the_definition(rank: int) -> None:
     """Compares two replicas of two shards with the definition of each shard."""
     model, optimizer = sharded(2, 2, weight_decay=0.1, vote_every=3, check_replicas_every=1)
     params = list(model.parameters())
-    parts = [p.to_local().detach() for p in params]
-    lions = LocalLions(copies(parts), 2, [0.01] * len(params), [0.1] * len(params), every=3)
+    lions = LocalLions(copies(parts(model)), 2, [0.01] * len(params), [0.1] * len(params), every=3)
     own = lions.own[rank // 2]
     for step in range(7):
         backward(model, batch(step, rank))
@@ -129,7 +128,7 @@ def test_two_replicas_of_two_shards_equal_the_definition(rank: int) -> None:
         with torch.no_grad():
             model(batch(step, rank))  # leaves the root gathered
         optimizer.step()
-        assert same([p.to_local() for p in params], own), step
+        assert same(parts(model), own), step
     with torch.no_grad():
         trained = model(batch(0, 0))
         optimizer.eval()
@@ -137,10 +136,10 @@ def test_two_replicas_of_two_shards_equal_the_definition(rank: int) -> None:
         optimizer.train()
         assert torch.equal(trained, model(batch(0, 0)))
         optimizer.eval()
-        for k, p in enumerate(params):
-            lions.write(k, p.to_local().clamp_(-0.1, 0.1))
+        for k, part in enumerate(parts(model)):
+            lions.write(k, part.clamp_(-0.1, 0.1))
         optimizer.train()
-        assert same([p.to_local() for p in params], own)
+        assert same(parts(model), own)
     assert not torch.equal(trained, common)
     assert is_equal_everywhere(common)
 

@@ -16,13 +16,8 @@ from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.meeting import Disagreement
 from tests.support.definition import Lions
 from tests.support.spawn import on_ranks
-from tests.support.training import (
-    batch,
-    everyones,
-    gradients_of,
-    model_of,
-    same,
-)
+from tests.support.steps import attached, backward, copies, take_step
+from tests.support.training import batch, everyones, gradients_of, model_of, same
 
 pytestmark = pytest.mark.multiproc
 
@@ -41,20 +36,16 @@ def test_attached_wrappers_equal_the_definition(
     rank: int, ranks: int, options: dict[str, Any]
 ) -> None:
     """Compares training under DDP with the definition on the gradients of every node."""
-    bare = model_of()
-    ddp = DistributedDataParallel(model_of())
-    optimizer = DistributedLion(ddp.named_parameters(), lr=0.01, weight_decay=0.1, **options)
-    optimizer.attach(ddp)
+    bare, (ddp, optimizer) = model_of(), attached(weight_decay=0.1, **options)
     node = options.get("local_group", 1)
-    params = [p.detach().clone() for p in bare.parameters()]
+    params = copies(bare.parameters())
     lions = Lions(params, ranks // node, [0.01] * len(params), [0.1] * len(params))
     first = rank - rank % node
     for step in range(4):
         with torch.no_grad():
             for p, own in zip(bare.parameters(), lions.params, strict=True):
                 p.copy_(own)
-        optimizer.zero_grad()
-        ddp(batch(step, rank)).square().sum().backward()
+        backward(ddp, batch(step, rank))
         grads = [p.grad for p in ddp.parameters()]
         members = [gradients_of(bare, batch(step, first + k)) for k in range(node)]
         for grad, *own in zip(grads, *members, strict=True):
@@ -78,8 +69,7 @@ def test_nodes_need_attach(rank: int, case: str) -> None:
     if case == "detached":
         model = DistributedDataParallel(model)
         optimizer.attach(model)
-        model(batch(0, rank)).sum().backward()
-        optimizer.step()
+        take_step(optimizer, model, batch(0, rank))
         optimizer.detach()
     if case == "resumed":
         state = optimizer.state_dict()
@@ -116,7 +106,6 @@ def test_an_attach_that_is_refused_on_one_rank_does_not_hang(rank: int) -> None:
 )
 @on_ranks(4)
 def test_nodes_refuse_parameters_that_no_hook_averages(rank: int, how: str, name: str) -> None:
-    """Trains a parameter in nodes whose gradient no hook averages."""
     model, outside = model_of(), nn.Parameter(torch.ones(3))
     first = next(iter(model.named_parameters()))
     first[1].requires_grad_(how == "outside")
@@ -160,10 +149,8 @@ def test_the_ranks_of_a_node_that_abstains_are_named(rank: int) -> None:
 @on_ranks(4, timeout=60)
 def test_ranks_of_a_node_that_differ_are_found_at_the_exchange(rank: int, how: str) -> None:
     """They would send parts of different votes, and the common weights would differ for good."""
-    ddp = DistributedDataParallel(model_of())
-    optimizer = DistributedLion(ddp.named_parameters(), lr=0.01, local_group=2, vote_every=2)
-    optimizer.attach(ddp)
-    ddp(batch(0, rank)).square().sum().backward()
+    ddp, optimizer = attached(local_group=2, vote_every=2)
+    backward(ddp, batch(0, rank))
     weight = ddp.module[0].weight
     if rank == 3 and how == "gradient":
         weight.grad.neg_()

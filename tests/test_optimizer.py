@@ -176,7 +176,7 @@ def test_ranks_that_differ_raise_together_before_anything_moves(rank: int, what:
     ("apart", "text"),  # What ranks 0 and 1 begin with, and the error of both.
     [
         ({"option": [("ties", "alternate"), ("ties", "zero")]}, "in 'ties': rank 0: 'alternate'"),
-        ({"option": [("vote_every", 4), ("vote_every", 8)]}, "first in 'vote_every': rank 0: 4"),
+        ({"option": [("vote_every", 4), ("vote_every", 8)]}, "in 'vote_every': rank 0: '4'"),
         ({"seed": [0, 1]}, "replicas differ in 2 of 2 parameters, first in 'weight'"),
         ({"prefix": ["", "other."]}, "first in 'parameter 0': rank 0: 'weight (3, 64)"),
     ],

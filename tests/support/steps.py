@@ -44,6 +44,11 @@ def sharded(replicas: int, shards: int, **options: Any) -> tuple[nn.Sequential, 
     return model, optimizer
 
 
+def parts(model: nn.Module) -> list[Tensor]:
+    """Returns this rank's parts of a sharded model's parameters."""
+    return [param.detach().to_local() for param in model.parameters()]
+
+
 def backward(model: nn.Module, x: Tensor) -> None:
     """Gives the parameters the gradients of a batch."""
     model.zero_grad()
