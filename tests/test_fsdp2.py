@@ -21,8 +21,6 @@ from tests.support.spawn import on_ranks
 from tests.support.steps import backward, copies, everywhere, parts, sharded, take_step
 from tests.support.training import batch, filled, gradients_of, model_of, replicas_of_shards, same
 
-pytestmark = pytest.mark.multiproc
-
 
 @on_ranks(4)
 def test_two_replicas_of_two_shards_equal_the_definition(rank: int) -> None:

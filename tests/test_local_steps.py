@@ -16,8 +16,6 @@ from tests.support.spawn import on_ranks
 from tests.support.steps import attached, backward, copies, drawn, everywhere, parts, sharded
 from tests.support.training import batch, everyones, is_equal_everywhere, same
 
-pytestmark = pytest.mark.multiproc
-
 
 def equal_the_definition(
     rank: int, ranks: int, options: dict[str, Any], kinds: list[torch.dtype], seed: int,

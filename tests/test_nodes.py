@@ -16,10 +16,8 @@ from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.meeting import Disagreement
 from tests.support.definition import Lions
 from tests.support.spawn import on_ranks
-from tests.support.steps import attached, backward, copies, take_step
+from tests.support.steps import attached, backward, copies, plain, take_step
 from tests.support.training import batch, everyones, gradients_of, model_of, same
-
-pytestmark = pytest.mark.multiproc
 
 
 @pytest.mark.parametrize(
@@ -63,9 +61,7 @@ def test_attached_wrappers_equal_the_definition(
 @pytest.mark.parametrize("case", ["new", "resumed", "detached", "on rank 1"])
 @on_ranks(2)
 def test_nodes_need_attach(rank: int, case: str) -> None:
-    model: nn.Module = model_of()
-    options: dict[str, Any] = {} if case == "on rank 1" and rank == 0 else {"local_group": 2}
-    optimizer = DistributedLion(model.named_parameters(), lr=0.01, **options)
+    model, optimizer = plain(local_group=None if case == "on rank 1" and rank == 0 else 2)
     if case == "detached":
         model = DistributedDataParallel(model)
         optimizer.attach(model)
@@ -85,8 +81,7 @@ def test_nodes_need_attach(rank: int, case: str) -> None:
 
 @on_ranks(4, timeout=30)
 def test_an_attach_that_is_refused_on_one_rank_does_not_hang(rank: int) -> None:
-    ddp = DistributedDataParallel(model_of())
-    optimizer = DistributedLion(ddp.named_parameters(), lr=0.01, local_group=2)
+    ddp, optimizer = plain(DistributedDataParallel(model_of()), local_group=2)
     if rank == 1:
         with pytest.raises(TypeError, match=r"attach\(\) needs a DistributedDataParallel"):
             optimizer.attach(ddp.module)
@@ -126,9 +121,10 @@ def test_nodes_refuse_parameters_that_no_hook_averages(rank: int, how: str, name
 
 @on_ranks(2)
 def test_nodes_on_one_rank_only_are_refused(rank: int) -> None:
-    model = DistributedDataParallel(nn.Linear(64, 2))
-    optimizer = DistributedLion(model.named_parameters(), local_group=2 if rank else None)
-    model(torch.ones(1, 64)).sum().backward()
+    model, optimizer = plain(
+        DistributedDataParallel(nn.Linear(64, 2)), local_group=2 if rank else None
+    )
+    backward(model, torch.ones(1, 64))
     call = functools.partial(optimizer.attach, model) if rank else optimizer.step
     with pytest.raises(Disagreement, match="rank 1 has local_group= while rank 0 steps: "):
         call()
@@ -136,10 +132,8 @@ def test_nodes_on_one_rank_only_are_refused(rank: int) -> None:
 
 @on_ranks(4)
 def test_the_ranks_of_a_node_that_abstains_are_named(rank: int) -> None:
-    model = DistributedDataParallel(nn.Linear(64, 2))
-    optimizer = DistributedLion(model.named_parameters(), local_group=2, max_abstained_steps=1)
-    optimizer.attach(model)
-    model(torch.full((1, 64), math.nan if rank == 3 else 1.0)).sum().backward()
+    ddp, optimizer = attached(local_group=2, max_abstained_steps=1)
+    backward(ddp, torch.full((1, 64), math.nan if rank == 3 else 1.0))
     with pytest.raises(RuntimeError, match="gradients of ranks 2 and 3 held a NaN or an Inf in 1"):
         optimizer.step()
     assert optimizer.wire.abstentions == 2

@@ -19,8 +19,8 @@ from tests.support.definition import Lions
 from tests.support.forms import form
 from tests.support.gradients import KINDS, Pair
 from tests.support.spawn import on_ranks
-from tests.support.steps import backward, copies, take_step
-from tests.support.training import batch, error_of, filled, same
+from tests.support.steps import backward, copies, plain, single, take_step
+from tests.support.training import batch, error_of, same
 
 pytestmark = pytest.mark.multiproc
 
@@ -161,8 +161,7 @@ LATER: dict[str, tuple[Change, str, str]] = {
 @on_ranks(2)
 def test_ranks_that_differ_raise_together_before_anything_moves(rank: int, what: str) -> None:
     change, text, own = LATER[what]
-    model = nn.Linear(64, 3)
-    optimizer = DistributedLion(model.named_parameters(), lr=0.1)
+    model, optimizer = plain(nn.Linear(64, 3), lr=0.1)
     take_step(optimizer, model, torch.ones(2, 64))
     before = copies(model.parameters())
     if rank == 1:
@@ -202,8 +201,7 @@ def test_ranks_that_begin_differently_raise_together(
 @on_ranks(2)
 def test_a_forward_that_changes_weights_is_named(rank: int) -> None:
     """Shortens the row that the rank reads."""
-    model = nn.Embedding(2, 64, max_norm=0.1)
-    optimizer = DistributedLion(model.named_parameters())
+    model, optimizer = plain(nn.Embedding(2, 64, max_norm=0.1))
     model(torch.tensor([rank])).sum().backward()
     text = r"first in 'weight': rank 1 from rank 0 \(no majority\)\. Replicas must start equal"
     with pytest.raises(Disagreement, match=rf"{text}.*set max_norm=None in nn\.Embedding"):
@@ -223,8 +221,7 @@ def test_ranks_that_step_different_optimizers_raise_together(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_failing_closure_raises_on_all_ranks(rank: int) -> None:
-    param = filled(1.0)
-    optimizer = DistributedLion([param], lr=0.1)
+    param, optimizer = single()
     assert optimizer.step(lambda: 0.25) == 0.25
     before = param.detach().clone()
     said = error_of(optimizer.step, (lambda: 1 / 0) if rank == 1 else (lambda: 0.0))
@@ -235,8 +232,7 @@ def test_a_failing_closure_raises_on_all_ranks(rank: int) -> None:
 
 @on_ranks(2)
 def test_all_ranks_raise_if_one_abstains_too_often(rank: int) -> None:
-    param = filled(1.0)
-    optimizer = DistributedLion([param], lr=0.1, max_abstained_steps=2)
+    param, optimizer = single(max_abstained_steps=2)
     param.grad[5] = torch.inf if rank == 1 else 1.0
     optimizer.step()
     with pytest.raises(RuntimeError, match="gradients of rank 1 held a NaN or an Inf in 2 steps"):
@@ -245,8 +241,7 @@ def test_all_ranks_raise_if_one_abstains_too_often(rank: int) -> None:
 
 @on_ranks(2)
 def test_agreement_is_the_share_of_this_ranks_votes_that_equal_the_verdict(rank: int) -> None:
-    param = filled(1.0)
-    optimizer = DistributedLion([param], lr=0.1)
+    param, optimizer = single()
     assert math.isnan(optimizer.wire.agreement)
     found = []
     for other in (1.0, -1.0):
@@ -259,8 +254,7 @@ def test_agreement_is_the_share_of_this_ranks_votes_that_equal_the_verdict(rank:
 
 @on_ranks(3)
 def test_drifted_replicas_are_found(rank: int) -> None:
-    model = nn.Linear(64, 3)
-    optimizer = DistributedLion(model.named_parameters(), lr=0.1, check_replicas_every=2)
+    model, optimizer = plain(nn.Linear(64, 3), check_replicas_every=2)
     take_step(optimizer, model, torch.ones(2, 64))
     if rank == 1:
         model.bias.data[0] += 1
@@ -274,8 +268,7 @@ def test_drifted_replicas_are_found(rank: int) -> None:
 def test_a_compiled_function_may_step(rank: int, vote_every: int) -> None:
     def trained(compiled: bool) -> torch.Tensor:
         torch.manual_seed(0)
-        model = nn.Linear(64, 2)
-        optimizer = DistributedLion(model.named_parameters(), lr=0.01, vote_every=vote_every)
+        model, optimizer = plain(nn.Linear(64, 2), vote_every=vote_every)
 
         def train(x: torch.Tensor) -> None:
             model(x).square().sum().backward()

@@ -20,8 +20,8 @@ import hf_dlion
 from hf_dlion.exchange.wire import LostRank
 from hf_dlion.optimizer import DistributedLion
 from tests.support.spawn import on_ranks, run_script
-from tests.support.steps import backward, take_step
-from tests.support.training import batch, error_of, filled, is_equal_everywhere, model_of, warned
+from tests.support.steps import attached, backward, plain, single, take_step
+from tests.support.training import batch, error_of, is_equal_everywhere, warned
 
 pytestmark = pytest.mark.multiproc
 PACKAGE = str(Path(hf_dlion.__file__).parent) + os.sep
@@ -34,9 +34,7 @@ def test_a_step_enters_few_files_and_functions(
     vote_every: int, most_files: int, most_functions: int
 ) -> None:
     """Counts those of the package that the fourth step enters, backward included."""
-    ddp = DistributedDataParallel(nn.Linear(64, 4))
-    optimizer = DistributedLion(ddp.named_parameters(), lr=0.1, vote_every=vote_every)
-    optimizer.attach(ddp)
+    ddp, optimizer = attached(nn.Linear(64, 4), vote_every=vote_every)
     entered: set[tuple[str, str]] = set()
 
     def watch(frame: Any, event: str, argument: Any) -> None:
@@ -74,10 +72,8 @@ def test_a_lost_rank_is_named_at_the_next_exchange(when: str, text: str) -> None
 def leave(when: str) -> None:
     """Ends rank 1 before its third step, before its sixth, or in its second exchange."""
     dist.init_process_group("gloo")
-    rank, model = dist.get_rank(), model_of()
-    optimizer = DistributedLion(
-        model.named_parameters(), lr=0.1, vote_every=1 if when == "step" else 4
-    )
+    rank = dist.get_rank()
+    model, optimizer = plain(vote_every=1 if when == "step" else 4)
     for step in range(12):
         backward(model, batch(step, rank))
         if rank == 1 and (when, step) in (("step", 2), ("local step", 5)):
@@ -116,8 +112,7 @@ def test_a_forgotten_attach_trains_and_warns_once(rank: int, kind: str) -> None:
 
 @on_ranks(2, timeout=20)
 def test_a_warning_that_is_an_error_comes_after_the_step(rank: int) -> None:
-    param = filled(1.0)
-    optimizer = DistributedLion([param], lr=0.1)
+    param, optimizer = single()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         said = error_of(optimizer.step)
@@ -128,8 +123,7 @@ def test_a_warning_that_is_an_error_comes_after_the_step(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_warning_shows_the_line_of_the_caller(rank: int) -> None:
-    param = filled(1.0)
-    optimizer = DistributedLion([("w", param)], lr=0.1, vote_every=2)
+    param, optimizer = single(vote_every=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer.step()
@@ -143,8 +137,7 @@ def test_a_warning_shows_the_line_of_the_caller(rank: int) -> None:
 @on_ranks(2)
 def test_a_second_wrapper_that_is_not_attached_warns(rank: int) -> None:
     """Wraps the model again after a detach, and forgets to attach the new wrapper."""
-    module = nn.Linear(64, 4)
-    optimizer = DistributedLion(module.named_parameters(), lr=0.1)
+    module, optimizer = plain()
     with warned() as texts:
         for attaches in (True, False):
             model = DistributedDataParallel(module)

@@ -16,8 +16,6 @@ import hf_dlion.exchange.wire as wire_module
 from hf_dlion.exchange.wire import LostRank, Wire, WireStats, named_ranks
 from tests.support.spawn import on_ranks
 
-pytestmark = pytest.mark.multiproc
-
 WORLD_SIZES = pytest.mark.parametrize("world_size", [2, 3])
 
 

@@ -19,8 +19,6 @@ from hf_dlion.ranks.topology import Topology
 from tests.support.spawn import on_ranks
 from tests.support.training import replicas_of_shards
 
-pytestmark = pytest.mark.multiproc
-
 
 def described(topology: Topology) -> tuple[Any, ...]:
     node = topology.node

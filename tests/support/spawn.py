@@ -31,7 +31,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
@@ -61,6 +60,7 @@ if sys.platform == "linux":
 
 # What the fork server imports once, so that a new rank starts in milliseconds. torch._dynamo is
 # here because the first optimizer made in a process imports it.
+FORKS = multiprocessing.get_context("forkserver")
 PRELOAD = ["numpy", "torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "pytest"]
 
 # Seconds that the other ranks get to end with their own error after one rank has failed.
@@ -132,9 +132,8 @@ class RankPool:
         for worker in self._workers:
             worker.process.join(max(0.0, deadline - time.monotonic()))
             if worker.process.exitcode is None:
-                failures[worker.rank] = "did not end; its stacks end its output"
                 worker.dump_stacks()
-            elif worker.process.exitcode != 0:
+            if worker.process.exitcode != 0:
                 failures[worker.rank] = f"ended with exit code {worker.process.exitcode}"
         if failures:
             self._fail("the ranks did not end cleanly", failures)
@@ -142,13 +141,12 @@ class RankPool:
 
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="ranks-")
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        FORKS.set_forkserver_preload(PRELOAD)
         with mock.patch.dict(os.environ, RANK_ENV):
             # The server hands its environment down to every rank, so it must start inside.
             multiprocessing.forkserver.ensure_running()
-            for rank in range(self.world_size):
-                self._workers.append(_Worker(context, rank, self.world_size, self._folder))
+            ranks = range(self.world_size)
+            self._workers = [_Worker(rank, self.world_size, self._folder) for rank in ranks]
 
     def _fail(self, head: str, failures: dict[int, str]) -> NoReturn:
         parts = [
@@ -218,23 +216,17 @@ def _run_test(
 
 
 def run_script(
-    nproc: int,
-    argv: Sequence[str | os.PathLike[str]],
-    *,
-    env: Mapping[str, str] | None = None,
-    cwd: str | os.PathLike[str] | None = None,
-    timeout: float = 120.0,
-    check: bool = True,
+    nproc: int, argv: Sequence[str | os.PathLike[str]], **options: Any
 ) -> subprocess.CompletedProcess[str]:
     """Runs `argv` (a script or `-m module`, and its arguments) on `nproc` ranks under torchrun.
 
     torchrun unbuffers its ranks, so the pieces of two ranks' `print` interleave; let one rank
-    print, or write whole lines. See `run_command` for the options.
+    print, or write whole lines. `options` are those of `run_command`.
     """
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={nproc}"]
     # Port 0 lets the system choose, so parallel test runs never collide.
     torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=127.0.0.1"]
-    return run_command([*torchrun, *argv], env=env, cwd=cwd, timeout=timeout, check=check)
+    return run_command([*torchrun, *argv], **options)
 
 
 def run_command(
@@ -280,19 +272,13 @@ def run_command(
 class _Worker:
     """The parent's side of one rank."""
 
-    def __init__(
-        self,
-        context: multiprocessing.context.ForkServerContext,
-        rank: int,
-        world_size: int,
-        folder: str,
-    ) -> None:
+    def __init__(self, rank: int, world_size: int, folder: str) -> None:
         self.rank = rank
-        self.connection, theirs = context.Pipe()
+        self.connection, theirs = FORKS.Pipe()
         self._log = Path(folder, f"rank{rank}.log")
         self._log.touch()
         self._seen = 0
-        self.process: ForkServerProcess = context.Process(
+        self.process = FORKS.Process(
             target=_serve, args=(rank, world_size, folder, theirs), name=f"rank{rank}", daemon=True
         )
         self.process.start()

@@ -12,21 +12,30 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.optimizer import DistributedLion
-from tests.support.training import model_of, replicas_of_shards
+from tests.support.training import filled, model_of, replicas_of_shards
 
 
-def plain(**options: Any) -> tuple[nn.Sequential, DistributedLion]:
-    """Returns the small model, and an optimizer that isn't attached."""
-    model = model_of()
-    return model, DistributedLion(model.named_parameters(), lr=0.01, **options)
+def plain(model: nn.Module | None = None, **options: Any) -> tuple[nn.Module, DistributedLion]:
+    """Returns a model (default: the small one), and an optimizer that isn't attached."""
+    model = model or model_of()
+    return model, DistributedLion(model.named_parameters(), **{"lr": 0.01, **options})
 
 
-def attached(**options: Any) -> tuple[DistributedDataParallel, DistributedLion]:
-    """Returns the small model under DDP, and an optimizer that is attached to it."""
-    ddp = DistributedDataParallel(model_of())
-    optimizer = DistributedLion(ddp.named_parameters(), lr=0.01, **options)
+def attached(
+    model: nn.Module | None = None, **options: Any
+) -> tuple[DistributedDataParallel, DistributedLion]:
+    """Returns a model (default: the small one) under DDP, and an optimizer attached to it."""
+    ddp, optimizer = plain(DistributedDataParallel(model or model_of()), **options)
     optimizer.attach(ddp)
     return ddp, optimizer
+
+
+def single(
+    value: float = 1.0, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[nn.Parameter, DistributedLion]:
+    """Returns a parameter "w" of 128 equal weights with a gradient of one, and its optimizer."""
+    param = filled(value, dtype)
+    return param, DistributedLion([("w", param)], **{"lr": 0.01, **options})
 
 
 def sharded(replicas: int, shards: int, **options: Any) -> tuple[nn.Sequential, DistributedLion]:

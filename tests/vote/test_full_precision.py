@@ -10,8 +10,6 @@ from tests.support.definition import Lions
 from tests.support.spawn import on_ranks
 from tests.support.steps import copies, drawn, plain
 
-pytestmark = pytest.mark.multiproc
-
 
 @pytest.mark.parametrize("selection", ["*bias", "", "*"], ids=["pattern", "function", "all"])
 @on_ranks(2)

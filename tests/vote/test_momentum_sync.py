@@ -25,8 +25,6 @@ from tests.support.spawn import on_ranks
 from tests.support.steps import attached, backward, drawn, everywhere, plain, take_step
 from tests.support.training import batch, everyones, is_equal_everywhere, replicas_of_shards
 
-pytestmark = pytest.mark.multiproc
-
 SHAPES = {"alike": (8, 8), "apart": (3, 64), "large": (64, 256)}
 
 
