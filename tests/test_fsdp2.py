@@ -16,45 +16,58 @@ import hf_dlion.fsdp as fsdp
 from hf_dlion.checkpoint import save_momentum
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.meeting import Disagreement
-from tests.support.definition import Lions
+from tests.support.local_definition import lions_of
 from tests.support.spawn import on_ranks
 from tests.support.steps import backward, copies, everywhere, parts, sharded, take_step
-from tests.support.training import batch, filled, gradients_of, model_of, replicas_of_shards, same
+from tests.support.training import (
+    batch,
+    filled,
+    gradients_of,
+    is_equal_everywhere,
+    model_of,
+    replicas_of_shards,
+    same,
+)
 
 
+@pytest.mark.parametrize("every", [1, 3])
 @on_ranks(4)
-def test_two_replicas_of_two_shards_equal_the_definition(rank: int) -> None:
-    """Compares 2 x 2 FSDP2 with plain ranks whose gradients are the replicas' means."""
-    bare = model_of()
-    model, optimizer = sharded(2, 2, weight_decay=0.1, check_replicas_every=1)
-    replica, place = divmod(rank, 2)
-    params = copies(parts(model))
-    lions = Lions(params, 2, [0.01] * len(params), [0.1] * len(params))
-    for step in range(3):
-        grads = []
-        for other in range(2):
-            members = [gradients_of(bare, batch(step, other * 2 + k)) for k in range(2)]
-            means = [sum(own) / 2 for own in zip(*members, strict=True)]
-            grads.append([_shard(mean, place) for mean in means])
+def test_two_replicas_of_two_shards_equal_the_definition(rank: int, every: int) -> None:
+    """Compares steps and local steps of 2 x 2 FSDP2 with the definition of each shard."""
+    model, optimizer = sharded(2, 2, weight_decay=0.1, vote_every=every, check_replicas_every=1)
+    bare, params = model_of(), list(model.parameters())
+    lions = lions_of(parts(model), 2, every)
+    own = lions.params if every == 1 else lions.own[rank // 2]
+    for step in range(7):
+        with torch.no_grad():
+            for p, whole in zip(params, bare.parameters(), strict=True):
+                whole.copy_(p.full_tensor())
         backward(model, batch(step, rank))
-        for p, mean in zip(model.parameters(), grads[replica], strict=True):
-            torch.testing.assert_close(p.grad.to_local(), mean)
-            p.grad.to_local().copy_(mean)
+        members = [gradients_of(bare, batch(step, rank - rank % 2 + k)) for k in range(2)]
+        for p, *grads in zip(params, *members, strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), sum(grads) / 2)
+        by_rank = everywhere([p.grad.to_local() for p in params])
         with torch.no_grad():
             model(batch(step, rank))  # leaves the root gathered
-        lions.step(grads)
+        lions.step(by_rank[rank % 2 :: 2])
         optimizer.step()
-        assert same(parts(model), lions.params)
-        with torch.no_grad():
-            for p, whole in zip(model.parameters(), bare.parameters(), strict=True):
-                whole.copy_(p.full_tensor())
+        assert same(parts(model), own), step
+    with torch.no_grad():
+        trained = model(batch(0, 0))
+        optimizer.eval()
+        common = model(batch(0, 0))
+        optimizer.train()
+        assert torch.equal(trained, model(batch(0, 0)))
+        assert is_equal_everywhere(common)
+        assert torch.equal(trained, common) == (every == 1)
+        if every > 1:
+            optimizer.eval()
+            for k, part in enumerate(parts(model)):
+                lions.write(k, part.clamp_(-0.1, 0.1))
+            optimizer.train()
+            assert same(parts(model), own)
     state = optimizer.state_dict()["state"]
     assert all(own["exp_avg"].device_mesh is not None for own in state.values())
-
-
-def _shard(tensor: torch.Tensor, place: int) -> torch.Tensor:
-    chunks = list(torch.chunk(tensor, 2))
-    return chunks[place] if place < len(chunks) else tensor[:0]
 
 
 UNSUPPORTED = {

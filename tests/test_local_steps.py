@@ -13,8 +13,8 @@ from tests.support.forms import form
 from tests.support.gradients import KINDS, Pair
 from tests.support.local_definition import LocalLions
 from tests.support.spawn import on_ranks
-from tests.support.steps import attached, backward, copies, drawn, everywhere, parts, sharded
-from tests.support.training import batch, everyones, is_equal_everywhere, same
+from tests.support.steps import copies, drawn
+from tests.support.training import everyones, is_equal_everywhere, same
 
 
 def equal_the_definition(
@@ -88,58 +88,6 @@ def test_kernels_equal_the_definition(
     rank: int, case: dict[str, Any], kinds: list[torch.dtype]
 ) -> None:
     equal_the_definition(rank, 2, case, kinds, 14, "kernels")
-
-
-@on_ranks(4)
-def test_two_nodes_of_two_ranks_equal_the_definition(rank: int) -> None:
-    """Compares two nodes of two ranks with the definition, on gradients that DDP averaged."""
-    ddp, optimizer = attached(weight_decay=0.1, local_group=2, vote_every=3)
-    params = list(ddp.parameters())
-    lions = LocalLions(copies(params), 2, [0.01] * len(params), [0.1] * len(params), every=3)
-    for step in range(7):
-        backward(ddp, batch(step, rank))
-        if step == 4 and rank == 2:
-            params[0].grad = None  # So it doesn't count on any rank of the node.
-        by_rank = everywhere([p.grad for p in params])
-        if step == 4:
-            by_rank[3][0] = None
-        lions.step([by_rank[0], by_rank[3]])
-        optimizer.step()
-        assert same(params, lions.own[rank // 2]), step
-    optimizer.exchange_now()
-    optimizer.eval()
-    assert all(map(is_equal_everywhere, params))
-    optimizer.detach()
-
-
-@on_ranks(4)
-def test_two_replicas_of_two_shards_equal_the_definition(rank: int) -> None:
-    """Compares two replicas of two shards with the definition of each shard."""
-    model, optimizer = sharded(2, 2, weight_decay=0.1, vote_every=3, check_replicas_every=1)
-    params = list(model.parameters())
-    lions = LocalLions(copies(parts(model)), 2, [0.01] * len(params), [0.1] * len(params), every=3)
-    own = lions.own[rank // 2]
-    for step in range(7):
-        backward(model, batch(step, rank))
-        by_rank = everywhere([p.grad.to_local() for p in params])
-        lions.step(by_rank[rank % 2 :: 2])
-        with torch.no_grad():
-            model(batch(step, rank))  # leaves the root gathered
-        optimizer.step()
-        assert same(parts(model), own), step
-    with torch.no_grad():
-        trained = model(batch(0, 0))
-        optimizer.eval()
-        common = model(batch(0, 0))
-        optimizer.train()
-        assert torch.equal(trained, model(batch(0, 0)))
-        optimizer.eval()
-        for k, part in enumerate(parts(model)):
-            lions.write(k, part.clamp_(-0.1, 0.1))
-        optimizer.train()
-        assert same(parts(model), own)
-    assert not torch.equal(trained, common)
-    assert is_equal_everywhere(common)
 
 
 @pytest.mark.parametrize("bits", [1, 4])

@@ -14,10 +14,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.meeting import Disagreement
-from tests.support.definition import Lions
+from tests.support.local_definition import lions_of
 from tests.support.spawn import on_ranks
-from tests.support.steps import attached, backward, copies, plain, take_step
-from tests.support.training import batch, everyones, gradients_of, model_of, same
+from tests.support.steps import attached, backward, everywhere, plain, take_step
+from tests.support.training import (
+    batch,
+    everyones,
+    gradients_of,
+    is_equal_everywhere,
+    model_of,
+    same,
+)
 
 
 @pytest.mark.parametrize(
@@ -27,6 +34,7 @@ from tests.support.training import batch, everyones, gradients_of, model_of, sam
         (2, {"local_group": 2}),  # Lion on the mean gradient
         (4, {"local_group": 2, "exchange": "gather"}),
         (4, {"local_group": 2, "exchange": "two_phase"}),
+        (4, {"local_group": 2, "vote_every": 3}),
     ],
 )
 @on_ranks("ranks")
@@ -34,27 +42,29 @@ def test_attached_wrappers_equal_the_definition(
     rank: int, ranks: int, options: dict[str, Any]
 ) -> None:
     """Compares training under DDP with the definition on the gradients of every node."""
-    bare, (ddp, optimizer) = model_of(), attached(weight_decay=0.1, **options)
-    node = options.get("local_group", 1)
-    params = copies(bare.parameters())
-    lions = Lions(params, ranks // node, [0.01] * len(params), [0.1] * len(params))
+    ddp, optimizer = attached(weight_decay=0.1, **options)
+    bare, params = model_of(), list(ddp.parameters())
+    node, every = options.get("local_group", 1), options.get("vote_every", 1)
+    lions = lions_of(params, ranks // node, every)
+    own = lions.params if every == 1 else lions.own[rank // node]
     first = rank - rank % node
-    for step in range(4):
-        with torch.no_grad():
-            for p, own in zip(bare.parameters(), lions.params, strict=True):
-                p.copy_(own)
+    for step in range(7):
+        bare.load_state_dict(ddp.module.state_dict())
         backward(ddp, batch(step, rank))
-        grads = [p.grad for p in ddp.parameters()]
         members = [gradients_of(bare, batch(step, first + k)) for k in range(node)]
-        for grad, *own in zip(grads, *members, strict=True):
+        for p, *grads in zip(params, *members, strict=True):
             # DDP may round the mean in a node differently.
             tolerance = {"rtol": 0.0, "atol": 0.0} if node == 1 else {}
-            torch.testing.assert_close(grad, sum(own) / node, **tolerance)
-        by_rank = list(zip(*map(everyones, grads), strict=True))
-        assert all(same(by_rank[r], by_rank[r - r % node]) for r in range(ranks))
-        lions.step(by_rank[::node])
+            torch.testing.assert_close(p.grad, sum(grads) / node, **tolerance)
+            assert torch.equal(p.grad, everyones(p.grad)[first])
+        if step == 4 and rank == node:
+            params[0].grad = None  # So it doesn't count on any rank of the node.
+        lions.step(everywhere([p.grad for p in params])[::node])
         optimizer.step()
-        assert same(list(ddp.parameters()), lions.params)
+        assert same(params, own), step
+    optimizer.exchange_now()
+    optimizer.eval()
+    assert all(map(is_equal_everywhere, params))
     optimizer.detach()
 
 

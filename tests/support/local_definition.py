@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -167,3 +167,12 @@ class LocalLions(Lions):
         if self.params[i].dtype in LOW:
             return np.asarray(self.c[rank][i].float().numpy())
         return np.asarray((self.params[i] - self.own[rank][i]).numpy())
+
+
+def lions_of(params: Iterable[torch.Tensor], ranks: int, every: int) -> Lions:
+    """Returns the definition of steps with lr=0.01 and weight_decay=0.1, or of local steps."""
+    start = [p.detach().clone() for p in params]
+    lrs, decays = [0.01] * len(start), [0.1] * len(start)
+    if every == 1:
+        return Lions(start, ranks, lrs, decays)
+    return LocalLions(start, ranks, lrs, decays, every=every)

@@ -58,9 +58,9 @@ if sys.platform == "linux":
     # gloo otherwise looks up the host's name, which need not resolve in a container.
     RANK_ENV["GLOO_SOCKET_IFNAME"] = "lo"
 
+FORKS = multiprocessing.get_context("forkserver")
 # What the fork server imports once, so that a new rank starts in milliseconds. torch._dynamo is
 # here because the first optimizer made in a process imports it.
-FORKS = multiprocessing.get_context("forkserver")
 PRELOAD = ["numpy", "torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "pytest"]
 
 # Seconds that the other ranks get to end with their own error after one rank has failed.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_dlion.vote import layout
-from tests.support.definition import Lions
+from tests.support.local_definition import lions_of
 from tests.support.spawn import on_ranks
 from tests.support.steps import copies, drawn, plain
 
@@ -21,7 +21,7 @@ def test_full_precision_is_lion_on_the_mean_gradient(rank: int, selection: str) 
         full_precision=selection or (lambda name, param: name.endswith("bias")),
     )
     start = copies(model.parameters())
-    alone = Lions(copies(start), 1, [0.01] * len(start), [0.1] * len(start))
+    alone = lions_of(start, 1, 1)
     for step in range(5):
         every = [[drawn(p.shape, step, r, k) for k, p in enumerate(start)] for r in range(2)]
         for k, p in enumerate(model.parameters()):
