@@ -22,8 +22,8 @@ from tests.support.steps import (
     attached,
     backward,
     copies,
-    drawn,
     everywhere,
+    give_gradients,
     plain,
     single,
     take_step,
@@ -128,8 +128,7 @@ def test_all_ranks_raise_if_something_is_wrong_on_one(rank: int, what: str) -> N
     model.bias.requires_grad_(False)
 
     def step(number: int) -> None:
-        for k, p in enumerate(model.parameters()):
-            p.grad = drawn(p.shape, k, rank, number).to(dtype) if p.requires_grad else None
+        give_gradients(model.parameters(), rank, number)
         optimizer.param_groups[0]["lr"] = 0.01
         if number == when:
             change(model, optimizer)
@@ -153,10 +152,9 @@ def test_parameters_can_be_frozen_added_and_broken_between_exchanges(rank: int) 
                 optimizer.add_param_group(
                     {"params": [("new", params[3])], "lr": 0.1, "weight_decay": 0.5}
                 )
-            for k, p in enumerate(params):
-                p.grad = drawn(p.shape, step, rank, k) if p.requires_grad else None
-                if k == 3:
-                    p.grad = torch.zeros(5)
+            give_gradients(params, rank, step)
+            if step >= 4:
+                params[3].grad = torch.zeros(5)
             if step == 7 and rank == 1:
                 with torch.no_grad():
                     params[1].fill_(torch.inf)
@@ -319,9 +317,7 @@ def test_a_step_that_fails_in_its_plan_raises_on_all_ranks(rank: int, every: int
     optimizer.add_param_group({"params": [("b", nn.Parameter(torch.ones(5)))]})
     said = error_of(optimizer.step)
     assert said.startswith("KeyError" if rank == 1 else "Disagreement: ")
-    assert said.endswith(
-        "KeyError: 'in a selection'" if rank else "rank 1: KeyError: 'in a selection'"
-    )
+    assert said.endswith("KeyError: 'in a selection'")
 
 
 @pytest.mark.parametrize("thaws", [False, True], ids=["freezes", "thaws"])
@@ -332,19 +328,13 @@ def test_own_weights_survive_a_change_of_the_layout(rank: int, tmp_path: Path, t
     params[0].requires_grad_(not thaws)
     named = [(str(k), p) for k, p in enumerate(params)]
     optimizer = DistributedLion(named, lr=0.003, vote_every=4)
-    generator = torch.Generator().manual_seed(rank)
-
-    def steps(count: int) -> None:
-        for _ in range(count):
-            for p in params:
-                drawn = torch.randn(p.shape, generator=generator).bfloat16()
-                p.grad = drawn if p.requires_grad else None
-            optimizer.step()
-
-    steps(3)
+    for step in range(3):
+        give_gradients(params, rank, step)
+        optimizer.step()
     params[0].requires_grad_(thaws)
     if not thaws:
-        steps(1)  # The exchange drops the frozen parameter from the layout.
+        give_gradients(params, rank, 3)
+        optimizer.step()  # The exchange drops the frozen parameter from the layout.
     with torch.no_grad():
         params[2].clamp_(-1e9, 1e9)  # A write that changes no value is none.
     own = copies(params)
@@ -367,7 +357,8 @@ def test_own_weights_survive_a_change_of_the_layout(rank: int, tmp_path: Path, t
         optimizer.eval()
         optimizer.train()
         assert same(own, params)
-    steps(1)
+    give_gradients(params, rank, 4)
+    optimizer.step()
     optimizer.eval()
     assert all(map(is_equal_everywhere, params))
 

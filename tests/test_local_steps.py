@@ -13,7 +13,7 @@ from tests.support.forms import form
 from tests.support.gradients import KINDS, Pair
 from tests.support.local_definition import LocalLions
 from tests.support.spawn import on_ranks
-from tests.support.steps import copies, drawn
+from tests.support.steps import copies, drawn, give_gradients
 from tests.support.training import everyones, is_equal_everywhere, same
 
 
@@ -96,9 +96,8 @@ def test_an_exchange_changes_the_mean_by_the_decay_only(rank: int, bits: int) ->
     """Checks in 1,000 exchanges that the mean of the own weights changes by the decay only."""
     param = nn.Parameter(torch.randn(3, 64))
     optimizer = DistributedLion([param], lr=1e-3, weight_decay=0.1, vote_every=10**6, bits=bits)
-    random = torch.Generator().manual_seed(rank)
-    for _ in range(1000):  # exchanges
-        param.grad = torch.randn(3, 64, generator=random)
+    for number in range(1000):  # exchanges
+        give_gradients([param], rank, number)
         optimizer.step()
         before = torch.stack(everyones(param)).double().mean(dim=0)
         optimizer.exchange_now()
@@ -115,7 +114,6 @@ def test_the_wire_shows_how_own_weights_agree_with_the_mean_and_what_stays_in_th
     """Compares both numbers with those of complete weights, of which one row never moves."""
     params = [nn.Parameter(0.01 * torch.randn(shape)) for shape in ((9, 64), (300,))]
     optimizer = DistributedLion(params, lr=0.01, vote_every=10**6, bits=bits)
-    random = torch.Generator().manual_seed(rank)
 
     def displacement() -> tuple[torch.Tensor, torch.Tensor]:
         own = torch.cat([p.detach().view(-1) for p in params])
@@ -123,10 +121,9 @@ def test_the_wire_shows_how_own_weights_agree_with_the_mean_and_what_stays_in_th
             common = torch.cat([p.detach().view(-1) for p in params])
         return common - own, common
 
-    for _ in range(3):  # exchanges
-        for _ in range(4):
-            for p in params:
-                p.grad = torch.randn(p.shape, generator=random)
+    for number in range(3):  # exchanges
+        for step in range(4):
+            give_gradients(params, rank, step, number)
             params[0].grad[3] = 0.0
             optimizer.step()
         w, before = displacement()
@@ -166,9 +163,7 @@ def test_local_steps_send_nothing_and_an_exchange_one_bit(
     params = [nn.Parameter(torch.randn(768, 768)) for _ in range(4)]
     params += [nn.Parameter(torch.randn(128, 3700)), nn.Parameter(torch.randn(1001))]
     optimizer = DistributedLion(params, lr=1e-4, vote_every=every)
-    random = torch.Generator().manual_seed(rank)
-    for p in params:
-        p.grad = torch.randn(p.shape, generator=random)
+    give_gradients(params, rank)
     numel, sent = sum(p.numel() for p in params), []
     for _ in range(every + 1):
         optimizer.step()

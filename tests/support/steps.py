@@ -76,6 +76,12 @@ def drawn(shape: Iterable[int], *seeds: int) -> Tensor:
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
 
 
+def give_gradients(params: Iterable[nn.Parameter], *seeds: int) -> None:
+    """Gives each trainable parameter a gradient of normal numbers, and none to frozen ones."""
+    for k, p in enumerate(params):
+        p.grad = drawn(p.shape, k, *seeds).to(p) if p.requires_grad else None
+
+
 def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
