@@ -234,10 +234,6 @@ def test_a_node_group_averages_inside_the_node_only(rank: int) -> None:
     assert averages(ddp, rank)
 
 
-def test_an_import_adds_no_hook_to_optimizers() -> None:
-    assert _check_step not in _global_optimizer_pre_hooks.values()
-
-
 @on_ranks(2)
 def test_another_optimizer_may_not_step_attached_gradients(rank: int) -> None:
     ddp = DistributedDataParallel(Model())
