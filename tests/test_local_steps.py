@@ -1,93 +1,16 @@
-"""Local steps of real ranks equal the definition in NumPy, and fail together."""
+"""What local steps of real ranks keep, average, and send."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from hf_dlion.optimizer import DistributedLion
-from tests.support.forms import form
-from tests.support.gradients import KINDS, Pair
 from tests.support.local_definition import LocalLions
 from tests.support.spawn import on_ranks
 from tests.support.steps import copies, drawn, give_gradients
 from tests.support.training import everyones, is_equal_everywhere, same
-
-
-def equal_the_definition(
-    rank: int, ranks: int, options: dict[str, Any], kinds: list[torch.dtype], seed: int,
-    name: str = "cpu",
-) -> None:  # fmt: skip
-    """Compares eleven steps with the definition; the last exchange comes before its period ends."""
-    with form(name) as device:
-        pair = Pair(LocalLions, rank, ranks, options, kinds, seed, device)
-        lions, optimizer = pair.lions, pair.optimizer
-        lrs = lions.lrs
-        for step in range(11):
-            scale = min(1.0, (step + 1) / 4)  # warm-up
-            for group, lr in zip(optimizer.param_groups, (0.1, 0.01), strict=True):
-                group["lr"] = lr * scale
-            lions.lrs = [lr * scale for lr in lrs]
-            pair.step(step, faults=True)
-            check(pair, step)
-        lions.exchange()
-        optimizer.exchange_now()
-        check(pair, 11)
-    assert optimizer.schedule.exchanges == lions.exchanges
-
-
-def check(pair: Pair[LocalLions], step: int) -> None:
-    """Compares own weights, and common ones, into which some steps write."""
-    lions = pair.lions
-    pair.check(lions.own[pair.rank], step)
-    pair.optimizer.eval()
-    pair.check(lions.params, step, "anchor")
-    if step % 4 == 1:  # Before and after an exchange.
-        for k, param in enumerate(pair.params):
-            lions.write(k, param.data.clamp_(-0.5, 0.5).cpu())
-    pair.optimizer.train()
-    pair.check(lions.own[pair.rank], step, "own")
-
-
-CASES: list[dict[str, Any]] = [
-    {"vote_every": 3},
-    {"vote_every": 4, "exchange": "two_phase"},
-    {"vote_every": 2, "bits": 2},
-    {"vote_every": 3, "bits": 4},
-    {"vote_every": 4, "bits": 4, "exchange": "two_phase"},
-    {"vote_every": 3, "bits": 8},
-]
-
-
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.smoke), 3, 4])
-@pytest.mark.parametrize("case", CASES, ids=str)
-@on_ranks("ranks")
-def test_ranks_equal_the_definition(rank: int, ranks: int, case: dict[str, Any]) -> None:
-    equal_the_definition(rank, ranks, case, [torch.float32], 7 * ranks)
-
-
-@pytest.mark.parametrize("kinds", [[kind] for kind in KINDS] + [KINDS[:3]], ids=str)
-@pytest.mark.parametrize(
-    ("ranks", "case", "seed"),
-    [(3, {"vote_every": 3, "seed": 2**40 + 1}, 5), (2, {"vote_every": 2, "bits": 2}, 6)],
-)
-@on_ranks("ranks")
-def test_ranks_equal_the_definition_in_other_dtypes(
-    rank: int, ranks: int, case: dict[str, Any], kinds: list[torch.dtype], seed: int
-) -> None:
-    equal_the_definition(rank, ranks, case, kinds, seed)
-
-
-@pytest.mark.parametrize("kinds", [[torch.float32], [torch.bfloat16], KINDS[:2]], ids=str)
-@pytest.mark.parametrize("case", CASES[:2], ids=str)
-@on_ranks(2, timeout=300)
-def test_kernels_equal_the_definition(
-    rank: int, case: dict[str, Any], kinds: list[torch.dtype]
-) -> None:
-    equal_the_definition(rank, 2, case, kinds, 14, "kernels")
 
 
 @pytest.mark.parametrize("bits", [1, 4])

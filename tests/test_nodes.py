@@ -112,17 +112,17 @@ def test_an_attach_that_is_refused_on_one_rank_does_not_hang(rank: int) -> None:
 @on_ranks(4)
 def test_nodes_refuse_parameters_that_no_hook_averages(rank: int, how: str, name: str) -> None:
     model, outside = model_of(), nn.Parameter(torch.ones(3))
-    first = next(iter(model.named_parameters()))
-    first[1].requires_grad_(how == "outside")
+    weight = model[0].weight
+    weight.requires_grad_(how == "outside")
     ddp = DistributedDataParallel(model)
-    first[1].requires_grad_(how != "unfrozen")
+    weight.requires_grad_(how != "unfrozen")
     named = [*model.named_parameters(), *([("outside", outside)] if how == "outside" else [])]
     optimizer = DistributedLion(named, lr=0.01, local_group=2)
     optimizer.attach(ddp)
     if how.endswith("with state"):
         get_optimizer_state_dict(ddp, optimizer)  # takes a step on gradients of zero
-    first[1].requires_grad_(True)
-    ddp(batch(0, rank)).square().sum().backward()
+    weight.requires_grad_(True)
+    backward(ddp, batch(0, rank))
     outside.grad = torch.full((3,), float(rank))
     with pytest.raises(RuntimeError, match=f"DDP doesn't average the gradient of '{name}' inside"):
         optimizer.step()

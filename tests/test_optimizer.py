@@ -18,6 +18,7 @@ from hf_dlion.ranks.meeting import Disagreement
 from tests.support.definition import Lions
 from tests.support.forms import form
 from tests.support.gradients import KINDS, Pair
+from tests.support.local_definition import LocalLions
 from tests.support.spawn import on_ranks
 from tests.support.steps import backward, copies, plain, single, take_step
 from tests.support.training import batch, error_of, same
@@ -31,13 +32,41 @@ def equal_the_definition(
     rank: int, ranks: int, options: dict[str, Any], kinds: list[torch.dtype], seed: int,
     *, faults: bool = True, name: str = "cpu",
 ) -> DistributedLion:  # fmt: skip
-    """Compares five steps of a form with the definition; returns the optimizer."""
+    """Compares steps of a form with the definition; returns the optimizer."""
     with form(name) as device:
+        if "vote_every" in options:
+            local = Pair(LocalLions, rank, ranks, options, kinds, seed, device)
+            take_local_steps(local)
+            return local.optimizer
         pair = Pair(Lions, rank, ranks, options, kinds, seed, device)
         for step in range(5):
             pair.step(step, faults)
             pair.check(pair.lions.params, step)
     return pair.optimizer
+
+
+def take_local_steps(pair: Pair[LocalLions]) -> None:
+    """Compares own and common weights, which change; the last exchange comes in a period."""
+    lions, optimizer, lrs = pair.lions, pair.optimizer, pair.lions.lrs
+    for step in range(12):
+        if step < 11:
+            scale = min(1.0, (step + 1) / 4)  # warm-up
+            for group, lr in zip(optimizer.param_groups, (0.1, 0.01), strict=True):
+                group["lr"] = lr * scale
+            lions.lrs = [lr * scale for lr in lrs]
+            pair.step(step, faults=True)
+        else:
+            lions.exchange()
+            optimizer.exchange_now()
+        pair.check(lions.own[pair.rank], step)
+        optimizer.eval()
+        pair.check(lions.params, step, "anchor")
+        if step % 4 == 1:  # Before and after an exchange.
+            for k, param in enumerate(pair.params):
+                lions.write(k, param.data.clamp_(-0.5, 0.5).cpu())
+        optimizer.train()
+        pair.check(lions.own[pair.rank], step, "own")
+    assert optimizer.schedule.exchanges == lions.exchanges
 
 
 CASES: list[dict[str, Any]] = [
@@ -55,10 +84,18 @@ CASES: list[dict[str, Any]] = [
     {"bits": 8, "ties": "zero", "level_scale": "tensor"},
     {"momentum_dtype": torch.bfloat16},
 ]
+LOCAL_CASES: list[dict[str, Any]] = [
+    {"vote_every": 3},
+    {"vote_every": 4, "exchange": "two_phase"},
+    {"vote_every": 2, "bits": 2},
+    {"vote_every": 3, "bits": 4},
+    {"vote_every": 4, "bits": 4, "exchange": "two_phase"},
+    {"vote_every": 3, "bits": 8},
+]
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.smoke), 3, 4, 5])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES + LOCAL_CASES, ids=str)
 @on_ranks("ranks")
 def test_ranks_equal_the_definition(rank: int, ranks: int, case: dict[str, Any]) -> None:
     for seed in (7 * ranks, 1000 + ranks):
@@ -68,7 +105,12 @@ def test_ranks_equal_the_definition(rank: int, ranks: int, case: dict[str, Any])
 @pytest.mark.parametrize("kinds", [[kind] for kind in KINDS] + [KINDS[:3]], ids=str)
 @pytest.mark.parametrize(
     ("ranks", "case", "seed"),
-    [(3, {"seed": 2**40 + 1}, 5), (2, {"momentum_dtype": torch.bfloat16}, 6)],
+    [
+        (3, {"seed": 2**40 + 1}, 5),
+        (2, {"momentum_dtype": torch.bfloat16}, 6),
+        (3, {"vote_every": 3, "seed": 2**40 + 1}, 5),
+        (2, {"vote_every": 2, "bits": 2}, 6),
+    ],
 )
 @on_ranks("ranks")
 def test_ranks_equal_the_definition_in_other_dtypes(
@@ -78,7 +120,7 @@ def test_ranks_equal_the_definition_in_other_dtypes(
 
 
 @pytest.mark.parametrize("kinds", [[torch.float32], [torch.bfloat16], KINDS[:2]], ids=str)
-@pytest.mark.parametrize("case", [*CASES[:6], CASES[-1]], ids=str)
+@pytest.mark.parametrize("case", [*CASES[:6], CASES[-1], *LOCAL_CASES[:2]], ids=str)
 @on_ranks(2, timeout=300)
 def test_kernels_equal_the_definition(
     rank: int, case: dict[str, Any], kinds: list[torch.dtype]

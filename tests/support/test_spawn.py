@@ -26,14 +26,15 @@ def pool() -> Iterator[RankPool]:
         yield pool
 
 
-def _state(rank: int, world_size: int) -> tuple[int, int, float]:
-    return os.getpid(), torch.get_num_threads(), float(torch.rand(()))
-
-
-def _sum_of_ranks(rank: int, world_size: int, scale: int) -> torch.Tensor:
-    total = torch.tensor([float(rank * scale)])
+def _state(rank: int, world_size: int) -> tuple[int, int, int, float, float]:
+    """Returns the rank, its process and threads, a random number, and the sum of all ranks."""
+    total = torch.tensor(float(rank))
     dist.all_reduce(total)
-    return total + rank
+    return rank, os.getpid(), torch.get_num_threads(), float(torch.rand(())), float(total)
+
+
+def _pids(pool: RankPool) -> set[int]:
+    return {pid for _, pid, *_ in pool.run(_state)}
 
 
 def _raise_on_rank_1(rank: int, world_size: int) -> None:
@@ -54,18 +55,16 @@ def _sleep_on_rank_1(rank: int, world_size: int) -> None:
 
 
 def test_reused_ranks_answer_in_order_with_one_thread_and_the_same_seed(pools: RankPools) -> None:
-    first = pools(3).run(_state)
-    assert pools(3).run(_sum_of_ranks, 1) == [3.0, 4.0, 5.0]
-    assert pools(3).run(_sum_of_ranks, 10) == [30.0, 31.0, 32.0]
-    assert pools(3).run(_state) == first
-    assert len({pid for pid, _, _ in first}) == 3
-    assert {(threads, seeded) for _, threads, seeded in first} == {(1, first[0][2])}
+    states = pools(3).run(_state)
+    assert pools(3).run(_state) == states
+    ranks, pids, threads, numbers, sums = zip(*states, strict=True)
+    assert ranks == (0, 1, 2)
+    assert len(set(pids)) == 3
+    assert [set(own) for own in (threads, numbers, sums)] == [{1}, {numbers[0]}, {3.0}]
 
 
-def test_a_failure_shows_the_traceback_and_the_output_of_each_rank_and_renews_the_pool(
-    pool: RankPool,
-) -> None:
-    before = {pid for pid, _, _ in pool.run(_state)}
+def test_a_failure_shows_tracebacks_and_output_and_renews_the_pool(pool: RankPool) -> None:
+    before = _pids(pool)
     with pytest.raises(RanksFailedError) as failure:
         pool.run(_raise_on_rank_1)
     zero, one = str(failure.value).split("rank 1:\n")
@@ -75,7 +74,7 @@ def test_a_failure_shows_the_traceback_and_the_output_of_each_rank_and_renews_th
     # Rank 0 was left alone in a collective, and one sees where.
     assert "rank 0:\ndid not answer in time" in zero
     assert "barrier" in zero
-    assert not before & {pid for pid, _, _ in pool.run(_state)}
+    assert not before & _pids(pool)
     assert not any(map(psutil.pid_exists, before))
 
 
