@@ -23,7 +23,7 @@ from hf_dlion.exchange.codec import divided
 from hf_dlion.vote import on_gpu
 from tests.support.forms import DEVICE, form
 from tests.support.spawn import on_ranks
-from tests.support.steps import everywhere, take_step
+from tests.support.steps import bits_of, everywhere, take_step
 from tests.support.training import warned
 
 GPUS = torch.cuda.device_count()
@@ -53,11 +53,6 @@ def test_a_mean_is_rounded_once_as_on_a_cpu() -> None:
     for ranks in (3, 7, 11, 49):
         found = divided(x.clone().to(DEVICE), ranks).cpu()
         assert torch.equal(found, torch.from_numpy(x.numpy() / x.numpy().dtype.type(ranks)))
-
-
-def bits_of(tensor: Tensor) -> bytes:
-    """Returns a tensor's memory, which tells -0 from 0."""
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def gradient(param: Tensor, *seeds: int) -> Tensor:

@@ -20,7 +20,7 @@ import hf_dlion
 from hf_dlion.exchange.wire import LostRank
 from hf_dlion.optimizer import DistributedLion
 from tests.support.spawn import on_ranks, run_script
-from tests.support.steps import attached, backward, plain, single, take_step
+from tests.support.steps import attached, backward, bits_of, plain, single, take_step
 from tests.support.training import batch, error_of, is_equal_everywhere, warned
 
 pytestmark = pytest.mark.multiproc
@@ -193,12 +193,10 @@ def main() -> None:
                     param.grad = normal(10 * rank + step + 1, len(param)).to(dtype)
                 optimizer.step()
             optimizer.eval()
-            tensors = [param.detach() for _, param in params]
+            tensors = [param for _, param in params]
             if "full_precision" in own:  # This momentum follows the mean gradient on all ranks.
                 tensors.append(optimizer.state[params[1][1]]["exp_avg"])
-            for tensor in tensors:
-                data = tensor.view(torch.uint8).numpy().tobytes()
-                hashes.append(hashlib.sha256(data).hexdigest()[:16])
+            hashes += [hashlib.sha256(bits_of(tensor)).hexdigest()[:16] for tensor in tensors]
     capability = torch.backends.cpu.get_cpu_capability()
     sys.stdout.write(f"rank {rank} {capability} {' '.join(hashes)}\n")
     dist.destroy_process_group()

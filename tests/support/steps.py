@@ -86,6 +86,11 @@ def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
 
+def bits_of(tensor: Tensor) -> bytes:
+    """Returns a tensor's memory, which tells -0 from 0."""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
 def everywhere(value: Any) -> list[Any]:
     """Returns every rank's value."""
     found: list[Any] = [None] * dist.get_world_size()
