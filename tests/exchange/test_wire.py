@@ -71,16 +71,6 @@ def test_all_reduce_counts_the_bytes_of_a_ring(rank: int, world_size: int, in_no
     assert counts(wire.stats) == ((0, 0, sent) if in_node else (sent, sent, 0))
 
 
-@on_ranks(3)
-def test_bytes_inside_the_node_are_counted_separately() -> None:
-    inside = wire_of(in_node=True)
-    inside.gather_words([1, 2], "a word")
-    partly = Wire(inside.group, inside.stats)
-    partly.neighbors = 1
-    partly.gather_words([1], "a word")
-    assert counts(inside.stats) == (8, 8, 2 * 16 + 8)
-
-
 @WORLD_SIZES
 @on_ranks("world_size")
 def test_gather_words_keeps_64_bits_in_rank_order(rank: int, world_size: int) -> None:
