@@ -7,6 +7,7 @@ all of them.
 from __future__ import annotations
 
 import collections
+import contextlib
 import gc
 from collections.abc import Iterator
 
@@ -40,9 +41,8 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="module")
 def pools() -> Iterator[RankPools]:
     """Pools of ranks that live as long as the test module: `pools(2).run(f, *args)`."""
-    pools = RankPools()
-    yield pools
-    pools.close()
+    with contextlib.closing(RankPools()) as pools:
+        yield pools
 
 
 @pytest.fixture

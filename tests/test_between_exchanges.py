@@ -2,119 +2,144 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.checkpoint import load_momentum, save_momentum
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.meeting import Disagreement
-from tests.support.spawn import RankPools, on_ranks
-from tests.support.training import batch, filled, is_equal_everywhere, model_of, same, warned
-
-pytestmark = pytest.mark.multiproc
-
-
-def fails(rank: int, world_size: int, what: str) -> list[str]:
-    """Steps with vote_every=4 until something is wrong on the last rank; returns each error."""
-    last = rank == world_size - 1
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if what in ("changed", "one", "thawed") else torch.float32
-    model = nn.Linear(64, 3, dtype=dtype)
-    model.bias.requires_grad_(what != "thawed")
-    every = 8 if what == "every" and last else 4
-    optimizer = DistributedLion(
-        model.named_parameters(), lr=0.01, vote_every=every, max_abstained_steps=2
-    )
-    said = []
-    for step in range(12):
-        model.zero_grad()
-        closure = None
-        for k, p in enumerate(model.parameters()):
-            random = torch.Generator().manual_seed(100 * step + 10 * rank + k)
-            p.grad = torch.randn(p.shape, generator=random).to(dtype)
-            if what == "nan" and last:
-                p.grad.fill_(torch.nan)
-        if what == "lr":
-            optimizer.param_groups[0]["lr"] = 0.02 if last and step == 1 else 0.01
-        if step == 5 and what in ("replaced", "changed", "thawed") and (last or what == "changed"):
-            model.load_state_dict({name: p + 1 for name, p in model.state_dict().items()})
-        if what == "thawed" and step == 5:
-            model.bias.requires_grad_(True)
-        if what == "one" and last and step == 7:
-            with torch.no_grad():
-                model.weight.clamp_(max=0.0)
-        if what == "layout" and step == 5:
-            model.weight.data = model.weight.data.t().contiguous().t()
-        if what == "eval" and last and step == 3:
-            optimizer.eval()
-        if what == "closure" and last and step == 3:
-            closure = lambda: 1 / 0  # noqa: E731
-        try:
-            if what == "now" and last and step == 2:
-                optimizer.exchange_now()
-            optimizer.step(closure)  # type: ignore[arg-type]
-        except (RuntimeError, ZeroDivisionError) as error:
-            return [*said, f"{step} {type(error).__name__}: {error}"]
-    return said
-
-
-@pytest.mark.parametrize(
-    ("what", "own", "others"),
-    [
-        ("every", "0 Disagreement: ranks differ in options, first in 'vote_every'", ""),
-        (
-            "lr",
-            "3 Disagreement: ranks differ in options, first in 'lr of each group, summed "
-            "since the last exchange': rank 0: [0.04], rank 1: [0.05]. Give groups the same values",
-            "",
-        ),
-        (
-            "nan",
-            "3 RuntimeError: gradients of rank 1 held a NaN or an Inf",
-            "3 Disagreement: exchange failed",
-        ),
-        ("replaced", "7 Disagreement: the weights of 'weight' on rank 1 are farther from", ""),
-        ("changed", "5 RuntimeError: a torch.bfloat16 parameter of shape (3, 64) has local", ""),
-        (
-            "one",
-            "7 RuntimeError: a torch.bfloat16 parameter of shape (3, 64) has",
-            "7 Disagreement: exchange failed on 1 of 2 ranks: rank 1: RuntimeError: a torch",
-        ),
-        (
-            "thawed",
-            "5 RuntimeError: a torch.bfloat16 parameter of shape (3, 64) has",
-            "5 Disagreement: step failed on 1 of 2 ranks: rank 1: RuntimeError: a torch",
-        ),
-        ("layout", "5 RuntimeError: a torch.float32 parameter of shape (3, 64) has local", ""),
-        (
-            "eval",
-            "3 RuntimeError: step() after optimizer.eval()",
-            "3 Disagreement: exchange failed",
-        ),
-        (
-            "closure",
-            "3 ZeroDivisionError: division by zero",
-            "3 Disagreement: exchange failed on 1",
-        ),
-        ("now", "2 Disagreement: ranks are at different steps", "3 Disagreement: ranks are at"),
-    ],
+from tests.support.spawn import on_ranks
+from tests.support.steps import (
+    attached,
+    backward,
+    copies,
+    everywhere,
+    give_gradients,
+    plain,
+    single,
+    take_step,
 )
-def test_all_ranks_raise_if_something_is_wrong_on_one(
-    pools: RankPools, what: str, own: str, others: str
-) -> None:
-    first, last = pools(2).run(fails, what, timeout=60)
-    assert last[-1].startswith(own)
-    assert first[-1].startswith(others or own)
+from tests.support.training import batch, error_of, filled, is_equal_everywhere, same, warned
+
+Change = Callable[[nn.Linear, DistributedLion], Any]
 
 
-def changes(rank: int, world_size: int) -> list[str]:
-    """Freezes, adds, and breaks parameters between exchanges; anchors stay equal."""
-    torch.manual_seed(0)
+def on_last(change: Change) -> Change:
+    return lambda model, optimizer: change(model, optimizer) if dist.get_rank() == 1 else None
+
+
+def replace(model: nn.Linear, _: DistributedLion) -> None:
+    model.load_state_dict({name: p + 1 for name, p in model.state_dict().items()})
+
+
+def thaw_and_replace(model: nn.Linear, optimizer: DistributedLion) -> None:
+    model.bias.requires_grad_(True)
+    on_last(replace)(model, optimizer)
+
+
+def reorder(model: nn.Linear, _: DistributedLion) -> None:
+    model.weight.data = model.weight.data.t().contiguous().t()
+
+
+@torch.no_grad()
+def shrink(model: nn.Linear, _: DistributedLion) -> None:
+    model.weight.clamp_(max=0.0)
+
+
+def give_nan(model: nn.Linear, optimizer: DistributedLion) -> None:
+    def spoil(*_: Any) -> None:
+        model.weight.grad.fill_(torch.nan)
+
+    optimizer.register_step_pre_hook(spoil)
+
+
+def fail_in_a_closure(model: nn.Linear, optimizer: DistributedLion) -> None:
+    optimizer.step(lambda: 1 / 0)
+
+
+F32, BF16 = torch.float32, torch.bfloat16
+BF16_WRITE = "RuntimeError: a torch.bfloat16 parameter of shape (3, 64) has"
+# The dtype, what changes before which step, and with their steps the error of rank 1 and, if it is
+# another, that of rank 0.
+CHANGES: dict[str, tuple[torch.dtype, int, Change, str, str]] = {
+    "lr": (
+        F32, 1, on_last(lambda _, optimizer: optimizer.param_groups[0].update(lr=0.02)),
+        "3 Disagreement: ranks differ in options, first in 'lr of each group, summed since the "
+        "last exchange': rank 0: [0.04], rank 1: [0.05]. Give groups the same values",
+        "",
+    ),
+    "NaN": (
+        F32, 0, on_last(give_nan),
+        "3 RuntimeError: gradients of rank 1 held a NaN or an Inf",
+        "3 Disagreement: exchange failed",
+    ),
+    "replaced": (
+        F32, 5, on_last(replace),
+        "7 Disagreement: the weights of 'weight' on rank 1 are farther from", "",
+    ),
+    "replaced on all ranks": (BF16, 5, replace, f"5 {BF16_WRITE} local", ""),
+    "changed": (
+        BF16, 7, on_last(shrink),
+        f"7 {BF16_WRITE}",
+        "7 Disagreement: exchange failed on 1 of 2 ranks: rank 1: RuntimeError: a torch",
+    ),
+    "replaced when a layout is new": (
+        BF16, 5, thaw_and_replace,
+        f"5 {BF16_WRITE}",
+        "5 Disagreement: step failed on 1 of 2 ranks: rank 1: RuntimeError: a torch",
+    ),
+    "memory layout": (
+        F32, 5, reorder,
+        "5 RuntimeError: a torch.float32 parameter of shape (3, 64) has local", "",
+    ),
+    "eval": (
+        F32, 3, on_last(lambda _, optimizer: optimizer.eval()),
+        "3 RuntimeError: step() after optimizer.eval()",
+        "3 Disagreement: exchange failed",
+    ),
+    "closure": (
+        F32, 3, on_last(fail_in_a_closure),
+        "3 ZeroDivisionError: division by zero",
+        "3 Disagreement: exchange failed on 1",
+    ),
+    "exchange_now": (
+        F32, 2, on_last(lambda _, optimizer: optimizer.exchange_now()),
+        "2 Disagreement: ranks are at different steps",
+        "3 Disagreement: ranks are at",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CHANGES)
+@on_ranks(2)
+def test_all_ranks_raise_if_something_is_wrong_on_one(rank: int, what: str) -> None:
+    """Steps with vote_every=4 until something raises."""
+    dtype, when, change, own, others = CHANGES[what]
+    model, optimizer = plain(nn.Linear(64, 3, dtype=dtype), vote_every=4, max_abstained_steps=2)
+    model.bias.requires_grad_(False)
+
+    def step(number: int) -> None:
+        give_gradients(model.parameters(), rank, number)
+        optimizer.param_groups[0]["lr"] = 0.01
+        if number == when:
+            change(model, optimizer)
+        optimizer.step()
+
+    said = (f"{number} {error}" for number in range(12) if (error := error_of(step, number)))
+    assert next(said).startswith(own if rank == 1 else others or own)
+
+
+@on_ranks(2)
+def test_parameters_can_be_frozen_added_and_broken_between_exchanges(rank: int) -> None:
     params = [nn.Parameter(torch.randn(2, 64)) for _ in range(3)]
     optimizer = DistributedLion(
         [(str(k), p) for k, p in enumerate(params)], lr=0.01, vote_every=3, check_replicas_every=1
@@ -127,11 +152,9 @@ def changes(rank: int, world_size: int) -> list[str]:
                 optimizer.add_param_group(
                     {"params": [("new", params[3])], "lr": 0.1, "weight_decay": 0.5}
                 )
-            for k, p in enumerate(params):
-                random = torch.Generator().manual_seed(100 * step + 10 * rank + k)
-                p.grad = torch.randn(p.shape, generator=random) if p.requires_grad else None
-                if k == 3:
-                    p.grad = torch.zeros(5)
+            give_gradients(params, rank, step)
+            if step >= 4:
+                params[3].grad = torch.zeros(5)
             if step == 7 and rank == 1:
                 with torch.no_grad():
                     params[1].fill_(torch.inf)
@@ -151,14 +174,8 @@ def changes(rank: int, world_size: int) -> list[str]:
     torch.testing.assert_close(params[3].detach(), torch.full((5,), 0.95**7))
     optimizer.detach()
     assert not optimizer.schedule.kept
-    return texts
-
-
-def test_parameters_can_be_frozen_added_and_broken_between_exchanges(pools: RankPools) -> None:
-    first, second = pools(2).run(changes)
-    assert first == []
-    assert len(second) == 1
-    assert "the weights of '1' were not finite on rank 1" in second[0]
+    assert len(texts) == rank
+    assert all("the weights of '1' were not finite on rank 1" in text for text in texts)
 
 
 @on_ranks(2)
@@ -166,12 +183,9 @@ def test_an_evaluation_or_a_save_of_a_frozen_model_loses_no_step(rank: int, tmp_
     """Freezes a model around an evaluation and a save, as with a GAN's discriminator."""
     results = []
     for freezes in (False, True):
-        model = model_of()
-        optimizer = DistributedLion(model.named_parameters(), lr=0.01, vote_every=4)
+        model, optimizer = plain(vote_every=4)
         for step in range(7):
-            optimizer.zero_grad()
-            model(batch(step, rank)).square().sum().backward()
-            optimizer.step()
+            take_step(optimizer, model, batch(step, rank))
             model.requires_grad_(not freezes)
             if step == 1:
                 save_momentum(optimizer, tmp_path)
@@ -182,17 +196,16 @@ def test_an_evaluation_or_a_save_of_a_frozen_model_loses_no_step(rank: int, tmp_
                 model.requires_grad_(True)
         optimizer.exchange_now()
         optimizer.eval()
-        results.append([p.detach().clone() for p in model.parameters()])
+        results.append(copies(model.parameters()))
     assert same(*results)
 
 
 @on_ranks(2)
 def test_tensors_of_one_shape_can_be_trained_in_turns() -> None:
     """Trains two tensors of one shape in turns, as some low-memory recipes do."""
-    torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(2, 64)) for _ in range(2)]
     optimizer = DistributedLion(params, lr=0.01, vote_every=3, check_replicas_every=1)
-    starts = [p.detach().clone() for p in params]
+    starts = copies(params)
     for step in range(12):
         trained, frozen = params if step % 4 < 2 else params[::-1]
         trained.requires_grad_(True)
@@ -212,160 +225,121 @@ def test_tensors_of_one_shape_can_be_trained_in_turns() -> None:
 @on_ranks(2)
 def test_a_wrong_order_of_calls_is_refused(rank: int) -> None:
     """Calls `attach`, `detach`, and `step` after local steps."""
-    said = []
-    model = model_of()
-    optimizer = DistributedLion(model.named_parameters(), lr=0.01, vote_every=3)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(batch(0, rank)).square().sum().backward()
-        optimizer.step()
-
+    model, optimizer = plain(vote_every=3)
+    step = functools.partial(take_step, optimizer, model, batch(0, rank))
     step()
-    with pytest.raises(RuntimeError) as caught, optimizer.common_weights():
+    with (
+        pytest.raises(RuntimeError, match=r"in common_weights\(\)"),
+        optimizer.common_weights(),
+    ):
         step()
-    said.append(str(caught.value))
     ddp = DistributedDataParallel(model)  # gives rank 1 the own weights of rank 0
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError, match=r"got a DDP wrapper that was made during local steps"):
         optimizer.attach(ddp)
-    said.append(str(caught.value))
     optimizer.detach()
-    with torch.no_grad():
-        model[0].weight[0, 0] = rank  # type: ignore[index]
-    with pytest.raises(Disagreement) as disagreed:
+    model[0].weight.data[0, 0] = rank
+    with pytest.raises(Disagreement, match=r"parameters, first in '0\.weight'"):
         step()
-    said.append(str(disagreed.value))
-    swapped, wrapped, differs = said
-    assert "in common_weights()" in swapped
-    assert "attach() got a DDP wrapper that was made during local steps" in wrapped
-    assert "parameters, first in '0.weight'" in differs
 
 
 @on_ranks(4)
 def test_all_ranks_raise_if_weights_were_replaced_in_a_node(rank: int) -> None:
     """Steps on NaN gradients first, and later replaces the weights of rank 2."""
-    ddp = DistributedDataParallel(model_of())
-    optimizer = DistributedLion(ddp.named_parameters(), lr=0.01, local_group=2, vote_every=3)
-    optimizer.attach(ddp)
-    said = ""
-    for step in range(8):
-        optimizer.zero_grad()
-        ddp(batch(step, rank) * (torch.nan if step == 0 else 1.0)).square().sum().backward()
+    ddp, optimizer = attached(local_group=2, vote_every=3)
+    for step in range(6):
+        backward(ddp, batch(step, rank) * (torch.nan if step == 0 else 1.0))
         if step == 5 and rank == 2:
-            with torch.no_grad():
-                next(ddp.parameters()).add_(1.0)
-        try:
-            optimizer.step()
-        except Disagreement as error:
-            said = f"{step}: {error}"
-            break
+            ddp.module[0].weight.data.add_(1.0)
+        optimizer.step()
+    with pytest.raises(Disagreement, match=r"^the weights of 'module\.0\.weight' on rank 2 are f"):
+        take_step(optimizer, ddp, batch(6, rank))
     optimizer.detach()
-    assert said.startswith("6: the weights of 'module.0.weight' on rank 2 are farther"), said
 
 
-def leaves_a_local_step(rank: int, world_size: int, does: str, folder: str) -> str:
-    """Does something else on rank 1 while the other rank of its node steps, or loads."""
-    ddp = DistributedDataParallel(model_of())
-    optimizer = DistributedLion(ddp.named_parameters(), lr=0.01, local_group=2, vote_every=9)
-    optimizer.attach(ddp)
-    said = ""
-    for step in range(3):
-        optimizer.zero_grad()
-        ddp(batch(step, rank)).square().sum().backward()
-        try:
-            if step == 2 and does == "fails to load":
-                failure = OSError("no file") if rank == 1 else None
-                if failure is None:
-                    optimizer.load_state_dict(optimizer.state_dict())
-                load_momentum(optimizer, folder, failure=failure)
-            if step == 2 and rank == 1:
-                if does == "exchanges":
-                    optimizer.exchange_now()
-                elif does == "saves":
-                    save_momentum(optimizer, folder)
-                else:
-                    optimizer.load_state_dict(optimizer.state_dict())
-            optimizer.step()
-        except (Disagreement, OSError) as error:
-            said = f"{type(error).__name__}: {error}"
-            break
+def errors_in_a_node(rank: int, act: Callable[[DistributedLion], Any]) -> list[str]:
+    """Returns each rank's error in `act` or in the step after it, a local one of two nodes."""
+    ddp, optimizer = attached(local_group=2, vote_every=9)
+    for step in range(2):
+        take_step(optimizer, ddp, batch(step, rank))
+    backward(ddp, batch(2, rank))
+    said = error_of(act, optimizer) or error_of(optimizer.step)
     optimizer.detach()
-    return said
+    return everywhere(said)
+
+
+def reload(optimizer: DistributedLion) -> None:
+    """Loads a state, after which a step begins with headers."""
+    optimizer.load_state_dict(optimizer.state_dict())
 
 
 @pytest.mark.parametrize("does", ["exchanges", "saves", "steps"])
+@on_ranks(4)
 def test_a_rank_of_a_node_that_leaves_a_local_step_does_not_hang_the_node(
-    pools: RankPools, tmp_path: Path, does: str
+    rank: int, tmp_path: Path, does: str
 ) -> None:
-    """The last one has loaded a state, after which a step begins with headers."""
-    said = pools(4).run(leaves_a_local_step, does, str(tmp_path), timeout=60)
-    assert said[0] == said[1]
-    assert f"rank 1 {does} while rank 0 takes a local step" in said[0]
-    assert said[2] == said[3] == ""
+    acts = {
+        "exchanges": DistributedLion.exchange_now,
+        "saves": lambda optimizer: save_momentum(optimizer, tmp_path),
+        "steps": reload,
+    }
+    first, second, *others = errors_in_a_node(rank, acts[does] if rank == 1 else lambda _: None)
+    assert f"rank 1 {does} while rank 0 takes a local step" in first
+    assert second == first
+    assert others == ["", ""]
 
 
-def test_a_load_that_fails_in_a_node_fails_on_all_ranks(pools: RankPools, tmp_path: Path) -> None:
-    said = pools(4).run(leaves_a_local_step, "fails to load", str(tmp_path), timeout=60)
+@on_ranks(4)
+def test_a_load_that_fails_in_a_node_fails_on_all_ranks(rank: int, tmp_path: Path) -> None:
+    failure = OSError("no file") if rank == 1 else None
+
+    def load(optimizer: DistributedLion) -> None:
+        if failure is None:
+            reload(optimizer)
+        load_momentum(optimizer, tmp_path, failure=failure)
+
+    said = errors_in_a_node(rank, load)
     assert said.pop(1) == "OSError: no file"
-    for other in said:
-        assert "load failed on 1 of 4 ranks: rank 1: OSError: no file" in other
-
-
-def fails_to_plan(rank: int, world_size: int, every: int) -> str:
-    """Raises in a new plan on rank 1, in an exchange or in a local step."""
-
-    def select(name: str, param: torch.Tensor) -> bool:
-        if rank == 1 and len(params) == 2:
-            raise KeyError("in a selection")
-        return False
-
-    params = [nn.Parameter(torch.ones(64))]
-    optimizer = DistributedLion([("a", params[0])], lr=0.1, vote_every=every, full_precision=select)
-    params[0].grad = torch.ones(64)
-    optimizer.step()
-    params.append(nn.Parameter(torch.ones(5)))
-    optimizer.add_param_group({"params": [("b", params[1])]})
-    try:
-        optimizer.step()
-    except (Disagreement, KeyError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    assert all("load failed on 1 of 4 ranks: rank 1: OSError: no file" in other for other in said)
 
 
 @pytest.mark.parametrize("every", [2, 9])
-def test_a_step_that_fails_in_its_plan_raises_on_all_ranks(pools: RankPools, every: int) -> None:
-    first, second = pools(2).run(fails_to_plan, every, timeout=60)
-    assert "rank 1: KeyError: 'in a selection'" in first
-    assert second == "KeyError: 'in a selection'"
+@on_ranks(2)
+def test_a_step_that_fails_in_its_plan_raises_on_all_ranks(rank: int, every: int) -> None:
+    """Raises in a new plan on rank 1, in an exchange or in a local step."""
+
+    def select(name: str, param: torch.Tensor) -> bool:
+        if rank == 1 and name == "b":
+            raise KeyError("in a selection")
+        return False
+
+    optimizer = DistributedLion([("a", filled(1.0))], vote_every=every, full_precision=select)
+    optimizer.step()
+    optimizer.add_param_group({"params": [("b", nn.Parameter(torch.ones(5)))]})
+    said = error_of(optimizer.step)
+    assert said.startswith("KeyError" if rank == 1 else "Disagreement: ")
+    assert said.endswith("KeyError: 'in a selection'")
 
 
 @pytest.mark.parametrize("thaws", [False, True], ids=["freezes", "thaws"])
 @on_ranks(2)
 def test_own_weights_survive_a_change_of_the_layout(rank: int, tmp_path: Path, thaws: bool) -> None:
     """Own weights of 16 bits keep their bits in `eval` and a save if the layout has changed."""
-    torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(3, 64).bfloat16()) for _ in range(3)]
     params[0].requires_grad_(not thaws)
     named = [(str(k), p) for k, p in enumerate(params)]
     optimizer = DistributedLion(named, lr=0.003, vote_every=4)
-    generator = torch.Generator().manual_seed(rank)
-
-    def steps(count: int) -> None:
-        for _ in range(count):
-            for p in params:
-                drawn = torch.randn(p.shape, generator=generator).bfloat16()
-                p.grad = drawn if p.requires_grad else None
-            optimizer.step()
-
-    steps(3)
+    for step in range(3):
+        give_gradients(params, rank, step)
+        optimizer.step()
     params[0].requires_grad_(thaws)
     if not thaws:
-        steps(1)  # The exchange drops the frozen parameter from the layout.
+        give_gradients(params, rank, 3)
+        optimizer.step()  # The exchange drops the frozen parameter from the layout.
     with torch.no_grad():
         params[2].clamp_(-1e9, 1e9)  # A write that changes no value is none.
-    own = [p.detach().clone() for p in params]
+    own = copies(params)
     optimizer.eval()
-    common = [p.detach().clone() for p in params]
+    common = copies(params)
     optimizer.train()
     assert same(own, params)
     save_momentum(optimizer, tmp_path)
@@ -377,13 +351,14 @@ def test_own_weights_survive_a_change_of_the_layout(rank: int, tmp_path: Path, t
     assert same(own, [p for _, p in resumed])
     if thaws:
         optimizer.exchange_now()  # In the new layout.
-        own = [p.detach().clone() for p in params]
+        own = copies(params)
         with torch.no_grad():
             params[2].clamp_(-1e9, 1e9)
         optimizer.eval()
         optimizer.train()
         assert same(own, params)
-    steps(1)
+    give_gradients(params, rank, 4)
+    optimizer.step()
     optimizer.eval()
     assert all(map(is_equal_everywhere, params))
 
@@ -423,8 +398,7 @@ def test_writes_into_common_weights_reach_the_weights_that_train(
 
 @on_ranks(2)
 def test_replaced_weights_are_refused_until_the_optimizer_is_detached() -> None:
-    param = filled(1.0, torch.bfloat16)
-    optimizer = DistributedLion([param], lr=0.01, vote_every=4)
+    param, optimizer = single(1.0, torch.bfloat16, vote_every=4)
     for _ in range(2):
         optimizer.step()
     with torch.no_grad():
@@ -444,30 +418,27 @@ def test_a_parameter_frozen_on_one_rank_between_exchanges_is_named(rank: int) ->
     optimizer = DistributedLion([("a", params[0]), ("b", params[1])], vote_every=2, **sync)
     optimizer.step()
     params[1].requires_grad_(rank == 0)
-    with pytest.raises(Disagreement) as caught:
+    text = r"first in 'frozen parameters': rank 0: \[\], rank 1: \['b'\]"
+    with pytest.raises(Disagreement, match=text):
         optimizer.step()
-    assert "first in 'frozen parameters': rank 0: [], rank 1: ['b']" in str(caught.value)
 
 
 @on_ranks(2)
 def test_an_exchange_that_fails_after_eval_leaves_the_common_weights(rank: int) -> None:
-    param = filled(1.0)
-    optimizer = DistributedLion([("w", param)], lr=0.01, vote_every=4)
+    param, optimizer = single(vote_every=4)
     optimizer.step()
     with torch.no_grad():
         param.add_(100.0 * rank)
     optimizer.eval()
-    with pytest.raises(Disagreement) as caught:
+    with pytest.raises(Disagreement, match=r"^the weights of 'w' on rank 1 are farther"):
         optimizer.exchange_now()
     assert bool((param == 1.0).all())  # Still the common weights.
-    assert str(caught.value).startswith("the weights of 'w' on rank 1 are farther")
 
 
 @on_ranks(2)
 def test_replicas_are_compared_if_empty_exchanges_come_between(rank: int) -> None:
     """Calls `exchange_now` before an evaluation that follows an exchange."""
-    param = filled(1.0)
-    optimizer = DistributedLion([("w", param)], lr=0.01, vote_every=2, check_replicas_every=2)
+    param, optimizer = single(vote_every=2, check_replicas_every=2)
     sent = []
     for _ in range(8):
         optimizer.exchange_now()
@@ -482,10 +453,9 @@ def test_replicas_are_compared_if_empty_exchanges_come_between(rank: int) -> Non
 
 @on_ranks(2)
 def test_a_layout_changed_between_eval_and_train_is_refused(rank: int) -> None:
-    model = nn.Conv2d(3, 4, 3)
+    model, optimizer = plain(nn.Conv2d(3, 4, 3), vote_every=4)
     for param in model.parameters():
         param.grad = torch.full_like(param, (-1.0) ** rank)
-    optimizer = DistributedLion(model.named_parameters(), lr=0.01, vote_every=4)
     optimizer.step()
     optimizer.eval()
     model.to(memory_format=torch.channels_last)
@@ -495,8 +465,7 @@ def test_a_layout_changed_between_eval_and_train_is_refused(rank: int) -> None:
 
 @on_ranks(2)
 def test_an_evaluation_in_inference_mode_may_exchange(rank: int) -> None:
-    param = filled(1.0)
-    optimizer = DistributedLion([("w", param)], lr=0.01, vote_every=2)
+    param, optimizer = single(vote_every=2)
     param.grad *= (-1) ** rank
     optimizer.step()
     with torch.inference_mode():
@@ -513,13 +482,9 @@ def test_an_evaluation_in_inference_mode_may_exchange(rank: int) -> None:
 
 @on_ranks(2)
 def test_local_steps_go_on_after_the_error_about_abstentions(rank: int) -> None:
-    param = filled(1.0)
-    optimizer = DistributedLion([param], lr=0.01, vote_every=2, max_abstained_steps=3)
+    param, optimizer = single(vote_every=2, max_abstained_steps=3)
     raised = []
     for number in range(10):
         param.grad = torch.full_like(param, math.nan if rank and number < 3 else 1.0)
-        try:
-            optimizer.step()
-        except RuntimeError:
-            raised.append(number)
-    assert raised == [3]
+        raised.append(error_of(optimizer.step) != "")
+    assert raised == [number == 3 for number in range(10)]

@@ -28,6 +28,7 @@ from hf_dlion.checkpoint import save_momentum
 from hf_dlion.exchange.wire import Wire
 from hf_dlion.optimizer import DistributedLion
 from tests.support.spawn import RankPool
+from tests.support.steps import bits_of
 from tests.support.training import replicas_of_shards
 
 pytestmark = pytest.mark.multiproc
@@ -74,7 +75,7 @@ def hashed() -> Iterator[Any]:
     sent, start = hashlib.sha256(), Wire._start
 
     def _start(wire: Wire, what: str, collective: Any, *tensors: Tensor) -> Any:
-        sent.update(tensors[-1].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        sent.update(bits_of(tensors[-1]))
         return start(wire, what, collective, *tensors)
 
     with mock.patch.object(Wire, "_start", _start):
@@ -119,7 +120,7 @@ def run(rank: int, ranks: int, name: str, folder: str) -> list[bytes]:
     for _, p in named:
         for total, tensor in ((weights, p.detach()), (momenta, optimizer.state[p]["exp_avg"])):
             part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            total.update(part.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            total.update(bits_of(part))
     file = Path(folder, f"dlion_momentum_{rank}_of_{ranks}.safetensors")
     return [weights.digest(), momenta.digest(), hashlib.sha256(file.read_bytes()).digest(),
             sent.digest()]  # fmt: skip

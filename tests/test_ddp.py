@@ -6,9 +6,7 @@ import contextlib
 import copy
 import gc
 import pickle
-import warnings
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,10 +20,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from hf_dlion.ddp import _check_step, attach, attached_wrappers, detach, introduce
-from tests.support.spawn import RankPools, on_ranks
-from tests.support.training import error_of
-
-pytestmark = pytest.mark.multiproc
+from tests.support.spawn import on_ranks
+from tests.support.training import error_of, everyones, is_equal_everywhere
 
 
 class Owner(torch.optim.SGD):
@@ -39,9 +35,9 @@ class Owner(torch.optim.SGD):
 class RunningMean(nn.Module):
     """A layer whose state follows the data, as a codebook's does."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.register_buffer("running_mean", torch.zeros(8))
+        self.register_buffer("running_mean", torch.zeros(size))
 
     def forward(self, x: Tensor) -> Tensor:
         self.running_mean.lerp_(x.detach().mean(0), 0.5)
@@ -83,17 +79,12 @@ def same(left: list[Tensor | None], right: list[Tensor | None]) -> bool:
     return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)
 
 
-@contextlib.contextmanager
-def wrapped(model: nn.Module | None = None, **options: Any) -> Iterator[list[Any]]:
-    """Yields a list with a new wrapper, and releases the list's objects at the end."""
-    holder = [DistributedDataParallel(Model() if model is None else model, **options)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, about torch.compile and join()
-        try:
-            yield holder
-        finally:
-            holder.clear()
-            gc.collect()
+def owned(model: nn.Module | None = None, **options: Any) -> tuple[DistributedDataParallel, Owner]:
+    """Returns a new wrapper, and an optimizer of its parameters that is attached to it."""
+    ddp = DistributedDataParallel(model or Model(), **options)
+    owner = Owner(ddp.parameters())
+    attach(ddp, owner)
+    return ddp, owner
 
 
 def backward(ddp: nn.Module, rank: int, step: int = 0) -> list[Tensor | None]:
@@ -146,26 +137,25 @@ def test_gradients_equal_those_without_ddp_bit_for_bit(rank: int, case: str) -> 
     skip, trained = options.pop("skip", False), options.pop("trained", False)
     compiled = options.pop("compile", "")
     inner = torch.compile(model, backend="eager") if compiled == "inside" else model
-    with wrapped(inner, **options) as holder:
-        if trained:
-            backward(holder[0], rank)
-        if compiled == "outside":
-            holder.append(torch.compile(holder[0], backend="eager"))
-        owner = Owner(model.parameters())
-        attach(holder[-1], owner)
-        for step in range(3):
-            model.zero_grad()
-            bare.zero_grad()
-            for number in range(micro_steps):
-                x = inputs(rank, 10 * step + number)
-                use_second = not (skip and rank == 0 and step != 1)
-                quiet = no_sync and number < micro_steps - 1
-                with holder[0].no_sync() if quiet else contextlib.nullcontext():
-                    holder[-1](x, use_second).backward()
-                bare(x, use_second).backward()
-            assert same(gradients(model), gradients(bare))
-            owner.step()
-            bare.load_state_dict(model.state_dict())
+    ddp = DistributedDataParallel(inner, **options)
+    if trained:
+        backward(ddp, rank)
+    called = torch.compile(ddp, backend="eager") if compiled == "outside" else ddp
+    owner = Owner(model.parameters())
+    attach(called, owner)
+    for step in range(3):
+        model.zero_grad()
+        bare.zero_grad()
+        for number in range(micro_steps):
+            x = inputs(rank, 10 * step + number)
+            use_second = not (skip and rank == 0 and step != 1)
+            quiet = no_sync and number < micro_steps - 1
+            with ddp.no_sync() if quiet else contextlib.nullcontext():
+                called(x, use_second).backward()
+            bare(x, use_second).backward()
+        assert same(gradients(model), gradients(bare))
+        owner.step()
+        bare.load_state_dict(model.state_dict())
     torch._dynamo.reset()
 
 
@@ -173,38 +163,30 @@ def test_gradients_equal_those_without_ddp_bit_for_bit(rank: int, case: str) -> 
 @on_ranks(2, timeout=20)
 def test_an_attached_rank_trains_without_the_others(rank: int, trained: bool) -> None:
     """Rank 1 never trains, and rank 0's forwards and backwards start no collective."""
-    with wrapped(find_unused_parameters=not trained) as holder:
-        if trained:
-            backward(holder[0], rank)
-        owner = Owner(holder[0].parameters())
-        attach(holder[0], owner)
-        with torch.profiler.profile() as profile:
-            for step in range(3 * (rank == 0)):
-                backward(holder[0], rank, step)
+    ddp = DistributedDataParallel(Model(), find_unused_parameters=not trained)
+    if trained:
+        backward(ddp, rank)
+    owner = Owner(ddp.parameters())
+    attach(ddp, owner)
+    with torch.profiler.profile() as profile:
+        for step in range(3 * (rank == 0)):
+            backward(ddp, rank, step)
     keys = [event.key for event in profile.key_averages()]
     assert [key for key in keys if "gloo" in key or "c10d" in key] == []
 
 
-def train_with_state(rank: int, world_size: int, layer: type[nn.Module]) -> list[Tensor]:
-    """Returns the running means with which forwards start."""
-    found: list[Tensor] = []
-    with wrapped(Model(layer=layer(8) if layer is nn.BatchNorm1d else layer())) as holder:
-        norm = holder[0].module.first[1]
-        norm.register_forward_pre_hook(lambda norm, _: found.append(norm.running_mean.clone()))
-        owner = Owner(holder[0].parameters())
-        attach(holder[0], owner)
-        for step in range(3):
-            backward(holder[0], rank, step)
-        return found
-
-
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d, RunningMean])
-def test_each_forward_starts_from_the_buffers_of_rank_0(
-    pools: RankPools, layer: type[nn.Module]
-) -> None:
-    first, second = pools(2).run(train_with_state, layer)
-    assert all(map(torch.equal, first, second))
-    assert not torch.equal(first[0], first[2])
+@on_ranks(2)
+def test_each_forward_starts_from_the_buffers_of_rank_0(rank: int, layer: type[nn.Module]) -> None:
+    means: list[Tensor] = []
+    ddp, _ = owned(Model(layer=layer(8)))
+    ddp.module.first[1].register_forward_pre_hook(
+        lambda norm, _: means.append(norm.running_mean.clone())
+    )
+    for step in range(3):
+        backward(ddp, rank, step)
+    assert all(map(is_equal_everywhere, means))
+    assert not torch.equal(means[0], means[2])
 
 
 WAYS = ["interrupted", "batch norm", "static graph", "garbage", "attached again"]
@@ -213,81 +195,64 @@ WAYS = ["interrupted", "batch norm", "static graph", "garbage", "attached again"
 @pytest.mark.parametrize("how", [pytest.param("plain", marks=pytest.mark.smoke), *WAYS])
 @on_ranks(2)
 def test_a_wrapper_without_owners_averages(rank: int, how: str) -> None:
-    with wrapped(Model(norm=how == "batch norm"), static_graph=how == "static graph") as holder:
-        owner = Owner(holder[0].parameters())
-        attach(holder[0], owner)
-        for step in range(2):
-            assert is_local(holder[0], rank, step)
-        if how == "interrupted":
-            holder[0].module.interrupted = True
-            with contextlib.suppress(KeyboardInterrupt), holder[0].no_sync():
-                holder[0](inputs(rank, 0))
-            holder[0].module.interrupted = False
-        if how == "garbage":
-            del owner
-            gc.collect()
-        else:
-            detach(owner)
-            assert attached_wrappers(owner) == []
-        for step in range(3):
-            assert averages(holder[0], rank, step)
-        if how == "attached again":
-            attach(holder[0], owner)
-            assert is_local(holder[0], rank)
-            detach(owner)
-            assert averages(holder[0], rank)
-
-
-def average_in_a_node(rank: int, world_size: int) -> dict[str, Any]:
-    nodes = [dist.new_group([0, 1]), dist.new_group([2])]
-    with wrapped() as holder:
-        owner = Owner(holder[0].parameters(), node_group=nodes[rank // 2])
-        attach(holder[0], owner)
-        found: dict[str, Any] = {"bare": backward(copy.deepcopy(holder[0].module), rank)}
-        found["node"] = [backward(holder[0], rank)[0] for _ in range(2)]
-        other = Owner(holder[0].module.first.parameters())
-        found["other"] = error_of(attach, holder[0], other)
+    ddp, owner = owned(Model(norm=how == "batch norm"), static_graph=how == "static graph")
+    for step in range(2):
+        assert is_local(ddp, rank, step)
+    if how == "interrupted":
+        ddp.module.interrupted = True
+        with contextlib.suppress(KeyboardInterrupt), ddp.no_sync():
+            ddp(inputs(rank, 0))
+        ddp.module.interrupted = False
+    if how == "garbage":
+        del owner
+        gc.collect()
+    else:
         detach(owner)
-        found["detached"] = averages(holder[0], rank)
-    for group in nodes:
-        if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            dist.destroy_process_group(group)
-    return found
+        assert attached_wrappers(owner) == []
+    for step in range(3):
+        assert averages(ddp, rank, step)
+    if how == "attached again":
+        attach(ddp, owner)
+        assert is_local(ddp, rank)
+        detach(owner)
+        assert averages(ddp, rank)
 
 
-def test_a_node_group_averages_inside_the_node_only(pools: RankPools) -> None:
-    results = pools(3).run(average_in_a_node)
-    bare = [result["bare"][0] for result in results]
-    for result, expected in zip(results, [(bare[0] + bare[1]) / 2] * 2 + [bare[2]], strict=True):
-        assert all(torch.equal(found, expected) for found in result["node"])
-        assert result["detached"]
-        assert "use one local_group" in result["other"]
+@on_ranks(3)
+def test_a_node_group_averages_inside_the_node_only(rank: int) -> None:
+    nodes = [dist.new_group([0, 1]), dist.new_group([2])]
+    ddp = DistributedDataParallel(Model())
+    owner = Owner(ddp.parameters(), node_group=nodes[rank // 2])
+    attach(ddp, owner)
+    bare = everyones(backward(copy.deepcopy(ddp.module), rank)[0])
+    expected = bare[2] if rank == 2 else (bare[0] + bare[1]) / 2
+    for _ in range(2):
+        assert torch.equal(backward(ddp, rank)[0], expected)
+    other = Owner(ddp.module.first.parameters())
+    assert "use one local_group" in error_of(attach, ddp, other)
+    detach(owner)
+    assert averages(ddp, rank)
 
 
-def step_with_another(rank: int, world_size: int) -> dict[str, str]:
-    with wrapped() as holder:
-        owner = Owner(holder[0].parameters())
-        adamw = torch.optim.AdamW(holder[0].module.second.parameters())
-        elsewhere = torch.optim.AdamW(nn.Linear(2, 2).parameters())
-        found = {}
-        for when in ("before", "attached", "detached"):
-            if when == "attached":
-                attach(holder[0], owner)
-            if when == "detached":
-                detach(owner)
-            backward(holder[0], rank)
-            for name, optimizer in (("adamw", adamw), ("owner", owner), ("elsewhere", elsewhere)):
-                found[f"{name} {when}"] = error_of(optimizer.step)
-        hooks = _global_optimizer_pre_hooks.values()
-        return {**found, "hooks": str(list(hooks).count(_check_step))}
+@on_ranks(2)
+def test_another_optimizer_may_not_step_attached_gradients(rank: int) -> None:
+    ddp = DistributedDataParallel(Model())
+    owner = Owner(ddp.parameters())
+    adamw = torch.optim.AdamW(ddp.module.second.parameters())
+    elsewhere = torch.optim.AdamW(nn.Linear(2, 2).parameters())
 
+    def errors() -> list[str]:
+        backward(ddp, rank)
+        return [error_of(optimizer.step) for optimizer in (adamw, owner, elsewhere)]
 
-def test_another_optimizer_may_not_step_attached_gradients(pools: RankPools) -> None:
-    assert _check_step not in _global_optimizer_pre_hooks.values()
-    for found in pools(2).run(step_with_another):
-        assert found.pop("adamw attached").startswith("RuntimeError: AdamW would step")
-        assert found.pop("hooks") == "1"
-        assert set(found.values()) == {""}
+    assert errors() == ["", "", ""]
+    attach(ddp, owner)
+    refused, *others = errors()
+    assert refused.startswith("RuntimeError: AdamW would step")
+    assert others == ["", ""]
+    detach(owner)
+    assert errors() == ["", "", ""]
+    assert list(_global_optimizer_pre_hooks.values()).count(_check_step) == 1
 
 
 def copied(ddp: nn.Module, how: str) -> nn.Module:
@@ -300,72 +265,55 @@ def copied(ddp: nn.Module, how: str) -> nn.Module:
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "average"])
 @on_ranks(2)
 def test_a_copy_of_a_wrapper_averages(rank: int, how: str, norm: bool) -> None:
-    with wrapped(Model(norm=norm)) as holder:
-        owner = Owner(holder[0].parameters())
-        attach(holder[0], owner)
-        backward(holder[0], rank)
-        holder.append(copied(holder[0], how))
-        original, copy = holder
-        assert averages(copy, rank, 1)
-        assert is_local(original, rank, 2)
-        holder.append(copied(copy, how))
-        assert averages(holder[2], rank, 3)
-        second = Owner(copy.parameters())
-        attach(copy, second)
-        assert is_local(copy, rank, 4)
-        detach(second)
-        assert averages(copy, rank, 5)
-        del original, copy
-
-
-def share_a_wrapper(rank: int, world_size: int, norm: bool) -> dict[str, Any]:
-    """Two optimizers own a half each; then a third takes over the first one's half."""
-    with wrapped(Model(norm=norm)) as holder:
-        ddp, first, second = holder[0], holder[0].module.first, holder[0].module.second
-        owners = [Owner(half.parameters()) for half in (first, second, first)]
-        found: dict[str, Any] = {"unknown": error_of(attach, ddp, owners[0])}
-        introduce(owners[1])
-        attach(ddp, owners[0])
-        found["early"] = error_of(owners[1].step)
-        attach(ddp, owners[1])
-        found["shared"] = is_local(ddp, rank), is_local(ddp, rank, 1)
-        found["steps"] = [error_of(owner.step) for owner in owners[:2]]
-        attach(ddp, owners[2])
-        found["attached"] = [attached_wrappers(owner) == [ddp] for owner in owners]
-        found["inherited"] = is_local(ddp, rank, 2)
-        found["heir"] = [error_of(owner.step) for owner in owners]
-        detach(owners[2])
-        found["orphans"] = error_of(backward, ddp, rank)
-        del ddp, first, second
-    return found
+    original, _owner = owned(Model(norm=norm))
+    backward(original, rank)
+    first = copied(original, how)
+    assert averages(first, rank, 1)
+    assert is_local(original, rank, 2)
+    assert averages(copied(first, how), rank, 3)
+    owner = Owner(first.parameters())
+    attach(first, owner)
+    assert is_local(first, rank, 4)
+    detach(owner)
+    assert averages(first, rank, 5)
 
 
 @pytest.mark.parametrize("norm", [False, True])
-def test_optimizers_share_a_wrapper_or_take_over(pools: RankPools, norm: bool) -> None:
+@on_ranks(2)
+def test_optimizers_share_a_wrapper_or_take_over(rank: int, norm: bool) -> None:
+    """Two optimizers own a half each; then a third takes over the first one's half."""
     unowned = "trainable parameters of the DDP wrapper belong to no attached optimizer"
-    for found in pools(2).run(share_a_wrapper, norm):
-        assert unowned in found["unknown"]
-        assert "Owner would step" in found["early"]
-        assert found["shared"] == (True, True)
-        assert found["steps"] == [""] * 2
-        assert found["attached"] == [False, True, True]
-        assert found["inherited"]
-        assert "Owner would step" in found["heir"][0]
-        assert found["heir"][1:] == [""] * 2
-        assert (unowned in found["orphans"]) == norm  # Only with batch norm the hook sees buckets.
+    ddp = DistributedDataParallel(Model(norm=norm))
+    first, second = ddp.module.first, ddp.module.second
+    owners = [Owner(half.parameters()) for half in (first, second, first)]
+    assert unowned in error_of(attach, ddp, owners[0])
+    introduce(owners[1])
+    attach(ddp, owners[0])
+    assert "Owner would step" in error_of(owners[1].step)
+    attach(ddp, owners[1])
+    assert is_local(ddp, rank)
+    assert is_local(ddp, rank, 1)
+    assert [error_of(owner.step) for owner in owners[:2]] == ["", ""]
+    attach(ddp, owners[2])
+    assert [attached_wrappers(owner) == [ddp] for owner in owners] == [False, True, True]
+    assert is_local(ddp, rank, 2)
+    refused, *others = [error_of(owner.step) for owner in owners]
+    assert "Owner would step" in refused
+    assert others == ["", ""]
+    detach(owners[2])
+    # Only with batch norm the hook sees buckets.
+    assert (unowned in error_of(backward, ddp, rank)) == norm
 
 
 @on_ranks(2)
 def test_a_wrapper_of_compiled_regions_is_attached_itself(rank: int) -> None:
     """Attaches a wrapper with `_orig_mod`, which Accelerate's regional compilation makes."""
-    with wrapped(Model()) as holder, wrapped(Model()) as original:
-        holder[0].__dict__["_orig_mod"] = original[0]
-        owner = Owner(holder[0].parameters())
-        attach(holder[0], owner)
-        assert attached_wrappers(owner) == [holder[0]]
-        assert is_local(holder[0], rank)
-        detach(owner)
-        del holder[0].__dict__["_orig_mod"]
+    ddp = DistributedDataParallel(Model())
+    ddp.__dict__["_orig_mod"] = DistributedDataParallel(Model())
+    owner = Owner(ddp.parameters())
+    attach(ddp, owner)
+    assert attached_wrappers(owner) == [ddp]
+    assert is_local(ddp, rank)
 
 
 REFUSED = {
@@ -389,49 +337,43 @@ def test_attach_refuses_an_unsupported_wrapper(rank: int, what: str) -> None:
         options["delay_all_reduce_named_params"] = list(model.second.named_parameters("second"))
         options["param_to_hook_all_reduce"] = model.second.weight
     mode = "python_reducer" if what == "python reducer" else True
-    with torch._dynamo.config.patch(optimize_ddp=mode), wrapped(model, **options) as holder:
+    with torch._dynamo.config.patch(optimize_ddp=mode):
+        ddp = DistributedDataParallel(model, **options)
         if what == "hook":
-            holder[0].register_comm_hook(None, allreduce_hook)
+            ddp.register_comm_hook(None, allreduce_hook)
         if what == "builtin hook":
-            holder[0]._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+            ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
         held = {"other model": Model(), "unowned": model.first}.get(what, model)
-        alone = [dist.new_group([r]) for r in range(2)] if what == "group" else None
-        owner = Owner(held.parameters(), process_group=alone and alone[rank])
-        try:
-            found = error_of(attach, model if what == "no wrapper" else holder[0], owner)
-            assert found.startswith(REFUSED[what])
-            assert attached_wrappers(owner) == []
-            if what not in ("delayed", "python reducer"):
-                assert holder[0].require_backward_grad_sync is True
-        finally:
-            if alone:
-                dist.destroy_process_group(alone[rank])
+        alone = [dist.new_group([r]) for r in range(2)][rank] if what == "group" else None
+        owner = Owner(held.parameters(), process_group=alone)
+        found = error_of(attach, model if what == "no wrapper" else ddp, owner)
+    assert found.startswith(REFUSED[what])
+    assert attached_wrappers(owner) == []
+    if what not in ("delayed", "python reducer"):
+        assert ddp.require_backward_grad_sync is True
 
 
 @pytest.mark.parametrize("norm", [False, True])
 @on_ranks(2)
 def test_join_is_refused(rank: int, norm: bool) -> None:
-    with wrapped(Model(norm=norm)) as holder:
-        owner = Owner(holder[0].parameters())
-        attach(holder[0], owner)
+    ddp, owner = owned(Model(norm=norm))
 
-        def train_once() -> None:
-            with holder[0].join():
-                backward(holder[0], rank)
-                assert not norm, "the hook lets a bucket pass"
-                owner.step()
+    def train_once() -> None:
+        with ddp.join():
+            backward(ddp, rank)
+            assert not norm, "the hook lets a bucket pass"
+            owner.step()
 
-        for message in (error_of(train_once), error_of(attach, holder[0], owner)):
-            assert message.startswith("RuntimeError: DistributedLion does not work in ddp.join()")
+    for message in (error_of(train_once), error_of(attach, ddp, owner)):
+        assert message.startswith("RuntimeError: DistributedLion does not work in ddp.join()")
 
 
 @on_ranks(2)
 def test_wrapper_and_optimizer_can_be_garbage_collected(rank: int) -> None:
-    with wrapped() as holder:
-        owner = Owner(holder[0].parameters())
-        introduce(owner)
-        attach(holder[0], owner)
-        backward(holder[0], rank)
-        gone = [weakref.ref(holder[0]), weakref.ref(owner)]
-        del owner
+    ddp, owner = owned()
+    introduce(owner)
+    backward(ddp, rank)
+    gone = [weakref.ref(ddp), weakref.ref(owner)]
+    del ddp, owner
+    gc.collect()
     assert [ref() is None for ref in gone] == [True, True]

@@ -16,67 +16,58 @@ import hf_dlion.fsdp as fsdp
 from hf_dlion.checkpoint import save_momentum
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.meeting import Disagreement
-from tests.support.definition import Lions
-from tests.support.spawn import RankPools, on_ranks
+from tests.support.local_definition import lions_of
+from tests.support.spawn import on_ranks
+from tests.support.steps import backward, copies, everywhere, parts, sharded, take_step
 from tests.support.training import (
     batch,
-    everyones,
     filled,
     gradients_of,
+    is_equal_everywhere,
     model_of,
     replicas_of_shards,
     same,
 )
 
-pytestmark = pytest.mark.multiproc
 
-
+@pytest.mark.parametrize("every", [1, 3])
 @on_ranks(4)
-def test_two_replicas_of_two_shards_equal_the_definition(rank: int) -> None:
-    """Compares 2 x 2 FSDP2 with plain ranks whose gradients are the replicas' means."""
-    mesh = replicas_of_shards(2, 2)
-    bare, model = model_of(), model_of()
-    # The others are the root's, which stays gathered after a forward.
-    fully_shard(model[0], mesh=mesh["shard"])  # type: ignore[index]
-    fully_shard(model, mesh=mesh["shard"])
-    optimizer = DistributedLion(
-        model.named_parameters(),
-        lr=0.01,
-        weight_decay=0.1,
-        replicate=mesh["replicate"],
-        check_replicas_every=1,
-    )
-    optimizer.attach(model)
-    replica, place = divmod(rank, 2)
-    params = [p.to_local().detach().clone() for p in model.parameters()]  # type: ignore[attr-defined]
-    lions = Lions(params, 2, [0.01] * len(params), [0.1] * len(params))
-    for step in range(3):
-        grads = []
-        for other in range(2):
-            members = [gradients_of(bare, batch(step, other * 2 + k)) for k in range(2)]
-            means = [sum(own) / 2 for own in zip(*members, strict=True)]
-            grads.append([_shard(mean, place) for mean in means])
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().sum().backward()
-        for p, mean in zip(model.parameters(), grads[replica], strict=True):
-            torch.testing.assert_close(p.grad.to_local(), mean)  # type: ignore[union-attr]
-            p.grad.to_local().copy_(mean)  # type: ignore[union-attr]
+def test_two_replicas_of_two_shards_equal_the_definition(rank: int, every: int) -> None:
+    """Compares steps and local steps of 2 x 2 FSDP2 with the definition of each shard."""
+    model, optimizer = sharded(2, 2, weight_decay=0.1, vote_every=every, check_replicas_every=1)
+    bare, params = model_of(), list(model.parameters())
+    lions = lions_of(parts(model), 2, every)
+    own = lions.params if every == 1 else lions.own[rank // 2]
+    for step in range(7):
+        with torch.no_grad():
+            for p, whole in zip(params, bare.parameters(), strict=True):
+                whole.copy_(p.full_tensor())
+        backward(model, batch(step, rank))
+        members = [gradients_of(bare, batch(step, rank - rank % 2 + k)) for k in range(2)]
+        for p, *grads in zip(params, *members, strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), sum(grads) / 2)
+        by_rank = everywhere([p.grad.to_local() for p in params])
         with torch.no_grad():
             model(batch(step, rank))  # leaves the root gathered
-        lions.step(grads)
+        lions.step(by_rank[rank % 2 :: 2])
         optimizer.step()
-        with torch.no_grad():
-            shards = optimizer.param_groups[0]["params"]
-            for p, own, whole in zip(shards, lions.params, bare.parameters(), strict=True):
-                assert torch.equal(p.to_local(), own)
-                whole.copy_(p.full_tensor())
+        assert same(parts(model), own), step
+    with torch.no_grad():
+        trained = model(batch(0, 0))
+        optimizer.eval()
+        common = model(batch(0, 0))
+        optimizer.train()
+        assert torch.equal(trained, model(batch(0, 0)))
+        assert is_equal_everywhere(common)
+        assert torch.equal(trained, common) == (every == 1)
+        if every > 1:
+            optimizer.eval()
+            for k, part in enumerate(parts(model)):
+                lions.write(k, part.clamp_(-0.1, 0.1))
+            optimizer.train()
+            assert same(parts(model), own)
     state = optimizer.state_dict()["state"]
     assert all(own["exp_avg"].device_mesh is not None for own in state.values())
-
-
-def _shard(tensor: torch.Tensor, place: int) -> torch.Tensor:
-    chunks = list(torch.chunk(tensor, 2))
-    return chunks[place] if place < len(chunks) else tensor[:0]
 
 
 UNSUPPORTED = {
@@ -121,59 +112,51 @@ def test_a_mesh_of_two_dimensions_replicates_nothing() -> None:
 
 @on_ranks(4)
 def test_a_nan_in_one_shard_makes_its_replica_abstain(rank: int) -> None:
-    mesh, model = replicas_of_shards(2, 2), model_of()
-    fully_shard(model, mesh=mesh["shard"])
-    optimizer = DistributedLion(model.named_parameters(), lr=0.01, replicate=mesh["replicate"])
-    optimizer.attach(model)
+    model, optimizer = sharded(2, 2)
     replica = rank // 2
     for param in model.parameters():
         param.grad = torch.full_like(param, (-1.0) ** replica)
     if rank == 0:
-        next(model.parameters()).grad.to_local()[0] = torch.nan  # type: ignore[union-attr]
-    before = [p.to_local().clone() for p in model.parameters()]  # type: ignore[attr-defined]
+        model[0].weight.grad.to_local()[0] = torch.nan
+    before = copies(parts(model))
     optimizer.step()
-    for param, old in zip(model.parameters(), before, strict=True):
+    for param, part, old in zip(model.parameters(), parts(model), before, strict=True):
         # Replica 1 alone decides; its gradients are -1.
-        torch.testing.assert_close(param.to_local(), old + 0.01)  # type: ignore[attr-defined]
+        torch.testing.assert_close(part, old + 0.01)
         momentum = optimizer.state[param].get("exp_avg")
         assert momentum is None or bool((momentum.to_local() == 0).all()) == (replica == 0)
     assert optimizer.wire.abstentions == 2
 
 
-def two_sharded(rank: int, world_size: int, evaluates: bool) -> list[torch.Tensor]:
+@on_ranks(4)
+def test_an_evaluation_of_two_sharded_models_changes_nothing(rank: int) -> None:
     """Trains two models with one optimizer; an evaluation leaves both gathered."""
-    mesh = replicas_of_shards(2, 2)
-    models = [model_of(), model_of()]
-    for model in models:
-        fully_shard(model, mesh=mesh["shard"])
-    named = [
-        (f"{k}.{name}", p) for k, own in enumerate(models) for name, p in own.named_parameters()
-    ]
-    optimizer = DistributedLion(named, lr=0.01, replicate=mesh["replicate"], vote_every=3)
-    optimizer.attach(models[0])
-    for model in models:
-        model(batch(0, rank)).square().sum().backward()
-    with pytest.raises(RuntimeError, match=r"'1\.0\.weight' belongs to no attached model"):
-        optimizer.step()
-    optimizer.attach(models[1])
-    for step in range(4):
-        optimizer.zero_grad()
+    ends = []
+    for evaluates in (False, True):
+        mesh, models = replicas_of_shards(2, 2), nn.ModuleList([model_of(), model_of()])
         for model in models:
-            model(batch(step, rank)).square().sum().backward()
-        optimizer.step()
-        if evaluates:
-            optimizer.eval()
-            with torch.no_grad():
-                for model in models:
-                    model(batch(step, rank))
-            optimizer.train()
-    return [p.to_local().detach().clone() for _, p in named]  # type: ignore[attr-defined]
-
-
-def test_an_evaluation_of_two_sharded_models_changes_nothing(pools: RankPools) -> None:
-    pairs = zip(*(pools(4).run(two_sharded, evaluates) for evaluates in (False, True)), strict=True)
-    for without, with_evaluation in pairs:
-        assert same(without, with_evaluation)
+            fully_shard(model, mesh=mesh["shard"])
+        optimizer = DistributedLion(
+            models.named_parameters(), lr=0.01, replicate=mesh["replicate"], vote_every=3
+        )
+        optimizer.attach(models[0])
+        for model in models:
+            backward(model, batch(0, rank))
+        with pytest.raises(RuntimeError, match=r"'1\.0\.weight' belongs to no attached model"):
+            optimizer.step()
+        optimizer.attach(models[1])
+        for step in range(4):
+            for model in models:
+                backward(model, batch(step, rank))
+            optimizer.step()
+            if evaluates:
+                optimizer.eval()
+                with torch.no_grad():
+                    for model in models:
+                        model(batch(step, rank))
+                optimizer.train()
+        ends.append(copies(parts(models)))
+    assert same(*ends)
 
 
 @on_ranks(4)
@@ -183,8 +166,7 @@ def test_all_ranks_know_the_size_of_the_largest_shard() -> None:
     model = nn.Sequential(nn.Linear(64, 3), nn.Linear(3, 1))
     fully_shard(model, mesh=mesh["shard"])
     for p in model.parameters():
-        sizes = everyones(torch.tensor([fsdp.local_part(p.detach()).numel()]))
-        assert fsdp.largest_part(p) == max(map(int, sizes))
+        assert fsdp.largest_part(p) == max(everywhere(fsdp.local_part(p.detach()).numel()))
 
 
 @on_ranks(2)
@@ -210,11 +192,7 @@ def test_a_compiled_sharded_model_is_attached_and_a_frozen_one_needs_no_attach()
 
 @on_ranks(4, timeout=30)
 def test_replicas_on_some_ranks_only_do_not_hang(rank: int) -> None:
-    mesh, model = replicas_of_shards(2, 2), model_of()
-    fully_shard(model, mesh=mesh["shard"])
-    replicate = None if rank == 1 else mesh["replicate"]
-    optimizer = DistributedLion(model.named_parameters(), lr=0.01, replicate=replicate)
-    optimizer.attach(model)
+    _, optimizer = sharded(2, 2, **({"replicate": None} if rank == 1 else {}))
     error, text = Disagreement, "rank 1 steps while ranks 0, 2, and 3 have replicate="
     if rank == 1:
         error, text = ValueError, "the parameters are sharded: pass replicate="
@@ -247,15 +225,9 @@ def test_ranks_train_on_after_a_failure_on_one_of_them(
     rank: int, tmp_path: Path, fails_in: str
 ) -> None:
     """An evaluation leaves the root gathered, which all ranks must free, or none."""
-    mesh, model = replicas_of_shards(1, 2), model_of()
-    fully_shard(model[0], mesh=mesh["shard"])
-    fully_shard(model, mesh=mesh["shard"])
-    optimizer = DistributedLion(model.named_parameters(), lr=0.01, replicate=mesh["replicate"])
-    optimizer.attach(model)
+    model, optimizer = sharded(1, 2)
     for step in range(3):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().sum().backward()
-        optimizer.step()
+        take_step(optimizer, model, batch(step, rank))
         if step == 1:
             with torch.no_grad():
                 model(batch(step, rank))

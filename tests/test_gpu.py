@@ -22,7 +22,8 @@ from hf_dlion.exchange import launches
 from hf_dlion.exchange.codec import divided
 from hf_dlion.vote import on_gpu
 from tests.support.forms import DEVICE, form
-from tests.support.spawn import RankPools, on_ranks
+from tests.support.spawn import on_ranks
+from tests.support.steps import bits_of, everywhere, take_step
 from tests.support.training import warned
 
 GPUS = torch.cuda.device_count()
@@ -30,8 +31,6 @@ pytestmark = pytest.mark.gpu
 a_gpu = pytest.mark.skipif(not GPUS, reason="needs a GPU")
 two_gpus = pytest.mark.skipif(GPUS < 2, reason="NCCL refuses two ranks on one GPU")
 
-ONE_GPU, TWO_GPUS = [f"{DEVICE}:0"] * 2, [f"{DEVICE}:0", f"{DEVICE}:1"]
-CPU, EAGER, MIXED = ["cpu"] * 2, ["eager"] * 2, ["kernels", "eager"]
 SHAPES = [(3, 64), (5,), (), (0, 4), (130, 128), (7, 3), (2, 200)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 CASES: list[dict[str, Any]] = [
@@ -56,11 +55,6 @@ def test_a_mean_is_rounded_once_as_on_a_cpu() -> None:
         assert torch.equal(found, torch.from_numpy(x.numpy() / x.numpy().dtype.type(ranks)))
 
 
-def bits_of(tensor: Tensor) -> bytes:
-    """Returns a tensor's memory, which tells -0 from 0."""
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-
-
 def gradient(param: Tensor, *seeds: int) -> Tensor:
     """Returns sixteenths between -1 and 1, a quarter of the rows zero.
 
@@ -76,17 +70,9 @@ def gradient(param: Tensor, *seeds: int) -> Tensor:
 
 
 def train(
-    rank: int, _: int, devices: list[str], backend: str, forms: list[str],
-    dtypes: list[torch.dtype], options: dict[str, Any],
-) -> Any:  # fmt: skip
-    """Returns the bits of parameters and momenta after each step, and the bytes sent."""
-    with form(forms[rank]):
-        return _train(rank, torch.device(devices[rank]), backend, dtypes, options)
-
-
-def _train(
     rank: int, device: torch.device, backend: str, dtypes: list[torch.dtype], options: Any
-) -> Any:
+) -> tuple[list[tuple[list[bytes], list[bytes]]], int]:
+    """Returns the bits of parameters and momenta after each step, and the bytes sent."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     group = dist.new_group(backend=backend)
@@ -106,7 +92,7 @@ def _train(
         if step == 2 and rank == 0:
             params[-1].grad = None
         if step == 3 and rank == 1:
-            params[0].grad[1, 5] = torch.nan  # type: ignore[index]
+            params[0].grad[1, 5] = torch.nan
         optimizer.step()
         momenta = [optimizer.state[param]["exp_avg"] for param in params]
         assert {momentum.device for momentum in momenta} == {params[0].device}
@@ -117,31 +103,31 @@ def _train(
     return found, sent
 
 
-@pytest.mark.multiproc
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=two_gpus)])
 @pytest.mark.parametrize("options", CASES, ids=str)
-def test_steps_have_the_bits_of_the_cpu(
-    pools: RankPools, backend: str, options: dict[str, Any]
-) -> None:
-    equal_the_cpu(pools, backend, EAGER, DTYPES, options)
+@on_ranks(2, timeout=300)
+def test_steps_have_the_bits_of_the_cpu(rank: int, backend: str, options: dict[str, Any]) -> None:
+    equal_the_cpu(rank, backend, "eager", DTYPES, options)
 
 
-@pytest.mark.multiproc
 @pytest.mark.parametrize("options", [own for own in CASES if own.get("bits", 1) == 1], ids=str)
+@on_ranks(2, timeout=300)
 def test_ranks_with_kernels_and_without_have_the_bits_of_the_cpu(
-    pools: RankPools, options: dict[str, Any]
+    rank: int, options: dict[str, Any]
 ) -> None:
-    equal_the_cpu(pools, "gloo", MIXED, DTYPES[:2], options)
+    equal_the_cpu(rank, "gloo", ["kernels", "eager"][rank], DTYPES[:2], options)
 
 
 def equal_the_cpu(
-    pools: RankPools, backend: str, forms: list[str], dtypes: list[torch.dtype], options: Any
+    rank: int, backend: str, name: str, dtypes: list[torch.dtype], options: dict[str, Any]
 ) -> None:
-    places = TWO_GPUS if backend == "nccl" else ONE_GPU
-    found = pools(2).run(train, places, backend, forms, dtypes, options, timeout=300)
-    assert found == pools(2).run(train, ["cpu"] * 2, "gloo", CPU, dtypes, options)
-    (first, _), (second, _) = found
-    assert [params for params, _ in first] == [params for params, _ in second]
+    device = torch.device(DEVICE, rank if backend == "nccl" else 0)
+    with form(name):
+        found = train(rank, device, backend, dtypes, options)
+    with form("cpu"):
+        assert found == train(rank, torch.device("cpu"), "gloo", dtypes, options)
+    first, second = everywhere([params for params, _ in found[0]])
+    assert first == second
 
 
 @pytest.mark.parametrize("module", ["exchange.launches", "vote.on_gpu"])
@@ -207,9 +193,7 @@ def test_one_rank_of_nccl_trains_as_no_group_does() -> None:
             if grouped:
                 optimizer.attach(model)
             for step in range(3):
-                optimizer.zero_grad()
-                model(gradient(torch.empty(2, 64, device=DEVICE), step)).square().sum().backward()
-                optimizer.step()
+                take_step(optimizer, model, gradient(torch.empty(2, 64, device=DEVICE), step))
             ends.append([bits_of(param) for param in model.parameters()])
             del model, optimizer
         finally:

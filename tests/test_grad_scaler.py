@@ -9,10 +9,8 @@ from torch import nn
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.meeting import Disagreement
 from tests.support.spawn import on_ranks
-from tests.support.training import (
-    batch,
-    model_of,
-)
+from tests.support.steps import plain
+from tests.support.training import batch
 
 
 def test_scaled_gradients_of_float16_are_refused() -> None:
@@ -27,8 +25,7 @@ def test_scaled_gradients_of_float16_are_refused() -> None:
 @on_ranks(2)
 def test_a_scaled_step_accepts_a_rank_without_gradients(rank: int) -> None:
     """Rank 0 has no gradient in a step in which rank 1 has some."""
-    model = model_of()
-    optimizer = DistributedLion(model.named_parameters(), lr=0.01)
+    model, optimizer = plain()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     if rank == 1:
         scaler.scale(model(batch(0, rank)).square().sum()).backward()

@@ -104,13 +104,16 @@ def test_only_the_integrations_import_optional_packages(path):
         }, name
 
 
-def test_importing_the_package_loads_no_optional_package():
+def test_importing_the_package_loads_no_optional_package_and_adds_no_hook_to_optimizers():
     # torch itself may load triton.
     program = (
         "import sys, torch, torch.distributed, torch.nn.parallel\n"
         "before = set(sys.modules)\n"
         "import hf_dlion\n"
-        "print(*{name.split('.')[0] for name in set(sys.modules) - before})"
+        "print(*{name.split('.')[0] for name in set(sys.modules) - before})\n"
+        "import hf_dlion.ddp\n"
+        "from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks\n"
+        "assert not hooks"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120

@@ -14,17 +14,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.meeting import Disagreement
-from tests.support.definition import Lions
+from tests.support.local_definition import lions_of
 from tests.support.spawn import on_ranks
+from tests.support.steps import attached, backward, everywhere, plain, take_step
 from tests.support.training import (
     batch,
     everyones,
     gradients_of,
+    is_equal_everywhere,
     model_of,
     same,
 )
-
-pytestmark = pytest.mark.multiproc
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,7 @@ pytestmark = pytest.mark.multiproc
         (2, {"local_group": 2}),  # Lion on the mean gradient
         (4, {"local_group": 2, "exchange": "gather"}),
         (4, {"local_group": 2, "exchange": "two_phase"}),
+        (4, {"local_group": 2, "vote_every": 3}),
     ],
 )
 @on_ranks("ranks")
@@ -41,45 +42,40 @@ def test_attached_wrappers_equal_the_definition(
     rank: int, ranks: int, options: dict[str, Any]
 ) -> None:
     """Compares training under DDP with the definition on the gradients of every node."""
-    bare = model_of()
-    ddp = DistributedDataParallel(model_of())
-    optimizer = DistributedLion(ddp.named_parameters(), lr=0.01, weight_decay=0.1, **options)
-    optimizer.attach(ddp)
-    node = options.get("local_group", 1)
-    params = [p.detach().clone() for p in bare.parameters()]
-    lions = Lions(params, ranks // node, [0.01] * len(params), [0.1] * len(params))
+    ddp, optimizer = attached(weight_decay=0.1, **options)
+    bare, params = model_of(), list(ddp.parameters())
+    node, every = options.get("local_group", 1), options.get("vote_every", 1)
+    lions = lions_of(params, ranks // node, every)
+    own = lions.params if every == 1 else lions.own[rank // node]
     first = rank - rank % node
-    for step in range(4):
-        with torch.no_grad():
-            for p, own in zip(bare.parameters(), lions.params, strict=True):
-                p.copy_(own)
-        optimizer.zero_grad()
-        ddp(batch(step, rank)).square().sum().backward()
-        grads = [p.grad for p in ddp.parameters()]
+    for step in range(7):
+        bare.load_state_dict(ddp.module.state_dict())
+        backward(ddp, batch(step, rank))
         members = [gradients_of(bare, batch(step, first + k)) for k in range(node)]
-        for grad, *own in zip(grads, *members, strict=True):
+        for p, *grads in zip(params, *members, strict=True):
             # DDP may round the mean in a node differently.
             tolerance = {"rtol": 0.0, "atol": 0.0} if node == 1 else {}
-            torch.testing.assert_close(grad, sum(own) / node, **tolerance)
-        by_rank = list(zip(*map(everyones, grads), strict=True))
-        assert all(same(by_rank[r], by_rank[r - r % node]) for r in range(ranks))
-        lions.step(by_rank[::node])
+            torch.testing.assert_close(p.grad, sum(grads) / node, **tolerance)
+            assert torch.equal(p.grad, everyones(p.grad)[first])
+        if step == 4 and rank == node:
+            params[0].grad = None  # So it doesn't count on any rank of the node.
+        lions.step(everywhere([p.grad for p in params])[::node])
         optimizer.step()
-        assert same(list(ddp.parameters()), lions.params)
+        assert same(params, own), step
+    optimizer.exchange_now()
+    optimizer.eval()
+    assert all(map(is_equal_everywhere, params))
     optimizer.detach()
 
 
 @pytest.mark.parametrize("case", ["new", "resumed", "detached", "on rank 1"])
 @on_ranks(2)
 def test_nodes_need_attach(rank: int, case: str) -> None:
-    model: nn.Module = model_of()
-    options: dict[str, Any] = {} if case == "on rank 1" and rank == 0 else {"local_group": 2}
-    optimizer = DistributedLion(model.named_parameters(), lr=0.01, **options)
+    model, optimizer = plain(local_group=None if case == "on rank 1" and rank == 0 else 2)
     if case == "detached":
         model = DistributedDataParallel(model)
         optimizer.attach(model)
-        model(batch(0, rank)).sum().backward()
-        optimizer.step()
+        take_step(optimizer, model, batch(0, rank))
         optimizer.detach()
     if case == "resumed":
         state = optimizer.state_dict()
@@ -95,8 +91,7 @@ def test_nodes_need_attach(rank: int, case: str) -> None:
 
 @on_ranks(4, timeout=30)
 def test_an_attach_that_is_refused_on_one_rank_does_not_hang(rank: int) -> None:
-    ddp = DistributedDataParallel(model_of())
-    optimizer = DistributedLion(ddp.named_parameters(), lr=0.01, local_group=2)
+    ddp, optimizer = plain(DistributedDataParallel(model_of()), local_group=2)
     if rank == 1:
         with pytest.raises(TypeError, match=r"attach\(\) needs a DistributedDataParallel"):
             optimizer.attach(ddp.module)
@@ -116,19 +111,18 @@ def test_an_attach_that_is_refused_on_one_rank_does_not_hang(rank: int) -> None:
 )
 @on_ranks(4)
 def test_nodes_refuse_parameters_that_no_hook_averages(rank: int, how: str, name: str) -> None:
-    """Trains a parameter in nodes whose gradient no hook averages."""
     model, outside = model_of(), nn.Parameter(torch.ones(3))
-    first = next(iter(model.named_parameters()))
-    first[1].requires_grad_(how == "outside")
+    weight = model[0].weight
+    weight.requires_grad_(how == "outside")
     ddp = DistributedDataParallel(model)
-    first[1].requires_grad_(how != "unfrozen")
+    weight.requires_grad_(how != "unfrozen")
     named = [*model.named_parameters(), *([("outside", outside)] if how == "outside" else [])]
     optimizer = DistributedLion(named, lr=0.01, local_group=2)
     optimizer.attach(ddp)
     if how.endswith("with state"):
         get_optimizer_state_dict(ddp, optimizer)  # takes a step on gradients of zero
-    first[1].requires_grad_(True)
-    ddp(batch(0, rank)).square().sum().backward()
+    weight.requires_grad_(True)
+    backward(ddp, batch(0, rank))
     outside.grad = torch.full((3,), float(rank))
     with pytest.raises(RuntimeError, match=f"DDP doesn't average the gradient of '{name}' inside"):
         optimizer.step()
@@ -137,9 +131,10 @@ def test_nodes_refuse_parameters_that_no_hook_averages(rank: int, how: str, name
 
 @on_ranks(2)
 def test_nodes_on_one_rank_only_are_refused(rank: int) -> None:
-    model = DistributedDataParallel(nn.Linear(64, 2))
-    optimizer = DistributedLion(model.named_parameters(), local_group=2 if rank else None)
-    model(torch.ones(1, 64)).sum().backward()
+    model, optimizer = plain(
+        DistributedDataParallel(nn.Linear(64, 2)), local_group=2 if rank else None
+    )
+    backward(model, torch.ones(1, 64))
     call = functools.partial(optimizer.attach, model) if rank else optimizer.step
     with pytest.raises(Disagreement, match="rank 1 has local_group= while rank 0 steps: "):
         call()
@@ -147,10 +142,8 @@ def test_nodes_on_one_rank_only_are_refused(rank: int) -> None:
 
 @on_ranks(4)
 def test_the_ranks_of_a_node_that_abstains_are_named(rank: int) -> None:
-    model = DistributedDataParallel(nn.Linear(64, 2))
-    optimizer = DistributedLion(model.named_parameters(), local_group=2, max_abstained_steps=1)
-    optimizer.attach(model)
-    model(torch.full((1, 64), math.nan if rank == 3 else 1.0)).sum().backward()
+    ddp, optimizer = attached(local_group=2, max_abstained_steps=1)
+    backward(ddp, torch.full((1, 64), math.nan if rank == 3 else 1.0))
     with pytest.raises(RuntimeError, match="gradients of ranks 2 and 3 held a NaN or an Inf in 1"):
         optimizer.step()
     assert optimizer.wire.abstentions == 2
@@ -160,10 +153,8 @@ def test_the_ranks_of_a_node_that_abstains_are_named(rank: int) -> None:
 @on_ranks(4, timeout=60)
 def test_ranks_of_a_node_that_differ_are_found_at_the_exchange(rank: int, how: str) -> None:
     """They would send parts of different votes, and the common weights would differ for good."""
-    ddp = DistributedDataParallel(model_of())
-    optimizer = DistributedLion(ddp.named_parameters(), lr=0.01, local_group=2, vote_every=2)
-    optimizer.attach(ddp)
-    ddp(batch(0, rank)).square().sum().backward()
+    ddp, optimizer = attached(local_group=2, vote_every=2)
+    backward(ddp, batch(0, rank))
     weight = ddp.module[0].weight
     if rank == 3 and how == "gradient":
         weight.grad.neg_()

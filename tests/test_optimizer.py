@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from pytorch_optimizer import Lion
 from torch import nn
 
@@ -18,76 +17,56 @@ from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.meeting import Disagreement
 from tests.support.definition import Lions
 from tests.support.forms import form
-from tests.support.gradients import KINDS, gradients, pair, shuffled
-from tests.support.spawn import RankPools, on_ranks
-from tests.support.training import error_of, filled, same
+from tests.support.gradients import KINDS, Pair
+from tests.support.local_definition import LocalLions
+from tests.support.spawn import on_ranks
+from tests.support.steps import backward, copies, plain, single, take_step
+from tests.support.training import batch, error_of, same
 
 pytestmark = pytest.mark.multiproc
 
 Change = Callable[[nn.Linear, DistributedLion], Any]
 
 
-def equals_the_definition(
-    rank: int,
-    world_size: int,
-    options: dict[str, Any],
-    kinds: list[torch.dtype],
-    seed: int,
-    faults: bool,
-    name: str = "cpu",
-) -> tuple[int, int, int]:
-    """Compares a form with the definition; see `_equals_the_definition`."""
+def equal_the_definition(
+    rank: int, ranks: int, options: dict[str, Any], kinds: list[torch.dtype], seed: int,
+    *, faults: bool = True, name: str = "cpu",
+) -> DistributedLion:  # fmt: skip
+    """Compares steps of a form with the definition; returns the optimizer."""
     with form(name) as device:
-        return _equals_the_definition(rank, world_size, options, kinds, seed, faults, device)
+        if "vote_every" in options:
+            local = Pair(LocalLions, rank, ranks, options, kinds, seed, device)
+            take_local_steps(local)
+            return local.optimizer
+        pair = Pair(Lions, rank, ranks, options, kinds, seed, device)
+        for step in range(5):
+            pair.step(step, faults)
+            pair.check(pair.lions.params, step)
+    return pair.optimizer
 
 
-def _equals_the_definition(
-    rank: int,
-    world_size: int,
-    options: dict[str, Any],
-    kinds: list[torch.dtype],
-    seed: int,
-    faults: bool,
-    device: str,
-) -> tuple[int, int, int]:
-    """Compares five steps with the definition; returns steps, bytes sent, and bytes by formula."""
-    shapes = shuffled(seed)
-    dtypes = [kinds[k % len(kinds)] for k in range(len(shapes))]
-    lions, optimizer, params = pair(Lions, world_size, shapes, dtypes, options, device)
-    # The first step compares layouts, and gradients of attached models and of others.
-    expected = (24 + 2 * 16) * (world_size - 1)
-    for step in range(5):
-        grads = gradients(seed + step, world_size, shapes, dtypes, faults=faults)
-        for param, grad in zip(params, grads[rank], strict=True):
-            param.grad = None if grad is None else grad.clone().to(device)
-        before = lions.t
-        lions.step(grads)
-        optimizer.step()
-        assert optimizer.steps == lions.t
-        for k, (param, wanted) in enumerate(zip(params, lions.params, strict=True)):
-            assert torch.equal(param.cpu(), wanted), (step, shapes[k], param.dtype)
-            if param in optimizer.state:
-                momentum = optimizer.state[param]["exp_avg"]
-                assert torch.equal(momentum.cpu(), lions.momenta[rank][k]), (step, shapes[k])
-        if not faults and lions.t > before:
-            expected += 64 * (world_size - 1)
-            for own in optimizer._layout.messages:  # type: ignore[union-attr]
-                planes = {"majority": 1, "average": world_size.bit_length()}
-                ties = options.get("ties") == "zero"
-                sizes = [
-                    wire_bytes(
-                        name,
-                        ranks=world_size,
-                        words=own.words,
-                        rows=own.rows.count,
-                        bits=options.get("bits", 1),
-                        planes=2 if ties else planes[options.get("aggregation", "majority")],
-                    )
-                    for name in ("gather", "two_phase")
-                ]
-                chosen = options.get("exchange", "auto")
-                expected += {"auto": min(sizes), "gather": sizes[0], "two_phase": sizes[1]}[chosen]
-    return optimizer.steps, optimizer.wire.bytes_sent, expected
+def take_local_steps(pair: Pair[LocalLions]) -> None:
+    """Compares own and common weights, which change; the last exchange comes in a period."""
+    lions, optimizer, lrs = pair.lions, pair.optimizer, pair.lions.lrs
+    for step in range(12):
+        if step < 11:
+            scale = min(1.0, (step + 1) / 4)  # warm-up
+            for group, lr in zip(optimizer.param_groups, (0.1, 0.01), strict=True):
+                group["lr"] = lr * scale
+            lions.lrs = [lr * scale for lr in lrs]
+            pair.step(step, faults=True)
+        else:
+            lions.exchange()
+            optimizer.exchange_now()
+        pair.check(lions.own[pair.rank], step)
+        optimizer.eval()
+        pair.check(lions.params, step, "anchor")
+        if step % 4 == 1:  # Before and after an exchange.
+            for k, param in enumerate(pair.params):
+                lions.write(k, param.data.clamp_(-0.5, 0.5).cpu())
+        optimizer.train()
+        pair.check(lions.own[pair.rank], step, "own")
+    assert optimizer.schedule.exchanges == lions.exchanges
 
 
 CASES: list[dict[str, Any]] = [
@@ -105,40 +84,72 @@ CASES: list[dict[str, Any]] = [
     {"bits": 8, "ties": "zero", "level_scale": "tensor"},
     {"momentum_dtype": torch.bfloat16},
 ]
+LOCAL_CASES: list[dict[str, Any]] = [
+    {"vote_every": 3},
+    {"vote_every": 4, "exchange": "two_phase"},
+    {"vote_every": 2, "bits": 2},
+    {"vote_every": 3, "bits": 4},
+    {"vote_every": 4, "bits": 4, "exchange": "two_phase"},
+    {"vote_every": 3, "bits": 8},
+]
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.smoke), 3, 4, 5])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_ranks_equal_the_definition(pools: RankPools, case: dict[str, Any], ranks: int) -> None:
-    for seed in (7 * ranks, 1000 + ranks):
-        pools(ranks).run(equals_the_definition, case, [torch.float32], seed, True)
+@pytest.mark.parametrize("case", CASES + LOCAL_CASES, ids=str)
+@on_ranks("ranks")
+def test_ranks_equal_the_definition(rank: int, ranks: int, case: dict[str, Any]) -> None:
+    seeds = [7 * ranks] if case in LOCAL_CASES else [7 * ranks, 1000 + ranks]
+    for seed in seeds:
+        equal_the_definition(rank, ranks, case, [torch.float32], seed)
 
 
 @pytest.mark.parametrize("kinds", [[kind] for kind in KINDS] + [KINDS[:3]], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "case", "seed"),
+    [
+        (3, {"seed": 2**40 + 1}, 5),
+        (2, {"momentum_dtype": torch.bfloat16}, 6),
+        (3, {"vote_every": 3, "seed": 2**40 + 1}, 5),
+        (2, {"vote_every": 2, "bits": 2}, 6),
+    ],
+)
+@on_ranks("ranks")
 def test_ranks_equal_the_definition_in_other_dtypes(
-    pools: RankPools, kinds: list[torch.dtype]
+    rank: int, ranks: int, case: dict[str, Any], kinds: list[torch.dtype], seed: int
 ) -> None:
-    pools(3).run(equals_the_definition, {"seed": 2**40 + 1}, kinds, 5, True)
-    momentum = {"momentum_dtype": torch.bfloat16}
-    pools(2).run(equals_the_definition, momentum, kinds, 6, True)
+    equal_the_definition(rank, ranks, case, kinds, seed)
 
 
 @pytest.mark.parametrize("kinds", [[torch.float32], [torch.bfloat16], KINDS[:2]], ids=str)
-@pytest.mark.parametrize("case", [*CASES[:6], CASES[-1]], ids=str)
+@pytest.mark.parametrize("case", [*CASES[:6], CASES[-1], *LOCAL_CASES[:2]], ids=str)
+@on_ranks(2, timeout=300)
 def test_kernels_equal_the_definition(
-    pools: RankPools, case: dict[str, Any], kinds: list[torch.dtype]
+    rank: int, case: dict[str, Any], kinds: list[torch.dtype]
 ) -> None:
-    pools(2).run(equals_the_definition, case, kinds, 7, True, "kernels", timeout=300)
+    equal_the_definition(rank, 2, case, kinds, 7, name="kernels")
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_bytes_equal_the_formula(pools: RankPools, case: dict[str, Any], ranks: int) -> None:
-    for steps, sent, expected in pools(ranks).run(
-        equals_the_definition, case, [torch.float32], 1, False
-    ):
-        assert steps == 5
-        assert sent == expected
+@on_ranks("ranks")
+def test_bytes_equal_the_formula(rank: int, ranks: int, case: dict[str, Any]) -> None:
+    optimizer = equal_the_definition(rank, ranks, case, [torch.float32], 1, faults=False)
+    # Each step begins with a header, and the first one compares layouts, and gradients of attached
+    # models and of others.
+    expected = (5 * 64 + 24 + 2 * 16) * (ranks - 1)
+    planes = 2 if case.get("ties") == "zero" else 1
+    if case.get("aggregation") == "average":
+        planes = ranks.bit_length()
+    for own in optimizer._layout.messages:
+        numbers = {"words": own.words, "rows": own.rows.count, "bits": case.get("bits", 1)}
+        gather, two_phase = (
+            wire_bytes(name, ranks=ranks, planes=planes, **numbers)
+            for name in ("gather", "two_phase")
+        )
+        by_name = {"auto": min(gather, two_phase), "gather": gather, "two_phase": two_phase}
+        expected += 5 * by_name[case.get("exchange", "auto")]
+    assert optimizer.steps == 5
+    assert optimizer.wire.bytes_sent == expected
 
 
 def test_one_rank_is_lion() -> None:
@@ -149,10 +160,8 @@ def test_one_rank_is_lion() -> None:
     theirs = Lion(models[1].parameters(), lr=1e-3, weight_decay=0.1, weight_decouple=True)
     for _ in range(20):
         x = torch.randn(8, 70)
-        for model, optimizer in zip(models, (ours, theirs), strict=True):
-            optimizer.zero_grad()
-            model(x).square().sum().backward()
-            optimizer.step()
+        take_step(ours, models[0], x)
+        take_step(theirs, models[1], x)
     for mine, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
 
@@ -191,65 +200,59 @@ LATER: dict[str, tuple[Change, str, str]] = {
 }
 
 
-def differs_later(rank: int, world_size: int, what: str) -> str:
-    """Changes something on the last rank after a step; returns the error of the next one."""
-    torch.manual_seed(0)
-    model = nn.Linear(64, 3)
-    optimizer = DistributedLion(model.named_parameters(), lr=0.1)
-    for step in range(2):
-        model(torch.ones(2, 64)).sum().backward()
-        if step == 0:
-            optimizer.step()
-    before = [p.detach().clone() for p in model.parameters()]
+@pytest.mark.parametrize("what", LATER)
+@on_ranks(2)
+def test_ranks_that_differ_raise_together_before_anything_moves(rank: int, what: str) -> None:
+    change, text, own = LATER[what]
+    model, optimizer = plain(nn.Linear(64, 3), lr=0.1)
+    take_step(optimizer, model, torch.ones(2, 64))
+    before = copies(model.parameters())
     if rank == 1:
-        LATER[what][0](model, optimizer)
+        change(model, optimizer)
     said = error_of(optimizer.step)
     assert same(before, list(model.parameters()))
-    return said
+    assert said.startswith(own) if rank and own else text in said
 
 
-@pytest.mark.parametrize("what", LATER)
-def test_ranks_that_differ_raise_together_before_anything_moves(
-    pools: RankPools, what: str
-) -> None:
-    first, second = pools(2).run(differs_later, what)
-    _, text, own = LATER[what]
-    assert text in first
-    assert second.startswith(own) if own else second == first
-
-
-# What the last rank has otherwise when it creates its optimizer, and the error of all ranks.
-APART = {
-    "options": "first in 'ties': rank 0: 'alternate', rank 1: 'zero'",
-    "values": "replicas differ in 2 of 2 parameters, first in 'weight'",
-    "names": "first in 'parameter 0': rank 0: 'weight (3, 64)",
-    "forward": "first in 'weight': rank 1 from rank 0 (no majority). Replicas must start equal",
-}
-
-
-@pytest.mark.parametrize("what", APART)
+@pytest.mark.parametrize(
+    ("apart", "text"),  # What ranks 0 and 1 begin with, and the error of both.
+    [
+        ({"option": [("ties", "alternate"), ("ties", "zero")]}, "in 'ties': rank 0: 'alternate'"),
+        ({"option": [("vote_every", 4), ("vote_every", 8)]}, "in 'vote_every': rank 0: '4'"),
+        ({"seed": [0, 1]}, "replicas differ in 2 of 2 parameters, first in 'weight'"),
+        ({"prefix": ["", "other."]}, "first in 'parameter 0': rank 0: 'weight (3, 64)"),
+    ],
+    ids=["options", "vote_every", "values", "names"],
+)
 @on_ranks(2)
-def test_ranks_that_begin_differently_raise_together(rank: int, what: str) -> None:
-    torch.manual_seed(rank if what == "values" else 0)
+def test_ranks_that_begin_differently_raise_together(
+    rank: int, apart: dict[str, list[Any]], text: str
+) -> None:
+    own = {name: values[rank] for name, values in apart.items()}
+    torch.manual_seed(own.get("seed", 0))
     model = nn.Linear(64, 3)
-    other = "other." if rank and what == "names" else ""
-    named = [(other + name, param) for name, param in model.named_parameters()]
-    options: Any = {"ties": "zero"} if rank and what == "options" else {}
-    if what == "forward":  # Each rank shortens the row that it reads.
-        model = nn.Embedding(2, 64, max_norm=0.1)
-        named = list(model.named_parameters())
-    optimizer = DistributedLion(named, lr=0.1, **options)
-    model(torch.tensor([rank]) if what == "forward" else torch.ones(2, 64)).sum().backward()
-    before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(Disagreement, match=re.escape(APART[what])) as caught:
+    named = [(own.get("prefix", "") + name, param) for name, param in model.named_parameters()]
+    option, value = own.get("option", ("lr", 0.1))
+    optimizer = DistributedLion(named, **{option: value})
+    backward(model, torch.ones(2, 64))
+    before = copies(model.parameters())
+    with pytest.raises(Disagreement, match=re.escape(text)):
         optimizer.step()
-    assert what != "forward" or "set max_norm=None in nn.Embedding" in str(caught.value)
     assert same(before, list(model.parameters()))
+
+
+@on_ranks(2)
+def test_a_forward_that_changes_weights_is_named(rank: int) -> None:
+    """Shortens the row that the rank reads."""
+    model, optimizer = plain(nn.Embedding(2, 64, max_norm=0.1))
+    model(torch.tensor([rank])).sum().backward()
+    text = r"first in 'weight': rank 1 from rank 0 \(no majority\)\. Replicas must start equal"
+    with pytest.raises(Disagreement, match=rf"{text}.*set max_norm=None in nn\.Embedding"):
+        optimizer.step()
 
 
 @on_ranks(2)
 def test_ranks_that_step_different_optimizers_raise_together(rank: int) -> None:
-    torch.manual_seed(0)
     model = nn.Linear(64, 3)
     optimizers = [DistributedLion(model.named_parameters(), lr=0.1) for _ in range(2)]
     model(torch.ones(2, 64)).sum().backward()
@@ -259,26 +262,20 @@ def test_ranks_that_step_different_optimizers_raise_together(rank: int) -> None:
         optimizers[rank].step()
 
 
-def fails_in_a_closure(rank: int, world_size: int) -> str:
-    param = filled(1.0)
-    optimizer = DistributedLion([param], lr=0.1)
+@on_ranks(2)
+def test_a_failing_closure_raises_on_all_ranks(rank: int) -> None:
+    param, optimizer = single()
     assert optimizer.step(lambda: 0.25) == 0.25
     before = param.detach().clone()
     said = error_of(optimizer.step, (lambda: 1 / 0) if rank == 1 else (lambda: 0.0))
     assert torch.equal(param, before)
-    return said
-
-
-def test_a_failing_closure_raises_on_all_ranks(pools: RankPools) -> None:
-    first, second = pools(2).run(fails_in_a_closure)
-    assert "step failed on 1 of 2 ranks: rank 1: ZeroDivisionError" in first
-    assert second.startswith("ZeroDivisionError")
+    others = "Disagreement: step failed on 1 of 2 ranks: rank 1: ZeroDivisionError"
+    assert said.startswith("ZeroDivisionError" if rank == 1 else others)
 
 
 @on_ranks(2)
 def test_all_ranks_raise_if_one_abstains_too_often(rank: int) -> None:
-    param = filled(1.0)
-    optimizer = DistributedLion([param], lr=0.1, max_abstained_steps=2)
+    param, optimizer = single(max_abstained_steps=2)
     param.grad[5] = torch.inf if rank == 1 else 1.0
     optimizer.step()
     with pytest.raises(RuntimeError, match="gradients of rank 1 held a NaN or an Inf in 2 steps"):
@@ -287,8 +284,7 @@ def test_all_ranks_raise_if_one_abstains_too_often(rank: int) -> None:
 
 @on_ranks(2)
 def test_agreement_is_the_share_of_this_ranks_votes_that_equal_the_verdict(rank: int) -> None:
-    param = filled(1.0)
-    optimizer = DistributedLion([param], lr=0.1)
+    param, optimizer = single()
     assert math.isnan(optimizer.wire.agreement)
     found = []
     for other in (1.0, -1.0):
@@ -301,12 +297,8 @@ def test_agreement_is_the_share_of_this_ranks_votes_that_equal_the_verdict(rank:
 
 @on_ranks(3)
 def test_drifted_replicas_are_found(rank: int) -> None:
-    model = nn.Linear(64, 3)
-    for param in model.parameters():
-        dist.broadcast(param.data, 0)
-    optimizer = DistributedLion(model.named_parameters(), lr=0.1, check_replicas_every=2)
-    model(torch.ones(2, 64)).sum().backward()
-    optimizer.step()
+    model, optimizer = plain(nn.Linear(64, 3), check_replicas_every=2)
+    take_step(optimizer, model, torch.ones(2, 64))
     if rank == 1:
         model.bias.data[0] += 1
     text = "after step 2 in 1 of 2 parameters, first in 'bias': rank 1 from ranks 0"
@@ -319,8 +311,7 @@ def test_drifted_replicas_are_found(rank: int) -> None:
 def test_a_compiled_function_may_step(rank: int, vote_every: int) -> None:
     def trained(compiled: bool) -> torch.Tensor:
         torch.manual_seed(0)
-        model = nn.Linear(64, 2)
-        optimizer = DistributedLion(model.named_parameters(), lr=0.01, vote_every=vote_every)
+        model, optimizer = plain(nn.Linear(64, 2), vote_every=vote_every)
 
         def train(x: torch.Tensor) -> None:
             model(x).square().sum().backward()
@@ -329,8 +320,7 @@ def test_a_compiled_function_may_step(rank: int, vote_every: int) -> None:
 
         step = torch.compile(train, backend="eager") if compiled else train
         for number in range(4):
-            generator = torch.Generator().manual_seed(10 * number + rank)
-            step(torch.randn(2, 64, generator=generator))
+            step(batch(number, rank))
         return model.weight.detach()
 
     torch.testing.assert_close(trained(True), trained(False), rtol=0, atol=0)

@@ -17,17 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.meeting import Disagreement
 from tests.support.spawn import on_ranks
-from tests.support.training import (
-    batch,
-    filled,
-    gradients_of,
-    model_of,
-    replicas_of_shards,
-    same,
-    warned,
-)
+from tests.support.steps import attached, backward, copies, everywhere, plain, take_step
+from tests.support.training import batch, filled, model_of, replicas_of_shards, same, warned
 
 pytestmark = pytest.mark.multiproc
+
+
+def momenta_of(optimizer: DistributedLion) -> list[torch.Tensor]:
+    return [state["exp_avg"] for state in optimizer.state.values()]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -36,16 +33,12 @@ def test_a_loaded_momentum_keeps_its_dtype_and_bits(dtype: torch.dtype) -> None:
     model = model_of().to(torch.bfloat16)
     optimizer = DistributedLion(model.named_parameters(), momentum_dtype=dtype)
     for step in range(3):
-        model(batch(step, 0).bfloat16()).square().sum().backward()
-        optimizer.step()
+        take_step(optimizer, model, batch(step, 0).bfloat16())
     loaded = DistributedLion(model.named_parameters(), momentum_dtype=dtype)
     loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert loaded.steps == 3
-    momenta, others = (
-        [own.state[p]["exp_avg"] for p in model.parameters()] for own in (optimizer, loaded)
-    )
-    assert same(momenta, others)
-    assert {own.dtype for own in others} == {dtype}
+    assert same(momenta_of(optimizer), momenta_of(loaded))
+    assert {momentum.dtype for momentum in momenta_of(loaded)} == {dtype}
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -53,11 +46,8 @@ def test_a_loaded_momentum_keeps_its_dtype_and_bits(dtype: torch.dtype) -> None:
 def test_a_second_training_begins_with_equal_weights_and_on_all_ranks(
     rank: int, alone: bool
 ) -> None:
-    ddp = DistributedDataParallel(model_of())
-    optimizer = DistributedLion(ddp.named_parameters(), lr=0.01)
-    optimizer.attach(ddp)
-    ddp(batch(0, rank)).sum().backward()
-    optimizer.step()
+    ddp, optimizer = attached()
+    take_step(optimizer, ddp, batch(0, rank))
     optimizer.detach()
     if not alone:
         with torch.no_grad():
@@ -70,26 +60,17 @@ def test_a_second_training_begins_with_equal_weights_and_on_all_ranks(
     optimizer.detach()
 
 
-@pytest.mark.parametrize("copies", [True, False])
+@pytest.mark.parametrize("same_state", [True, False])
 @on_ranks(2)
-def test_one_momentum_loaded_on_all_ranks_warns_once(rank: int, copies: bool) -> None:
-    model = model_of()
-    optimizer = DistributedLion(model.named_parameters(), lr=0.01)
-
-    def train() -> None:
-        for p, grad in zip(model.parameters(), gradients_of(model, batch(0, rank)), strict=True):
-            p.grad = grad
-        optimizer.step()
-
-    train()
-    states = [optimizer.state_dict()] * 2
-    if copies:  # As if every rank loaded the state of rank 0.
-        dist.all_gather_object(states, optimizer.state_dict())
-    optimizer.load_state_dict(states[0])
+def test_one_momentum_loaded_on_all_ranks_warns_once(rank: int, same_state: bool) -> None:
+    model, optimizer = plain()
+    take_step(optimizer, model, batch(0, rank))
+    states = everywhere(optimizer.state_dict())
+    optimizer.load_state_dict(states[0 if same_state else rank])
     with warned() as texts:
-        train()
-        train()
-    assert len(texts) == (copies and rank == 0)
+        for _ in range(2):
+            take_step(optimizer, model, batch(0, rank))
+    assert len(texts) == (same_state and rank == 0)
     for text in texts:
         assert text.startswith("all ranks loaded the same momentum")
         assert "hf_dlion.load_momentum()" in text
@@ -97,10 +78,8 @@ def test_one_momentum_loaded_on_all_ranks_warns_once(rank: int, copies: bool) ->
 
 @on_ranks(2)
 def test_a_load_on_one_rank_only_does_not_hang(rank: int) -> None:
-    model = model_of()
-    optimizer = DistributedLion(model.named_parameters(), lr=0.01, full_precision="*bias")
-    model(batch(0, rank)).square().sum().backward()
-    optimizer.step()
+    model, optimizer = plain(full_precision="*bias")
+    take_step(optimizer, model, batch(0, rank))
     if rank == 1:
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     text = "first in 'calls of load_state_dict': rank 0: 0, rank 1: 1"
@@ -109,17 +88,12 @@ def test_a_load_on_one_rank_only_does_not_hang(rank: int) -> None:
 
 
 def test_a_pickled_optimizer_keeps_options_and_state() -> None:
-    model = model_of()
-    optimizer = DistributedLion(model.named_parameters(), lr=0.01, ties="zero")
-    model(batch(0, 0)).sum().backward()
-    optimizer.step()
+    model, optimizer = plain(ties="zero")
+    take_step(optimizer, model, batch(0, 0))
     loaded = pickle.loads(pickle.dumps(optimizer))
     assert loaded.options == optimizer.options
     assert loaded.steps == 1
-    momenta, others = (
-        [state["exp_avg"] for state in own.state.values()] for own in (optimizer, loaded)
-    )
-    assert same(momenta, others)
+    assert same(momenta_of(optimizer), momenta_of(loaded))
     loaded.step()  # On parameters without gradients.
 
 
@@ -136,10 +110,8 @@ def test_parameters_can_be_frozen_unfrozen_and_added(rank: int) -> None:
             optimizer.add_param_group({"params": list(layers[2].named_parameters()), "lr": 0.1})
         if step == 4:
             layers[0].bias.requires_grad_(True)
-        before = [p.detach().clone() for p in model.parameters()]
-        model.zero_grad()
-        model(batch(step, rank)).square().sum().backward()
-        optimizer.step()
+        before = copies(model.parameters())
+        take_step(optimizer, model, batch(step, rank))
         moved = [not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)]
         assert moved == [True, step not in (2, 3), step >= 3, step >= 3, False, False]
     assert [group["step"] for group in optimizer.param_groups] == [6, 6]
@@ -200,25 +172,21 @@ def test_names_that_were_passed_stay_in_a_load_and_others_stay_out() -> None:
 @on_ranks(2)
 def test_a_rank_without_gradients_does_not_hang_at_the_start_of_a_warm_up(rank: int) -> None:
     """Takes a first step with a learning rate of 0, without gradients on rank 1."""
-    model = model_of()
-    optimizer = DistributedLion(model.named_parameters(), lr=0.0)
+    model, optimizer = plain(lr=0.0)
     if rank == 0:
-        model(batch(0, rank)).square().sum().backward()
+        backward(model, batch(0, rank))
     optimizer.step()
-    first = optimizer.steps
+    assert optimizer.steps == 1
     optimizer.param_groups[0]["lr"] = 0.01
-    optimizer.zero_grad()
-    model(batch(1, rank)).square().sum().backward()
-    optimizer.step()
-    assert (first, optimizer.steps) == (1, 2)
+    take_step(optimizer, model, batch(1, rank))
+    assert optimizer.steps == 2
 
 
 @pytest.mark.parametrize("every", [1, 2])
 @on_ranks(2)
 def test_a_step_that_only_creates_state_is_not_counted(every: int) -> None:
     """Creates the state as torch.distributed.checkpoint does."""
-    model = model_of()
-    optimizer = DistributedLion(model.named_parameters(), lr=0.0, vote_every=every)
+    model, optimizer = plain(lr=0.0, vote_every=every)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
@@ -236,6 +204,5 @@ def test_a_copy_would_lose_its_process_group() -> None:
 @on_ranks(2)
 def test_a_rank_without_parameters_is_named(rank: int) -> None:
     optimizer = DistributedLion([{"params": [filled(1.0)] if rank else []}])
-    with pytest.raises(Disagreement) as caught:
+    with pytest.raises(Disagreement, match="first in 'group 0 parameters': rank 0: 0, rank 1: 1"):
         optimizer.step()
-    assert "first in 'group 0 parameters': rank 0: 0, rank 1: 1" in str(caught.value)

@@ -29,6 +29,15 @@ def draw(words: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Ten
         return torch.from_numpy(u.clip(-3e38, 3e38)).to(dtype)
 
 
+def check(codes: torch.Tensor, u: torch.Tensor, phase: int, bits: int = 1) -> np.ndarray:
+    """Compares codes with the definition, and returns which words vote."""
+    layout = Layout([(len(u) // 64, 64)])
+    expected, active = definition.codes_of(u.numpy(), layout, phase=phase, bits=bits)
+    on = active[layout.row_of_element]
+    assert np.array_equal(codes.cpu().numpy()[on], expected[on])
+    return active
+
+
 @on_both_devices
 @given(words=st.integers(0, 200), seed=st.integers(0, 2**32), phase=st.integers(0, 9))
 def test_one_bit_is_the_sign_and_zeros_take_turns(
@@ -37,10 +46,7 @@ def test_one_bit_is_the_sign_and_zeros_take_turns(
     u = draw(words, seed)
     on_device = u.to(device)
     codes = codec.sign_codes(on_device, phase, torch.empty_like(on_device, dtype=torch.bool))
-    layout = Layout([(words, 64)])
-    expected, active = definition.codes_of(u.numpy(), layout, phase=phase)
-    on = active[layout.row_of_element]
-    assert np.array_equal(codes.cpu().numpy()[on], expected[on])
+    active = check(codes, u, phase)
     plane = torch.empty(words, dtype=torch.int64, device=device)
     codec.pack(codes, 0, plane)
     for found in (codec.active_words(on_device), codec.active_words(on_device, plane, phase)):
@@ -60,11 +66,7 @@ def test_levels_equal_the_definition(
     sums, counts = codec.word_magnitudes(on_device, scratch)
     means = (sums / counts.clamp_min(1)).to(dtype)
     out = torch.empty(2, u.numel(), dtype=torch.uint8, device=device)
-    codes = codec.level_codes(on_device, means, bits, phase, out, scratch).cpu()
-    layout = Layout([(words, 64)])
-    expected, active = definition.codes_of(u.numpy(), layout, phase=phase, bits=bits)
-    on = active[layout.row_of_element]
-    assert np.array_equal(codes.numpy()[on], expected[on])
+    check(codec.level_codes(on_device, means, bits, phase, out, scratch), u, phase, bits)
 
 
 @on_both_devices

@@ -14,15 +14,12 @@ import torch.distributed as dist
 
 import hf_dlion.exchange.wire as wire_module
 from hf_dlion.exchange.wire import LostRank, Wire, WireStats, named_ranks
-from tests.support.spawn import RankPools, on_ranks
-
-pytestmark = pytest.mark.multiproc
+from tests.support.spawn import on_ranks
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [2, 3])
 
 
 def wire_of(**options: Any) -> Wire:
-    assert dist.group.WORLD is not None
     return Wire(dist.group.WORLD, WireStats(), **options)
 
 
@@ -74,18 +71,6 @@ def test_all_reduce_counts_the_bytes_of_a_ring(rank: int, world_size: int, in_no
     assert counts(wire.stats) == ((0, 0, sent) if in_node else (sent, sent, 0))
 
 
-@on_ranks(3)
-def test_bytes_inside_the_node_are_counted_separately() -> None:
-    stats = WireStats()
-    assert dist.group.WORLD is not None
-    inside = Wire(dist.group.WORLD, stats, in_node=True)
-    inside.gather_words([1, 2], "a word")
-    partly = Wire(dist.group.WORLD, stats)
-    partly.neighbors = 1
-    partly.gather_words([1], "a word")
-    assert counts(stats) == (8, 8, 2 * 16 + 8)
-
-
 @WORLD_SIZES
 @on_ranks("world_size")
 def test_gather_words_keeps_64_bits_in_rank_order(rank: int, world_size: int) -> None:
@@ -129,27 +114,19 @@ def test_gloo_sends_from_the_cpu(rank: int) -> None:
     assert found == ["cpu", "cpu", "cpu"]
 
 
-def lost(rank: int, world_size: int) -> str:
-    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
-    assert group is not None
-    wire = Wire(group, WireStats())
+@pytest.mark.parametrize(("world_size", "others"), [(2, "rank 1"), (3, "ranks 1 and 2")])
+@on_ranks("world_size")
+def test_a_lost_rank_is_named(rank: int, others: str) -> None:
+    wire = Wire(dist.new_group(timeout=datetime.timedelta(seconds=2)), WireStats())
     wire.gather_words([0], "a first word")
     if rank != 0:
-        return ""
+        return
     # The other ranks have left by now.
-    with pytest.raises(LostRank) as caught:
+    with pytest.raises(LostRank, match=f"^rank 0 lost {others} while waiting for votes: ") as lost:
         wire.gather_words([0], "votes")
-    assert caught.value.__cause__ is not None
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(("world_size", "others"), [(2, "rank 1"), (3, "ranks 1 and 2")])
-def test_a_lost_rank_is_named(pools: RankPools, world_size: int, others: str) -> None:
-    text = pools(world_size).run(lost)[0]
-    assert text.startswith(f"rank 0 lost {others} while waiting for votes: ")
-    assert "timeout of 0:00:02" in text
-    assert "skipped a step" in text
-    assert "left the training loop" in text
+    assert lost.value.__cause__ is not None
+    for text in ("timeout of 0:00:02", "skipped a step", "left the training loop"):
+        assert text in str(lost.value)
 
 
 @on_ranks(3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import re
 from typing import Any
 from unittest import mock
@@ -15,9 +15,7 @@ from hf_dlion.exchange.wire import Wire, WireStats
 from hf_dlion.ranks import meeting
 from hf_dlion.ranks.agreement import FROZEN, HISTORY, Agreed, Meetings, Report
 from hf_dlion.ranks.meeting import Disagreement, Kind, raise_together
-from tests.support.spawn import RankPools, on_ranks
-
-pytestmark = pytest.mark.multiproc
+from tests.support.spawn import on_ranks
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [2, 3])
 
@@ -54,62 +52,41 @@ def wire_of() -> Wire:
 # Agreement.
 
 
-def agreed_steps(rank: int, world_size: int) -> Any:
-    wire = wire_of()
-    meetings = Meetings(wire, 1)
-    calls, sent, found = [], [0], []
-
-    def values() -> list[tuple[str, torch.Tensor]]:
-        calls.append(rank)
-        return VALUES
-
-    for step in range(3):
-        finite = (rank, step) != (1, 2)
-        said = report(step=step, parameters=values, finite=finite)
-        found.append(meetings.meet(said))
-        sent.append(wire.stats.bytes_sent)
-    return found, [b - a for a, b in itertools.pairwise(sent)], len(calls)
-
-
 @pytest.mark.smoke
 @WORLD_SIZES
-def test_a_step_after_the_first_is_one_gather_of_eight_words(
-    pools: RankPools, world_size: int
-) -> None:
-    results = pools(world_size).run(agreed_steps)
-    others = world_size - 1
-    present = [[True, True]] * world_size
-    all_finite = Agreed([True] * world_size, present)
-    one_is_not = Agreed([rank != 1 for rank in range(world_size)], present)
-    for found, sent, calls in results:
-        assert found == [all_finite, all_finite, one_is_not]
-        assert sent == [88 * others, 64 * others, 64 * others]
-        assert calls == 1
-
-
-def present_apart(rank: int, world_size: int, parameters: int) -> Any:
+@on_ranks("world_size")
+def test_a_step_after_the_first_is_one_gather_of_eight_words(rank: int, world_size: int) -> None:
     wire = wire_of()
-    layout = [(f"p{number}",) for number in range(parameters)]
-    present = [(number * 7 + rank) % 3 > 0 for number in range(parameters)]
     meetings = Meetings(wire, 1)
-    meetings.meet(report(layout=layout, present=[True] * parameters))
-    before = wire.stats.bytes_sent
-    found = meetings.meet(report(layout=layout, present=present))
-    return found.present, wire.stats.bytes_sent - before
+    values = mock.Mock(return_value=VALUES)
+    present = [[True, True]] * world_size
+    for step, sent in enumerate((88, 64, 64)):
+        before = wire.stats.bytes_sent
+        finite = [(other, step) != (1, 2) for other in range(world_size)]
+        found = meetings.meet(report(step=step, parameters=values, finite=finite[rank]))
+        assert found == Agreed(finite, present)
+        assert wire.stats.bytes_sent - before == sent * (world_size - 1)
+    values.assert_called_once()
 
 
 @WORLD_SIZES
 @pytest.mark.parametrize("parameters", [1, 64, 65])
+@on_ranks("world_size")
 def test_differing_presence_adds_one_bit_per_parameter(
-    pools: RankPools, world_size: int, parameters: int
+    rank: int, world_size: int, parameters: int
 ) -> None:
+    wire = wire_of()
+    meetings = Meetings(wire, 1)
+    layout = [(f"p{number}",) for number in range(parameters)]
+    meetings.meet(report(layout=layout, present=[True] * parameters))
+    before = wire.stats.bytes_sent
     wanted = [
-        [(number * 7 + rank) % 3 > 0 for number in range(parameters)] for rank in range(world_size)
+        [(number * 7 + other) % 3 > 0 for number in range(parameters)]
+        for other in range(world_size)
     ]
+    assert meetings.meet(report(layout=layout, present=wanted[rank])).present == wanted
     words = 8 + -(-parameters // 64)
-    for found, sent in pools(world_size).run(present_apart, parameters):
-        assert found == wanted
-        assert sent == 8 * words * (world_size - 1)
+    assert wire.stats.bytes_sent - before == 8 * words * (world_size - 1)
 
 
 # Differences.
@@ -238,33 +215,29 @@ def test_another_version_or_other_data_is_refused_by_all(
 # Several optimizers.
 
 
+# The optimizers that each rank steps in turns, and whether the last step is refused.
+ORDERS = {
+    "crossed at first": (["ab", "ba", "ba"], True),
+    "crossed later": (["aba", "abb", "abb"], True),
+    "a new one": (["aba", "abc", "aba"], True),
+    "in order": (["ababab"] * 3, False),
+    "an unused one": (["ababab"] * 3, False),
+}
+
+
 @WORLD_SIZES
-@pytest.mark.parametrize(
-    "case", ["crossed at first", "crossed later", "a new one", "in order", "an unused one"]
-)
+@pytest.mark.parametrize("case", ORDERS)
 @on_ranks("world_size")
 def test_optimizers_that_step_in_another_order_on_a_rank_are_refused(rank: int, case: str) -> None:
-    wire = wire_of()
-    created = 2 if (rank, case) == (1, "an unused one") else 1
-    a, b = Meetings(wire, created), Meetings(wire, created + 1)
-    crossed = (a, b) if rank == 0 else (b, a)
-    if case == "crossed at first":
-        crossed[0].meet(report())
-        wrong, said = crossed[1], report()
-    else:
-        a.meet(report())
-        b.meet(report())
-        wrong, said = crossed[0], report(step=1)
-        if case == "a new one":
-            wrong = Meetings(wire, 3) if rank == 1 else a
-    if case in ("in order", "an unused one"):
-        for step in (1, 2):
-            a.meet(report(step=step))
-            b.meet(report(step=step))
-    else:
-        text = "ranks use different optimizers: create and step several"
-        with pytest.raises(Disagreement, match=text):
-            wrong.meet(said)
+    wire, (orders, is_refused) = wire_of(), ORDERS[case]
+    first = 2 if (rank, case) == (1, "an unused one") else 1
+    meetings = {name: Meetings(wire, first + k) for k, name in enumerate("abc")}
+    for k, name in enumerate(orders[rank][:-1]):
+        meetings[name].meet(report(step=k // 2))
+    last = meetings[orders[rank][-1]]
+    text = "ranks use different optimizers: create and step several"
+    with pytest.raises(Disagreement, match=text) if is_refused else contextlib.nullcontext():
+        last.meet(report(step=(len(orders[rank]) - 1) // 2))
 
 
 # Failures.
@@ -275,40 +248,25 @@ class Silent(Exception):
         raise KeyError("text")
 
 
-def of_failure(kind: str) -> BaseException:
-    texts = {"plain": "no space left", "long": "x" * 9000, "strange": "ä\ud800"}
-    return (
-        Silent()
-        if kind == "silent"
-        else KeyboardInterrupt()
-        if kind == "^C"
-        else ValueError(texts[kind])
-    )
+FAILURES = {
+    "plain": (ValueError("no space left"), "ValueError: no space left"),
+    "long": (ValueError("x" * 9000), f"ValueError: {'x' * 3988} ... (9012 characters)"),
+    "strange": (ValueError("ä\ud800"), "ValueError: ä\\ud800"),
+    "silent": (Silent(), "Silent (its text raised KeyError)"),
+    "^C": (KeyboardInterrupt(), "KeyboardInterrupt: "),
+}
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("plain", "ValueError: no space left"),
-        ("long", f"ValueError: {'x' * 3988} ... (9012 characters)"),
-        ("strange", "ValueError: ä\\ud800"),
-        ("silent", "Silent (its text raised KeyError)"),
-        ("^C", "KeyboardInterrupt: "),
-    ],
-    ids=["plain", "long", "strange", "silent", "^C"],
-)
+@pytest.mark.parametrize("kind", FAILURES)
 @on_ranks(3)
-def test_a_failure_is_raised_on_its_rank_and_named_on_the_others(
-    rank: int, kind: str, expected: str
-) -> None:
+def test_a_failure_is_raised_on_its_rank_and_named_on_the_others(rank: int, kind: str) -> None:
+    failure, expected = FAILURES[kind]
     meetings = Meetings(wire_of(), 1)
     meetings.meet(report())
     if rank == 1:
-        failure = of_failure(kind)
+        said = report(kind=Kind.SAVE, failure=failure, options={}, layout=[], present=[])
         with pytest.raises(type(failure)) as caught:
-            meetings.meet(
-                report(kind=Kind.SAVE, failure=failure, options={}, layout=[], present=[])
-            )
+            meetings.meet(said)
         assert caught.value is failure
     else:
         with pytest.raises(Disagreement) as disagreed:
@@ -317,25 +275,33 @@ def test_a_failure_is_raised_on_its_rank_and_named_on_the_others(
     meetings.meet(report(step=1))
 
 
-@pytest.mark.parametrize(
-    ("place", "text"),
-    [
-        ("values", "the comparison of parameters failed on 1 of 2 ranks: rank 1: MemoryError: too"),
-        ("options", "step failed on 1 of 2 ranks: rank 1: TypeError: keys must be"),
-    ],
-)
+def fail() -> Any:
+    raise MemoryError("too large")
+
+
+BROKEN = {
+    "values": (
+        {"parameters": fail},
+        MemoryError,
+        "the comparison of parameters failed on 1 of 2 ranks: rank 1: MemoryError: too",
+    ),
+    "options": (
+        {"options": {"x": {(1,): 2}}},
+        TypeError,
+        "step failed on 1 of 2 ranks: rank 1: TypeError: keys must be",
+    ),
+}
+
+
+@pytest.mark.parametrize("place", BROKEN)
 @on_ranks(2)
-def test_a_failure_in_the_report_is_named_on_the_others(rank: int, place: str, text: str) -> None:
+def test_a_failure_in_the_report_is_named_on_the_others(rank: int, place: str) -> None:
     meetings = Meetings(wire_of(), 1)
-
-    def values() -> list[tuple[str, torch.Tensor]]:
-        raise MemoryError("too large")
-
-    broken = report(parameters=values) if place == "values" else report(options={"x": {(1,): 2}})
-    own = MemoryError if place == "values" else TypeError
-    error, said = (Disagreement, report()) if rank == 0 else (own, broken)
+    changes, error, text = BROKEN[place]
+    if rank == 0:
+        changes, error = {}, Disagreement
     with pytest.raises(error, match=text if rank == 0 else None):
-        meetings.meet(said)
+        meetings.meet(report(**changes))
     meetings.meet(report())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 from unittest import mock
 
@@ -15,10 +16,8 @@ from hf_dlion.exchange.wire import WireStats
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.meeting import Disagreement
 from hf_dlion.ranks.topology import Topology
-from tests.support.spawn import RankPools, on_ranks
+from tests.support.spawn import on_ranks
 from tests.support.training import replicas_of_shards
-
-pytestmark = pytest.mark.multiproc
 
 
 def described(topology: Topology) -> tuple[Any, ...]:
@@ -64,54 +63,44 @@ def test_consecutive_ranks_form_nodes(rank: int, size: int) -> None:
     assert again.voters.group is topology.voters.group
 
 
-def from_environment(rank: int, world_size: int, variables: list[dict[str, str]]) -> Any:
+def form_a_node(**variables: str) -> tuple[Any, ...]:
+    """Forms the nodes of a launcher's variables, and returns them."""
     with mock.patch.dict(os.environ):
         for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"):
             os.environ.pop(name, None)
-        os.environ.update(variables[rank])
-        try:
-            topology = Topology(None, "node")
-            topology.form()
-            return described(topology)
-        except (Disagreement, ValueError) as error:
-            return f"{type(error).__name__}: {error}"
+        os.environ.update(variables)
+        topology = Topology(None, "node")
+        topology.form()
+    return described(topology)
 
 
-def variables(sizes: list[int], places: list[int]) -> list[dict[str, str]]:
-    return [
-        {"LOCAL_WORLD_SIZE": str(size), "LOCAL_RANK": str(place)}
-        for size, place in zip(sizes, places, strict=True)
-    ]
-
-
-@pytest.mark.parametrize(
-    "launcher", [variables([2] * 4, [0, 1, 0, 1]), [{"LOCAL_WORLD_SIZE": "2"}] * 4]
-)
-def test_node_reads_what_a_launcher_sets(pools: RankPools, launcher: list[dict[str, str]]) -> None:
-    results = pools(4).run(from_environment, launcher)
-    assert results[0] == ([0, 2], [0, 1], 2)
-    assert results[3] == ([1, 3], [2, 3], 2)
+@pytest.mark.parametrize("launcher", [["0", "1", "0", "1"], None], ids=["all", "size"])
+@on_ranks(4)
+def test_node_reads_what_a_launcher_sets(rank: int, launcher: list[str] | None) -> None:
+    place = {"LOCAL_RANK": launcher[rank]} if launcher else {}
+    found = form_a_node(LOCAL_WORLD_SIZE="2", **place)
+    assert found == ([rank % 2, rank % 2 + 2], [rank - rank % 2, rank - rank % 2 + 1], 2)
 
 
 @pytest.mark.parametrize(
-    ("launcher", "expected"),
+    ("sizes", "places", "expected"),
     [
         (
-            variables([2, 2, 1, 1], [0, 1, 0, 0]),
+            "2211", "0100",
             "nodes must have the same number of ranks (local_group or LOCAL_WORLD_SIZE), got "
             "[2, 2, 1, 1] in rank order",
         ),
-        (variables([3] * 4, [0, 1, 2, 0]), "4 ranks cannot be divided into nodes of 3 ranks"),
-        (variables([0] * 4, [0] * 4), "4 ranks cannot be divided into nodes of 0 ranks"),
-        (variables([2] * 4, [0, 0, 1, 1]), "the ranks of a node must be consecutive, 2 by 2"),
+        ("3333", "0120", "4 ranks cannot be divided into nodes of 3 ranks"),
+        ("0000", "0000", "4 ranks cannot be divided into nodes of 0 ranks"),
+        ("2222", "0011", "the ranks of a node must be consecutive, 2 by 2"),
     ],
-)
+)  # fmt: skip
+@on_ranks(4)
 def test_ranks_that_form_no_equal_nodes_raise_one_error(
-    pools: RankPools, launcher: list[dict[str, str]], expected: str
+    rank: int, sizes: str, places: str, expected: str
 ) -> None:
-    text, *others = pools(4).run(from_environment, launcher)
-    assert text.startswith(f"Disagreement: {expected}")
-    assert others == [text] * 3
+    with pytest.raises(Disagreement, match=f"^{re.escape(expected)}"):
+        form_a_node(LOCAL_WORLD_SIZE=sizes[rank], LOCAL_RANK=places[rank])
 
 
 @pytest.mark.parametrize(
@@ -122,14 +111,16 @@ def test_ranks_that_form_no_equal_nodes_raise_one_error(
         ({"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "-1"}, "LOCAL_RANK must be a number (got '-1')"),
     ],
 )
+@on_ranks(2)
 def test_a_rank_that_does_not_know_its_node_raises_and_is_named(
-    pools: RankPools, mine: dict[str, str], expected: str
+    rank: int, mine: dict[str, str], expected: str
 ) -> None:
-    zero, one = pools(2).run(from_environment, [{"LOCAL_WORLD_SIZE": "1"}, mine])
-    assert one.startswith(f"ValueError: {expected}")
-    assert zero.startswith(
-        f"Disagreement: local_group failed on 1 of 2 ranks: rank 1: ValueError: {expected}"
-    )
+    error, text, variables = ValueError, expected, mine
+    if rank == 0:
+        error, variables = Disagreement, {"LOCAL_WORLD_SIZE": "1"}
+        text = f"local_group failed on 1 of 2 ranks: rank 1: ValueError: {expected}"
+    with pytest.raises(error, match=f"^{re.escape(text)}"):
+        form_a_node(**variables)
 
 
 @on_ranks(4)

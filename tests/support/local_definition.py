@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,35 +90,37 @@ class LocalLions(Lions):
 
     def exchange(self) -> None:
         """Exchanges how far every rank was moved since the last exchange."""
-        if not any(self.used):
-            self.taken, self.factors = 0, [1.0 for _ in self.params]
-            return
-        self.exchanges += 1
+        if any(self.used):
+            self.exchanges += 1
+            self._exchange()
+        self.taken = 0
+        self.used = [False for _ in self.params]
+        self.factors = [1.0 for _ in self.params]
+
+    def _exchange(self) -> None:
         layout, e = self.layout, self.exchanges
         wide = np.float64 if self.params[0].dtype == torch.float64 else np.float32
-        ws, codes, active, means = [], [], [], []
+        ws, flats, means, codes, active = [], [], [], [], []
         for rank in range(self.ranks):
             parts = [self._displacement(rank, i).astype(wide) for i in range(len(self.params))]
             votes = [None if i in self.full else w for i, w in enumerate(parts)]
             ws.append(parts)
-            flat = layout.flat(votes, wide)
-            _, rows = codes_of(flat, layout, phase=0)
+            flats.append(layout.flat(votes, wide))
+            _, rows = codes_of(flats[rank], layout, phase=0)
             largest = [float(np.abs(w).max(initial=0)) for w in parts]
-            means.append(largest if self.bits == 8 else tensor_means(flat, layout, rows))
+            means.append(largest if self.bits == 8 else tensor_means(flats[rank], layout, rows))
         scales = []
         for i in range(len(self.params)):
             heard = [own[i] for own in means if own[i] > 0]
-            total = max(heard, default=0.0) if self.bits == 8 else math.fsum(heard)
-            scales.append(total if self.bits == 8 else total / max(len(heard), 1))
-        for rank in range(self.ranks):
-            votes = [None if i in self.full else w for i, w in enumerate(ws[rank])]
-            flat = layout.flat(votes, wide)
-            magnitudes = layout.spread([s / 2 if self.bits == 8 else s for s in scales])
-            found = codes_of(
-                flat, layout, phase=e + rank, bits=self.bits, magnitudes=magnitudes.astype(wide)
+            mean = math.fsum(heard) / max(len(heard), 1)
+            scales.append(max(heard, default=0.0) if self.bits == 8 else mean)
+        magnitudes = layout.spread([s / 2 if self.bits == 8 else s for s in scales]).astype(wide)
+        for rank, flat in enumerate(flats):
+            own, rows = codes_of(
+                flat, layout, phase=e + rank, bits=self.bits, magnitudes=magnitudes
             )
-            codes.append(found[0])
-            active.append(found[1])
+            codes.append(own)
+            active.append(rows)
         voters = np.sum(active, axis=0)[layout.row_of_element]
         v = (2 * np.sum(codes, axis=0) - TOP[self.bits] * voters).astype(wide)
         unit = layout.spread(
@@ -135,10 +137,7 @@ class LocalLions(Lions):
                 continue
             factor = wide(self.factors[i])
             if i in self.full:
-                total = ws[0][i].copy()
-                for rank in range(1, self.ranks):
-                    total = total + ws[rank][i]
-                d[i] = total / wide(self.ranks)
+                d[i] = sum((own[i] for own in ws[1:]), start=ws[0][i]) / wide(self.ranks)
             x = p.to(torch.float64 if wide is np.float64 else torch.float32).numpy()
             y = (x - d[i]) * factor
             new = self._rounded(y, i, 0, e)
@@ -161,9 +160,6 @@ class LocalLions(Lions):
             p.copy_(new)
             for rank in range(self.ranks):
                 self._refresh(rank, i)
-        self.taken = 0
-        self.used = [False for _ in self.params]
-        self.factors = [1.0 for _ in self.params]
 
     def _displacement(self, rank: int, i: int) -> Array:
         if not self.used[i] or not self.anchored[rank][i]:
@@ -171,3 +167,12 @@ class LocalLions(Lions):
         if self.params[i].dtype in LOW:
             return np.asarray(self.c[rank][i].float().numpy())
         return np.asarray((self.params[i] - self.own[rank][i]).numpy())
+
+
+def lions_of(params: Iterable[torch.Tensor], ranks: int, every: int) -> Lions:
+    """Returns the definition of steps with lr=0.01 and weight_decay=0.1, or of local steps."""
+    start = [p.detach().clone() for p in params]
+    lrs, decays = [0.01] * len(start), [0.1] * len(start)
+    if every == 1:
+        return Lions(start, ranks, lrs, decays)
+    return LocalLions(start, ranks, lrs, decays, every=every)

@@ -17,7 +17,6 @@ import importlib
 import inspect
 import io
 import multiprocessing
-import multiprocessing.connection
 import multiprocessing.forkserver
 import os
 import pickle
@@ -31,10 +30,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import numpy as np
@@ -60,6 +58,7 @@ if sys.platform == "linux":
     # gloo otherwise looks up the host's name, which need not resolve in a container.
     RANK_ENV["GLOO_SOCKET_IFNAME"] = "lo"
 
+FORKS = multiprocessing.get_context("forkserver")
 # What the fork server imports once, so that a new rank starts in milliseconds. torch._dynamo is
 # here because the first optimizer made in a process imports it.
 PRELOAD = ["numpy", "torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "pytest"]
@@ -68,8 +67,6 @@ PRELOAD = ["numpy", "torch", "torch.distributed", "torch._dynamo", "torch.nn.par
 GRACE_S = 5.0
 # Timeout of collectives, after which a rank without a parent ends.
 GROUP_TIMEOUT = datetime.timedelta(seconds=180)
-
-RankFunction = Callable[..., Any]
 
 # Process groups that outlive the case that made them: torch's meshes keep using theirs.
 LASTING: set[dist.ProcessGroup] = set()
@@ -84,41 +81,43 @@ class RankPool:
 
     They are started at the first `run`. After a failure all of them are killed, and the next `run`
     starts new ones, so that no test inherits a broken group.
-
-    Args:
-        world_size: The number of ranks.
-        timeout: Seconds that one `run` may take unless it says otherwise.
     """
 
-    def __init__(self, world_size: int, timeout: float = 60.0) -> None:
-        """Stores the arguments; the first `run` starts the processes."""
+    def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.timeout = timeout
         self._workers: list[_Worker] = []
         self._folder = ""
 
-    def run(self, function: RankFunction, *args: Any, timeout: float | None = None) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> Any:
         """Calls `function(rank, world_size, *args)` on every rank and returns a result per rank.
 
         Raises:
-            RanksFailedError: With the traceback of every rank that raised, and the stacks and the
-                output of every rank that had to be killed.
+            RanksFailedError: If a rank raises, dies, or takes longer than `timeout` seconds
+                (default: 60).
         """
         if not self._workers:
             self._start()
-        limit = self.timeout if timeout is None else timeout
-        call = pickle.dumps((function, args))
+        call, limit = pickle.dumps((function, args)), timeout or 60.0
         for worker in self._workers:
-            worker.begin(call)
-        results, failures = self._collect(time.monotonic() + limit)
-        pending = [w for w in self._workers if w.rank not in results and w.rank not in failures]
-        if not pending and not failures:
-            return [results[rank] for rank in range(self.world_size)]
-        for worker in pending:
-            failures[worker.rank] = f"did not answer in time, its stacks:\n{worker.dump_stacks()}"
-        text = self._report(function, failures, results, f"{limit:g} s" if pending else "")
-        self._kill()
-        raise RanksFailedError(text)
+            worker.send(call)
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        pending = {worker.connection: worker for worker in self._workers}
+        deadline = time.monotonic() + limit
+        while pending and (ready := wait(list(pending), max(0.0, deadline - time.monotonic()))):
+            for connection in ready:
+                worker = pending.pop(connection)
+                failed, value = worker.answer()
+                (failures if failed else results)[worker.rank] = value
+            if failures:
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+        for worker in pending.values():
+            failures[worker.rank] = "did not answer in time; its stacks end its output"
+            worker.dump_stacks()
+        if failures:
+            name = f"{function.__module__}.{function.__qualname__}"
+            self._fail(f"{name} failed on {len(failures)} ranks (limit {limit:g} s)", failures)
+        return [results[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:
         """Ends the processes.
@@ -127,88 +126,56 @@ class RankPool:
             RanksFailedError: If one of them did not end cleanly (a gloo abort, say).
         """
         for worker in self._workers:
-            worker.end()
+            worker.send(b"")
+        failures: dict[int, str] = {}
         deadline = time.monotonic() + 30.0
         for worker in self._workers:
             worker.process.join(max(0.0, deadline - time.monotonic()))
-        failures = {
-            worker.rank: f"ended with exit code {worker.process.exitcode}\n{worker.output()}"
-            if worker.process.exitcode is not None
-            else f"did not end, its stacks:\n{worker.dump_stacks()}"
-            for worker in self._workers
-            if worker.process.exitcode != 0
-        }
-        self._kill()
+            if worker.process.exitcode is None:
+                worker.dump_stacks()
+            if worker.process.exitcode != 0:
+                failures[worker.rank] = f"ended with exit code {worker.process.exitcode}"
         if failures:
-            raise RanksFailedError(sections("the ranks did not end cleanly", failures))
+            self._fail("the ranks did not end cleanly", failures)
+        self._kill()
 
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="ranks-")
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        FORKS.set_forkserver_preload(PRELOAD)
         with mock.patch.dict(os.environ, RANK_ENV):
             # The server hands its environment down to every rank, so it must start inside.
             multiprocessing.forkserver.ensure_running()
-            for rank in range(self.world_size):
-                self._workers.append(_Worker(context, rank, self.world_size, self._folder))
+            ranks = range(self.world_size)
+            self._workers = [_Worker(rank, self.world_size, self._folder) for rank in ranks]
 
-    def _collect(self, deadline: float) -> tuple[dict[int, Any], dict[int, str]]:
-        results: dict[int, Any] = {}
-        failures: dict[int, str] = {}
-        pending = {worker.connection: worker for worker in self._workers}
-        while pending:
-            left = max(0.0, deadline - time.monotonic())
-            ready = multiprocessing.connection.wait(list(pending), left)
-            if not ready:
-                break
-            for connection in ready:
-                worker = pending.pop(connection)  # type: ignore[call-overload]
-                failed, value = worker.answer()
-                (failures if failed else results)[worker.rank] = value
-            if failures:
-                deadline = min(deadline, time.monotonic() + GRACE_S)
-        return results, failures
-
-    def _report(
-        self, function: RankFunction, failures: dict[int, str], results: dict[int, Any], limit: str
-    ) -> str:
-        name = f"{function.__module__}.{function.__qualname__}"
-        head = f"{name} failed on {len(failures)} of {self.world_size} ranks"
-        parts = {w.rank: failures[w.rank] for w in self._workers if w.rank in failures}
-        for rank in results:
-            parts[rank] = "returned"
-        for worker in self._workers:
-            output = worker.output()
-            if output and output not in parts[worker.rank]:
-                parts[worker.rank] += f"\noutput:\n{output}"
-        return sections(f"{head} (limit {limit})" if limit else head, dict(sorted(parts.items())))
+    def _fail(self, head: str, failures: dict[int, str]) -> NoReturn:
+        parts = [
+            f"rank {worker.rank}:\n{failures.get(worker.rank, 'returned')}\n{worker.output()}"
+            for worker in self._workers
+        ]
+        self._kill()
+        raise RanksFailedError("\n\n".join([head, *parts]))
 
     def _kill(self) -> None:
         for worker in self._workers:
-            worker.kill()
+            worker.process.kill()
+            worker.process.join(10.0)
+            worker.connection.close()
         self._workers = []
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-class RankPools:
+class RankPools(dict[int, RankPool]):
     """One pool per world size: `pools(2).run(f)`."""
 
-    def __init__(self) -> None:
-        """Begins without pools."""
-        self._pools: dict[int, RankPool] = {}
-
     def __call__(self, world_size: int) -> RankPool:
-        """Returns the pool of `world_size` ranks."""
-        if world_size not in self._pools:
-            self._pools[world_size] = RankPool(world_size)
-        return self._pools[world_size]
+        return self.setdefault(world_size, RankPool(world_size))
 
     def close(self) -> None:
-        """Ends all pools; the first one that did not end cleanly decides what is raised."""
+        """Ends all pools, also if one of them did not end cleanly."""
         with contextlib.ExitStack() as stack:
-            for pool in self._pools.values():
+            for pool in self.values():
                 stack.callback(pool.close)
-        self._pools = {}
 
 
 def on_ranks(
@@ -218,7 +185,7 @@ def on_ranks(
 
     The function may take its `rank`, in addition to the fixtures and parameters of the test, which
     must be picklable. `world_size` is a number, or the name of the parameter that has it, which the
-    function need not take.
+    function need not take. Every case begins with the same seed on all ranks.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -249,36 +216,17 @@ def _run_test(
 
 
 def run_script(
-    nproc: int,
-    argv: Sequence[str | os.PathLike[str]],
-    *,
-    env: Mapping[str, str] | None = None,
-    cwd: str | os.PathLike[str] | None = None,
-    timeout: float = 120.0,
-    check: bool = True,
+    nproc: int, argv: Sequence[str | os.PathLike[str]], **options: Any
 ) -> subprocess.CompletedProcess[str]:
     """Runs `argv` (a script or `-m module`, and its arguments) on `nproc` ranks under torchrun.
 
-    Args:
-        nproc: The number of ranks.
-        argv: What would follow `torchrun` on a command line.
-        env: Added to this process's environment.
-        cwd: The folder to run in.
-        timeout: Seconds; afterwards every process of the run is made to dump its stacks, and
-            killed.
-        check: Whether an exit code other than 0 is an error.
-
-    Returns:
-        The completed process, with `stdout` and `stderr` as text. torchrun unbuffers its ranks, so
-        the pieces of two ranks' `print` interleave; let one rank print, or write whole lines.
-
-    Raises:
-        RanksFailedError: On a timeout, or on another exit code if `check`.
+    torchrun unbuffers its ranks, so the pieces of two ranks' `print` interleave; let one rank
+    print, or write whole lines. `options` are those of `run_command`.
     """
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={nproc}"]
     # Port 0 lets the system choose, so parallel test runs never collide.
     torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=127.0.0.1"]
-    return run_command([*torchrun, *argv], env=env, cwd=cwd, timeout=timeout, check=check)
+    return run_command([*torchrun, *argv], **options)
 
 
 def run_command(
@@ -289,10 +237,13 @@ def run_command(
     timeout: float = 120.0,
     check: bool = True,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a complete command (`accelerate launch ...`) as `run_script` does, and kills all of it.
+    """Runs a complete command (`accelerate launch ...`), and kills all that it has started.
+
+    `env` is added to this process's environment. After `timeout` seconds, all processes dump their
+    stacks to stderr first.
 
     Raises:
-        RanksFailedError: On a timeout, or on another exit code if `check`.
+        RanksFailedError: On a timeout, or on another exit code than 0 if `check`.
     """
     words = [os.fspath(word) for word in command]
     # What a launcher sets for its ranks must not leak from a run around the tests into this one.
@@ -321,26 +272,20 @@ def run_command(
 class _Worker:
     """The parent's side of one rank."""
 
-    def __init__(
-        self,
-        context: multiprocessing.context.ForkServerContext,
-        rank: int,
-        world_size: int,
-        folder: str,
-    ) -> None:
+    def __init__(self, rank: int, world_size: int, folder: str) -> None:
         self.rank = rank
-        self.connection, theirs = context.Pipe()
+        self.connection, theirs = FORKS.Pipe()
         self._log = Path(folder, f"rank{rank}.log")
         self._log.touch()
         self._seen = 0
-        self.process: ForkServerProcess = context.Process(
+        self.process = FORKS.Process(
             target=_serve, args=(rank, world_size, folder, theirs), name=f"rank{rank}", daemon=True
         )
         self.process.start()
         # Only then does the end of the child show as the end of the pipe.
         theirs.close()
 
-    def begin(self, call: bytes) -> None:
+    def send(self, call: bytes) -> None:
         self._seen = self._log.stat().st_size
         with contextlib.suppress(OSError):  # A dead rank shows in `answer`.
             self.connection.send_bytes(call)
@@ -348,42 +293,29 @@ class _Worker:
     def answer(self) -> tuple[bool, Any]:
         """Returns whether the rank failed, and its result or the text of its failure."""
         try:
-            failed, value = pickle.loads(self.connection.recv_bytes())
+            data = self.connection.recv_bytes()
         except (EOFError, OSError):
             self.process.join(5.0)
             return True, f"died with exit code {self.process.exitcode}"
-        return failed, value
+        return torch.load(io.BytesIO(data), weights_only=False)
 
-    def end(self) -> None:
-        with contextlib.suppress(OSError):
-            self.connection.send_bytes(pickle.dumps(None))
-
-    def dump_stacks(self) -> str:
-        """Returns the stacks of all threads of the rank, which works while it is stuck in C."""
-        start = self._log.stat().st_size
+    def dump_stacks(self) -> None:
+        """Makes all threads write their stacks, which works while the rank is stuck in C."""
+        start = size = self._log.stat().st_size
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid or 0, signal.SIGUSR1)
-        deadline = time.monotonic() + 2.0
-        text = ""
-        while time.monotonic() < deadline:
+        for _ in range(20):
             time.sleep(0.1)
-            grown = self._log.read_bytes()[start:].decode(errors="replace")
-            if grown and grown == text:  # No longer growing: the dump is complete.
+            before, size = size, self._log.stat().st_size
+            if start < before == size:  # No longer growing: the dump is complete.
                 break
-            text = grown
-        return text
 
     def output(self) -> str:
         return _tail(self._log.read_bytes()[self._seen :].decode(errors="replace").strip())
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join(10.0)
-        self.connection.close()
-
 
 def _serve(rank: int, world_size: int, folder: str, connection: Connection) -> None:
-    """Runs in a rank's process: calls what the parent sends until it sends None."""
+    """Runs in a rank's process: calls what the parent sends until that is empty."""
     log = os.open(Path(folder, f"rank{rank}.log"), os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -393,7 +325,8 @@ def _serve(rank: int, world_size: int, folder: str, connection: Connection) -> N
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     torch.set_num_threads(1)
     # For libraries that take these from the environment (Accelerate, Trainer).
-    os.environ.update(rank_environment(rank, world_size))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/rendezvous",
@@ -401,12 +334,13 @@ def _serve(rank: int, world_size: int, folder: str, connection: Connection) -> N
         world_size=world_size,
         timeout=GROUP_TIMEOUT,
     )
-    while (call := _receive(connection)) is not None:
-        if gc.get_freeze_count() == 0:
-            pickle.loads(call)  # Imports the tests. What is imported stays: without this a
-            gc.freeze()  # collection takes a quarter of a second.
-        connection.send_bytes(_answer(rank, world_size, call))
-        del call
+    with contextlib.suppress(EOFError):  # The parent is gone.
+        while call := connection.recv_bytes():
+            if gc.get_freeze_count() == 0:
+                pickle.loads(call)  # Imports the tests. What is imported stays: without this a
+                gc.freeze()  # collection takes a quarter of a second.
+            connection.send_bytes(_answer(rank, world_size, call))
+            del call
     # A DDP model that outlives its gloo group sometimes aborts the process.
     gc.collect()
     dist.destroy_process_group()
@@ -419,57 +353,21 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def rank_environment(rank: int, world_size: int) -> dict[str, str]:
-    """Returns the environment variables that a launcher sets for a rank."""
-    names = {"RANK": rank, "LOCAL_RANK": rank}
-    sizes = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    return {name: str(value) for name, value in (names | sizes).items()}
-
-
-def _receive(connection: Connection) -> bytes | None:
-    try:
-        call = connection.recv_bytes()
-    except EOFError:  # The parent is gone.
-        return None
-    return None if call == pickle.dumps(None) else call
-
-
 def _answer(rank: int, world_size: int, call: bytes) -> bytes:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+    answer = io.BytesIO()
     try:
         function, args = pickle.loads(call)
-        answer = _dumps((False, function(rank, world_size, *args)))
+        # Pickle would write a file per tensor, and multiprocessing share memory of this process.
+        torch.save((False, function(rank, world_size, *args)), answer)
     except BaseException:
-        return pickle.dumps((True, traceback.format_exc()))
-    _end_groups()
-    return answer
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles a tensor as its bytes.
-
-    torch's own way is a file per tensor, 0.2 ms each, and records of training have thousands of
-    them. multiprocessing's is shared memory of a process that may be gone by the time it is read.
-    """
-
-    def reducer_override(self, value: Any) -> Any:
-        if type(value) is not torch.Tensor or value.requires_grad or not value.is_contiguous():
-            return NotImplemented
-        data = value.reshape(-1).view(torch.uint8).numpy().tobytes()
-        return _tensor_of, (data, value.dtype, value.shape)
-
-
-def _tensor_of(data: bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-    flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
-    return flat.view(shape)
-
-
-def _dumps(value: object) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file).dump(value)
-    return file.getvalue()
+        answer = io.BytesIO()
+        torch.save((True, traceback.format_exc()), answer)
+    else:
+        _end_groups()
+    return answer.getvalue()
 
 
 def _end_groups() -> None:
@@ -480,11 +378,6 @@ def _end_groups() -> None:
     kept = {dist.group.WORLD, *made, *LASTING}
     for group in [group for group in distributed_c10d._world.pg_map if group not in kept]:
         dist.destroy_process_group(group)
-
-
-def sections(head: str, parts: Mapping[int, str]) -> str:
-    """Returns a text with a part per rank."""
-    return head + "".join(f"\n\nrank {rank}:\n{text}" for rank, text in parts.items())
 
 
 def _tail(text: str, limit: int = 8000) -> str:

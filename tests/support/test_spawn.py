@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -17,10 +18,23 @@ from tests.support.spawn import RankPool, RankPools, RanksFailedError, run_scrip
 pytestmark = pytest.mark.multiproc
 
 
-def _sum_of_ranks(rank: int, world_size: int, scale: int) -> tuple[int, torch.Tensor]:
-    total = torch.tensor([float(rank * scale)])
+@pytest.fixture
+def pool() -> Iterator[RankPool]:
+    """Returns two ranks that are running, so that limits are not for their start."""
+    with closing(RankPool(2)) as pool:
+        pool.run(_state)
+        yield pool
+
+
+def _state(rank: int, world_size: int) -> tuple[int, int, int, float, float]:
+    """Returns the rank, its process and threads, a random number, and the sum of all ranks."""
+    total = torch.tensor(float(rank))
     dist.all_reduce(total)
-    return os.getpid(), total
+    return rank, os.getpid(), torch.get_num_threads(), float(torch.rand(())), float(total)
+
+
+def _pids(pool: RankPool) -> set[int]:
+    return {pid for _, pid, *_ in pool.run(_state)}
 
 
 def _raise_on_rank_1(rank: int, world_size: int) -> None:
@@ -40,58 +54,43 @@ def _sleep_on_rank_1(rank: int, world_size: int) -> None:
         time.sleep(1000)
 
 
-def _pid(rank: int, world_size: int) -> int:
-    return os.getpid()
+def test_reused_ranks_answer_in_order_with_one_thread_and_the_same_seed(pools: RankPools) -> None:
+    states = pools(3).run(_state)
+    assert pools(3).run(_state) == states
+    ranks, pids, threads, numbers, sums = zip(*states, strict=True)
+    assert ranks == (0, 1, 2)
+    assert len(set(pids)) == 3
+    assert [set(own) for own in (threads, numbers, sums)] == [{1}, {numbers[0]}, {3.0}]
 
 
-def _threads_and_seed(rank: int, world_size: int) -> tuple[int, float]:
-    return torch.get_num_threads(), float(torch.rand(()))
+def test_a_failure_shows_tracebacks_and_output_and_renews_the_pool(pool: RankPool) -> None:
+    before = _pids(pool)
+    with pytest.raises(RanksFailedError) as failure:
+        pool.run(_raise_on_rank_1)
+    zero, one = str(failure.value).split("rank 1:\n")
+    assert one.startswith("Traceback")
+    assert "ValueError: the error of rank one" in one
+    assert "this is the output of 1" in one
+    # Rank 0 was left alone in a collective, and one sees where.
+    assert "rank 0:\ndid not answer in time" in zero
+    assert "barrier" in zero
+    assert not before & _pids(pool)
+    assert not any(map(psutil.pid_exists, before))
 
 
-def test_results_come_back_in_rank_order_from_processes_that_are_reused(pools: RankPools) -> None:
-    first = pools(3).run(_sum_of_ranks, 1)
-    second = pools(3).run(_sum_of_ranks, 10)
-    assert [float(total) for _, total in first] == [3.0] * 3
-    assert [float(total) for _, total in second] == [30.0] * 3
-    assert [pid for pid, _ in first] == [pid for pid, _ in second]
-    assert len({pid for pid, _ in first}) == 3
-
-
-def test_every_call_starts_from_one_thread_and_the_same_seed(pools: RankPools) -> None:
-    answers = pools(2).run(_threads_and_seed) + pools(2).run(_threads_and_seed)
-    assert set(answers) == {(1, answers[0][1])}
-
-
-def test_a_failure_shows_the_traceback_and_the_output_of_each_rank_and_renews_the_pool() -> None:
-    with contextlib.closing(RankPool(2)) as pool:
-        before = pool.run(_pid)
-        with pytest.raises(RanksFailedError) as failure:
-            pool.run(_raise_on_rank_1)
-        text = str(failure.value)
-        assert "rank 1:\nTraceback" in text
-        assert "ValueError: the error of rank one" in text
-        assert "this is the output of 1" in text
-        # Rank 0 was left alone in a collective, and one sees where.
-        assert "rank 0:\ndid not answer in time" in text
-        assert "barrier" in text.split("rank 1:")[0]
-        assert not set(before) & set(pool.run(_pid))
-    assert not any(psutil.pid_exists(pid) for pid in before)
-
-
-def test_a_rank_that_dies_is_named_with_its_exit_code() -> None:
-    text = "rank 0:\ndied with exit code 7"
-    with contextlib.closing(RankPool(2)) as pool, pytest.raises(RanksFailedError, match=text):
-        pool.run(_die_on_rank_0)
-
-
-def test_a_timeout_shows_where_each_rank_was() -> None:
-    with contextlib.closing(RankPool(2)) as pool:
-        pool.run(_pid)  # The limit is not for their start.
-        with pytest.raises(RanksFailedError) as failure:
-            pool.run(_sleep_on_rank_1, timeout=3.0)
-    assert "in _sleep_on_rank_1" in str(failure.value)
-    assert "limit 3 s" in str(failure.value)
-    assert "rank 0:\nreturned" in str(failure.value)
+@pytest.mark.parametrize(
+    ("function", "texts"),
+    [
+        (_die_on_rank_0, ["rank 0:\ndied with exit code 7"]),
+        (_sleep_on_rank_1, ["in _sleep_on_rank_1", "limit 3 s", "rank 0:\nreturned"]),
+    ],
+)
+def test_a_rank_that_dies_or_is_stuck_is_named(
+    pool: RankPool, function: object, texts: list[str]
+) -> None:
+    with pytest.raises(RanksFailedError) as failure:
+        pool.run(function, timeout=3.0)
+    assert [text for text in texts if text not in str(failure.value)] == []
 
 
 @pytest.mark.long

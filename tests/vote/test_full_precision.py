@@ -5,19 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_dlion.optimizer import DistributedLion
 from hf_dlion.vote import layout
-from tests.support.definition import Lions
+from tests.support.local_definition import lions_of
 from tests.support.spawn import on_ranks
-from tests.support.training import (
-    model_of,
-)
-
-pytestmark = pytest.mark.multiproc
-
-
-def _generator(*numbers: int) -> torch.Generator:
-    return torch.Generator().manual_seed(sum(1000**k * n for k, n in enumerate(numbers)))
+from tests.support.steps import copies, drawn, plain
 
 
 @pytest.mark.parametrize("selection", ["*bias", "", "*"], ids=["pattern", "function", "all"])
@@ -25,21 +16,14 @@ def _generator(*numbers: int) -> torch.Generator:
 def test_full_precision_is_lion_on_the_mean_gradient(rank: int, selection: str) -> None:
     """Compares with plain Lion on the mean over the ranks that have a gradient."""
     layout.PIECE["cpu"], layout.MESSAGE["cpu"], layout.MESSAGES = 1 << 7, 1 << 8, 1 << 20
-    model = model_of()
-    optimizer = DistributedLion(
-        model.named_parameters(),
-        lr=0.01,
+    model, optimizer = plain(
         weight_decay=0.1,
         full_precision=selection or (lambda name, param: name.endswith("bias")),
     )
-    names = [name for name, _ in model.named_parameters()]
-    start = [p.detach().clone() for p in model.parameters()]
-    alone = Lions([p.clone() for p in start], 1, [0.01] * len(start), [0.1] * len(start))
+    start = copies(model.parameters())
+    alone = lions_of(start, 1, 1)
     for step in range(5):
-        every = [
-            [torch.randn(p.shape, generator=_generator(step, r, k)) for k, p in enumerate(start)]
-            for r in range(2)
-        ]
+        every = [[drawn(p.shape, step, r, k) for k, p in enumerate(start)] for r in range(2)]
         for k, p in enumerate(model.parameters()):
             # One bias has no gradient on rank 1 in a step, and on no rank in the next.
             missing = k == 1 and (step == 3 or (step == 2 and rank == 1))
@@ -48,18 +32,13 @@ def test_full_precision_is_lion_on_the_mean_gradient(rank: int, selection: str) 
         if step == 3:
             means[1] = None
         if step == 2:
-            others = [own[1] for r, own in enumerate(every) if r != 1]
-            means[1] = sum(others) / len(others)
+            means[1] = every[0][1]
         alone.step([means])
         optimizer.step()
-        for name, p, own in zip(names, model.parameters(), alone.params, strict=True):
+        for (name, p), own in zip(model.named_parameters(), alone.params, strict=True):
             if selection == "*" or name.endswith("bias"):
                 assert torch.equal(p, own), (step, name)
     if selection == "*":  # Each element is sent once, also those of tensors in several messages.
-        elements = sum(p.numel() for p in model.parameters())
-        assert len(optimizer._layout.full) > len(start)
-        assert (
-            0
-            <= optimizer.wire.last_bytes_sent - 64 - 4 * elements
-            < 8 * len(optimizer._layout.full)
-        )
+        elements, messages = sum(p.numel() for p in start), len(optimizer._layout.full)
+        assert messages > len(start)
+        assert 0 <= optimizer.wire.last_bytes_sent - 64 - 4 * elements < 8 * messages

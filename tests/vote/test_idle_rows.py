@@ -13,6 +13,7 @@ from hf_dlion.vote.idle_rows import AGE, silence, survey, zero_rows
 from hf_dlion.vote.layout import Slot
 from tests.support.gradients import KINDS
 from tests.support.spawn import on_ranks
+from tests.support.steps import drawn
 from tests.support.training import is_equal_everywhere
 
 
@@ -115,13 +116,12 @@ def test_a_state_dict_keeps_ages() -> None:
 @pytest.mark.parametrize("every", [1, 4])
 @on_ranks(2)
 def test_pruned_elements_stay_zero_in_full_precision(rank: int, every: int) -> None:
-    weight = nn.Parameter(torch.randn(8, 100, generator=torch.Generator().manual_seed(0)))
+    weight = nn.Parameter(torch.randn(8, 100))
     used = weight.detach() > 0
     weight.detach().mul_(used)
     optimizer = DistributedLion([("w", weight)], lr=0.1, full_precision="*", vote_every=every)
     for step in range(6):
-        random = torch.Generator().manual_seed(2 * step + rank)
-        weight.grad = torch.randn(8, 100, generator=random) * used
+        weight.grad = drawn((8, 100), step, rank) * used
         optimizer.step()
     assert not weight[~used].any()
     assert weight[used].all()

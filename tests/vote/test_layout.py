@@ -22,7 +22,6 @@ def in_memory(image: Tensor) -> Tensor:
 
 @on_ranks(3)
 def test_a_channels_last_tensor_moves_in_its_own_memory_order(rank: int) -> None:
-    torch.manual_seed(0)
     image = nn.Parameter(torch.randn(4, 64, 3, 5).to(memory_format=torch.channels_last))
     flat = nn.Parameter(in_memory(image).clone())
     random = torch.Generator().manual_seed(rank)
@@ -63,12 +62,8 @@ class DestinationsOfCopies(TorchDispatchMode):
 
 
 def test_one_copy_of_several_tensors_writes_one_dtype() -> None:
-    params = [
-        torch.nn.Parameter(torch.ones(size, dtype=dtype))
-        for size, dtype in zip(
-            (64, 10, 7), (torch.bfloat16, torch.float32, torch.float16), strict=True
-        )
-    ]
+    sizes = {torch.bfloat16: 64, torch.float32: 10, torch.float16: 7}
+    params = [nn.Parameter(torch.ones(size, dtype=dtype)) for dtype, size in sizes.items()]
     optimizer = DistributedLion(params, lr=0.1)
     for p in params:
         p.grad = torch.ones_like(p)

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options import Options
@@ -23,16 +21,9 @@ from hf_dlion.vote.momentum_sync import (
     slice_of,
     synchronize,
 )
-from tests.support.spawn import RankPools, on_ranks
-from tests.support.training import (
-    batch,
-    everyones,
-    is_equal_everywhere,
-    model_of,
-    replicas_of_shards,
-)
-
-pytestmark = pytest.mark.multiproc
+from tests.support.spawn import on_ranks
+from tests.support.steps import attached, backward, drawn, everywhere, plain, take_step
+from tests.support.training import batch, everyones, is_equal_everywhere, replicas_of_shards
 
 SHAPES = {"alike": (8, 8), "apart": (3, 64), "large": (64, 256)}
 
@@ -44,14 +35,9 @@ def chosen(name: str, param: torch.Tensor) -> bool:
 @pytest.mark.parametrize("selection", ["0.*;*bias", chosen], ids=["patterns", "function"])
 @on_ranks(3)
 def test_selected_momenta_are_averaged(rank: int, selection: Any) -> None:
-    model = model_of()
-    optimizer = DistributedLion(
-        model.named_parameters(), lr=0.01, momentum_sync_every=1, momentum_sync=selection
-    )
+    model, optimizer = plain(momentum_sync_every=1, momentum_sync=selection)
     for step in range(4):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().sum().backward()
-        optimizer.step()
+        take_step(optimizer, model, batch(step, rank))
     for name, p in model.named_parameters():
         momentum = optimizer.state[p]["exp_avg"]
         spread = torch.stack(everyones(momentum)).std(dim=0).mean() / momentum.abs().mean()
@@ -97,70 +83,60 @@ def divergence_of(momenta: list[torch.Tensor]) -> float:
     return float((stacked - stacked.mean(0)).square().sum() / stacked.square().sum())
 
 
-def everywhere(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
-
-
-def automatic(rank: int, world_size: int, budget: int | None, steps: int) -> dict[str, Any]:
+class Automatic:
     """Steps on gradients that are equal for one parameter and independent for two."""
-    torch.manual_seed(0)
-    params = {name: nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
-    optimizer = DistributedLion(
-        params.items(),
-        momentum_sync="auto",
-        momentum_sync_every=4,
-        momentum_sync_budget=budget,
-    )
-    own = torch.Generator().manual_seed(rank)
-    common = torch.Generator().manual_seed(9)
-    sent, before = [], {}
-    for step in range(steps):
-        for name, p in params.items():
-            p.grad = torch.randn(p.shape, generator=common if name == "alike" else own)
-        if step == 0:  # The momentum after this step, before any is averaged.
-            before = {name: everywhere(0.01 * p.grad) for name, p in params.items()}
-        optimizer.step()
-        sent.append(optimizer.wire.last_bytes_sent)
-    state = optimizer.state_dict()["state"]
-    return {
-        "divergence": optimizer.momentum_divergence(),
-        "sent": sent,
-        "before": before,
-        "momenta": {name: everywhere(optimizer.state[p]["exp_avg"]) for name, p in params.items()},
-        "state": [own["divergence"] for own in state.values()],
-    }
+
+    def __init__(self, rank: int, budget: int | None, steps: int) -> None:
+        torch.manual_seed(0)
+        params = {name: nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
+        self.optimizer = DistributedLion(
+            params.items(),
+            momentum_sync="auto",
+            momentum_sync_every=4,
+            momentum_sync_budget=budget,
+        )
+        self.sent = []
+        for step in range(steps):
+            for k, (name, p) in enumerate(params.items()):
+                p.grad = drawn(p.shape, step, k, 0 if name == "alike" else 1 + rank)
+            if step == 0:  # The momentum after this step, before any is averaged.
+                self.before = {name: everyones(0.01 * p.grad) for name, p in params.items()}
+            self.optimizer.step()
+            self.sent.append(self.optimizer.wire.last_bytes_sent)
+        state, self.divergence = self.optimizer.state, self.optimizer.momentum_divergence()
+        self.momenta = {name: everyones(state[p]["exp_avg"]) for name, p in params.items()}
 
 
-def test_auto_averages_the_momenta_that_differ_within_the_budget(pools: RankPools) -> None:
+@on_ranks(2)
+def test_auto_averages_the_momenta_that_differ_within_the_budget(rank: int) -> None:
     # A slice of "apart" is 48 elements in a step: 4 * 24 bytes between two ranks. "large" is 4,096.
-    found, other = pools(2).run(automatic, 4 * 24, 4)
-    divergence = found["divergence"]
-    assert divergence == other["divergence"]
-    assert list(divergence.values()) == found["state"]
+    run = Automatic(rank, 4 * 24, 4)
+    divergence = run.divergence
+    assert everywhere(divergence) == [divergence] * 2
+    states = run.optimizer.state_dict()["state"].values()
+    assert list(divergence.values()) == [own["divergence"] for own in states]
     assert divergence["alike"] == 0.0
     for name in ("alike", "apart"):  # With fewer than 256 elements the sample is all of them.
-        expected = divergence_of(found["before"][name])
-        assert divergence[name] == pytest.approx(expected, abs=1e-6)
+        assert divergence[name] == pytest.approx(divergence_of(run.before[name]), abs=1e-6)
     assert 0.4 < divergence["large"] < 0.6
-    a, b = found["momenta"]["apart"]
-    votes = found["sent"][3] - 4 * 24
+    votes = run.sent[3] - 4 * 24
     # Three momenta are measured in the first step, which also compares layouts, and gradients of
     # attached models and of others.
-    assert found["sent"][1:] == [votes + 4 * 24] * 3
-    assert found["sent"][0] == votes + 4 * 24 + 3 * 1024 + 24 + 2 * 16
+    assert run.sent[1:] == [votes + 4 * 24] * 3
+    assert run.sent[0] == votes + 4 * 24 + 3 * 1024 + 24 + 2 * 16
     # The ranks only differ by what they added since the slice was averaged.
+    a, b = run.momenta["apart"]
     assert float((a - b).square().mean() / a.square().mean()) < 1.5
-    (c, d) = found["momenta"]["large"]
-    assert float((c - d).square().mean() / c.square().mean()) > 1.5
+    a, b = run.momenta["large"]
+    assert float((a - b).square().mean() / a.square().mean()) > 1.5
 
 
-def test_no_momenta_are_sent_if_none_fits_the_budget(pools: RankPools) -> None:
-    (none, _), (usual, _) = pools(2).run(automatic, 95, 2), pools(2).run(automatic, None, 2)
-    assert none["divergence"] == usual["divergence"]
+@on_ranks(2)
+def test_no_momenta_are_sent_if_none_fits_the_budget(rank: int) -> None:
+    none, usual = Automatic(rank, 95, 2), Automatic(rank, None, 2)
+    assert none.divergence == usual.divergence
     # One bit per parameter, and here "large" needs 16 bits in every fourth step.
-    assert usual["sent"][1] - none["sent"][1] == 4 * 24
+    assert usual.sent[1] - none.sent[1] == 4 * 24
 
 
 @on_ranks(2)
@@ -184,20 +160,13 @@ def test_an_averaged_momentum_keeps_most_of_its_divergence(rank: int) -> None:
 
 @on_ranks(4)
 def test_nodes_measure_one_divergence(rank: int) -> None:
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(nn.Linear(64, 4))
-    optimizer = DistributedLion(
-        ddp.named_parameters(), local_group=2, momentum_sync="auto", momentum_sync_every=2
-    )
-    optimizer.attach(ddp)
-    torch.manual_seed(rank)
-    ddp(torch.randn(8, 64)).square().sum().backward()
-    optimizer.step()
+    ddp, optimizer = attached(local_group=2, momentum_sync="auto", momentum_sync_every=2)
+    take_step(optimizer, ddp, batch(0, rank))
     optimizer.detach()
     # The momentum before any is averaged is 0.01 times the mean gradient of a node.
-    expected = divergence_of(everyones(ddp.module.weight.grad)[::2])
+    expected = divergence_of(everyones(ddp.module[3].weight.grad)[::2])
     divergence = optimizer.momentum_divergence()
-    assert divergence["module.weight"] == pytest.approx(expected)
+    assert divergence["module.3.weight"] == pytest.approx(expected)
     assert everywhere(divergence) == [divergence] * 4
 
 
@@ -207,23 +176,16 @@ def test_replicas_measure_over_all_shards(rank: int) -> None:
     ranks = Topology(replicate=mesh["replicate"].get_group())
     ranks.form()
     # Ranks with the same shard share a column of the mesh. Sizes of shards differ a lot.
-    parts = [torch.randn(64, generator=torch.Generator().manual_seed(r)) for r in range(4)]
-    parts = [part * (1 if r % 2 else 10) for r, part in enumerate(parts)]
+    parts = [drawn((64,), r) * (1 if r % 2 else 10) for r in range(4)]
     found = measure([parts[rank]], ranks)
     assert found == pytest.approx([divergence_of(list(torch.stack(parts).view(2, 2, 64)))])
 
 
 @on_ranks(2)
 def test_functions_that_select_different_momenta_are_refused(rank: int) -> None:
-    model = model_of()
-    chosen = "0.weight" if rank == 0 else "0.bias"
-    optimizer = DistributedLion(
-        model.named_parameters(),
-        lr=0.01,
-        momentum_sync_every=1,
-        momentum_sync=lambda name, param: name == chosen,
-    )
-    model(batch(0, rank)).square().sum().backward()
+    own = "0.weight" if rank == 0 else "0.bias"
+    model, optimizer = plain(momentum_sync_every=1, momentum_sync=lambda name, param: name == own)
+    backward(model, batch(0, rank))
     with pytest.raises(Disagreement, match="choices of momentum_sync"):
         optimizer.step()
 
@@ -232,26 +194,18 @@ def test_functions_that_select_different_momenta_are_refused(rank: int) -> None:
 def test_steps_work_with_another_default_dtype(rank: int) -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:
-        model = model_of()
-        optimizer = DistributedLion(
-            model.named_parameters(),
-            lr=0.01,
-            momentum_sync_every=1,
-            momentum_sync="auto",
-            check_replicas_every=1,
+        model, optimizer = plain(
+            momentum_sync_every=1, momentum_sync="auto", check_replicas_every=1
         )
         for step in range(2):
-            model(batch(step, rank).bfloat16()).square().sum().backward()
-            optimizer.step()
+            take_step(optimizer, model, batch(step, rank).bfloat16())
     finally:
         torch.set_default_dtype(torch.float32)
 
 
 @on_ranks(3)
 def test_synchronize_momentum_makes_all_momenta_equal(rank: int) -> None:
-    model = model_of()
-    optimizer = DistributedLion(model.named_parameters(), lr=0.01)
-    model(batch(0, rank)).square().sum().backward()
-    optimizer.step()
+    model, optimizer = plain()
+    take_step(optimizer, model, batch(0, rank))
     optimizer.synchronize_momentum()
     assert all(is_equal_everywhere(optimizer.state[p]["exp_avg"]) for p in model.parameters())
