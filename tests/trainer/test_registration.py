@@ -21,7 +21,14 @@ from transformers.training_args import OptimizerNames
 import hf_dlion
 from hf_dlion import DistributedLion
 from hf_dlion.trainer import optimizer_cls_and_kwargs, patches
-from tests.support.tiny import logged, tiny_args, tiny_llama, tiny_trainer, weights_digest
+from tests.support.tiny import (
+    logged,
+    tiny_args,
+    tiny_llama,
+    tiny_trainer,
+    trained,
+    weights_digest,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +72,7 @@ def test_registering_twice_changes_nothing_and_the_name_survives_parser_pickle_a
 def test_optim_args_reach_the_optimizer_by_the_names_of_the_model(
     tmp_path: Path, optim_args: Any
 ) -> None:
-    trainer = tiny_trainer(tiny_args(tmp_path, optim_args=optim_args, learning_rate=3e-4))
-    trainer.train()
+    trainer = trained(tiny_args(tmp_path, optim_args=optim_args, learning_rate=3e-4))
     lion = trainer.optimizer.optimizer
     assert lion.options.bits == 2
     assert lion.options.momentum_dtype is torch.bfloat16
@@ -139,12 +145,10 @@ def test_betas_are_lions_unless_they_were_chosen(
 
 
 def test_the_class_route_trains_as_the_name_does_and_its_options_win(tmp_path: Path) -> None:
-    named = tiny_trainer(tiny_args(tmp_path, optim_args="bits=2"))
-    named.train()
+    named = trained(tiny_args(tmp_path, optim_args="bits=2"))
     args = tiny_args(tmp_path, optim="adamw_torch", optim_args="bits=4,beta2=0.5")
     chosen = optimizer_cls_and_kwargs(args, bits=2, betas=(0.9, 0.99))
-    by_class = tiny_trainer(args, optimizer_cls_and_kwargs=chosen)
-    by_class.train()
+    by_class = trained(args, optimizer_cls_and_kwargs=chosen)
     assert weights_digest(named.model) == weights_digest(by_class.model)
     assert "dlion/abstained" in by_class.state.log_history[0]
     for options, words in (
@@ -204,7 +208,7 @@ def test_an_optimizer_that_the_user_made_is_named_logged_and_saved(
 ) -> None:
     model, recorder = tiny_llama(), Recorder()
     optim = "dlion" if how == "groups" else "adamw_torch"
-    args = tiny_args(tmp_path, optim=optim, save_strategy="steps", save_steps=4)
+    args = tiny_args(tmp_path, optim=optim, save_every=4)
     changes: dict[str, Any] = {"callbacks": [recorder]}
     late = model.model.norm.weight
     if how == "passed":
@@ -214,8 +218,7 @@ def test_an_optimizer_that_the_user_made_is_named_logged_and_saved(
         changes["optimizers"] = (DistributedLion(params, lr=1e-3), None)
         changes["callbacks"].append(Unfreeze(late))
     cls = {"groups": OwnGroups, "subclass": OwnOptimizer, "passed": Trainer}[how]
-    trainer = tiny_trainer(args, cls, model=model, **changes)
-    trainer.train()
+    trainer = trained(args, cls, model=model, **changes)
     names = [line[0] for line in trainer.optimizer.optimizer._layout.lines]
     if how == "passed":
         assert names.pop(0) == "group 0 parameter 0"
@@ -229,9 +232,8 @@ def test_an_optimizer_that_the_user_made_is_named_logged_and_saved(
 def test_other_optimizers_train_as_before_and_our_options_warn(
     tmp_path: Path, warned: list[str]
 ) -> None:
-    args = tiny_args(tmp_path, optim="sgd", optim_args="momentum=0.9,bits=2", save_strategy="steps")
-    trainer = tiny_trainer(args)
-    trainer.train()
+    options = "momentum=0.9,bits=2"
+    trainer = trained(tiny_args(tmp_path, optim="sgd", optim_args=options, save_every=4))
     assert type(trainer.optimizer.optimizer) is torch.optim.SGD
     assert not list(tmp_path.rglob("*momentum*"))
     assert "dlion/abstained" not in trainer.state.log_history[0]
@@ -265,14 +267,13 @@ def test_the_default_learning_rate_warns_with_where_to_start(
 
 
 def test_true_resumes_from_the_newest_checkpoint_that_a_save_completed(tmp_path: Path) -> None:
-    changes = {"save_strategy": "steps", "save_steps": 2}
-    uninterrupted = tiny_trainer(tiny_args(tmp_path, **changes))
+    args = tiny_args(tmp_path, save_every=2)
+    uninterrupted = tiny_trainer(args)
     with pytest.raises(ValueError, match="no complete checkpoint"):
         uninterrupted.train(resume_from_checkpoint=True)
     uninterrupted.train()
     (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
-    resumed = tiny_trainer(tiny_args(tmp_path, **changes))
-    resumed.train(resume_from_checkpoint=True)
+    resumed = trained(args, resume=True)
     assert weights_digest(resumed.model) == weights_digest(uninterrupted.model)
     assert resumed.optimizer.optimizer.steps == 4
 
@@ -331,8 +332,7 @@ def test_a_trainer_is_freed_when_it_is_deleted(tmp_path: Path, optim: str) -> No
     gc.collect()
     gc.disable()
     try:
-        trainer = tiny_trainer(tiny_args(tmp_path, optim=optim, max_steps=1))
-        trainer.train()
+        trainer = trained(tiny_args(tmp_path, optim=optim, max_steps=1))
         model = weakref.ref(trainer.model)
         del trainer
         assert model() is None
@@ -341,8 +341,7 @@ def test_a_trainer_is_freed_when_it_is_deleted(tmp_path: Path, optim: str) -> No
 
 
 def test_model_init_makes_a_new_optimizer_for_every_model(tmp_path: Path) -> None:
-    trainer = tiny_trainer(tiny_args(tmp_path), model=None, model_init=lambda _=None: tiny_llama())
-    trainer.train()
+    trainer = trained(tiny_args(tmp_path), model=None, model_init=lambda _=None: tiny_llama())
     first = weights_digest(trainer.model)
     trainer.train()
     assert weights_digest(trainer.model) == first
