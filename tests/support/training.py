@@ -84,9 +84,9 @@ def warned() -> Iterator[list[str]]:
 
 
 def error_of(call: Callable[..., Any], *args: Any) -> str:
-    """Returns what a call raises as "Type: text", or "" if it raises nothing."""
+    """Returns what a call raises, as "Type: text", or "" if it raises nothing."""
     try:
         call(*args)
-    except Exception as error:
+    except BaseException as error:  # KeyboardInterrupt is passed on to other ranks, for example.
         return f"{type(error).__name__}: {error}"
     return ""
