@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ import pytest
 import torch.distributed as dist
 
 import hf_dlion
+from benchmarks.emulate import Network, emulated
 from hf_dlion import launch
 from hf_dlion.launch import ANYWHERE, VARIABLES, Route, interfaces, name_interface, route_to
 from tests.support import tiny
@@ -319,27 +319,15 @@ def test_the_script_for_slurm_trains_on_two_nodes(tmp_path: Path) -> None:
 @pytest.fixture
 def nodes() -> Iterator[list[str]]:
     """Two network namespaces, joined by eth0, in which the machine's own name is the loopback."""
-    names = [f"dlion-{free_port()}-{node}" for node in (0, 1)]
-    commands = [f"ip netns add {name}" for name in names]
-    veth = "type veth peer name eth0 netns"
-    commands += [f"ip -n {names[0]} link add eth0 {veth} {names[1]}"]
-    for number, name in enumerate(names, start=1):
-        commands += [f"ip -n {name} addr add 10.9.0.{number}/24 dev eth0"]
-        commands += [f"ip -n {name} link set {device} up" for device in ("lo", "eth0")]
     try:
-        for command in commands:
-            subprocess.run(command.split(), check=True, capture_output=True)
-        yield names
-    except (OSError, subprocess.CalledProcessError) as error:
+        with emulated(Network.parse("2x1gbit")) as hosts:
+            yield hosts
+    except OSError as error:
         pytest.skip(f"no network namespaces: {error}")
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 
 @pytest.mark.multiproc
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="network namespaces")
 def test_between_two_nodes_the_interface_is_set_and_the_doctor_measures_the_link(
     nodes: list[str], tmp_path: Path
 ) -> None:

@@ -88,14 +88,23 @@ def test_optim_args_reach_the_optimizer_by_the_names_of_the_model(
 
 
 @pytest.mark.parametrize(
-    ("text", "options", "exchanges"),
-    [("vote_every=16", {}, 6), ("", {"vote_every": 300}, 1), ("check_replicas_every=0", {}, 0)],
+    ("changes", "options", "name", "value"),
+    [
+        # Replicas are compared about every 100 steps.
+        ({"optim_args": "vote_every=16"}, {}, "check_replicas_every", 6),
+        ({}, {"vote_every": 300}, "check_replicas_every", 1),
+        ({"optim_args": "check_replicas_every=0"}, {}, "check_replicas_every", 0),
+        # Betas are Lion's unless they were chosen.
+        ({}, {}, "betas", (0.9, 0.99)),
+        ({"adam_beta2": 0.95}, {}, "betas", (0.9, 0.95)),
+        ({"adam_beta1": 0.8, "optim_args": "beta2=0.999"}, {}, "betas", (0.8, 0.999)),
+    ],
 )
-def test_replicas_are_compared_about_every_100_steps(
-    tmp_path: Path, text: str, options: dict[str, Any], exchanges: int
+def test_defaults_are_those_of_lion_and_of_trainer(
+    tmp_path: Path, changes: dict[str, Any], options: dict[str, Any], name: str, value: Any
 ) -> None:
-    args = tiny_args(tmp_path, optim_args=text)
-    assert optimizer_cls_and_kwargs(args, **options)[1]["check_replicas_every"] == exchanges
+    args = tiny_args(tmp_path, **changes)
+    assert optimizer_cls_and_kwargs(args, **options)[1][name] == value
 
 
 @pytest.mark.parametrize(
@@ -128,20 +137,6 @@ def test_a_pattern_without_a_match_is_refused_in_the_first_step(tmp_path: Path) 
     trainer = tiny_trainer(tiny_args(tmp_path, optim_args="full_precision=*nrom*"))
     with pytest.raises(ValueError, match=r"no parameter's name matches '\*nrom\*'"):
         trainer.train()
-
-
-@pytest.mark.parametrize(
-    ("changes", "betas"),
-    [
-        ({}, (0.9, 0.99)),
-        ({"adam_beta2": 0.95}, (0.9, 0.95)),
-        ({"adam_beta1": 0.8, "adam_beta2": 0.95, "optim_args": "beta2=0.999"}, (0.8, 0.999)),
-    ],
-)
-def test_betas_are_lions_unless_they_were_chosen(
-    tmp_path: Path, changes: dict[str, Any], betas: tuple[float, float]
-) -> None:
-    assert optimizer_cls_and_kwargs(tiny_args(tmp_path, **changes))[1]["betas"] == betas
 
 
 def test_the_class_route_trains_as_the_name_does_and_its_options_win(tmp_path: Path) -> None:
