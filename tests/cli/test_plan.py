@@ -52,6 +52,17 @@ CPU = Machine(
 SHAPES = ((300, 64), (7,), (33, 50), (1000, 128), (5, 3))
 
 
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs the command and returns what it prints."""
+
+    def run(*words: str) -> str:
+        assert cli.main(["plan", *words]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
 def a_case(work: Workload | None = None, **changes: Any) -> Case:
     work = work or workload("29.5m")
     given = {"ranks": 2, "link": Link(bits_per_s=1e9), "machine": CPU}
@@ -253,14 +264,14 @@ def test_the_shortest_of_several_times_counts_and_a_slow_machine_stops_at_its_bu
 
 
 def test_a_busy_machine_is_said_and_where_the_verdict_depends_on_it_so_is_that(
-    clock: Any, capsys: pytest.CaptureFixture[str]
+    clock: Any, run: Any
 ) -> None:
     clock(1.1)
-    text = run(capsys, "29.5m", "--link=1gbit")
+    text = run("29.5m", "--link=1gbit")
     assert "Warning" not in text
     assert "DistributedLion pays" in text
     clock(3.0)
-    text = run(capsys, "29.5m", "--link=1gbit")
+    text = run("29.5m", "--link=1gbit")
     assert re.search(r"\nWarning: .* between 7\d\d ms and 2,1\d\d ms\. Run .* --step-ms", text)
     # No verdict rests on times that other processes may have caused.
     assert "\nCannot tell whether DistributedLion pays" in text
@@ -269,13 +280,13 @@ def test_a_busy_machine_is_said_and_where_the_verdict_depends_on_it_so_is_that(
     assert "Use AdamW" not in text
     # Other processes that slow down every round the same way.
     clock(1.0, busy=0.5)
-    result = json.loads(run(capsys, "29.5m", "--link=1gbit", "--format=json"))
+    result = json.loads(run("29.5m", "--link=1gbit", "--format=json"))
     assert "other work seems to use this machine's cores" in result["warning"]
     assert result["advice"].startswith("DistributedLion pays: ")
-    text = run(capsys, "29.5m", "--link=10gbit")
+    text = run("29.5m", "--link=10gbit")
     assert "\nCannot tell whether DistributedLion pays, because other work slows" in text
     clock(1.0)
-    assert "\nDistributedLion does not pay: " in run(capsys, "29.5m", "--link=10gbit")
+    assert "\nDistributedLion does not pay: " in run("29.5m", "--link=10gbit")
 
 
 def test_the_cores_that_other_processes_use_are_counted_without_our_own(
@@ -389,17 +400,12 @@ def test_the_advice_begins_with_what_does_not_fit_and_ends_with_whether_it_pays(
 # The command
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert cli.main(["plan", *words]) == 0
-    return capsys.readouterr().out
-
-
 def test_a_model_on_gpus_that_are_not_here_is_planned_in_one_command(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "measured", lambda *_: pytest.fail("nothing is measured"))
     words = ["1b", "--ranks=8", "--ranks-per-node=4", "--link=10g", "--gpu=H100"]
-    text = run(capsys, *words)
+    text = run(*words)
     assert "1b (1,000,000,000 parameters), 8 ranks on 2 nodes, 10 Gbit/s" in text
     assert "forward and backward: 124 ms (8,192 tokens per rank at 40% of the peak of" in text
     assert "computed, not measured" in text
@@ -407,20 +413,18 @@ def test_a_model_on_gpus_that_are_not_here_is_planned_in_one_command(
     begin = 'DistributedLion, local_group="node", vote_every=16 pays: AdamW on one node would take '
     assert text.splitlines()[-1].startswith(begin)
     # The same as data, and as Markdown.
-    result = json.loads(run(capsys, *words, "--format=json"))
+    result = json.loads(run(*words, "--format=json"))
     assert result["advice"] in text
     assert result["methods"][2]["wire_bytes"] == pytest.approx(7e9, rel=0.01)
-    assert "| AdamW with DDP fp32 " in run(capsys, *words, "--format=markdown")
+    assert "| AdamW with DDP fp32 " in run(*words, "--format=markdown")
 
 
-def test_a_model_that_does_not_fit_is_reported_unless_it_is_sharded(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_model_that_does_not_fit_is_reported_unless_it_is_sharded(run: Any) -> None:
     words = ["9b", "--ranks=16", "--link=25gbit", "--gpu=a100", "--dtype=bf16"]
-    text = run(capsys, *words)
+    text = run(*words)
     assert "The model does not fit" not in text
     assert "\nAdamW with DDP does not fit into memory: a rank needs 90 GB with" in text
-    text = run(capsys, *words, "--shard=8")
+    text = run(*words, "--shard=8")
     assert "16 ranks on 2 nodes" in text
     assert "does not fit" not in text
 
@@ -438,10 +442,8 @@ def test_a_model_that_does_not_fit_is_reported_unless_it_is_sharded(
         ),
     ],
 )
-def test_the_advice_is_a_method_that_fits(
-    capsys: pytest.CaptureFixture[str], words: str, parts: list[str]
-) -> None:
-    result = json.loads(run(capsys, *words.split(), "--gpu=rtx4090", "--format=json"))
+def test_the_advice_is_a_method_that_fits(run: Any, words: str, parts: list[str]) -> None:
+    result = json.loads(run(*words.split(), "--gpu=rtx4090", "--format=json"))
     last = result["advice"]
     assert all(part in last for part in parts), last
     for method in result["methods"]:
@@ -451,9 +453,7 @@ def test_the_advice_is_a_method_that_fits(
             assert method["name"] + " pays" not in last
 
 
-def test_a_token_uses_some_experts_of_a_mixture(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_token_uses_some_experts_of_a_mixture(run: Any, tmp_path: Path) -> None:
     config = MixtralConfig(
         hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4, vocab_size=256, num_local_experts=8, num_experts_per_tok=2,
@@ -468,7 +468,7 @@ def test_a_token_uses_some_experts_of_a_mixture(
         for own in (replace(found, active_share=1.0), found)
     )
     assert mixed == pytest.approx(dense * found.active_share)
-    text = run(capsys, str(tmp_path), "--link=1gbit", "--gpu=h100")
+    text = run(str(tmp_path), "--link=1gbit", "--gpu=h100")
     assert f"a token uses {found.active_share:.0%} of the parameters" in text
 
 
@@ -481,11 +481,9 @@ def test_a_model_that_this_machine_cannot_train_is_not_judged_by_its_cpu(
     assert "such as --gpu h100" in text
 
 
-def test_a_small_model_is_measured_here(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_model_is_measured_here(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "NUMEL", 1 << 14)
-    text = run(capsys, "1m", "--link=1mbit", "--step-ms=5")
+    text = run("1m", "--link=1mbit", "--step-ms=5")
     assert "forward and backward: 5 ms (given); optimizer and votes: measured on this" in text
     assert "DistributedLion" in text.splitlines()[-1]
 
@@ -515,8 +513,12 @@ def test_a_folder_gives_the_shapes_and_errors_separate_missing_folders_from_a_mi
     assert found.parameters == found.trainable == sum(p.numel() for p in real.parameters())
     with pytest.raises(ValueError, match=r"--trainable 1,000,000,000 is more than"):
         workload(str(tmp_path / "tiny"), trainable=10**9)
-    for name, reason in ((tmp_path / "nowhere", "is not a folder"), (tmp_path, "has no config")):
-        assert reason in refused(cli.main, ["plan", str(name), "--link=1g"], capsys)
+
+    def refusal(name: str | Path) -> str:
+        return refused(cli.main, ["plan", str(name), "--link=1g"], capsys)
+
+    assert "is not a folder" in refusal(tmp_path / "nowhere")
+    assert "has no config" in refusal(tmp_path)
     # A config without a model of its own; transformers would list all others.
     (tmp_path / "config.json").write_text('{"model_type": "altclip_text_model"}')
     assert cli.main(["plan", str(tmp_path), "--link=1g"]) == 2
@@ -527,6 +529,6 @@ def test_a_folder_gives_the_shapes_and_errors_separate_missing_folders_from_a_mi
         raise OSError("We couldn't connect to 'https://huggingface.co'.\nmore lines")
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", offline)
-    text = refused(cli.main, ["plan", "someone/model", "--link=1g"], capsys)
+    text = refusal("someone/model")
     assert "couldn't connect to 'https://huggingface.co'. Pass a folder, or a" in text
     assert "more lines" not in text

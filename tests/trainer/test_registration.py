@@ -197,31 +197,39 @@ class Unfreeze(TrainerCallback):
             lr_scheduler.lr_lambdas *= 2
 
 
-@pytest.mark.parametrize("how", ["groups", "subclass", "passed"])
-def test_an_optimizer_that_the_user_made_is_named_logged_and_saved(
-    tmp_path: Path, how: str
-) -> None:
-    model, recorder = tiny_llama(), Recorder()
-    optim = "dlion" if how == "groups" else "adamw_torch"
-    args = tiny_args(tmp_path, optim=optim, save_every=4)
-    changes: dict[str, Any] = {"callbacks": [recorder]}
-    late = model.model.norm.weight
-    if how == "passed":
-        late.requires_grad_(False)
-        outside = torch.nn.Parameter(torch.ones(2))
-        params = [outside, *(p for p in model.parameters() if p is not late)]
-        changes["optimizers"] = (DistributedLion(params, lr=1e-3), None)
-        changes["callbacks"].append(Unfreeze(late))
-    cls = {"groups": OwnGroups, "subclass": OwnOptimizer, "passed": Trainer}[how]
-    trainer = trained(args, cls, model=model, **changes)
-    names = [line[0] for line in trainer.optimizer.optimizer._layout.lines]
-    if how == "passed":
-        assert names.pop(0) == "group 0 parameter 0"
-        assert names[-1] == "model.norm.weight"
-    assert set(names) == {name for name, _ in model.named_parameters()}
+def names_after_training(args: TrainingArguments, cls: type[Trainer], **changes: Any) -> list[str]:
+    """Returns the names by which ranks compare parameters; the run is logged and saved."""
+    recorder = Recorder()
+    callbacks = [recorder, *changes.pop("callbacks", [])]
+    trainer = trained(args, cls, callbacks=callbacks, **changes)
     assert "dlion/abstained" in recorder.seen[0]
     assert "dlion/abstained" in trainer.state.log_history[0]
-    assert (tmp_path / "checkpoint-4" / "dlion_momentum_0_of_1.safetensors").is_file()
+    assert Path(args.output_dir, "checkpoint-4", "dlion_momentum_0_of_1.safetensors").is_file()
+    return [line[0] for line in trainer.optimizer.optimizer._layout.lines]
+
+
+NAMES = {name for name, _ in tiny_llama().named_parameters()}
+
+
+@pytest.mark.parametrize(("optim", "cls"), [("dlion", OwnGroups), ("adamw_torch", OwnOptimizer)])
+def test_an_optimizer_of_a_subclass_is_named_logged_and_saved(
+    tmp_path: Path, optim: str, cls: type[Trainer]
+) -> None:
+    args = tiny_args(tmp_path, optim=optim, save_every=4)
+    assert set(names_after_training(args, cls)) == NAMES
+
+
+def test_a_passed_optimizer_is_named_logged_and_saved_with_a_group_of_later(tmp_path: Path) -> None:
+    model = tiny_llama()
+    late = model.model.norm.weight.requires_grad_(False)
+    outside = torch.nn.Parameter(torch.ones(2))
+    lion = DistributedLion([outside, *(p for p in model.parameters() if p is not late)], lr=1e-3)
+    changes = {"model": model, "optimizers": (lion, None), "callbacks": [Unfreeze(late)]}
+    args = tiny_args(tmp_path, optim="adamw_torch", save_every=4)
+    first, *others = names_after_training(args, Trainer, **changes)
+    assert first == "group 0 parameter 0"
+    assert others[-1] == "model.norm.weight"
+    assert set(others) == NAMES
 
 
 def test_other_optimizers_train_as_before_and_our_options_warn(
