@@ -45,6 +45,13 @@ def checked(path: Path, bench: str) -> list[dict[str, Any]]:
     return result["rows"]
 
 
+def rows_of(folder: Path, *words: str) -> list[dict[str, Any]]:
+    """The rows of a short run of a tiny model."""
+    out = folder / "train.json"
+    run_command([sys.executable, STEP_TIME, "--parameters=5000", *TINY, f"--json={out}", *words])
+    return checked(out, "train")
+
+
 @pytest.mark.parametrize("script", [codec, plot, step_time], ids=lambda one: one.__name__)
 def test_help_explains_every_option_and_has_two_examples(
     script: Any, capsys: Any, monkeypatch: Any
@@ -81,9 +88,7 @@ def test_codec_does_the_work_of_a_step() -> None:
 
 @pytest.mark.multiproc
 def test_step_time_compares_every_usual_method(tmp_path: Path) -> None:
-    out = tmp_path / "train.json"
-    run_command([sys.executable, STEP_TIME, "--parameters=5000", *TINY, f"--json={out}"])
-    rows = checked(out, "train")
+    rows = rows_of(tmp_path)
     names = [name for name, method in METHODS.items() if method.usual]
     assert [row["name"] for row in rows] == [METHODS[name].title for name in names]
     sent = dict(zip(names, (row["bytes_per_step"] for row in rows), strict=True))
@@ -151,10 +156,8 @@ def test_times_and_bytes_of_a_method_with_periods_are_means_of_at_least_three(
 
 @pytest.mark.multiproc
 def test_ranks_of_a_node_vote_together(tmp_path: Path) -> None:
-    out = tmp_path / "train.json"
-    words = ["--parameters=5000", *TINY, f"--json={out}", "--ranks=4", "--local-ranks=2"]
-    run_command([sys.executable, STEP_TIME, *words, "--methods", "majority", "node"])
-    flat, node = (row["bytes_per_step"] for row in checked(out, "train"))
+    rows = rows_of(tmp_path, "--ranks=4", "--local-ranks=2", "--methods", "majority", "node")
+    flat, node = (row["bytes_per_step"] for row in rows)
     # Each rank sends votes on half of the model, to one other rank instead of three.
     assert 0 < node < flat / 2
 
@@ -268,11 +271,8 @@ def test_an_interrupted_run_leaves_no_network_and_the_next_start_removes_a_kille
 @pytest.mark.multiproc
 @pytest.mark.usefixtures("network")
 def test_emulated_hosts_of_two_ranks_send_over_a_link_of_the_given_rate(tmp_path: Path) -> None:
-    out = tmp_path / "train.json"
-    words = ["--parameters=5000", *TINY, f"--json={out}", "--local-ranks=2", "--emulate=2x2mbit"]
-    methods = ["--methods", "majority", "node", "adamw"]
-    run_command([sys.executable, STEP_TIME, *words, *methods])
-    flat, node, adamw = rows = checked(out, "train")
+    words = ["--local-ranks=2", "--emulate=2x2mbit", "--methods", "majority", "node", "adamw"]
+    flat, node, adamw = rows = rows_of(tmp_path, *words)
     assert 0 < node["interface_bytes"] < flat["interface_bytes"] < adamw["interface_bytes"]
     # All bytes beyond a burst leave at the given rate. Between laps, which aren't timed, few do.
     seconds = sum(1e-3 * sum(row["times_ms"]) for row in rows)

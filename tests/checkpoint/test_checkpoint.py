@@ -63,17 +63,24 @@ def file_of(folder: str | Path, rank: int, world_size: int) -> Path:
 class Run:
     """A loop on one rank, whose batches follow the optimizer's count of steps."""
 
-    def __init__(self, rank: int, model: nn.Module | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        rank: int,
+        model: nn.Module | None = None,
+        *,
+        steps: int = 0,
+        ddp: bool = False,
+        **options: Any,
+    ) -> None:
         self.rank = rank
         self.model = self.trained = model_of() if model is None else model
         # The momentum remembers two steps.
         options = {"lr": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.5), **options}
         self.lion = DistributedLion(self.model.named_parameters(), **options)
-
-    def under_ddp(self) -> Run:
-        self.trained = DistributedDataParallel(self.model)
-        self.lion.attach(self.trained)
-        return self
+        if ddp:
+            self.trained = DistributedDataParallel(self.model)
+            self.lion.attach(self.trained)
+        self.train(steps)
 
     def close(self) -> None:
         self.lion.detach()
@@ -225,8 +232,7 @@ def test_a_parameter_without_momentum_has_none_after_loading(rank: int, tmp_path
 
 
 def saves(rank: int, world_size: int, folder: str, every: int) -> list[list[Tensor]]:
-    run = Run(rank, vote_every=every)
-    run.train(2 + every)
+    run = Run(rank, steps=2 + every, vote_every=every)
     run.save(folder, scaler={"scale": 2.0**rank})
     run.lion.eval()
     return [run.momenta, run.weights]
@@ -290,13 +296,12 @@ def test_other_options_continue_with_the_models_weights_and_a_warning(
     loading: dict[str, Any],
     said: str,
 ) -> None:
-    run = Run(rank, **saving).under_ddp()
-    run.train(5)
+    run = Run(rank, steps=5, ddp=True, **saving)
     run.save(tmp_path)
     run.lion.eval()
     kept = run.weights
     run.close()
-    run = Run(rank, model_of(1), **loading).under_ddp()
+    run = Run(rank, model_of(1), ddp=True, **loading)
     with warned() as texts:
         run.load(tmp_path)
     assert same(kept, run.weights)
@@ -316,8 +321,7 @@ def test_other_options_continue_with_the_models_weights_and_a_warning(
 def test_own_weights_continue_with_other_bits(rank: int, tmp_path: Path) -> None:
     """The limit of the largest displacement doesn't limit the sum of displacements."""
     torch.manual_seed(0)
-    run = Run(rank, nn.Linear(64, 100), vote_every=3, bits=8)
-    run.train(3)
+    run = Run(rank, nn.Linear(64, 100), steps=3, vote_every=3, bits=8)
     slow_down(run)
     kept = run.train(2)
     run.save(tmp_path)
@@ -380,15 +384,14 @@ def test_the_ranks_of_a_node_load_their_first_ranks_momentum(
     rank: int, tmp_path: Path, every: int
 ) -> None:
     """Two nodes of two ranks; the second ranks' own files are lost."""
-    run = Run(rank, local_group=2, vote_every=every).under_ddp()
-    run.train(1 + every)
+    run = Run(rank, steps=1 + every, ddp=True, local_group=2, vote_every=every)
     run.save(tmp_path)
     if rank == 0:
         for other in (1, 3):
             file_of(tmp_path, other, 4).unlink()
     straight = run.train(2)
     run.close()
-    run = Run(rank, model_of(1), local_group=2, vote_every=every).under_ddp()
+    run = Run(rank, model_of(1), ddp=True, local_group=2, vote_every=every)
     run.load(tmp_path)
     assert same(straight, run.train(2))
     run.close()
@@ -459,8 +462,7 @@ def test_torchs_distributed_checkpoint_keeps_what_is_common(rank: int, tmp_path:
         states = get_state_dict(run.model, run.lion)
         return dict(zip(("model", "optimizer"), states, strict=True))
 
-    run = Run(rank)
-    run.train(3)
+    run = Run(rank, steps=3)
     dcp.save(state_of(run), checkpoint_id=tmp_path)
     save_momentum(run.lion, tmp_path)
     straight = run.train(3)
@@ -552,8 +554,7 @@ SAVES = {
 @on_ranks(2)
 def test_a_save_that_fails_on_one_rank_fails_on_all(rank: int, tmp_path: Path, case: str) -> None:
     patterns, wrote = SAVES[case]
-    run = Run(rank)
-    run.train(2)
+    run = Run(rank, steps=2)
     run.save(tmp_path / "old")
     run.train(2)
     kept = run.momenta
@@ -569,8 +570,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(rank: int, tmp_path: Path, c
 
 
 def dies_in_a_save(rank: int, world_size: int, folder: str) -> None:
-    run = Run(rank)
-    run.train(2)
+    run = Run(rank, steps=2)
 
     def die(tensors: Any, path: Path, *_: Any) -> None:
         Path(path).write_bytes(b"part")
@@ -683,8 +683,7 @@ def test_a_load_that_fails_on_one_rank_changes_nothing_and_fails_on_all(
     rank: int, tmp_path: Path, case: str
 ) -> None:
     damage, pattern = DAMAGES[case]
-    run = Run(rank, vote_every=3 if case.startswith("own") else 1)
-    run.train(2)
+    run = Run(rank, steps=2, vote_every=3 if case.startswith("own") else 1)
     run.save(tmp_path / "new")
     run.save(tmp_path / "new1")
     run.train(1)
