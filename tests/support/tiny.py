@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -136,12 +136,12 @@ def weights_digest(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-class StopAt(TrainerCallback):
-    """Ends the training after a step, without touching the schedule."""
+class At(TrainerCallback):
+    """Calls a function when a step has ended, with what callbacks get by name."""
 
-    def __init__(self, step):
-        self.step = step
+    def __init__(self, step: int, call: Callable[..., Any]) -> None:
+        self.step, self.call = step, call
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self.step:
-            control.should_training_stop = True
+            self.call(control=control, **kwargs)

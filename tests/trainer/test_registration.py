@@ -22,6 +22,7 @@ import hf_dlion
 from hf_dlion import DistributedLion
 from hf_dlion.trainer import optimizer_cls_and_kwargs, patches
 from tests.support.tiny import (
+    At,
     logged,
     tiny_args,
     tiny_llama,
@@ -183,20 +184,6 @@ class Recorder(TrainerCallback):
         self.seen.append(dict(logs))
 
 
-class Unfreeze(TrainerCallback):
-    """Adds a group during training."""
-
-    def __init__(self, added: torch.nn.Parameter) -> None:
-        self.added = added
-
-    def on_step_end(self, args, state, control, optimizer=None, lr_scheduler=None, **kwargs):
-        if state.global_step == 2:
-            self.added.requires_grad_(True)
-            optimizer.add_param_group({"params": [self.added], "lr": 0.01})
-            lr_scheduler.base_lrs.append(0.01)
-            lr_scheduler.lr_lambdas *= 2
-
-
 def names_after_training(args: TrainingArguments, cls: type[Trainer], **changes: Any) -> list[str]:
     """Returns the names by which ranks compare parameters; the run is logged and saved."""
     recorder = Recorder()
@@ -222,9 +209,16 @@ def test_an_optimizer_of_a_subclass_is_named_logged_and_saved(
 def test_a_passed_optimizer_is_named_logged_and_saved_with_a_group_of_later(tmp_path: Path) -> None:
     model = tiny_llama()
     late = model.model.norm.weight.requires_grad_(False)
+
+    def unfreeze(optimizer: Any, lr_scheduler: Any, **_: Any) -> None:
+        late.requires_grad_(True)
+        optimizer.add_param_group({"params": [late], "lr": 0.01})
+        lr_scheduler.base_lrs.append(0.01)
+        lr_scheduler.lr_lambdas *= 2
+
     outside = torch.nn.Parameter(torch.ones(2))
     lion = DistributedLion([outside, *(p for p in model.parameters() if p is not late)], lr=1e-3)
-    changes = {"model": model, "optimizers": (lion, None), "callbacks": [Unfreeze(late)]}
+    changes = {"model": model, "optimizers": (lion, None), "callbacks": [At(2, unfreeze)]}
     args = tiny_args(tmp_path, optim="adamw_torch", save_every=4)
     first, *others = names_after_training(args, Trainer, **changes)
     assert first == "group 0 parameter 0"

@@ -14,12 +14,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerControl
 
 import hf_dlion.trainer.patches as patches
 from hf_dlion import CheckpointError, Disagreement
 from tests.support.spawn import RankPools, on_ranks
 from tests.support.tiny import (
+    At,
     logged,
     tiny_args,
     tiny_data,
@@ -208,11 +209,8 @@ def test_a_rank_that_resumes_from_weights_alone_makes_all_ranks_raise(
         trained(tiny_args(folder), resume="checkpoint-2")
 
 
-class SaveAt(TrainerCallback):
-    """What a user writes who wants a checkpoint at one step."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_save = state.global_step == 3
+def save_now(control: TrainerControl, **_: Any) -> None:
+    control.should_save = True
 
 
 class Terminate(TrainerCallback):
@@ -240,7 +238,7 @@ _BEST = {"eval_every": 1, "metric_for_best_model": "loss", "load_best_model_at_e
         pytest.param({"save_strategy": "epoch", "max_steps": 12}, [], 12, [6, 12], id="epoch"),
         pytest.param({"save_strategy": "best", **_BEST}, [], 4, None, id="best"),
         pytest.param({"save_every": 1, "save_total_limit": 1, **_BEST}, [], 4, None, id="limit"),
-        pytest.param({}, [SaveAt()], 4, [3], id="callback"),
+        pytest.param({}, [At(3, save_now)], 4, [3], id="callback"),
         pytest.param({"enable_jit_checkpoint": True}, [Terminate()], 3, [3], id="just in time"),
     ],
 )
@@ -304,17 +302,6 @@ FAILURES: dict[str, tuple[int, str]] = {
 }
 
 
-class Fill(TrainerCallback):
-    """Fills the disk before the second save; the last save has no step after it."""
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 4:
-            mock.patch(self.where, _full).start()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("who", "where"), FAILURES.values(), ids=FAILURES)
 @on_ranks(2)
@@ -324,7 +311,8 @@ def test_a_full_disk_on_one_rank_raises_on_all_and_leaves_the_older_checkpoint(
     args = tiny_args(
         tmp_path, save_every=2, save_total_limit=1, eval_every=2, metric_for_best_model="loss"
     )
-    callbacks = [Fill(where)] if rank == who else []
+    # Before the second save; the last save has no step after it.
+    callbacks = [At(4, lambda **_: mock.patch(where, _full).start())] if rank == who else []
     trainer = tiny_trainer(args, callbacks=callbacks, eval_dataset=tiny_data(4))
     try:
         with pytest.raises((OSError, CheckpointError, Disagreement)) as caught:

@@ -18,7 +18,7 @@ from hf_dlion.exchange.wire import Pending
 from hf_dlion.vote.local_steps import vote_every_for
 from tests.support.spawn import on_ranks
 from tests.support.tiny import (
-    StopAt,
+    At,
     logged,
     tiny_args,
     tiny_data,
@@ -227,7 +227,8 @@ def test_a_training_that_fails_or_stops_within_a_period_leaves_common_weights_an
         trainer.train()
     failed = weights_digest(trainer.model)
     assert trainer.model_wrapped.require_backward_grad_sync
-    trainer = trained(args, callbacks=[StopAt(6)])
+    stop = At(6, lambda control, **_: setattr(control, "should_training_stop", True))
+    trainer = trained(args, callbacks=[stop])
     stopped = weights_digest(trainer.model)
     assert not agree(failing.own)
     assert agree(failed)
@@ -297,14 +298,6 @@ class OwnLoop(Trainer):
         return loss.detach()
 
 
-class Evaluates(TrainerCallback):
-    """Evaluates after step 3, in a way that leaves the common weights in the model."""
-
-    def on_step_end(self, args, state, control, optimizer=None, **kwargs):
-        if state.global_step == 3:
-            optimizer.eval()
-
-
 @on_ranks(2)
 def test_a_subclass_that_evaluates_and_steps_itself_has_common_weights_in_evaluations(
     tmp_path: Path,
@@ -314,7 +307,8 @@ def test_a_subclass_that_evaluates_and_steps_itself_has_common_weights_in_evalua
         eval_every=2,
     )  # fmt: skip
     ends = []
-    for callbacks in ([Evaluates()], []):
+    # An evaluation after step 3 that leaves the common weights in the model changes nothing.
+    for callbacks in ([At(3, lambda optimizer, **_: optimizer.eval())], []):
         model = tiny_llama(attention_dropout=0.0)
         data = tiny_data(8)
         trainer = tiny_trainer(args, OwnLoop, model=model, eval_dataset=data, callbacks=callbacks)
