@@ -179,23 +179,6 @@ def test_a_bad_option_ends_every_rank_with_one_line(script: Path) -> None:
 # The network interface
 
 
-SEVERAL = {"MASTER_ADDR": "10.0.0.1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-
-
-@pytest.fixture
-def routes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Route]:
-    """What the kernel would answer, by host; a test may add to it."""
-    known = {"10.0.0.1": Route("eth1", "10.0.0.7")}
-
-    def answer(host: str) -> Route:
-        if host not in known:
-            raise OSError("Network is unreachable")
-        return known[host]
-
-    monkeypatch.setattr(launch, "route_to", answer)
-    return known
-
-
 def test_the_interface_of_each_of_this_machines_addresses_is_found() -> None:
     route = route_to("127.0.0.1")
     assert route.is_loopback
@@ -208,42 +191,44 @@ def test_the_interface_of_each_of_this_machines_addresses_is_found() -> None:
         route_to("no-such-host.invalid")
 
 
-@pytest.fixture
-def environment() -> Iterator[None]:
-    """Sets the variables of a rank of several nodes."""
-    with mock.patch.dict(os.environ, SEVERAL):
+BOTH = "GLOO_SOCKET_IFNAME=eth1 NCCL_SOCKET_IFNAME"
+ETH1 = {"10.0.0.1": Route("eth1", "10.0.0.7")}
+LOOPBACK = {"10.0.0.1": Route("lo", "127.0.1.1"), ANYWHERE: Route("wlan0", "192.168.1.2")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "routes", "said", "interfaces"),
+    [
+        ({}, ETH1, f"set {BOTH}=eth1, which leads to 10.0.0.1", ["eth1", "eth1"]),
+        ({"GLOO_SOCKET_IFNAME": "ib0"}, ETH1, "set NCCL_SOCKET_IFNAME=eth1, ", ["ib0", "eth1"]),
+        # One node, no route, and a node that resolves its own name to a loopback address.
+        ({"LOCAL_WORLD_SIZE": "4"}, ETH1, "", [None, None]),
+        ({"MASTER_ADDR": "nowhere"}, ETH1, "", [None, None]),
+        ({}, LOOPBACK, "which leads to other nodes", ["wlan0", "wlan0"]),
+    ],
+)
+def test_unset_interfaces_are_set_between_nodes_and_set_ones_stay(
+    changes: dict[str, str],
+    routes: dict[str, Route],
+    said: str,
+    interfaces: list[str | None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def answer(host: str) -> Route:
+        if host not in routes:
+            raise OSError("Network is unreachable")
+        return routes[host]
+
+    monkeypatch.setattr(launch, "route_to", answer)
+    several = {"MASTER_ADDR": "10.0.0.1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", **changes}
+    with mock.patch.dict(os.environ):
         for name in VARIABLES:
             os.environ.pop(name, None)
-        yield
-
-
-@pytest.mark.usefixtures("environment", "routes")
-def test_unset_interfaces_are_set_and_set_ones_stay() -> None:
-    output = name_interface()
-    assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "eth1"
-    assert "GLOO_SOCKET_IFNAME=eth1 NCCL_SOCKET_IFNAME=eth1, which leads to 10.0.0.1" in output
-    assert name_interface() == ""
-    os.environ["GLOO_SOCKET_IFNAME"] = "ib0"
-    del os.environ["NCCL_SOCKET_IFNAME"]
-    assert "set NCCL_SOCKET_IFNAME=eth1, " in name_interface()
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
-
-
-@pytest.mark.parametrize("changes", [{"LOCAL_WORLD_SIZE": "4"}, {"MASTER_ADDR": "nowhere"}])
-@pytest.mark.usefixtures("environment", "routes")
-def test_on_one_node_and_without_a_route_no_interface_is_set(changes: dict[str, str]) -> None:
-    os.environ.update(changes)
-    assert name_interface() == ""
-    assert os.environ.keys().isdisjoint(VARIABLES)
-
-
-@pytest.mark.usefixtures("environment")
-def test_if_rank_0s_name_is_a_loopback_address_the_interface_to_other_nodes_is_set(
-    routes: dict[str, Route],
-) -> None:
-    routes.update({"10.0.0.1": Route("lo", "127.0.1.1"), ANYWHERE: Route("wlan0", "192.168.1.2")})
-    assert "which leads to other nodes" in name_interface()
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "wlan0"
+        os.environ.update(several)
+        output = name_interface()
+        assert said in output if said else not output
+        assert [os.environ.get(name) for name in VARIABLES] == interfaces
+        assert name_interface() == ""
 
 
 # Several nodes: the lines and files of the page

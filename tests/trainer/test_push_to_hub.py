@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,16 +17,6 @@ from tests.support.training import agree
 
 MOMENTA = {f"dlion_momentum_{rank}_of_2.safetensors" for rank in range(2)}
 SAVES = [2, 4]
-
-
-class Done:
-    """A finished upload."""
-
-    def done(self) -> bool:
-        return True
-
-    def result(self) -> None:
-        return None
 
 
 def files_in(folder: Path) -> list[str]:
@@ -48,10 +39,12 @@ class Hub:
         path_in_repo: str = "",
         ignore_patterns: list[str] | None = None,
         **_: Any,
-    ) -> Done:
+    ) -> Future[None]:
         kept = filter_repo_objects(files_in(Path(folder_path)), ignore_patterns=ignore_patterns)
         self.uploads.append({(Path(path_in_repo) / name).as_posix() for name in kept})
-        return Done()
+        done = Future[None]()
+        done.set_result(None)
+        return done
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"Trainer calls {name}, which this stand-in lacks")

@@ -8,7 +8,7 @@ import pickle
 import sys
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -276,29 +276,25 @@ def test_true_resumes_from_the_newest_checkpoint_that_a_save_completed(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("owner", "name", "value", "words"),
     [
-        ({"is_deepspeed_enabled": True}, "DeepSpeed"),
-        ({"is_fsdp_enabled": True}, "FSDP"),
-        ({"is_distributed_loading_by_transformers": True}, "sharded while it is loaded"),
-        ({"model.tp_size": 2}, "tensor parallelism"),
-        ({"args._n_gpu": 2}, "one process that drives 2 GPUs"),
+        (lambda trainer: trainer, "is_deepspeed_enabled", True, "DeepSpeed"),
+        (lambda trainer: trainer, "is_fsdp_enabled", True, "FSDP"),
+        (lambda trainer: trainer, "is_distributed_loading_by_transformers", True, "sharded while"),
+        (lambda trainer: type(trainer.model), "tp_size", 2, "tensor parallelism"),
+        (lambda trainer: trainer.args, "_n_gpu", 2, "one process that drives 2 GPUs"),
     ],
 )
 def test_a_trainer_whose_ranks_have_no_gradients_of_their_own_is_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    change: dict[str, Any],
+    owner: Callable[[Trainer], Any],
+    name: str,
+    value: Any,
     words: str,
 ) -> None:
     trainer = tiny_trainer(tiny_args(tmp_path))
-    for path, value in change.items():
-        *owner, name = path.split(".")
-        holder = getattr(trainer, owner[0]) if owner else trainer
-        if name == "tp_size":
-            monkeypatch.setattr(type(holder), name, value)
-        else:
-            monkeypatch.setattr(holder, name, value, raising=False)
+    monkeypatch.setattr(owner(trainer), name, value, raising=False)
     with pytest.raises(NotImplementedError, match=f"doesn't work with.*{words}"):
         trainer.train()
 
