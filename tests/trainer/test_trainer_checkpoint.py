@@ -28,9 +28,7 @@ from tests.support.tiny import (
     trained,
     weights_digest,
 )
-from tests.support.training import agree, warned
-
-pytestmark = pytest.mark.multiproc
+from tests.support.training import agree, is_equal_everywhere, same, warned
 
 STEPS, HALF = 8, 4
 SAVE_FILE = "hf_dlion.checkpoint.momentum_file.save_file"
@@ -43,35 +41,33 @@ def saved(folder: str | Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in found)
 
 
-def names(steps: list[int], ranks: int = 2) -> list[str]:
-    return sorted(
-        f"checkpoint-{step}/dlion_momentum_{rank}_of_{ranks}.safetensors"
-        for step in steps
-        for rank in range(ranks)
-    )
+def names(steps: list[int]) -> list[str]:
+    files = [f"dlion_momentum_{rank}_of_2.safetensors" for rank in range(2)]
+    return sorted(f"checkpoint-{step}/{file}" for step in steps for file in files)
 
 
-def train(
-    rank: int, world_size: int, folder: str, changes: dict[str, Any], resume: str | None = None
-) -> tuple[str, list[torch.Tensor], list[str], int]:
-    """Trains; returns a hash of the weights, the momenta, what was warned of, and the steps."""
+def momenta_of(trainer: Trainer) -> list[torch.Tensor]:
+    return [state["exp_avg"].clone() for state in trainer.optimizer.optimizer.state.values()]
+
+
+def train_all(rank: int, world_size: int, folder: str) -> tuple[str, list[torch.Tensor]]:
+    trainer = trained(tiny_args(folder, **LONG))
+    return weights_digest(trainer.model), momenta_of(trainer)
+
+
+def train_rest(folder: Path) -> tuple[Trainer, list[str]]:
+    """Resumes from the checkpoint in the middle; returns what is warned of momenta, too."""
     with warned() as texts:
-        trainer = trained(tiny_args(folder, **changes), resume=resume)
-    lion = trainer.optimizer.optimizer
-    momenta = [state["exp_avg"].clone() for state in lion.state.values()]
-    messages = [text for text in texts if "moment" in text]
-    return weights_digest(trainer.model), momenta, messages, lion.steps
-
-
-def run_rest(rank: int, world_size: int, folder: str) -> Any:
-    return train(rank, world_size, folder, LONG, resume=f"{folder}/checkpoint-{HALF}")
+        trainer = trained(tiny_args(folder, **LONG), resume=f"{folder}/checkpoint-{HALF}")
+    assert trainer.optimizer.optimizer.steps == STEPS
+    return trainer, [text for text in texts if "moment" in text]
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, pools: RankPools) -> tuple[Path, Any]:
     """A run on two ranks with a checkpoint in the middle, never interrupted."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    return folder, pools(2).run(train, str(folder), LONG)
+    return folder, pools(2).run(train_all, str(folder))
 
 
 @pytest.fixture
@@ -82,16 +78,16 @@ def half(uninterrupted: tuple[Path, Any], tmp_path: Path) -> Path:
 
 
 @pytest.mark.smoke
+@on_ranks(2)
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
-    uninterrupted: tuple[Path, Any], half: Path, pools: RankPools
+    rank: int, uninterrupted: tuple[Path, Any], half: Path
 ) -> None:
-    straight = uninterrupted[1]
-    assert not all(map(torch.equal, straight[0][1], straight[1][1]))  # Momenta differ.
-    for rank, (digest, momenta, messages, steps) in enumerate(pools(2).run(run_rest, str(half))):
-        assert digest == straight[0][0] == straight[1][0]
-        assert all(map(torch.equal, momenta, straight[rank][1]))
-        assert not messages
-        assert steps == STEPS
+    digest, momenta = uninterrupted[1][rank]
+    trainer, messages = train_rest(half)
+    assert agree(digest, weights_digest(trainer.model))
+    assert same(momenta, momenta_of(trainer))
+    assert not is_equal_everywhere(momenta[0])
+    assert not messages
     assert saved(half) == names([HALF, STEPS])
 
 
@@ -107,14 +103,11 @@ def test_saving_changes_nothing_and_a_trainer_goes_back_to_its_checkpoint(
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_another_number_of_ranks_resumes_with_a_warning(
-    half: Path, pools: RankPools, world_size: int
-) -> None:
-    results = pools(world_size).run(run_rest, str(half))
-    assert len({digest for digest, *_ in results}) == 1
-    assert [len(messages) for _, _, messages, _ in results] == [1] + [0] * (world_size - 1)
-    assert "was saved by 2 ranks" in results[0][2][0]
-    assert {steps for *_, steps in results} == {STEPS}
+@on_ranks("world_size")
+def test_another_number_of_ranks_resumes_with_a_warning(rank: int, half: Path) -> None:
+    trainer, messages = train_rest(half)
+    assert agree(weights_digest(trainer.model))
+    assert ["was saved by 2 ranks" in text for text in messages] == [True] * (rank == 0)
 
 
 @on_ranks(2)
@@ -123,7 +116,7 @@ def test_a_state_that_one_rank_cannot_load_is_refused_on_every_rank(rank: int, h
     damaged = mock.patch(where, side_effect=OSError("bad sector"))
     error, text = ((Disagreement, "rank 1: OSError: bad"), (OSError, "^bad sector$"))[rank]
     with damaged if rank == 1 else contextlib.nullcontext(), pytest.raises(error, match=text):
-        run_rest(rank, 2, half)
+        train_rest(half)
 
 
 @on_ranks(2)
@@ -131,7 +124,7 @@ def test_a_checkpoint_that_one_rank_alone_resumes_from_is_refused(rank: int, hal
     resume = f"{half}/checkpoint-{HALF}" if rank == 0 else None
     text = re.escape(f"(rank 0: {half}/checkpoint-{HALF}; rank 1: None)")
     with pytest.raises(CheckpointError, match=text):
-        train(rank, 2, half, LONG, resume=resume)
+        trained(tiny_args(half, **LONG), resume=resume)
 
 
 @pytest.mark.parametrize(
