@@ -134,7 +134,7 @@ def test_a_wrapped_optimizer_steps_with_a_scaler(rank: int, clip: bool) -> None:
 
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.smoke), 4])
 @on_ranks(2)
-def test_a_loaded_state_equals_the_saved_one_on_every_rank(
+def test_a_loaded_state_is_the_saved_one_on_all_ranks(
     rank: int, tmp_path: Path, every: int
 ) -> None:
     loop, scale = Loop(vote_every=every), 2.0 ** (3 + rank)
@@ -177,7 +177,7 @@ def saves(rank: int, world_size: int, folder: str, every: int) -> list[list[Tens
 
 @multiproc
 @pytest.mark.parametrize("every", [1, 4])
-def test_one_process_continues_from_the_first_of_two_ranks(
+def test_one_process_continues_from_rank_0_of_two(
     pools: RankPools, tmp_path: Path, every: int
 ) -> None:
     momenta, common = pools(2).run(saves, str(tmp_path), every)[0]
@@ -330,9 +330,7 @@ def train(rank: int, model: nn.Module, lion: DistributedLion, steps: range) -> l
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 @on_ranks(4)
-def test_fsdp2_inside_replicas_saves_and_resumes(
-    rank: int, tmp_path: Path, kind: str, every: int
-) -> None:
+def test_fsdp2_inside_replicas_resumes(rank: int, tmp_path: Path, kind: str, every: int) -> None:
     with as_if_on_gpus():
         accelerator, model, lion = sharding(kind, vote_every=every)
         kept = train(rank, model, lion, range(1 + every))
@@ -392,7 +390,7 @@ def loop() -> Loop:
     return Loop(attached=False)
 
 
-def test_ranks_that_the_accelerator_does_not_know_are_refused(
+def test_ranks_unknown_to_the_accelerator_are_refused(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -68,9 +68,7 @@ def test_a_script_or_module_sees_what_python_would_show_it(
     assert {name: seen[name] for name in own} == own
 
 
-def test_a_script_that_ends_itself_ends_the_launcher_and_its_process_group(
-    recorder: Path, tmp_path: Path
-) -> None:
+def test_a_script_that_exits_ends_the_process_group(recorder: Path, tmp_path: Path) -> None:
     for code in (0, 7):
         recorder.write_text(
             "import sys, torch.distributed as dist\n"

@@ -53,7 +53,7 @@ def rows_of(folder: Path, *words: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("script", [codec, plot, step_time], ids=lambda one: one.__name__)
-def test_help_explains_every_option_and_has_two_examples(
+def test_help_explains_options_and_has_two_examples(
     script: Any, capsys: Any, monkeypatch: Any
 ) -> None:
     checked_help(script.main, [], r"python benchmarks/\w+\.py", monkeypatch, capsys)

@@ -33,9 +33,7 @@ SMOKE = ["--scale", "smoke", "--steps", "2", "--seeds", "1"]
 old_name = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 
 
-def test_a_study_goes_from_the_command_line_to_pictures_and_is_not_made_twice(
-    tmp_path: Path, capsys: Any
-) -> None:
+def test_a_study_ends_with_pictures_and_is_not_made_twice(tmp_path: Path, capsys: Any) -> None:
     words = ["--scale", "smoke", "--steps", "3", "--seeds", "2", "--out", str(tmp_path), "--plot"]
     words += ["--lr-adamw", "1e-3", "--lr-lion", "1e-3", "3e-3", "--workers", "2", "3"]
     assert main(words) == 0
@@ -85,9 +83,7 @@ def test_the_records_of_the_documentation_give_its_tables(
     assert cells in [[cell.strip() for cell in line.split("|")[1:][: len(cells)]] for line in lines]
 
 
-def test_help_explains_every_option_method_and_task_and_has_two_examples(
-    capsys: Any, monkeypatch: Any
-) -> None:
+def test_help_explains_every_option_method_and_task(capsys: Any, monkeypatch: Any) -> None:
     text = checked_help(main, [], r"python -m benchmarks\.convergence", monkeypatch, capsys)
     about = dict(re.findall(r"^ [ +-] (\S+) +(.+)$", text, re.M))
     assert set(about) == {*METHODS, *TASKS} - set(NOT_TRAINED)
@@ -245,7 +241,7 @@ def test_fine_tuning_keeps_its_base_and_lora_trains_its_factors_only(tmp_path: P
     assert all(torch.equal(value, values[key]) for key, value in torch.load(one).items())
 
 
-def test_a_run_on_text_sees_no_piece_twice_and_no_part_of_a_held_out_block(
+def test_a_run_on_text_sees_no_piece_twice_and_none_held_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Files, "_tokens", lambda self: (np.zeros(0), np.arange(640 * 40)))

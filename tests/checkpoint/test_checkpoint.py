@@ -133,7 +133,7 @@ def without_gradient(parameter: nn.Parameter) -> None:
 @pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @on_ranks(2)
-def test_a_resumed_run_equals_the_uninterrupted_one(
+def test_a_resumed_run_equals_an_uninterrupted_one(
     rank: int, tmp_path: Path, dtype: torch.dtype
 ) -> None:
     straight = Run(rank, model_of().bfloat16(), momentum_dtype=dtype)
@@ -333,9 +333,7 @@ def test_own_weights_continue_with_other_bits(rank: int, tmp_path: Path) -> None
 
 
 @on_ranks(2)
-def test_the_optimizers_state_alone_is_refused_between_two_exchanges(
-    rank: int, tmp_path: Path
-) -> None:
+def test_the_optimizers_state_alone_is_refused_within_a_period(rank: int, tmp_path: Path) -> None:
     run = Run(rank, vote_every=4)
     kept = run.train(2)
     run.save(tmp_path)
@@ -361,9 +359,7 @@ def test_the_optimizers_state_alone_is_refused_between_two_exchanges(
 
 
 @on_ranks(2)
-def test_a_run_resumes_with_a_parameter_frozen_before_its_first_exchange(
-    rank: int, tmp_path: Path
-) -> None:
+def test_a_parameter_frozen_before_its_first_exchange_resumes(rank: int, tmp_path: Path) -> None:
     """Rank 1 alone has used the parameter."""
     run = Run(rank, vote_every=4)
     if rank == 0:
@@ -380,9 +376,7 @@ def test_a_run_resumes_with_a_parameter_frozen_before_its_first_exchange(
 
 @pytest.mark.parametrize("every", [1, 3])
 @on_ranks(4)
-def test_the_ranks_of_a_node_load_their_first_ranks_momentum(
-    rank: int, tmp_path: Path, every: int
-) -> None:
+def test_a_nodes_ranks_load_its_first_ranks_momentum(rank: int, tmp_path: Path, every: int) -> None:
     """Two nodes of two ranks; the second ranks' own files are lost."""
     run = Run(rank, steps=1 + every, ddp=True, local_group=2, vote_every=every)
     run.save(tmp_path)
@@ -440,7 +434,7 @@ def other_shards(rank: int, world_size: int, folder: str, shape: tuple[int, int]
 
 @multiproc
 @pytest.mark.parametrize("every", [1, 3])
-def test_shards_of_fsdp2_resume_on_as_many_shards(
+def test_shards_of_fsdp2_resume_on_equal_shards(
     pools: RankPools, tmp_path: Path, every: int
 ) -> None:
     folder = str(tmp_path)
@@ -584,9 +578,7 @@ def dies_in_a_save(rank: int, world_size: int, folder: str) -> None:
 
 
 @multiproc
-def test_a_rank_that_dies_in_a_save_leaves_a_temporary_file(
-    pools: RankPools, tmp_path: Path
-) -> None:
+def test_a_rank_dying_in_a_save_leaves_a_temporary_file(pools: RankPools, tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError):
         pools(2).run(dies_in_a_save, str(tmp_path))
     assert re.search("LostRank: .*rank 1", (tmp_path / "message_0").read_text())
@@ -679,7 +671,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any] | None, str]] = {
 
 @pytest.mark.parametrize("case", DAMAGES)
 @on_ranks(2)
-def test_a_load_that_fails_on_one_rank_changes_nothing_and_fails_on_all(
+def test_a_load_that_fails_changes_nothing_and_fails_on_all(
     rank: int, tmp_path: Path, case: str
 ) -> None:
     damage, pattern = DAMAGES[case]

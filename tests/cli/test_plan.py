@@ -140,9 +140,7 @@ def test_the_other_methods_send_what_their_formulas_say() -> None:
 
 
 @pytest.mark.parametrize(("device", "unused"), [("cpu", 0), ("cuda", 4)])
-def test_memory_has_ddps_buckets_which_take_none_on_a_cpu_if_they_are_unused(
-    device: str, unused: int
-) -> None:
+def test_unused_buckets_of_ddp_take_no_memory_on_a_cpu(device: str, unused: int) -> None:
     case = a_case(
         workload("7b"), ranks=8, per_node=4, machine=replace(CPU, device=device), vote_every=4
     )
@@ -158,9 +156,7 @@ def test_memory_has_ddps_buckets_which_take_none_on_a_cpu_if_they_are_unused(
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(3, 1), (6, 2)])
-def test_one_node_computes_the_gradients_of_all_and_takes_one_step(
-    ranks: int, per_node: int
-) -> None:
+def test_one_node_computes_all_gradients_and_takes_one_step(ranks: int, per_node: int) -> None:
     case = a_case(ranks=ranks, per_node=per_node)
     own = predict(case)[ALONE]
     copies_s = 2 * case.work_s("copy") if per_node > 1 else 0.0
@@ -252,7 +248,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Counter[Any]]:
     return use
 
 
-def test_the_shortest_of_several_times_counts_and_a_slow_machine_stops_at_its_budget(
+def test_the_shortest_time_counts_and_a_slow_machine_stops_at_its_budget(
     clock: Any,
 ) -> None:
     for elapsed, rounds in ((0.0, machine.MOST_ROUNDS), (60.0, machine.LEAST_ROUNDS)):
@@ -263,9 +259,7 @@ def test_the_shortest_of_several_times_counts_and_a_slow_machine_stops_at_its_bu
         assert long.each_s["encode 1"] == pytest.approx(3 * short.each_s["encode 1"])
 
 
-def test_a_busy_machine_is_said_and_where_the_verdict_depends_on_it_so_is_that(
-    clock: Any, run: Any
-) -> None:
+def test_a_busy_machine_is_reported_and_may_leave_no_verdict(clock: Any, run: Any) -> None:
     clock(1.1)
     text = run("29.5m", "--link=1gbit")
     assert "Warning" not in text
@@ -289,7 +283,7 @@ def test_a_busy_machine_is_said_and_where_the_verdict_depends_on_it_so_is_that(
     assert "\nDistributedLion does not pay: " in run("29.5m", "--link=10gbit")
 
 
-def test_the_cores_that_other_processes_use_are_counted_without_our_own(
+def test_cores_of_other_processes_are_counted_without_ours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     process = SimpleNamespace(cpu_percent=lambda: 150.0)

@@ -43,7 +43,7 @@ def warned() -> Iterator[list[str]]:
         yield texts
 
 
-def test_registering_twice_changes_nothing_and_the_name_survives_parser_pickle_and_json(
+def test_the_name_survives_a_second_register_parser_pickle_and_json(
     tmp_path: Path,
 ) -> None:
     before = list(OptimizerNames), vars(Trainer)["_save_rng_state"]
@@ -70,9 +70,7 @@ def test_registering_twice_changes_nothing_and_the_name_survives_parser_pickle_a
     ],
     ids=["text", "dict"],
 )
-def test_optim_args_reach_the_optimizer_by_the_names_of_the_model(
-    tmp_path: Path, optim_args: Any
-) -> None:
+def test_optim_args_reach_the_optimizer_by_model_names(tmp_path: Path, optim_args: Any) -> None:
     trainer = trained(tiny_args(tmp_path, optim_args=optim_args, learning_rate=3e-4))
     lion = trainer.optimizer.optimizer
     assert lion.options.bits == 2
@@ -122,7 +120,7 @@ def test_defaults_are_those_of_lion_and_of_trainer(
         ("bits=2,bits=4", "bits is set twice"),
     ],
 )
-def test_bad_optim_args_are_refused_when_the_arguments_are_made(
+def test_bad_optim_args_are_refused_with_the_arguments(
     tmp_path: Path, text: str, words: str
 ) -> None:
     with pytest.raises(ValueError, match=r"^optim_args") as caught:
@@ -226,9 +224,7 @@ def test_a_passed_optimizer_is_named_logged_and_saved_with_a_group_of_later(tmp_
     assert set(others) == NAMES
 
 
-def test_other_optimizers_train_as_before_and_our_options_warn(
-    tmp_path: Path, warned: list[str]
-) -> None:
+def test_other_optimizers_train_as_before_with_a_warning(tmp_path: Path, warned: list[str]) -> None:
     options = "momentum=0.9,bits=2"
     trainer = trained(tiny_args(tmp_path, optim="sgd", optim_args=options, save_every=4))
     assert type(trainer.optimizer.optimizer) is torch.optim.SGD
@@ -299,7 +295,7 @@ def test_a_trainer_whose_ranks_have_no_gradients_of_their_own_is_refused(
         trainer.train()
 
 
-def test_ranks_that_the_arguments_dont_know_of_are_refused(
+def test_ranks_unknown_to_the_arguments_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for cls in (Trainer, OwnOptimizer):
@@ -350,7 +346,7 @@ def test_a_transformers_without_a_wrapped_method_is_refused_by_name(
         patches.install()
 
 
-def test_a_transformers_without_a_table_of_handlers_is_refused(
+def test_a_transformers_without_handlers_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers.trainer_optimizer", None)

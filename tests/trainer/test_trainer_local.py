@@ -249,9 +249,7 @@ class Begins(TrainerCallback):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @on_ranks(2)
-def test_a_run_resumed_within_a_period_equals_the_run_that_saved(
-    tmp_path: Path, dtype: torch.dtype
-) -> None:
+def test_a_run_resumed_within_a_period_equals_its_saver(tmp_path: Path, dtype: torch.dtype) -> None:
     begins, options = Begins(), {"optim_args": "vote_every=3", "max_grad_norm": 0.0}
     args = tiny_args(tmp_path, max_steps=8, save_every=4, **options)
 
@@ -299,7 +297,7 @@ class OwnLoop(Trainer):
 
 
 @on_ranks(2)
-def test_a_subclass_that_evaluates_and_steps_itself_has_common_weights_in_evaluations(
+def test_a_subclass_that_evaluates_itself_sees_common_weights(
     tmp_path: Path,
 ) -> None:
     args = tiny_args(
