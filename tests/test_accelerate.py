@@ -134,9 +134,7 @@ def test_a_wrapped_optimizer_steps_with_a_scaler(rank: int, clip: bool) -> None:
 
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.smoke), 4])
 @on_ranks(2)
-def test_a_loaded_state_is_the_saved_one_on_all_ranks(
-    rank: int, tmp_path: Path, every: int
-) -> None:
+def test_a_loaded_state_equals_that_of_each_rank(rank: int, tmp_path: Path, every: int) -> None:
     loop, scale = Loop(vote_every=every), 2.0 ** (3 + rank)
     kept = loop.train(3)
     loop.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)

@@ -311,7 +311,7 @@ def nodes() -> Iterator[list[str]]:
 
 @pytest.mark.multiproc
 @pytest.mark.slow
-def test_between_two_nodes_the_interface_is_set_and_the_doctor_measures_the_link(
+def test_two_nodes_get_their_interface_and_the_doctor_measures(
     nodes: list[str], tmp_path: Path
 ) -> None:
     script = tmp_path / "script.py"

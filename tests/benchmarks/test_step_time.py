@@ -131,9 +131,7 @@ class Uneven(Rank):
         self.bytes_sent += 12.0 * (self._taken % 6 == 0)
 
 
-def test_times_and_bytes_of_a_method_with_periods_are_means_of_at_least_three(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_times_and_bytes_of_periods_are_means_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
     method = Method("uneven", "", lambda model, hyper: Uneven(model, None), every=2)
     seconds = iter([1.0, 1.0, 4.0])
 

@@ -671,7 +671,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any] | None, str]] = {
 
 @pytest.mark.parametrize("case", DAMAGES)
 @on_ranks(2)
-def test_a_load_that_fails_changes_nothing_and_fails_on_all(
+def test_a_failing_load_changes_nothing_and_fails_on_all(
     rank: int, tmp_path: Path, case: str
 ) -> None:
     damage, pattern = DAMAGES[case]

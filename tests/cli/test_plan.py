@@ -248,9 +248,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Counter[Any]]:
     return use
 
 
-def test_the_shortest_time_counts_and_a_slow_machine_stops_at_its_budget(
-    clock: Any,
-) -> None:
+def test_the_shortest_time_counts_and_a_slow_machine_stops_at_its_budget(clock: Any) -> None:
     for elapsed, rounds in ((0.0, machine.MOST_ROUNDS), (60.0, machine.LEAST_ROUNDS)):
         calls = clock(3.0, elapsed)
         [short, long], _ = machine.measured(workload("29.5m"), torch.float32, 128, None)
@@ -283,9 +281,7 @@ def test_a_busy_machine_is_reported_and_may_leave_no_verdict(clock: Any, run: An
     assert "\nDistributedLion does not pay: " in run("29.5m", "--link=10gbit")
 
 
-def test_cores_of_other_processes_are_counted_without_ours(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_cores_of_other_processes_are_counted_without_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     process = SimpleNamespace(cpu_percent=lambda: 150.0)
     known = {"cpu_percent": lambda: 75.0, "cpu_count": lambda: 4, "Process": lambda: process}
     monkeypatch.setattr(machine, "psutil", SimpleNamespace(**known))

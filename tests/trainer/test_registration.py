@@ -43,9 +43,7 @@ def warned() -> Iterator[list[str]]:
         yield texts
 
 
-def test_the_name_survives_a_second_register_parser_pickle_and_json(
-    tmp_path: Path,
-) -> None:
+def test_the_name_survives_a_second_register_parser_pickle_and_json(tmp_path: Path) -> None:
     before = list(OptimizerNames), vars(Trainer)["_save_rng_state"]
     hf_dlion.register()
     assert (list(OptimizerNames), vars(Trainer)["_save_rng_state"]) == before
@@ -120,9 +118,7 @@ def test_defaults_are_those_of_lion_and_of_trainer(
         ("bits=2,bits=4", "bits is set twice"),
     ],
 )
-def test_bad_optim_args_are_refused_with_the_arguments(
-    tmp_path: Path, text: str, words: str
-) -> None:
+def test_bad_optim_args_are_refused_at_once(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(ValueError, match=r"^optim_args") as caught:
         tiny_args(tmp_path, optim_args=text)
     assert words in str(caught.value)
@@ -346,9 +342,7 @@ def test_a_transformers_without_a_wrapped_method_is_refused_by_name(
         patches.install()
 
 
-def test_a_transformers_without_handlers_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_transformers_without_handlers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers.trainer_optimizer", None)
     with pytest.raises(RuntimeError, match="_OPTIMIZER_HANDLERS"):
         hf_dlion.register()

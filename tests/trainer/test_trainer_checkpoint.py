@@ -175,9 +175,7 @@ def test_an_overridden_save_may_write_on_rank_0(rank: int, tmp_path: Path, full_
 
 
 @on_ranks(2)
-def test_different_output_folders_are_refused_before_the_first_step(
-    rank: int, tmp_path: Path
-) -> None:
+def test_different_output_folders_are_refused_before_a_step(rank: int, tmp_path: Path) -> None:
     trainer = tiny_trainer(tiny_args(tmp_path / str(rank), save_every=2))
     text = f"output_dir differs between ranks (rank 0: {tmp_path}/0; rank 1: {tmp_path}/1)"
     with pytest.raises(CheckpointError, match=re.escape(text)):
@@ -251,9 +249,7 @@ def test_momenta_are_saved_with_every_kind_of_checkpoint(
 
 
 @on_ranks(2)
-def test_a_checkpoint_of_weights_alone_resumes_with_a_message(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoint_of_weights_alone_resumes_with_a_message(tmp_path: Path) -> None:
     trained(tiny_args(tmp_path, save_every=2, save_only_model=True))
     assert saved(tmp_path) == []
     with logged() as messages:

@@ -82,9 +82,7 @@ def watched(folder: str | Path, watch: Watch, **changes: Any) -> Trainer:
 
 @pytest.mark.smoke
 @on_ranks(2)
-def test_evaluations_have_all_steps_and_saves_have_common_weights_and_change_nothing(
-    rank: int, tmp_path: Path
-) -> None:
+def test_evaluations_have_all_steps_and_saves_change_nothing(rank: int, tmp_path: Path) -> None:
     watch = Watch(f"{tmp_path}/alone")
     with logged() as messages:
         trainer = watched(tmp_path, watch, save_total_limit=3, save_every=3)
@@ -218,9 +216,7 @@ class Failing(TrainerCallback):
 
 
 @on_ranks(2)
-def test_a_training_that_fails_or_stops_within_a_period_leaves_common_weights_and_ddp_averages(
-    tmp_path: Path,
-) -> None:
+def test_a_failed_or_stopped_training_leaves_common_weights_and_ddp(tmp_path: Path) -> None:
     args, failing = tiny_args(tmp_path, max_steps=8, optim_args="vote_every=4"), Failing()
     trainer = tiny_trainer(args, callbacks=[failing])
     with pytest.raises(KeyError, match="of the user's callback"):
@@ -297,9 +293,7 @@ class OwnLoop(Trainer):
 
 
 @on_ranks(2)
-def test_a_subclass_that_evaluates_itself_sees_common_weights(
-    tmp_path: Path,
-) -> None:
+def test_a_subclass_that_evaluates_itself_sees_common_weights(tmp_path: Path) -> None:
     args = tiny_args(
         tmp_path, optim_args="vote_every=4", max_steps=6, average_tokens_across_devices=False,
         eval_every=2,
