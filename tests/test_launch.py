@@ -206,20 +206,15 @@ LOOPBACK = {"10.0.0.1": Route("lo", "127.0.1.1"), ANYWHERE: Route("wlan0", "192.
     ],
 )
 def test_unset_interfaces_are_set_between_nodes_and_set_ones_stay(
-    changes: dict[str, str],
-    routes: dict[str, Route],
-    said: str,
-    interfaces: list[str | None],
-    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, str], routes: dict[str, Route], said: str, interfaces: list[str | None]
 ) -> None:
     def answer(host: str) -> Route:
         if host not in routes:
             raise OSError("Network is unreachable")
         return routes[host]
 
-    monkeypatch.setattr(launch, "route_to", answer)
     several = {"MASTER_ADDR": "10.0.0.1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", **changes}
-    with mock.patch.dict(os.environ):
+    with mock.patch.object(launch, "route_to", answer), mock.patch.dict(os.environ):
         for name in VARIABLES:
             os.environ.pop(name, None)
         os.environ.update(several)

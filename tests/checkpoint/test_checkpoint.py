@@ -272,6 +272,7 @@ def test_another_number_of_ranks_shares_the_files_with_a_warning(
     assert sorted(tmp_path.glob("*.safetensors")) == files
 
 
+Options = dict[str, Any]
 LOCAL, LOCAL_NODES = {"vote_every": 3}, {"vote_every": 3, "local_group": 2}
 
 
@@ -289,12 +290,7 @@ LOCAL, LOCAL_NODES = {"vote_every": 3}, {"vote_every": 3, "local_group": 2}
 )
 @on_ranks("ranks")
 def test_other_options_continue_with_the_models_weights_and_a_warning(
-    rank: int,
-    tmp_path: Path,
-    ranks: int,
-    saving: dict[str, Any],
-    loading: dict[str, Any],
-    said: str,
+    rank: int, tmp_path: Path, ranks: int, saving: Options, loading: Options, said: str
 ) -> None:
     run = Run(rank, steps=5, ddp=True, **saving)
     run.save(tmp_path)
@@ -525,39 +521,34 @@ def attempt(
 
 
 FILE = r"dlion_momentum_1_of_2\.safetensors"
-# Patterns of the two ranks' errors, and whether rank 0 writes its file.
+# Patterns of the two ranks' errors.
 SAVES = {
     "full disk": (
-        (rf"Disagreement.*rank 1: CheckpointError: .*rank 1 cannot write .*{FILE}", "Free space"),
-        True,
+        rf"Disagreement.*rank 1: CheckpointError: .*rank 1 cannot write .*/new/{FILE}",
+        rf"^CheckpointError: .*/new/{FILE}.* Free space",
     ),
-    "interrupt": (
-        ("Disagreement.*rank 1: KeyboardInterrupt: stop", "^KeyboardInterrupt: stop"),
-        True,
-    ),
-    "failed before": (("Disagreement.*rank 1: OSError: no model", "^OSError: no model"), False),
-    "other folders": ((r"rank 0: '.*/new', rank 1: '.*/new1'", "pass the same path"), False),
-    "alone": (
-        ("rank 1 steps while rank 0 saves", "let every rank take the same number"),
-        False,
-    ),
+    "interrupt": ("Disagreement.*rank 1: KeyboardInterrupt: stop", "^KeyboardInterrupt: stop"),
+    "failed before": ("Disagreement.*rank 1: OSError: no model", "^OSError: no model"),
+    "other folders": (r"rank 0: '.*/new', rank 1: '.*/new1'", "pass the same path"),
+    "alone": ("rank 1 steps while rank 0 saves", "let every rank take the same number"),
 }
+# Rank 0 has written its file, where rank 1 fails while it writes.
+WRITES = ("full disk", "interrupt")
 
 
 @pytest.mark.parametrize("case", SAVES)
 @on_ranks(2)
 def test_a_save_that_fails_on_one_rank_fails_on_all(rank: int, tmp_path: Path, case: str) -> None:
-    patterns, wrote = SAVES[case]
     run = Run(rank, steps=2)
     run.save(tmp_path / "old")
     run.train(2)
     kept = run.momenta
     error = attempt(case, rank, save_momentum, run.lion, tmp_path / "new")
-    assert re.search(patterns[rank], error), error
+    assert re.search(SAVES[case][rank], error), error
     assert same(kept, run.momenta)
     dist.barrier()
     files = [path.name for path in tmp_path.glob("new/*")]
-    assert files == ([file_of("", 0, 2).name] if wrote else [])
+    assert files == [file_of("", 0, 2).name] * (case in WRITES)
     # The older checkpoint still loads, and the next save is complete.
     run.load(tmp_path / "old")
     save_momentum(run.lion, tmp_path / "again")

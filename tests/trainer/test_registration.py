@@ -8,7 +8,7 @@ import pickle
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -278,12 +278,7 @@ def test_true_resumes_from_the_newest_checkpoint_that_a_save_completed(tmp_path:
     ],
 )
 def test_a_trainer_whose_ranks_have_no_gradients_of_their_own_is_refused(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    owner: Callable[[Trainer], Any],
-    name: str,
-    value: Any,
-    words: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, value: Any, words: str
 ) -> None:
     trainer = tiny_trainer(tiny_args(tmp_path))
     monkeypatch.setattr(owner(trainer), name, value, raising=False)

@@ -231,11 +231,7 @@ _BEST = {"eval_every": 1, "metric_for_best_model": "loss", "load_best_model_at_e
 )
 @on_ranks(2)
 def test_momenta_are_saved_with_every_kind_of_checkpoint(
-    tmp_path: Path,
-    changes: dict[str, Any],
-    callbacks: list[TrainerCallback],
-    end: int,
-    saves: list[int] | None,
+    tmp_path: Path, changes: dict[str, Any], callbacks: Any, end: int, saves: list[int] | None
 ) -> None:
     args = tiny_args(tmp_path, **changes)
     trainer = tiny_trainer(args, callbacks=callbacks, eval_dataset=tiny_data(4))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ def sentence(row: int, start: int, length: int) -> str:
     return " ".join(f"w{(7 * row + start + word) % WORDS}" for word in range(length))
 
 
-def prefers(folder: Path, **changes: Any) -> Trainer:
+def prefers(folder: Path, optim_args: str | None) -> Trainer:
     from trl import DPOConfig, DPOTrainer
 
     rows = [
@@ -38,7 +37,7 @@ def prefers(folder: Path, **changes: Any) -> Trainer:
     return DPOTrainer(
         model=tiny_llama(attention_dropout=0.0),
         ref_model=tiny_llama(attention_dropout=0.0),  # TRL would load it from the model's folder.
-        args=tiny_args(folder, DPOConfig, **SHORT, **changes),
+        args=tiny_args(folder, DPOConfig, optim_args=optim_args, **SHORT),
         train_dataset=Dataset.from_list(rows),
         processing_class=tiny_tokenizer(padding_side="left"),
     )
@@ -51,10 +50,10 @@ def reward_of_even_words(completions: list[str], **_: Any) -> list[float]:
     ]
 
 
-def reinforces(folder: Path, **changes: Any) -> Trainer:
+def reinforces(folder: Path, optim_args: str | None) -> Trainer:
     from trl import GRPOConfig, GRPOTrainer
 
-    more = {"num_generations": 4, "max_completion_length": 8, **changes}
+    more = {"num_generations": 4, "max_completion_length": 8, "optim_args": optim_args}
     return GRPOTrainer(
         model=tiny_llama(attention_dropout=0.0, max_position_embeddings=64),
         reward_funcs=reward_of_even_words,
@@ -71,20 +70,13 @@ def reinforces(folder: Path, **changes: Any) -> Trainer:
     ids=["dpo", "grpo"],
 )
 @pytest.mark.parametrize(
-    ("changes", "exchanges"),
-    [({}, 2), ({"optim_args": "vote_every=2"}, 1)],
-    ids=["votes", "local"],
+    ("optim_args", "exchanges"), [(None, 2), ("vote_every=2", 1)], ids=["votes", "local"]
 )
 @on_ranks(2, timeout=120)
 def test_trls_trainer_sends_votes_and_keeps_replicas_equal(
-    rank: int,
-    tmp_path: Path,
-    make: Callable[..., Trainer],
-    shows: str,
-    changes: dict[str, Any],
-    exchanges: int,
+    rank: int, tmp_path: Path, make: Any, shows: str, optim_args: str | None, exchanges: int
 ) -> None:
-    trainer = make(tmp_path, **changes)
+    trainer = make(tmp_path, optim_args)
     before = weights_digest(trainer.model)
     trainer.train()
     after, entries, wire = outcome(trainer)
