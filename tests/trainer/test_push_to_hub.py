@@ -33,12 +33,7 @@ class Hub:
         return mock.Mock(repo_id=f"someone/{name}")
 
     def upload_folder(
-        self,
-        *,
-        folder_path: str,
-        path_in_repo: str = "",
-        ignore_patterns: list[str] | None = None,
-        **_: Any,
+        self, *, folder_path: str, path_in_repo: str = "", ignore_patterns: Any = None, **_: Any
     ) -> Future[None]:
         kept = filter_repo_objects(files_in(Path(folder_path)), ignore_patterns=ignore_patterns)
         self.uploads.append({(Path(path_in_repo) / name).as_posix() for name in kept})
