@@ -69,7 +69,7 @@ def test_what_needs_no_torch_imports_none(words: list[str]) -> None:
         (["plan", "1m", "--link=1g", "--vote-every=1"], "must be at least 2; each table has a row"),
     ],
 )
-def test_what_is_not_understood_is_said_with_what_was_meant_before_anything_is_measured(
+def test_what_is_not_understood_is_said_before_anything_is_measured(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with mock.patch.object(plan, "measured") as measured:

@@ -94,7 +94,12 @@ def test_optim_args_reach_the_optimizer_by_model_names(tmp_path: Path, optim_arg
         # Betas are Lion's unless they were chosen.
         ({}, {}, "betas", (0.9, 0.99)),
         ({"adam_beta2": 0.95}, {}, "betas", (0.9, 0.95)),
-        ({"adam_beta1": 0.8, "optim_args": "beta2=0.999"}, {}, "betas", (0.8, 0.999)),
+        (
+            {"adam_beta1": 0.8, "adam_beta2": 0.95, "optim_args": "beta2=0.999"},
+            {},
+            "betas",
+            (0.8, 0.999),
+        ),
     ],
 )
 def test_defaults_are_those_of_lion_and_of_trainer(
@@ -200,7 +205,7 @@ def test_an_optimizer_of_a_subclass_is_named_logged_and_saved(
     assert set(names_after_training(args, cls)) == NAMES
 
 
-def test_a_passed_optimizer_is_named_logged_and_saved_with_a_group_of_later(tmp_path: Path) -> None:
+def test_a_passed_optimizer_with_a_late_group_is_named_and_saved(tmp_path: Path) -> None:
     model = tiny_llama()
     late = model.model.norm.weight.requires_grad_(False)
 
