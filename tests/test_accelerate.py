@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import os
 import pickle
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,11 +28,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import accelerate
 import hf_dlion.accelerate
 from accelerate import Accelerator
-from hf_dlion import CheckpointError, DistributedLion
+from hf_dlion import DistributedLion
 from hf_dlion.accelerate import attach, parallelism_config
 from tests.support.gpus import as_if_on_gpus
 from tests.support.spawn import LASTING, RankPools, on_ranks, run_command
-from tests.support.training import is_equal_everywhere, same, warned
+from tests.support.training import agree, error_of, is_equal_everywhere, same, warned
 
 multiproc = pytest.mark.multiproc
 
@@ -75,6 +75,11 @@ class Loop:
         with self.lion.common_weights():
             return [p.detach().clone() for p in self.model.parameters()]
 
+    def seen(self) -> list[list[Tensor]]:
+        """Returns momenta and common weights, and both and the weights after four steps."""
+        before = [self.momenta(), self.common()]
+        return [*before, self.train(4), self.momenta(), self.common()]
+
     def momenta(self) -> list[Tensor]:
         return [self.lion.state[p]["exp_avg"].clone() for p in self.model.parameters()]
 
@@ -86,22 +91,18 @@ class Loop:
         gc.collect()
 
 
-def accumulates(rank: int, world_size: int, accumulate: int) -> tuple[int, int]:
+@pytest.mark.parametrize("accumulate", [1, 3])
+@on_ranks(2)
+def test_a_loop_steps_once_per_accumulation(accumulate: int) -> None:
     loop = Loop(accumulate=accumulate, full_precision="0.*")  # by the model's names
     assert all(map(is_equal_everywhere, loop.train(6)))
-    found = loop.lion.steps, loop.lion.wire.exchanges
+    assert loop.lion.steps == loop.lion.wire.exchanges == 6 // accumulate
     loop.close()
-    return found
 
 
-@multiproc
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_loop_steps_once_per_accumulation(pools: RankPools, accumulate: int) -> None:
-    steps = 6 // accumulate
-    assert pools(2).run(accumulates, accumulate) == [(steps, steps)] * 2
-
-
-def scaled(rank: int, world_size: int, clip: bool) -> list[float]:
+@pytest.mark.parametrize("clip", [False, True])
+@on_ranks(2)
+def test_a_wrapped_optimizer_steps_with_a_scaler(rank: int, clip: bool) -> None:
     """Rank 1 overflows in step 1; an unscaled optimizer of the same gradients goes along."""
     Loop().close()  # AcceleratedOptimizer needs an Accelerator.
     torch.manual_seed(0)
@@ -128,104 +129,91 @@ def scaled(rank: int, world_size: int, clip: bool) -> list[float]:
         other.zero_grad()
         scales.append(scaler.get_scale())
         assert same(list(model.parameters()), list(plain.parameters()))
-    return scales
+    assert scales == ([1024.0] * 3 if rank == 0 else [1024.0, 512.0, 512.0])
 
 
-@multiproc
-@pytest.mark.parametrize("clip", [False, True])
-def test_a_wrapped_optimizer_steps_with_a_scaler(pools: RankPools, clip: bool) -> None:
-    assert pools(2).run(scaled, clip) == [[1024.0] * 3, [1024.0, 512.0, 512.0]]
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.smoke), 4])
+@on_ranks(2)
+def test_a_loaded_state_equals_that_of_each_rank(rank: int, tmp_path: Path, every: int) -> None:
+    loop, scale = Loop(vote_every=every), 2.0 ** (3 + rank)
+    kept = loop.train(3)
+    loop.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    loop.accelerator.scaler.scale(torch.ones(()))
+    loop.accelerator.save_state(tmp_path)
+    loop.accelerator.scaler = None
+    assert same(kept, loop.train(0))
+    momenta, common, own, _, end = saved = loop.seen()
+    assert not is_equal_everywhere(momenta[0])
+    assert all(map(is_equal_everywhere, own)) == (every == 1)
+    assert all(map(is_equal_everywhere, [*common, *end]))
+    loop.close()
+    loop = Loop(vote_every=every)
+    loop.train(3)
+    assert same(own, loop.train(4))  # Saving changes nothing.
+    loop.close()
+    loop = Loop(vote_every=every)
+    loop.accelerator.scaler = torch.amp.GradScaler("cpu")
+    with warned() as texts:
+        loop.accelerator.load_state(tmp_path)
+    assert not [text for text in texts if "ranks" in text]
+    assert loop.accelerator.scaler.state_dict()["scale"] == scale
+    loop.accelerator.scaler = None
+    assert all(map(same, saved, loop.seen()))
+    loop.accelerator.load_state(tmp_path)  # In the midst of a run.
+    assert all(map(same, saved, loop.seen()))
+    loop.close()
 
 
 def saves(rank: int, world_size: int, folder: str, every: int) -> list[list[Tensor]]:
     loop = Loop(vote_every=every)
-    kept = loop.train(3)
-    loop.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (3 + rank))
-    loop.accelerator.scaler.scale(torch.ones(()))
-    loop.accelerator.save_state(folder)
-    loop.accelerator.scaler = None
-    assert same(kept, [p.detach() for p in loop.model.parameters()])
-    found = [loop.momenta(), loop.common(), loop.train(4), loop.momenta(), loop.common()]
-    loop.close()
-    loop = Loop(vote_every=every)
     loop.train(3)
-    assert same(found[2], loop.train(4))  # Saving changes nothing.
+    loop.accelerator.save_state(folder)
+    found = [loop.momenta(), loop.common()]
     loop.close()
     return found
 
 
-def loads(
-    rank: int, world_size: int, folder: str, every: int
-) -> tuple[list[list[Tensor]], float, list[str]]:
-    loop = Loop(vote_every=every)
-    loop.accelerator.scaler = torch.amp.GradScaler("cpu")
-    with warned() as texts:
-        loop.accelerator.load_state(folder)
-    scale = loop.accelerator.scaler.state_dict()["scale"]
-    loop.accelerator.scaler = None
-    found = [loop.momenta(), loop.common(), loop.train(4), loop.momenta(), loop.common()]
-    loop.accelerator.load_state(folder)  # In the midst of a run.
-    again = [loop.momenta(), loop.common(), loop.train(4), loop.momenta(), loop.common()]
-    assert all(same(*pair) for pair in zip(found, again, strict=True))
-    messages = [text for text in texts if "ranks" in text]
-    loop.close()
-    return found, scale, messages
-
-
 @multiproc
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.smoke), 4])
-def test_a_loaded_state_equals_the_saved_one_on_every_rank(
+@pytest.mark.parametrize("every", [1, 4])
+def test_one_process_continues_from_rank_0_of_two(
     pools: RankPools, tmp_path: Path, every: int
 ) -> None:
-    saved = pools(2).run(saves, str(tmp_path), every)
-    loaded = pools(2).run(loads, str(tmp_path), every)
-    assert not same(saved[0][0], saved[1][0])
-    assert same(saved[0][2], saved[1][2]) == (every == 1)
-    assert same(saved[0][4], saved[1][4])
-    for rank in range(2):
-        found, scale, messages = loaded[rank]
-        assert all(same(*pair) for pair in zip(found, saved[rank], strict=True))
-        assert scale == 2.0 ** (3 + rank)
-        assert messages == []
-    # One rank alone continues from the first file.
+    momenta, common = pools(2).run(saves, str(tmp_path), every)[0]
     hf_dlion.accelerate._warn_alone.cache_clear()
     with pytest.warns(UserWarning, match="this process trains alone"):
         loop = Loop(vote_every=every, full_precision="0.*")
     with pytest.warns(UserWarning, match="was saved by 2 ranks and is loaded by 1"):
         loop.accelerator.load_state(str(tmp_path))
-    assert same(loop.momenta(), saved[0][0])
-    assert same(loop.train(0), saved[0][1])
+    assert same(loop.momenta(), momenta)
+    assert same(loop.train(0), common)
 
 
-def evaluates(rank: int, world_size: int) -> list[float]:
-    """Returns losses between two exchanges and at the end of training."""
-    loop, losses = Loop(vote_every=2), []
-    x, y = torch.ones(8, 6), torch.zeros(8, 3)
+@on_ranks(2)
+def test_ranks_evaluate_the_same_model_between_two_exchanges() -> None:
+    loop = Loop(vote_every=2)
+
+    def evaluated() -> float:
+        loop.optimizer.eval()
+        return float(nn.functional.mse_loss(loop.wrapped(torch.ones(8, 6)), torch.zeros(8, 3)))
+
     kept = loop.train(3)
-    loop.optimizer.eval()
-    losses.append(float(nn.functional.mse_loss(loop.wrapped(x), y)))
+    between = evaluated()
     with pytest.raises(RuntimeError, match=r"call optimizer.train\(\) before you train"):
         loop.train(1)
     loop.optimizer.train()
     assert same(kept, loop.train(0))
     # As a loop ends; the wrapper has no `exchange_now`.
     loop.lion.exchange_now()
-    loop.optimizer.eval()
-    losses.append(float(nn.functional.mse_loss(loop.wrapped(x), y)))
+    end = evaluated()
     loop.close()
-    return losses
+    assert agree((between, end))
+    assert between != end
 
 
-@multiproc
-def test_ranks_evaluate_the_same_model_between_two_exchanges(pools: RankPools) -> None:
-    first, second = pools(2).run(evaluates)
-    assert first == second
-    assert first[0] != first[1]
-
-
-def automatic(rank: int, world_size: int, folder: str) -> list[str]:
+@on_ranks(2)
+def test_automatic_names_and_limits_work_and_survive_failures(rank: int, tmp_path: Path) -> None:
     project = ProjectConfiguration(
-        project_dir=folder, automatic_checkpoint_naming=True, total_limit=2
+        project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=2
     )
     loop = Loop(project=project)
     for _ in range(3):
@@ -236,70 +224,46 @@ def automatic(rank: int, world_size: int, folder: str) -> list[str]:
     loop.accelerator.load_state()
     assert same(saved, loop.momenta())
     # A failure on one rank, before and after Accelerate's barrier, and while momenta are written.
-    messages = []
-    momentum = "hf_dlion.checkpoint.momentum_file.save_file"
-    for place in ("accelerate.accelerator.shutil.rmtree", "torch.save", momentum):
+    for place, own in (
+        ("accelerate.accelerator.shutil.rmtree", "OSError: broken"),
+        ("torch.save", "OSError: broken"),
+        ("hf_dlion.checkpoint.momentum_file.save_file", "CheckpointError: .*broken"),
+    ):
         fails = mock.patch(place, side_effect=OSError("broken"))
         with fails if rank == 0 else contextlib.nullcontext():
-            try:
-                loop.accelerator.save_state()
-            except Exception as error:
-                messages.append(f"{type(error).__name__}: {error}")
+            error = error_of(loop.accelerator.save_state)
+        assert re.match(own if rank == 0 else "Disagreement: .*rank 0: .*broken", error), error
     loop.accelerator.save_state()
     loop.accelerator.load_state()
     loop.close()
-    return messages
-
-
-@multiproc
-def test_automatic_names_and_limits_work_and_survive_failures(
-    pools: RankPools, tmp_path: Path
-) -> None:
-    for rank, messages in enumerate(pools(2).run(automatic, str(tmp_path))):
-        assert len(messages) == 3
-        kinds = [text.split(":")[0] for text in messages]
-        own = ["OSError", "OSError", "CheckpointError"]
-        assert kinds == (own if rank == 0 else ["Disagreement"] * 3)
-        assert rank == 0 or all("rank 0: " in text and "broken" in text for text in messages)
-    folders = sorted(os.listdir(tmp_path / "checkpoints"))
+    folders = sorted(tmp_path.glob("checkpoints/*"))
     assert len(folders) == 2
-    momenta = sorted(os.listdir(tmp_path / "checkpoints" / folders[-1]))
-    assert {f"dlion_momentum_{rank}_of_2.safetensors" for rank in range(2)} <= set(momenta)
+    momenta = {path.name for path in folders[-1].glob("dlion*")}
+    assert momenta == {f"dlion_momentum_{other}_of_2.safetensors" for other in range(2)}
 
 
-def refused(rank: int, world_size: int, folder: str) -> list[str]:
+@on_ranks(2)
+def test_an_error_on_one_rank_is_raised_on_all(rank: int, tmp_path: Path) -> None:
     loop = Loop()
     loop.train(2)
-    loop.accelerator.save_state(folder)
+    loop.accelerator.save_state(tmp_path)
     kept = loop.momenta()
-    loop.accelerator.wait_for_everyone()
+    error = error_of(loop.accelerator.save_state, f"{tmp_path}/{rank}")
+    assert re.match("CheckpointError: .*different folders", error), error
+    assert agree(error)
+    assert same(kept, loop.momenta())
     if rank == 0:
-        Path(folder, "dlion_momentum_1_of_2.safetensors").unlink()
+        (tmp_path / "dlion_momentum_1_of_2.safetensors").unlink()
     loop.accelerator.wait_for_everyone()
-    messages = []
-    try:
-        loop.accelerator.save_state(f"{folder}/{rank}")
-    except CheckpointError as error:
-        messages.append(str(error))
-    for place in (folder, folder if rank == 0 else "/nonexistent"):
-        try:
-            loop.accelerator.load_state(place)
-        except Exception as error:
-            messages.append(f"{type(error).__name__}: {error}")
+    load_failed = "Disagreement: load failed on 1 of 2 ranks: rank 1: "
+    missing = "CheckpointError: .*dlion_momentum_1_of_2.safetensors, the momentum of rank 1, is m"
+    nowhere = "ValueError: Tried to find /nonexistent"
+    for place, own in ((tmp_path, missing), ("/nonexistent", nowhere)):
+        error = error_of(loop.accelerator.load_state, str(place if rank == 1 else tmp_path))
+        assert re.match(own if rank == 1 else load_failed + own, error), error
+        # Accelerate has loaded rank 0's state on all ranks.
         assert same(kept, loop.momenta()) or rank == 1
     loop.close()
-    return messages
-
-
-@multiproc
-def test_an_error_on_one_rank_is_raised_on_all(pools: RankPools, tmp_path: Path) -> None:
-    first, second = pools(2).run(refused, str(tmp_path))
-    assert "Disagreement: load failed on 1 of 2 ranks: rank 1: CheckpointError" in first[1]
-    assert "dlion_momentum_1_of_2.safetensors, the momentum of rank 1, is missing" in second[1]
-    assert "rank 1: ValueError: Tried to find /nonexistent" in first[2]
-    assert "ValueError: Tried to find /nonexistent" in second[2]
-    assert first[0] == second[0]
-    assert "different folders" in first[0]
 
 
 @on_ranks(2)
@@ -323,12 +287,8 @@ def test_several_optimizers_have_files_of_their_own(rank: int, tmp_path: Path) -
     lion.detach()
     del wrapped
     loop.close()
-    assert sorted(path.name for path in tmp_path.glob("*momentum*")) == [
-        "dlion_momentum_0_of_2.safetensors",
-        "dlion_momentum_1_of_2.safetensors",
-        "dlion_momentum_2_0_of_2.safetensors",
-        "dlion_momentum_2_1_of_2.safetensors",
-    ]
+    files = {f"dlion_momentum_{own}_of_2.safetensors" for own in ("0", "1", "2_0", "2_1")}
+    assert {path.name for path in tmp_path.glob("*momentum*")} == files
 
 
 def sharding(kind: str, **options: Any) -> tuple[Accelerator, Any, DistributedLion]:
@@ -361,37 +321,32 @@ def train(rank: int, model: nn.Module, lion: DistributedLion, steps: range) -> l
     return [p.full_tensor().clone() for p in model.parameters()]  # type: ignore[operator]
 
 
-def shards(rank: int, world_size: int, folder: str, kind: str, every: int) -> str:
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+@on_ranks(4)
+def test_fsdp2_inside_replicas_resumes(rank: int, tmp_path: Path, kind: str, every: int) -> None:
     with as_if_on_gpus():
         accelerator, model, lion = sharding(kind, vote_every=every)
         kept = train(rank, model, lion, range(1 + every))
-        accelerator.save_state(folder)
+        accelerator.save_state(tmp_path)
         assert same(kept, train(rank, model, lion, range(0)))
         straight = train(rank, model, lion, range(1 + every, 3 + every))
         with pytest.raises(NotImplementedError, match="SGD doesn't work with"):
             accelerator.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     with as_if_on_gpus():
         accelerator, model, lion = sharding(kind, vote_every=every)
-        accelerator.load_state(folder)
+        accelerator.load_state(tmp_path)
         assert same(kept, train(rank, model, lion, range(0)))
         assert same(straight, train(rank, model, lion, range(1 + every, 3 + every)))
+
+
+@on_ranks(4)
+def test_fsdp2_without_replicas_is_refused() -> None:
+    text = "FSDP2 inside each replica with hf_dlion.accelerate.parallelism_config"
     with as_if_on_gpus():
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-        try:
-            attach(Accelerator(fsdp_plugin=plugin), model)
-        except NotImplementedError as error:
-            return str(error)
-    return ""
-
-
-@multiproc
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
-def test_fsdp2_inside_replicas_saves_and_resumes(
-    pools: RankPools, tmp_path: Path, kind: str, every: int
-) -> None:
-    for message in pools(4).run(shards, str(tmp_path), kind, every):
-        assert "FSDP2 inside each replica with hf_dlion.accelerate.parallelism_config" in message
+        accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+        with pytest.raises(NotImplementedError, match=text):
+            attach(accelerator, nn.Linear(1, 1))
 
 
 def test_fsdp_uses_the_ranks_of_one_replica() -> None:
@@ -407,19 +362,20 @@ def test_replicas_and_shards_are_two_at_least(name: str) -> None:
         parallelism_config(**{"dp_replicate_size": 2, "dp_shard_size": 2, name: 1})
 
 
-@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"])
-def test_other_ways_to_train_are_refused(kind: str) -> None:
-    accelerator = SimpleNamespace(distributed_type=DistributedType(kind))
-    with pytest.raises(NotImplementedError, match=r"doesn't work with .* Use DDP"):
-        attach(accelerator, nn.Linear(1, 1))  # type: ignore[arg-type]
+OTHER_WAY = "doesn't work with .* Use DDP"
 
 
-def test_tensor_parallelism_is_refused() -> None:
-    accelerator = SimpleNamespace(
-        distributed_type=DistributedType.MULTI_GPU,
-        parallelism_config=SimpleNamespace(tp_size=2),
-    )
-    with pytest.raises(NotImplementedError, match="tp_size=2 in a ParallelismConfig"):
+@pytest.mark.parametrize(
+    ("kind", "tensors", "said"),
+    [
+        *((kind, 1, OTHER_WAY) for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")),
+        ("MULTI_GPU", 2, "tp_size=2 in a ParallelismConfig"),
+    ],
+)
+def test_other_ways_to_train_are_refused(kind: str, tensors: int, said: str) -> None:
+    config = SimpleNamespace(tp_size=tensors)
+    accelerator = SimpleNamespace(distributed_type=DistributedType(kind), parallelism_config=config)
+    with pytest.raises(NotImplementedError, match=said):
         attach(accelerator, nn.Linear(1, 1))  # type: ignore[arg-type]
 
 
@@ -428,7 +384,7 @@ def loop() -> Loop:
     return Loop(attached=False)
 
 
-def test_ranks_that_the_accelerator_does_not_know_are_refused(
+def test_ranks_unknown_to_the_accelerator_are_refused(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -448,31 +404,28 @@ def test_an_accelerate_that_has_changed_is_refused(loop: Loop, name: str) -> Non
         attach(loop.accelerator, loop.wrapped)
 
 
-def launch(*argv: str) -> list[str]:
-    """Runs a test script of Accelerate's on two ranks; returns its sorted lines."""
+SAME_RESULTS = "same results on one CPU or distributed setup with batch split"
+
+
+@multiproc
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "optimizers", "said"),
+    [
+        # One process of the whole batch, two, two with split batches, bf16, fp16; two samplers.
+        (["test_script"], 10, SAME_RESULTS),
+        (["test_sync", "replicas"], 2, ""),
+    ],
+)
+def test_accelerates_own_checks_pass(words: list[str], optimizers: int, said: str) -> None:
     script = Path(__file__).parent / "support/launched_lion.py"
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
     # Port 0 lets the system choose.
     launcher += ["--num_processes=2", "--num_machines=1", "--main_process_port=0"]
     launcher += ["--mixed_precision=no", "--dynamo_backend=no"]
     on_cpu = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-    done = run_command([*launcher, str(script), *argv], env=on_cpu, timeout=200)
-    return sorted(done.stdout.splitlines())
-
-
-@multiproc
-@pytest.mark.slow
-def test_accelerates_training_check_passes() -> None:
-    lines = launch("test_script")
-    # One process of the whole batch, two, two with split batches, bf16, fp16; two samplers.
-    votes = [line for line in lines if "exchanged votes" in line]
-    assert votes == [f"rank {r}: 10 of 10 optimizers exchanged votes" for r in (0, 1)]
-    same_results = "same results on one CPU or distributed setup with batch split"
-    assert any(same_results in line for line in lines)
-
-
-@multiproc
-@pytest.mark.slow
-def test_accelerates_accumulation_check_passes() -> None:
-    votes = [line for line in launch("test_sync", "replicas") if "exchanged votes" in line]
-    assert votes == [f"rank {r}: 2 of 2 optimizers exchanged votes" for r in (0, 1)]
+    output = run_command([*launcher, str(script), *words], env=on_cpu, timeout=200).stdout
+    votes = f"{optimizers} of {optimizers} optimizers exchanged votes"
+    found = sorted(line for line in output.splitlines() if "exchanged votes" in line)
+    assert found == [f"rank {rank}: {votes}" for rank in (0, 1)]
+    assert said in output

@@ -113,9 +113,7 @@ def test_finetune_llm_takes_smollm2_where_it_is_installed(tmp_path):
     assert not hasattr(model.config, "quantization_config")
 
 
-def test_finetune_llm_without_smollm2_says_so_and_trains_a_small_model(
-    tmp_path, monkeypatch, capsys
-):
+def test_finetune_llm_without_smollm2_trains_a_small_model(tmp_path, monkeypatch, capsys):
     from transformers import AutoModelForCausalLM
 
     from examples import smollm2

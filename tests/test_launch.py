@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,9 +19,11 @@ import pytest
 import torch.distributed as dist
 
 import hf_dlion
+from benchmarks.emulate import Network, emulated
 from hf_dlion import launch
 from hf_dlion.launch import ANYWHERE, VARIABLES, Route, interfaces, name_interface, route_to
 from tests.support import tiny
+from tests.support.help_text import refused
 from tests.support.spawn import free_port, run_command, run_script
 
 ROOT = Path(__file__).parents[1]
@@ -67,9 +68,7 @@ def test_a_script_or_module_sees_what_python_would_show_it(
     assert {name: seen[name] for name in own} == own
 
 
-def test_a_script_that_ends_itself_ends_the_launcher_and_its_process_group(
-    recorder: Path, tmp_path: Path
-) -> None:
+def test_a_script_that_exits_ends_the_process_group(recorder: Path, tmp_path: Path) -> None:
     for code in (0, 7):
         recorder.write_text(
             "import sys, torch.distributed as dist\n"
@@ -89,10 +88,8 @@ def test_an_error_about_optim_args_is_one_line_and_any_other_keeps_its_traceback
     recorder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recorder.write_text("raise ValueError(\"optim_args='bits=3': bits must be 1\")")
-    with pytest.raises(SystemExit) as caught:
-        launch.main([str(recorder)])
-    assert caught.value.code == 2
-    assert capsys.readouterr().err == "hf_dlion.launch: optim_args='bits=3': bits must be 1\n"
+    said = refused(launch.main, [str(recorder)], capsys)
+    assert said == "hf_dlion.launch: optim_args='bits=3': bits must be 1"
     recorder.write_text("raise ValueError('about something else')")
     with pytest.raises(ValueError, match="about something else"):
         launch.main([str(recorder)])
@@ -110,10 +107,7 @@ def test_an_error_about_optim_args_is_one_line_and_any_other_keeps_its_traceback
 def test_what_cannot_run_ends_with_the_usage(
     argv: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as caught:
-        launch.main(argv)
-    assert caught.value.code == 2
-    output = capsys.readouterr().err
+    output = refused(launch.main, argv, capsys)
     assert reason in output
     assert "usage: python -m hf_dlion.launch SCRIPT" in output
     launch.main(["--help"])
@@ -183,23 +177,6 @@ def test_a_bad_option_ends_every_rank_with_one_line(script: Path) -> None:
 # The network interface
 
 
-SEVERAL = {"MASTER_ADDR": "10.0.0.1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-
-
-@pytest.fixture
-def routes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Route]:
-    """What the kernel would answer, by host; a test may add to it."""
-    known = {"10.0.0.1": Route("eth1", "10.0.0.7")}
-
-    def answer(host: str) -> Route:
-        if host not in known:
-            raise OSError("Network is unreachable")
-        return known[host]
-
-    monkeypatch.setattr(launch, "route_to", answer)
-    return known
-
-
 def test_the_interface_of_each_of_this_machines_addresses_is_found() -> None:
     route = route_to("127.0.0.1")
     assert route.is_loopback
@@ -212,42 +189,39 @@ def test_the_interface_of_each_of_this_machines_addresses_is_found() -> None:
         route_to("no-such-host.invalid")
 
 
-@pytest.fixture
-def environment() -> Iterator[None]:
-    """Sets the variables of a rank of several nodes."""
-    with mock.patch.dict(os.environ, SEVERAL):
+BOTH = "GLOO_SOCKET_IFNAME=eth1 NCCL_SOCKET_IFNAME"
+ETH1 = {"10.0.0.1": Route("eth1", "10.0.0.7")}
+LOOPBACK = {"10.0.0.1": Route("lo", "127.0.1.1"), ANYWHERE: Route("wlan0", "192.168.1.2")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "routes", "said", "interfaces"),
+    [
+        ({}, ETH1, f"set {BOTH}=eth1, which leads to 10.0.0.1", ["eth1", "eth1"]),
+        ({"GLOO_SOCKET_IFNAME": "ib0"}, ETH1, "set NCCL_SOCKET_IFNAME=eth1, ", ["ib0", "eth1"]),
+        # One node, no route, and a node that resolves its own name to a loopback address.
+        ({"LOCAL_WORLD_SIZE": "4"}, ETH1, "", [None, None]),
+        ({"MASTER_ADDR": "nowhere"}, ETH1, "", [None, None]),
+        ({}, LOOPBACK, "which leads to other nodes", ["wlan0", "wlan0"]),
+    ],
+)
+def test_unset_interfaces_are_set_between_nodes_and_set_ones_stay(
+    changes: dict[str, str], routes: dict[str, Route], said: str, interfaces: list[str | None]
+) -> None:
+    def answer(host: str) -> Route:
+        if host not in routes:
+            raise OSError("Network is unreachable")
+        return routes[host]
+
+    several = {"MASTER_ADDR": "10.0.0.1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", **changes}
+    with mock.patch.object(launch, "route_to", answer), mock.patch.dict(os.environ):
         for name in VARIABLES:
             os.environ.pop(name, None)
-        yield
-
-
-@pytest.mark.usefixtures("environment", "routes")
-def test_unset_interfaces_are_set_and_set_ones_stay() -> None:
-    output = name_interface()
-    assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "eth1"
-    assert "GLOO_SOCKET_IFNAME=eth1 NCCL_SOCKET_IFNAME=eth1, which leads to 10.0.0.1" in output
-    assert name_interface() == ""
-    os.environ["GLOO_SOCKET_IFNAME"] = "ib0"
-    del os.environ["NCCL_SOCKET_IFNAME"]
-    assert "set NCCL_SOCKET_IFNAME=eth1, " in name_interface()
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
-
-
-@pytest.mark.parametrize("changes", [{"LOCAL_WORLD_SIZE": "4"}, {"MASTER_ADDR": "nowhere"}])
-@pytest.mark.usefixtures("environment", "routes")
-def test_on_one_node_and_without_a_route_no_interface_is_set(changes: dict[str, str]) -> None:
-    os.environ.update(changes)
-    assert name_interface() == ""
-    assert os.environ.keys().isdisjoint(VARIABLES)
-
-
-@pytest.mark.usefixtures("environment")
-def test_if_rank_0s_name_is_a_loopback_address_the_interface_to_other_nodes_is_set(
-    routes: dict[str, Route],
-) -> None:
-    routes.update({"10.0.0.1": Route("lo", "127.0.1.1"), ANYWHERE: Route("wlan0", "192.168.1.2")})
-    assert "which leads to other nodes" in name_interface()
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "wlan0"
+        os.environ.update(several)
+        output = name_interface()
+        assert said in output if said else not output
+        assert [os.environ.get(name) for name in VARIABLES] == interfaces
+        assert name_interface() == ""
 
 
 # Several nodes: the lines and files of the page
@@ -323,28 +297,16 @@ def test_the_script_for_slurm_trains_on_two_nodes(tmp_path: Path) -> None:
 @pytest.fixture
 def nodes() -> Iterator[list[str]]:
     """Two network namespaces, joined by eth0, in which the machine's own name is the loopback."""
-    names = [f"dlion-{free_port()}-{node}" for node in (0, 1)]
-    commands = [f"ip netns add {name}" for name in names]
-    veth = "type veth peer name eth0 netns"
-    commands += [f"ip -n {names[0]} link add eth0 {veth} {names[1]}"]
-    for number, name in enumerate(names, start=1):
-        commands += [f"ip -n {name} addr add 10.9.0.{number}/24 dev eth0"]
-        commands += [f"ip -n {name} link set {device} up" for device in ("lo", "eth0")]
     try:
-        for command in commands:
-            subprocess.run(command.split(), check=True, capture_output=True)
-        yield names
-    except (OSError, subprocess.CalledProcessError) as error:
+        with emulated(Network.parse("2x1gbit")) as hosts:
+            yield hosts
+    except OSError as error:
         pytest.skip(f"no network namespaces: {error}")
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 
 @pytest.mark.multiproc
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="network namespaces")
-def test_between_two_nodes_the_interface_is_set_and_the_doctor_measures_the_link(
+def test_two_nodes_get_their_interface_and_the_doctor_measures(
     nodes: list[str], tmp_path: Path
 ) -> None:
     script = tmp_path / "script.py"

@@ -19,8 +19,9 @@ from benchmarks import step_time
 from benchmarks.convergence import cli as study
 from benchmarks.methods import method_of
 from hf_dlion import DistributedLion
-from tests.support.spawn import RankPools, run_script
+from tests.support.spawn import on_ranks, run_script
 from tests.support.tiny import WORDS, tiny_llama, tiny_tokenizer
+from tests.support.training import is_equal_everywhere
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -201,42 +202,30 @@ def test_bash_expands_the_commands_of_a_block_without_running_them(tmp_path: Pat
     assert commands(block, tmp_path) == [["a", "-x", "b", f"*k={k}", "-y"] for k in "12"]
 
 
-def save_and_load(rank: int, world_size: int, folder: str, every: int) -> tuple[Any, ...]:
-    """Trains, and calls the functions of the page of checkpoints as a rank would."""
+@pytest.mark.parametrize("every", [1, 3])
+@on_ranks(2)
+def test_the_page_of_checkpoints_saves_and_goes_on(rank: int, tmp_path: Path, every: int) -> None:
+    """Calls the functions of the page as a training would."""
     (code,) = blocks(DOCS / "guides" / "checkpoints.md", "python")
     names: dict[str, Any] = {}
     exec(code, names)
-
-    def trained(steps: int) -> tuple[torch.nn.Linear, DistributedLion]:
+    found = []
+    for steps, call in ((2, "save"), (0, "load")):
         torch.manual_seed(0)
         model = torch.nn.Linear(3, 2)
         optimizer = DistributedLion(model.named_parameters(), lr=0.1, vote_every=every)
         for step in range(steps):
             model(torch.full((1, 3), (1.0 + step) * (1 - 3 * rank))).sum().backward()
             optimizer.step()
-        return model, optimizer
-
-    found = []
-    for steps, call in ((2, "save"), (0, "load")):
-        model, optimizer = trained(steps)
-        names[call](model, optimizer, folder)
-        momentum = optimizer.state_dict()["state"][0]["exp_avg"]
+        names[call](model, optimizer, tmp_path / "new" / "folder")
+        momentum = optimizer.state[model.weight]["exp_avg"]
         found.append((optimizer.steps, model.weight.tolist(), momentum.tolist()))
+    assert found[0] == found[1]
+    assert is_equal_everywhere(model.weight) == (every == 1)
+    assert not is_equal_everywhere(momentum)  # Each rank has a momentum of its own.
     optimizer.exchange_now()
     optimizer.eval()
-    return *found, model.weight.tolist()
-
-
-@pytest.mark.multiproc
-@pytest.mark.parametrize("every", [1, 3])
-def test_the_page_of_checkpoints_saves_and_goes_on(
-    pools: RankPools, tmp_path: Path, every: int
-) -> None:
-    ranks = pools(2).run(save_and_load, str(tmp_path / "new" / "folder"), every)
-    (first, loaded, end), (second, again, other_end) = ranks
-    assert (first, second, end) == (loaded, again, other_end)
-    assert (first[1] == second[1]) == (every == 1)
-    assert first[2] != second[2]  # Each rank has a momentum of its own.
+    assert is_equal_everywhere(model.weight)
 
 
 @pytest.mark.multiproc

@@ -5,21 +5,14 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
 import hf_dlion
 from hf_dlion import cli
-from hf_dlion.cli import arguments
-from tests.support.help_text import checked_help
-
-
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What is printed about words that cannot be run."""
-    with pytest.raises(SystemExit) as caught:
-        sys.exit(cli.main(words))
-    assert caught.value.code == 2
-    return " ".join(capsys.readouterr().err.split())
+from hf_dlion.cli import arguments, plan
+from tests.support.help_text import checked_help, refused
 
 
 @pytest.mark.parametrize("words", [["--version"], ["--help"], ["plan", "--help"], ["plan", "7bb"]])
@@ -63,12 +56,25 @@ def test_what_needs_no_torch_imports_none(words: list[str]) -> None:
             ["plan", "7b", "--link=1g", "--efficiency=2"],
             "--efficiency: must be above 0 and at most 1 (got 2)",
         ),
+        (["plan", "1m", "--link=1g", "--ranks=1"], "--ranks 1 fits on one node of 1"),
+        (["plan", "1m", "--link=1g", "--ranks=8", "--ranks-per-node=8"], "use at least 16 ranks"),
+        (
+            ["plan", "1m", "--link=1g", "--ranks=9", "--ranks-per-node=2"],
+            "--ranks (9) must be a multiple of the ranks per node",
+        ),
+        (
+            ["plan", "1m", "--link=1g", "--ranks=8", "--ranks-per-node=4", "--shard=2"],
+            "--shard 2 and --ranks-per-node 4 must be",
+        ),
+        (["plan", "1m", "--link=1g", "--vote-every=1"], "must be at least 2; each table has a row"),
     ],
 )
-def test_what_is_not_understood_is_said_with_what_was_meant(
+def test_what_is_not_understood_is_said_before_anything_is_measured(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said in refused(capsys, *words)
+    with mock.patch.object(plan, "measured") as measured:
+        assert said in refused(cli.main, words, capsys)
+    assert not measured.called
 
 
 @pytest.mark.parametrize(

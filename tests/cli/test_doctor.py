@@ -6,6 +6,7 @@ import argparse
 import re
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,19 +32,23 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def report(capsys: pytest.CaptureFixture[str], code: int) -> str:
-    assert cli.main(["doctor"]) == code
-    return capsys.readouterr().out
+@pytest.fixture
+def report(alone: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[int], str]:
+    """Runs the doctor, which ends with a code, and returns what it prints."""
+
+    def report(code: int) -> str:
+        assert cli.main(["doctor"]) == code
+        return capsys.readouterr().out
+
+    return report
 
 
 def line_of(what: str, said: str) -> str:
     return next(line for line in said.splitlines() if what in line)
 
 
-def test_a_machine_that_can_train_passes(
-    alone: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = report(capsys, code=0)
+def test_a_machine_that_can_train_passes(report: Any) -> None:
+    said = report(code=0)
     assert said.endswith("ready to train\n")
     assert f"hf_dlion        {hf_dlion.__version__}" in said
     assert "torch 2." in line_of("packages", said)
@@ -51,17 +56,13 @@ def test_a_machine_that_can_train_passes(
     assert "export GLOO_SOCKET_IFNAME=eth0" in line_of("network", said)
 
 
-def test_several_interfaces_may_be_named(
-    alone: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_interfaces_may_be_named(alone: Any, report: Any) -> None:
     alone.setenv("GLOO_SOCKET_IFNAME", "lo,eth0")
     alone.setattr(doctor, "interfaces", lambda: {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]})
-    assert report(capsys, code=0).endswith("ready to train\n")
+    assert report(code=0).endswith("ready to train\n")
 
 
-def test_each_failure_is_one_line_and_ends_with_code_1(
-    alone: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_failure_is_one_line_and_ends_with_code_1(alone: Any, report: Any) -> None:
     def lacking(*_: Any) -> Any:
         raise RuntimeError(
             "\n\n-- Process 1 terminated\nTraceback:\n  ...\nValueError: the cause\n"
@@ -70,20 +71,18 @@ def test_each_failure_is_one_line_and_ends_with_code_1(
     alone.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     alone.setitem(vars(hf_dlion), "register", lacking)
     alone.setattr(doctor, "_two_ranks", lacking)
-    said = report(capsys, code=1)
+    said = report(code=1)
     assert said.endswith("this would not train\n")
     assert "FAIL  network         GLOO_SOCKET_IFNAME=nosuch0, but this machine has" in said
     assert "FAIL  Trainer         RuntimeError: ValueError: the cause\n" in said
     assert "FAIL  two ranks here  RuntimeError: ValueError: the cause\n" in said
 
 
-def test_ranks_that_cannot_connect_fail(
-    alone: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_that_cannot_connect_fail(alone: Any, report: Any) -> None:
     launched = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}
     for name, value in launched.items():
         alone.setenv(name, value)
-    said = report(capsys, code=1)
+    said = report(code=1)
     assert "FAIL  all ranks       cannot join them: " in said
     assert said.endswith("this would not train\n")
 

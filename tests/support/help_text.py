@@ -1,12 +1,24 @@
-"""What every command's --help must have."""
+"""What every command prints: its --help, and what it says about words that it refuses."""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+
+
+def refused(
+    main: Callable[[Sequence[str]], Any], words: Sequence[str], capsys: pytest.CaptureFixture[str]
+) -> str:
+    """Returns what a command that ends with code 2 prints about its words, as one line."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(main(words))
+    assert ended.value.code == 2
+    return " ".join(capsys.readouterr().err.split())
 
 
 def checked_help(

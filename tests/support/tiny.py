@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -64,11 +64,17 @@ def tiny_data(length: int = 48) -> list[dict[str, torch.Tensor]]:
 def tiny_args(
     folder: str | Path, cls: type[TrainingArguments] = TrainingArguments, **changes: Any
 ) -> Any:
-    """Returns arguments for a silent, short CPU run with optim="dlion", which it registers."""
+    """Returns arguments for a silent, short CPU run with optim="dlion", which it registers.
+
+    `save_every` and `eval_every` are steps between two checkpoints and between two evaluations.
+    """
     if changes.get("optim", "dlion") == "dlion":
         import hf_dlion
 
         hf_dlion.register()
+    for kind in ("save", "eval"):
+        if every := changes.pop(f"{kind}_every", None):
+            changes |= {f"{kind}_strategy": "steps", f"{kind}_steps": every}
     return cls(
         **{
             "output_dir": str(folder),
@@ -92,6 +98,15 @@ def tiny_trainer(args: TrainingArguments, cls: type[Trainer] = Trainer, **change
     """Returns a Trainer of the tiny model on the tiny data."""
     arguments = {"model": tiny_llama(), "train_dataset": tiny_data(), **changes}
     return cls(args=args, **arguments)
+
+
+def trained(
+    args: TrainingArguments, cls: type[Trainer] = Trainer, *, resume: Any = None, **changes: Any
+) -> Trainer:
+    """Returns a Trainer of the tiny model after its training."""
+    trainer = tiny_trainer(args, cls, **changes)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
 
 
 def outcome(trainer: Trainer) -> tuple[str, list[dict[str, Any]], Any]:
@@ -121,12 +136,12 @@ def weights_digest(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-class StopAt(TrainerCallback):
-    """Ends the training after a step, without touching the schedule."""
+class At(TrainerCallback):
+    """Calls a function when a step has ended, with what callbacks get by name."""
 
-    def __init__(self, step):
-        self.step = step
+    def __init__(self, step: int, call: Callable[..., Any]) -> None:
+        self.step, self.call = step, call
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self.step:
-            control.should_training_stop = True
+            self.call(control=control, **kwargs)

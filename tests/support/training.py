@@ -55,6 +55,19 @@ def is_equal_everywhere(tensor: Tensor) -> bool:
     return all(torch.equal(tensor, own) for own in everyones(tensor))
 
 
+def gathered(value: Any) -> list[Any]:
+    """Returns every rank's value, which must be picklable."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def agree(*values: Any) -> bool:
+    """Returns whether all values are equal, on all ranks."""
+    found = [own for values in gathered(values) for own in values]
+    return all(own == found[0] for own in found)
+
+
 def same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
     """Returns whether two sequences hold equal tensors; they may not be empty."""
     return len(left) == len(right) > 0 and all(map(torch.equal, left, right))
@@ -71,9 +84,9 @@ def warned() -> Iterator[list[str]]:
 
 
 def error_of(call: Callable[..., Any], *args: Any) -> str:
-    """Returns what a call raises as "Type: text", or "" if it raises nothing."""
+    """Returns what a call raises, as "Type: text", or "" if it raises nothing."""
     try:
         call(*args)
-    except Exception as error:
+    except BaseException as error:  # KeyboardInterrupt is passed on to other ranks, for example.
         return f"{type(error).__name__}: {error}"
     return ""

@@ -21,7 +21,15 @@ from transformers.training_args import OptimizerNames
 import hf_dlion
 from hf_dlion import DistributedLion
 from hf_dlion.trainer import optimizer_cls_and_kwargs, patches
-from tests.support.tiny import logged, tiny_args, tiny_llama, tiny_trainer, weights_digest
+from tests.support.tiny import (
+    At,
+    logged,
+    tiny_args,
+    tiny_llama,
+    tiny_trainer,
+    trained,
+    weights_digest,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -35,9 +43,7 @@ def warned() -> Iterator[list[str]]:
         yield texts
 
 
-def test_registering_twice_changes_nothing_and_the_name_survives_parser_pickle_and_json(
-    tmp_path: Path,
-) -> None:
+def test_the_name_survives_a_second_register_parser_pickle_and_json(tmp_path: Path) -> None:
     before = list(OptimizerNames), vars(Trainer)["_save_rng_state"]
     hf_dlion.register()
     assert (list(OptimizerNames), vars(Trainer)["_save_rng_state"]) == before
@@ -62,11 +68,8 @@ def test_registering_twice_changes_nothing_and_the_name_survives_parser_pickle_a
     ],
     ids=["text", "dict"],
 )
-def test_optim_args_reach_the_optimizer_by_the_names_of_the_model(
-    tmp_path: Path, optim_args: Any
-) -> None:
-    trainer = tiny_trainer(tiny_args(tmp_path, optim_args=optim_args, learning_rate=3e-4))
-    trainer.train()
+def test_optim_args_reach_the_optimizer_by_model_names(tmp_path: Path, optim_args: Any) -> None:
+    trainer = trained(tiny_args(tmp_path, optim_args=optim_args, learning_rate=3e-4))
     lion = trainer.optimizer.optimizer
     assert lion.options.bits == 2
     assert lion.options.momentum_dtype is torch.bfloat16
@@ -82,14 +85,28 @@ def test_optim_args_reach_the_optimizer_by_the_names_of_the_model(
 
 
 @pytest.mark.parametrize(
-    ("text", "options", "exchanges"),
-    [("vote_every=16", {}, 6), ("", {"vote_every": 300}, 1), ("check_replicas_every=0", {}, 0)],
+    ("changes", "options", "name", "value"),
+    [
+        # Replicas are compared about every 100 steps.
+        ({"optim_args": "vote_every=16"}, {}, "check_replicas_every", 6),
+        ({}, {"vote_every": 300}, "check_replicas_every", 1),
+        ({"optim_args": "check_replicas_every=0"}, {}, "check_replicas_every", 0),
+        # Betas are Lion's unless they were chosen.
+        ({}, {}, "betas", (0.9, 0.99)),
+        ({"adam_beta2": 0.95}, {}, "betas", (0.9, 0.95)),
+        (
+            {"adam_beta1": 0.8, "adam_beta2": 0.95, "optim_args": "beta2=0.999"},
+            {},
+            "betas",
+            (0.8, 0.999),
+        ),
+    ],
 )
-def test_replicas_are_compared_about_every_100_steps(
-    tmp_path: Path, text: str, options: dict[str, Any], exchanges: int
+def test_defaults_are_those_of_lion_and_of_trainer(
+    tmp_path: Path, changes: dict[str, Any], options: dict[str, Any], name: str, value: Any
 ) -> None:
-    args = tiny_args(tmp_path, optim_args=text)
-    assert optimizer_cls_and_kwargs(args, **options)[1]["check_replicas_every"] == exchanges
+    args = tiny_args(tmp_path, **changes)
+    assert optimizer_cls_and_kwargs(args, **options)[1][name] == value
 
 
 @pytest.mark.parametrize(
@@ -106,9 +123,7 @@ def test_replicas_are_compared_about_every_100_steps(
         ("bits=2,bits=4", "bits is set twice"),
     ],
 )
-def test_bad_optim_args_are_refused_when_the_arguments_are_made(
-    tmp_path: Path, text: str, words: str
-) -> None:
+def test_bad_optim_args_are_refused_at_once(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(ValueError, match=r"^optim_args") as caught:
         tiny_args(tmp_path, optim_args=text)
     assert words in str(caught.value)
@@ -124,27 +139,11 @@ def test_a_pattern_without_a_match_is_refused_in_the_first_step(tmp_path: Path) 
         trainer.train()
 
 
-@pytest.mark.parametrize(
-    ("changes", "betas"),
-    [
-        ({}, (0.9, 0.99)),
-        ({"adam_beta2": 0.95}, (0.9, 0.95)),
-        ({"adam_beta1": 0.8, "adam_beta2": 0.95, "optim_args": "beta2=0.999"}, (0.8, 0.999)),
-    ],
-)
-def test_betas_are_lions_unless_they_were_chosen(
-    tmp_path: Path, changes: dict[str, Any], betas: tuple[float, float]
-) -> None:
-    assert optimizer_cls_and_kwargs(tiny_args(tmp_path, **changes))[1]["betas"] == betas
-
-
 def test_the_class_route_trains_as_the_name_does_and_its_options_win(tmp_path: Path) -> None:
-    named = tiny_trainer(tiny_args(tmp_path, optim_args="bits=2"))
-    named.train()
+    named = trained(tiny_args(tmp_path, optim_args="bits=2"))
     args = tiny_args(tmp_path, optim="adamw_torch", optim_args="bits=4,beta2=0.5")
     chosen = optimizer_cls_and_kwargs(args, bits=2, betas=(0.9, 0.99))
-    by_class = tiny_trainer(args, optimizer_cls_and_kwargs=chosen)
-    by_class.train()
+    by_class = trained(args, optimizer_cls_and_kwargs=chosen)
     assert weights_digest(named.model) == weights_digest(by_class.model)
     assert "dlion/abstained" in by_class.state.log_history[0]
     for options, words in (
@@ -184,54 +183,51 @@ class Recorder(TrainerCallback):
         self.seen.append(dict(logs))
 
 
-class Unfreeze(TrainerCallback):
-    """Adds a group during training."""
-
-    def __init__(self, added: torch.nn.Parameter) -> None:
-        self.added = added
-
-    def on_step_end(self, args, state, control, optimizer=None, lr_scheduler=None, **kwargs):
-        if state.global_step == 2:
-            self.added.requires_grad_(True)
-            optimizer.add_param_group({"params": [self.added], "lr": 0.01})
-            lr_scheduler.base_lrs.append(0.01)
-            lr_scheduler.lr_lambdas *= 2
-
-
-@pytest.mark.parametrize("how", ["groups", "subclass", "passed"])
-def test_an_optimizer_that_the_user_made_is_named_logged_and_saved(
-    tmp_path: Path, how: str
-) -> None:
-    model, recorder = tiny_llama(), Recorder()
-    optim = "dlion" if how == "groups" else "adamw_torch"
-    args = tiny_args(tmp_path, optim=optim, save_strategy="steps", save_steps=4)
-    changes: dict[str, Any] = {"callbacks": [recorder]}
-    late = model.model.norm.weight
-    if how == "passed":
-        late.requires_grad_(False)
-        outside = torch.nn.Parameter(torch.ones(2))
-        params = [outside, *(p for p in model.parameters() if p is not late)]
-        changes["optimizers"] = (DistributedLion(params, lr=1e-3), None)
-        changes["callbacks"].append(Unfreeze(late))
-    cls = {"groups": OwnGroups, "subclass": OwnOptimizer, "passed": Trainer}[how]
-    trainer = tiny_trainer(args, cls, model=model, **changes)
-    trainer.train()
-    names = [line[0] for line in trainer.optimizer.optimizer._layout.lines]
-    if how == "passed":
-        assert names.pop(0) == "group 0 parameter 0"
-        assert names[-1] == "model.norm.weight"
-    assert set(names) == {name for name, _ in model.named_parameters()}
+def names_after_training(args: TrainingArguments, cls: type[Trainer], **changes: Any) -> list[str]:
+    """Returns the names by which ranks compare parameters; the run is logged and saved."""
+    recorder = Recorder()
+    callbacks = [recorder, *changes.pop("callbacks", [])]
+    trainer = trained(args, cls, callbacks=callbacks, **changes)
     assert "dlion/abstained" in recorder.seen[0]
     assert "dlion/abstained" in trainer.state.log_history[0]
-    assert (tmp_path / "checkpoint-4" / "dlion_momentum_0_of_1.safetensors").is_file()
+    assert Path(args.output_dir, "checkpoint-4", "dlion_momentum_0_of_1.safetensors").is_file()
+    return [line[0] for line in trainer.optimizer.optimizer._layout.lines]
 
 
-def test_other_optimizers_train_as_before_and_our_options_warn(
-    tmp_path: Path, warned: list[str]
+NAMES = {name for name, _ in tiny_llama().named_parameters()}
+
+
+@pytest.mark.parametrize(("optim", "cls"), [("dlion", OwnGroups), ("adamw_torch", OwnOptimizer)])
+def test_an_optimizer_of_a_subclass_is_named_logged_and_saved(
+    tmp_path: Path, optim: str, cls: type[Trainer]
 ) -> None:
-    args = tiny_args(tmp_path, optim="sgd", optim_args="momentum=0.9,bits=2", save_strategy="steps")
-    trainer = tiny_trainer(args)
-    trainer.train()
+    args = tiny_args(tmp_path, optim=optim, save_every=4)
+    assert set(names_after_training(args, cls)) == NAMES
+
+
+def test_a_passed_optimizer_with_a_late_group_is_named_and_saved(tmp_path: Path) -> None:
+    model = tiny_llama()
+    late = model.model.norm.weight.requires_grad_(False)
+
+    def unfreeze(optimizer: Any, lr_scheduler: Any, **_: Any) -> None:
+        late.requires_grad_(True)
+        optimizer.add_param_group({"params": [late], "lr": 0.01})
+        lr_scheduler.base_lrs.append(0.01)
+        lr_scheduler.lr_lambdas *= 2
+
+    outside = torch.nn.Parameter(torch.ones(2))
+    lion = DistributedLion([outside, *(p for p in model.parameters() if p is not late)], lr=1e-3)
+    changes = {"model": model, "optimizers": (lion, None), "callbacks": [At(2, unfreeze)]}
+    args = tiny_args(tmp_path, optim="adamw_torch", save_every=4)
+    first, *others = names_after_training(args, Trainer, **changes)
+    assert first == "group 0 parameter 0"
+    assert others[-1] == "model.norm.weight"
+    assert set(others) == NAMES
+
+
+def test_other_optimizers_train_as_before_with_a_warning(tmp_path: Path, warned: list[str]) -> None:
+    options = "momentum=0.9,bits=2"
+    trainer = trained(tiny_args(tmp_path, optim="sgd", optim_args=options, save_every=4))
     assert type(trainer.optimizer.optimizer) is torch.optim.SGD
     assert not list(tmp_path.rglob("*momentum*"))
     assert "dlion/abstained" not in trainer.state.log_history[0]
@@ -265,47 +261,37 @@ def test_the_default_learning_rate_warns_with_where_to_start(
 
 
 def test_true_resumes_from_the_newest_checkpoint_that_a_save_completed(tmp_path: Path) -> None:
-    changes = {"save_strategy": "steps", "save_steps": 2}
-    uninterrupted = tiny_trainer(tiny_args(tmp_path, **changes))
+    args = tiny_args(tmp_path, save_every=2)
+    uninterrupted = tiny_trainer(args)
     with pytest.raises(ValueError, match="no complete checkpoint"):
         uninterrupted.train(resume_from_checkpoint=True)
     uninterrupted.train()
     (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
-    resumed = tiny_trainer(tiny_args(tmp_path, **changes))
-    resumed.train(resume_from_checkpoint=True)
+    resumed = trained(args, resume=True)
     assert weights_digest(resumed.model) == weights_digest(uninterrupted.model)
     assert resumed.optimizer.optimizer.steps == 4
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("owner", "name", "value", "words"),
     [
-        ({"is_deepspeed_enabled": True}, "DeepSpeed"),
-        ({"is_fsdp_enabled": True}, "FSDP"),
-        ({"is_distributed_loading_by_transformers": True}, "sharded while it is loaded"),
-        ({"model.tp_size": 2}, "tensor parallelism"),
-        ({"args._n_gpu": 2}, "one process that drives 2 GPUs"),
+        (lambda trainer: trainer, "is_deepspeed_enabled", True, "DeepSpeed"),
+        (lambda trainer: trainer, "is_fsdp_enabled", True, "FSDP"),
+        (lambda trainer: trainer, "is_distributed_loading_by_transformers", True, "sharded while"),
+        (lambda trainer: type(trainer.model), "tp_size", 2, "tensor parallelism"),
+        (lambda trainer: trainer.args, "_n_gpu", 2, "one process that drives 2 GPUs"),
     ],
 )
 def test_a_trainer_whose_ranks_have_no_gradients_of_their_own_is_refused(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    change: dict[str, Any],
-    words: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, value: Any, words: str
 ) -> None:
     trainer = tiny_trainer(tiny_args(tmp_path))
-    for path, value in change.items():
-        *owner, name = path.split(".")
-        holder = getattr(trainer, owner[0]) if owner else trainer
-        if name == "tp_size":
-            monkeypatch.setattr(type(holder), name, value)
-        else:
-            monkeypatch.setattr(holder, name, value, raising=False)
+    monkeypatch.setattr(owner(trainer), name, value, raising=False)
     with pytest.raises(NotImplementedError, match=f"doesn't work with.*{words}"):
         trainer.train()
 
 
-def test_ranks_that_the_arguments_dont_know_of_are_refused(
+def test_ranks_unknown_to_the_arguments_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for cls in (Trainer, OwnOptimizer):
@@ -331,8 +317,7 @@ def test_a_trainer_is_freed_when_it_is_deleted(tmp_path: Path, optim: str) -> No
     gc.collect()
     gc.disable()
     try:
-        trainer = tiny_trainer(tiny_args(tmp_path, optim=optim, max_steps=1))
-        trainer.train()
+        trainer = trained(tiny_args(tmp_path, optim=optim, max_steps=1))
         model = weakref.ref(trainer.model)
         del trainer
         assert model() is None
@@ -341,8 +326,7 @@ def test_a_trainer_is_freed_when_it_is_deleted(tmp_path: Path, optim: str) -> No
 
 
 def test_model_init_makes_a_new_optimizer_for_every_model(tmp_path: Path) -> None:
-    trainer = tiny_trainer(tiny_args(tmp_path), model=None, model_init=lambda _=None: tiny_llama())
-    trainer.train()
+    trainer = trained(tiny_args(tmp_path), model=None, model_init=lambda _=None: tiny_llama())
     first = weights_digest(trainer.model)
     trainer.train()
     assert weights_digest(trainer.model) == first
@@ -358,9 +342,7 @@ def test_a_transformers_without_a_wrapped_method_is_refused_by_name(
         patches.install()
 
 
-def test_a_transformers_without_a_table_of_handlers_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_transformers_without_handlers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers.trainer_optimizer", None)
     with pytest.raises(RuntimeError, match="_OPTIMIZER_HANDLERS"):
         hf_dlion.register()

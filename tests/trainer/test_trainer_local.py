@@ -16,18 +16,18 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 import hf_dlion.trainer.callback as callback
 from hf_dlion.exchange.wire import Pending
 from hf_dlion.vote.local_steps import vote_every_for
-from tests.support.spawn import RankPools, on_ranks
+from tests.support.spawn import on_ranks
 from tests.support.tiny import (
-    StopAt,
+    At,
     logged,
     tiny_args,
     tiny_data,
     tiny_llama,
     tiny_trainer,
+    trained,
     weights_digest,
 )
-
-pytestmark = pytest.mark.multiproc
+from tests.support.training import agree, gathered, is_equal_everywhere, same
 
 
 def file_digest(folder: Path) -> str:
@@ -65,10 +65,10 @@ class Watch(TrainerCallback):
         self.evaluated[state.global_step] = weights_digest(model)
 
 
-def watched(folder: str, watch: Watch, **changes: Any) -> Trainer:
+def watched(folder: str | Path, watch: Watch, **changes: Any) -> Trainer:
     changes = {
         **{"optim_args": "vote_every=4", "max_steps": 11, "gradient_accumulation_steps": 2},
-        **{"logging_steps": 3, "eval_strategy": "steps", "eval_steps": 6, **changes},
+        **{"logging_steps": 3, "eval_every": 6, **changes},
     }
     trainer = tiny_trainer(
         tiny_args(folder, **changes),
@@ -80,100 +80,75 @@ def watched(folder: str, watch: Watch, **changes: Any) -> Trainer:
     return trainer
 
 
-def evaluate_and_save(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    watch, every = Watch(f"{folder}/alone"), {"save_strategy": "steps", "save_steps": 3}
-    with logged() as messages:
-        trainer = watched(folder, watch, save_total_limit=3, **every)
-        plain = watched(folder, Watch(), average_tokens_across_devices=False)
-    trainer.save_model(f"{folder}/end")
-    return {
-        **{"own": watch.own, "seen": watch.seen, "evaluated": watch.evaluated, "sent": watch.sent},
-        "messages": messages,
-        "end": weights_digest(trainer.model),
-        "reset": trainer.model.model.norm.weight.tolist(),
-        "exchanges": trainer.optimizer.optimizer.wire.exchanges,
-        "losses": [e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e],
-        "logged": [e for e in trainer.state.log_history if "loss" in e],
-        # The token count changes the loss, so a run that differs in saves alone is a third one.
-        "plain": weights_digest(plain.model),
-    }
-
-
-def train_without_saves(rank: int, world_size: int, folder: str) -> tuple[str, str]:
-    """Also returns what a callback sees that uploads the model when training ends."""
-    watch = Watch()
-    trainer = watched(folder, watch)
-    return watch.end, weights_digest(trainer.model)
-
-
 @pytest.mark.smoke
-def test_evaluations_have_all_steps_and_saves_have_common_weights_and_change_nothing(
-    pools: RankPools, tmp_path: Path
-) -> None:
-    left, right = pools(2).run(evaluate_and_save, str(tmp_path))
-    own = [step for step in left["own"] if left["own"][step] != right["own"][step]]
-    assert own == list(range(1, 12))  # What an exchange leaves out stays in a rank's weights.
-    assert left["seen"] == right["seen"]  # TRL's callbacks copy the model, for example.
-    for name in ("evaluated", "losses", "end", "plain"):
-        assert left[name] == right[name], name
+@on_ranks(2)
+def test_evaluations_have_all_steps_and_saves_change_nothing(rank: int, tmp_path: Path) -> None:
+    watch = Watch(f"{tmp_path}/alone")
+    with logged() as messages:
+        trainer = watched(tmp_path, watch, save_total_limit=3, save_every=3)
+        # The token count changes the loss, so a run that differs in saves alone is a third one.
+        plain = watched(tmp_path, Watch(), average_tokens_across_devices=False)
+    trainer.save_model(f"{tmp_path}/end")
+    log, end = trainer.state.log_history, weights_digest(trainer.model)
+    seen, evaluated = watch.seen, watch.evaluated
+    # What an exchange leaves out stays in a rank's weights.
+    assert all(len(set(gathered(watch.own[step]))) == 2 for step in range(1, 12))
+    assert agree(seen)  # TRL's callbacks copy the model, for example.
+    assert agree(evaluated)
+    assert agree([entry["eval_loss"] for entry in log if "eval_loss" in entry])
+    assert agree(weights_digest(plain.model))
     # There are exchanges after step 4, in the evaluation of step 6, and after steps 10 and 11.
-    seen, evaluated = left["seen"], left["evaluated"]
-    assert left["exchanges"] == 4
+    assert trainer.optimizer.optimizer.wire.exchanges == 4
     assert list(evaluated) == [6, 11]
     stretches = [{seen[step] for step in steps} for steps in ((1, 2, 3), (4, 5, 6), (7, 8, 9))]
     assert [len(stretch) for stretch in stretches] == [1, 1, 1]
     assert len({*seen.values()}) == 5
     assert seen[7] == evaluated[6]
-    assert seen[11] == evaluated[11] == left["end"]
+    assert agree(seen[11], evaluated[11], end)
     assert file_digest(tmp_path / "alone") == seen[5]
     assert file_digest(tmp_path / "checkpoint-6") == evaluated[6]
     assert file_digest(tmp_path / "checkpoint-9") == evaluated[6]  # A save alone lags.
-    assert file_digest(tmp_path / "checkpoint-11") == left["end"]
-    assert left["reset"] == pytest.approx([2.0] * len(left["reset"]), abs=0.1)
-    assert file_digest(tmp_path / "end") == left["end"]
-    silent = pools(2).run(train_without_saves, str(tmp_path / "silent"))
-    assert silent == [(left["end"], left["end"])] * 2
+    assert file_digest(tmp_path / "checkpoint-11") == file_digest(tmp_path / "end") == end
+    reset = trainer.model.model.norm.weight.tolist()
+    assert reset == pytest.approx([2.0] * len(reset), abs=0.1)
 
     # A period that isn't over is in no entry. The second one has two steps.
+    entries = [entry for entry in log if "loss" in entry]
     for key in ("wire_mb_per_step", "agreement", "remainder"):
-        assert [f"dlion/{key}" in entry for entry in left["logged"]] == [False, True, True], key
-    _, first, second = (entry.get("dlion/wire_mb_per_step") for entry in left["logged"])
-    assert (4 * first + 2 * second) * 1e6 == pytest.approx(left["sent"][8])
-    assert len(left["messages"]) == 1
-    assert "set average_tokens_across_devices=False" in left["messages"][0]
-    assert right["messages"] == []
+        assert [f"dlion/{key}" in entry for entry in entries] == [False, True, True], key
+    _, first, second = (entry.get("dlion/wire_mb_per_step") for entry in entries)
+    assert (4 * first + 2 * second) * 1e6 == pytest.approx(watch.sent[8])
+    assert len(messages) == (rank == 0)
+    assert all("set average_tokens_across_devices=False" in text for text in messages)
+
+    # A run that saves nothing. A callback that uploads the model sees the same end.
+    watch = Watch()
+    trainer = watched(f"{tmp_path}/silent", watch)
+    assert watch.end == weights_digest(trainer.model) == end
 
 
-def steer(rank: int, world_size: int, folder: str) -> tuple[list[float], bool]:
+@on_ranks(2)
+def test_evaluations_within_a_period_steer_a_run_by_all_its_steps(tmp_path: Path) -> None:
+    """Stops early, reduces the rate, and loads the best model by evaluations in one period."""
     watch = Watch()
     args = tiny_args(
-        folder, optim_args="vote_every=32", max_steps=50, eval_strategy="steps", eval_steps=10,
-        save_strategy="steps", save_steps=10, load_best_model_at_end=True, logging_steps=10,
-        metric_for_best_model="eval_loss", lr_scheduler_type="reduce_lr_on_plateau",
-        lr_scheduler_kwargs={"patience": 0},
+        tmp_path, optim_args="vote_every=32", max_steps=50, eval_every=10, save_every=10,
+        load_best_model_at_end=True, logging_steps=10, metric_for_best_model="eval_loss",
+        lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs={"patience": 0},
     )  # fmt: skip
     callbacks = [EarlyStoppingCallback(early_stopping_patience=1), watch]
-    trainer = tiny_trainer(args, eval_dataset=tiny_data(), callbacks=callbacks)
-    trainer.train()
+    trainer = trained(args, eval_dataset=tiny_data(), callbacks=callbacks)
     log = trainer.state.log_history
     assert {entry["learning_rate"] for entry in log if "loss" in entry} == {args.learning_rate}
     # A step's entry comes before the exchange in its evaluation, but after that of the last step.
     megabytes = [entry.get("dlion/wire_mb_per_step", 0.0) for entry in log if "loss" in entry]
     covered = sum(map(operator.mul, (0, 10, 10, 10, 20), megabytes))
     assert covered * 1e6 == pytest.approx(watch.sent[50])
-    is_best = weights_digest(trainer.model) == watch.evaluated[trainer.state.best_global_step]
-    return [entry["eval_loss"] for entry in log if "eval_loss" in entry], is_best
-
-
-def test_evaluations_within_a_period_steer_a_run_by_all_its_steps(
-    pools: RankPools, tmp_path: Path
-) -> None:
-    """Stops early, reduces the rate, and loads the best model by evaluations in one period."""
-    (losses, is_best), other = pools(2).run(steer, str(tmp_path))
-    assert (losses, is_best) == other
+    assert weights_digest(trainer.model) == watch.evaluated[trainer.state.best_global_step]
+    losses = [entry["eval_loss"] for entry in log if "eval_loss" in entry]
+    assert agree(losses)
     assert len(set(losses)) == 5
     assert losses == sorted(losses, reverse=True)
-    assert is_best
 
 
 class Own(Trainer):
@@ -192,71 +167,70 @@ class Own(Trainer):
 
 @on_ranks(2)
 def test_a_subclass_that_saves_and_loads_by_itself_gets_common_weights(tmp_path: Path) -> None:
-    evaluated = Watch()
-    every = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    watch = Watch()
     args = tiny_args(
         tmp_path, max_steps=7, optim_args="vote_every=3", load_best_model_at_end=True,
-        metric_for_best_model="eval_loss", **every,
+        metric_for_best_model="eval_loss", eval_every=2, save_every=2,
     )  # fmt: skip
-    trainer = tiny_trainer(args, cls=Own, eval_dataset=tiny_data(8), callbacks=[evaluated])
-    trainer.train()
-    evaluated = evaluated.evaluated[4]
+    trainer = trained(args, Own, eval_dataset=tiny_data(8), callbacks=[watch])
+    evaluated = watch.evaluated[4]
     assert file_digest(tmp_path / "checkpoint-4") == evaluated
     assert weights_digest(trainer.model) == evaluated
 
 
-def streams(rank: int, world_size: int, folder: str, dispatches: bool) -> list[str]:
-    class Stream(IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            return iter(tiny_data())
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(tiny_data())
 
+
+WAITS = ["accelerator_config={'dispatch_batches': False}", "include_num_input_tokens_seen='no'"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "advised"),
+    [
+        ({"include_num_input_tokens_seen": "all"}, WAITS),
+        ({"accelerator_config": {"dispatch_batches": False}}, []),
+    ],
+)
+@on_ranks(2)
+def test_waits_in_local_steps_are_warned_of(
+    rank: int, tmp_path: Path, changes: dict[str, Any], advised: list[str]
+) -> None:
     args = tiny_args(
-        folder, optim_args="vote_every=4", average_tokens_across_devices=False, max_steps=1,
-        accelerator_config={} if dispatches else {"dispatch_batches": False},
-        include_num_input_tokens_seen="all" if dispatches else "no",
+        tmp_path, optim_args="vote_every=4", average_tokens_across_devices=False, max_steps=1,
+        **changes,
     )  # fmt: skip
     with logged() as messages:
-        tiny_trainer(args, train_dataset=Stream()).train()
-    return messages
+        trained(args, train_dataset=Stream())
+    assert [text.partition("set ")[2] for text in messages] == (advised if rank == 0 else [])
 
 
-def test_waits_in_local_steps_are_warned_of(pools: RankPools, tmp_path: Path) -> None:
-    left, right = pools(2).run(streams, str(tmp_path), True)
-    assert [text.partition("set ")[2] for text in left] == [
-        "accelerator_config={'dispatch_batches': False}",
-        "include_num_input_tokens_seen='no'",
-    ]
-    assert right == []
-    assert pools(2).run(streams, str(tmp_path), False) == [[], []]
+class Failing(TrainerCallback):
+    """Raises within the second period."""
+
+    def on_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 5:
+            self.own = weights_digest(model)
+            raise KeyError("of the user's callback")
 
 
-def end_within_a_period(rank: int, world_size: int, folder: str) -> Any:
-    class Failing(TrainerCallback):
-        def on_optimizer_step(self, args, state, control, model=None, **kwargs):
-            if state.global_step == 5:
-                self.own = weights_digest(model)
-                raise KeyError("of the user's callback")
-
-    args, failing = tiny_args(folder, max_steps=8, optim_args="vote_every=4"), Failing()
+@on_ranks(2)
+def test_a_failed_or_stopped_training_leaves_common_weights_and_ddp(tmp_path: Path) -> None:
+    args, failing = tiny_args(tmp_path, max_steps=8, optim_args="vote_every=4"), Failing()
     trainer = tiny_trainer(args, callbacks=[failing])
     with pytest.raises(KeyError, match="of the user's callback"):
         trainer.train()
     failed = weights_digest(trainer.model)
-    averages = bool(trainer.model_wrapped.require_backward_grad_sync)  # Pickles as True.
-    trainer = tiny_trainer(args, callbacks=[StopAt(6)])
-    trainer.train()
-    exchanges = trainer.optimizer.optimizer.wire.exchanges
-    return failing.own, failed, weights_digest(trainer.model), exchanges, averages
-
-
-def test_a_training_that_fails_or_stops_within_a_period_leaves_common_weights_and_ddp_averages(
-    pools: RankPools, tmp_path: Path
-) -> None:
-    left, right = pools(2).run(end_within_a_period, str(tmp_path))
-    assert left[0] != right[0]
-    assert left[1:] == right[1:]
-    assert left[1] != left[2]  # Who stops early keeps the last two steps.
-    assert left[3:] == (2, True)
+    assert trainer.model_wrapped.require_backward_grad_sync
+    stop = At(6, lambda control, **_: setattr(control, "should_training_stop", True))
+    trainer = trained(args, callbacks=[stop])
+    stopped = weights_digest(trainer.model)
+    assert not agree(failing.own)
+    assert agree(failed)
+    assert agree(stopped)
+    assert failed != stopped  # Who stops early keeps the last two steps.
+    assert trainer.optimizer.optimizer.wire.exchanges == 2
 
 
 class Begins(TrainerCallback):
@@ -269,47 +243,34 @@ class Begins(TrainerCallback):
         self.seen.append(weights_digest(model))
 
 
-def resume(rank: int, world_size: int, folder: str, dtype: torch.dtype) -> list[Any]:
-    args = tiny_args(
-        folder, max_steps=8, optim_args="vote_every=3", save_strategy="steps", save_steps=4,
-        max_grad_norm=0.0,
-    )  # fmt: skip
-
-    def outcome(trainer: Trainer) -> Any:
-        lion = trainer.optimizer.optimizer
-        momenta = [s["exp_avg"].clone() for s in lion.state.values()]
-        return weights_digest(trainer.model), momenta, lion.steps, begins.seen
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@on_ranks(2)
+def test_a_run_resumed_within_a_period_equals_its_saver(tmp_path: Path, dtype: torch.dtype) -> None:
+    begins, options = Begins(), {"optim_args": "vote_every=3", "max_grad_norm": 0.0}
+    args = tiny_args(tmp_path, max_steps=8, save_every=4, **options)
 
     def made() -> Trainer:
         changes = {"eval_dataset": tiny_data(4), "callbacks": [begins]}
         return tiny_trainer(args, model=tiny_llama().to(dtype), **changes)
 
-    begins = Begins()
-    trainer = made()
-    trainer.train()
-    ends = [outcome(trainer)]
-    trainer.evaluate()
-    for again in (trainer, made()):
-        again.train(resume_from_checkpoint=f"{folder}/checkpoint-4")
-        ends.append(outcome(again))
-    return ends
+    def end(trainer: Trainer, resume: str | None = None) -> Any:
+        trainer.train(resume_from_checkpoint=resume)
+        lion = trainer.optimizer.optimizer
+        momenta = [state["exp_avg"].clone() for state in lion.state.values()]
+        assert lion.steps == 8
+        return weights_digest(trainer.model), momenta, begins.seen
 
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_a_run_resumed_within_a_period_equals_the_run_that_saved(
-    pools: RankPools, tmp_path: Path, dtype: torch.dtype
-) -> None:
-    left, right = pools(2).run(resume, str(tmp_path), dtype)
-    for ends in (left, right):
-        for digest, momenta, steps, _ in ends:
-            assert digest == left[0][0]
-            assert steps == 8
-            assert all(map(torch.equal, momenta, ends[0][1]))
-    assert not all(map(torch.equal, left[0][1], right[0][1]))
-    begun = [[seen for *_, seen in ends] for ends in (left, right)]
-    assert begun[0] == begun[1]
-    for train, epoch, second_epoch in begun[0]:  # Which begins after step 6.
-        assert train == epoch != second_epoch == begun[0][0][2]
+    first = made()
+    digest, momenta, (train, epoch, second_epoch) = end(first)
+    assert train == epoch != second_epoch  # Which begins after step 6.
+    assert not is_equal_everywhere(momenta[0])
+    first.evaluate()
+    for again in (first, made()):
+        resumed, found, begun = end(again, f"{tmp_path}/checkpoint-4")
+        assert agree(digest, resumed)
+        assert same(momenta, found)
+        assert agree(begun)
+        assert begun[0] == begun[1] != begun[2] == second_epoch
 
 
 class OwnLoop(Trainer):
@@ -331,41 +292,27 @@ class OwnLoop(Trainer):
         return loss.detach()
 
 
-class Evaluates(TrainerCallback):
-    """Evaluates after step 3, in a way that leaves the common weights in the model."""
-
-    def on_step_end(self, args, state, control, optimizer=None, **kwargs):
-        if state.global_step == 3:
-            optimizer.eval()
-
-
-def own_loop(rank: int, world_size: int, folder: str, evaluates: bool) -> tuple[list[str], str]:
+@on_ranks(2)
+def test_a_subclass_that_evaluates_itself_sees_common_weights(tmp_path: Path) -> None:
     args = tiny_args(
-        folder, optim_args="vote_every=4", max_steps=6, average_tokens_across_devices=False,
-        eval_strategy="steps", eval_steps=2,
+        tmp_path, optim_args="vote_every=4", max_steps=6, average_tokens_across_devices=False,
+        eval_every=2,
     )  # fmt: skip
-    trainer = tiny_trainer(
-        args,
-        OwnLoop,
-        model=tiny_llama(attention_dropout=0.0),
-        eval_dataset=tiny_data(8),
-        callbacks=[Evaluates()] if evaluates else [],
-    )
-    trainer.seen = []
-    trainer.train()
-    return trainer.seen, weights_digest(trainer.model)
+    ends = []
+    # An evaluation after step 3 that leaves the common weights in the model changes nothing.
+    for callbacks in ([At(3, lambda optimizer, **_: optimizer.eval())], []):
+        model = tiny_llama(attention_dropout=0.0)
+        data = tiny_data(8)
+        trainer = tiny_trainer(args, OwnLoop, model=model, eval_dataset=data, callbacks=callbacks)
+        trainer.seen = []
+        trainer.train()
+        assert len(set(trainer.seen)) == 3  # At steps 2, 4, and 6.
+        ends.append((trainer.seen, weights_digest(trainer.model)))
+    assert agree(*ends)
 
 
-def test_a_subclass_that_evaluates_and_steps_itself_has_common_weights_in_evaluations(
-    pools: RankPools, tmp_path: Path
-) -> None:
-    (seen, end), other = pools(2).run(own_loop, str(tmp_path), True)
-    assert (seen, end) == other
-    assert len(set(seen)) == 3  # At steps 2, 4, and 6.
-    assert pools(2).run(own_loop, str(tmp_path), False) == [(seen, end)] * 2
-
-
-def logs_a_hint(rank: int, world_size: int, folder: str) -> list[str]:
+@on_ranks(2)
+def test_a_slow_exchange_is_logged_once_with_what_would_hide_it(rank: int, tmp_path: Path) -> None:
     wait = Pending.wait
 
     def slow(pending: Pending) -> None:
@@ -374,17 +321,12 @@ def logs_a_hint(rank: int, world_size: int, folder: str) -> list[str]:
 
     with logged() as messages, mock.patch.object(Pending, "wait", slow):
         for steps in (52, 49):
-            tiny_trainer(tiny_args(folder, max_steps=steps, logging_steps=100)).train()
-    return [text for text in messages if "vote_every" in text]
+            trained(tiny_args(tmp_path, max_steps=steps, logging_steps=100))
+    hints = [text for text in messages if "vote_every" in text]
+    assert ["medians of 50 steps" in text for text in hints] == [True] * (rank == 0)
 
 
-def test_a_slow_exchange_is_logged_once_with_what_would_hide_it(
-    pools: RankPools, tmp_path: Path
-) -> None:
-    logged, silent = pools(2).run(logs_a_hint, str(tmp_path))
-    assert len(logged) == 1
-    assert "medians of 50 steps" in logged[0]
-    assert silent == []
+def test_the_advised_period_makes_the_exchange_a_tenth_of_the_step() -> None:
     # 10 ms of exchange are 10% of a step of 100 ms; more need more steps.
     pairs = [(0.1, 0.01), (0.1, 0.011), (0.1, 0.021), (0.1, 0.1), (1.0, 1.0), (0.1, 0.0)]
     assert [vote_every_for(*pair) for pair in pairs] == [1, 2, 4, 16, 16, 1]

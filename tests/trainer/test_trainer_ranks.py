@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, set_se
 import hf_dlion
 from hf_dlion.ddp import wrapper_in
 from hf_dlion.trainer import optimizer_cls_and_kwargs
-from tests.support.spawn import RankPools, on_ranks, run_script
+from tests.support.spawn import on_ranks, run_script
 from tests.support.tiny import (
     logged,
     outcome,
@@ -24,22 +27,10 @@ from tests.support.tiny import (
     tiny_llama,
     tiny_tokenizer,
     tiny_trainer,
+    trained,
     weights_digest,
 )
-
-pytestmark = pytest.mark.multiproc
-
-
-def train_all(
-    rank: int, world_size: int, folder: str, cases: list[dict[str, Any]]
-) -> list[tuple[str, list[dict[str, Any]], Any]]:
-    results = []
-    for changes in cases:
-        trainer = tiny_trainer(tiny_args(folder, **changes))
-        trainer.train()
-        results.append(outcome(trainer))
-    return results
-
+from tests.support.training import agree
 
 CASES: list[dict[str, Any]] = [
     {"ddp_find_unused_parameters": True},
@@ -63,36 +54,36 @@ PLAIN |= {"torch_compile", "torch_compile_backend"}
 
 
 @pytest.mark.slow
-def test_replicas_stay_equal_with_any_trainer_options(pools: RankPools, tmp_path: Path) -> None:
-    left, right = pools(2).run(train_all, str(tmp_path), CASES, timeout=240)
-    for changes, (digest, entries, wire), (other, _, _) in zip(CASES, left, right, strict=True):
-        assert digest == other, changes
-        assert len(entries) == 4, changes
-        assert wire.exchanges == 4, changes
+@on_ranks(2, timeout=240)
+def test_replicas_stay_equal_with_any_trainer_options(tmp_path: Path) -> None:
+    digests = []
+    for changes in CASES:
+        digest, entries, wire = outcome(trained(tiny_args(tmp_path, **changes)))
+        assert agree(digest), changes
+        assert len(entries) == wire.exchanges == 4, changes
+        digests.append(digest)
     # How DDP works, recomputation, compilation, and clipping above every norm change nothing.
-    digests = [digest for digest, _, _ in left]
     alike = [k for k, changes in enumerate(CASES) if PLAIN.issuperset(changes)]
     assert len({digests[k] for k in alike}) == 1
     assert len(set(digests)) == len(CASES) - len(alike) + 1
 
 
 @pytest.mark.smoke
-def test_the_log_shows_what_the_wire_counts(pools: RankPools, tmp_path: Path) -> None:
-    cases = [{"logging_steps": 2}]
-    results = [results[0] for results in pools(2).run(train_all, str(tmp_path), cases)]
-    assert results[0][0] == results[1][0]
-    for _, entries, wire in results:
-        assert len(entries) == 2
-        sent = sum(2 * entry["dlion/wire_mb_per_step"] for entry in entries)
-        assert math.isclose(sent * 1e6, wire.bytes_sent)
-        for part in ("encode", "exchange", "apply"):
-            spent = sum(2 * entry[f"dlion/{part}_ms"] for entry in entries)
-            assert math.isclose(spent, 1e3 * getattr(wire, f"{part}_s"))
-            assert spent > 0.0
-        # One bit per parameter, activity of rows and a header, instead of 16 bits of bf16.
-        parameters = sum(p.numel() for p in tiny_llama().parameters())
-        assert parameters / 8 < wire.last_bytes_sent < parameters / 4
-        assert {entry["dlion/abstained"] for entry in entries} == {0.0}
+@on_ranks(2)
+def test_the_log_shows_what_the_wire_counts(tmp_path: Path) -> None:
+    digest, entries, wire = outcome(trained(tiny_args(tmp_path, logging_steps=2)))
+    assert agree(digest)
+    assert len(entries) == 2
+    sent = sum(2 * entry["dlion/wire_mb_per_step"] for entry in entries)
+    assert math.isclose(sent * 1e6, wire.bytes_sent)
+    for part in ("encode", "exchange", "apply"):
+        spent = sum(2 * entry[f"dlion/{part}_ms"] for entry in entries)
+        assert math.isclose(spent, 1e3 * getattr(wire, f"{part}_s"))
+        assert spent > 0.0
+    # One bit per parameter, activity of rows and a header, instead of 16 bits of bf16.
+    parameters = sum(p.numel() for p in tiny_llama().parameters())
+    assert parameters / 8 < wire.last_bytes_sent < parameters / 4
+    assert {entry["dlion/abstained"] for entry in entries} == {0.0}
 
 
 class PoisonRankOne(TrainerCallback):
@@ -103,76 +94,60 @@ class PoisonRankOne(TrainerCallback):
             next(model.parameters()).grad.view(-1)[0] = math.nan
 
 
-def train_for_tensorboard(rank: int, world_size: int, folder: str) -> Any:
-    import os
+@pytest.mark.skipif(find_spec("tensorboard") is None, reason="needs tensorboard")
+@on_ranks(2)
+def test_tensorboard_has_every_entry_and_abstentions_are_counted(rank: int, tmp_path: Path) -> None:
+    args = tiny_args(tmp_path, max_steps=6, logging_steps=2, report_to="tensorboard")
+    with mock.patch.dict(os.environ, TENSORBOARD_LOGGING_DIR=f"{tmp_path}/board"):
+        digest, entries, _ = outcome(trained(args, callbacks=[PoisonRankOne()]))
+    assert agree(digest)
+    if rank == 0:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    os.environ["TENSORBOARD_LOGGING_DIR"] = f"{folder}/board"
-    args = tiny_args(folder, max_steps=6, logging_steps=2, report_to="tensorboard")
-    trainer = tiny_trainer(args, callbacks=[PoisonRankOne()])
-    trainer.train()
-    return outcome(trainer)
-
-
-def test_tensorboard_has_every_entry_and_abstentions_are_counted(
-    pools: RankPools, tmp_path: Path
-) -> None:
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    (digest, entries, _), (other, _, _) = pools(2).run(train_for_tensorboard, str(tmp_path))
-    assert digest == other
-    assert [entry["dlion/abstained"] for entry in entries] == [0.0, 2.0, 0.0]
-    board = events.EventAccumulator(str(tmp_path / "board")).Reload()
-    names = {f"dlion/{part}_ms" for part in ("encode", "exchange", "apply")}
-    names |= {"dlion/wire_mb_per_step", "dlion/abstained", "dlion/agreement"}
-    seen = {tag for tag in board.Tags()["scalars"] if "dlion" in tag}
-    assert seen == {f"train/{name}" for name in names}
-    for name in names:
-        values = [event.value for event in board.Scalars(f"train/{name}")]
-        assert values == pytest.approx([entry[name] for entry in entries])
+        assert [entry["dlion/abstained"] for entry in entries] == [0.0, 2.0, 0.0]
+        board = EventAccumulator(str(tmp_path / "board")).Reload()
+        names = {f"dlion/{part}_ms" for part in ("encode", "exchange", "apply")}
+        names |= {"dlion/wire_mb_per_step", "dlion/abstained", "dlion/agreement"}
+        seen = {tag for tag in board.Tags()["scalars"] if "dlion" in tag}
+        assert seen == {f"train/{name}" for name in names}
+        for name in names:
+            values = [event.value for event in board.Scalars(f"train/{name}")]
+            assert values == pytest.approx([entry[name] for entry in entries])
 
 
-def train_in_turns(rank: int, world_size: int, folder: str) -> Any:
-    ours = tiny_trainer(tiny_args(folder, max_steps=2))
-    ours.train()
-    sent = ours.optimizer.optimizer.wire.bytes_sent
-    digests, model = [], ours.model
-    other = tiny_trainer(tiny_args(folder, max_steps=2, optim="adamw_torch"), model=model)
-    other.train()
-    digests.append(weights_digest(model))
+@on_ranks(2)
+def test_trainers_take_turns_on_one_model_and_adamw_averages_again(tmp_path: Path) -> None:
+    ours = trained(tiny_args(tmp_path, max_steps=2))
+    before = ours.optimizer.optimizer.wire.bytes_sent
+    trained(tiny_args(tmp_path, max_steps=2, optim="adamw_torch"), model=ours.model)
+    averaged = weights_digest(ours.model)
     ours.train()  # Its wrapper is reused.
-    digests.append(weights_digest(model))
-    wire = ours.optimizer.optimizer.wire
-    in_log = sum(e["dlion/wire_mb_per_step"] for e in outcome(ours)[1][-2:]) * 1e6
-    hooks = len(ours.model_wrapped._comm_hooks)
-    return (
-        digests,
-        wire.bytes_sent - sent,
-        in_log,
-        bool(ours.model_wrapped.require_backward_grad_sync),
-        hooks,
-    )
+    voted, entries, wire = outcome(ours)
+    assert agree(averaged)
+    assert agree(voted)
+    assert averaged != voted
+    sent = sum(entry["dlion/wire_mb_per_step"] for entry in entries[-2:])
+    assert math.isclose(wire.bytes_sent - before, sent * 1e6)
+    assert sent > 0
+    assert ours.model_wrapped.require_backward_grad_sync
+    assert len(ours.model_wrapped._comm_hooks) == 1
 
 
-def test_trainers_take_turns_on_one_model_and_adamw_averages_again(
-    pools: RankPools, tmp_path: Path
+@pytest.mark.parametrize(
+    ("optim_args", "compiled"),
+    [(None, False), ("local_group=2", False), ("local_group=2", True)],
+)
+@on_ranks(2)
+def test_an_evaluation_before_training_makes_no_difference(
+    rank: int, tmp_path: Path, optim_args: str | None, compiled: bool
 ) -> None:
-    left, right = pools(2).run(train_in_turns, str(tmp_path))
-    assert left[0] == right[0]
-    assert left[0][0] != left[0][1]
-    for _, sent, in_log, averages, hooks in (left, right):
-        assert sent > 0
-        assert math.isclose(sent, in_log)
-        assert averages
-        assert hooks == 1
-
-
-def evaluate_first(rank: int, world_size: int, folder: str, first: bool) -> Any:
-    found = []
-    for optim_args, compiled in ((None, False), ("local_group=2", False), ("local_group=2", True)):
+    ends = []
+    for first in (True, False):
         model = tiny_llama()
         if rank:  # As a new head is that is drawn from another seed; DDP sends rank 0's weights.
             torch.nn.init.constant_(model.lm_head.weight, 1.0)
-        args = tiny_args(folder, optim_args=optim_args)
-        if compiled:
+        args = tiny_args(tmp_path, optim_args=optim_args)
+        if compiled:  # As an argument it would be set in the environment, for the next tests.
             args.torch_compile, args.torch_compile_backend = True, "eager"
         trainer = tiny_trainer(args, model=model, eval_dataset=tiny_data(8))
         if first:
@@ -180,16 +155,8 @@ def evaluate_first(rank: int, world_size: int, folder: str, first: bool) -> Any:
         set_seed(0)  # The evaluation drew random numbers.
         trainer.train()
         assert wrapper_in(trainer.model_wrapped) is not None
-        found.append(weights_digest(trainer.model))
-    return found
-
-
-def test_an_evaluation_before_training_makes_no_difference(
-    pools: RankPools, tmp_path: Path
-) -> None:
-    results = pools(2).run(evaluate_first, str(tmp_path), True)
-    results += pools(2).run(evaluate_first, str(tmp_path), False)
-    assert results == [results[0]] * 4
+        ends.append(weights_digest(trainer.model))
+    assert agree(*ends)
 
 
 class OutOfMemoryOnce(Trainer):
@@ -214,36 +181,25 @@ class OwnOptimizer(OutOfMemoryOnce):
         return self.optimizer
 
 
-def find_batch_size(
-    rank: int, world_size: int, folder: str, optim_args: str | None, cls: type[Trainer]
-) -> Any:
-    args = tiny_args(folder, auto_find_batch_size=True, optim_args=optim_args)
-    trainer = tiny_trainer(args, cls)
-    trainer.train()
-    return outcome(trainer), trainer._train_batch_size
-
-
 @pytest.mark.parametrize(
     ("optim_args", "cls", "exchanges"),
     [(None, OutOfMemoryOnce, 5), ("vote_every=2", OutOfMemoryOnce, 2), (None, OwnOptimizer, 2)],
 )
+@on_ranks(2)
 def test_a_smaller_batch_after_out_of_memory_continues_with_a_new_wrapper(
-    pools: RankPools,
-    tmp_path: Path,
-    optim_args: str | None,
-    cls: type[Trainer],
-    exchanges: int,
+    tmp_path: Path, optim_args: str | None, cls: type[Trainer], exchanges: int
 ) -> None:
-    results = pools(2).run(find_batch_size, str(tmp_path), optim_args, cls)
-    for (digest, _, wire), batch_size in results:
-        assert digest == results[0][0][0]
-        assert wire.exchanges == exchanges
-        assert batch_size < 4
+    trainer = trained(tiny_args(tmp_path, auto_find_batch_size=True, optim_args=optim_args), cls)
+    digest, _, wire = outcome(trainer)
+    assert agree(digest)
+    assert wire.exchanges == exchanges
+    assert trainer._train_batch_size < 4
 
 
-def searches(rank: int, world_size: int, folder: str) -> list[str]:
-    """Trains twice as a hyperparameter search does, which takes the model away in between."""
-    args = tiny_args(folder)
+@on_ranks(2)
+def test_a_hyperparameter_search_trains_every_trial(tmp_path: Path) -> None:
+    """Trains twice as a search does, which takes the model away in between."""
+    args = tiny_args(tmp_path)
     trainer = tiny_trainer(args, model=None, model_init=lambda _=None: tiny_llama())
     digests = []
     for rate in (2e-3, 1e-3):
@@ -252,13 +208,8 @@ def searches(rank: int, world_size: int, folder: str) -> list[str]:
         digests.append(weights_digest(trainer.model))
         trainer.model_wrapped = trainer.model = None
         trainer.accelerator.clear()
-    return digests
-
-
-def test_a_hyperparameter_search_trains_every_trial(pools: RankPools, tmp_path: Path) -> None:
-    left, right = pools(2).run(searches, str(tmp_path))
-    assert left == right
-    assert len(set(left)) == 2
+    assert agree(digests)
+    assert len(set(digests)) == 2
 
 
 @on_ranks(2)
@@ -268,19 +219,17 @@ def test_fsdp_of_trainer_is_refused_on_every_rank(tmp_path: Path) -> None:
         tiny_trainer(args).train()
 
 
-def one_node(rank: int, world_size: int, folder: str) -> Any:
+@on_ranks(2)
+def test_nodes_vote_as_one_and_a_single_node_is_warned(rank: int, tmp_path: Path) -> None:
     with logged() as messages:
-        trainer = tiny_trainer(tiny_args(folder, optim_args="local_group=node"))
-        trainer.train()
-    return *outcome(trainer), messages
-
-
-def test_nodes_vote_as_one_and_a_single_node_is_warned(pools: RankPools, tmp_path: Path) -> None:
-    (digest, entries, _, messages), (other, _, _, silent) = pools(2).run(one_node, str(tmp_path))
-    assert digest == other
-    assert "dlion/node_mb_per_step" in entries[0]
-    assert "puts all 2 ranks into one node" in messages[0]
-    assert silent == []
+        trainer = trained(tiny_args(tmp_path, optim_args="local_group=node"))
+    digest, entries, _ = outcome(trainer)
+    assert agree(digest)
+    if rank == 0:
+        assert "dlion/node_mb_per_step" in entries[0]
+        assert "puts all 2 ranks into one node" in messages[0]
+    else:
+        assert messages == []
 
 
 class StopOnPlateau(EarlyStoppingCallback):
@@ -290,71 +239,52 @@ class StopOnPlateau(EarlyStoppingCallback):
         super().__init__(early_stopping_patience=2, early_stopping_threshold=100.0)
 
 
-def best_of(rank: int, world_size: int, folder: str, optim_args: str | None) -> Any:
-    args = tiny_args(
-        folder, learning_rate=0.3, max_steps=12, eval_strategy="steps", eval_steps=2,
-        optim_args=optim_args,
-        save_strategy="steps", save_steps=2, load_best_model_at_end=True, save_total_limit=2,
-        greater_is_better=True, metric_for_best_model="loss",
-    )  # fmt: skip
-    trainer = tiny_trainer(args, eval_dataset=tiny_data(8), callbacks=[StopOnPlateau()])
-    trainer.train()
-    losses = [e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e]
-    end = trainer.evaluate()["eval_loss"]
-    best = trainer.state.best_model_checkpoint
-    return weights_digest(trainer.model), trainer.state.global_step, losses, end, best
-
-
 # With four local steps, evaluations end periods early.
 @pytest.mark.parametrize("optim_args", [None, "vote_every=4"])
-def test_training_stops_early_and_ends_with_the_best_model_on_every_rank(
-    pools: RankPools, tmp_path: Path, optim_args: str | None
+@on_ranks(2)
+def test_training_stops_early_and_ends_with_the_best_model(
+    tmp_path: Path, optim_args: str | None
 ) -> None:
-    results = pools(2).run(best_of, str(tmp_path), optim_args)
-    assert results[0] == results[1]
-    _, steps, losses, end, best = results[0]
-    assert steps == 6
+    args = tiny_args(
+        tmp_path, learning_rate=0.3, max_steps=12, eval_every=2, optim_args=optim_args,
+        save_every=2, load_best_model_at_end=True, save_total_limit=2,
+        greater_is_better=True, metric_for_best_model="loss",
+    )  # fmt: skip
+    trainer = trained(args, eval_dataset=tiny_data(8), callbacks=[StopOnPlateau()])
+    losses = [e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e]
+    end, best = trainer.evaluate()["eval_loss"], trainer.state.best_model_checkpoint
+    assert agree((weights_digest(trainer.model), losses, end, best))
+    assert trainer.state.global_step == 6
     assert losses[0] == max(losses) != losses[-1]  # The best by this measure, not the last.
     assert math.isclose(end, losses[0], rel_tol=1e-6)
     assert Path(best, "dlion_momentum_1_of_2.safetensors").exists()
 
 
-def by_class_with_lora(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> Any:
+@pytest.mark.parametrize("options", [{"ties": "zero"}, {"vote_every": 3}], ids=["votes", "local"])
+@on_ranks(2)
+def test_a_peft_model_by_the_class_route_resumes(tmp_path: Path, options: dict[str, Any]) -> None:
     config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     ends = []
     # Recomputation of either kind changes nothing.
-    for resume, reentrant in ((None, True), (f"{folder}/checkpoint-2", False)):
+    for resume, reentrant in ((None, True), (f"{tmp_path}/checkpoint-2", False)):
         args = tiny_args(
-            folder,
-            optim="adamw_torch",
-            save_strategy="steps",
-            save_steps=2,
-            label_names=["labels"],
-            gradient_checkpointing=True,
-            gradient_checkpointing_kwargs={"use_reentrant": reentrant},
-        )
-        trainer = tiny_trainer(
+            tmp_path, optim="adamw_torch", save_every=2, label_names=["labels"],
+            gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant},
+        )  # fmt: skip
+        trainer = trained(
             args,
             model=get_peft_model(tiny_llama(), config),
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args, **options),
+            resume=resume,
         )
-        trainer.train(resume_from_checkpoint=resume)
         ends.append(outcome(trainer))
-    return ends
-
-
-@pytest.mark.parametrize("options", [{"ties": "zero"}, {"vote_every": 3}], ids=["votes", "local"])
-def test_a_peft_model_by_the_class_route_trains_saves_and_resumes(
-    pools: RankPools, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    results = pools(2).run(by_class_with_lora, str(tmp_path), options)
-    for (uninterrupted, entries, wire), (resumed, _, _) in results:
-        assert uninterrupted == resumed == results[0][0][0]
-        assert "dlion/abstained" in entries[0]
-        # Only votes of the adapter travel, two bits of each with a majority that may be zero.
-        assert (wire.last_bytes_sent > 0) == ("ties" in options)  # None within a period.
-        assert wire.last_bytes_sent < 300
-        assert 300 < wire.bytes_sent < 2000
+    (uninterrupted, entries, wire), (resumed, _, _) = ends
+    assert agree(uninterrupted, resumed)
+    assert "dlion/abstained" in entries[0]
+    # Only votes of the adapter travel, two bits of each with a majority that may be zero.
+    assert (wire.last_bytes_sent > 0) == ("ties" in options)  # None within a period.
+    assert wire.last_bytes_sent < 300
+    assert 300 < wire.bytes_sent < 2000
 
 
 def write_model_and_data(folder: Path) -> None:
@@ -366,6 +296,7 @@ def write_model_and_data(folder: Path) -> None:
     (folder / "data" / "train.jsonl").write_text(text)
 
 
+@pytest.mark.multiproc
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("lora", "optim_args", "steps"),
