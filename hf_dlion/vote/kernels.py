@@ -250,7 +250,7 @@ def _tile(line, tile, planes, stride, rows, mine, voted, phase, KIND: tl.constex
         _move_exchange(line, word, planes, stride, n, mine, voted, P, N, FULL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=range(9))
 def each_tile(table: tl.int64, lines: tl.int32, half: tl.int32, planes: tl.int64,
               stride: tl.int64, rows: tl.int64, mine: tl.int64, voted: tl.int64, phase: tl.int32,
               KIND: tl.constexpr, G: tl.constexpr, M: tl.constexpr, P: tl.constexpr,

@@ -13,13 +13,14 @@ import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
 
-from hf_dlion.exchange import launches
+from hf_dlion.exchange import count_kernels, launches
 from hf_dlion.exchange.routes import Verdict
 from hf_dlion.exchange.rule import Average, Majority
 from hf_dlion.options import Options
-from hf_dlion.vote import on_gpu
+from hf_dlion.vote import kernels, on_gpu
 from hf_dlion.vote.layout import Kept, Scratch, Slot, messages
 from hf_dlion.vote.step import Turn
 from tests.support import definition
@@ -184,6 +185,18 @@ def test_every_byte_is_read_and_written_once(column: int, dtype: torch.dtype) ->
 # Machine code
 
 
+@pytest.mark.parametrize("kernel", [kernels.each_tile, count_kernels.abstain, count_kernels.count])
+def test_one_variant_serves_all_numbers_and_addresses(kernel: Any) -> None:
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    runtime = [param for param in kernel.params if not param.is_constexpr]
+    given = dict.fromkeys([own.name for own in kernel.params if own.is_constexpr], "")
+    variants = {
+        str(bind(*[number] * len(runtime), **given)[1]) for number in (0, 1, 8, 16, 17, 1 << 40)
+    }
+    assert len(variants) == 1
+
+
 def compiled(kernel: Any, arch: int, folder: Path, **given: Any) -> tuple[str, str]:
     """Returns the PTX of a kernel as it is launched, and how much it uses of a multiprocessor."""
     types = {name: own.removeprefix("tl.") for name, own in kernel.fn.__annotations__.items()}
@@ -214,8 +227,6 @@ def test_machine_code_rounds_as_the_rule_says(
 
     `amounts` adds eight elements of a word at a time.
     """
-    import hf_dlion.vote.kernels as kernels
-
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     own = dtype if kind in ("encode", "step") else None
     given = {"KIND": kind.replace("step", "local step"), "G": own, "M": own, "P": dtype}
@@ -234,10 +245,8 @@ def test_machine_code_rounds_as_the_rule_says(
 def test_counting_spills_nothing(
     arch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import hf_dlion.exchange.count_kernels as kernels
-
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    works: list[tuple[Any, dict[str, Any]]] = [(kernels.abstain, {})]
-    works += [(kernels.count, {"N": n, "RULE": rule}) for n, rule in ((2, "zero"), (9, "average"))]
+    counts = [{"N": 2, "RULE": "zero"}, {"N": 9, "RULE": "average"}]
+    works = [(count_kernels.abstain, {}), *((count_kernels.count, own) for own in counts)]
     for kernel, given in works:
         assert re.search(r"STACK:0 .*LOCAL:0 ", compiled(kernel, arch, tmp_path, **given)[1])
