@@ -145,8 +145,8 @@ class Accesses:
 
 # Bytes per element with float32 and bfloat16, of which plan computes times.
 BYTES = {
-    "encode": (12.14, 6.14), "move": (8.13, 4.13), "step": (20.0, 14.0), "amounts": (8.01, 2.01),
-    "encode displacement": (8.14, 2.14), "move exchange": (16.38, 10.38),
+    "encode": (12.14, 6.14), "move": (8.13, 4.13), "step": (20.0, 10.0), "local step": (20.0, 14.0),
+    "amounts": (8.01, 2.01), "encode displacement": (8.14, 2.14), "move exchange": (16.38, 10.38),
 }  # fmt: skip
 
 
@@ -168,7 +168,8 @@ def test_every_byte_is_read_and_written_once(column: int, dtype: torch.dtype) ->
         works = {
             "encode": step.encode,
             "move": lambda: step.move(one, Majority("alternate")),
-            "step": lambda: on_gpu.own_step([message], turn_of()),
+            "step": lambda: on_gpu.alone([message], turn_of()),
+            "local step": lambda: on_gpu.own_step([message], turn_of()),
             "amounts": lambda: on_gpu.amounts([slot]),
             "encode displacement": exchange.encode,
             "move exchange": lambda: exchange.move(two, votes, Average(2, 1)),
@@ -219,19 +220,24 @@ def compiled(kernel: Any, arch: int, folder: Path, **given: Any) -> tuple[str, s
 @pytest.mark.full
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("dtype", [tl.float32, tl.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", BYTES)
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    [*((kind, "alternate") for kind in BYTES), ("move", "zero"), ("move", "average")],
+)
 def test_machine_code_rounds_as_the_rule_says(
-    kind: str, dtype: Any, arch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, rule: str, dtype: Any, arch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Finds no flush to zero, no fused operation but in `_lerp`, no spill, and 128-bit accesses.
 
-    `amounts` adds eight elements of a word at a time.
+    Means of three ranks are divided. `amounts` adds eight elements of a word at a time.
     """
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    own = dtype if kind in ("encode", "step") else None
-    given = {"KIND": kind.replace("step", "local step"), "G": own, "M": own, "P": dtype}
-    ptx, usage = compiled(kernels.each_tile, arch, tmp_path, **given, N=8, RULE="alternate")
+    own = dtype if kind in ("encode", "step", "local step") else None
+    given = {"KIND": kind, "G": own, "M": own, "P": dtype, "N": 3, "RULE": rule}
+    ptx, usage = compiled(kernels.each_tile, arch, tmp_path, **given)
     assert ".ftz" not in ptx
+    divisions = {"div.rn.f32"} if rule == "average" or kind == "move exchange" else set()
+    assert set(re.findall(r"\b(?:div|rcp)\.[\w.]*f32", ptx)) == divisions
     # Two for each of 8 elements of a thread, in full tiles and in others.
     assert len(re.findall(r"\bfma\.", ptx)) == (32 if own is not None else 0)
     assert re.search(r"STACK:0 .*LOCAL:0 ", usage), usage
