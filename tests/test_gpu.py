@@ -144,23 +144,30 @@ def equal_the_cpu(
     assert [params for params, _ in first] == [params for params, _ in second]
 
 
-@pytest.mark.parametrize("module", ["exchange.launches", "vote.on_gpu"])
+OLD = "kernels need triton 3.4, which torch 2.8 installs (got 3.3.1)"
+
+
+def without_compiler(device: torch.device) -> None:
+    raise RuntimeError("Failed to find C compiler.\nSet CC.")
+
+
+@pytest.mark.parametrize(("what", "wrong", "why"), [
+    ("hf_dlion.exchange.launches._try", without_compiler, "Failed to find C compiler."),
+    ("hf_dlion.vote.on_gpu._try", without_compiler, "Failed to find C compiler."),
+    ("triton.__version__", "3.3.1", OLD),
+])  # fmt: skip
 @on_ranks(1)
-def test_a_gpu_on_which_kernels_fail_warns_once_and_trains(module: str) -> None:
+def test_a_gpu_on_which_kernels_fail_warns_once_and_trains(what: str, wrong: Any, why: str) -> None:
     """No kernel runs, or only those that count."""
-
-    def fails(device: torch.device) -> None:
-        raise RuntimeError("Failed to find C compiler.\nSet CC.")
-
     param = nn.Parameter(torch.zeros(64, device=DEVICE))
     optimizer = DistributedLion([param], lr=1.0)
     param.grad = torch.ones_like(param)
     for cached in (launches._refusal, on_gpu._tile_refusal):
         cached.cache_clear()
     with (
-        form("eager" if module == "exchange.launches" else "kernels"),
+        form("kernels" if "on_gpu" in what else "eager"),
         mock.patch.dict(os.environ, {launches.SWITCH: "1"}),
-        mock.patch(f"hf_dlion.{module}._try", fails),
+        mock.patch(what, wrong),
         warned() as texts,
     ):
         optimizer.step()
@@ -169,7 +176,7 @@ def test_a_gpu_on_which_kernels_fail_warns_once_and_trains(module: str) -> None:
         cached.cache_clear()
     assert len(texts) == 1
     assert "can't run on" in texts[0]
-    assert "(RuntimeError: Failed to find C compiler.)" in texts[0]
+    assert f"(RuntimeError: {why})" in texts[0]
     assert param.tolist() == [-2.0] * 64
 
 

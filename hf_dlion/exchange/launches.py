@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 # Types of devices on which the kernels run, dtypes of tensors, and most ranks whose votes they add.
 DEVICES = ("cuda",)
@@ -60,6 +61,9 @@ def why_not(trial: Callable[[torch.device], None], device: torch.device) -> str:
 
 def _try(device: torch.device) -> None:
     """Counts one word of votes, which compiles and launches a kernel; raises what fails."""
+    version = _kernels().triton.__version__
+    if TorchVersion(version) < "3.4":  # Which can't compile them.
+        raise RuntimeError(f"kernels need triton 3.4, which torch 2.8 installs (got {version})")
     word = torch.full((1, 1), 5, dtype=torch.int64, device=device)
     verdict, voters = torch.zeros_like(word), torch.zeros(1, dtype=torch.int32, device=device)
     lines = Table(device).add_rows([(1, 1)])

@@ -146,6 +146,7 @@ def _mean(planes, line, word, stride, n, N: tl.constexpr):
     for bit in tl.static_range(1, 7):
         if N >> bit > 0:
             total += _bits(planes, line, word, bit, stride) << bit
+    # Before triton 3.6, quotients that are subnormal become 0; these aren't.
     return tl.math.div_rn((2 * total - n).to(tl.float32), N * 1.0)
 
 
