@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
@@ -178,6 +179,17 @@ def test_a_gpu_on_which_kernels_fail_warns_once_and_trains(what: str, wrong: Any
     assert "can't run on" in texts[0]
     assert f"(RuntimeError: {why})" in texts[0]
     assert param.tolist() == [-2.0] * 64
+
+
+@on_ranks(1)
+def test_kernels_wait_for_a_gradient_of_an_asynchronous_collective() -> None:
+    """Such a gradient has no address before."""
+    param = nn.Parameter(torch.zeros(64, device=DEVICE))
+    optimizer = DistributedLion([param], lr=1.0)
+    param.grad = AsyncCollectiveTensor(torch.ones_like(param).detach())
+    with form("kernels"):
+        optimizer.step()
+    assert param.tolist() == [-1.0] * 64
 
 
 @a_gpu
