@@ -130,10 +130,7 @@ class Table:
     def address(self, line: int) -> int:
         """Returns the address of a line; no line can be added after the first call."""
         if self._memory is None:
-            lines = torch.from_numpy(np.concatenate(self._arrays))
-            if self.device.type == "cuda":  # Else the copy would wait.
-                lines = lines.pin_memory()
-            self._memory = lines.to(self.device, non_blocking=True)
+            self._memory = sent(torch.from_numpy(np.concatenate(self._arrays)), self.device)
         return int(self._memory.data_ptr() + 8 * self._arrays[0].shape[1] * line)
 
     def add(
@@ -166,6 +163,13 @@ class Table:
             stretches.append(Stretch(rows * words * 64, word, row, 0, words))
             word, row = word + rows * words, row + rows
         return self.add(stretches, (), {})
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns a tensor on a device; the host doesn't wait for what the device still does."""
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def addresses(*tensors: Tensor | None) -> list[int]:
