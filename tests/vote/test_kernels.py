@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ from tests.support.spawn import on_ranks
 SHAPES = [(130, 128), (5,), (7, 192), (3, 70)]
 
 
-def turn_of() -> Turn:
-    groups = [{"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.99)}]
+def turn_of(lr: float = 1e-3) -> Turn:
+    groups = [{"lr": lr, "weight_decay": 0.1, "betas": (0.9, 0.99)}]
     return Turn(
         step=1, local_step=1, voter=0, options=Options(), groups=groups, state={}, scratch=Scratch()
     )  # fmt: skip
@@ -118,6 +119,31 @@ def test_special_numbers_equal_the_definition(dtype: torch.dtype) -> None:
         momentum, numbers = slot.momentum.cpu().float().numpy(), ~np.isnan(wide)
         assert np.array_equal(momentum[numbers].view("i4"), kept[numbers].view("i4"))
         assert np.isnan(momentum[~numbers]).all()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@on_ranks(1)
+def test_what_overflows_becomes_the_largest_bfloat16(sign: int) -> None:
+    """Overflows momentum, displacement, and own weights, in a local step and in an exchange."""
+    most = sign * torch.finfo(torch.bfloat16).max
+    with form("kernels"):
+        [slot] = slots_of([(64,)], torch.bfloat16)
+        p, g, m, x, c = (
+            torch.full((64,), own, dtype=torch.bfloat16, device=DEVICE)
+            for own in (0.0, most, -most, -most, most)
+        )
+        slot.p = slot.target = p
+        slot.grad, slot.momentum, slot.kept, slot.scale = g, m, Kept(x, c, ()), 1e38
+        [message], voters = messages([slot]), torch.ones(1, dtype=torch.int32, device=DEVICE)
+        on_gpu.own_step([message], turn_of(lr=1e38))
+        assert [own.unique().tolist() for own in (m, c, p)] == [[most], [most], [-most]]
+        slot.p.zero_()
+        exchange = on_gpu.Exchange(message, [1.0], turn_of())
+        votes = exchange.encode()
+        # Against its own vote: c grows.
+        other = replace(votes, planes=~votes.planes)
+        exchange.move(Verdict(other.planes, voters), other, Average(1, 1))
+        assert [own.unique().tolist() for own in (c, p)] == [[most], [-most]]
 
 
 class Accesses:
