@@ -15,16 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from hf_dlion import DistributedLion
 from hf_dlion.exchange import launches
 from hf_dlion.exchange.codec import divided
+from hf_dlion.fsdp import local_part
+from hf_dlion.peers import Peers
 from hf_dlion.vote import on_gpu
 from tests.support.forms import DEVICE, form
 from tests.support.spawn import RankPools, on_ranks
-from tests.support.training import warned
+from tests.support.training import replicas_of_shards, warned
 
 GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.gpu
@@ -32,7 +35,8 @@ a_gpu = pytest.mark.skipif(not GPUS, reason="needs a GPU")
 two_gpus = pytest.mark.skipif(GPUS < 2, reason="NCCL refuses two ranks on one GPU")
 
 ONE_GPU, TWO_GPUS = [f"{DEVICE}:0"] * 2, [f"{DEVICE}:0", f"{DEVICE}:1"]
-CPU, EAGER, MIXED = ["cpu"] * 2, ["eager"] * 2, ["kernels", "eager"]
+# The second voter's random bits are its own.
+CPU, EAGER, MIXED = ["cpu"] * 2, ["eager"] * 2, ["eager", "kernels"]
 SHAPES = [(3, 64), (5,), (), (0, 4), (130, 128), (7, 3), (2, 200)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 CASES: list[dict[str, Any]] = [
@@ -48,6 +52,11 @@ CASES: list[dict[str, Any]] = [
     {"vote_every": 2},
     {"vote_every": 2, "bits": 4, "full_precision": "1.*"},
 ]
+# Voters of two ranks.
+PAIRS: list[dict[str, Any]] = [
+    {"local_group": 2, "exchange": "two_phase"}, {"local_group": 2, "vote_every": 2},
+    {"shards": 2, "ties": "zero"}, {"shards": 2, "vote_every": 2},
+]  # fmt: skip
 
 
 def test_a_mean_is_rounded_once_as_on_a_cpu() -> None:
@@ -59,18 +68,20 @@ def test_a_mean_is_rounded_once_as_on_a_cpu() -> None:
 
 def bits_of(tensor: Tensor) -> bytes:
     """Returns a tensor's memory, which tells -0 from 0."""
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return (
+        local_part(tensor.detach()).cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    )
 
 
 def gradient(param: Tensor, *seeds: int) -> Tensor:
-    """Returns sixteenths between -1 and 1, a quarter of the rows zero.
+    """Returns 64ths between -1 and 1, a quarter of the rows zero.
 
-    With betas of 1/2, the direction and the momentum are then exact on every device, and rows are
-    old after two steps without a gradient.
+    With betas of 1/2, every device has the same direction, and the same momentum before it rounds.
+    Rows are old after two steps without a gradient.
     """
     seed = sum(1000**k * own for k, own in enumerate(seeds))
     generator = torch.Generator().manual_seed(seed)
-    grad = torch.randint(-16, 17, param.shape, generator=generator) / 16
+    grad = torch.randint(-64, 65, param.shape, generator=generator) / 64
     if grad.dim():
         grad[torch.rand(grad.shape[0], generator=generator) < 0.25] = 0.0
     return grad.to(param.device, param.dtype)
@@ -90,25 +101,42 @@ def _train(
 ) -> Any:
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    group = dist.new_group(backend=backend)
+    group, shards = dist.new_group(backend=backend), options.get("shards", 1)
+    mesh = replicas_of_shards(2, shards, device.type) if shards > 1 else None
+    ranks_each = max(options.get("local_group", 1), shards)
+    voter = rank // ranks_each
+    given = {name: own for name, own in options.items() if name != "shards"}
+    if mesh is not None:
+        given["replicate"] = mesh["replicate"]
+    elif ranks_each == 1:
+        given["process_group"] = group
+
+    def placed(local: Tensor) -> Tensor:
+        if mesh is None:
+            return local
+        return DTensor.from_local(local, mesh["shard"], [Shard(0)], run_check=False)
+
     torch.manual_seed(0)
     named = [
-        (f"{k}.{place}", nn.Parameter(torch.randn(shape).to(device, dtype)))
+        (f"{k}.{place}", nn.Parameter(placed(torch.randn(shape).to(device, dtype))))
         for k, dtype in enumerate(dtypes)
         for place, shape in enumerate(SHAPES)
+        if shape or mesh is None
     ]
-    optimizer = DistributedLion(
-        named, lr=0.01, betas=(0.5, 0.5), weight_decay=0.1, process_group=group, **options
-    )
+    optimizer = DistributedLion(named, lr=0.01, betas=(0.5, 0.5), weight_decay=0.1, **given)
     params, found = [param for _, param in named], []
+    optimizer.peers.fsdp_models.append(nn.ParameterList(params))
     for step in range(5):
         for k, param in enumerate(params):
-            param.grad = gradient(param, step, rank, k)
-        if step == 2 and rank == 0:
+            grad = gradient(local_part(param.detach()), step, voter, k)
+            if step == 3 and voter == 1 and k == 0:
+                grad[1, 5] = torch.nan
+            param.grad = placed(grad)
+        if step == 2 and voter == 0:
             params[-1].grad = None
-        if step == 3 and rank == 1:
-            params[0].grad[1, 5] = torch.nan  # type: ignore[index]
-        optimizer.step()
+        # No wrapper averages the gradients of a node, which are equal.
+        with mock.patch.object(Peers, "_check_hooks"):
+            optimizer.step()
         momenta = [optimizer.state[param]["exp_avg"] for param in params]
         assert {momentum.device for momentum in momenta} == {params[0].device}
         with optimizer.common_weights():
@@ -135,14 +163,23 @@ def test_ranks_with_kernels_and_without_have_the_bits_of_the_cpu(
     equal_the_cpu(pools, "gloo", MIXED, DTYPES[:2], options)
 
 
+@pytest.mark.multiproc
+@pytest.mark.parametrize("options", PAIRS, ids=str)
+def test_nodes_and_shards_have_the_bits_of_the_cpu(
+    pools: RankPools, options: dict[str, Any]
+) -> None:
+    equal_the_cpu(pools, "gloo", MIXED[::-1] + MIXED, DTYPES[:2], options)
+
+
 def equal_the_cpu(
     pools: RankPools, backend: str, forms: list[str], dtypes: list[torch.dtype], options: Any
 ) -> None:
-    places = TWO_GPUS if backend == "nccl" else ONE_GPU
-    found = pools(2).run(train, places, backend, forms, dtypes, options, timeout=300)
-    assert found == pools(2).run(train, ["cpu"] * 2, "gloo", CPU, dtypes, options)
-    (first, _), (second, _) = found
-    assert [params for params, _ in first] == [params for params, _ in second]
+    ranks, places = len(forms), TWO_GPUS if backend == "nccl" else ONE_GPU * 2
+    found = pools(ranks).run(train, places, backend, forms, dtypes, options, timeout=300)
+    assert found == pools(ranks).run(train, ["cpu"] * ranks, "gloo", CPU * 2, dtypes, options)
+    (first, _), *_, (last, _) = found
+    if "shards" not in options:
+        assert [params for params, _ in first] == [params for params, _ in last]
 
 
 OLD = "kernels need triton 3.4, which torch 2.8 installs (got 3.3.1)"
