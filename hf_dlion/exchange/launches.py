@@ -25,7 +25,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 MOST_RANKS = 127
 # Set it to 0 to take the form of torch operations.
 SWITCH = "HF_DLION_TRITON"
-WARPS = 4
+# A fused operation would round once where the rule rounds twice.
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 # Warnings that the next step gives at its end, because other ranks wait for it until then.
 unsaid: list[str] = []
 
@@ -181,7 +182,7 @@ def launch(kernel: Any, device: torch.device, programs: int, *arguments: Any) ->
     """Launches a kernel on the device's current stream."""
     current: AbstractContextManager[Any] = torch.get_device_module(device).device(device)
     with current:  # Triton launches there.
-        kernel[(programs,)](*arguments, num_warps=WARPS, enable_fp_fusion=False)
+        kernel[(programs,)](*arguments, **OPTIONS)
 
 
 def abstain(spans: Lines, words: int, planes: Tensor, active: Tensor, packed: Tensor) -> None:

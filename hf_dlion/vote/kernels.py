@@ -108,9 +108,9 @@ def _displacement(line, k, P: tl.constexpr, FULL: tl.constexpr):
 
 @triton.jit
 def _mark(rows, line, word, nonzero):
-    """Marks the rows of words that have a nonzero element."""
+    """Marks the rows of words that have a nonzero element; after the end there is none."""
     flag = rows.to(tl.pointer_type(tl.int8)) + row_of(line, word)
-    tl.store(flag, tl.full((ROWS,), 1, tl.int8), nonzero & (word * 64 < tl.load(line + SIZE)))
+    tl.store(flag, tl.full((ROWS,), 1, tl.int8), nonzero)
 
 
 @triton.jit

@@ -146,6 +146,34 @@ def test_what_overflows_becomes_the_largest_bfloat16(sign: int) -> None:
         assert [own.unique().tolist() for own in (c, p)] == [[most], [-most]]
 
 
+@on_ranks(1)
+def test_nothing_is_written_after_the_end() -> None:
+    with form("kernels"):
+        [slot] = slots_of([(17, 64)])
+        kept, planes, rows = (
+            torch.full((slot.size + 64,), 7, dtype=dtype, device=DEVICE)
+            for dtype in (torch.float32, torch.int64, torch.int8)
+        )
+        slot.grad, slot.momentum = torch.ones(slot.size, device=DEVICE), kept[: slot.size]
+        lines = on_gpu.Step(messages([slot])[0], turn_of())._encode
+        on_gpu.each_tile("encode", lines, planes=planes, rows=rows)
+        ends = kept[slot.size :], planes[17:], rows[17:]
+        assert [end.unique().tolist() for end in ends] == [[7]] * 3
+
+
+def test_no_part_of_a_tensor_has_two_keys_of_random_bits() -> None:
+    slot = Slot.of(torch.empty(2**26 + 2, 128, device="meta"), 0)
+    parts = [part for message in messages([slot]) for part in on_gpu.parts_of(message)]
+    sizes = [part.stretch.size for part in parts]
+    assert sum(sizes) == slot.size
+    assert all(
+        own.number >> 33 == (own.number + size - 1) >> 33
+        for own, size in zip(parts, sizes, strict=True)
+    )
+    # The last two are in one message.
+    assert [64 * own.stretch.skipped for own in parts[-2:]] == [0, sizes[-2]]
+
+
 class Accesses:
     """Counts the bytes of the addresses that a kernel reads and writes, each call's once."""
 
@@ -235,7 +263,7 @@ def compiled(kernel: Any, arch: int, folder: Path, **given: Any) -> tuple[str, s
     made = triton.compile(
         ASTSource(kernel, signature, constants, {}),
         target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": launches.WARPS, "enable_fp_fusion": False},
+        options=launches.OPTIONS,
     )
     (folder / "cubin").write_bytes(made.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
