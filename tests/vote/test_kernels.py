@@ -161,6 +161,25 @@ def test_nothing_is_written_after_the_end() -> None:
         assert [end.unique().tolist() for end in ends] == [[7]] * 3
 
 
+@on_ranks(1)
+def test_an_address_that_is_no_multiple_of_16_is_not_taken_for_one() -> None:
+    def checked(address: Any, divisor: int) -> Any:
+        assert address.handle.data % divisor == 0
+        return address
+
+    with form("kernels"):
+        for odd in range(5):
+            [slot] = slots_of([(16, 64)], torch.bfloat16)
+            longer = torch.ones(5, slot.size + 8, dtype=torch.bfloat16, device=DEVICE)
+            p, g, m, x, c = (own[int(k == odd) :][: slot.size] for k, own in enumerate(longer))
+            slot.p = slot.target = p
+            slot.grad, slot.momentum, slot.kept = g, m, Kept(x, c, ())
+            on_gpu.own_step(messages([slot]), turn_of())  # The first one patches the interpreter.
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                monkeypatch.setattr(tl, "multiple_of", checked)
+                on_gpu.own_step(messages([slot]), turn_of())
+
+
 def test_no_part_of_a_tensor_has_two_keys_of_random_bits() -> None:
     slot = Slot.of(torch.empty(2**26 + 2, 128, device="meta"), 0)
     parts = [part for message in messages([slot]) for part in on_gpu.parts_of(message)]
