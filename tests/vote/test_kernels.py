@@ -45,7 +45,7 @@ def slots_of(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32) 
 
 @on_ranks(1)
 def test_counts_of_any_number_of_ranks_equal_the_definition() -> None:
-    """Counts words from the middle of a message too, as two_phase and nodes do."""
+    """Counts words from the middle of a message, as two_phase and nodes do, and silences rows."""
     random, layout = np.random.default_rng(0), Layout(SHAPES)
     with form("kernels"):
         rows, words = messages(slots_of(SHAPES))[0].rows, int(layout.starts[-1]) // 64
@@ -60,6 +60,12 @@ def test_counts_of_any_number_of_ranks_equal_the_definition() -> None:
                 for own in (codes, np.pad(active, [(0, 0), (0, -rows.count % 64)]))
             )
             planes, packed = (own.view(torch.int64).to(DEVICE) for own in (planes, packed))
+            votes, marked = torch.full((words + 9,), -1, device=DEVICE), torch.empty_like(packed[0])
+            marks = torch.from_numpy(active[0].astype("i1")).to(DEVICE)
+            launches.abstain(rows.lines, words, votes, marks, marked)
+            assert torch.equal(marked, packed[0])
+            voted = np.pad(active[0][layout.row_of_element[::64]], (0, 9))
+            assert np.array_equal(votes.cpu().numpy(), np.where(voted, -1, 0))
             first = int(random.integers(words))
             size = int(random.integers(1, words - first + 1))
             for rule, count in (("alternate", 1), ("zero", 2), ("average", ranks.bit_length())):
