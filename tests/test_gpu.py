@@ -91,7 +91,7 @@ def train(
     rank: int, _: int, devices: list[str], backend: str, forms: list[str],
     dtypes: list[torch.dtype], options: dict[str, Any],
 ) -> Any:  # fmt: skip
-    """Returns the bits of parameters and momenta after each step, and the bytes sent."""
+    """Returns the bits of common weights, own weights, and momenta, and the bytes sent."""
     with form(forms[rank]):
         return _train(rank, torch.device(devices[rank]), backend, dtypes, options)
 
@@ -139,8 +139,9 @@ def _train(
             optimizer.step()
         momenta = [optimizer.state[param]["exp_avg"] for param in params]
         assert {momentum.device for momentum in momenta} == {params[0].device}
+        own = list(map(bits_of, [*params, *momenta]))
         with optimizer.common_weights():
-            found.append((list(map(bits_of, params)), list(map(bits_of, momenta))))
+            found.append((list(map(bits_of, params)), own))
     sent = optimizer.wire.bytes_sent
     dist.destroy_process_group(group)
     return found, sent
