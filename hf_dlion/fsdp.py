@@ -7,14 +7,16 @@ from typing import cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Returns this rank's shard of a DTensor; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """Returns this rank's shard of a DTensor, or the tensor; waits if it is still on its way."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def with_local_part(param: Tensor, local: Tensor) -> Tensor:

@@ -14,23 +14,30 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from hf_dlion import DistributedLion
 from hf_dlion.exchange import launches
 from hf_dlion.exchange.codec import divided
+from hf_dlion.fsdp import local_part
+from hf_dlion.peers import Peers
 from hf_dlion.vote import on_gpu
 from tests.support.forms import DEVICE, form
-from tests.support.spawn import on_ranks
-from tests.support.steps import bits_of, everywhere, take_step
-from tests.support.training import warned
+from tests.support.spawn import RankPools, on_ranks
+from tests.support.steps import bits_of
+from tests.support.training import replicas_of_shards, warned
 
 GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.gpu
 a_gpu = pytest.mark.skipif(not GPUS, reason="needs a GPU")
 two_gpus = pytest.mark.skipif(GPUS < 2, reason="NCCL refuses two ranks on one GPU")
 
+ONE_GPU, TWO_GPUS = [f"{DEVICE}:0"] * 2, [f"{DEVICE}:0", f"{DEVICE}:1"]
+# The second voter's random bits are its own.
+CPU, EAGER, MIXED = ["cpu"] * 2, ["eager"] * 2, ["eager", "kernels"]
 SHAPES = [(3, 64), (5,), (), (0, 4), (130, 128), (7, 3), (2, 200)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 CASES: list[dict[str, Any]] = [
@@ -46,6 +53,11 @@ CASES: list[dict[str, Any]] = [
     {"vote_every": 2},
     {"vote_every": 2, "bits": 4, "full_precision": "1.*"},
 ]
+# Voters of two ranks.
+PAIRS: list[dict[str, Any]] = [
+    {"local_group": 2, "exchange": "two_phase"}, {"local_group": 2, "vote_every": 2},
+    {"shards": 2, "ties": "zero"}, {"shards": 2, "vote_every": 2},
+]  # fmt: skip
 
 
 def test_a_mean_is_rounded_once_as_on_a_cpu() -> None:
@@ -56,97 +68,139 @@ def test_a_mean_is_rounded_once_as_on_a_cpu() -> None:
 
 
 def gradient(param: Tensor, *seeds: int) -> Tensor:
-    """Returns sixteenths between -1 and 1, a quarter of the rows zero.
+    """Returns 64ths between -1 and 1, a quarter of the rows zero.
 
-    With betas of 1/2, the direction and the momentum are then exact on every device, and rows are
-    old after two steps without a gradient.
+    With betas of 1/2, every device has the same direction, and the same momentum before it rounds.
+    Rows are old after two steps without a gradient.
     """
     seed = sum(1000**k * own for k, own in enumerate(seeds))
     generator = torch.Generator().manual_seed(seed)
-    grad = torch.randint(-16, 17, param.shape, generator=generator) / 16
+    grad = torch.randint(-64, 65, param.shape, generator=generator) / 64
     if grad.dim():
         grad[torch.rand(grad.shape[0], generator=generator) < 0.25] = 0.0
     return grad.to(param.device, param.dtype)
 
 
 def train(
+    rank: int, _: int, devices: list[str], backend: str, forms: list[str],
+    dtypes: list[torch.dtype], options: dict[str, Any],
+) -> Any:  # fmt: skip
+    """Returns the bits of common weights, own weights, and momenta, and the bytes sent."""
+    with form(forms[rank]):
+        return _train(rank, torch.device(devices[rank]), backend, dtypes, options)
+
+
+def _train(
     rank: int, device: torch.device, backend: str, dtypes: list[torch.dtype], options: Any
-) -> tuple[list[tuple[list[bytes], list[bytes]]], int]:
-    """Returns the bits of parameters and momenta after each step, and the bytes sent."""
+) -> Any:
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    group = dist.new_group(backend=backend)
+    group, shards = dist.new_group(backend=backend), options.get("shards", 1)
+    mesh = replicas_of_shards(2, shards, device.type) if shards > 1 else None
+    ranks_each = max(options.get("local_group", 1), shards)
+    voter = rank // ranks_each
+    given = {name: own for name, own in options.items() if name != "shards"}
+    if mesh is not None:
+        given["replicate"] = mesh["replicate"]
+    elif ranks_each == 1:
+        given["process_group"] = group
+
+    def placed(local: Tensor) -> Tensor:
+        if mesh is None:
+            return local
+        return DTensor.from_local(local, mesh["shard"], [Shard(0)], run_check=False)
+
     torch.manual_seed(0)
     named = [
-        (f"{k}.{place}", nn.Parameter(torch.randn(shape).to(device, dtype)))
+        (f"{k}.{place}", nn.Parameter(placed(torch.randn(shape).to(device, dtype))))
         for k, dtype in enumerate(dtypes)
         for place, shape in enumerate(SHAPES)
+        if shape or mesh is None
     ]
-    optimizer = DistributedLion(
-        named, lr=0.01, betas=(0.5, 0.5), weight_decay=0.1, process_group=group, **options
-    )
+    optimizer = DistributedLion(named, lr=0.01, betas=(0.5, 0.5), weight_decay=0.1, **given)
     params, found = [param for _, param in named], []
+    optimizer.peers.fsdp_models.append(nn.ParameterList(params))
     for step in range(5):
         for k, param in enumerate(params):
-            param.grad = gradient(param, step, rank, k)
-        if step == 2 and rank == 0:
+            grad = gradient(local_part(param.detach()), step, voter, k)
+            if step == 3 and voter == 1 and k == 0:
+                grad[1, 5] = torch.nan
+            param.grad = placed(grad)
+        if step == 2 and voter == 0:
             params[-1].grad = None
-        if step == 3 and rank == 1:
-            params[0].grad[1, 5] = torch.nan
-        optimizer.step()
+        # No wrapper averages the gradients of a node, which are equal.
+        with mock.patch.object(Peers, "_check_hooks"):
+            optimizer.step()
         momenta = [optimizer.state[param]["exp_avg"] for param in params]
         assert {momentum.device for momentum in momenta} == {params[0].device}
+        own = list(map(bits_of, [*params, *momenta]))
         with optimizer.common_weights():
-            found.append((list(map(bits_of, params)), list(map(bits_of, momenta))))
+            found.append((list(map(bits_of, params)), own))
     sent = optimizer.wire.bytes_sent
     dist.destroy_process_group(group)
     return found, sent
 
 
+@pytest.mark.multiproc
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=two_gpus)])
 @pytest.mark.parametrize("options", CASES, ids=str)
-@on_ranks(2, timeout=300)
-def test_steps_have_the_bits_of_the_cpu(rank: int, backend: str, options: dict[str, Any]) -> None:
-    equal_the_cpu(rank, backend, "eager", DTYPES, options)
-
-
-@pytest.mark.parametrize("options", [own for own in CASES if own.get("bits", 1) == 1], ids=str)
-@on_ranks(2, timeout=300)
-def test_ranks_with_kernels_and_without_have_the_bits_of_the_cpu(
-    rank: int, options: dict[str, Any]
+def test_steps_have_the_bits_of_the_cpu(
+    pools: RankPools, backend: str, options: dict[str, Any]
 ) -> None:
-    equal_the_cpu(rank, "gloo", ["kernels", "eager"][rank], DTYPES[:2], options)
+    equal_the_cpu(pools, backend, EAGER, DTYPES, options)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("options", [own for own in CASES if own.get("bits", 1) == 1], ids=str)
+def test_ranks_with_kernels_and_without_have_the_bits_of_the_cpu(
+    pools: RankPools, options: dict[str, Any]
+) -> None:
+    equal_the_cpu(pools, "gloo", MIXED, DTYPES[:2], options)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("options", PAIRS, ids=str)
+def test_nodes_and_shards_have_the_bits_of_the_cpu(
+    pools: RankPools, options: dict[str, Any]
+) -> None:
+    equal_the_cpu(pools, "gloo", MIXED[::-1] + MIXED, DTYPES[:2], options)
 
 
 def equal_the_cpu(
-    rank: int, backend: str, name: str, dtypes: list[torch.dtype], options: dict[str, Any]
+    pools: RankPools, backend: str, forms: list[str], dtypes: list[torch.dtype], options: Any
 ) -> None:
-    device = torch.device(DEVICE, rank if backend == "nccl" else 0)
-    with form(name):
-        found = train(rank, device, backend, dtypes, options)
-    with form("cpu"):
-        assert found == train(rank, torch.device("cpu"), "gloo", dtypes, options)
-    first, second = everywhere([params for params, _ in found[0]])
-    assert first == second
+    ranks, places = len(forms), TWO_GPUS if backend == "nccl" else ONE_GPU * 2
+    found = pools(ranks).run(train, places, backend, forms, dtypes, options, timeout=300)
+    assert found == pools(ranks).run(train, ["cpu"] * ranks, "gloo", CPU * 2, dtypes, options)
+    (first, _), *_, (last, _) = found
+    if "shards" not in options:
+        assert [params for params, _ in first] == [params for params, _ in last]
 
 
-@pytest.mark.parametrize("module", ["exchange.launches", "vote.on_gpu"])
+OLD = "kernels need triton 3.4, which torch 2.8 installs (got 3.3.1)"
+
+
+def without_compiler(device: torch.device) -> None:
+    raise RuntimeError("Failed to find C compiler.\nSet CC.")
+
+
+@pytest.mark.parametrize(("what", "wrong", "why"), [
+    ("hf_dlion.exchange.launches._try", without_compiler, "Failed to find C compiler."),
+    ("hf_dlion.vote.on_gpu._try", without_compiler, "Failed to find C compiler."),
+    ("triton.__version__", "3.3.1", OLD),
+])  # fmt: skip
 @on_ranks(1)
-def test_a_gpu_on_which_kernels_fail_warns_once_and_trains(module: str) -> None:
+def test_a_gpu_on_which_kernels_fail_warns_once_and_trains(what: str, wrong: Any, why: str) -> None:
     """No kernel runs, or only those that count."""
-
-    def fails(device: torch.device) -> None:
-        raise RuntimeError("Failed to find C compiler.\nSet CC.")
-
     param = nn.Parameter(torch.zeros(64, device=DEVICE))
     optimizer = DistributedLion([param], lr=1.0)
     param.grad = torch.ones_like(param)
     for cached in (launches._refusal, on_gpu._tile_refusal):
         cached.cache_clear()
     with (
-        form("eager" if module == "exchange.launches" else "kernels"),
+        form("kernels" if "on_gpu" in what else "eager"),
         mock.patch.dict(os.environ, {launches.SWITCH: "1"}),
-        mock.patch(f"hf_dlion.{module}._try", fails),
+        mock.patch(what, wrong),
         warned() as texts,
     ):
         optimizer.step()
@@ -155,8 +209,19 @@ def test_a_gpu_on_which_kernels_fail_warns_once_and_trains(module: str) -> None:
         cached.cache_clear()
     assert len(texts) == 1
     assert "can't run on" in texts[0]
-    assert "(RuntimeError: Failed to find C compiler.)" in texts[0]
+    assert f"(RuntimeError: {why})" in texts[0]
     assert param.tolist() == [-2.0] * 64
+
+
+@on_ranks(1)
+def test_kernels_wait_for_a_gradient_of_an_asynchronous_collective() -> None:
+    """Such a gradient has no address before."""
+    param = nn.Parameter(torch.zeros(64, device=DEVICE))
+    optimizer = DistributedLion([param], lr=1.0)
+    param.grad = AsyncCollectiveTensor(torch.ones_like(param).detach())
+    with form("kernels"):
+        optimizer.step()
+    assert param.tolist() == [-1.0] * 64
 
 
 @a_gpu
@@ -193,7 +258,9 @@ def test_one_rank_of_nccl_trains_as_no_group_does() -> None:
             if grouped:
                 optimizer.attach(model)
             for step in range(3):
-                take_step(optimizer, model, gradient(torch.empty(2, 64, device=DEVICE), step))
+                optimizer.zero_grad()
+                model(gradient(torch.empty(2, 64, device=DEVICE), step)).square().sum().backward()
+                optimizer.step()
             ends.append([bits_of(param) for param in model.parameters()])
             del model, optimizer
         finally:

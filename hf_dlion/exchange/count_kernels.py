@@ -1,7 +1,8 @@
 """Triton kernels for the words of a message: which rows a rank votes on, and everyone's votes.
 
 They work on a table of all rows in the message. A table has a line for each stretch of words, which
-a program finds by a search; see `launches.Table`.
+a program finds by a search; see `launches.Table`. No number is specialized, so one compiled kernel
+serves all of them, and a later step doesn't wait for the compiler.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def elements(word):
     return word[:, None] * 64 + tl.arange(0, 64)[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=range(9))
 def abstain(table: tl.int64, lines: tl.int32, half: tl.int32, planes: tl.int64, count: tl.int32,
             end: tl.int32, flags: tl.int64, rows: tl.int32, packed: tl.int64):  # fmt: skip
     """Clears the votes in rows without a mark, and words up to `end`, and packs the marks.
@@ -78,7 +79,7 @@ def _gathered(bits, column):
     return tl.sum((bits & ONES) << column, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=range(14))
 def count(table: tl.int64, lines: tl.int32, half: tl.int32, planes: tl.int64, stride: tl.int64,
           first: tl.int32, size: tl.int32, packed: tl.int64, packed_stride: tl.int64,
           rows: tl.int32, verdict: tl.int64, each: tl.int32, voters: tl.int64, tie: tl.int64,

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 # Types of devices on which the kernels run, dtypes of tensors, and most ranks whose votes they add.
 DEVICES = ("cuda",)
@@ -24,7 +25,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 MOST_RANKS = 127
 # Set it to 0 to take the form of torch operations.
 SWITCH = "HF_DLION_TRITON"
-WARPS = 4
+# A fused operation would round once where the rule rounds twice.
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 # Warnings that the next step gives at its end, because other ranks wait for it until then.
 unsaid: list[str] = []
 
@@ -60,6 +62,9 @@ def why_not(trial: Callable[[torch.device], None], device: torch.device) -> str:
 
 def _try(device: torch.device) -> None:
     """Counts one word of votes, which compiles and launches a kernel; raises what fails."""
+    version = _kernels().triton.__version__
+    if TorchVersion(version) < "3.4":  # Which can't compile them.
+        raise RuntimeError(f"kernels need triton 3.4, which torch 2.8 installs (got {version})")
     word = torch.full((1, 1), 5, dtype=torch.int64, device=device)
     verdict, voters = torch.zeros_like(word), torch.zeros(1, dtype=torch.int32, device=device)
     lines = Table(device).add_rows([(1, 1)])
@@ -126,10 +131,7 @@ class Table:
     def address(self, line: int) -> int:
         """Returns the address of a line; no line can be added after the first call."""
         if self._memory is None:
-            lines = torch.from_numpy(np.concatenate(self._arrays))
-            if self.device.type == "cuda":  # Else the copy would wait.
-                lines = lines.pin_memory()
-            self._memory = lines.to(self.device, non_blocking=True)
+            self._memory = sent(torch.from_numpy(np.concatenate(self._arrays)), self.device)
         return int(self._memory.data_ptr() + 8 * self._arrays[0].shape[1] * line)
 
     def add(
@@ -164,6 +166,13 @@ class Table:
         return self.add(stretches, (), {})
 
 
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns a tensor on a device; the host doesn't wait for what the device still does."""
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def addresses(*tensors: Tensor | None) -> list[int]:
     """Returns addresses of tensors, 0 for None."""
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
@@ -173,7 +182,7 @@ def launch(kernel: Any, device: torch.device, programs: int, *arguments: Any) ->
     """Launches a kernel on the device's current stream."""
     current: AbstractContextManager[Any] = torch.get_device_module(device).device(device)
     with current:  # Triton launches there.
-        kernel[(programs,)](*arguments, num_warps=WARPS, enable_fp_fusion=False)
+        kernel[(programs,)](*arguments, **OPTIONS)
 
 
 def abstain(spans: Lines, words: int, planes: Tensor, active: Tensor, packed: Tensor) -> None:

@@ -67,10 +67,10 @@ def survey(slots: Sequence[Slot]) -> bool:
         if not finite:
             return False
         if some_zero:
-            marks = [magnitudes.eq(0) for _, magnitudes in found]
-            has_zero = torch.stack([mark.any() for mark in marks]).tolist()
-            for (slot, _), mark, needed in zip(found, marks, has_zero, strict=True):
-                slot.idle = mark if needed else None
+            rows, zero = [len(magnitudes) for _, magnitudes in found], joined.eq(0)
+            marks, copies = (torch.split(own, rows) for own in (zero, zero.cpu()))
+            for (slot, _), mark, copy in zip(found, marks, copies, strict=True):
+                slot.idle = mark if copy.any() else None
     return True
 
 

@@ -108,9 +108,9 @@ def _displacement(line, k, P: tl.constexpr, FULL: tl.constexpr):
 
 @triton.jit
 def _mark(rows, line, word, nonzero):
-    """Marks the rows of words that have a nonzero element."""
+    """Marks the rows of words that have a nonzero element; after the end there is none."""
     flag = rows.to(tl.pointer_type(tl.int8)) + row_of(line, word)
-    tl.store(flag, tl.full((ROWS,), 1, tl.int8), nonzero & (word * 64 < tl.load(line + SIZE)))
+    tl.store(flag, tl.full((ROWS,), 1, tl.int8), nonzero)
 
 
 @triton.jit
@@ -146,6 +146,7 @@ def _mean(planes, line, word, stride, n, N: tl.constexpr):
     for bit in tl.static_range(1, 7):
         if N >> bit > 0:
             total += _bits(planes, line, word, bit, stride) << bit
+    # Before triton 3.6, quotients that are subnormal become 0; these aren't.
     return tl.math.div_rn((2 * total - n).to(tl.float32), N * 1.0)
 
 
@@ -250,7 +251,7 @@ def _tile(line, tile, planes, stride, rows, mine, voted, phase, KIND: tl.constex
         _move_exchange(line, word, planes, stride, n, mine, voted, P, N, FULL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=range(9))
 def each_tile(table: tl.int64, lines: tl.int32, half: tl.int32, planes: tl.int64,
               stride: tl.int64, rows: tl.int64, mine: tl.int64, voted: tl.int64, phase: tl.int32,
               KIND: tl.constexpr, G: tl.constexpr, M: tl.constexpr, P: tl.constexpr,

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from hf_dlion.exchange.codec import WORD
+from hf_dlion.exchange.launches import sent
 from hf_dlion.exchange.routes import Rows
 from hf_dlion.vote.rounding import round_to
 
@@ -277,9 +278,9 @@ class Piece:
         Tensors in `numbers` are 0-D and on one device, so a GPU gets one copy for all of them.
         """
         values = torch.stack([torch.as_tensor(n, dtype=torch.float64) for n in numbers])
-        words = [-(-(part.stop - part.start) // WORD) for part in self.parts]
-        counts = torch.tensor(words, device=values.device)
-        return values.repeat_interleave(counts, output_size=sum(words)).to(like)
+        words = torch.tensor([-(-(part.stop - part.start) // WORD) for part in self.parts])
+        counts, size = sent(words, values.device), self.size // WORD
+        return sent(values.repeat_interleave(counts, output_size=size).to(like.dtype), like.device)
 
 
 class Span(NamedTuple):

@@ -264,7 +264,8 @@ def amounts(slots: Sequence[Slot]) -> tuple[list[float], list[float]]:
             growing = sum([count for count in leaves if count > 1])
             tree = torch.cat([tree[:growing:2] + tree[1:growing:2], tree[growing:]])
             leaves = [-(-count // 2) for count in leaves]
-        marked = active.cumsum(0, dtype=torch.int64)[torch.tensor(ends, device=device) - 1]
+        last_rows = launches.sent(torch.tensor(ends) - 1, device)
+        marked = active.cumsum(0, dtype=torch.int64)[last_rows]
         totals, until = torch.stack([tree, marked.double()]).tolist()
         for slot, total, last, before in zip(order, totals, until, [0.0, *until], strict=False):
             sums[slot] = total

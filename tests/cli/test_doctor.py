@@ -15,6 +15,7 @@ import torch
 import hf_dlion
 from hf_dlion import cli
 from hf_dlion.cli import doctor
+from hf_dlion.exchange import launches
 from hf_dlion.launch import Route
 from tests.support.spawn import run_command, run_script
 
@@ -54,6 +55,16 @@ def test_a_machine_that_can_train_passes(report: Any) -> None:
     assert "torch 2." in line_of("packages", said)
     assert "accepts optim='dlion'" in line_of("Trainer", said)
     assert "export GLOO_SOCKET_IFNAME=eth0" in line_of("network", said)
+
+
+def test_an_old_triton_is_named(alone: pytest.MonkeyPatch) -> None:
+    launches._refusal.cache_clear()
+    alone.setattr(torch.cuda, "is_available", lambda: True)
+    alone.setattr("triton.__version__", "3.3.1")
+    found, text = doctor._kernels()
+    launches._refusal.cache_clear()
+    assert found == doctor.WARN
+    assert "kernels need triton 3.4, which torch 2.8 installs (got 3.3.1)" in text
 
 
 def test_several_interfaces_may_be_named(alone: Any, report: Any) -> None:

@@ -42,7 +42,7 @@ FP32, HOOK = "AdamW with DDP fp32", "AdamW with DDP bf16 hook"
 CPU = Machine(
     each_s={
         **{"adamw": 1.23e-9, "copy": 0.6e-9, "cast": 2.7e-9, "power": 5.5e-9},
-        **{"move": 0.6e-9, "local step": 0.9e-9, "exchange": 3.8e-9},
+        **{"move": 0.6e-9, "local step": 0.9e-9, "exchange": 3.8e-9, "survey": 0.1e-9},
         **{f"encode {bits}": 1e-9 for bits in machine.BITS},
         **{f"count {bits} of 2": 6e-11 for bits in machine.BITS},
         **{f"count {bits} of 4": 8e-11 for bits in machine.BITS},
@@ -117,7 +117,7 @@ def test_as_many_local_steps_are_planned_as_hide_the_exchange() -> None:
         case = a_case(link=Link(bits_per_s=rate))
         name, own = list(predict(case).items())[-1]
         every = int(name.rpartition("=")[2])
-        alone = CPU.compute_s + case.work_s("local step")
+        alone = CPU.compute_s + case.work_s("survey") + case.work_s("local step")
         assert every == 64 or own.step_s - alone <= 0.1 * alone
         half = predict(replace(case, vote_every=every // 2))[f"{DLION}, vote_every={every // 2}"]
         assert every == 2 or half.step_s - alone > 0.1 * alone
@@ -296,6 +296,10 @@ def test_a_gpus_work_is_the_bytes_that_its_operations_move() -> None:
     assert found.each_s["adamw"] == pytest.approx(28 / gpu.bytes_per_s, rel=0.01)
     # Gradient, momentum, its new value, and the vote.
     assert 12.1 < found.each_s["encode 1"] * gpu.bytes_per_s < 12.2
+    # A step of votes searches the gradient for NaN, encodes, counts, and moves.
+    own = predict(a_case(full, machine=found))["DistributedLion"].parts
+    moved = (own["encode"] + own["count"] + own["move"]) * gpu.bytes_per_s / 7e9
+    assert moved == pytest.approx(4 + 12.14 + 3 / 8 + 8.13, rel=0.01)
     assert found.each_s["encode 1"] < found.each_s["encode 2"] < found.each_s["encode 8"]
     # Per vote and word: its planes, and those of the counter.
     assert 1 / 8 < (found.count_s(1, 9) - found.count_s(1, 8)) * gpu.bytes_per_s < 4

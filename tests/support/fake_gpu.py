@@ -6,7 +6,9 @@ they are kept, and is refused if it also has a tensor on the CPU, as CUDA refuse
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,8 +31,12 @@ class _Module(_DummyBackendModule):
 
 _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
 _DEVICE = torch.device(NAME, 0)
+# For which the host would wait for a GPU: the functions of the package, such as "idle_rows.survey".
+waits: list[str] = []
 # Only these may have tensors on two devices.
-_COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
+_COPY = torch.ops.aten.copy_.default
+_COPIES = (_COPY, torch.ops.aten._to_copy.default)
+_READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
 
 
 class FakeTensor(Tensor):
@@ -61,6 +67,7 @@ class FakeTensor(Tensor):
         return self.kept.data_ptr()
 
     def tolist(self) -> Any:
+        _wait()
         return self.kept.tolist()
 
     @classmethod
@@ -70,16 +77,27 @@ class FakeTensor(Tensor):
         if on_cpu and func not in _COPIES:
             raise RuntimeError(f"{func} got tensors on cpu and on {NAME}")
         args, kwargs = tree_map(_kept, (args, kwargs or {}))
+        if func in _READS or (func is _COPY and on_cpu and not (len(args) > 2 and args[2])):
+            _wait()
         to_cpu = "device" in kwargs and torch.device(kwargs["device"] or "cpu").type == "cpu"
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
         made = func(*args, **kwargs)
         if to_cpu:
+            _wait()
             return made
         known = {id(leaf.kept): leaf for leaf in leaves if isinstance(leaf, FakeTensor)}
         return tree_map(
             lambda x: known.get(id(x), FakeTensor(x)) if isinstance(x, Tensor) else x, made
         )
+
+
+def _wait() -> None:
+    frame: Any = sys._getframe(1)
+    while frame and "/hf_dlion/" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    if frame:
+        waits.append(f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}")
 
 
 def _kept(x: Any) -> Any:
@@ -95,6 +113,8 @@ def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> Fa
 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+    if not non_blocking:
+        _wait()
     _kept(target).copy_(_kept(source))
     return target
 

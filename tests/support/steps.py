@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_dlion.fsdp import local_part
 from hf_dlion.optimizer import DistributedLion
 from tests.support.training import filled, model_of, replicas_of_shards
 
@@ -87,8 +88,9 @@ def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def bits_of(tensor: Tensor) -> bytes:
-    """Returns a tensor's memory, which tells -0 from 0."""
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    """Returns the memory of this rank's part of a tensor, which tells -0 from 0."""
+    flat = local_part(tensor.detach()).cpu().contiguous().flatten()
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def everywhere(value: Any) -> list[Any]:

@@ -31,9 +31,9 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randn(4, 64, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def replicas_of_shards(replicas: int, shards: int) -> DeviceMesh:
+def replicas_of_shards(replicas: int, shards: int, device: str = "cpu") -> DeviceMesh:
     """Returns a mesh for FSDP2, whose groups outlive the case: torch takes equal meshes for one."""
-    mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))
     for part in (mesh, mesh["replicate"], mesh["shard"]):
         LASTING.update(part.get_all_groups())
     return mesh

@@ -9,9 +9,11 @@ import torch
 
 from benchmarks.codec import Counting
 from benchmarks.codec import launches as torch_launches
+from hf_dlion import DistributedLion
 from hf_dlion.cli.plan.machine import step_work, vote_work
 from hf_dlion.exchange import launches
-from tests.support.forms import form
+from tests.support import fake_gpu
+from tests.support.forms import DEVICE, form
 from tests.support.spawn import on_ranks
 
 # Measured, so a change that asks for more is seen.
@@ -39,3 +41,24 @@ def test_kernels_need_six_launches_for_a_message_and_two_for_a_local_step() -> N
                 for call in calls:
                     call()
             assert 1 < mode.launches + launch.call_count <= most
+
+
+@pytest.mark.skipif(DEVICE != fake_gpu.NAME, reason="counts on a device made of CPU memory")
+@on_ranks(2)
+def test_the_host_waits_only_for_the_finite_check_and_the_scales_of_an_exchange(rank: int) -> None:
+    """The copies of `routes` are those of gloo, and rows of zeros need one more."""
+    for vote_every, zero, expected in (
+        (1, False, ["idle_rows.survey"]),
+        (1, True, ["idle_rows.survey"] * 2),
+        (2, False, ["idle_rows.survey", "on_gpu.amounts"]),
+    ):
+        with form("kernels") as device:
+            params = [torch.ones(shape, device=device) for shape in [(8, 64), (64,), (5,)]]
+            optimizer = DistributedLion([p.requires_grad_() for p in params], vote_every=vote_every)
+            for _ in range(4):
+                for param in params:
+                    param.grad = torch.ones_like(param)
+                    param.grad[:1] *= not zero
+                fake_gpu.waits.clear()
+                optimizer.step()
+            assert [own for own in fake_gpu.waits if not own.startswith("routes.")] == expected

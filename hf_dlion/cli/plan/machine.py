@@ -22,6 +22,7 @@ from hf_dlion.exchange.routes import Verdict, Votes, counted
 from hf_dlion.exchange.rule import Majority
 from hf_dlion.options import Options
 from hf_dlion.vote import on_gpu
+from hf_dlion.vote.idle_rows import survey
 from hf_dlion.vote.layout import Layout, Scratch, Slot, flat_view
 from hf_dlion.vote.local_steps import LocalSteps
 from hf_dlion.vote.step import Turn, direction, encode, move
@@ -69,7 +70,7 @@ GPUS = {
 class Machine:
     """What a rank's own work costs."""
 
-    each_s: Mapping[str, float]  # Seconds per element, by the names in `step_work`, and "adamw".
+    each_s: Mapping[str, float]  # Seconds per element; see `step_work` and `measured`.
     compute_s: float  # Forward and backward of the model, without DDP.
     memory_bytes: float
     device: str  # "cpu" or "cuda".
@@ -125,7 +126,10 @@ def measured(
     device, name, memory = here()
     tokens = tokens or TOKENS[device.type]
     param = torch.randn(NUMEL // COLUMNS, COLUMNS, device=device).mul_(0.02).to(dtype)
-    calls = {**step_work(param), "adamw": torch.optim.AdamW([param], lr=1e-4, fused=True).step}
+    calls: Calls = {
+        **step_work(param), "survey": partial(survey, _layout_of([param]).slots),
+        "adamw": torch.optim.AdamW([param], lr=1e-4, fused=True).step,
+    }  # fmt: skip
     sizes = {}
     if given_s is None:
         shape = (-(-tokens // _SEQUENCE), min(tokens, _SEQUENCE), _WIDTH)
@@ -171,8 +175,9 @@ def bytes_on_a_gpu(dtype: torch.dtype) -> dict[str, float]:
     They are counted in the operations of torch. Votes of one bit, and local steps, take kernels.
     """
     param = torch.empty(1 << 10, COLUMNS, dtype=dtype, device="meta")
-    # AdamW reads four tensors and writes three; torch has no fused AdamW without data.
-    found = {"adamw": 7.0 * dtype.itemsize}
+    # AdamW reads four tensors and writes three, and the search for NaN reads the gradient; neither
+    # can be counted without data.
+    found = {"adamw": 7.0 * dtype.itemsize, "survey": float(dtype.itemsize)}
     for name, call in step_work(param).items():
         call()  # Makes scratch and rows.
         with _CountBytes() as mode:  # type: ignore[no-untyped-call]

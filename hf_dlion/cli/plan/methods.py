@@ -272,6 +272,7 @@ def _votes(
     encode_s, move_s = case.machine.each_s[f"encode {bits}"], case.machine.each_s["move"]
     count_s = case.machine.count_s(bits, n)
     clock.work("compute", case.machine.compute_s + inside_s)
+    clock.work("encode", case.work_s("survey"))
     header_s = link.seconds(HEADER_BYTES * (ranks - 1), ranks - 1)
     clock.wait(clock.send(HEADER_BYTES * (ranks - share), header_s))
     under_way = []
@@ -321,7 +322,7 @@ def _local_steps(case: Case, ranks: int, share: int, inside_s: float) -> tuple[i
     check_s = case.link.seconds(8 * words * (ranks - 1), ranks - 1)
     network = vote["network"] + case.gather_s(means) + check_s
     work = case.work_s("exchange") + vote["count"]
-    step_s, every = case.work_s("local step"), case.vote_every
+    step_s, every = case.work_s("survey") + case.work_s("local step"), case.vote_every
     if every is None:
         every = max(vote_every_for(vote["compute"] + step_s, network + work), 2)
     optimizer = step_s + work / every
