@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from hf_dlion.exchange.routes import Verdict
 from hf_dlion.exchange.rule import Average, Majority
 from hf_dlion.options import Options
 from hf_dlion.vote import kernels, on_gpu
+from hf_dlion.vote.displacement import _displacement
 from hf_dlion.vote.layout import Kept, Scratch, Slot, messages
-from hf_dlion.vote.step import Turn
+from hf_dlion.vote.step import Turn, tensor_sums
 from tests.support import definition
 from tests.support.definition import Layout
 from tests.support.forms import DEVICE, form
@@ -152,6 +154,22 @@ def test_what_overflows_becomes_the_largest_bfloat16(sign: int) -> None:
         other = replace(votes, planes=~votes.planes)
         exchange.move(Verdict(other.planes, voters), other, Average(1, 1))
         assert [own.unique().tolist() for own in (c, p)] == [[most], [-most]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(1)
+def test_amounts_are_added_in_the_order_of_torch_operations(dtype: torch.dtype) -> None:
+    with form("kernels"):
+        slots, turn = slots_of(SHAPES, dtype), turn_of()
+        for slot in slots:
+            x, w = torch.randn(2, slot.size).to(dtype)
+            w[: slot.row] = 0.0
+            slot.p = slot.target = (x - w).to(DEVICE)
+            c = w.to(DEVICE) if dtype == torch.bfloat16 else None
+            slot.kept = Kept(x.to(DEVICE), c, ())
+        source = partial(_displacement, turn=turn)
+        sums, counts = tensor_sums(slots, messages(slots), source, turn)
+        assert on_gpu.amounts(slots) == ([*map(float, sums)], [*map(float, counts)])
 
 
 @on_ranks(1)
