@@ -98,6 +98,28 @@ def test_counts_of_any_number_of_ranks_equal_the_definition() -> None:
                 assert np.array_equal(found[: 64 * size], expected[chosen]), (ranks, rule)
 
 
+@on_ranks(1)
+def test_means_of_any_number_of_ranks_are_rounded_once() -> None:
+    random = np.random.default_rng(0)
+    with form("kernels"):
+        for ranks in (2, 3, 9, 64, 127):
+            [slot] = slots_of([(5, 64)])
+            start = torch.from_numpy(random.standard_normal(slot.size, np.float32))
+            slot.p = slot.target = start.to(DEVICE)
+            sums, voters = (
+                random.integers(0, ranks + 1, slot.size),
+                random.integers(1, ranks + 1, 5),
+            )
+            digits = sums >> np.arange(ranks.bit_length())[:, None] & 1
+            planes = np.packbits(digits.astype("u1"), axis=1, bitorder="little").view("i8")
+            verdict = Verdict(*(torch.from_numpy(own).to(DEVICE) for own in (planes, voters)))
+            [message] = messages([slot])
+            on_gpu.Step(message, turn_of()).move(verdict, Average(ranks, 1))
+            means = (2 * sums - voters.repeat(64)) / ranks
+            moved = definition.apply_verdict(start.numpy(), means, lr=1e-3, weight_decay=0.1)
+            assert np.array_equal(slot.p.cpu().numpy(), moved), ranks
+
+
 # Numbers of which votes, rounding, and clamping must take care.
 SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 2.0**-126, -(2.0**-126), -1.18e-38, 3.38e38, -3.38e38, 1.0]
 
