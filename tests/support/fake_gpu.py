@@ -6,6 +6,7 @@ they are kept, and is refused if it also has a tensor on the CPU, as CUDA refuse
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -19,6 +20,8 @@ from torch.utils.backend_registration import (
     _setup_privateuseone_for_python_backend,
 )
 
+import hf_dlion
+
 NAME = "fakegpu"
 
 
@@ -31,6 +34,7 @@ class _Module(_DummyBackendModule):
 
 _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
 _DEVICE = torch.device(NAME, 0)
+_PACKAGE = str(Path(hf_dlion.__file__).parent) + os.sep
 # For which the host would wait for a GPU: the functions of the package, such as "idle_rows.survey".
 waits: list[str] = []
 # Only these may have tensors on two devices.
@@ -94,7 +98,7 @@ class FakeTensor(Tensor):
 
 def _wait() -> None:
     frame: Any = sys._getframe(1)
-    while frame and "/hf_dlion/" not in frame.f_code.co_filename:
+    while frame and not frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
     if frame:
         waits.append(f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}")

@@ -288,7 +288,7 @@ def test_every_byte_is_read_and_written_once(dtype: torch.dtype) -> None:
         works = (
             step.encode,
             lambda: step.move(one, Majority("alternate")),
-            lambda: on_gpu.alone([message], turn_of()),
+            lambda: on_gpu.plain_lion([message], turn_of()),
             lambda: on_gpu.own_step([message], turn_of()),
             lambda: on_gpu.amounts([slot]),
             exchange.encode,
