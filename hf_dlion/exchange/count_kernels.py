@@ -82,7 +82,7 @@ def _gathered(bits, column):
 @triton.jit(do_not_specialize=range(14))
 def count(table: tl.int64, lines: tl.int32, half: tl.int32, planes: tl.int64, stride: tl.int64,
           first: tl.int32, size: tl.int32, packed: tl.int64, packed_stride: tl.int64,
-          rows: tl.int32, verdict: tl.int64, each: tl.int32, voters: tl.int64, tie: tl.int64,
+          rows: tl.int32, verdict: tl.int64, each: tl.int64, voters: tl.int64, tie: tl.int64,
           N: tl.constexpr, RULE: tl.constexpr):  # fmt: skip
     """Counts votes on words `first` to `first + size` - 1 of a message, and decides (section 4).
 

@@ -46,6 +46,7 @@ class Rows:
     ) -> None:
         """Leaves the tables to their first use, because most messages never need them."""
         self._lengths, self._device, self._words = lengths, device, words
+        self._parts: dict[tuple[int, int], Rows] = {}
         self.count = sum(count for count, _ in lengths)
 
     @property
@@ -78,7 +79,10 @@ class Rows:
 
     def part(self, words: slice) -> Rows:
         """Returns the same rows, for a slice of the message's words."""
-        return Rows(self._lengths, self._device, words)
+        key = words.start, words.stop
+        if key not in self._parts:  # Kept, because each has tables.
+            self._parts[key] = Rows(self._lengths, self._device, words)
+        return self._parts[key]
 
 
 # Planes of bits, int64, shape (W,) each, contiguous.

@@ -55,8 +55,8 @@ class Majority:
         """
         unpack(planes[0], -lr, lr, out)
         if self._zero:
-            # Without -0, which would turn a weight of -0 into 0.
-            out.mul_(unpack(planes[1], 1.0, 0.0, torch.empty_like(out))).add_(0.0)
+            # Not a product, which may be -0 and would turn a weight of -0 into 0.
+            out.masked_fill_(unpack(planes[1], 0.0, 1.0, torch.empty_like(out)) != 0, 0.0)
         if voters is not None:
             out.view(-1, WORD).masked_fill_((voters == 0).view(-1, 1), 0.0)
         return out

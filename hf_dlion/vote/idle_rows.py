@@ -47,7 +47,7 @@ def survey(slots: Sequence[Slot]) -> bool:
     On a CPU this sums each gradient, which writes no temporary tensor. A sum of finite elements may
     overflow, so a gradient whose sum isn't finite is checked element by element. On other devices
     it computes the largest magnitude of each row. There the host waits once per device, and once
-    more if a row is zero.
+    more if a row is zero. If it returns False, no row is noted.
     """
     by_device: dict[torch.device, list[tuple[Slot, Tensor]]] = {}
     for slot in slots:
@@ -59,19 +59,25 @@ def survey(slots: Sequence[Slot]) -> bool:
             continue
         wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
         if not math.isfinite(grad.sum(dtype=wide).item()) and not grad.isfinite().all():
-            return False
+            return _none_is_idle(slots)
         slot.idle = zero_rows(grad, slot.row)
     for found in by_device.values():
         joined = torch.cat([magnitudes for _, magnitudes in found])
         finite, some_zero = torch.stack([joined.isfinite().all(), joined.eq(0).any()]).tolist()
         if not finite:
-            return False
+            return _none_is_idle(slots)
         if some_zero:
             rows, zero = [len(magnitudes) for _, magnitudes in found], joined.eq(0)
             marks, copies = (torch.split(own, rows) for own in (zero, zero.cpu()))
             for (slot, _), mark, copy in zip(found, marks, copies, strict=True):
                 slot.idle = mark if copy.any() else None
     return True
+
+
+def _none_is_idle(slots: Sequence[Slot]) -> bool:
+    for slot in slots:
+        slot.idle = None
+    return False
 
 
 def largest(grad: Tensor, row: int) -> Tensor:

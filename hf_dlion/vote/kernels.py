@@ -158,7 +158,8 @@ def _move(line, word, planes, stride, n, P: tl.constexpr, N: tl.constexpr, RULE:
     if RULE == "average":
         move = _mean(planes, line, word, stride, n, N) * lr
     else:
-        move = tl.where(_bits(planes, line, word, 0, stride) != 0, lr, -lr)
+        # Triton's -lr is 0 - lr, which isn't -0.0 for a rate of 0.
+        move = tl.where(_bits(planes, line, word, 0, stride) != 0, lr, lr * -1.0)
         move = tl.where(n == 0, 0.0, move)
         if RULE == "zero":
             move = tl.where(_bits(planes, line, word, 1, stride) != 0, 0.0, move)
@@ -173,7 +174,7 @@ def _own_step(line, word, G: tl.constexpr, M: tl.constexpr, P: tl.constexpr, LOC
     lr, step = _number(line, LR), tl.zeros((ROWS, 64), tl.float32)
     if G is not None:
         u = _direction(line, word, G, M, FULL)
-        step = tl.where(u > 0.0, lr, tl.where(u < 0.0, -lr, 0.0))
+        step = tl.where(u > 0.0, lr, tl.where(u < 0.0, lr * -1.0, 0.0))
     if LOCAL and P == tl.bfloat16:
         c = _load(line, C, elements(word), P, FULL)
         if G is not None:
@@ -260,7 +261,8 @@ def each_tile(table: tl.int64, lines: tl.int32, half: tl.int32, planes: tl.int64
 
         encode                 12.14   6.14     gradient, momentum, votes
         move                    8.13   4.13     parameter, verdict
-        step                   20     14        gradient, momentum, parameter, anchor, displacement
+        step                   20     10        gradient, momentum, parameter
+        local step             20     14        the same, and anchor and displacement of bfloat16
         amounts                 8.01   2.01     parameter and anchor, or displacement
         encode displacement     8.14   2.14     the same, votes
         move exchange          16.3   10.3      parameter, anchor, displacement, verdict, own votes

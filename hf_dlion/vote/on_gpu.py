@@ -71,7 +71,7 @@ def _tile_refusal(device: torch.device) -> str:
 
 
 def _try(device: torch.device) -> None:
-    """Does every kind of work on one tensor, before any of a step's: an error amid a step hangs.
+    """Does every kind of work on one tensor before any of a step's, for which other ranks wait.
 
     Raises:
         RuntimeError: If a weight isn't where it should be; or what compiling or launching raises.
@@ -247,17 +247,18 @@ def amounts(slots: Sequence[Slot]) -> tuple[list[float], list[float]]:
     parts: list[Part] = []
     leaves: list[int] = []
     ends: list[int] = []
-    row = 0
+    row = leaf = 0
     for slot in order:
         words = -(-slot.size // WORD)
         row_words = slot.row // WORD or words
-        parts.append(Part(slot, 0, 0, Stretch(slot.size, sum(leaves), row, 0, row_words)))
+        parts.append(Part(slot, 0, 0, Stretch(slot.size, leaf, row, 0, row_words)))
         leaves.append(1 << (-(-words // _kernels().ROWS.value) - 1).bit_length())
+        leaf += leaves[-1]
         row += words // row_words
         ends.append(row)
     if order:
         device = order[0].device
-        tree = torch.zeros(sum(leaves), dtype=torch.float64, device=device)
+        tree = torch.zeros(leaf, dtype=torch.float64, device=device)
         active = torch.zeros(row, dtype=torch.int8, device=device)
         each_tile("amounts", _lines(Table(device), parts, _WEIGHTS), planes=tree, rows=active)
         while leaves[0] > 1:  # Neighbors, as in `step.tensor_sums`.
@@ -329,11 +330,18 @@ def _lines(
         }
         columns |= {name: [key(part.number) for part in same] for name, key in keys.items()}
         places = {getattr(kernels, name.upper()).value: own for name, own in columns.items()}
+        if keys:  # The kernels write, which autograd and `LocalSteps.check` see by versions.
+            torch.autograd.graph.increment_version(_written(same, tensors))
         found.append(table.add([part.stretch for part in same], types, places))
     return found
 
 
 _TYPED = ("grad", "momentum", "target")
+
+
+def _written(parts: Sequence[Part], names: Sequence[str]) -> list[Tensor]:
+    tensors = [getattr(part.slot, name) for part in parts for name in names if name != "grad"]
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _address(part: Part, name: str) -> int:
@@ -373,18 +381,16 @@ def _by_verdict(kind: str, lines: list[Lines], verdict: Verdict, **given: Any) -
 
 def _numbers(turn: Turn) -> dict[str, Callable[[Slot], float]]:
     """Returns the columns of a step's numbers."""
-    groups = turn.groups
+    by_group: list[dict[str, float]] = []
+    for group in turn.groups:  # Once for each, because a rate may be a tensor on the GPU.
+        (beta1, beta2), lr = map(float, group["betas"]), float(group["lr"])
+        keep = 1 - lr * float(group["weight_decay"])
+        by_group.append({"w1": 1 - beta1, "w2": 1 - beta2, "lr": lr, "keep": keep})
 
-    def keep(slot: Slot) -> float:
-        group = groups[slot.group]
-        return 1 - float(group["lr"]) * float(group["weight_decay"])
+    def number(slot: Slot, *, name: str) -> float:
+        return by_group[slot.group][name]
 
-    return {
-        "w1": lambda slot: 1 - groups[slot.group]["betas"][0],
-        "w2": lambda slot: 1 - groups[slot.group]["betas"][1],
-        "lr": lambda slot: float(groups[slot.group]["lr"]),
-        "keep": keep,
-    }
+    return {name: functools.partial(number, name=name) for name in ("w1", "w2", "lr", "keep")}
 
 
 def _key(turn: Turn, stream: int, *, local: bool = False) -> Callable[[int], int]:

@@ -44,8 +44,9 @@ def test_a_survey_marks_rows_of_finite_gradients() -> None:
     assert [None if slot.idle is None else slot.idle.tolist() for slot in slots] == [
         *(None, None, [True], [False, True, False], None)
     ]
-    slots[0].grad[3] = torch.inf
+    slots[2].grad[3] = torch.inf
     assert not survey(slots)
+    assert [slot.idle for slot in slots] == [None] * 5  # Nothing stays of the last survey.
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 256), (128, 256), (64, 128), (192, 320)])

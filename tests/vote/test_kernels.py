@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from hf_dlion import DistributedLion
 from hf_dlion.exchange import count_kernels, launches
 from hf_dlion.exchange.routes import Verdict
 from hf_dlion.exchange.rule import Average, Majority
@@ -25,11 +26,12 @@ from hf_dlion.options import Options
 from hf_dlion.vote import kernels, on_gpu
 from hf_dlion.vote.displacement import _displacement
 from hf_dlion.vote.layout import Kept, Scratch, Slot, messages
-from hf_dlion.vote.step import Turn, tensor_sums
+from hf_dlion.vote.step import Turn, move, plain_lion, tensor_sums
 from tests.support import definition
 from tests.support.definition import Layout
 from tests.support.forms import DEVICE, form
 from tests.support.spawn import on_ranks
+from tests.support.steps import bits_of
 
 SHAPES = [(130, 128), (5,), (7, 192), (3, 70)]
 
@@ -151,6 +153,51 @@ def test_special_numbers_equal_the_definition(dtype: torch.dtype) -> None:
         momentum, numbers = slot.momentum.cpu().float().numpy(), ~np.isnan(wide)
         assert np.array_equal(momentum[numbers].view("i4"), kept[numbers].view("i4"))
         assert np.isnan(momentum[~numbers]).all()
+
+
+@pytest.mark.parametrize("name", ["eager", "kernels"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(1)
+def test_a_rate_of_zero_moves_by_a_signed_zero(dtype: torch.dtype, name: str) -> None:
+    """-0.0 - 0 * -1 is 0.0, and -0.0 - 0 * 1 is -0.0: the first step of a warmup."""
+
+    def bits(sign: float) -> bytes:
+        return bits_of(torch.full((64,), sign * 0.0, dtype=dtype))
+
+    for vote in (-1, 1):
+        moved = bits(definition.apply_verdict(np.float32([-0.0]), np.float32([vote]), 0.0, 0.1)[0])
+        with form(name):
+            [slot] = slots_of([(64,)], dtype)
+            grad = torch.full((64,), float(vote), dtype=dtype).to(DEVICE)
+            [message], voters = messages([slot]), torch.ones(1, dtype=torch.int32, device=DEVICE)
+            for ties in ("alternate", "zero", None):
+                slot.p = slot.target = torch.full((64,), -0.0, dtype=dtype).to(DEVICE)
+                slot.grad = slot.momentum = None
+                if ties is None:
+                    slot.grad, slot.momentum = grad, torch.zeros_like(grad)
+                    plain_lion([message], turn_of(lr=0.0))
+                else:
+                    plane = torch.full((1,), -1 if vote > 0 else 0, device=DEVICE)
+                    planes = [plane, torch.zeros_like(plane)][: 1 + (ties == "zero")]
+                    verdict, turn = Verdict(planes, voters), turn_of(lr=0.0)
+                    if name == "kernels":
+                        on_gpu.Step(message, turn).move(verdict, Majority(ties))
+                    else:
+                        move(message, verdict, Majority(ties), turn)
+                assert bits_of(slot.p) == moved, (vote, ties)
+
+
+@on_ranks(1)
+def test_autograd_sees_what_kernels_write() -> None:
+    for name in ("eager", "kernels"):
+        with form(name):
+            param = torch.ones(64, device=DEVICE).requires_grad_()
+            optimizer = DistributedLion([param], lr=0.1)
+            loss = param.square().sum()
+            loss.backward(retain_graph=True)
+            optimizer.step()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
 
 
 @pytest.mark.parametrize("sign", [1, -1])
