@@ -6,8 +6,9 @@ Lion is Chen et al. 2023, arXiv 2302.06675, Algorithm 2. A rank sends sign(u), o
     m = beta2 * m + (1 - beta2) * g
     p = p * (1 - lr * weight_decay) - lr * v          v = sign(u) for one rank alone
 
-`voted` is a message's step. It is suspended while its data travel, and `in_lockstep` resumes all
-messages in turns, so one is encoded while another is sent.
+The ranks have exchanged headers before (`ranks.agreement`). `voted` is a message's step. It is
+suspended while its data travel, and `in_lockstep` resumes all messages in turns, so one is encoded
+while another is sent.
 """
 
 from __future__ import annotations
