@@ -310,10 +310,10 @@ class DistributedLion(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Takes one step; all ranks of the process group must call this together.
 
-        A rank whose gradients hold a NaN or an Inf abstains and keeps its momentum. If all ranks
-        abstain, the step changes nothing and isn't counted. A local step is counted anyway.
-        Bytes: a header (`ranks.agreement`) and votes (`exchange.routes`), and none in a local step.
-        After an attach or a load, also those of `Peers.compare_after_changes`.
+        A rank whose gradients hold a NaN or an Inf (`idle_rows.survey`) abstains and keeps the
+        momenta that vote. If all ranks abstain, the step isn't counted, unless it is a local one.
+        Bytes: a header (`ranks.agreement`), votes (`exchange.routes`), `full_precision`,
+        `momentum_sync`, and comparisons (`peers`); in a local step only `agree_in_node`'s.
 
         Args:
             closure: Function that reevaluates the model and returns the loss (default: None).
@@ -571,8 +571,8 @@ class DistributedLion(torch.optim.Optimizer):
         """Loads what `state_dict` returned, on every rank.
 
         Momenta get the dtype of `momentum_dtype`, or of their parameters. Parameters keep the names
-        that they have here. Own weights, exchanges, and abstentions are forgotten, and a period of
-        local steps begins; `load_momentum` then brings what its files have.
+        that they have here. Own weights, exchanges, abstentions, and with several ranks the ages of
+        idle rows are forgotten, and a period begins; `load_momentum` brings what its files have.
 
         Args:
             state_dict: Return value of `state_dict`; not changed.

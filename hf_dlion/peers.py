@@ -110,7 +110,7 @@ class Peers:
             if self.replicate is not None:
                 ranks.form()  # A collective.
             self._meetings = Meetings(ranks.everyone, self._created, ranks.same_parts)
-            self.ranks = ranks
+            self.ranks, self._abstained = ranks, []  # Steps before had one rank.
         return self.ranks
 
     # Meetings.

@@ -242,6 +242,25 @@ def test_a_wrong_order_of_calls_is_refused(rank: int) -> None:
         step()
 
 
+@on_ranks(2)
+def test_what_is_saved_after_a_refused_exchange_can_be_loaded(rank: int, tmp_path: Path) -> None:
+    params = [nn.Parameter(torch.ones(64)) for _ in range(2)]
+    optimizer = DistributedLion(params, lr=0.01, vote_every=2)
+    for step in range(2):
+        params[rank].grad = torch.ones(64)  # Another parameter than on the other rank.
+        if step == 1:
+            params[rank].data.add_(float(rank))
+            said = error_of(optimizer.step)
+            assert said.startswith("Disagreement: the weights of 'group 0 parameter 1' on")
+        else:
+            optimizer.step()
+    optimizer.eval()
+    save_momentum(optimizer, tmp_path)
+    loaded = DistributedLion(params, lr=0.01, vote_every=2)
+    load_momentum(loaded, tmp_path)
+    assert loaded.schedule.steps_since_exchange == 2
+
+
 @on_ranks(4)
 def test_all_ranks_raise_if_weights_were_replaced_in_a_node(rank: int) -> None:
     """Steps on NaN gradients first, and later replaces the weights of rank 2."""

@@ -6,9 +6,11 @@ import math
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from pytorch_optimizer import Lion
 from torch import nn
 
@@ -280,6 +282,15 @@ def test_all_ranks_raise_if_one_abstains_too_often(rank: int) -> None:
     optimizer.step()
     with pytest.raises(RuntimeError, match="gradients of rank 1 held a NaN or an Inf in 2 steps"):
         optimizer.step()
+
+
+@on_ranks(2)
+def test_a_step_before_the_process_group_counts_no_ranks(rank: int) -> None:
+    _, optimizer = single()
+    with mock.patch.object(dist, "is_initialized", return_value=False):
+        optimizer.step()
+    optimizer.step()
+    assert optimizer.param_groups[0]["step"] == 2
 
 
 @on_ranks(2)

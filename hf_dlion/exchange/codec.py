@@ -31,8 +31,8 @@ _ROW = 4096
 
 
 def alternating_word(number: int) -> int:
-    """Returns the int64 word whose bit k is set if k + number is odd."""
-    return 0x5555555555555555 if number % 2 else -0x5555555555555556
+    """Returns the int64 word whose bit k is set if k + number is even."""
+    return -0x5555555555555556 if number % 2 else 0x5555555555555555
 
 
 def sign_codes(u: Tensor, phase: int, out: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def active_words(u: Tensor, votes: Tensor | None = None, phase: int = 0) -> Tens
     if votes is None:
         suspects = words[:, 0] == 0
     else:  # A word of zeros votes both ways in turns, which other words rarely do.
-        suspects = votes.numpy() == alternating_word(phase)
+        suspects = votes.numpy() == alternating_word(phase + 1)
     zeros = np.flatnonzero(suspects)
     if zeros.size:
         zeros = zeros[~words[zeros].any(axis=1)]

@@ -232,7 +232,7 @@ def counted(
         launches.count(
             rows.lines, planes[:, 0], active, verdict, voters,
             first=rows.first_word + words.start, size=here,
-            tie=alternating_word(step + 1), rule=rule.name,
+            tie=alternating_word(step), rule=rule.name,
         )  # fmt: skip
         return Verdict(verdict, voters)
     bits_of_rows = torch.empty(active.shape[1] * WORD, dtype=torch.float32, device=device)

@@ -1,4 +1,7 @@
-"""Rules that turn votes into a verdict: the majority, or the average."""
+"""Rules that turn votes into a verdict: the majority, or the average.
+
+On GPUs `vote.kernels` has both again, by their names.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ class Majority:
         greater, equal = compare(sums, total)
         if self._zero:
             return [greater, equal]
-        return [greater | (equal & alternating_word(step + 1))]
+        return [greater | (equal & alternating_word(step))]  # A tied k is +1 if k + step is even.
 
     def decode(self, planes: list[Tensor], voters: Tensor | None, lr: float, out: Tensor) -> Tensor:
         """Returns lr * v for every element, exactly: v is -1, 0, or 1.

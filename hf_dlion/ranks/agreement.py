@@ -173,8 +173,10 @@ class Meetings:
     def meet(self, report: Report) -> Agreed:
         """Returns what all ranks have, or raises on all of them; every rank must call this.
 
-        Bytes per rank: 64 * (N - 1). If presence differs between ranks, 8 * (N - 1) * ceil(P / 64)
-        more for P trainable parameters. At a new layout, 24 * (N - 1) more.
+        A header has the wire's version, the kind, the optimizer's number, its step, whether its
+        gradients are finite, and hashes of options, layout, and presence: 64 * (N - 1) bytes per
+        rank. If presence differs between ranks, 8 * (N - 1) * ceil(P / 64) more for P trainable
+        parameters. At a new layout, 24 * (N - 1) more.
 
         Raises:
             Disagreement: On every rank, if ranks differ or something failed on another rank.

@@ -1,5 +1,7 @@
 """Rows without a gradient: tokens that a batch doesn't have, experts that no token chose.
 
+`survey` finds them, and a NaN or an Inf, which reading the gradients once finds as well.
+
 sign(u) doesn't shrink with the momentum, so a row that was used once would move by the learning
 rate in every later step. So a voter stops after h = round(1 / (1 - beta2)) updates of the momentum
 without a gradient in the row, which is as long as the momentum remembers: u is then 0, and the row

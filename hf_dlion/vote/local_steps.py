@@ -10,6 +10,8 @@ parameter of 32 or 64 bits keeps p and x, and one of 16 bits also its displaceme
     plain step    a header, votes, and a verdict by which all ranks move alike       step.py
     local step    no header: p = p - lr * sign(u)                                    step
     exchange      a header, a local step, then votes on w, and weight decay of x     displacement.py
+
+After an attach, a load, or a change of what is trained, a local step begins with a header.
 """
 
 from __future__ import annotations
@@ -260,8 +262,9 @@ class LocalSteps(Schedule):
 
         It returns the number of the exchange, 0 if no rank was moved, and warnings: parameters that
         weren't finite on this rank are reset to the anchor. `used_anywhere` marks the parameters
-        that some rank used. Bytes for P trainable parameters: 8 (N - 1) (P + 1), with nodes
-        8 (N - 1) (P + 2), and those of `exchange.routes`.
+        that some rank used. Bytes for P trainable parameters and V voters: scales 8 (V - 1) P,
+        a check of weights 8 (N - 1), or 16 (N - 1) with nodes, those of `exchange.routes`, and of
+        `full_precision.set_means`.
 
         Raises:
             Disagreement: On every rank, before anchors move, if weights were replaced on one.
@@ -400,6 +403,8 @@ class LocalSteps(Schedule):
         """
         number_of, own = {param: number for number, param in enumerate(params)}, {}
         for param, kept in self.kept.items():
+            if param not in self.used and kept.limit is None:
+                continue  # An exchange failed before it moved this anchor.
             part = fsdp.local_part(param.detach())
             flat = kept.aside if kept.displacement is None else kept.displacement
             own[number_of[param]] = (
