@@ -380,7 +380,8 @@ class DistributedLion(torch.optim.Optimizer):
                 # On all voters, because these momenta follow the mean gradient.
                 for slot in layout.slots:
                     slot.momentum = self._flat_momentum(slot.param) if slot.full else None
-                step_in_full(layout, agreed, ranks.voters, turn)
+                equal, self.peers.full_momenta_equal = self.peers.full_momenta_equal, True
+                step_in_full(layout, agreed, ranks.voters, turn, equal=equal)
         for group in self.param_groups:
             group["step"] = turn.step
         return turn.step
@@ -495,8 +496,8 @@ class DistributedLion(torch.optim.Optimizer):
         with torch.no_grad():
             if self._layout.key != key:
                 self._layout = self._new_layout(key, {p for _, p in numbered})
-                for p in self.schedule.kept.keys() - {p for _, p in numbered}:  # Removed ones.
-                    self.schedule.drop(p, flat_view(fsdp.local_part(p.detach())))
+                for p in {*self.schedule.kept, *self.schedule.moved} - {p for _, p in numbered}:
+                    self.schedule.drop(p, flat_view(fsdp.local_part(p.detach())))  # Removed.
             for slot in self._layout.slots:
                 slot.p = flat_view(fsdp.local_part(slot.param.detach()))
                 slot.kept = self.schedule.kept.get(slot.param)
@@ -571,8 +572,8 @@ class DistributedLion(torch.optim.Optimizer):
         """Loads what `state_dict` returned, on every rank.
 
         Momenta get the dtype of `momentum_dtype`, or of their parameters. Parameters keep the names
-        that they have here. Own weights, exchanges, abstentions, and with several ranks the ages of
-        idle rows are forgotten, and a period begins; `load_momentum` brings what its files have.
+        that they have here. Own weights, exchanges, and abstentions are forgotten, and a period of
+        local steps begins. `load_momentum` brings own weights, and ages of rows, from its files.
 
         Args:
             state_dict: Return value of `state_dict`; not changed.
@@ -613,7 +614,7 @@ class DistributedLion(torch.optim.Optimizer):
 
         `schedule` is that of after `eval()`, None to keep this one.
         """
-        self._layout = Layout()  # The old one may say that momenta of averaged gradients are equal.
+        self._layout = Layout()
         self.peers.note_own_momenta()
         for group in self.param_groups:
             group["step"] = step

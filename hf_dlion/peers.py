@@ -29,9 +29,6 @@ from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote.layout import Layout
 from hf_dlion.vote.step import Mine, Schedule
 
-# Attribute of an exception that all ranks have, because a meeting raised it.
-_MET = "_hf_dlion_met"
-
 # Numbers of the optimizers that this process creates.
 _numbers = itertools.count(1)
 
@@ -59,6 +56,8 @@ class Peers:
         wire: Counts of the bytes that this rank sent and received.
         ranks: The groups of ranks; None before the first meeting, and for one rank alone.
         fsdp_models: The attached FSDP2 models.
+        full_momenta_equal: Whether momenta of averaged gradients are known to be equal on all
+            voters. It changes on all of them together, unlike a layout.
     """
 
     def __init__(
@@ -68,6 +67,10 @@ class Peers:
         replicate: dist.ProcessGroup | None,
     ) -> None:
         """Doesn't communicate."""
+        if process_group is not None and dist.get_rank(process_group) < 0:
+            raise ValueError(
+                "this rank isn't in process_group: create and step the optimizer on its ranks only"
+            )
         if lion.options.local_group is not None and replicate is not None:
             raise ValueError(
                 "local_group can't be combined with replicate: with FSDP2, the ranks of a replica "
@@ -78,6 +81,8 @@ class Peers:
         self.process_group, self.replicate = process_group, replicate
         self.ranks: Topology | None = None
         self.fsdp_models: list[nn.Module] = []
+        self.full_momenta_equal = False
+        self._met = 0  # `id` of the exception that a meeting raised on all ranks
         self._created = next(_numbers)
         self._meetings: Meetings | None = None
         self._loads = self._compared_loads = self._attaches = 0
@@ -134,11 +139,11 @@ class Peers:
         """
         if self.ranks is None and self.world_size > 1:
             self.topology()  # With `replicate` a collective, so it can't fail on one rank alone.
-        mine = Mine(kind or Kind.STEP)
+        mine, self._met = Mine(kind or Kind.STEP), 0
         try:
             yield mine
         except BaseException as error:
-            if self.ranks is None or not can_meet or getattr(error, _MET, False):
+            if self.ranks is None or not can_meet or id(error) == self._met:
                 raise
             mine.failure = error
             fsdp.reshard(self.fsdp_models)  # As on the other ranks, for the next forward.
@@ -146,7 +151,7 @@ class Peers:
             try:
                 self._agree(mine)
             except BaseException as error:
-                setattr(error, _MET, mine.kind is not Kind.LOCAL_STEP)
+                self._met = id(error) if mine.kind is not Kind.LOCAL_STEP else 0
                 raise
 
     def held(self, *, can_meet: bool = True) -> contextlib.AbstractContextManager[Mine]:
@@ -186,6 +191,7 @@ class Peers:
                 parameters=self._common_parts,
             )
         )
+        self.full_momenta_equal &= not mine.agreed.compared
         if not ranks.is_formed:
             ranks.form()  # A collective, which needs the options that were compared.
         if mine.kind is Kind.STEP and ranks.voters is not ranks.everyone:
@@ -224,14 +230,14 @@ class Peers:
     def note_load(self) -> None:
         """Counts a load of the optimizer's state."""
         self._loads += 1
-        self._abstained = []
+        self._abstained, self.full_momenta_equal = [], False
         if self._meetings is not None and self._lion.schedule.has_own_weights:
             # If the model wasn't loaded too, it still holds this rank's own weights.
             self._meetings.compare_again()
 
     def note_own_momenta(self) -> None:
         """Notes that the momenta of the last load are each rank's own, so they aren't compared."""
-        self._compared_loads = self._loads
+        self._compared_loads, self.full_momenta_equal = self._loads, False
 
     def count_abstentions(self, mine: Mine, *, only_this_rank: bool) -> None:
         """Counts the ranks that abstain from a step.
@@ -249,8 +255,12 @@ class Peers:
         else:
             voter_of_rank = [0] if ranks is None else ranks.voter_of_rank
             finite = [mine.agreed.finite[voter] for voter in voter_of_rank]
-        before = self._abstained or [0] * len(finite)
-        self._abstained = [0 if ok else n + 1 for ok, n in zip(finite, before, strict=True)]
+        before, limit = self._abstained or [0] * len(finite), self._lion.options.max_abstained_steps
+        # A count at the limit stays until it is checked.
+        self._abstained = [
+            n + (not ok) if n >= limit or not ok else 0
+            for ok, n in zip(finite, before, strict=True)
+        ]
         self.wire.abstentions += finite.count(False)
         if not only_this_rank:
             self._check_abstentions()

@@ -499,11 +499,29 @@ def test_an_evaluation_in_inference_mode_may_exchange(rank: int) -> None:
     assert is_equal_everywhere(optimizer.state[param]["exp_avg"])
 
 
+@pytest.mark.parametrize(("vote_every", "raises"), [(2, 3), (6, 5)])
 @on_ranks(2)
-def test_local_steps_go_on_after_the_error_about_abstentions(rank: int) -> None:
-    param, optimizer = single(vote_every=2, max_abstained_steps=3)
+def test_local_steps_go_on_after_the_error_about_abstentions(
+    rank: int, vote_every: int, raises: int
+) -> None:
+    param, optimizer = single(vote_every=vote_every, max_abstained_steps=3)
     raised = []
-    for number in range(10):
+    for number in range(12):
         param.grad = torch.full_like(param, math.nan if rank and number < 3 else 1.0)
-        raised.append(error_of(optimizer.step) != "")
-    assert raised == [number == 3 for number in range(10)]
+        raised.append("in 3 steps in a row" in error_of(optimizer.step))
+    assert raised == [number == raises for number in range(12)]
+
+
+@on_ranks(2)
+def test_a_group_can_be_removed_between_exchanges(rank: int, tmp_path: Path) -> None:
+    params = [nn.Parameter(torch.ones(64)) for _ in range(3)]
+    optimizer = DistributedLion([{"params": [p]} for p in params], lr=0.01, vote_every=3)
+    give_gradients(params[:2], rank, 0)
+    optimizer.step()
+    for _ in range(2):
+        optimizer.param_groups.pop()  # First one without gradients.
+        save_momentum(optimizer, tmp_path)
+    give_gradients(params[:1], rank, 1)
+    for _ in range(4):
+        optimizer.step()
+    assert optimizer.wire.exchanges == 1

@@ -285,6 +285,29 @@ def test_all_ranks_raise_if_one_abstains_too_often(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_a_closure_may_raise_the_same_error_again(rank: int) -> None:
+    _, optimizer = single()
+    error = ValueError("the same object")
+
+    def closure() -> float:
+        if rank == 1:
+            raise error
+        return 0.0
+
+    said = [error_of(optimizer.step, closure) for _ in range(2)]
+    assert said[0] == said[1]
+    assert "the same object" in said[1]
+
+
+@on_ranks(3)
+def test_a_rank_outside_the_process_group_is_refused(rank: int) -> None:
+    group = dist.new_group([0, 1])
+    said = error_of(lambda: single(process_group=group))
+    assert said.startswith("ValueError: this rank isn't in process_group" if rank == 2 else "")
+    assert bool(said) == (rank == 2)
+
+
+@on_ranks(2)
 def test_a_step_before_the_process_group_counts_no_ranks(rank: int) -> None:
     _, optimizer = single()
     with mock.patch.object(dist, "is_initialized", return_value=False):

@@ -1,6 +1,6 @@
 """Rules that turn votes into a verdict: the majority, or the average.
 
-On GPUs `vote.kernels` has both again, by their names.
+On GPUs `exchange.count_kernels` decides and `vote.kernels` moves, by the rule's `name`.
 """
 
 from __future__ import annotations

@@ -100,10 +100,12 @@ class Agreed:
     """What a meeting found about the gradients of every rank, or of every voter.
 
     `present` tells by rank whether each trainable parameter has a gradient. Don't change its lists.
+    `compared` tells whether the ranks compared their parameters, as at a new layout.
     """
 
     finite: list[bool]
     present: list[list[bool]]
+    compared: bool = False
 
     def has_gradient(self, index: int) -> list[bool]:
         """Returns which ranks have a finite gradient of the parameter with this index."""
@@ -201,9 +203,9 @@ class Meetings:
             self._raise_options(report)
         if len(set(layouts)) > 1:
             self._raise_layouts(report)
-        if layouts[0] != self._layout:
+        if is_new := layouts[0] != self._layout:
             self._compare_values(layouts[0], report)
-        return Agreed(list(map(bool, flags)), self._presence(presence))
+        return Agreed(list(map(bool, flags)), self._presence(presence), is_new)
 
     def _hashes(self, report: Report) -> list[int]:
         """Returns hashes of options, layout, and presence, of which the last two rarely change."""

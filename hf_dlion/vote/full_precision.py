@@ -19,17 +19,17 @@ from hf_dlion.vote.momentum_sync import average_whole
 from hf_dlion.vote.step import Turn, plain_lion
 
 
-def step_in_full(layout: Layout, agreed: Agreed, wire: Wire, turn: Turn) -> None:
+def step_in_full(layout: Layout, agreed: Agreed, wire: Wire, turn: Turn, *, equal: bool) -> None:
     """Takes plain Lion's step on mean gradients; every voter must call this.
 
     The mean is over the voters that have a finite gradient, and a gradient of None counts as zeros.
-    All slots have a momentum. Each rank sends 2 (N - 1) ceil(n / N) elements for the n elements of
+    All slots have a momentum, and `equal` says on every voter whether they are known to be equal on
+    all. Each rank sends 2 (N - 1) ceil(n / N) elements for the n elements of
     one message and dtype, as in a ring.
     """
     slots = [slot for slot in layout.slots if slot.full]
-    if not layout.full_momenta_equal:
+    if not equal:
         _equalize(slots, turn.state, wire)
-        layout.full_momenta_equal = True
     set_means(layout, "grad", [sum(agreed.has_gradient(k)) for k in range(len(layout.slots))], wire)
     for slot in slots:
         slot.grad = slot.mean

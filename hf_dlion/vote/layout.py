@@ -368,14 +368,12 @@ class Layout:
         lines: One line per tensor, for the comparison between ranks.
         is_attached: Whether `attach` was called as the parameters need it.
         has_met: Whether the ranks have met since this layout or an `attach`.
-        full_momenta_equal: Whether the momenta in `full` are known to be equal on all voters.
     """
 
     key: object = None
     slots: Sequence[Slot] = ()
     is_attached: bool = False
     has_met: bool = False
-    full_momenta_equal: bool = False
 
     def __post_init__(self) -> None:
         self.messages = messages([slot for slot in self.slots if not slot.full])

@@ -95,8 +95,8 @@ class LocalSteps(Schedule):
         period: Steps since the last exchange; `next_period` has the step that begins, too.
         exchanges: Number of exchanges.
         used: Parameters of which this rank had a finite gradient since the last exchange.
-        moved: Parameters that local steps may have moved. One that is frozen leaves them in the
-            next exchange, and then has the common weights.
+        moved: Parameters that were in a local step, also without a gradient. One that is frozen
+            leaves them in the next exchange, and then has the common weights.
         kept: Anchors, displacements, and limits by parameter.
         shown: Whether the model holds the anchors, as between `eval()` and `train()`.
         layout: Layout in which own weights of 16 bits were last rounded; None for that of the next
@@ -127,7 +127,7 @@ class LocalSteps(Schedule):
         return LocalSteps(self._options, exchanges=exchanges, shown=shown)
 
     def next_kind(self, layout: Callable[[], Layout]) -> Kind:
-        """Returns what all ranks do in the next step; they also meet at a new layout."""
+        """Returns what all ranks do next: `STEP` at a new layout is a header, then a local step."""
         if self.period.steps + 1 >= self._options.vote_every:
             return Kind.EXCHANGE
         # `take` notes that they have met, so a voter that is alone takes a plain step every time.
@@ -422,7 +422,7 @@ class LocalSteps(Schedule):
                 for param, kept in self.kept.items()
                 if kept.limit is not None
             ),
-            "layout": [number_of[slot.param] for slot in laid_out],
+            "layout": [number_of[s.param] for s in laid_out if s.param in number_of],
         }
         return values, dict(sorted(own.items()))
 

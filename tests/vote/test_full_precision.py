@@ -8,7 +8,8 @@ import torch
 from hf_dlion.vote import layout
 from tests.support.local_definition import lions_of
 from tests.support.spawn import on_ranks
-from tests.support.steps import copies, drawn, plain
+from tests.support.steps import copies, drawn, give_gradients, plain
+from tests.support.training import error_of, is_equal_everywhere
 
 
 @pytest.mark.parametrize("selection", ["*bias", "", "*"], ids=["pattern", "function", "all"])
@@ -42,3 +43,14 @@ def test_full_precision_is_lion_on_the_mean_gradient(rank: int, selection: str) 
         elements, messages = sum(p.numel() for p in start), len(optimizer._layout.full)
         assert messages > len(start)
         assert 0 <= optimizer.wire.last_bytes_sent - 64 - 4 * elements < 8 * messages
+
+
+@on_ranks(2)
+def test_momenta_stay_equal_after_a_rank_froze_another_parameter(rank: int) -> None:
+    model, optimizer = plain(full_precision="*bias")
+    for step in range(4):
+        if step in (1, 2):
+            model[0].weight.requires_grad_(rank == 0 or step == 2)
+        give_gradients(model.parameters(), rank, step)
+        assert error_of(optimizer.step).startswith("Disagreement" * (step == 1))
+    assert is_equal_everywhere(optimizer.state[model[0].bias]["exp_avg"])
