@@ -28,6 +28,7 @@ from hf_dlion.ranks.replicas import (
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote.layout import Layout
 from hf_dlion.vote.step import Mine, Schedule
+from hf_dlion.vote.warm_up import warm_up
 
 # Numbers of the optimizers that this process creates.
 _numbers = itertools.count(1)
@@ -142,6 +143,9 @@ class Peers:
         mine, self._met = Mine(kind or Kind.STEP), 0
         try:
             yield mine
+            voters = 1 if self.ranks is None else self.ranks.voters.world_size
+            if mine.layout.warm_for != voters:
+                warm_up(mine.layout, self._lion.options, voters)
         except BaseException as error:
             if self.ranks is None or not can_meet or id(error) == self._met:
                 raise

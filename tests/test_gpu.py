@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import os
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -178,36 +180,93 @@ def equal_the_cpu(
         assert [params for params, _ in first] == [params for params, _ in last]
 
 
+def variants(rank: int, _: int, dtypes: list[torch.dtype], options: dict[str, Any]) -> Any:
+    """Returns what is launched before headers, and after them, where nothing can be compiled.
+
+    The first step comes before the process group. The last two parameters are trained from the
+    fourth step on, without a gradient in the fifth.
+    """
+    seen: dict[bool, set[Any]] = {False: set(), True: set()}
+
+    def noted(kernel: Any, device: Any, programs: int, *given: Any) -> None:
+        types = kernel.fn.__annotations__.values()
+        chosen = [str(own) for own, name in zip(given, types, strict=True) if "constexpr" in name]
+        variant = kernel.fn.__name__, *chosen
+        seen[met.called].add(variant)
+        assert variant in seen[False], f"{variant} is compiled after a header"
+        launch(kernel, device, programs, *given)
+
+    headers = mock.patch.object(Peers, "_agree", autospec=True, side_effect=Peers._agree)
+    with form("kernels"), headers as met:
+        launch = launches.launch
+        with mock.patch.object(launches, "launch", noted):
+            kinds = [(dtype, shape) for dtype in dtypes for shape in [(2, 64), (5,)]]
+            params = [nn.Parameter(torch.ones(s, dtype=d, device=DEVICE)) for d, s in kinds]
+            optimizer = DistributedLion(params, **options)
+            for step in range(5):
+                optimizer.param_groups[0]["lr"] = 1e-3 * (step > 0)
+                for k, param in enumerate(params):
+                    is_late = k >= len(params) - 2
+                    param.requires_grad_(not is_late or step > 2)
+                    param.grad = None if is_late and step != 3 else gradient(param, step, rank, k)
+                if step in (1, 3):
+                    met.reset_mock()
+                with nullcontext() if step else mock.patch.object(Peers, "world_size", 1):
+                    optimizer.step()
+            optimizer.exchange_now()
+    return seen
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(("ranks", "dtypes", "options"), [
+    (1, DTYPES[:2], {"momentum_dtype": torch.bfloat16}),
+    (2, DTYPES[:2], {"momentum_dtype": torch.bfloat16}),
+    (3, DTYPES[:2], {"ties": "zero", "exchange": "two_phase"}),
+    (4, DTYPES[:2], {"aggregation": "average", "momentum_dtype": torch.float32}),
+    (3, DTYPES[:3], {"aggregation": "average"}),
+    (3, DTYPES[:2], {"bits": 2, "ties": "zero"}),
+    (2, DTYPES[:2], {"vote_every": 2, "momentum_dtype": torch.float32}),
+    (3, DTYPES[:2], {"vote_every": 2}),
+    (2, DTYPES[:2], {"vote_every": 2, "bits": 4}),
+])  # fmt: skip
+def test_all_that_a_step_launches_is_compiled_before_its_header(
+    pools: RankPools, ranks: int, dtypes: list[torch.dtype], options: dict[str, Any]
+) -> None:
+    """And nothing else is."""
+    for seen in pools(ranks).run(variants, dtypes, options):
+        assert seen[False] == seen[True]
+
+
+LAUNCH = "hf_dlion.exchange.launches.launch"
 OLD = "kernels need triton 3.4, which torch 2.8 installs (got 3.3.1)"
 
 
-def without_compiler(device: torch.device) -> None:
-    raise RuntimeError("Failed to find C compiler.\nSet CC.")
+def compiles_until(name: str, kernel: Any, *_: Any) -> None:
+    if kernel.fn.__name__ == name:
+        raise RuntimeError("Failed to find C compiler.\nSet CC.")
 
 
 @pytest.mark.parametrize(("what", "wrong", "why"), [
-    ("hf_dlion.exchange.launches._try", without_compiler, "Failed to find C compiler."),
-    ("hf_dlion.vote.on_gpu._try", without_compiler, "Failed to find C compiler."),
+    (LAUNCH, partial(compiles_until, "each_tile"), "Failed to find C compiler."),
+    (LAUNCH, partial(compiles_until, "count"), "Failed to find C compiler."),
     ("triton.__version__", "3.3.1", OLD),
 ])  # fmt: skip
-@on_ranks(1)
-def test_a_gpu_on_which_kernels_fail_warns_once_and_trains(what: str, wrong: Any, why: str) -> None:
-    """No kernel runs, or only those that count."""
+@on_ranks(2)
+def test_a_gpu_on_which_kernels_fail_warns_once_and_trains(
+    rank: int, what: str, wrong: Any, why: str
+) -> None:
     param = nn.Parameter(torch.zeros(64, device=DEVICE))
     optimizer = DistributedLion([param], lr=1.0)
-    param.grad = torch.ones_like(param)
-    for cached in (launches._refusal, on_gpu._tile_refusal):
-        cached.cache_clear()
+    param.grad = torch.full_like(param, rank + 1.0)
     with (
-        form("kernels" if "on_gpu" in what else "eager"),
+        form("eager"),
         mock.patch.dict(os.environ, {launches.SWITCH: "1"}),
+        mock.patch.dict(launches._failed, clear=True),
         mock.patch(what, wrong),
         warned() as texts,
     ):
         optimizer.step()
         optimizer.step()
-    for cached in (launches._refusal, on_gpu._tile_refusal):
-        cached.cache_clear()
     assert len(texts) == 1
     assert "can't run on" in texts[0]
     assert f"(RuntimeError: {why})" in texts[0]

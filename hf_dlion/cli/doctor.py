@@ -31,7 +31,7 @@ import hf_dlion
 from hf_dlion.exchange import launches
 from hf_dlion.launch import ANYWHERE, VARIABLES, interfaces, name_interface, route_to
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.vote.on_gpu import tile_refusal
+from hf_dlion.vote.warm_up import trial_refusal
 
 PACKAGES = ("torch", "numpy", "transformers", "accelerate", "datasets", "trl", "peft", "triton")
 # How long the ranks wait for one another.
@@ -128,7 +128,7 @@ def _kernels() -> tuple[str, str]:
     place = int(os.environ.get("LOCAL_RANK", "0"))
     # A rank may see its own GPU only.
     device = torch.device("cuda", place if place < torch.cuda.device_count() else 0)
-    if why := tile_refusal(device):
+    if why := trial_refusal(device):
         return WARN, f"slower torch operations instead, with the same result: {why}"
     return OK, f"Triton kernels for votes of one bit; {launches.SWITCH}=0 turns them off"
 

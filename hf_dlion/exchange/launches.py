@@ -29,48 +29,33 @@ SWITCH = "HF_DLION_TRITON"
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 # Warnings that the next step gives at its end, because other ranks wait for it until then.
 unsaid: list[str] = []
+# Why kernels failed, by device.
+_failed: dict[torch.device, str] = {}
 
 
 def refusal(device: torch.device) -> str:
-    """Returns why the kernels don't run on a device; empty if they do."""
+    """Returns why the kernels don't run on a device; empty if they do, or weren't tried."""
     if device.type not in DEVICES:
         return f"kernels run on {' and '.join(DEVICES)}, not on {device.type}"
-    return _refusal(device, os.environ.get(SWITCH, "1"))
-
-
-@functools.cache
-def _refusal(device: torch.device, switch: str) -> str:
-    if switch == "0":
+    if os.environ.get(SWITCH, "1") == "0":
         return f"{SWITCH}=0"
-    return why_not(_try, device)
+    return _failed.get(device, "")
 
 
-def why_not(trial: Callable[[torch.device], None], device: torch.device) -> str:
-    """Returns why a trial of kernels fails on a device, which is noted in `unsaid`; or ""."""
+def try_out(trial: Callable[[], None], device: torch.device) -> None:
+    """Calls a trial of kernels; if it fails, none runs on the device any more (see `unsaid`)."""
     try:
-        trial(device)
+        version = _kernels().triton.__version__
+        if TorchVersion(version) < "3.4":  # Which can't compile them.
+            raise RuntimeError(f"kernels need triton 3.4, which torch 2.8 installs (got {version})")
+        trial()
     except Exception as error:  # Missing triton or compiler, a cache that can't be written, ...
-        why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        why = _failed[device] = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         unsaid.append(
             f"hf_dlion's kernels can't run on {device} ({why}), so the optimizer's work takes "
             f"several times as long, with the same result. hf-dlion doctor checks this. Set "
             f"{SWITCH}=0 to hide the warning"
         )
-        return why
-    return ""
-
-
-def _try(device: torch.device) -> None:
-    """Counts one word of votes, which compiles and launches a kernel; raises what fails."""
-    version = _kernels().triton.__version__
-    if TorchVersion(version) < "3.4":  # Which can't compile them.
-        raise RuntimeError(f"kernels need triton 3.4, which torch 2.8 installs (got {version})")
-    word = torch.full((1, 1), 5, dtype=torch.int64, device=device)
-    verdict, voters = torch.zeros_like(word), torch.zeros(1, dtype=torch.int32, device=device)
-    lines = Table(device).add_rows([(1, 1)])
-    count(lines, word, word, verdict, voters, first=0, size=1, tie=0, rule="alternate")
-    if (int(verdict), int(voters)) != (5, 1):
-        raise RuntimeError(f"a kernel counted {int(verdict)} of {int(voters)} instead of 5 of 1")
 
 
 @functools.cache

@@ -368,12 +368,14 @@ class Layout:
         lines: One line per tensor, for the comparison between ranks.
         is_attached: Whether `attach` was called as the parameters need it.
         has_met: Whether the ranks have met since this layout or an `attach`.
+        warm_for: Number of voters for whose steps kernels were compiled, or refused; 0 if none.
     """
 
     key: object = None
     slots: Sequence[Slot] = ()
     is_attached: bool = False
     has_met: bool = False
+    warm_for: int = 0
 
     def __post_init__(self) -> None:
         self.messages = messages([slot for slot in self.slots if not slot.full])

@@ -28,9 +28,8 @@ from hf_dlion.exchange.launches import (
     refusal,
 )
 from hf_dlion.exchange.routes import Verdict, Votes
-from hf_dlion.exchange.rule import Average, Majority, Rule
-from hf_dlion.options import Options
-from hf_dlion.vote.layout import Kept, Message, Scratch, Slot, messages
+from hf_dlion.exchange.rule import Average, Rule
+from hf_dlion.vote.layout import Message, Slot
 from hf_dlion.vote.rounding import (
     DISPLACEMENTS,
     EXCHANGED,
@@ -57,51 +56,7 @@ def covers(message: Message, ranks: int = 1) -> bool:
         tensors = slot.p, slot.grad, slot.momentum
         if not all([tensor is None or tensor.dtype in DTYPES for tensor in tensors]):
             return False
-    return not tile_refusal(message.device)
-
-
-def tile_refusal(device: torch.device) -> str:
-    """Returns why the kernels for tiles don't run on a device; empty if they do."""
-    return refusal(device) or _tile_refusal(device)
-
-
-@functools.cache
-def _tile_refusal(device: torch.device) -> str:
-    return launches.why_not(_try, device)
-
-
-def _try(device: torch.device) -> None:
-    """Does every kind of work on one tensor before any of a step's, for which other ranks wait.
-
-    Raises:
-        RuntimeError: If a weight isn't where it should be; or what compiling or launching raises.
-    """
-    from hf_dlion.vote.step import Turn
-
-    group = {"lr": 1.0, "betas": (0.5, 0.5), "weight_decay": 0.0}
-    voters = torch.ones(1, dtype=torch.int32, device=device)
-    for dtype in DTYPES:
-        slot = Slot.of(torch.zeros(64, dtype=dtype, device=device), 0)
-        slot.p = slot.target = torch.zeros(64, dtype=dtype, device=device)
-        slot.grad, slot.momentum = torch.ones_like(slot.p), torch.zeros_like(slot.p)
-        (message,) = messages([slot])
-        turn = Turn(
-            step=1, local_step=1, voter=0, options=Options(), groups=[group], state={},
-            scratch=Scratch(),
-        )  # fmt: skip
-        step = Step(message, turn)
-        votes = step.encode()
-        step.move(Verdict(votes.planes, voters), Majority("alternate"))
-        plain_lion([message], turn)
-        c = torch.zeros_like(slot.p) if dtype == torch.bfloat16 else None
-        slot.kept = Kept(slot.p.clone(), c, ())
-        own_step([message], turn)
-        ((amount,), _), slot.scale = amounts([slot]), 1.0
-        exchange = Exchange(message, [1.0], turn)
-        votes = exchange.encode()
-        exchange.move(Verdict(votes.planes, voters), votes, Average(1, 1))
-        if (amount, float(slot.kept.anchor.float().sum())) != (64.0, -192.0):
-            raise RuntimeError(f"kernels moved 64 weights of {dtype} by {amount} instead of 64")
+    return not refusal(message.device)
 
 
 def each_device(

@@ -58,11 +58,10 @@ def test_a_machine_that_can_train_passes(report: Any) -> None:
 
 
 def test_an_old_triton_is_named(alone: pytest.MonkeyPatch) -> None:
-    launches._refusal.cache_clear()
+    alone.setattr(launches, "_failed", {})
     alone.setattr(torch.cuda, "is_available", lambda: True)
     alone.setattr("triton.__version__", "3.3.1")
     found, text = doctor._kernels()
-    launches._refusal.cache_clear()
     assert found == doctor.WARN
     assert "kernels need triton 3.4, which torch 2.8 installs (got 3.3.1)" in text
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from hf_dlion.vote import kernels, on_gpu
 from hf_dlion.vote.displacement import _displacement
 from hf_dlion.vote.layout import Kept, Scratch, Slot, messages
 from hf_dlion.vote.step import Turn, move, plain_lion, tensor_sums
+from hf_dlion.vote.warm_up import trial_refusal
 from tests.support import definition
 from tests.support.definition import Layout
 from tests.support.forms import DEVICE, form
@@ -314,6 +316,13 @@ class Accesses:
 KINDS = (
     "encode", "move", "step", "local step", "amounts", "encode displacement", "move exchange"
 )  # fmt: skip
+
+
+@on_ranks(1)
+def test_a_trial_launches_every_kernel() -> None:
+    with form("kernels"), mock.patch.object(on_gpu, "each_tile", wraps=on_gpu.each_tile) as launch:
+        assert trial_refusal(torch.device(DEVICE, 0)) == ""
+        assert {call.args[0] for call in launch.call_args_list} == set(KINDS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -26,6 +26,7 @@ from hf_dlion.vote.idle_rows import survey
 from hf_dlion.vote.layout import Layout, Scratch, Slot, flat_view
 from hf_dlion.vote.local_steps import LocalSteps
 from hf_dlion.vote.step import Turn, direction, encode, move
+from hf_dlion.vote.warm_up import warm_up
 
 Calls = dict[str, Callable[[], object]]
 
@@ -228,6 +229,7 @@ def _votes(param: Tensor, bits: int) -> Calls:
     """Returns what a rank does with a matrix in a step of DistributedLion."""
     assert param.grad is not None
     turn, layout = _turn(bits), _layout_of([param])
+    warm_up(layout, Options(bits=bits, vote_every=2), 2)
     local_step = partial(LocalSteps(turn.options).step, layout, turn)
     return {**vote_work([param], bits, (2, 4)), "local step": local_step}
 
@@ -240,18 +242,20 @@ def vote_work(
     The votes that it counts are those of this rank, once for every rank. Without `kernels`, a GPU
     takes the form of torch operations.
     """
-    rule, turn = Majority("alternate"), _turn(bits)
-    layout, source = _layout_of(params).messages, partial(direction, turn=turn)
+    rule, turn, layout = Majority("alternate"), _turn(bits), _layout_of(params)
+    source = partial(direction, turn=turn)
+    for n in ranks:
+        warm_up(layout, turn.options, n)
     works: list[on_gpu.Step | None] = []
     sent: list[Votes] = []
     verdicts: list[Verdict] = []
     # All ranks vote on all rows.
-    rows = [torch.full((-(-m.rows.count // WORD),), -1, device=m.device) for m in layout]
+    rows = [torch.full((-(-m.rows.count // WORD),), -1, device=m.device) for m in layout.messages]
 
     def encode_all() -> None:
         works.clear()
         sent.clear()
-        for message in layout:
+        for message in layout.messages:
             covered = kernels and on_gpu.covers(message, max(ranks))
             work = on_gpu.Step(message, turn) if covered else None
             works.append(work)
@@ -262,13 +266,13 @@ def vote_work(
 
     def count_all(n: int) -> None:
         verdicts.clear()
-        for message, votes, active in zip(layout, sent, rows, strict=True):
+        for message, votes, active in zip(layout.messages, sent, rows, strict=True):
             planes = votes.planes.expand(n, *votes.planes.shape)
             every, words = slice(0, message.words), message.words
             verdicts.append(counted(planes, active.expand(n, -1), votes, every, words, rule, 1))
 
     def move_all() -> None:
-        for message, work, verdict in zip(layout, works, verdicts, strict=True):
+        for message, work, verdict in zip(layout.messages, works, verdicts, strict=True):
             if work is None:
                 move(message, verdict, rule, turn)
             else:

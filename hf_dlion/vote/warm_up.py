@@ -1,0 +1,150 @@
+"""Compiles the kernels that steps of a layout launch, before other ranks wait for a step.
+
+Triton compiles a kernel when it is first launched with some number of ranks, rule, and dtypes. If
+that fails, because a cache is full or the compiler is gone, this rank takes the form of torch
+operations, which has the same bits. So a new layout takes its steps on small tensors first, by the
+same functions, and with other ranks that send what this rank sends.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_dlion.exchange import launches
+from hf_dlion.exchange.wire import Pending, Wire, WireStats
+from hf_dlion.options import Options
+from hf_dlion.ranks.agreement import Agreed
+from hf_dlion.ranks.meeting import Kind
+from hf_dlion.ranks.topology import Topology
+from hf_dlion.vote.layout import Layout, Scratch, Slot
+from hf_dlion.vote.local_steps import schedule_of
+from hf_dlion.vote.step import Mine, Turn, plain_lion, vote
+
+
+class _Types(NamedTuple):
+    """What the kernels' variants depend on of a slot."""
+
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+    full: bool = False
+
+    @classmethod
+    def of(cls, slot: Slot) -> _Types:
+        """Returns those of a slot, which may get its gradient in a later step."""
+        allowed = getattr(slot.param, "grad_dtype", None) or slot.dtype  # torch 2.10 or newer
+        return cls(slot.dtype, allowed if slot.grad is None else slot.grad.dtype, slot.full)
+
+
+def warm_up(layout: Layout, options: Options, voters: int) -> None:
+    """Compiles and launches the kernels of a layout's steps, for so many voters.
+
+    If that fails on a device, no kernel runs there any more; see `launches.try_out`.
+    """
+    messages = [*layout.messages, *layout.full]
+    # By message, because the kernels cover a message or don't.
+    found = {(m.device, frozenset(_Types.of(span.slot) for span in m.spans)) for m in messages}
+    for device, types in found:
+        _warm_up(device, types, options, voters)
+    layout.warm_for = voters
+
+
+def trial_refusal(device: torch.device) -> str:
+    """Returns why the kernels don't run on a device, after a trial; empty if they do."""
+    types = [_Types(dtype, dtype) for dtype in launches.DTYPES]
+    for options, voters in ((Options(), 1), (Options(), 2), (Options(vote_every=2), 2)):
+        _warm_up(device, types, options, voters)
+    return launches.refusal(device)
+
+
+def _warm_up(
+    device: torch.device, types: Collection[_Types], options: Options, voters: int
+) -> None:
+    if not launches.refusal(device):
+        launches.try_out(partial(_take_steps, device, types, options, voters), device)
+
+
+def _take_steps(
+    device: torch.device, types: Collection[_Types], options: Options, voters: int
+) -> None:
+    """Takes a step in which all ranks have the same gradients; with local steps also an exchange.
+
+    Raises:
+        RuntimeError: If a weight isn't where it should be; or what compiling or launching raises.
+    """
+    layout = Layout(slots=[_small(own, device, options) for own in types])
+    group = {"params": [], "lr": 1.0, "betas": (0.5, 0.5), "weight_decay": 0.0}
+    turn = Turn(
+        step=1, local_step=1, voter=0, options=options, groups=[group], state=defaultdict(dict),
+        scratch=Scratch(),
+    )  # fmt: skip
+    ranks, schedule = _Echoed(voters), schedule_of(options)
+    agreed = Agreed([True] * voters, [[True] * len(layout.slots)] * voters)
+    if schedule.is_own_step(Kind.STEP, agreed, ranks):
+        for kind in (Kind.STEP, Kind.EXCHANGE):
+            schedule.begin(layout, turn)
+            schedule.take(Mine(kind=kind, layout=layout, agreed=agreed), turn, ranks)
+            for slot in layout.slots:  # Weights of 16 bits are rounded without a gradient, too.
+                slot.grad = slot.momentum = None
+    elif voters == 1:
+        plain_lion([*layout.messages, *layout.full], turn)
+    else:
+        vote(layout, turn, ranks)
+    sums = [float(slot.p.sum()) for slot in layout.slots if not slot.full]
+    if any([total != -64.0 for total in sums]):
+        raise RuntimeError(f"kernels moved 64 weights by {sums} in all instead of -64")
+
+
+def _small(types: _Types, device: torch.device, options: Options) -> Slot:
+    """Returns a slot of 64 elements that moves."""
+    param = torch.zeros(64, dtype=types.dtype, device=device, requires_grad=True)
+    slot = Slot.of(param, 0)
+    slot.full, slot.param, slot.p = types.full, param, param.detach()
+    slot.target, slot.grad = slot.p, torch.ones_like(slot.p, dtype=types.grad_dtype)
+    slot.momentum = torch.zeros_like(slot.p, dtype=options.momentum_dtype)
+    return slot
+
+
+class _Echo(Wire):
+    """A wire whose other ranks send what this rank sends."""
+
+    def __init__(self, world_size: int) -> None:
+        self.stats, self.rank, self.world_size = WireStats(), 0, world_size
+        self.ranks, self.neighbors = list(range(world_size)), 0
+
+    def device_for(self, device: torch.device) -> torch.device:
+        return device
+
+    @property
+    def control_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def _start(self, what: str, collective: Callable[..., Any], *tensors: Tensor) -> Pending:
+        out, sent = tensors[0], tensors[-1]
+        if out is sent:
+            out.mul_(self.world_size)  # A sum.
+        else:
+            ranks = out.view(self.world_size, -1)
+            ranks.copy_(sent[: ranks.shape[1]])  # All of it, or the segment for this rank.
+        return _Arrived()
+
+
+class _Arrived(Pending):
+    def __init__(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+
+class _Echoed(Topology):
+    """Ranks that all vote, of which this is the first."""
+
+    def __init__(self, world_size: int) -> None:
+        self.everyone = self.voters = _Echo(world_size)
+        self.node, self.voter, self.voter_of_rank = None, 0, list(range(world_size))
