@@ -26,6 +26,7 @@ from hf_dlion.exchange import launches
 from hf_dlion.exchange.codec import divided
 from hf_dlion.fsdp import local_part
 from hf_dlion.peers import Peers
+from hf_dlion.ranks.meeting import Disagreement
 from hf_dlion.vote import on_gpu
 from tests.support.forms import DEVICE, form
 from tests.support.spawn import RankPools, on_ranks
@@ -271,6 +272,24 @@ def test_a_gpu_on_which_kernels_fail_warns_once_and_trains(
     assert "can't run on" in texts[0]
     assert f"(RuntimeError: {why})" in texts[0]
     assert param.tolist() == [-2.0] * 64
+
+
+@pytest.mark.parametrize("text", ["CUDA out of memory.", "Triton Error [CUDA]: out of memory"])
+@on_ranks(2)
+def test_memory_that_runs_out_fails_a_step_of_all_ranks_and_no_later_one(
+    rank: int, text: str
+) -> None:
+    error = torch.OutOfMemoryError(text) if text.startswith("CUDA") else RuntimeError(text)
+    param = nn.Parameter(torch.zeros(64, device=DEVICE))
+    optimizer = DistributedLion([param], lr=1.0)
+    param.grad = torch.full_like(param, rank + 1.0)
+    with form("kernels"):
+        fails = mock.patch(LAUNCH, side_effect=error) if rank else nullcontext()
+        with fails, pytest.raises(type(error) if rank else Disagreement):
+            optimizer.step()
+        assert param.tolist() == [0.0] * 64
+        optimizer.step()  # With kernels.
+    assert param.tolist() == [-1.0] * 64
 
 
 @on_ranks(1)

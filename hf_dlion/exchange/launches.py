@@ -43,13 +43,19 @@ def refusal(device: torch.device) -> str:
 
 
 def try_out(trial: Callable[[], None], device: torch.device) -> None:
-    """Calls a trial of kernels; if it fails, none runs on the device any more (see `unsaid`)."""
+    """Calls a trial of kernels; if it fails, none runs on the device any more (see `unsaid`).
+
+    Raises:
+        RuntimeError: If memory runs out, of which torch operations need more than the kernels.
+    """
     try:
         version = _kernels().triton.__version__
         if TorchVersion(version) < "3.4":  # Which can't compile them.
             raise RuntimeError(f"kernels need triton 3.4, which torch 2.8 installs (got {version})")
         trial()
     except Exception as error:  # Missing triton or compiler, a cache that can't be written, ...
+        if "out of memory" in str(error):  # From torch or triton; a later step may have enough.
+            raise
         why = _failed[device] = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         unsaid.append(
             f"hf_dlion's kernels can't run on {device} ({why}), so the optimizer's work takes "

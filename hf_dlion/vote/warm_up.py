@@ -45,6 +45,9 @@ def warm_up(layout: Layout, options: Options, voters: int) -> None:
     """Compiles and launches the kernels of a layout's steps, for so many voters.
 
     If that fails on a device, no kernel runs there any more; see `launches.try_out`.
+
+    Raises:
+        RuntimeError: If memory runs out.
     """
     messages = [*layout.messages, *layout.full]
     # By message, because the kernels cover a message or don't.
