@@ -38,8 +38,8 @@ from tests.support.steps import bits_of
 SHAPES = [(130, 128), (5,), (7, 192), (3, 70)]
 
 
-def turn_of(lr: float = 1e-3) -> Turn:
-    groups = [{"lr": lr, "weight_decay": 0.1, "betas": (0.9, 0.99)}]
+def turn_of(lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99)) -> Turn:
+    groups = [{"lr": lr, "weight_decay": 0.1, "betas": betas}]
     return Turn(
         step=1, local_step=1, voter=0, options=Options(), groups=groups, state={}, scratch=Scratch()
     )  # fmt: skip
@@ -155,6 +155,18 @@ def test_special_numbers_equal_the_definition(dtype: torch.dtype) -> None:
         momentum, numbers = slot.momentum.cpu().float().numpy(), ~np.isnan(wide)
         assert np.array_equal(momentum[numbers].view("i4"), kept[numbers].view("i4"))
         assert np.isnan(momentum[~numbers]).all()
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.25, 0.5, 0.75])
+@on_ranks(1)
+def test_momenta_are_interpolated_from_the_end_that_torch_takes(beta: float) -> None:
+    """The difference is rounded, and nothing else on the way from the nearer end."""
+    g, m = torch.tensor([[3.0, 2.0**25], [2.0**25, 3.0]]).repeat(1, 32)
+    with form("kernels"):
+        [slot] = slots_of([(64,)])
+        slot.grad, slot.momentum = g.to(DEVICE), m.to(DEVICE)
+        on_gpu.Step(messages([slot])[0], turn_of(betas=(0.9, beta))).encode()
+        assert torch.equal(slot.momentum.cpu(), torch.lerp(m, g, 1 - beta))
 
 
 @pytest.mark.parametrize("name", ["eager", "kernels"])
