@@ -403,33 +403,48 @@ def compiled(kernel: Any, arch: int, folder: Path, **given: Any) -> tuple[str, s
     return made.asm["ptx"], subprocess.run(command, capture_output=True, text=True).stdout
 
 
+# Kind, rule, and letters for the dtypes of gradient, momentum, and parameter.
+EQUAL_AND_MIXED = "fff bbb bfb fbf"
+VARIANTS = [
+    ("encode", "", EQUAL_AND_MIXED), ("step", "", EQUAL_AND_MIXED),
+    ("local step", "", f"{EQUAL_AND_MIXED} --b"),
+    *(("move", rule, "--f --b") for rule in ("alternate", "zero", "average")),
+    *((kind, "", "--f --b") for kind in KINDS[4:]),
+]  # fmt: skip
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("dtype", [tl.float32, tl.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("kind", "rule"),
-    [*((kind, "alternate") for kind in KINDS), ("move", "zero"), ("move", "average")],
+    ("kind", "rule", "types"),
+    [(kind, rule, types) for kind, rule, several in VARIANTS for types in several.split()],
 )
 def test_machine_code_rounds_as_the_rule_says(
-    kind: str, rule: str, dtype: Any, arch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, rule: str, types: str, arch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Finds no flush to zero, no fused operation but in `_lerp`, no spill, and 128-bit accesses.
 
     Means of three ranks are divided. `amounts` adds eight elements of a word at a time.
     """
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    own = dtype if kind in ("encode", "step", "local step") else None
-    given = {"KIND": kind, "G": own, "M": own, "P": dtype, "N": 3, "RULE": rule}
-    ptx, usage = compiled(kernels.each_tile, arch, tmp_path, **given)
+    known = {"f": torch.float32, "b": torch.bfloat16}
+    names = {"-": None, "f": tl.float32, "b": tl.bfloat16}
+    chosen = {name: names[letter] for name, letter in zip("GMP", types, strict=True)}
+    ptx, usage = compiled(kernels.each_tile, arch, tmp_path, KIND=kind, **chosen, N=3, RULE=rule)
     assert ".ftz" not in ptx
     divisions = {"div.rn.f32"} if rule == "average" or kind == "move exchange" else set()
     assert set(re.findall(r"\b(?:div|rcp)\.[\w.]*f32", ptx)) == divisions
     # Two for each of 8 elements of a thread, in full tiles and in others.
-    assert len(re.findall(r"\bfma\.", ptx)) == (32 if own is not None else 0)
+    assert len(re.findall(r"\bfma\.", ptx)) == (0 if types.startswith("-") else 32)
     assert re.search(r"STACK:0 .*LOCAL:0 ", usage), usage
-    accesses = {"amounts": "", "encode displacement": "ld"}.get(kind, "ld st").split()
-    for access in accesses:
-        assert re.search(rf"\b{access}\.global[\w.:]*\.v4\.b32", ptx), access
+    # A thread moves 8 elements of a full tile, by 16 bytes.
+    moved = int(on_gpu.moved_bytes(kind, dtype := known[types[2]]))
+    if types[0] != "-":
+        moved += sum(known[own].itemsize - dtype.itemsize for own in types[0] + 2 * types[1])
+    elif kind == "local step":  # Only x and c are read then, and p is written.
+        moved = 3 * dtype.itemsize
+    accesses = len(re.findall(r"\b(?:ld|st)\.global[\w.:]*\.v4\.b32", ptx))
+    assert kind == "amounts" or accesses == moved * 8 / 16
 
 
 @pytest.mark.full
