@@ -255,19 +255,40 @@ def test_amounts_are_added_in_the_order_of_torch_operations(dtype: torch.dtype) 
         assert on_gpu.amounts(slots) == ([*map(float, sums)], [*map(float, counts)])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @on_ranks(1)
-def test_nothing_is_written_after_the_end() -> None:
+def test_nothing_is_written_after_the_end(dtype: torch.dtype) -> None:
+    """All memory is longer than kernels are told, and no two tensors have equal elements there."""
+    dtypes = [*[dtype] * 5, torch.float64, *[torch.int64] * 3, torch.int32, torch.int8]
     with form("kernels"):
-        [slot] = slots_of([(17, 64)])
-        kept, planes, rows = (
-            torch.full((slot.size + 64,), 7, dtype=dtype, device=DEVICE)
-            for dtype in (torch.float32, torch.int64, torch.int8)
+        [slot], turn = slots_of([(17, 64)], dtype), turn_of(1.0)
+        *tensors, sums, planes, packed, verdict, voters, rows = (
+            torch.full((4096,), k, dtype=own, device=DEVICE) for k, own in enumerate(dtypes, 1)
         )
-        slot.grad, slot.momentum = torch.ones(slot.size, device=DEVICE), kept[: slot.size]
-        lines = on_gpu.Step(messages([slot])[0], turn_of())._encode
-        on_gpu.each_tile("encode", lines, planes=planes, rows=rows)
-        ends = kept[slot.size :], planes[17:], rows[17:]
-        assert [end.unique().tolist() for end in ends] == [[7]] * 3
+        p, g, m, x, c = (own[: slot.size] for own in tensors)
+        slot.p = slot.target = p
+        slot.grad, slot.momentum = g, m
+        slot.kept = Kept(x, c if dtype == torch.bfloat16 else None, ())
+        [message] = messages([slot])
+        step, moved = on_gpu.Step(message, turn), on_gpu.Exchange(message, [0.5], turn)._lines
+        verdicts: dict[str, Any] = {"planes": planes, "rows": voters, "ranks": 2}
+        on_gpu.each_tile("encode", step._encode, planes=planes, rows=rows)
+        on_gpu.each_tile("move", step._move, **verdicts, rule="zero")
+        on_gpu.plain_lion([message], turn)
+        on_gpu.own_step([message], turn)
+        on_gpu.each_tile("amounts", moved, planes=sums, rows=rows)
+        on_gpu.each_tile("encode displacement", moved, planes=planes, rows=rows)
+        on_gpu.each_tile("move exchange", moved, **verdicts, mine=planes, voted=packed)
+        spans = message.rows.lines
+        launches.abstain(spans, 17, planes[:19], rows[:17], packed)
+        for rule in ("zero", "average"):
+            launches.count(
+                spans, planes[:17].expand(2, 17), packed[:1].expand(2, 1),
+                verdict[:34].view(2, 17), voters[:17], first=0, size=17, tie=0, rule=rule,
+            )  # fmt: skip
+        ends = [own[slot.size :] for own in tensors]
+        ends += [sums[2:], planes[19:], packed[1:], verdict[34:], voters[17:], rows[17:]]
+        assert [end.unique().tolist() for end in ends] == [[k + 1] for k in range(len(ends))]
 
 
 @on_ranks(1)
