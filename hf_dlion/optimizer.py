@@ -310,10 +310,10 @@ class DistributedLion(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Takes one step; all ranks of the process group must call this together.
 
-        A rank whose gradients hold a NaN or an Inf (`idle_rows.survey`) abstains and keeps the
-        momenta that vote. If all ranks abstain, the step isn't counted, unless it is a local one.
+        A rank whose gradients hold a NaN or an Inf (`idle_rows.survey`) abstains and keeps its
+        momenta, but not those of `full_precision`. If all abstain, only a local step is counted.
         Bytes: a header (`ranks.agreement`), votes (`exchange.routes`), `full_precision`,
-        `momentum_sync`, and comparisons (`peers`); in a local step only `agree_in_node`'s.
+        `momentum_sync`, comparisons (`peers`). A local step has those of `agree_in_node` only.
 
         Args:
             closure: Function that reevaluates the model and returns the loss (default: None).
@@ -380,8 +380,8 @@ class DistributedLion(torch.optim.Optimizer):
                 # On all voters, because these momenta follow the mean gradient.
                 for slot in layout.slots:
                     slot.momentum = self._flat_momentum(slot.param) if slot.full else None
-                equal, self.peers.full_momenta_equal = self.peers.full_momenta_equal, True
-                step_in_full(layout, agreed, ranks.voters, turn, equal=equal)
+                step_in_full(layout, agreed, ranks.voters, turn, equal=self.peers.momenta_equal)
+                self.peers.momenta_equal = True
         for group in self.param_groups:
             group["step"] = turn.step
         return turn.step

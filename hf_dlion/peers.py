@@ -32,6 +32,10 @@ from hf_dlion.vote.warm_up import warm_up
 
 # Numbers of the optimizers that this process creates.
 _numbers = itertools.count(1)
+# Attribute of an exception that a meeting raised on all ranks: its number among entries of
+# `together`. It may be raised again in a later one, where the other ranks don't have it.
+_MET = "_hf_dlion_met"
+_entries = itertools.count(1)
 
 
 class Lion(ddp.Owner, Protocol):
@@ -57,7 +61,7 @@ class Peers:
         wire: Counts of the bytes that this rank sent and received.
         ranks: The groups of ranks; None before the first meeting, and for one rank alone.
         fsdp_models: The attached FSDP2 models.
-        full_momenta_equal: Whether momenta of averaged gradients are known to be equal on all
+        momenta_equal: Whether momenta of averaged gradients are known to be equal on all
             voters. It changes on all of them together, unlike a layout.
     """
 
@@ -82,8 +86,7 @@ class Peers:
         self.process_group, self.replicate = process_group, replicate
         self.ranks: Topology | None = None
         self.fsdp_models: list[nn.Module] = []
-        self.full_momenta_equal = False
-        self._met = 0  # `id` of the exception that a meeting raised on all ranks
+        self.momenta_equal = False
         self._created = next(_numbers)
         self._meetings: Meetings | None = None
         self._loads = self._compared_loads = self._attaches = 0
@@ -140,14 +143,14 @@ class Peers:
         """
         if self.ranks is None and self.world_size > 1:
             self.topology()  # With `replicate` a collective, so it can't fail on one rank alone.
-        mine, self._met = Mine(kind or Kind.STEP), 0
+        mine, entry = Mine(kind or Kind.STEP), next(_entries)
         try:
             yield mine
             voters = 1 if self.ranks is None else self.ranks.voters.world_size
             if mine.layout.warm_for != voters:
                 warm_up(mine.layout, self._lion.options, voters)
         except BaseException as error:
-            if self.ranks is None or not can_meet or id(error) == self._met:
+            if self.ranks is None or not can_meet or getattr(error, _MET, 0) > entry:
                 raise
             mine.failure = error
             fsdp.reshard(self.fsdp_models)  # As on the other ranks, for the next forward.
@@ -155,7 +158,7 @@ class Peers:
             try:
                 self._agree(mine)
             except BaseException as error:
-                self._met = id(error) if mine.kind is not Kind.LOCAL_STEP else 0
+                setattr(error, _MET, next(_entries) if mine.kind is not Kind.LOCAL_STEP else 0)
                 raise
 
     def held(self, *, can_meet: bool = True) -> contextlib.AbstractContextManager[Mine]:
@@ -195,7 +198,7 @@ class Peers:
                 parameters=self._common_parts,
             )
         )
-        self.full_momenta_equal &= not mine.agreed.compared
+        self.momenta_equal &= not mine.agreed.compared
         if not ranks.is_formed:
             ranks.form()  # A collective, which needs the options that were compared.
         if mine.kind is Kind.STEP and ranks.voters is not ranks.everyone:
@@ -234,14 +237,14 @@ class Peers:
     def note_load(self) -> None:
         """Counts a load of the optimizer's state."""
         self._loads += 1
-        self._abstained, self.full_momenta_equal = [], False
+        self._abstained, self.momenta_equal = [], False
         if self._meetings is not None and self._lion.schedule.has_own_weights:
             # If the model wasn't loaded too, it still holds this rank's own weights.
             self._meetings.compare_again()
 
     def note_own_momenta(self) -> None:
         """Notes that the momenta of the last load are each rank's own, so they aren't compared."""
-        self._compared_loads, self.full_momenta_equal = self._loads, False
+        self._compared_loads, self.momenta_equal = self._loads, False
 
     def count_abstentions(self, mine: Mine, *, only_this_rank: bool) -> None:
         """Counts the ranks that abstain from a step.
@@ -262,11 +265,10 @@ class Peers:
         before, limit = self._abstained or [0] * len(finite), self._lion.options.max_abstained_steps
         # A count at the limit stays until it is checked.
         self._abstained = [
-            n + (not ok) if n >= limit or not ok else 0
-            for ok, n in zip(finite, before, strict=True)
+            n if n >= limit else 0 if ok else n + 1 for ok, n in zip(finite, before, strict=True)
         ]
         self.wire.abstentions += finite.count(False)
-        if not only_this_rank:
+        if not self._lion.schedule.has_own_weights:  # Whose counts may differ between ranks.
             self._check_abstentions()
 
     def _check_abstentions(self) -> None:

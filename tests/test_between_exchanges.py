@@ -507,9 +507,22 @@ def test_local_steps_go_on_after_the_error_about_abstentions(
     param, optimizer = single(vote_every=vote_every, max_abstained_steps=3)
     raised = []
     for number in range(12):
-        param.grad = torch.full_like(param, math.nan if rank and number < 3 else 1.0)
+        is_nan = rank and (number < 3 or (vote_every == 6 and number == 4))
+        param.grad = torch.full_like(param, math.nan if is_nan else 1.0)
         raised.append("in 3 steps in a row" in error_of(optimizer.step))
     assert raised == [number == raises for number in range(12)]
+
+
+@on_ranks(2)
+def test_no_rank_raises_alone_if_all_abstain_from_a_step_with_a_header(rank: int) -> None:
+    param, optimizer = single(vote_every=8, max_abstained_steps=2)
+    raised = []
+    for number in range(4):
+        if number == 2:
+            optimizer.add_param_group({"params": [("new", nn.Parameter(torch.ones(64)))]})
+        param.grad = torch.full_like(param, math.nan if number == 2 or number == 1 - rank else 1.0)
+        raised.append(error_of(optimizer.step) != "")
+    assert len(set(map(tuple, everywhere(raised)))) == 1
 
 
 @on_ranks(2)

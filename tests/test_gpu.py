@@ -274,7 +274,10 @@ def test_a_gpu_on_which_kernels_fail_warns_once_and_trains(
     assert param.tolist() == [-2.0] * 64
 
 
-@pytest.mark.parametrize("text", ["CUDA out of memory.", "Triton Error [CUDA]: out of memory"])
+@pytest.mark.parametrize(
+    "text",
+    ["CUDA out of memory.", "Triton Error [CUDA]: out of memory", "Cannot allocate memory"],
+)
 @on_ranks(2)
 def test_memory_that_runs_out_fails_a_step_of_all_ranks_and_no_later_one(
     rank: int, text: str

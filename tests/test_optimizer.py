@@ -299,6 +299,16 @@ def test_a_closure_may_raise_the_same_error_again(rank: int) -> None:
     assert "the same object" in said[1]
 
 
+@on_ranks(2)
+def test_a_parameter_that_is_not_a_leaf_can_be_trained(rank: int) -> None:
+    param = nn.Parameter(torch.ones(64)) * 2
+    param.retain_grad()
+    optimizer = DistributedLion([param], lr=0.5)
+    param.sum().backward()
+    optimizer.step()
+    assert param.tolist() == [1.5] * 64
+
+
 @on_ranks(3)
 def test_a_rank_outside_the_process_group_is_refused(rank: int) -> None:
     group = dist.new_group([0, 1])

@@ -34,7 +34,7 @@ _failed: dict[torch.device, str] = {}
 
 
 def refusal(device: torch.device) -> str:
-    """Returns why the kernels don't run on a device; empty if they do, or weren't tried."""
+    """Returns why the kernels don't run on a device; empty if they do, or before `try_out`."""
     if device.type not in DEVICES:
         return f"kernels run on {' and '.join(DEVICES)}, not on {device.type}"
     if os.environ.get(SWITCH, "1") == "0":
@@ -54,7 +54,8 @@ def try_out(trial: Callable[[], None], device: torch.device) -> None:
             raise RuntimeError(f"kernels need triton 3.4, which torch 2.8 installs (got {version})")
         trial()
     except Exception as error:  # Missing triton or compiler, a cache that can't be written, ...
-        if "out of memory" in str(error):  # From torch or triton; a later step may have enough.
+        text = str(error)  # Of torch, triton, or the system; a later step may have enough.
+        if isinstance(error, MemoryError) or "out of memory" in text or "allocate mem" in text:
             raise
         why = _failed[device] = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         unsaid.append(

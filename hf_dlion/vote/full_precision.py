@@ -23,9 +23,9 @@ def step_in_full(layout: Layout, agreed: Agreed, wire: Wire, turn: Turn, *, equa
     """Takes plain Lion's step on mean gradients; every voter must call this.
 
     The mean is over the voters that have a finite gradient, and a gradient of None counts as zeros.
-    All slots have a momentum, and `equal` says on every voter whether they are known to be equal on
-    all. Each rank sends 2 (N - 1) ceil(n / N) elements for the n elements of
-    one message and dtype, as in a ring.
+    All slots have a momentum. `equal`, the same on every voter, says whether the voters' momenta
+    are known to be equal. Each rank sends 2 (N - 1) ceil(n / N) elements for the n elements of one
+    message and dtype, as in a ring.
     """
     slots = [slot for slot in layout.slots if slot.full]
     if not equal:

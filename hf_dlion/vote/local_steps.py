@@ -404,7 +404,7 @@ class LocalSteps(Schedule):
         number_of, own = {param: number for number, param in enumerate(params)}, {}
         for param, kept in self.kept.items():
             if param not in self.used and kept.limit is None:
-                continue  # An exchange failed before it moved this anchor.
+                continue  # A failed exchange made its anchor, which equals this rank's weights.
             part = fsdp.local_part(param.detach())
             flat = kept.aside if kept.displacement is None else kept.displacement
             own[number_of[param]] = (
@@ -422,6 +422,7 @@ class LocalSteps(Schedule):
                 for param, kept in self.kept.items()
                 if kept.limit is not None
             ),
+            # Without removed ones, so what was rounded before the removal may be rounded otherwise.
             "layout": [number_of[s.param] for s in laid_out if s.param in number_of],
         }
         return values, dict(sorted(own.items()))

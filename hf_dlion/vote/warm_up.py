@@ -37,19 +37,23 @@ class _Types(NamedTuple):
     @classmethod
     def of(cls, slot: Slot) -> _Types:
         """Returns those of a slot, which may get its gradient in a later step."""
-        allowed = getattr(slot.param, "grad_dtype", None) or slot.dtype  # torch 2.10 or newer
-        return cls(slot.dtype, allowed if slot.grad is None else slot.grad.dtype, slot.full)
+        grad_dtype = None if slot.grad is None else slot.grad.dtype
+        if grad_dtype is None and slot.param.is_leaf:
+            grad_dtype = getattr(slot.param, "grad_dtype", None)  # torch 2.10 or newer
+        return cls(slot.dtype, grad_dtype or slot.dtype, slot.full)
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def warm_up(layout: Layout, options: Options, voters: int) -> None:
-    """Compiles and launches the kernels of a layout's steps, for so many voters.
+    """Compiles and launches the kernels of a layout's steps, for a number of voters.
 
     If that fails on a device, no kernel runs there any more; see `launches.try_out`.
 
     Raises:
         RuntimeError: If memory runs out.
     """
-    messages = [*layout.messages, *layout.full]
+    messages = [m for m in (*layout.messages, *layout.full) if not launches.refusal(m.device)]
     # By message, because the kernels cover a message or don't.
     found = {(m.device, frozenset(_Types.of(span.slot) for span in m.spans)) for m in messages}
     for device, types in found:
@@ -104,7 +108,7 @@ def _take_steps(
 
 
 def _small(types: _Types, device: torch.device, options: Options) -> Slot:
-    """Returns a slot of 64 elements that moves."""
+    """Returns a slot of 64 weights of 0 with a gradient of ones."""
     param = torch.zeros(64, dtype=types.dtype, device=device, requires_grad=True)
     slot = Slot.of(param, 0)
     slot.full, slot.param, slot.p = types.full, param, param.detach()
@@ -133,7 +137,7 @@ class _Echo(Wire):
             out.mul_(self.world_size)  # A sum.
         else:
             ranks = out.view(self.world_size, -1)
-            ranks.copy_(sent[: ranks.shape[1]])  # All of it, or the segment for this rank.
+            ranks.copy_(sent[: ranks.shape[1]])  # The whole tensor, or the segment for this rank.
         return _Arrived()
 
 

@@ -54,3 +54,17 @@ def test_momenta_stay_equal_after_a_rank_froze_another_parameter(rank: int) -> N
         give_gradients(model.parameters(), rank, step)
         assert error_of(optimizer.step).startswith("Disagreement" * (step == 1))
     assert is_equal_everywhere(optimizer.state[model[0].bias]["exp_avg"])
+
+
+@on_ranks(2)
+def test_momenta_are_averaged_if_a_parameter_is_selected_later(rank: int) -> None:
+    chosen = ["0.bias"]
+    model, optimizer = plain(full_precision=lambda name, _: name in chosen)
+    for step in range(4):
+        if step == 2:
+            chosen.append("0.weight")
+            model[2].weight.requires_grad_(False)  # A new layout, which asks the function again.
+        give_gradients(model.parameters(), rank, step)
+        optimizer.step()
+        is_equal = is_equal_everywhere(optimizer.state[model[0].weight]["exp_avg"])
+        assert is_equal == (step >= 2)
