@@ -36,7 +36,7 @@ from hf_dlion.options import ExchangeName
 
 
 class Rows:
-    """The rows of a message, each of complete words.
+    """The rows of a message, each of complete words: those of matrices, or complete tensors.
 
     `lengths` has stretches of rows of one length: the number of rows, and words per row. `count` is
     the number of rows R.

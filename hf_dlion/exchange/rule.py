@@ -1,6 +1,7 @@
 """Rules that turn votes into a verdict: the majority, or the average.
 
-On GPUs `exchange.count_kernels` decides and `vote.kernels` moves, by the rule's `name`.
+On GPUs, `exchange.count_kernels` decides on votes of one bit (`routes.counted` says when), and
+`vote.kernels` moves. Both get the rule's `name`.
 """
 
 from __future__ import annotations

@@ -377,7 +377,8 @@ PAYS, DOES_NOT = "DistributedLion pays: ", "DistributedLion does not pay: "
             (60, 50),
             {"power": 20, "gpu_gb": 18, "local": 20},
             "AdamW with DDP does not fit into memory: a rank needs 20 GB with AdamW with DDP"
-            ".*18 GB. Use DistributedLion.",
+            ".*18 GB. Use DistributedLion. AdamW with PowerSGD rank 4 and DistributedLion, "
+            "vote_every=8 would be faster, but need at least 20 GB, and each CPU has 18 GB.$",
         ),
         ((60, 50), {"gpu_gb": 10}, "The model does not fit into memory: .*If it did fit: Dist"),
     ],

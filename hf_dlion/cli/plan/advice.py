@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from hf_dlion.cli.plan.methods import ALONE, DLION, NODE, POWER, Case, Prediction
+from hf_dlion.cli.plan.methods import ALONE, DLION, NODE, NONE, POWER, Case, Prediction
 
 Predictions = Mapping[str, Prediction]
 
@@ -49,7 +49,7 @@ def advice(case: Case, measured: Sequence[Predictions], busy: float = 0.0) -> st
         if gain >= WORTH:
             text += f" {name} {_compared(gain)} as {best}{condition}."
             best = name
-    return text
+    return text + _left_out(case, measured[0], predictions, best)
 
 
 def warning(measured: Sequence[Predictions], busy: float) -> str:
@@ -111,6 +111,19 @@ def _fitting(case: Case, predictions: Predictions) -> Predictions:
     if predictions[DLION].memory_bytes > has:
         return predictions
     return {name: found for name, found in predictions.items() if found.memory_bytes <= has}
+
+
+def _left_out(case: Case, found: Predictions, fitting: Predictions, best: str) -> str:
+    """Returns which methods would be faster than the best one, but don't fit; or ""."""
+    limit = found[best].step_s / WORTH
+    names = [n for n in found if n not in fitting and n != NONE and found[n].step_s <= limit]
+    if not names:
+        return ""
+    least = min(found[name].memory_bytes for name in names)
+    return (
+        f" {' and '.join(names)} would be faster, but {'need' if names[1:] else 'needs'} at least "
+        f"{_gb(least)}, and each {case.machine.name} has {_gb(case.machine.memory_bytes)}."
+    )
 
 
 def _memory(case: Case, predictions: Predictions) -> str:
