@@ -52,7 +52,7 @@ def test_momenta_stay_equal_after_a_rank_froze_another_parameter(rank: int) -> N
         if step in (1, 2):
             model[0].weight.requires_grad_(rank == 0 or step == 2)
         give_gradients(model.parameters(), rank, step)
-        assert error_of(optimizer.step).startswith("Disagreement" * (step == 1))
+        assert error_of(optimizer.step).partition(":")[0] == "Disagreement" * (step == 1)
     assert is_equal_everywhere(optimizer.state[model[0].bias]["exp_avg"])
 
 
