@@ -115,7 +115,7 @@ def _trials(args: argparse.Namespace, text: str = "") -> list[Trial]:
             setattr(args, name, value)
     given = {"adamw": args.lr_adamw, "lion": args.lr_lion}
     names = ("sequence", "hidden", "layers", "steps", "weight_decay", "evaluations")
-    same = {name: getattr(args, name) for name in (*names, "real", "warmup")}
+    same = {name: getattr(args, name) for name in (*names, "real", "warmup", "bf16")}
     same |= {"betas": tuple(args.betas), "clip": args.clip or 0.0, "folder": args.out}
     trials = []
     for task, workers, batch, method in itertools.product(
@@ -210,6 +210,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--betas", nargs=2, type=float, default=[0.9, 0.99], help=betas)
     warmup = f"Share of the steps in which the learning rate rises (default: {WARMUP})."
     add("--warmup", type=_share, default=WARMUP, help=warmup)
+    bf16 = "Compute the forward pass in bfloat16, by autocast (default: float32)."
+    add("--bf16", action="store_true", help=bf16)
     factors = (
         "Multiply the learning rate of parameters whose names match; the first match counts "
         "(default: none)."

@@ -53,6 +53,8 @@ class Workers(ABC):
     def __init__(self, task: Task, setting: Setting) -> None:
         self.setting, self.workers = setting, range(setting.workers)
         self.model = task.model(setting.seed)
+        if setting.bf16:  # As Accelerate does it.
+            self.model.forward = torch.autocast("cpu", torch.bfloat16)(self.model.forward)
         self.params = trainable(self.model)
 
     def total(self, loss: float) -> float:

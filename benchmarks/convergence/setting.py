@@ -15,6 +15,7 @@ WARMUP = 0.05
 # Values that a run's identity leaves out, since older records don't have them.
 _LATER = {
     "clip": 0.0, "warmup": WARMUP, "lr_factors": (), "text": "", "vocabulary": 0, "untied": False,
+    "bf16": False,
 }  # fmt: skip
 # Where a run finds its files. Its result doesn't depend on them.
 _PLACES = ("folder", "files")
@@ -41,6 +42,7 @@ class Setting(Hyper):
         text: Hash of the contents of `files`, in the task "text".
         vocabulary: Number of tokens that the task "text" trains a tokenizer for.
         untied: Whether the head has weights of its own, in the task "text".
+        bf16: Whether the forward pass computes in bfloat16, by autocast. Weights are float32.
         folder: Folder of caches. It doesn't identify the run.
         files: Text files of the base, and those of the run. Their contents identify the run.
     """
@@ -60,6 +62,7 @@ class Setting(Hyper):
     text: str = ""
     vocabulary: int = 0
     untied: bool = False
+    bf16: bool = False
     folder: str = dataclasses.field(default=".", compare=False)
     files: tuple[tuple[str, ...], ...] = dataclasses.field(default=((), ()), compare=False)
 

@@ -56,6 +56,7 @@ def of_rank(rank: int, world_size: int, settings: list[Setting]) -> list[Any]:
 def test_the_simulation_is_real_ranks_bit_for_bit(pools: RankPools, workers: int) -> None:
     settings = [TINY.replace(method=name, workers=workers, steps=30) for name in BOTH]
     settings[2:3] = [settings[2].replace(lr_factors=(("*embed*", 3.0), ("*norm*", 0.5)), clip=0.5)]
+    settings[-1] = settings[-1].replace(bf16=True)
     real = pools(workers).run(of_rank, settings)[0]
     for setting, (of_real, expected) in zip(settings, real, strict=True):
         record, values = outcome(setting, IN_PROCESS[setting.method](Pretraining(setting), setting))
@@ -63,6 +64,7 @@ def test_the_simulation_is_real_ranks_bit_for_bit(pools: RankPools, workers: int
             assert same(values, expected), setting.method
             assert record["loss"] == of_real["loss"]
         assert record["loss"] < record["curve"][0][1], setting.method
+        assert (record["curve"][0] == real[0][0]["curve"][0]) != setting.bf16
         # Real ranks also compare layouts, parameters and gradients at their first step, and
         # full_precision has headers.
         extra = of_real["bytes_per_step"] - record["bytes_per_step"]
