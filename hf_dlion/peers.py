@@ -86,11 +86,10 @@ class Peers:
         self.process_group, self.replicate = process_group, replicate
         self.ranks: Topology | None = None
         self.fsdp_models: list[nn.Module] = []
-        self.momenta_equal = False
+        self.momenta_equal = self._compared_gradients = False
         self._created = next(_numbers)
         self._meetings: Meetings | None = None
         self._loads = self._compared_loads = self._attaches = 0
-        self._compared_attaches = -1
         self._abstained: list[int] = []  # consecutive steps in which each rank abstained
         # A function has another text in every process.
         self._option_texts = {
@@ -198,7 +197,8 @@ class Peers:
                 parameters=self._common_parts,
             )
         )
-        self.momenta_equal &= not mine.agreed.compared
+        if mine.agreed.compared:
+            self.momenta_equal = self._compared_gradients = False
         if not ranks.is_formed:
             ranks.form()  # A collective, which needs the options that were compared.
         if mine.kind is Kind.STEP and ranks.voters is not ranks.everyone:
@@ -342,16 +342,17 @@ class Peers:
                 )
 
     def compare_after_changes(self, layout: Layout) -> list[str]:
-        """Compares gradients after an attach, and momenta after a load; returns rank 0's warnings.
+        """Compares gradients at a new layout, and momenta after a load; returns rank 0's warnings.
 
-        Every voter must call this in the same step. Bytes per rank: 32 (N - 1) after an attach,
-        16 (N - 1) after a load.
+        After a change of what is trained the user may have wrapped the model again, and `attach`
+        belongs to the old wrapper. Every voter must call this in the same step. Bytes per rank:
+        32 (N - 1) after a comparison of parameters, 16 (N - 1) after a load.
         """
         texts: list[str] = []
         if (ranks := self.ranks) is None:
             return texts
-        if self._attaches != self._compared_attaches:
-            self._compared_attaches = self._attaches
+        if not self._compared_gradients:
+            self._compared_gradients = True
             # DDP may still average one of two models, so each side is compared by itself.
             models = ddp.attached_wrappers(self._lion)
             wrapped = {p for model in models for p in model.parameters()}

@@ -135,10 +135,14 @@ def test_a_warning_shows_the_line_of_the_caller(rank: int) -> None:
     assert {warning.filename for warning in caught} == {__file__}
 
 
+@pytest.mark.parametrize(("detaches", "vote_every"), [(True, 1), (False, 1), (False, 2)])
 @on_ranks(2)
-def test_a_second_wrapper_that_is_not_attached_warns(rank: int) -> None:
-    """Wraps the model again after a detach, and forgets to attach the new wrapper."""
-    module, optimizer = plain()
+def test_a_second_wrapper_that_is_not_attached_warns(
+    rank: int, detaches: bool, vote_every: int
+) -> None:
+    """Wraps again after a detach, or with more to train, and forgets to attach the new wrapper."""
+    module, optimizer = plain(vote_every=vote_every)
+    first = next(module.parameters()).requires_grad_(detaches)
     with warned() as texts:
         for attaches in (True, False):
             model = DistributedDataParallel(module)
@@ -147,7 +151,7 @@ def test_a_second_wrapper_that_is_not_attached_warns(rank: int) -> None:
             take_step(optimizer, model, batch(0, rank))
             if attaches:
                 assert not texts
-                optimizer.detach()
+                optimizer.detach() if detaches else first.requires_grad_()
     assert len(texts) == (rank == 0)
     assert all("add optimizer.attach(ddp_model)" in text for text in texts)
 

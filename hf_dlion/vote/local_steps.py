@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -138,12 +139,15 @@ class LocalSteps(Schedule):
 
         Raises:
             RuntimeError: If `eval` was called without `train`, or as `check`.
+            ValueError: If two parameters share memory.
         """
         if self.shown:
             raise RuntimeError(
                 "step() after optimizer.eval() or in common_weights(), which put common weights "
                 "into the model: call optimizer.train() before you train"
             )
+        if not layout.has_met:
+            _check_memory(layout)
         self.check(layout, last_turn)
         self.next_period = self.period.and_a_step(last_turn.groups)
 
@@ -479,6 +483,17 @@ class LocalSteps(Schedule):
         local.used = {params[number] for number in saved["used"]}
         local.moved = {params[number] for number in saved["moved"]}
         return local
+
+
+def _check_memory(layout: Layout) -> None:
+    slots = [slot for slot in layout.slots if slot.size]
+    places = sorted((slot.p.data_ptr(), slot.p.nbytes, slot.name) for slot in slots)
+    for (start, size, name), (other, _, other_name) in pairwise(places):
+        if other < start + size:
+            raise ValueError(
+                f"{name!r} and {other_name!r} share memory, so each would undo the other's local "
+                f"steps: tie them by assigning the same Parameter, or set vote_every=1"
+            )
 
 
 def _check_forms(layout: Layout) -> None:
