@@ -52,14 +52,14 @@ RUNS: dict[str, tuple[list[str], int, dict[str, Any]]] = {
 }
 # Weights, momenta, files, and sent bytes of all ranks.
 HASHES = {
-    "float32": "cca51813 4d459bc4 d27aa145 8a248628",
-    "bfloat16": "d5305b4c 1e7f658d 7047b8ed 39fb8e46",
-    "mixed dtypes": "5edd9d32 7d5a8e20 1353f25d a9825d4b",
-    "4 bits": "ae6a6243 4d459bc4 d27aa145 32da7f56",
-    "nodes": "224de5ec 818f27a5 d0cd8f8e 24380bc0",
-    "local steps": "f8a97e9e 4f86261e 6554e7ae 566cea29",
-    "full precision": "b1123692 3e1513a3 0fbcba35 4b6d2c20",
-    "FSDP2": "672384cb 3f7bc19c 5654f6fa 5fd62851",
+    "float32": "3af946a1 4d459bc4 d27aa145 f2ea4e9c",
+    "bfloat16": "537a981e 1e7f658d 7047b8ed d87cd7fb",
+    "mixed dtypes": "a34c82f5 7d5a8e20 1353f25d fee307c6",
+    "4 bits": "e0837a4f 4d459bc4 d27aa145 41dcf6f9",
+    "nodes": "6ca984ad 818f27a5 d0cd8f8e abb2d4d0",
+    "local steps": "f8a97e9e 4f86261e 6554e7ae db79b1d2",
+    "full precision": "a71c3789 3e1513a3 0fbcba35 a29bb163",
+    "FSDP2": "cec0ba78 3f7bc19c 5654f6fa eede3f6d",
 }
 
 

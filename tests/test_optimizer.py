@@ -17,7 +17,7 @@ from torch import nn
 from hf_dlion.exchange.routes import wire_bytes
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.meeting import Disagreement
-from tests.support.definition import Lions
+from tests.support.definition import Lions, phase_of
 from tests.support.forms import form
 from tests.support.gradients import KINDS, Pair
 from tests.support.local_definition import LocalLions
@@ -41,7 +41,7 @@ def equal_the_definition(
             take_local_steps(local)
             return local.optimizer
         pair = Pair(Lions, rank, ranks, options, kinds, seed, device)
-        for step in range(5):
+        for step in range(7):
             pair.step(step, faults)
             pair.check(pair.lions.params, step)
     return pair.optimizer
@@ -138,7 +138,7 @@ def test_bytes_equal_the_formula(rank: int, ranks: int, case: dict[str, Any]) ->
     optimizer = equal_the_definition(rank, ranks, case, [torch.float32], 1, faults=False)
     # Each step begins with a header, and the first one compares layouts, and gradients of attached
     # models and of others.
-    expected = (5 * 64 + 24 + 2 * 16) * (ranks - 1)
+    expected = (7 * 64 + 24 + 2 * 16) * (ranks - 1)
     planes = 2 if case.get("ties") == "zero" else 1
     if case.get("aggregation") == "average":
         planes = ranks.bit_length()
@@ -149,8 +149,8 @@ def test_bytes_equal_the_formula(rank: int, ranks: int, case: dict[str, Any]) ->
             for name in ("gather", "two_phase")
         )
         by_name = {"auto": min(gather, two_phase), "gather": gather, "two_phase": two_phase}
-        expected += 5 * by_name[case.get("exchange", "auto")]
-    assert optimizer.steps == 5
+        expected += 7 * by_name[case.get("exchange", "auto")]
+    assert optimizer.steps == 7
     assert optimizer.wire.bytes_sent == expected
 
 
@@ -307,6 +307,24 @@ def test_a_parameter_that_is_not_a_leaf_can_be_trained(rank: int) -> None:
     param.sum().backward()
     optimizer.step()
     assert param.tolist() == [1.5] * 64
+
+
+@on_ranks(2)
+def test_ties_cancel_out_at_any_rhythm(rank: int) -> None:
+    """Votes always tie. The ranks disagree on half of the elements; the others are zero."""
+    params = [nn.Parameter(torch.zeros(64)) for _ in range(12)]
+    optimizer = DistributedLion(params, lr=1.0)
+    grad = (torch.arange(64) < 32).float() * (1 - 2 * rank)
+    expected = torch.zeros(12, 64)
+    for step in range(1, 145):
+        for every, param in enumerate(params, 1):
+            param.grad = grad.clone() if step % every == 0 else None
+            if param.grad is not None:
+                expected[every - 1] -= 1 - 2.0 * ((torch.arange(64) + phase_of(step)) % 2)
+        optimizer.step()
+    for every, param in enumerate(params, 1):
+        assert param.tolist() == expected[every - 1].tolist(), every
+        assert param.abs().max() <= 3 * math.sqrt(144 / every), every
 
 
 @on_ranks(3)

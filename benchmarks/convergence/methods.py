@@ -146,7 +146,7 @@ class Votes(Workers):
         for message, *everyone in zip(self._layout.messages, *votes, strict=True):
             voters = torch.stack([vote.active for vote in everyone]).sum(dim=0)
             planes, by_word = [list(vote.planes) for vote in everyone], message.rows.by_word(voters)
-            verdict = Verdict(count(planes, by_word, rule, self._step), voters)
+            verdict = Verdict(count(planes, by_word, rule, self._turn(0).phase), voters)
             move(message, verdict, rule, self._turn(0))
             sizes = {"ranks": ranks, "words": message.words, "rows": message.rows.count}
             sizes |= {"bits": options.bits, "planes": rule.planes}

@@ -87,7 +87,7 @@ def count(table: tl.int64, lines: tl.int32, half: tl.int32, planes: tl.int64, st
     """Counts votes on words `first` to `first + size` - 1 of a message, and decides (section 4).
 
     Writes planes of the verdict, of `each` words and 0 after `size`, and the number of voters of
-    each row. `tie` is `codec.alternating_word` of the step, and `RULE` the name of a rule. Bytes
+    each row. `tie` is `codec.alternating_word` of the phase, and `RULE` the name of a rule. Bytes
     per element: (N + planes) / 8, and 4 for each of the message's rows.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -125,7 +125,7 @@ def wire_bytes(name: str, *, ranks: int, words: int, rows: int, bits: int, plane
 
 
 def verdict_of(
-    votes: Votes, name: ExchangeName, voters: Wire, node: Wire | None, rule: Rule, step: int
+    votes: Votes, name: ExchangeName, voters: Wire, node: Wire | None, rule: Rule, phase: int
 ) -> Generator[None, None, Verdict]:
     """Sends this rank's votes of a message and returns the verdict; every rank must do this.
 
@@ -150,7 +150,8 @@ def verdict_of(
         bits, sent = votes.planes.shape
         two_phase_words = (bits + rule.planes) * -(-sent // voters.world_size)
         name = "two_phase" if two_phase_words < bits * sent else "gather"
-    verdict = yield from (_two_phase if name == "two_phase" else _gather)(votes, voters, rule, step)
+    route = _two_phase if name == "two_phase" else _gather
+    verdict = yield from route(votes, voters, rule, phase)
     if node is None:
         return verdict
     # Each rank has one L-th of the verdict. All collectives between nodes end before those inside a
@@ -165,7 +166,7 @@ def verdict_of(
     return Verdict(_joined(received.to(device), words), verdict.voters)
 
 
-def _gather(votes: Votes, wire: Wire, rule: Rule, step: int) -> Generator[None, None, Verdict]:
+def _gather(votes: Votes, wire: Wire, rule: Rule, phase: int) -> Generator[None, None, Verdict]:
     """All ranks gather all votes, and each rank counts all of them."""
     (bits, words), device = votes.planes.shape, votes.planes.device
     rows = -(-votes.rows.count // WORD)
@@ -181,10 +182,10 @@ def _gather(votes: Votes, wire: Wire, rule: Rule, step: int) -> Generator[None, 
     yield  # As often as two_phase, see `verdict_of`.
     everyone = received.to(device)
     planes = everyone[:, rows:].reshape(wire.world_size, bits, words)
-    return counted(planes, everyone[:, :rows], votes, slice(0, words), words, rule, step)
+    return counted(planes, everyone[:, :rows], votes, slice(0, words), words, rule, phase)
 
 
-def _two_phase(votes: Votes, wire: Wire, rule: Rule, step: int) -> Generator[None, None, Verdict]:
+def _two_phase(votes: Votes, wire: Wire, rule: Rule, phase: int) -> Generator[None, None, Verdict]:
     """Each rank counts one N-th of the words, and all ranks gather the verdict."""
     (bits, words), ranks = votes.planes.shape, wire.world_size
     device, words_each = votes.planes.device, -(-words // ranks)
@@ -207,7 +208,7 @@ def _two_phase(votes: Votes, wire: Wire, rule: Rule, step: int) -> Generator[Non
         each.wait()
     share = _share(wire.rank, words_each, words)
     received, all_active = received.to(device), all_active.to(device)
-    shares = counted(received, all_active, votes, share, words_each, rule, step)
+    shares = counted(received, all_active, votes, share, words_each, rule, phase)
     sent = _padded(shares.planes, words_each).to(on_wire)
     received = sent.new_empty(ranks, *sent.shape)
     verdict = wire.all_gather(received, sent, "a verdict")
@@ -217,7 +218,7 @@ def _two_phase(votes: Votes, wire: Wire, rule: Rule, step: int) -> Generator[Non
 
 
 def counted(
-    planes: Tensor, active: Tensor, votes: Votes, words: slice, size: int, rule: Rule, step: int
+    planes: Tensor, active: Tensor, votes: Votes, words: slice, size: int, rule: Rule, phase: int
 ) -> Verdict:
     """Counts everyone's votes on a slice of the words of `votes`.
 
@@ -232,7 +233,7 @@ def counted(
         launches.count(
             rows.lines, planes[:, 0], active, verdict, voters,
             first=rows.first_word + words.start, size=here,
-            tie=alternating_word(step), rule=rule.name,
+            tie=alternating_word(phase), rule=rule.name,
         )  # fmt: skip
         return Verdict(verdict, voters)
     bits_of_rows = torch.empty(active.shape[1] * WORD, dtype=torch.float32, device=device)
@@ -242,7 +243,7 @@ def counted(
     all_vote = device.type == "cpu" and bool((voters == ranks).all())  # A GPU would wait for it.
     by_row = None if all_vote else voters
     by_rank = [list(of_rank) for of_rank in planes[:, :, :here]]
-    return Verdict(count(by_rank, rows.by_word(by_row, words), rule, step), by_row)
+    return Verdict(count(by_rank, rows.by_word(by_row, words), rule, phase), by_row)
 
 
 def _share(rank: int, words_each: int, words: int) -> slice:

@@ -34,19 +34,19 @@ class Majority:
         self.name, self._zero = ties, ties == "zero"
         self.planes = 2 if self._zero else 1
 
-    def decide(self, sums: list[Tensor], total: int | Sequence[Tensor], step: int) -> list[Tensor]:
+    def decide(self, sums: list[Tensor], total: int | Sequence[Tensor], phase: int) -> list[Tensor]:
         """Returns the verdict: a plane of the positive elements, and with "zero" one of the ties.
 
         Args:
             sums: Planes of the sum of all ranks' codes, int64, shape (W,) each.
             total: Number of active ranks times the largest code: one number, or its planes, int64,
                 shape (W,) each.
-            step: Number of the step, for ties.
+            phase: Number whose parity decides ties.
         """
         greater, equal = compare(sums, total)
         if self._zero:
             return [greater, equal]
-        return [greater | (equal & alternating_word(step))]  # A tied k is +1 if k + step is even.
+        return [greater | (equal & alternating_word(phase))]  # A tied k is +1 if k + phase is even.
 
     def decode(self, planes: list[Tensor], voters: Tensor | None, lr: float, out: Tensor) -> Tensor:
         """Returns lr * v for every element, exactly: v is -1, 0, or 1.
@@ -78,7 +78,7 @@ class Average:
         self.name, self.ranks, self._top = "average", ranks, TOP[bits]
         self.planes = (ranks * self._top).bit_length()
 
-    def decide(self, sums: list[Tensor], total: int | Sequence[Tensor], step: int) -> list[Tensor]:
+    def decide(self, sums: list[Tensor], total: int | Sequence[Tensor], phase: int) -> list[Tensor]:
         """Returns the verdict: the planes of the sum itself; see `Majority.decide`."""
         missing = self.planes - len(sums)
         return [*sums, *(torch.zeros_like(sums[0]) for _ in range(missing))]
@@ -103,7 +103,7 @@ Rule = Majority | Average
 
 
 def count(
-    planes: Sequence[Sequence[Tensor]], voters: Tensor | None, rule: Rule, step: int
+    planes: Sequence[Sequence[Tensor]], voters: Tensor | None, rule: Rule, phase: int
 ) -> list[Tensor]:
     """Returns the planes of the verdict on some words.
 
@@ -111,10 +111,10 @@ def count(
         planes: Planes of each rank's codes, int64, shape (W,) each; 0 where the rank abstains.
         voters: Number of active ranks by word, int64, shape (W,); None if all are active.
         rule: Rule that decides.
-        step: Number of the step, for ties.
+        phase: Number whose parity decides ties.
     """
     bits = len(planes[0])
     total: int | list[Tensor] = len(planes) * TOP[bits]
     if voters is not None:
         total = spread(voters * TOP[bits], (len(planes) * TOP[bits]).bit_length())
-    return rule.decide(tally(planes, bits), total, step)
+    return rule.decide(tally(planes, bits), total, phase)

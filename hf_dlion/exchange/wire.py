@@ -47,20 +47,22 @@ class LostRank(RuntimeError):
     """
 
 
+@dataclass(frozen=True)
 class Pending:
     """A collective that was started."""
 
-    def __init__(self, work: dist.Work, what: str, group: dist.ProcessGroup) -> None:
-        self._work, self._what, self._group = work, what, group
+    work: dist.Work
+    what: str
+    group: dist.ProcessGroup
 
     def wait(self) -> None:
         """Waits until the collective is done; raises LostRank if another rank ended or stalled."""
         try:
-            self._work.wait()
+            self.work.wait()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise lost(self._what, self._group, error) from error
+            raise lost(self.what, self.group, error) from error
 
 
 @dataclass

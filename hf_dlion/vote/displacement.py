@@ -82,7 +82,7 @@ def _exchanged(
     else:
         votes = encode(message, turn, source, by_tensor=True)
     stats.lap("encode_s")
-    verdict = yield from verdict_of(votes, name, ranks.voters, ranks.node, rule, turn.step)
+    verdict = yield from verdict_of(votes, name, ranks.voters, ranks.node, rule, turn.phase)
     stats.lap("exchange_s")
     moving = [piece for piece in message.pieces if piece.has("target")]
     for head in [piece.head(SAMPLE) for piece in moving[:1]]:  # The log shows a sample.

@@ -63,6 +63,16 @@ class Turn:
     state: Mapping[Tensor, dict[str, Any]]
     scratch: Scratch
 
+    @property
+    def phase(self) -> int:
+        """Number whose parity decides ties, so that they cancel out at any rhythm of use.
+
+        Every pair of steps has both parities, in an order by the Golay-Rudin-Shapiro sequence. With
+        the parity of the step, ties of a parameter that moves in every second step were all alike.
+        """
+        pair = self.step >> 1
+        return self.step + (pair & pair >> 1).bit_count()
+
     def random(self, stream: int, piece: Piece, *, step: int | None = None) -> Tensor:
         """Returns a piece's random bits of a stream of `rounding`, of this step or another one."""
         words = self.scratch("random", piece.size // 2, torch.int32, piece.device)
@@ -218,7 +228,7 @@ def voted(message: Message, turn: Turn, rule: Rule, ranks: Topology) -> Task:
     else:
         votes = encode(message, turn, partial(direction, turn=turn))
     stats.lap("encode_s")
-    verdict = yield from verdict_of(votes, options.exchange, voters, ranks.node, rule, turn.step)
+    verdict = yield from verdict_of(votes, options.exchange, voters, ranks.node, rule, turn.phase)
     stats.lap("exchange_s")
     if message.pieces[0].first == 0 and options.bits == 1 and isinstance(rule, Majority):
         stats.sample = votes.planes[0, :SAMPLE].clone(), verdict.planes[0][:SAMPLE].clone()
@@ -291,7 +301,7 @@ def encode(message: Message, turn: Turn, source: Source, *, by_tensor: bool = Fa
     Votes of several bits are relative to the slots' scales with `by_tensor` or
     level_scale="tensor", and else to the mean of each word.
     """
-    bits, phase = turn.options.bits, turn.step + turn.voter
+    bits, phase = turn.options.bits, turn.phase + turn.voter
     by_tensor |= turn.options.level_scale == "tensor"
     planes = torch.empty(bits, message.words, dtype=torch.int64, device=message.device)
     words = torch.ones(message.words, dtype=torch.bool, device=message.device)
@@ -314,7 +324,7 @@ def encode(message: Message, turn: Turn, source: Source, *, by_tensor: bool = Fa
 
 def _codes(piece: Piece, u: Tensor, turn: Turn, *, by_tensor: bool) -> Tensor:
     """Returns a piece's codes in scratch: bool for one bit, else uint8, shape (64 * W,)."""
-    phase = turn.step + turn.voter
+    phase = turn.phase + turn.voter
     if turn.options.bits == 1:
         out = turn.scratch("codes", piece.size, torch.bool, u.device)
         return codec.sign_codes(u, phase, out)

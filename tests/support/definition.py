@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -134,12 +135,17 @@ def tree(values: Array) -> float:
     return float(values[0]) if len(values) else 0.0
 
 
+def phase_of(t: int) -> int:
+    """Returns tau of section 3."""
+    return t + sum(a + b == "11" for a, b in pairwise(f"{t // 2:b}"))
+
+
 def verdict(
     codes: Sequence[Array],
     active: Sequence[Array],
     layout: Layout,
     *,
-    step: int,
+    phase: int,
     bits: int = 1,
     aggregation: str = "majority",
     ties: str = "alternate",
@@ -150,7 +156,7 @@ def verdict(
     if aggregation == "average":
         return total.astype(np.float64) / len(codes)
     k = np.arange(total.size)
-    tied = np.where((k + step) % 2 == 0, 1, -1) if ties == "alternate" else 0
+    tied = np.where((k + phase) % 2 == 0, 1, -1) if ties == "alternate" else 0
     return np.where(voters == 0, 0, np.where(total == 0, tied, np.sign(total)))
 
 
@@ -252,7 +258,7 @@ class Lions:
             [codes for codes, _ in ballots],
             [active for _, active in ballots],
             layout,
-            step=self.t,
+            phase=phase_of(self.t),
             bits=self.bits,
             aggregation=self.aggregation,
             ties=self.ties,
@@ -278,7 +284,8 @@ class Lions:
     ) -> tuple[Array, Array]:
         dtype = np.float64 if any(p.dtype == torch.float64 for p in self.params) else np.float32
         u = layout.flat(self._directions(layout, rank, grads), dtype)
-        return codes_of(u, layout, phase=self.t + rank, bits=self.bits, scale=self.level_scale)
+        phase = phase_of(self.t) + rank
+        return codes_of(u, layout, phase=phase, bits=self.bits, scale=self.level_scale)
 
     def _directions(
         self, layout: Layout, rank: int, grads: Sequence[torch.Tensor | None]

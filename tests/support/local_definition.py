@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tests.support.definition import TOP, Array, Layout, Lions, codes_of, tensor_means
+from tests.support.definition import TOP, Array, Layout, Lions, codes_of, phase_of, tensor_means
 
 # Streams of stochastic rounding, to which the rank is added.
 DISPLACEMENT, OWN, EXCHANGED = 1 << 30, 1 << 31, (1 << 30) + (1 << 31)
@@ -117,7 +117,7 @@ class LocalLions(Lions):
         magnitudes = layout.spread([s / 2 if self.bits == 8 else s for s in scales]).astype(wide)
         for rank, flat in enumerate(flats):
             own, rows = codes_of(
-                flat, layout, phase=e + rank, bits=self.bits, magnitudes=magnitudes
+                flat, layout, phase=phase_of(e) + rank, bits=self.bits, magnitudes=magnitudes
             )
             codes.append(own)
             active.append(rows)

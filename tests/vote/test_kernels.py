@@ -91,7 +91,7 @@ def test_counts_of_any_number_of_ranks_equal_the_definition() -> None:
                     found = sum(own.astype(int) << j for j, own in enumerate(bits))
                     expected = codes.sum(axis=0)
                 else:
-                    v = definition.verdict(codes, active, layout, step=2, ties=rule)
+                    v = definition.verdict(codes, active, layout, phase=2, ties=rule)
                     # Bits of a row without voters don't count.
                     silent = ~active.any(axis=0)[layout.row_of_element]
                     found = np.where(bits[0], 1, -1)
