@@ -432,15 +432,11 @@ class DistributedLion(torch.optim.Optimizer):
     def _turn(self, ahead: int) -> Turn:
         """Returns the turn of the last step that was counted, or of one that is ahead."""
         step, ranks = self.steps + ahead, self.peers.ranks
+        voter, voters = (0, 1) if ranks is None else (ranks.voter, ranks.voters.world_size)
         return Turn(
-            step=step,
-            local_step=step,
-            voter=0 if ranks is None else ranks.voter,
-            options=self.options,
-            groups=self.param_groups,
-            state=self.state,
-            scratch=self._scratch,
-        )
+            step=step, local_step=step, voter=voter, voters=voters, options=self.options,
+            groups=self.param_groups, state=self.state, scratch=self._scratch,
+        )  # fmt: skip
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group; every rank must add the same one.

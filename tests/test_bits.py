@@ -52,14 +52,14 @@ RUNS: dict[str, tuple[list[str], int, dict[str, Any]]] = {
 }
 # Weights, momenta, files, and sent bytes of all ranks.
 HASHES = {
-    "float32": "3af946a1 4d459bc4 d27aa145 f2ea4e9c",
-    "bfloat16": "537a981e 1e7f658d 7047b8ed d87cd7fb",
-    "mixed dtypes": "a34c82f5 7d5a8e20 1353f25d fee307c6",
+    "float32": "04e1da8c 4d459bc4 d27aa145 07f410dc",
+    "bfloat16": "bc0131f7 1e7f658d 7047b8ed 0397d242",
+    "mixed dtypes": "ef38e15e 7d5a8e20 1353f25d fd79c1cd",
     "4 bits": "e0837a4f 4d459bc4 d27aa145 41dcf6f9",
-    "nodes": "6ca984ad 818f27a5 d0cd8f8e abb2d4d0",
-    "local steps": "f8a97e9e 4f86261e 6554e7ae db79b1d2",
-    "full precision": "a71c3789 3e1513a3 0fbcba35 a29bb163",
-    "FSDP2": "cec0ba78 3f7bc19c 5654f6fa eede3f6d",
+    "nodes": "0c2c1334 818f27a5 d0cd8f8e 2b996c49",
+    "local steps": "f8a97e9e 4f86261e 6554e7ae eb9a542c",
+    "full precision": "fa36cffb 3e1513a3 0fbcba35 5b7781af",
+    "FSDP2": "3d417d3c 3f7bc19c 5654f6fa ba1ca9c5",
 }
 
 

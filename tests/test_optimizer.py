@@ -316,15 +316,37 @@ def test_ties_cancel_out_at_any_rhythm(rank: int) -> None:
     optimizer = DistributedLion(params, lr=1.0)
     grad = (torch.arange(64) < 32).float() * (1 - 2 * rank)
     expected = torch.zeros(12, 64)
+    against_ties = 1 - 2.0 * (torch.arange(64) >= 32)  # Both zeros vote against the tie-break.
     for step in range(1, 145):
         for every, param in enumerate(params, 1):
             param.grad = grad.clone() if step % every == 0 else None
             if param.grad is not None:
-                expected[every - 1] -= 1 - 2.0 * ((torch.arange(64) + phase_of(step)) % 2)
+                expected[every - 1] -= against_ties * (
+                    1 - 2.0 * ((torch.arange(64) + phase_of(step)) % 2)
+                )
         optimizer.step()
     for every, param in enumerate(params, 1):
         assert param.tolist() == expected[every - 1].tolist(), every
         assert param.abs().max() <= 3 * math.sqrt(144 / every), every
+
+
+@pytest.mark.parametrize(("ranks", "bits", "share"), [(2, 1, 1.0), (3, 1, 2 / 3), (4, 2, 0.75)])
+@on_ranks("ranks")
+def test_where_one_rank_alone_is_not_zero_it_moves_the_weight(
+    rank: int, ranks: int, bits: int, share: float
+) -> None:
+    """Zeros of the others must not outvote it, whichever rank it is, nor at any rhythm."""
+    params = [nn.Parameter(torch.zeros(64)) for _ in range(4)]
+    optimizer = DistributedLion(params, lr=1.0, bits=bits)
+    owner, sign = torch.arange(64) // 2 % ranks, 1 - 2.0 * (torch.arange(64) < 32)
+    for step in range(1, 241):
+        for every, param in enumerate(params, 1):
+            param.grad = sign * (owner == rank) if step % every == 0 else None
+        optimizer.step()
+    for every, param in enumerate(params, 1):
+        moved = -sign * param.detach() / (240 // every)
+        means = [float(moved[owner == own].mean()) for own in range(ranks)]
+        assert means == pytest.approx([share] * ranks, abs=0.0 if ranks == 2 else 0.05), every
 
 
 @on_ranks(3)

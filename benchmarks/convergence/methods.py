@@ -171,8 +171,9 @@ class Votes(Workers):
 
     def _turn(self, rank: int) -> Turn:
         return Turn(
-            step=self._step, local_step=self._step, voter=rank, options=self._optimizer.options,
-            groups=self._optimizer.param_groups, state=self._states[rank], scratch=self._scratch,
+            step=self._step, local_step=self._step, voter=rank, voters=len(self.workers),
+            options=self._optimizer.options, groups=self._optimizer.param_groups,
+            state=self._states[rank], scratch=self._scratch,
         )  # fmt: skip
 
     def _average_momenta(self, every: int) -> None:

@@ -319,7 +319,7 @@ def _votes(kind: str, message: Message, lines: list[Lines], turn: Turn) -> Votes
     size = before + words + MOST_RANKS
     packed = torch.empty(size, dtype=torch.int64, device=message.device)
     planes = packed[before:]
-    each_tile(kind, lines, planes=planes, rows=flags, phase=turn.phase + turn.voter)
+    each_tile(kind, lines, planes=planes, rows=flags, phase=turn.zero_phase)
     abstain(rows.lines, words, planes, flags, packed)
     return Votes(planes[:words].view(1, -1), flags.view(torch.bool), rows, packed)
 

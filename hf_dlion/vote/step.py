@@ -52,12 +52,14 @@ class Turn:
 
     `step` is 1 for the first step, and with local steps the number of an exchange in what all ranks
     do. `local_step` is the number of this rank's step, with which own weights are rounded. `voter`
-    is the number of this rank's voter, and `state` the optimizer's state by parameter.
+    is the number of this rank's voter among `voters`, and `state` the optimizer's state by
+    parameter.
     """
 
     step: int
     local_step: int
     voter: int
+    voters: int
     options: Options
     groups: list[dict[str, Any]]
     state: Mapping[Tensor, dict[str, Any]]
@@ -72,6 +74,19 @@ class Turn:
         """
         pair = self.step >> 1
         return self.step + (pair & pair >> 1).bit_count()
+
+    @property
+    def zero_phase(self) -> int:
+        """Number whose parity decides this voter's votes for exact zeros.
+
+        They oppose the tie-break, except on F voters, chosen by the golden ratio: half, rounded
+        down, and with an even number one less if ties are broken, because that is half a vote. So
+        zeros cancel out, and where one voter alone isn't zero, it decides, with two voters always.
+        """
+        breaks_ties = self.options.aggregation == "majority" and self.options.ties == "alternate"
+        shift = (0x9E3779B9 * self.step % (1 << 32)) * self.voters >> 32
+        follows = (self.voter + shift) % self.voters < (self.voters - breaks_ties) // 2
+        return self.phase + follows
 
     def random(self, stream: int, piece: Piece, *, step: int | None = None) -> Tensor:
         """Returns a piece's random bits of a stream of `rounding`, of this step or another one."""
@@ -301,14 +316,18 @@ def encode(message: Message, turn: Turn, source: Source, *, by_tensor: bool = Fa
     Votes of several bits are relative to the slots' scales with `by_tensor` or
     level_scale="tensor", and else to the mean of each word.
     """
-    bits, phase = turn.options.bits, turn.phase + turn.voter
+    bits, phase = turn.options.bits, turn.zero_phase
     by_tensor |= turn.options.level_scale == "tensor"
     planes = torch.empty(bits, message.words, dtype=torch.int64, device=message.device)
     words = torch.ones(message.words, dtype=torch.bool, device=message.device)
     all_active = True
     for piece in message.pieces:
         u, out = source(piece), planes[:, piece.words]
-        codes = _codes(piece, u, turn, by_tensor=by_tensor)
+        if bits == 1:
+            codes = turn.scratch("codes", piece.size, torch.bool, u.device)
+            codec.sign_codes(u, phase, codes)
+        else:
+            codes = _levels(piece, u, turn, by_tensor=by_tensor)
         for bit in range(bits):
             codec.pack(codes, bit, out[bit], turn.scratch("bit", piece.size, codes.dtype, u.device))
         active = codec.active_words(u, out[0] if bits == 1 else None, phase)
@@ -322,12 +341,8 @@ def encode(message: Message, turn: Turn, source: Source, *, by_tensor: bool = Fa
     return Votes(planes, active, message.rows)
 
 
-def _codes(piece: Piece, u: Tensor, turn: Turn, *, by_tensor: bool) -> Tensor:
-    """Returns a piece's codes in scratch: bool for one bit, else uint8, shape (64 * W,)."""
-    phase = turn.phase + turn.voter
-    if turn.options.bits == 1:
-        out = turn.scratch("codes", piece.size, torch.bool, u.device)
-        return codec.sign_codes(u, phase, out)
+def _levels(piece: Piece, u: Tensor, turn: Turn, *, by_tensor: bool) -> Tensor:
+    """Returns a piece's codes of several bits in scratch, uint8, shape (64 * W,)."""
     scratch = piece.memory("levels", turn.scratch)
     if by_tensor:
         magnitude = piece.by_word([part.slot.scale for part in piece.parts], u)
@@ -335,7 +350,7 @@ def _codes(piece: Piece, u: Tensor, turn: Turn, *, by_tensor: bool) -> Tensor:
         sums, counts = codec.word_magnitudes(u, scratch)
         magnitude = sums.div_(counts.clamp_min_(1))
     codes = turn.scratch("codes", 2 * piece.size, torch.uint8, u.device).view(2, -1)
-    return codec.level_codes(u, magnitude, turn.options.bits, phase, codes, scratch)
+    return codec.level_codes(u, magnitude, turn.options.bits, turn.zero_phase, codes, scratch)
 
 
 def scale_by_tensor(layout: Layout, turn: Turn) -> None:

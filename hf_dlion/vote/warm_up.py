@@ -87,8 +87,8 @@ def _take_steps(
     layout = Layout(slots=[_small(own, device, options) for own in types])
     group = {"params": [], "lr": 1.0, "betas": (0.5, 0.5), "weight_decay": 0.0}
     turn = Turn(
-        step=1, local_step=1, voter=0, options=options, groups=[group], state=defaultdict(dict),
-        scratch=Scratch(),
+        step=1, local_step=1, voter=0, voters=voters, options=options, groups=[group],
+        state=defaultdict(dict), scratch=Scratch(),
     )  # fmt: skip
     ranks, schedule = _Echoed(voters), schedule_of(options)
     agreed = Agreed([True] * voters, [[True] * len(layout.slots)] * voters)

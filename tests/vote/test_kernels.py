@@ -41,7 +41,8 @@ SHAPES = [(130, 128), (5,), (7, 192), (3, 70)]
 def turn_of(lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99)) -> Turn:
     groups = [{"lr": lr, "weight_decay": 0.1, "betas": betas}]
     return Turn(
-        step=1, local_step=1, voter=0, options=Options(), groups=groups, state={}, scratch=Scratch()
+        step=1, local_step=1, voter=0, voters=2, options=Options(), groups=groups, state={},
+        scratch=Scratch(),
     )  # fmt: skip
 
 

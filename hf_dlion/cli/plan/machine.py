@@ -297,8 +297,9 @@ def _layout_of(params: Sequence[Tensor]) -> Layout:
 
 def _turn(bits: int) -> Turn:
     return Turn(
-        step=1, local_step=1, voter=0, options=Options(bits=bits), state=defaultdict(dict),
-        groups=[{"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}], scratch=Scratch(),
+        step=1, local_step=1, voter=0, voters=2, options=Options(bits=bits),
+        groups=[{"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}],
+        state=defaultdict(dict), scratch=Scratch(),
     )  # fmt: skip
 
 
