@@ -53,12 +53,12 @@ RUNS: dict[str, tuple[list[str], int, dict[str, Any]]] = {
 # Weights, momenta, files, and sent bytes of all ranks.
 HASHES = {
     "float32": "04e1da8c 4d459bc4 d27aa145 07f410dc",
-    "bfloat16": "bc0131f7 1e7f658d 7047b8ed 0397d242",
-    "mixed dtypes": "ef38e15e 7d5a8e20 1353f25d fd79c1cd",
+    "bfloat16": "01664423 1e7f658d 7047b8ed 0397d242",
+    "mixed dtypes": "c5b9d244 4deae080 075cf473 2513de34",
     "4 bits": "e0837a4f 4d459bc4 d27aa145 41dcf6f9",
     "nodes": "0c2c1334 818f27a5 d0cd8f8e 2b996c49",
-    "local steps": "f8a97e9e 4f86261e 6554e7ae eb9a542c",
-    "full precision": "fa36cffb 3e1513a3 0fbcba35 5b7781af",
+    "local steps": "d20d744e c7e5a3e2 8c71a879 9af709b2",
+    "full precision": "45616cd9 acac28b0 89192da3 7c570a22",
     "FSDP2": "3d417d3c 3f7bc19c 5654f6fa ba1ca9c5",
 }
 

@@ -64,8 +64,8 @@ def _store(x, line, column, word, key, T: tl.constexpr, FULL: tl.constexpr, CLAM
         h = (h ^ (h >> 16)) * 0x7FEB352D
         h = (h ^ (h >> 16)) * 0x846CA68B
         h ^= h >> 16
-        random = tl.interleave(h & 0x7FFF, (h >> 16) & 0x7FFF)
-        high = (x.to(tl.uint32, bitcast=True) + tl.where(x == x, random << 1, 0)) >> 16
+        random = tl.interleave(h & 0xFFFF, h >> 16)
+        high = (x.to(tl.uint32, bitcast=True) + tl.where(x == x, random, 0)) >> 16
         x, stored = (
             (high << 16).to(tl.float32, bitcast=True),
             high.to(tl.uint16).to(T, bitcast=True),

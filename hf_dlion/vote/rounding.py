@@ -17,11 +17,11 @@ DISPLACEMENTS, OWN_WEIGHTS, EXCHANGED = 1 << 30, 1 << 31, (1 << 30) + (1 << 31)
 
 
 def random_bits(count: int, first: int, step: int, seed: int, stream: int, out: Tensor) -> Tensor:
-    """Returns 15 random bits for each of `count` elements, from a counter-based hash.
+    """Returns 16 random bits for each of `count` elements, from a counter-based hash.
 
         key = 0;  for w in seed, seed >> 32, step, step >> 32, stream, first >> 33:
             key = mix((key XOR w) + 0x9e3779b9)
-        word(j) = mix(0x9e3779b9 j + key) AND 0x7fff7fff
+        word(j) = mix(0x9e3779b9 j + key)
         mix(x):  x ^= x >> 16,  x *= 0x7feb352d,  x ^= x >> 16,  x *= 0x846ca68b,  x ^= x >> 16
 
     All modulo 2^32. Element 2j has the low half of word(j), and element 2j + 1 the high half.
@@ -35,14 +35,14 @@ def random_bits(count: int, first: int, step: int, seed: int, stream: int, out: 
         out: Memory of the result, int32, shape (count / 2,), overwritten.
 
     Returns:
-        View of `out`, int16, shape (count,), from 0 to 2^15 - 1.
+        View of `out`, uint16, shape (count,).
     """
     words, low = count // 2, first // 2 & _MASK
     if low + words > 1 << 32:
         cut = (1 << 32) - low
         random_bits(2 * cut, first, step, seed, stream, out[:cut])
         random_bits(count - 2 * cut, first + 2 * cut, step, seed, stream, out[cut:])
-        return out.view(torch.int16)
+        return out.view(torch.uint16)
     torch.arange(words, dtype=torch.int32, out=out)
     out.mul_(_signed(_STEP)).add_(_signed(key_of(first, step, seed, stream)))  # int32 wraps
     # x ^= x >> 16 changes the low half of x, which comes first in memory.
@@ -51,7 +51,7 @@ def random_bits(count: int, first: int, step: int, seed: int, stream: int, out: 
     for factor in _FACTORS:
         out.mul_(_signed(factor))
         low_halves.bitwise_xor_(high_halves)
-    return out.bitwise_and_(0x7FFF7FFF).view(torch.int16)
+    return out.view(torch.uint16)
 
 
 def key_of(first: int, step: int, seed: int, stream: int) -> int:
@@ -62,28 +62,28 @@ def key_of(first: int, step: int, seed: int, stream: int) -> int:
 def round_to(x: Tensor, dtype: torch.dtype, random: Tensor) -> Tensor:
     """Rounds float32 numbers stochastically to numbers of bfloat16 or float16, in place.
 
-    The probability of rounding up is the distance from the lower neighbor, as a share of the gap,
-    within 2^-16. An Inf stays an Inf, a quiet NaN stays a NaN, and numbers above the largest finite
-    one may become Inf when they are converted.
+    The probability of rounding up is the distance from the lower neighbor, as a share of the gap:
+    exactly in bfloat16, and in float16 after numbers below 2^-14 are cut to multiples of 2^-40. An
+    Inf stays an Inf, a quiet NaN stays a NaN, and numbers above the largest finite one may become
+    Inf when they are converted.
 
     Args:
         x: Numbers to round, float32, flat, contiguous, changed in place.
         dtype: torch.bfloat16 or torch.float16.
-        random: Random bits, int16, shape of `x`, from 0 to 2^15 - 1.
+        random: Random bits, uint16, shape of `x`.
 
     Returns:
         `x`, which converts to `dtype` without another rounding.
     """
-    bits, is_number = x.view(torch.int32), x == x
+    bits, added = x.view(torch.int32), random.to(torch.int32).mul_(x == x)  # A NaN stays.
     if dtype == torch.bfloat16:
-        # Adds 0 to a NaN, and 0 to 2^16 - 2 to a number. The rest below bit 16 is cut off.
-        bits.add_(torch.where(is_number, random, 0), alpha=2).bitwise_and_(-0x10000)
+        bits.add_(added).bitwise_and_(-0x10000)
         return x
     # float16 keeps 10 bits of the mantissa; below 2^-14 its steps are 2^-24 wide.
-    size, added = x.abs(), random.to(torch.int32).mul_(2)
+    size = x.abs()
     small = (((size * 2.0**40).to(torch.int64) + added) >> 16).to(torch.float32) * 2.0**-24
     small, is_small = small.copysign(x), size < 2.0**-14
-    bits.add_((added >> 3).mul_(is_number)).bitwise_and_(-0x2000)
+    bits.add_(added >> 3).bitwise_and_(-0x2000)
     return x.copy_(torch.where(is_small, small, x))
 
 

@@ -175,7 +175,7 @@ def apply_verdict(p: Array, v: Array, lr: float, weight_decay: float) -> Array:
 
 
 def random_bits(count: int, first: int, step: int, seed: int, stream: int) -> Array:
-    """Returns 15 random bits of elements first, first + 1, ..., as int64 from 0 to 2^15 - 1."""
+    """Returns 16 random bits of elements first, first + 1, ..., as int64."""
     numbers = np.arange(first, first + count, dtype=np.uint64)
     words = numbers >> np.uint64(1)
     out = np.empty(count, dtype=np.uint32)
@@ -186,7 +186,7 @@ def random_bits(count: int, first: int, step: int, seed: int, stream: int) -> Ar
         chosen = words >> np.uint64(32) == high
         out[chosen] = _mix(words[chosen].astype(np.uint32) * np.uint32(0x9E3779B9) + key)
     half = np.where(numbers % np.uint64(2) == 0, out & np.uint32(0xFFFF), out >> np.uint32(16))
-    return half.astype(np.int64) & 0x7FFF
+    return half.astype(np.int64)
 
 
 def _mix(x: Array) -> Array:
@@ -198,13 +198,13 @@ def _mix(x: Array) -> Array:
 def rounded(x: Array, dtype: torch.dtype, random: Array) -> Array:
     """Returns float32 numbers rounded stochastically to bfloat16 or float16, as float32."""
     cut = 16 if dtype == torch.bfloat16 else 13  # bits that are cut off
-    added = np.where(np.isnan(x), 0, 2 * random >> (16 - cut)).astype(np.uint32)
+    added = np.where(np.isnan(x), 0, random >> (16 - cut)).astype(np.uint32)
     normal = ((x.view(np.uint32) + added) >> np.uint32(cut) << np.uint32(cut)).view(np.float32)
     if dtype == torch.bfloat16:
         return normal
     is_small = np.abs(x) < 2.0**-14
     steps = np.trunc(np.where(is_small, np.abs(x), 0) * np.float32(2.0**40)).astype(np.int64)
-    steps = (steps + 2 * random) >> 16
+    steps = (steps + random) >> 16
     small = np.copysign(steps.astype(np.float32) * np.float32(2.0**-24), x)
     with np.errstate(over="ignore"):
         return np.where(is_small, small, normal).astype(np.float16).astype(np.float32)

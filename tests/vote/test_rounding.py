@@ -45,8 +45,8 @@ def test_rounding_equals_the_definition(
 def test_exact_numbers_stay_whatever_the_random_bits_are(dtype: torch.dtype) -> None:
     numbers = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
     numbers = numbers[~numbers.isnan()]
-    for random in (0, 1, 2**15 - 1):
-        bits = torch.full(numbers.shape, random, dtype=torch.int16)
+    for random in (0, 1, 2**16 - 1):
+        bits = torch.full(numbers.shape, random, dtype=torch.uint16)
         found = rounding.round_to(numbers.float(), dtype, bits).to(dtype)
         assert torch.equal(found.view(torch.int16), numbers.view(torch.int16)), random
 
@@ -72,12 +72,20 @@ def test_the_probability_of_rounding_up_is_the_distance(dtype: torch.dtype, shar
         assert abs(float(up) - share) <= 4 * (share * (1 - share) / count) ** 0.5
 
 
+@pytest.mark.parametrize("rest", [0, 1, 3, 2**15 + 1, 2**16 - 1])
+def test_bfloat16_rounds_up_exactly_as_often_as_the_rest_is_large(rest: int) -> None:
+    """A small step, such as a learning rate of 1e-7, leaves a rest of few units."""
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.uint16)
+    x = torch.full((2**16,), 0x3FC00000 + rest, dtype=torch.int32).view(torch.float32)
+    assert int(rounding.round_to(x, torch.bfloat16, bits).gt(1.5).sum()) == rest
+
+
 def test_random_bits_are_unrelated_between_elements_steps_and_streams() -> None:
     count = 1 << 20
     out = torch.empty(count // 2, dtype=torch.int32)
 
     def bits(step: int, stream: int) -> torch.Tensor:
-        return rounding.random_bits(count, 0, step, 0, stream, out).double() / 2**14 - 1
+        return rounding.random_bits(count, 0, step, 0, stream, out).double() / 2**15 - 1
 
     one = bits(1, 0)
     pairs = [(one, bits(2, 0)), (one, bits(1, 1))]
