@@ -79,9 +79,9 @@ class Turn:
     def zero_phase(self) -> int:
         """Number whose parity decides this voter's votes for exact zeros.
 
-        They oppose the tie-break, except on F voters, chosen by the golden ratio: half, rounded
-        down, and with an even number one less if ties are broken, because that is half a vote. So
-        zeros cancel out, and where one voter alone isn't zero, it decides, with two voters always.
+        They oppose the tie-break, except those of some voters, who take turns by the golden ratio:
+        half, rounded down, and of an even number one less if ties are broken, because that is half
+        a vote. So zeros cancel out, and a voter that alone isn't zero decides, of two always.
         """
         breaks_ties = self.options.aggregation == "majority" and self.options.ties == "alternate"
         shift = (0x9E3779B9 * self.step % (1 << 32)) * self.voters >> 32
