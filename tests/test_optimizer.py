@@ -314,16 +314,13 @@ def test_ties_cancel_out_at_any_rhythm(rank: int) -> None:
     """Votes always tie. The ranks disagree on half of the elements; the others are zero."""
     params = [nn.Parameter(torch.zeros(64)) for _ in range(12)]
     optimizer = DistributedLion(params, lr=1.0)
-    grad = (torch.arange(64) < 32).float() * (1 - 2 * rank)
-    expected = torch.zeros(12, 64)
-    against_ties = 1 - 2.0 * (torch.arange(64) >= 32)  # Both zeros vote against the tie-break.
+    k, expected = torch.arange(64), torch.zeros(12, 64)
+    grad = (k < 32).float() * (1 - 2 * rank)
     for step in range(1, 145):
         for every, param in enumerate(params, 1):
             param.grad = grad.clone() if step % every == 0 else None
-            if param.grad is not None:
-                expected[every - 1] -= against_ties * (
-                    1 - 2.0 * ((torch.arange(64) + phase_of(step)) % 2)
-                )
+            if param.grad is not None:  # Both zeros vote against the tie-break.
+                expected[every - 1] += 2.0 * ((k + phase_of(step) + (k >= 32)) % 2) - 1
         optimizer.step()
     for every, param in enumerate(params, 1):
         assert param.tolist() == expected[every - 1].tolist(), every

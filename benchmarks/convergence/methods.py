@@ -146,8 +146,8 @@ class Votes(Workers):
         for message, *everyone in zip(self._layout.messages, *votes, strict=True):
             voters = torch.stack([vote.active for vote in everyone]).sum(dim=0)
             planes, by_word = [list(vote.planes) for vote in everyone], message.rows.by_word(voters)
-            verdict = Verdict(count(planes, by_word, rule, self._turn(0).phase), voters)
-            move(message, verdict, rule, self._turn(0))
+            turn = self._turn(0)
+            move(message, Verdict(count(planes, by_word, rule, turn.phase), voters), rule, turn)
             sizes = {"ranks": ranks, "words": message.words, "rows": message.rows.count}
             sizes |= {"bits": options.bits, "planes": rule.planes}
             self.bytes_sent += min(wire_bytes(name, **sizes) for name in ("gather", "two_phase"))

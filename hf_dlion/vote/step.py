@@ -324,8 +324,8 @@ def encode(message: Message, turn: Turn, source: Source, *, by_tensor: bool = Fa
     for piece in message.pieces:
         u, out = source(piece), planes[:, piece.words]
         if bits == 1:
-            codes = turn.scratch("codes", piece.size, torch.bool, u.device)
-            codec.sign_codes(u, phase, codes)
+            memory = turn.scratch("codes", piece.size, torch.bool, u.device)
+            codes = codec.sign_codes(u, phase, memory)
         else:
             codes = _levels(piece, u, turn, by_tensor=by_tensor)
         for bit in range(bits):

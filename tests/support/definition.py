@@ -140,7 +140,7 @@ def phase_of(t: int) -> int:
     return t + sum(a + b == "11" for a, b in pairwise(f"{t // 2:b}"))
 
 
-def zero_phase_of(t: int, r: int, ranks: int, breaks_ties: bool) -> int:
+def zero_phase(t: int, r: int, ranks: int, breaks_ties: bool) -> int:
     """Returns tau + f of section 3."""
     shift = int(ranks * (0x9E3779B9 * t % 2**32) / 2**32)
     half = ranks // 2 - (1 if breaks_ties and ranks % 2 == 0 else 0)
@@ -292,7 +292,7 @@ class Lions:
         dtype = np.float64 if any(p.dtype == torch.float64 for p in self.params) else np.float32
         u = layout.flat(self._directions(layout, rank, grads), dtype)
         breaks_ties = self.aggregation == "majority" and self.ties == "alternate"
-        phase = zero_phase_of(self.t, rank, self.ranks, breaks_ties)
+        phase = zero_phase(self.t, rank, self.ranks, breaks_ties)
         return codes_of(u, layout, phase=phase, bits=self.bits, scale=self.level_scale)
 
     def _directions(

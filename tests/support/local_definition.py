@@ -9,15 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tests.support.definition import (
-    TOP,
-    Array,
-    Layout,
-    Lions,
-    codes_of,
-    tensor_means,
-    zero_phase_of,
-)
+from tests.support.definition import TOP, Array, Layout, Lions, codes_of, tensor_means, zero_phase
 
 # Streams of stochastic rounding, to which the rank is added.
 DISPLACEMENT, OWN, EXCHANGED = 1 << 30, 1 << 31, (1 << 30) + (1 << 31)
@@ -124,7 +116,7 @@ class LocalLions(Lions):
             scales.append(max(heard, default=0.0) if self.bits == 8 else mean)
         magnitudes = layout.spread([s / 2 if self.bits == 8 else s for s in scales]).astype(wide)
         for rank, flat in enumerate(flats):
-            phase = zero_phase_of(e, rank, self.ranks, breaks_ties=False)
+            phase = zero_phase(e, rank, self.ranks, breaks_ties=False)
             own, rows = codes_of(flat, layout, phase=phase, bits=self.bits, magnitudes=magnitudes)
             codes.append(own)
             active.append(rows)
