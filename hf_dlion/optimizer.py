@@ -29,7 +29,7 @@ from hf_dlion.options import (
     trainable,
 )
 from hf_dlion.peers import Peers
-from hf_dlion.ranks.meeting import Kind
+from hf_dlion.ranks.meeting import Kind, gather_bools
 from hf_dlion.vote.full_precision import step_in_full
 from hf_dlion.vote.idle_rows import AGE, survey, without_ages
 from hf_dlion.vote.layout import (
@@ -127,7 +127,7 @@ class DistributedLion(torch.optim.Optimizer):
     """
 
     wire: WireStats
-    """Counts of the bytes that this rank sent and received."""
+    """Counts of the bytes that this rank sent."""
 
     # Makes GradScaler call step() also after an Inf, so every rank takes part in the vote.
     _step_supports_amp_scaling = True
@@ -178,14 +178,11 @@ class DistributedLion(torch.optim.Optimizer):
         replicate: dist.ProcessGroup | None,
     ) -> None:
         """Sets the state of this process, which isn't copied with an optimizer."""
-        self.options = options
-        self.process_group = process_group
+        self.options, self.process_group = options, process_group
         self.peers = Peers(self, process_group, replicate)
         self.wire = self.peers.wire
         self.schedule = schedule_of(options)
-        self._names = Names()
-        self._layout = Layout()
-        self._scratch = Scratch()
+        self._names, self._layout, self._scratch = Names(), Layout(), Scratch()
 
     @property
     def steps(self) -> int:
@@ -360,8 +357,7 @@ class DistributedLion(torch.optim.Optimizer):
         elif any(agreed.moves):
             number = self._vote(mine)
         self._run_periodic_tasks(number)
-        for slot in mine.layout.slots:  # The user may free their memory.
-            slot.grad = slot.momentum = None
+        mine.layout.release()
         return texts + [launches.unsaid.pop() for _ in [*launches.unsaid]]
 
     def _vote(self, mine: Mine) -> int:
@@ -399,7 +395,7 @@ class DistributedLion(torch.optim.Optimizer):
             momenta = [
                 Momentum(self._flat_momentum(p), fsdp.largest_part(p), self.state[p])
                 for k, (_, p) in enumerate(self._named())
-                if p.requires_grad and chosen[k] and not full[k]
+                if p.requires_grad and chosen[k] and (self.schedule.has_own_weights or not full[k])
             ]
             synchronize(momenta, options, ranks, number)
         if options.check_replicas_every and number % options.check_replicas_every == 0:
@@ -409,13 +405,20 @@ class DistributedLion(torch.optim.Optimizer):
     def synchronize_momentum(self) -> None:
         """Replaces every momentum by its mean over the voters; every rank must call this.
 
-        The state dict of any rank then fits all ranks. Bytes per rank: 8 (N - 1) / N per element.
+        Those of frozen parameters, too. The state dict of any rank then fits all ranks. Bytes per
+        rank: a header, 8 (N - 1) ceil(P / 64) for all P parameters, and 8 (N - 1) / N per element.
+
+        Raises:
+            Disagreement: On every rank, if another rank does something else, or the ranks differ.
+            LostRank: If another rank ended or stalled.
         """
-        if self.peers.world_size > 1:
-            ranks = self.peers.topology()
-            ranks.form()
-            momenta = [self._flat_momentum(slot.param) for slot in self._refreshed_layout().slots]
-            average_whole(momenta, ranks.voters)
+        params = [p for _, p in self._named()]
+        with self.peers.together(Kind.MOMENTA):
+            here = ["exp_avg" in self.state.get(p, {}) for p in params]
+        if (ranks := self.peers.ranks) is not None:
+            rows = gather_bools(ranks.everyone, here, "which parameters have a momentum")
+            held = [p for p, *row in zip(params, *rows, strict=True) if any(row)]
+            average_whole([self._flat_momentum(p) for p in held], ranks.voters)
 
     def momentum_divergence(self) -> dict[str, float]:
         """Returns how far the ranks' momenta differ, by parameter name.

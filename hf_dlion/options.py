@@ -273,10 +273,20 @@ class Names:
         return selected(option, value, self.named(groups))
 
     def check(self, groups: Groups, options: Options) -> None:
-        """Checks the options that select by name if all names are known; raises as `selected`."""
+        """Checks the options that select by name if all names are known.
+
+        Raises:
+            ValueError: As `selected`, or if momenta would be averaged that are equal anyway.
+        """
         if all(name is not None for group in groups for name, _ in self._of_group(group)):
-            self.selected(groups, options, "full_precision")
-            self.selected(groups, options, "momentum_sync")
+            full = self.selected(groups, options, "full_precision")
+            synced = self.selected(groups, options, "momentum_sync")
+            averages = not options.momentum_sync_every or options.vote_every > 1
+            if not averages and not any(s and not f for s, f in zip(synced, full, strict=True)):
+                raise ValueError(
+                    "momentum_sync would have no effect: full_precision keeps all selected "
+                    "momenta equal on all ranks. Leave out momentum_sync_every"
+                )
 
     def _of_group(self, group: Mapping[str, Any]) -> list[tuple[str | None, Tensor]]:
         passed = group.get("param_names") or [None] * len(group["params"])

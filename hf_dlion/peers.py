@@ -58,7 +58,7 @@ class Peers:
     """An optimizer's process group, and what its ranks know of one another.
 
     Attributes:
-        wire: Counts of the bytes that this rank sent and received.
+        wire: Counts of the bytes that this rank sent.
         ranks: The groups of ranks; None before the first meeting, and for one rank alone.
         fsdp_models: The attached FSDP2 models.
         momenta_equal: Whether momenta of averaged gradients are known to be equal on all
@@ -274,10 +274,11 @@ class Peers:
     def _check_abstentions(self) -> None:
         longest, limit = max(self._abstained, default=0), self._lion.options.max_abstained_steps
         if longest >= limit:
-            ranks = [rank for rank, count in enumerate(self._abstained) if count == longest]
+            those = [rank for rank, count in enumerate(self._abstained) if count == longest]
+            named = named_ranks(those) if self.ranks is None else self.ranks.everyone.named(those)
             self._abstained = []
             raise RuntimeError(
-                f"gradients of {named_ranks(ranks)} held a NaN or an Inf in {longest} steps in a "
+                f"gradients of {named} held a NaN or an Inf in {longest} steps in a "
                 f"row: lower the learning rate, check that rank's data, or raise "
                 f"max_abstained_steps ({limit})"
             )

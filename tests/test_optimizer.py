@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -374,6 +375,58 @@ def test_agreement_is_the_share_of_this_ranks_votes_that_equal_the_verdict(rank:
         optimizer.step()
         found.append(optimizer.wire.agreement)
     assert found == [1.0, 0.5]  # Half of the ties go each way.
+
+
+@pytest.mark.parametrize("ties", ["alternate", "zero"])
+@on_ranks(2)
+def test_agreement_looks_at_rows_that_have_votes(rank: int, ties: str) -> None:
+    param = nn.Parameter(torch.ones(10, 128))
+    optimizer = DistributedLion([param], ties=ties, max_abstained_steps=9)
+    found = []
+    for gradients in ([1.0, 1.0], [1.0, -1.0], [0.0, 0.0]):
+        optimizer.state.clear()
+        param.grad = torch.zeros(10, 128)
+        param.grad[7] = gradients[rank]
+        optimizer.step()
+        found.append(optimizer.wire.agreement)
+    assert found[:2] == [1.0, 0.5]
+    assert math.isnan(found[2])
+
+
+@on_ranks(3)
+def test_errors_name_ranks_by_their_numbers_in_the_default_group(rank: int) -> None:
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return
+    found = []
+    for name, value in (("lr", 0.1 * rank), ("weight_decay", 0.0)):
+        param, optimizer = single(process_group=group, max_abstained_steps=1, **{name: value})
+        param.grad *= math.nan if rank == 1 else 1.0
+        found.append(error_of(optimizer.step))
+        with torch.no_grad():
+            param.add_(rank)
+        found.append(error_of(DistributedLion([param], process_group=group).step))
+    assert "first in 'group 0 lr': rank 1: 0.1, rank 2: 0.2" in found[0]
+    assert "rank 2 from rank 1 (no majority)" in found[1]
+    assert "gradients of rank 1 held a NaN" in found[2]
+    closure = (lambda: 1 / 0) if rank == 2 else (lambda: 0.0)
+    said = error_of(single(process_group=group)[1].step, closure)
+    assert said.startswith(
+        "ZeroDivisionError" if rank == 2 else "Disagreement: step failed on 1 of"
+    )
+    assert rank == 2 or "2 ranks: rank 2: ZeroDivisionError" in said
+
+
+@pytest.mark.parametrize("vote_every", [1, 2])
+@on_ranks(2)
+def test_weights_that_were_moved_elsewhere_free_their_memory(vote_every: int) -> None:
+    """Offloads a model between steps, as `model.cpu()` does."""
+    param, optimizer = single(vote_every=vote_every)
+    for call in (optimizer.step, optimizer.eval, optimizer.train, optimizer.exchange_now):
+        call()
+        old = weakref.ref(param.untyped_storage())
+        param.data = param.data.clone()
+        assert old() is None, call
 
 
 @on_ranks(3)

@@ -67,7 +67,7 @@ class Pending:
 
 @dataclass
 class WireStats:
-    """Counts of the bytes that an optimizer sent and received, and of its time.
+    """Counts of the bytes that an optimizer sent, and of its time.
 
     Bytes are those that a rank passes to a collective for other ranks. An all-reduce counts as a
     ring. Without `local_group` every rank is a node. Times are seconds on the host. With a GPU they
@@ -75,7 +75,6 @@ class WireStats:
 
     Attributes:
         bytes_sent: Bytes that this rank sent to other nodes.
-        bytes_received: Bytes that this rank received from other nodes.
         last_bytes_sent: Bytes that this rank sent to other nodes in the last step.
         node_bytes_sent: Bytes that this rank sent to other ranks of its node.
         last_node_bytes_sent: Bytes that this rank sent inside its node in the last step.
@@ -85,14 +84,14 @@ class WireStats:
         encode_s: Seconds spent on encoding votes and updating momenta.
         exchange_s: Seconds spent on waiting for collectives and counting votes.
         apply_s: Seconds spent on moving parameters.
-        sample: Words of this rank's votes and of the verdict in the last exchange, int64; None
-            before the first exchange, with more than one bit, and with aggregation="average".
+        sample: Words of this rank's votes and of the verdict in the last exchange, int64, and
+            whether this rank voted there; None before the first exchange, with more than one bit,
+            and with aggregation="average".
         drift: With local steps, what `vote.displacement.drift_of` returns for a sample of each
             message of the last exchange.
     """
 
     bytes_sent: int = 0
-    bytes_received: int = 0
     last_bytes_sent: int = 0
     node_bytes_sent: int = 0
     last_node_bytes_sent: int = 0
@@ -101,7 +100,7 @@ class WireStats:
     encode_s: float = 0.0
     exchange_s: float = 0.0
     apply_s: float = 0.0
-    sample: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    sample: tuple[Tensor, Tensor, Tensor] | None = field(default=None, repr=False)
     drift: list[Tensor] = field(default_factory=list, repr=False)
     _lap_began: float = field(default=0.0, repr=False)
 
@@ -114,7 +113,7 @@ class WireStats:
 
     @property
     def agreement(self) -> float:
-        """Share of the sampled votes of this rank that equal the verdict; NaN without a sample.
+        """Share of the sampled votes of this rank that equal the verdict; NaN without one.
 
         It is 1 if all ranks agree, and near 0.5 if the noise of many ranks' batches decides. With
         local steps, it is the share of sampled elements that this rank and the mean moved in the
@@ -125,9 +124,9 @@ class WireStats:
             return float(0.5 + 0.5 * same / moved)
         if self.sample is None:
             return math.nan
-        votes, verdict = self.sample
-        differs = (votes ^ verdict).cpu().numpy().view(np.uint8)
-        return 1.0 - float(np.unpackbits(differs).mean())
+        votes, verdict, voted = [words.cpu() for words in self.sample]
+        differs = (votes ^ verdict)[voted].numpy().view(np.uint8)
+        return 1.0 - float(np.unpackbits(differs).mean()) if differs.size else math.nan
 
     @property
     def remainder(self) -> float:
@@ -236,6 +235,17 @@ class Wire:
         self._count_to_each(2 * -(-tensor.numel() // self.world_size) * tensor.element_size())
         return self._start(what, dist.all_reduce, tensor)
 
+    def named(self, ranks: Sequence[int]) -> str:
+        """Returns ranks of the group for a message, by their numbers in the default group."""
+        return named_ranks([self.ranks[rank] for rank in ranks])
+
+    def by_value(self, values: Sequence[object]) -> str:
+        """Returns the values of all ranks for a message: "rank 0: 3, ranks 1 and 2: 4"."""
+        ranks_of: dict[str, list[int]] = {}
+        for rank, value in enumerate(values):
+            ranks_of.setdefault(repr(value), []).append(rank)
+        return ", ".join(f"{self.named(ranks)}: {value}" for value, ranks in ranks_of.items())
+
     def gather_words(self, words: Sequence[int] | Tensor, what: str) -> Tensor:
         """Returns every rank's n words of 64 bits, in rank order: int64, shape (N, n), on the CPU.
 
@@ -301,10 +311,8 @@ class Wire:
 
     def _count_to_each(self, size: int) -> None:
         """Counts `size` bytes to every other rank."""
-        far = size * (self.world_size - 1 - self.neighbors)
         self.stats.node_bytes_sent += size * self.neighbors
-        self.stats.bytes_sent += far
-        self.stats.bytes_received += far
+        self.stats.bytes_sent += size * (self.world_size - 1 - self.neighbors)
 
 
 def as_json(value: object) -> bytes:

@@ -21,11 +21,10 @@ from hf_dlion.exchange.wire import Wire, digest
 from hf_dlion.ranks.meeting import (
     Disagreement,
     Kind,
-    by_value,
+    gather_bools,
     meet,
     pack_bools,
     raise_kinds,
-    unpack_bools,
 )
 from hf_dlion.ranks.replicas import compare_parameters
 
@@ -198,7 +197,9 @@ class Meetings:
         if len(set(numbers)) > 1:
             raise Disagreement(_OTHER_OPTIMIZER)
         if len(set(steps)) > 1:
-            raise Disagreement(f"ranks are at different steps: {by_value(steps)}. {_SAME_STEPS}")
+            raise Disagreement(
+                f"ranks are at different steps: {self._wire.by_value(steps)}. {_SAME_STEPS}"
+            )
         if len(set(options)) > 1:
             self._raise_options(report)
         if len(set(layouts)) > 1:
@@ -217,7 +218,7 @@ class Meetings:
 
     def _raise_options(self, report: Report) -> None:
         tables = self._wire.gather_objects(report.options)
-        key, values = _first_difference(tables)
+        key, values = _first_difference(tables, self._wire)
         remedy = next(text for name, text in _REMEDIES.items() if fnmatchcase(key, name))
         if key == HISTORY:
             raise Disagreement(f"ranks differ in {HISTORY}, not in those of now. {remedy}")
@@ -228,7 +229,8 @@ class Meetings:
         names_by_rank = self._wire.gather_objects(names)
         lines = enumerate(_lines(report.layout))
         tables = self._wire.gather_objects({f"parameter {number}": line for number, line in lines})
-        what, (key, values) = "ranks differ in trainable parameters", _first_difference(tables)
+        what = "ranks differ in trainable parameters"
+        key, values = _first_difference(tables, self._wire)
         if any(set(other) != set(names) for other in names_by_rank):
             remedy = f"{_SAME_FROZEN}, and train the same model"
         elif any(other != names for other in names_by_rank):
@@ -269,8 +271,7 @@ class Meetings:
         present = self._present[0]
         if len(set(hashes)) == 1:
             return [present] * len(hashes)
-        table = self._wire.gather_words(pack_bools(present), "which parameters have a gradient")
-        return [unpack_bools(words, len(present)) for words in table.tolist()]
+        return gather_bools(self._wire, present, "which parameters have a gradient")
 
 
 def agree_in_node(
@@ -285,15 +286,13 @@ def agree_in_node(
     Raises:
         Disagreement: On every rank of the node, if one exchanges and another doesn't.
     """
-    packed = pack_bools(present)
-    words = [kind, finite, digest(packed)]
+    words = [kind, finite, digest(pack_bools(present))]
     kinds, all_finite, hashes = node.gather_words(words, "the gradients of a node").t().tolist()
     if len(set(kinds)) > 1:
-        raise_kinds(kinds)
+        raise_kinds(kinds, node)
     if not all(all_finite) or len(set(hashes)) == 1:
         return all(all_finite), list(present)
-    table = node.gather_words(packed, "which parameters have a gradient").tolist()
-    rows = [unpack_bools(words, len(present)) for words in table]
+    rows = gather_bools(node, present, "which parameters have a gradient")
     return True, [all(column) for column in zip(*rows, strict=True)]
 
 
@@ -301,7 +300,7 @@ def _lines(layout: Sequence[tuple[object, ...]]) -> list[str]:
     return [" ".join(map(str, line)) for line in layout]
 
 
-def _first_difference(tables: Sequence[Mapping[str, object]]) -> tuple[str, str]:
+def _first_difference(tables: Sequence[Mapping[str, object]], wire: Wire) -> tuple[str, str]:
     """Returns the first key on which the ranks' tables differ, and the values by rank.
 
     Of frozen parameters, the values are the first names that not all ranks have.
@@ -312,4 +311,4 @@ def _first_difference(tables: Sequence[Mapping[str, object]]) -> tuple[str, str]
     if key == FROZEN:
         sets = [set(names) for names in cast("list[list[str]]", row)]
         row = [sorted(names - sets[0].intersection(*sets))[:_MOST_NAMES] for names in sets]
-    return key, by_value(row)
+    return key, wire.by_value(row)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_dlion.exchange.wire import Wire, named_ranks
+from hf_dlion.exchange.wire import Wire
 
 # Version of all that is sent, hashed, and rounded.
 WIRE_VERSION = 9
@@ -40,6 +40,7 @@ class Kind(enum.IntEnum):
     EXCHANGE = 6
     LOCAL_STEP = 7
     NODES = 8
+    MOMENTA = 9
 
 
 # What one rank and what several ranks do, for error messages.
@@ -52,6 +53,7 @@ _VERBS: dict[int, tuple[str, str]] = {
     Kind.EXCHANGE: ("exchanges", "exchange"),
     Kind.LOCAL_STEP: ("takes a local step", "take a local step"),
     Kind.NODES: ("has local_group=", "have local_group="),
+    Kind.MOMENTA: ("synchronizes momenta", "synchronize momenta"),
 }
 # What a rank waits for, if it isn't "a header".
 _AWAITED = {Kind.REPLICATE: "the replicas", Kind.NODES: "the nodes"}
@@ -100,11 +102,11 @@ def meet(
         others = [rank for rank, v in enumerate(versions) if not 0 < v <= _LARGEST_VERSION]
         if others:
             raise Disagreement(
-                f"{named_ranks(others)} sent other data than a header, so {_ELSEWHERE}. If your "
+                f"{wire.named(others)} sent other data than a header, so {_ELSEWHERE}. If your "
                 f"code calls collectives, call them on all ranks in the same order"
             )
         raise Disagreement(
-            f"ranks have different versions of the wire format, {by_value(versions)}: install "
+            f"ranks have different versions of the wire format, {wire.by_value(versions)}: install "
             f"the same hf_dlion everywhere. Or {_ELSEWHERE}"
         )
     # A rank that forms groups waits for others that do, whatever has failed on them elsewhere.
@@ -113,7 +115,7 @@ def meet(
     if failure is not None:
         raise failure
     if kinds.count(kind) < len(kinds):
-        raise_kinds(kinds)
+        raise_kinds(kinds, wire)
     return [all_flags, first, second, *others]
 
 
@@ -131,7 +133,7 @@ def raise_together(failure: BaseException | None, wire: Wire, what: str) -> None
         raise failure
     failed = {rank: text for rank, text in enumerate(texts) if text is not None}
     if failed:
-        named = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+        named = "; ".join(f"{wire.named([rank])}: {text}" for rank, text in failed.items())
         raise Disagreement(f"{what} failed on {len(failed)} of {len(texts)} ranks: {named}")
 
 
@@ -147,7 +149,7 @@ def _text(failure: BaseException) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def raise_kinds(kinds: Sequence[int]) -> None:
+def raise_kinds(kinds: Sequence[int], wire: Wire) -> None:
     """Raises Disagreement with what each rank does, of which `kinds` has the `Kind`."""
     ranks_of = {
         kind: [r for r, k in enumerate(kinds) if k == kind] for kind in dict.fromkeys(kinds)
@@ -155,16 +157,14 @@ def raise_kinds(kinds: Sequence[int]) -> None:
     clauses = []
     for kind, ranks in sorted(ranks_of.items(), key=lambda item: (len(item[1]), -item[1][0])):
         verbs = _VERBS.get(kind, ("does something else",) * 2)
-        clauses.append(f"{named_ranks(ranks)} {verbs[len(ranks) > 1]}")
+        clauses.append(f"{wire.named(ranks)} {verbs[len(ranks) > 1]}")
     raise Disagreement(f"{' while '.join(clauses)}: {_ELSEWHERE}")
 
 
-def by_value(values: Sequence[object]) -> str:
-    """Returns "rank 0: 3, ranks 1 and 2: 4"."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks_of.setdefault(repr(value), []).append(rank)
-    return ", ".join(f"{named_ranks(group)}: {value}" for value, group in ranks_of.items())
+def gather_bools(wire: Wire, values: Sequence[bool], what: str) -> list[list[bool]]:
+    """Returns every rank's P values, in rank order. Bytes per rank: 8 (N - 1) ceil(P / 64)."""
+    table = wire.gather_words(pack_bools(values), what).tolist()
+    return [unpack_bools(words, len(values)) for words in table]
 
 
 def pack_bools(values: Sequence[bool]) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_dlion.exchange.wire import Wire, digest, named_ranks
+from hf_dlion.exchange.wire import Wire, digest
 from hf_dlion.ranks.fingerprint import fingerprints
 from hf_dlion.ranks.meeting import Disagreement, raise_together
 
@@ -79,11 +79,12 @@ def compare_parameters(
     if different:
         # Several groups may differ. Every rank describes the first one.
         ranks, tables = different[0], wire.gather_objects(entries)
-        raise Disagreement(f"{_difference(when, ranks, [tables[r] for r in ranks])}. {remedy}")
+        difference = _difference(ranks, [tables[rank] for rank in ranks], wire)
+        raise Disagreement(f"replicas differ{when} in {difference}. {remedy}")
     return hashes, numbers
 
 
-def _difference(when: str, ranks: Sequence[int], tables: Sequence[Sequence[Any]]) -> str:
+def _difference(ranks: Sequence[int], tables: Sequence[Sequence[Any]], wire: Wire) -> str:
     texts = [repr(table) for table in tables]
     counts = Counter(texts).most_common()
     most, count = counts[0]  # If two are equally frequent, the one of the lowest rank.
@@ -96,7 +97,6 @@ def _difference(when: str, ranks: Sequence[int], tables: Sequence[Sequence[Any]]
     different = [row for row in rows if any(entry != row[0] for entry in row)]
     first = next(entry for entry in different[0] if entry is not None)
     return (
-        f"replicas differ{when} in {len(different)} of {length} parameters, first in "
-        f"{first[0]!r}: {named_ranks(minority)} from {named_ranks(majority)} "
-        f"({'no majority' if tied else 'the majority'})"
+        f"{len(different)} of {length} parameters, first in {first[0]!r}: {wire.named(minority)} "
+        f"from {wire.named(majority)} ({'no majority' if tied else 'the majority'})"
     )

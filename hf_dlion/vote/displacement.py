@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hf_dlion.exchange.codec import WORD
 from hf_dlion.exchange.routes import Verdict, Votes, verdict_of
 from hf_dlion.exchange.rule import Average
-from hf_dlion.exchange.wire import Wire, digest, named_ranks
+from hf_dlion.exchange.wire import Wire, digest
 from hf_dlion.ranks.fingerprint import fingerprints, numbers
 from hf_dlion.ranks.meeting import Disagreement
 from hf_dlion.ranks.topology import Topology
@@ -150,7 +151,7 @@ def _set_scales(layout: Layout, paths: Sequence[float], turn: Turn, ranks: Topol
                 slot.c.zero_()
             amounts[k] = 0.0
             warnings.append(
-                f"the weights of {slot.name!r} were not finite on rank {ranks.everyone.rank}, "
+                f"the weights of {slot.name!r} were not finite on rank {dist.get_rank()}, "
                 f"which continues with those of the last exchange"
             )
     _refuse_replaced(slots, amounts, paths, bits, ranks)
@@ -184,20 +185,20 @@ def _refuse_replaced(
     table = ranks.everyone.gather_words(words, "a check of weights")
     firsts = table[:, 0].tolist()
     if (first := min(firsts)) < len(slots):
-        those = [ranks.everyone.ranks[r] for r, index in enumerate(firsts) if index == first]
+        those = [rank for rank, index in enumerate(firsts) if index == first]
         raise Disagreement(
-            f"the weights of {slots[first].name!r} on {named_ranks(those)} are "
+            f"the weights of {slots[first].name!r} on {ranks.everyone.named(those)} are "
             f"farther from the last exchange's than steps can have moved them, so something "
             f"replaced them. {REMEDY}"
         )
     for voter in range(ranks.voters.world_size if ranks.node is not None else 0):
         node = [rank for rank, own in enumerate(ranks.voter_of_rank) if own == voter]
         if len(set(table[node, 1].tolist())) > 1:
-            named = named_ranks([ranks.everyone.ranks[rank] for rank in node])
             raise Disagreement(
-                f"{named} vote as one node, but their weights differ: something changed gradients "
-                f"or weights on one of them after DDP averaged the gradients. Change them the same "
-                f"way on all ranks of a node, for example with the same random seed"
+                f"{ranks.everyone.named(node)} vote as one node, but their weights differ: "
+                f"something changed gradients or weights on one of them after DDP averaged the "
+                f"gradients. Change them the same way on all ranks of a node, for example with the "
+                f"same random seed"
             )
 
 

@@ -383,6 +383,11 @@ class Layout:
         self.pieces = [piece for m in (*self.messages, *self.full) for piece in m.pieces]
         self.lines = [slot.line for slot in self.slots]
 
+    def release(self) -> None:
+        """Forgets tensors whose memory the user may free between two steps."""
+        for slot in self.slots:
+            slot.p, slot.target, slot.grad, slot.momentum = _NO_TENSOR, None, None, None
+
     def abstain(self, finite: bool, present: Sequence[bool]) -> None:
         """Drops gradients and momenta of tensors on which this rank's voter abstains.
 

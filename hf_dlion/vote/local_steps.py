@@ -226,6 +226,7 @@ class LocalSteps(Schedule):
         finally:
             if shown:
                 self.show(lion, own=False)
+            mine.layout.release()
         return texts
 
     # Steps and exchanges.
@@ -343,6 +344,7 @@ class LocalSteps(Schedule):
                     is_low = slot.kept.displacement is not None
                     slot.kept.aside = None if is_low else slot.p.clone()
                     slot.p.copy_(slot.kept.anchor)
+        layout.release()
         self.shown = not own
 
     def take_in_writes(self, layout: Layout) -> None:

@@ -120,10 +120,11 @@ class Step:
     """A step by votes on one message; see `step.encode` and `step.move`."""
 
     def __init__(self, message: Message, turn: Turn) -> None:
-        """Fills the table."""
+        """Fills the table; votes of several bits are encoded by torch."""
         self._message, self._turn, table = message, turn, Table(message.device)
         parts = parts_of(message)
-        voting = [part for part in parts if part.slot.grad is not None]
+        encodes = turn.options.bits == 1
+        voting = [part for part in parts if encodes and part.slot.grad is not None]
         moving = [part for part in parts if part.slot.target is not None]
         numbers = _numbers(turn)
         keys = {"key_m": _key(turn, MOMENTA + turn.voter)}

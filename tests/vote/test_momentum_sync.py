@@ -22,8 +22,14 @@ from hf_dlion.vote.momentum_sync import (
     synchronize,
 )
 from tests.support.spawn import on_ranks
-from tests.support.steps import attached, backward, drawn, everywhere, plain, take_step
-from tests.support.training import batch, everyones, is_equal_everywhere, replicas_of_shards
+from tests.support.steps import attached, backward, drawn, everywhere, plain, single, take_step
+from tests.support.training import (
+    batch,
+    everyones,
+    filled,
+    is_equal_everywhere,
+    replicas_of_shards,
+)
 
 SHAPES = {"alike": (8, 8), "apart": (3, 64), "large": (64, 256)}
 
@@ -205,7 +211,41 @@ def test_steps_work_with_another_default_dtype(rank: int) -> None:
 
 @on_ranks(3)
 def test_synchronize_momentum_makes_all_momenta_equal(rank: int) -> None:
+    """Also those of a parameter that is frozen now, and one that only rank 0 has used."""
     model, optimizer = plain()
-    take_step(optimizer, model, batch(0, rank))
+    first, *_, last = model.parameters()
+    last.requires_grad_(rank == 0)
+    backward(model, batch(0, rank))
+    last.requires_grad_(True)
+    optimizer.step()
+    first.requires_grad_(False)
     optimizer.synchronize_momentum()
     assert all(is_equal_everywhere(optimizer.state[p]["exp_avg"]) for p in model.parameters())
+    assert bool(optimizer.state[first]["exp_avg"].any())
+
+
+@on_ranks(2, timeout=20)
+def test_a_rank_that_synchronizes_momenta_alone_is_named(rank: int) -> None:
+    model, optimizer = plain()
+    take_step(optimizer, model, batch(0, rank))
+    call = optimizer.synchronize_momentum if rank == 0 else optimizer.step
+    with pytest.raises(Disagreement, match="rank 1 steps while rank 0 synchronizes momenta: "):
+        call()
+
+
+@on_ranks(2)
+def test_local_steps_average_momenta_of_full_precision_too(rank: int) -> None:
+    param, optimizer = single(vote_every=2, full_precision="w", momentum_sync_every=1)
+    param.grad *= (-1) ** rank
+    for _ in range(2):
+        optimizer.step()
+    assert float(optimizer.state[param]["exp_avg"].abs().max()) < 1e-4
+
+
+def test_a_selection_of_momenta_that_are_equal_anyway_is_refused() -> None:
+    named = [("norm", filled(1.0)), ("weight", filled(1.0))]
+    options: dict[str, Any] = {"momentum_sync_every": 2, "full_precision": "norm"}
+    for sync, own in (("all", {}), ("*", {}), ("norm", {"vote_every": 2})):
+        DistributedLion(named, momentum_sync=sync, **options, **own)
+    with pytest.raises(ValueError, match="momentum_sync would have no effect: full_precision"):
+        DistributedLion(named, momentum_sync="norm", **options)
