@@ -15,6 +15,7 @@ import os
 import warnings
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_dlion.checkpoint import NAME, find_optimizer, load_momentum, save_momentum
+from hf_dlion.checkpoint.momentum_file import file_name
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.meeting import Kind
 
@@ -250,7 +252,7 @@ def _wrap(accelerator: Accelerator) -> None:
     @functools.wraps(save)
     def save_state(output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         original = functools.partial(save, output_dir, *args, **kwargs)
-        return _save_state(accelerator, original)
+        return _save_state(accelerator, original, output_dir)
 
     @functools.wraps(load)
     def load_state(input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -262,7 +264,9 @@ def _wrap(accelerator: Accelerator) -> None:
     setattr(accelerator, _ATTACHED, True)
 
 
-def _save_state(accelerator: Accelerator, original: Callable[[], Any]) -> Any:
+def _save_state(
+    accelerator: Accelerator, original: Callable[[], Any], output_dir: str | None
+) -> Any:
     lions, project = _lions(accelerator), accelerator.project_configuration
     if not lions:  # free_memory() was called.
         return original()
@@ -282,7 +286,11 @@ def _save_state(accelerator: Accelerator, original: Callable[[], Any]) -> Any:
             stack.callback(setattr, accelerator, "wait_for_everyone", wait)
             if can_meet:
                 accelerator.wait_for_everyone = meet_and_wait
-            for _, lion in lions:
+            for name, lion in lions:
+                if output_dir is not None and not project.automatic_checkpoint_naming:
+                    # Without it, what a crash leaves of this save isn't taken for complete.
+                    own = file_name(name, accelerator.process_index, accelerator.num_processes)
+                    Path(output_dir, own).unlink(missing_ok=True)
                 stack.enter_context(lion.common_weights())
             folder = original()
         for name, lion in lions:

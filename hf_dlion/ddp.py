@@ -81,12 +81,21 @@ class WrapperState:
         new_graph = ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
         votes_alone = bool(owners) and owners[-1].node_group is None
         local = votes_alone and not new_graph and not _broadcasts_state(ddp)
-        sync = cast(bool, _Off()) if local else True
+        sync = cast(bool, _Off(self)) if local else True
         ddp.require_backward_grad_sync = ddp.require_forward_param_sync = sync
 
 
-class _Off(int):
-    """A False that copies and pickles as True, so a copied wrapper averages."""
+class _Off:
+    """False while a wrapper has owners, also if `no_sync()` puts it back after they have gone.
+
+    It copies and pickles as True, so a copied wrapper averages.
+    """
+
+    def __init__(self, state: WrapperState) -> None:
+        self._state = state
+
+    def __bool__(self) -> bool:
+        return not self._state.owners
 
     def __reduce__(self) -> tuple[type[bool], tuple[bool]]:
         return bool, (True,)
@@ -281,12 +290,24 @@ def _refuse_other_reductions(ddp: DistributedDataParallel) -> None:
     _refuse_join(ddp)
 
 
-def _refuse_unowned(params: Iterable[Tensor], owners: Iterable[Owner]) -> None:
+def refuse_unowned(model: nn.Module, owner: Owner) -> None:
+    """Refuses an FSDP2 model with trainable parameters that no DistributedLion has.
+
+    Raises:
+        RuntimeError: If there are some, because FSDP2 doesn't average between replicas.
+    """
+    params = [param for param in model.parameters() if param.requires_grad]
+    _refuse_unowned(params, [*_introduced, owner], "FSDP2 model")
+
+
+def _refuse_unowned(
+    params: Iterable[Tensor], owners: Iterable[Owner], what: str = "DDP wrapper"
+) -> None:
     owned = _owner_of(owners)
     if count := sum(param not in owned for param in params):
         raise RuntimeError(
-            f"{count} trainable parameters of the DDP wrapper belong to no attached optimizer, so "
-            "their gradients would no longer be averaged: add them to the optimizer, attach the "
+            f"{count} trainable parameters of the {what} belong to no attached optimizer, so "
+            "nothing would average their gradients: add them to the optimizer, attach the "
             "DistributedLion that has them, or freeze them before you wrap the model"
         )
 

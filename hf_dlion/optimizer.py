@@ -31,7 +31,7 @@ from hf_dlion.options import (
 from hf_dlion.peers import Peers
 from hf_dlion.ranks.meeting import Kind, gather_bools
 from hf_dlion.vote.full_precision import step_in_full
-from hf_dlion.vote.idle_rows import AGE, survey, without_ages
+from hf_dlion.vote.idle_rows import AGE, loaded_state, survey, without_ages
 from hf_dlion.vote.layout import (
     Layout,
     Scratch,
@@ -218,6 +218,7 @@ class DistributedLion(torch.optim.Optimizer):
         wrapper = ddp.wrapper_in(model)
         self._name_parameters(model if wrapper is None else wrapper.module)
         if (sharded := fsdp.sharded_model(model)) is not None:
+            ddp.refuse_unowned(sharded, self)
             if sharded not in self.peers.fsdp_models:
                 self.peers.fsdp_models.append(sharded)
         else:
@@ -542,8 +543,8 @@ class DistributedLion(torch.optim.Optimizer):
     def _unscale(self, grads: list[Tensor]) -> bool:
         """Unscales gradients that GradScaler left scaled; returns False if it found an Inf."""
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if scale is not None:  # GradScaler would multiply it into the next one if the step fails.
-            self.grad_scale = 1.0
+        if scale is not None:  # Of this step only, also if it fails.
+            self.grad_scale, self.found_inf = 1.0, None
         if found is not None and float(found) > 0:
             return False
         if scale is not None and any(grad.dtype == torch.float16 for grad in grads):
@@ -597,17 +598,17 @@ class DistributedLion(torch.optim.Optimizer):
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for key, param in zip(keys, params, strict=True):
-            saved, momentum_dtype = state_dict["state"].get(key, {}), self.options.momentum_dtype
-            # torch casts both to the parameter's dtype, which loses bits.
-            for name, dtype in (("exp_avg", momentum_dtype or param.dtype), (AGE, torch.int32)):
-                if name in saved:
-                    self.state[param][name] = saved[name].to(param.device, dtype, copy=True)
+            if (state := self.state.get(param)) is not None:
+                # torch casts both to the parameter's dtype, which loses bits.
+                state.pop(AGE, None)
+                dtype = self.options.momentum_dtype or param.dtype
+                state.update(loaded_state(state_dict["state"][key], dtype, param.device))
         self._layout = Layout()
         self.schedule = self.schedule.renewed(shown=self.schedule.shown)
         self.peers.note_load()
 
     def _restore(
-        self, step: int, states: Mapping[Tensor, dict[str, Tensor]], schedule: Schedule | None
+        self, step: int, states: Mapping[Tensor, dict[str, Any]], schedule: Schedule | None
     ) -> None:
         """Continues with this rank's own momenta and ages from a file, and with local steps.
 
@@ -619,7 +620,7 @@ class DistributedLion(torch.optim.Optimizer):
             group["step"] = step
             for param in group["params"]:
                 # Replaced: after torch's load_state_dict other objects may share the old tensors.
-                for key in ("exp_avg", AGE):
+                for key in ("exp_avg", AGE, "divergence"):
                     self.state[param].pop(key, None)
                 self.state[param].update(states.get(param, {}))
         if schedule is not None:

@@ -1,4 +1,12 @@
-"""The same optimizer on the other ranks: what all do together, agree on, and compare."""
+"""The same optimizer on the other ranks: what all do together, agree on, and compare.
+
+all ranks                      agree by                        if one fails
+step, exchange, save, load     a header (`Meetings.meet`)      all raise before anything moves
+take a local step              nothing; a node by a gather     it raises, the others at a header
+form nodes or replicas         a meeting in `Topology.form`    all raise
+
+All but the last are a `with peers.together(...)` block, whose end is the header.
+"""
 
 from __future__ import annotations
 
@@ -191,7 +199,7 @@ class Peers:
                 step=lion.steps,
                 finite=mine.finite or mine.kind is not Kind.STEP,
                 failure=mine.failure,
-                options=equal,
+                equal=equal,
                 layout=lines,
                 present=lion.schedule.presence(mine),
                 parameters=self._common_parts,

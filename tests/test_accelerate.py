@@ -252,6 +252,12 @@ def test_an_error_on_one_rank_is_raised_on_all(rank: int, tmp_path: Path) -> Non
     assert re.match("CheckpointError: .*different folders", error), error
     assert agree(error)
     assert same(kept, loop.momenta())
+    # What a save leaves that ends before its momenta doesn't load with older ones.
+    with mock.patch("torch.save", side_effect=KeyboardInterrupt("stop")):
+        error = error_of(loop.accelerator.save_state, tmp_path)
+    assert "KeyboardInterrupt: stop" in error
+    assert "momenta were not saved" in error_of(loop.accelerator.load_state, str(tmp_path))
+    loop.accelerator.save_state(tmp_path)
     if rank == 0:
         (tmp_path / "dlion_momentum_1_of_2.safetensors").unlink()
     loop.accelerator.wait_for_everyone()

@@ -28,7 +28,15 @@ from tests.support.steps import (
     single,
     take_step,
 )
-from tests.support.training import batch, error_of, filled, is_equal_everywhere, same, warned
+from tests.support.training import (
+    batch,
+    error_of,
+    everyones,
+    filled,
+    is_equal_everywhere,
+    same,
+    warned,
+)
 
 Change = Callable[[nn.Linear, DistributedLion], Any]
 
@@ -73,7 +81,7 @@ BF16_WRITE = "RuntimeError: a torch.bfloat16 parameter of shape (3, 64) has"
 CHANGES: dict[str, tuple[torch.dtype, int, Change, str, str]] = {
     "lr": (
         F32, 1, on_last(lambda _, optimizer: optimizer.param_groups[0].update(lr=0.02)),
-        "3 Disagreement: ranks differ in options, first in 'lr of each group, summed since the "
+        "3 Disagreement: ranks differ, first in 'lr of each group, summed since the "
         "last exchange': rank 0: [0.04], rank 1: [0.05]. Give groups the same values",
         "",
     ),
@@ -523,6 +531,24 @@ def test_no_rank_raises_alone_if_all_abstain_from_a_step_with_a_header(rank: int
         param.grad = torch.full_like(param, math.nan if number == 2 or number == 1 - rank else 1.0)
         raised.append(error_of(optimizer.step) != "")
     assert len(set(map(tuple, everywhere(raised)))) == 1
+
+
+@on_ranks(2)
+def test_a_group_keeps_its_decay_if_one_before_it_is_removed(rank: int) -> None:
+    params = [filled(1.0) for _ in range(3)]
+    groups = [{"params": [p], "weight_decay": 10.0 * (k == 0)} for k, p in enumerate(params)]
+    optimizer = DistributedLion(groups, lr=0.01, vote_every=3)
+    for removed in (0, 2):
+        give_gradients(params, rank, removed)
+        optimizer.step()
+        if removed == 0:
+            optimizer.param_groups.pop(0)
+            optimizer.add_param_group({"params": params[0], "weight_decay": 10.0})
+    before = torch.stack(everyones(params[1])).mean(dim=0)
+    optimizer.exchange_now()
+    torch.testing.assert_close(torch.stack(everyones(params[1])).mean(dim=0), before)
+    with optimizer.common_weights():  # Decayed in both steps, since it was added again at once.
+        assert float(params[0].detach().mean()) == pytest.approx(0.81, abs=0.03)
 
 
 @on_ranks(2)

@@ -218,6 +218,18 @@ def test_a_wrapper_without_owners_averages(rank: int, how: str) -> None:
         assert averages(ddp, rank)
 
 
+@pytest.mark.parametrize("how", ["detached", "garbage"])
+@on_ranks(2)
+def test_a_wrapper_whose_owner_goes_inside_no_sync_averages_after_it(rank: int, how: str) -> None:
+    ddp, owner = owned()
+    with ddp.no_sync():
+        if how == "detached":
+            detach(owner)
+        del owner
+        gc.collect()
+    assert averages(ddp, rank)
+
+
 @on_ranks(3)
 def test_a_node_group_averages_inside_the_node_only(rank: int) -> None:
     nodes = [dist.new_group([0, 1]), dist.new_group([2])]

@@ -170,6 +170,18 @@ def test_all_ranks_know_the_size_of_the_largest_shard() -> None:
 
 
 @on_ranks(2)
+def test_a_sharded_model_with_parameters_of_another_optimizer_is_refused() -> None:
+    mesh, model = replicas_of_shards(2, 1), model_of()
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = DistributedLion(model[0].named_parameters(), replicate=mesh["replicate"])
+    with pytest.raises(RuntimeError, match="4 trainable parameters of the FSDP2 model belong to n"):
+        optimizer.attach(model)
+    other = DistributedLion(model[1:].named_parameters(), replicate=mesh["replicate"])
+    for own in (optimizer, other):
+        own.attach(model)
+
+
+@on_ranks(2)
 def test_a_compiled_sharded_model_is_attached_and_a_frozen_one_needs_no_attach() -> None:
     """Attaches a model that was compiled before or after it was sharded; another one is frozen."""
     mesh = replicas_of_shards(2, 1)

@@ -9,7 +9,7 @@ from torch import nn
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.meeting import Disagreement
 from tests.support.spawn import on_ranks
-from tests.support.steps import plain
+from tests.support.steps import plain, single
 from tests.support.training import batch
 
 
@@ -53,3 +53,17 @@ def test_gradients_are_unscaled_once_after_a_step_that_raised(rank: int) -> None
         scaler.update()
         optimizer.zero_grad()
     assert found == [2.0] * 3
+
+
+@on_ranks(2)
+def test_an_inf_of_a_step_that_raised_is_forgotten(rank: int) -> None:
+    param, optimizer = single()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale((param * torch.inf).sum()).backward()
+    optimizer.param_groups[0]["lr"] = 0.01 * (1 + rank)
+    with pytest.raises(Disagreement):
+        scaler.step(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.01
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert optimizer.wire.abstentions == 0

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.meeting import Disagreement
+from hf_dlion.vote.idle_rows import AGE
 from tests.support.spawn import on_ranks
 from tests.support.steps import attached, backward, copies, everywhere, plain, take_step
 from tests.support.training import batch, filled, model_of, replicas_of_shards, same, warned
@@ -74,6 +75,17 @@ def test_one_momentum_loaded_on_all_ranks_warns_once(rank: int, same_state: bool
     for text in texts:
         assert text.startswith("all ranks loaded the same momentum")
         assert "hf_dlion.load_momentum()" in text
+
+
+def test_an_age_that_torch_made_of_nothing_is_dropped() -> None:
+    """As in a flattened state dict of a save without ages."""
+    model, optimizer = plain()
+    take_step(optimizer, model, batch(0, 0))
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0][AGE] = {}
+    optimizer.load_state_dict(state)
+    assert AGE not in optimizer.state[next(model.parameters())]
+    take_step(optimizer, model, batch(1, 0))
 
 
 @on_ranks(2)

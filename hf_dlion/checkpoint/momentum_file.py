@@ -18,14 +18,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 import hf_dlion.fsdp as fsdp
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.vote.idle_rows import AGE
+from hf_dlion.ranks.fingerprint import fingerprints
+from hf_dlion.vote.idle_rows import AGE, loaded_state
 from hf_dlion.vote.local_steps import LocalSteps, Period
 
 # Prefix of the files' names. An integration that saves several optimizers appends a number.
@@ -34,7 +34,7 @@ LOAD_OLDER = "load an older checkpoint, or restore this one from a copy"
 # Prefixes of the keys of ages and own weights; the keys of momenta are numbers alone.
 _AGE, _OWN = "age.", "own."
 # Key of the header in the file's metadata, whose values are strings, with the format's version.
-_HEADER = "hf_dlion momentum 5"
+_HEADER = "hf_dlion momentum 6"
 
 
 class CheckpointError(RuntimeError):
@@ -64,6 +64,7 @@ class Header:
         step: Number of the last step before the save.
         voters: Number of voters, nodes or replicas, among the ranks that saved.
         shard: Index of the rank's FSDP2 shard, and number of shards; None without FSDP2.
+        divergences: Numbers of parameters, and what "auto" measured of their momenta.
         local: State of local steps, see `LocalSteps.saved`; None with `vote_every=1`.
     """
 
@@ -74,6 +75,7 @@ class Header:
     voters: int
     shard: list[int] | None
     scaler: dict[str, Any] | None
+    divergences: dict[int, float]
     local: dict[str, Any] | None
 
     @property
@@ -86,13 +88,13 @@ class Header:
 class Loaded:
     """A file's content for this rank, on its device.
 
-    `states` has the optimizer's state by parameter: the momentum, in the parameter's shape, and the
-    age of its rows. `local` has local steps as after `eval()`, with the model's weights as anchors.
-    It is None with `vote_every=1`.
+    `states` has the optimizer's state by parameter: the momentum, in the parameter's shape, the age
+    of its rows, and the divergence. `local` has local steps as after `eval()`, with the model's
+    weights as anchors. It is None with `vote_every=1`.
     """
 
     header: Header
-    states: dict[Tensor, dict[str, Tensor]] = field(default_factory=dict)
+    states: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
     local: LocalSteps | None = None
 
 
@@ -111,7 +113,11 @@ def files_in(folder: Path, name: str) -> list[tuple[int, int]]:
 def write(path: Path, lion: DistributedLion, save: str, at: Position, scaler: Any) -> None:
     """Writes a rank's file, which is complete after a crash or has a temporary name."""
     params = _params(lion)
-    local, own_weights = lion.schedule.saved(params)
+    local, own_weights = lion.schedule.saved(lion.param_groups)
+    states = [lion.state.get(param, {}) for param in params]
+    divergences = {
+        k: state["divergence"] for k, state in enumerate(states) if "divergence" in state
+    }
     header = Header(
         save=save,
         step=lion.steps,
@@ -120,11 +126,11 @@ def write(path: Path, lion: DistributedLion, save: str, at: Position, scaler: An
         voters=at.voters,
         shard=_shard(lion),
         scaler=None if scaler is None else dict(scaler),
+        divergences=divergences,
         local=local,
     )
     kept = {f"{_OWN}{number}": weights for number, weights in own_weights.items()}
-    for number, param in enumerate(params):
-        state = lion.state.get(param, {})
+    for number, state in enumerate(states):
         if "exp_avg" in state:
             kept[str(number)] = fsdp.local_part(state["exp_avg"].detach())
         if AGE in state:
@@ -213,11 +219,13 @@ def read(path: Path, lion: DistributedLion, at: Position) -> Loaded:
         if momentum.shape != part.shape or not momentum.is_floating_point():
             raise _other_model(path, "a momentum", momentum, number, part)
         dtype = lion.options.momentum_dtype or param.dtype
-        # A copy, because what safetensors returns is still mapped to the file.
-        momentum = momentum.to(device=part.device, dtype=dtype, copy=True)
-        state = loaded.states[param] = {"exp_avg": fsdp.with_local_part(param, momentum)}
-        if (age := saved.get(f"{_AGE}{number}")) is not None:
-            state[AGE] = age.to(part.device, torch.int32, copy=True)
+        # Copies, because what safetensors returns is still mapped to the file.
+        kept = {"exp_avg": momentum, AGE: saved.get(f"{_AGE}{number}")}
+        state: dict[str, Any] = {**loaded_state(kept, dtype, part.device)}
+        state["exp_avg"] = fsdp.with_local_part(param, state["exp_avg"])
+        loaded.states[param] = state
+        if number in header.divergences:
+            state["divergence"] = header.divergences[number]
     if lion.schedule.has_own_weights:
         own_weights = {
             int(key.removeprefix(_OWN)): saved[key] for key in saved if key.startswith(_OWN)
@@ -226,9 +234,11 @@ def read(path: Path, lion: DistributedLion, at: Position) -> Loaded:
             part = fsdp.local_part(params[number].detach())
             if weights.shape != part.shape or weights.dtype != part.dtype:
                 raise _other_model(path, "own weights", weights, number, part)
+        if continues:
+            _check_period(path, header, lion)
         try:
             loaded.local = LocalSteps.restored(
-                lion.options, header.local, own_weights if continues else None, params,
+                lion.options, header.local, own_weights if continues else None, lion.param_groups,
                 functools.partial(lion._new_layout, None),
             )  # fmt: skip
         except ValueError as error:
@@ -243,6 +253,9 @@ def _read_header(path: Path, metadata: Mapping[str, str] | None) -> Header:
             period = values["local"]["period"]
             period |= {name: tuple(map(float, period[name])) for name in ("decays", "paths")}
             values["local"]["period"] = Period(**period)
+            anchors = values["local"]["anchors"]
+            values["local"]["anchors"] = {int(number): int(anchors[number]) for number in anchors}
+        values["divergences"] = {int(k): float(v) for k, v in values["divergences"].items()}
         header = Header(**values)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
@@ -275,6 +288,23 @@ def _check_state(path: Path, header: Header, lion: DistributedLion) -> None:
             f"{path} holds shard {header.shard} of the momentum (index, number of shards), but "
             f"this rank has shard {_shard(lion)}: load FSDP2 checkpoints with the mesh that they "
             f"were saved with"
+        )
+
+
+def _check_period(path: Path, header: Header, lion: DistributedLion) -> None:
+    """Refuses local steps of other common weights than the model holds, or of other groups."""
+    assert header.local is not None
+    groups, params, anchors = lion.param_groups, _params(lion), header.local["anchors"]
+    if len(header.local["period"].decays) not in (0, len(groups)):
+        raise CheckpointError(
+            f"{path} was saved between two exchanges with {len(header.local['period'].decays)} "
+            f"parameter groups, but the optimizer has {len(groups)}: add groups after the load"
+        )
+    found = fingerprints([fsdp.local_part(params[number].detach()) for number in anchors])
+    if different := [k for k, own in zip(anchors, found, strict=True) if anchors[k] != own]:
+        raise CheckpointError(
+            f"{path} belongs to other weights than the model holds, first in parameter "
+            f"{different[0]}: load the model of the same checkpoint before the momenta"
         )
 
 

@@ -109,12 +109,12 @@ class Votes:
 class Verdict:
     """The result of the votes on one message, equal on all ranks.
 
-    Its planes are int64, shape (W,) each, contiguous. `voters` is the number of active ranks by
+    Its planes are int64, shape (W,) each, contiguous. `active` is the number of active ranks by
     row, int32 or int64, shape (R,), or None if all are active.
     """
 
     planes: Planes
-    voters: Tensor | None
+    active: Tensor | None
 
 
 def wire_bytes(name: str, *, ranks: int, words: int, rows: int, bits: int, planes: int) -> int:
@@ -163,7 +163,7 @@ def verdict_of(
     pending = node.all_gather(received, planes, "a verdict")
     yield
     pending.wait()
-    return Verdict(_joined(received.to(device), words), verdict.voters)
+    return Verdict(_joined(received.to(device), words), verdict.active)
 
 
 def _gather(votes: Votes, wire: Wire, rule: Rule, phase: int) -> Generator[None, None, Verdict]:
@@ -214,7 +214,7 @@ def _two_phase(votes: Votes, wire: Wire, rule: Rule, phase: int) -> Generator[No
     verdict = wire.all_gather(received, sent, "a verdict")
     yield
     verdict.wait()
-    return Verdict(_joined(received.to(device), words), shares.voters)
+    return Verdict(_joined(received.to(device), words), shares.active)
 
 
 def counted(
@@ -229,19 +229,19 @@ def counted(
     rows, device, here = votes.rows, planes.device, words.stop - words.start
     if device.type != "cpu" and bits == 1 and ranks <= MOST_RANKS and not refusal(device):
         verdict = planes.new_empty(rule.planes, size)
-        voters = torch.empty(rows.count, dtype=torch.int32, device=device)
+        number = torch.empty(rows.count, dtype=torch.int32, device=device)
         launches.count(
-            rows.lines, planes[:, 0], active, verdict, voters,
+            rows.lines, planes[:, 0], active, verdict, number,
             first=rows.first_word + words.start, size=here,
             tie=alternating_word(phase), rule=rule.name,
         )  # fmt: skip
-        return Verdict(verdict, voters)
+        return Verdict(verdict, number)
     bits_of_rows = torch.empty(active.shape[1] * WORD, dtype=torch.float32, device=device)
-    voters = torch.zeros(rows.count, dtype=torch.int64, device=device)
+    number = torch.zeros(rows.count, dtype=torch.int64, device=device)
     for flags in active:
-        voters += unpack(flags.contiguous(), 0.0, 1.0, bits_of_rows)[: rows.count].to(torch.int64)
-    all_vote = device.type == "cpu" and bool((voters == ranks).all())  # A GPU would wait for it.
-    by_row = None if all_vote else voters
+        number += unpack(flags.contiguous(), 0.0, 1.0, bits_of_rows)[: rows.count].to(torch.int64)
+    all_vote = device.type == "cpu" and bool((number == ranks).all())  # A GPU would wait for it.
+    by_row = None if all_vote else number
     by_rank = [list(of_rank) for of_rank in planes[:, :, :here]]
     return Verdict(count(by_rank, rows.by_word(by_row, words), rule, phase), by_row)
 

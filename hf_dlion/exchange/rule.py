@@ -48,21 +48,23 @@ class Majority:
             return [greater, equal]
         return [greater | (equal & alternating_word(phase))]  # A tied k is +1 if k + phase is even.
 
-    def decode(self, planes: list[Tensor], voters: Tensor | None, lr: float, out: Tensor) -> Tensor:
-        """Returns lr * v for every element, exactly: v is -1, 0, or 1.
+    def decode(
+        self, planes: list[Tensor], active: Tensor | None, factor: float, out: Tensor
+    ) -> Tensor:
+        """Returns factor * v for every element, exactly: v is -1, 0, or 1.
 
         Args:
             planes: Planes of the verdict, int64, contiguous, shape (W,) each.
-            voters: Number of active ranks by word, int64, shape (W,); None if all are active.
-            lr: Learning rate.
+            active: Number of active ranks by word, int64, shape (W,); None if all are active.
+            factor: Learning rate, or the unit of a level.
             out: Output, float32 or float64, shape (64 * W,), overwritten.
         """
-        unpack(planes[0], -lr, lr, out)
+        unpack(planes[0], -factor, factor, out)
         if self._zero:
             # Not a product, which may be -0 and would turn a weight of -0 into 0.
             out.masked_fill_(unpack(planes[1], 0.0, 1.0, torch.empty_like(out)) != 0, 0.0)
-        if voters is not None:
-            out.view(-1, WORD).masked_fill_((voters == 0).view(-1, 1), 0.0)
+        if active is not None:
+            out.view(-1, WORD).masked_fill_((active == 0).view(-1, 1), 0.0)
         return out
 
 
@@ -83,19 +85,21 @@ class Average:
         missing = self.planes - len(sums)
         return [*sums, *(torch.zeros_like(sums[0]) for _ in range(missing))]
 
-    def decode(self, planes: list[Tensor], voters: Tensor | None, lr: float, out: Tensor) -> Tensor:
-        """Returns lr * v; v = (2 * sum - n * top) / N and lr * v are rounded once each."""
+    def decode(
+        self, planes: list[Tensor], active: Tensor | None, factor: float, out: Tensor
+    ) -> Tensor:
+        """Returns factor * v; v = (2 * sum - n * top) / N and factor * v are rounded once each."""
         unpack(planes[0], 0.0, 2.0, out)
         digit = torch.empty_like(out)
         for j, plane in enumerate(planes[1:], start=2):
             out.add_(unpack(plane, 0.0, 2.0**j, digit))
-        if voters is None:
+        if active is None:
             out.sub_(self.ranks * self._top)
         else:
-            out.view(-1, WORD).sub_((voters * self._top).view(-1, 1))
+            out.view(-1, WORD).sub_((active * self._top).view(-1, 1))
         if self.ranks > 1:
             divided(out, self.ranks)
-        return out if lr == 1.0 else out.mul_(lr)
+        return out if factor == 1.0 else out.mul_(factor)
 
 
 # Both have `planes`, the number of planes of a verdict, and a `name` for kernels.
@@ -103,18 +107,18 @@ Rule = Majority | Average
 
 
 def count(
-    planes: Sequence[Sequence[Tensor]], voters: Tensor | None, rule: Rule, phase: int
+    planes: Sequence[Sequence[Tensor]], active: Tensor | None, rule: Rule, phase: int
 ) -> list[Tensor]:
     """Returns the planes of the verdict on some words.
 
     Args:
         planes: Planes of each rank's codes, int64, shape (W,) each; 0 where the rank abstains.
-        voters: Number of active ranks by word, int64, shape (W,); None if all are active.
+        active: Number of active ranks by word, int64, shape (W,); None if all are active.
         rule: Rule that decides.
         phase: Number whose parity decides ties.
     """
     bits = len(planes[0])
     total: int | list[Tensor] = len(planes) * TOP[bits]
-    if voters is not None:
-        total = spread(voters * TOP[bits], (len(planes) * TOP[bits]).bit_length())
+    if active is not None:
+        total = spread(active * TOP[bits], (len(planes) * TOP[bits]).bit_length())
     return rule.decide(tally(planes, bits), total, phase)

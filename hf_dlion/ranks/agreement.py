@@ -28,7 +28,7 @@ from hf_dlion.ranks.meeting import (
 )
 from hf_dlion.ranks.replicas import compare_parameters
 
-# Entries of `Report.options`: names, and a hash.
+# Entries of `Report.equal`: names, and a hash.
 FROZEN = "frozen parameters"
 HISTORY = "lr, betas, or weight decay of a step since the last exchange"
 
@@ -51,7 +51,7 @@ _SAME_VALUES = (
     "Give groups the same values on every rank, and step a scheduler on all ranks together, with "
     "the same metric"
 )
-# What to do if entries of `Report.options` differ, by patterns of their names; the first counts.
+# What to do if entries of `Report.equal` differ, by patterns of their names; the first counts.
 _REMEDIES = {
     "calls of load_state_dict": "Load the same checkpoint on all ranks",
     "calls of attach and detach": "Call attach() and detach() on all ranks",
@@ -72,11 +72,11 @@ _MOST_NAMES = 4
 class Report:
     """This rank's part of a meeting.
 
-    Kind, step, options, and layout must be equal on all ranks.
+    Kind, step, `equal`, and layout must be equal on all ranks.
 
     Attributes:
         step: Number of the last step that the rank took.
-        options: Options of the optimizer and hyperparameters of its groups.
+        equal: Options, hyperparameters of groups, and counts of calls, by name.
         layout: One line per trainable parameter: name, shape, dtype, strides, device type, and
             whether its gradient is averaged.
         present: Whether each trainable parameter has a gradient.
@@ -86,7 +86,7 @@ class Report:
 
     kind: Kind
     step: int
-    options: Mapping[str, object]
+    equal: Mapping[str, object]
     layout: Sequence[tuple[object, ...]]
     present: Sequence[bool]
     parameters: Callable[[], Sequence[tuple[str, Tensor]]]
@@ -175,7 +175,7 @@ class Meetings:
         """Returns what all ranks have, or raises on all of them; every rank must call this.
 
         A header has the wire's version, the kind, the optimizer's number, its step, whether its
-        gradients are finite, and hashes of options, layout, and presence: 64 * (N - 1) bytes per
+        gradients are finite, and hashes of `equal`, layout, and presence: 64 * (N - 1) bytes per
         rank. If presence differs between ranks, 8 * (N - 1) * ceil(P / 64) more for P trainable
         parameters. At a new layout, 24 * (N - 1) more.
 
@@ -190,7 +190,7 @@ class Meetings:
                 hashes = self._hashes(report)
             except Exception as error:  # The other ranks wait for a header.
                 failure = error
-        flags, numbers, steps, options, layouts, presence = meet(
+        flags, numbers, steps, equal, layouts, presence = meet(
             self._wire, report.kind, [self._number, report.step, *hashes],
             finite=report.finite, failure=failure,
         )  # fmt: skip
@@ -200,8 +200,8 @@ class Meetings:
             raise Disagreement(
                 f"ranks are at different steps: {self._wire.by_value(steps)}. {_SAME_STEPS}"
             )
-        if len(set(options)) > 1:
-            self._raise_options(report)
+        if len(set(equal)) > 1:
+            self._raise_unequal(report)
         if len(set(layouts)) > 1:
             self._raise_layouts(report)
         if is_new := layouts[0] != self._layout:
@@ -209,20 +209,20 @@ class Meetings:
         return Agreed(list(map(bool, flags)), self._presence(presence), is_new)
 
     def _hashes(self, report: Report) -> list[int]:
-        """Returns hashes of options, layout, and presence, of which the last two rarely change."""
+        """Returns hashes of `equal`, layout, and presence, of which the last two rarely change."""
         if report.layout is not self._lines[0] and report.layout != self._lines[0]:
             self._lines = report.layout, digest(_lines(report.layout))
         if report.present != self._present[0]:
             self._present = list(report.present), digest(pack_bools(report.present))
-        return [digest(report.options), self._lines[1], self._present[1]]
+        return [digest(report.equal), self._lines[1], self._present[1]]
 
-    def _raise_options(self, report: Report) -> None:
-        tables = self._wire.gather_objects(report.options)
+    def _raise_unequal(self, report: Report) -> None:
+        tables = self._wire.gather_objects(report.equal)
         key, values = _first_difference(tables, self._wire)
         remedy = next(text for name, text in _REMEDIES.items() if fnmatchcase(key, name))
         if key == HISTORY:
             raise Disagreement(f"ranks differ in {HISTORY}, not in those of now. {remedy}")
-        raise Disagreement(f"ranks differ in options, first in {key!r}: {values}. {remedy}")
+        raise Disagreement(f"ranks differ, first in {key!r}: {values}. {remedy}")
 
     def _raise_layouts(self, report: Report) -> None:
         names = [str(line[0]) for line in report.layout]

@@ -14,7 +14,7 @@ import numpy as np
 from hf_dlion.exchange.wire import Wire
 
 # Version of all that is sent, hashed, and rounded.
-WIRE_VERSION = 9
+WIRE_VERSION = 10
 HEADER_WORDS = 8
 HEADER_BYTES = 8 * HEADER_WORDS
 # Headers of other versions have at most this number; a larger one is other data.
@@ -30,7 +30,10 @@ _ELSEWHERE = (
 
 
 class Kind(enum.IntEnum):
-    """What the ranks do together. The values are part of the wire format."""
+    """What the ranks do together. The values are part of the wire format.
+
+    With `vote_every` above 1, STEP is a local step that begins with a header.
+    """
 
     STEP = 1
     SAVE = 2

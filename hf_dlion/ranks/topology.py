@@ -33,7 +33,7 @@ class Topology:
 
     Attributes:
         everyone: All ranks, which exchange headers.
-        voters: The ranks that exchange votes with this one; `voters.rank` is the voter's number.
+        voters: The ranks that exchange votes with this one.
         node: The ranks of this rank's node; None if every rank votes.
         local_size: Ranks per node; 1 if every rank votes.
         voter_of_rank: Number of each rank's voter, which is a rank, a node, or a replica.

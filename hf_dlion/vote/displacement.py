@@ -241,8 +241,8 @@ def _decoded(
     """
     bits, scratch, count, active = turn.options.bits, turn.scratch, None, None
     mean, sent = piece.memory("mean", scratch), piece.memory("own votes", scratch)
-    if verdict.voters is not None:
-        count = votes.rows.by_word(verdict.voters, piece.words)
+    if verdict.active is not None:
+        count = votes.rows.by_word(verdict.active, piece.words)
         active = votes.rows.by_word(votes.active.to(piece.device, torch.int64), piece.words)
     units = [_unit_of(part.slot.scale, bits) for part in piece.parts]
     # A single tensor's unit goes into `decode`, which saves a pass over both.

@@ -122,6 +122,20 @@ def without_ages(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str,
     }
 
 
+def loaded_state(
+    saved: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """Returns copies of the momentum, in a dtype, and of the age in a parameter's saved state."""
+    found = {}
+    if (momentum := saved.get("exp_avg")) is not None:
+        # Without Infs, which would decide the vote forever.
+        most = min(torch.finfo(dtype).max, torch.finfo(momentum.dtype).max)
+        found["exp_avg"] = momentum.clamp(-most, most).to(device, dtype)
+    if isinstance(age := saved.get(AGE), Tensor):  # torch's flattened state has {} for none.
+        found[AGE] = age.to(device, torch.int32, copy=True)
+    return found
+
+
 def silence(u: Tensor, start: int, old: Tensor, row: int) -> None:
     """Sets u to 0 in the rows that `old` marks.
 

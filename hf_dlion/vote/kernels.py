@@ -6,7 +6,7 @@ tensor, with addresses and numbers, and a program finds the line that it works o
     program          0  1  2  3 | 4 | 5  6 | ...
     line             0          | 1 | 2    | ...
 
-They cover votes of one bit on tensors of float32 and bfloat16. Sections are those of docs/rule.md.
+They take tensors of float32 and bfloat16, and encode one bit. Sections are those of docs/rule.md.
 Compiled without fusion, all but `_lerp` rounds as the rule says, so every form has the same bits.
 """
 
@@ -30,7 +30,7 @@ from hf_dlion.exchange.count_kernels import (
 # Addresses, keys of random bits, and float32 numbers: columns of a table after those of the layout.
 GRAD, MOMENTUM, TARGET, X, C, OLD = map(tl.constexpr, range(6, 12))
 KEY_M, KEY_P, KEY_C, KEY_X = map(tl.constexpr, range(12, 16))
-W1, W2, LR, KEEP, UNIT = map(tl.constexpr, range(16, 21))
+W1, W2, LR, DECAY, UNIT = map(tl.constexpr, range(16, 21))
 
 
 @triton.jit
@@ -163,7 +163,7 @@ def _move(line, word, planes, stride, n, P: tl.constexpr, N: tl.constexpr, RULE:
         move = tl.where(n == 0, 0.0, move)
         if RULE == "zero":
             move = tl.where(_bits(planes, line, word, 1, stride) != 0, 0.0, move)
-    p = _load(line, TARGET, elements(word), P, FULL) * _number(line, KEEP) - move
+    p = _load(line, TARGET, elements(word), P, FULL) * _number(line, DECAY) - move
     _store(p, line, TARGET, word, KEY_P, P, FULL, False)
 
 
@@ -182,7 +182,7 @@ def _own_step(line, word, G: tl.constexpr, M: tl.constexpr, P: tl.constexpr, LOC
         p = _load(line, X, elements(word), P, FULL) - c
         _store(p, line, TARGET, word, KEY_P, P, FULL, True)
     else:
-        p = _load(line, TARGET, elements(word), P, FULL) * _number(line, KEEP) - step
+        p = _load(line, TARGET, elements(word), P, FULL) * _number(line, DECAY) - step
         _store(p, line, TARGET, word, KEY_P, P, FULL, False)
 
 
@@ -215,7 +215,7 @@ def _amounts(line, word, sums, rows, P: tl.constexpr, FULL: tl.constexpr):
 def _move_exchange(line, word, planes, stride, n, mine, voted, P: tl.constexpr, N: tl.constexpr,
                    FULL: tl.constexpr):  # fmt: skip
     """Moves anchor, displacement, and own weights by an exchange (section 9)."""
-    unit, decay, row = _number(line, UNIT), _number(line, KEEP), row_of(line, word)
+    unit, decay, row = _number(line, UNIT), _number(line, DECAY), row_of(line, word)
     at = voted.to(tl.pointer_type(tl.int64)) + row // 64
     active = (tl.load(at, word * 64 < tl.load(line + SIZE), 0) >> (row % 64)) & 1
     q = (2 * _bits(mine, line, word, 0, 0) - 1) * active.to(tl.int32)[:, None]

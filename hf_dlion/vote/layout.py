@@ -86,7 +86,7 @@ class Slot:
         param: The model's parameter, a DTensor with FSDP2.
         p: The weights in the model.
         target: `p` if they move; None otherwise.
-        grad: Gradient, which isn't changed; None if this rank's voter abstains.
+        grad: Gradient, changed only by unscaling; None if this rank's voter abstains.
         momentum: Momentum of `grad`, changed in place.
         idle: Rows of `grad` that are zero, bool, shape (R,); None if none is.
         old: Rows in which u is 0, because they were idle for long (`idle_rows`); None if none is.
@@ -241,7 +241,7 @@ class Piece:
         """Writes back what `read` returned and was changed, which it rounds in place.
 
         bfloat16 and float16 are rounded stochastically, with the random bits that `random` returns.
-        `without_infs` writes the largest number in the place of an Inf.
+        `without_infs` then writes the largest number in the place of an Inf.
         """
         if self._whole(name) is not None:
             return  # `flat` is a view of the tensor.

@@ -30,7 +30,7 @@ import hf_dlion.fsdp as fsdp
 from hf_dlion.exchange.wire import Wire, digest
 from hf_dlion.options import Groups, Options, hyperparameters
 from hf_dlion.ranks.agreement import HISTORY, Agreed, agree_in_node
-from hf_dlion.ranks.fingerprint import numbers
+from hf_dlion.ranks.fingerprint import fingerprints, numbers
 from hf_dlion.ranks.meeting import Disagreement, Kind
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote import on_gpu
@@ -72,16 +72,27 @@ class Period:
     paths: tuple[float, ...] = ()
     history: int = 0
 
+    def followed(self, before: Sequence[Tensor | None], heads: Sequence[Tensor | None]) -> Period:
+        """Returns the period after groups were added or removed, given by their first parameters.
+
+        `before` has those of the groups in `decays` and `paths`.
+        """
+        kept = dict(zip(before, zip(self.decays, self.paths, strict=True), strict=False))
+        pairs = [kept.get(head, (1.0, 0.0)) for head in heads]
+        return replace(
+            self, decays=tuple(d for d, _ in pairs), paths=tuple(path for _, path in pairs)
+        )
+
     def and_a_step(self, groups: Groups) -> Period:
-        """Returns the period with one more step; a new group begins with this step."""
-        new = len(groups) - len(self.decays)
-        decays, paths = [*self.decays, *[1.0] * new], [*self.paths, *[0.0] * new]
-        for g, group in enumerate(groups):
-            lr = float(group["lr"])
-            decays[g] *= 1 - lr * float(group["weight_decay"])
-            paths[g] += lr
-        history = digest([self.history, hyperparameters(groups)])
-        return Period(self.steps + 1, tuple(decays), tuple(paths), history)
+        """Returns the period with one more step."""
+        lrs = [float(group["lr"]) for group in groups]
+        shrink = [1 - lr * float(g["weight_decay"]) for lr, g in zip(lrs, groups, strict=True)]
+        return Period(
+            self.steps + 1,
+            tuple(decay * own for decay, own in zip(self.decays, shrink, strict=True)),
+            tuple(path + lr for path, lr in zip(self.paths, lrs, strict=True)),
+            digest([self.history, hyperparameters(groups)]),
+        )
 
 
 def schedule_of(options: Options) -> Schedule:
@@ -113,6 +124,7 @@ class LocalSteps(Schedule):
         self.moved: set[Tensor] = set()
         self.kept: dict[Tensor, Kept] = {}
         self.layout: Layout | None = None
+        self._heads: list[Tensor | None] = []  # first parameters of the period's groups
 
     has_own_weights = True
 
@@ -149,7 +161,12 @@ class LocalSteps(Schedule):
         if not layout.has_met:
             _check_memory(layout)
         self.check(layout, last_turn)
+        self._follow(last_turn.groups)
         self.next_period = self.period.and_a_step(last_turn.groups)
+
+    def _follow(self, groups: Groups) -> None:
+        heads = [next(iter(group["params"]), None) for group in groups]
+        self.period, self._heads = self.period.followed(self._heads, heads), heads
 
     def settle(self, mine: Mine, node: Wire | None) -> None:
         """Drops gradients that aren't finite, or that another rank of the node doesn't have.
@@ -212,8 +229,10 @@ class LocalSteps(Schedule):
     def exchange_now(self, lion: Host) -> list[str]:
         """Exchanges the steps of this period, whatever the model holds; returns warnings."""
         with lion.peers.together(Kind.EXCHANGE) as mine:
-            mine.layout, self.next_period = lion._refreshed_layout(), self.period
-            self.check(mine.layout, lion._turn(0))
+            mine.layout, last_turn = lion._refreshed_layout(), lion._turn(0)
+            self._follow(last_turn.groups)
+            self.next_period = self.period
+            self.check(mine.layout, last_turn)
         ranks = lion.peers.ranks
         if not self.is_own_step(mine.kind, mine.agreed, ranks):
             return []
@@ -236,7 +255,7 @@ class LocalSteps(Schedule):
         for slot in layout.slots:
             self.moved.add(slot.param)
             if slot.grad is not None:
-                self.keep(slot)
+                self.add_anchor(slot)
                 self.used.add(slot.param)
             slot.target = slot.p if slot.kept else None
         turn.age_rows(layout.slots)
@@ -280,7 +299,7 @@ class LocalSteps(Schedule):
         ranks.voters.stats.lap()
         for slot, used in zip(layout.slots, used_anywhere, strict=True):
             if used:
-                self.keep(slot)
+                self.add_anchor(slot)
         if self.layout is not None and self.layout is not layout:  # It changed since the step.
             self.layout = None
             self._round(layout, turn)
@@ -365,7 +384,7 @@ class LocalSteps(Schedule):
                 slot.kept.aside = torch.where(same, own, slot.p - (anchor - own))
             anchor.copy_(slot.p)
 
-    def keep(self, slot: Slot) -> None:
+    def add_anchor(self, slot: Slot) -> None:
         """Copies a parameter to its anchor, unless it has one."""
         if slot.kept is None:
             c = torch.zeros_like(slot.p) if slot.dtype in LOW_PRECISION else None
@@ -401,13 +420,15 @@ class LocalSteps(Schedule):
 
     # What a checkpoint keeps.
 
-    def saved(self, params: Sequence[Tensor]) -> tuple[dict[str, Any], dict[int, Tensor]]:
-        """Returns values for JSON, and own weights by the parameters' numbers in `params`.
+    def saved(self, groups: Groups) -> tuple[dict[str, Any], dict[int, Tensor]]:
+        """Returns values for JSON, and own weights by the parameters' numbers in the groups.
 
         Of 16 bits they are displacements, which lose no bits. `bits` decides what the limits mean.
         Pairs take the place of keys that aren't strings, which JSON doesn't have.
         """
-        number_of, own = {param: number for number, param in enumerate(params)}, {}
+        self._follow(groups)
+        params = [param for group in groups for param in group["params"]]
+        number_of, own, anchors = {param: k for k, param in enumerate(params)}, {}, {}
         for param, kept in self.kept.items():
             if param not in self.used and kept.limit is None:
                 continue  # A failed exchange made its anchor, which equals this rank's weights.
@@ -416,8 +437,10 @@ class LocalSteps(Schedule):
             own[number_of[param]] = (
                 part if flat is None else flat.as_strided(part.size(), part.stride())
             )
+            anchors[number_of[param]] = kept.anchor.as_strided(part.size(), part.stride())
         laid_out = self.layout.slots if self.layout else ()
         values = {
+            "anchors": dict(zip(anchors, fingerprints([*anchors.values()]), strict=True)),
             "bits": self._options.bits,
             "exchanges": self.exchanges,
             "period": asdict(self.period),
@@ -439,7 +462,7 @@ class LocalSteps(Schedule):
         options: Options,
         saved: Mapping[str, Any] | None,
         own: Mapping[int, Tensor] | None,
-        params: Sequence[Tensor],
+        groups: Groups,
         layout_of: Callable[[Collection[Tensor]], Layout],
     ) -> LocalSteps:
         """Returns local steps as after `eval()`, with the model's weights as anchors.
@@ -449,7 +472,7 @@ class LocalSteps(Schedule):
             saved: Values that `saved` returned, with its period checked; None if the run that saved
                 took no local steps.
             own: Own weights that `saved` returned; None to begin a period.
-            params: The parameters.
+            groups: The parameter groups.
             layout_of: Function that returns the layout of some of them.
 
         Raises:
@@ -459,6 +482,8 @@ class LocalSteps(Schedule):
         local = cls(options, exchanges=0 if saved is None else saved["exchanges"], shown=True)
         if saved is None or own is None:
             return local
+        local._heads = [next(iter(group["params"]), None) for group in groups]
+        params = [param for group in groups for param in group["params"]]
         limits = dict(saved["limits"])
         if own.keys() != (expected := {*saved["used"], *limits}):
             raise ValueError(

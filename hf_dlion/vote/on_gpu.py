@@ -160,7 +160,7 @@ def own_step(messages: Sequence[Message], turn: Turn) -> None:
         "key_c": _key(turn, DISPLACEMENTS + turn.voter),
         "key_p": _key(turn, OWN_WEIGHTS + turn.voter, local=True),
     }
-    numbers = {**_numbers(turn), "keep": lambda slot: 1.0}  # An exchange decays.
+    numbers = {**_numbers(turn), "decay": lambda slot: 1.0}  # An exchange decays.
     table = Table(messages[0].device)
     each_tile("local step", _lines(table, moving, (*_GRADIENTS, *_WEIGHTS), numbers, keys))
 
@@ -172,7 +172,7 @@ class Exchange:
         """Fills the table. By parameter group, `decays` has the factor D."""
         self._message, self._turn = message, turn
         numbers = {
-            "unit": lambda slot: float(slot.scale), "keep": lambda slot: decays[slot.group]
+            "unit": lambda slot: float(slot.scale), "decay": lambda slot: decays[slot.group]
         }  # fmt: skip
         keys = {
             "key_x": _key(turn, PARAMETERS),
@@ -327,11 +327,11 @@ def _votes(kind: str, message: Message, lines: list[Lines], turn: Turn) -> Votes
 
 def _by_verdict(kind: str, lines: list[Lines], verdict: Verdict, **given: Any) -> None:
     """Moves by a verdict, which may come from the other form."""
-    planes, voters = verdict.planes, verdict.voters
+    planes, active = verdict.planes, verdict.active
     if not isinstance(planes, Tensor):
         planes = torch.stack(planes)
-    assert voters is not None, "only a CPU leaves it out"
-    stride, rows = planes.stride(0), voters.to(torch.int32)
+    assert active is not None, "only a CPU leaves it out"
+    stride, rows = planes.stride(0), active.to(torch.int32)
     each_tile(kind, lines, planes=planes, stride=stride, rows=rows, **given)
 
 
@@ -340,13 +340,13 @@ def _numbers(turn: Turn) -> dict[str, Callable[[Slot], float]]:
     by_group: list[dict[str, float]] = []
     for group in turn.groups:  # Once for each, because a rate may be a tensor on the GPU.
         (beta1, beta2), lr = map(float, group["betas"]), float(group["lr"])
-        keep = 1 - lr * float(group["weight_decay"])
-        by_group.append({"w1": 1 - beta1, "w2": 1 - beta2, "lr": lr, "keep": keep})
+        decay = 1 - lr * float(group["weight_decay"])
+        by_group.append({"w1": 1 - beta1, "w2": 1 - beta2, "lr": lr, "decay": decay})
 
     def number(slot: Slot, *, name: str) -> float:
         return by_group[slot.group][name]
 
-    return {name: functools.partial(number, name=name) for name in ("w1", "w2", "lr", "keep")}
+    return {name: functools.partial(number, name=name) for name in ("w1", "w2", "lr", "decay")}
 
 
 def _key(turn: Turn, stream: int, *, local: bool = False) -> Callable[[int], int]:

@@ -28,7 +28,7 @@ from hf_dlion.exchange.codec import WORD, alternating_word
 from hf_dlion.exchange.routes import Verdict, Votes, verdict_of
 from hf_dlion.exchange.rule import Average, Majority, Rule
 from hf_dlion.exchange.wire import Wire
-from hf_dlion.options import Options
+from hf_dlion.options import Groups, Options
 from hf_dlion.ranks.agreement import Agreed
 from hf_dlion.ranks.meeting import Kind
 from hf_dlion.ranks.topology import Topology
@@ -169,6 +169,8 @@ class Schedule:
     def begin(self, layout: Layout, last_turn: Turn) -> None:
         """Prepares a step, or refuses it."""
 
+    # Called if `has_own_weights`.
+
     def settle(self, mine: Mine, node: Wire | None) -> None:
         """Does what the ranks of a node do before any header."""
 
@@ -183,6 +185,8 @@ class Schedule:
     def equal_history(self, kind: Kind) -> dict[str, object]:
         """Returns what must have been equal in each step, by name."""
         return {}
+
+    # Called in every step.
 
     def is_own_step(self, kind: Kind, agreed: Agreed, ranks: Topology | None) -> bool:
         """Returns whether a step moves weights of this rank's own, by `take`."""
@@ -205,7 +209,7 @@ class Schedule:
     def drop(self, param: Tensor, flat: Tensor) -> None:
         """Forgets a parameter."""
 
-    def saved(self, params: Sequence[Tensor]) -> tuple[dict[str, Any] | None, dict[int, Tensor]]:
+    def saved(self, groups: Groups) -> tuple[dict[str, Any] | None, dict[int, Tensor]]:
         """Returns what a checkpoint keeps: values for JSON, and own weights by number."""
         return None, {}
 
@@ -265,12 +269,12 @@ def _sample(votes: Votes, verdict: Verdict) -> tuple[Tensor, Tensor, Tensor]:
 
 def move(message: Message, verdict: Verdict, rule: Rule, turn: Turn) -> None:
     """Moves a message's parameters by its verdict, to the same bits on every rank."""
-    voters = message.rows.by_word(verdict.voters)
+    active = message.rows.by_word(verdict.active)
     for piece in message.pieces:
         if piece.has("target"):
             delta, lr = piece.memory("direction", turn.scratch), turn.groups[piece.group]["lr"]
             planes = [plane[piece.words] for plane in verdict.planes]
-            rule.decode(planes, None if voters is None else voters[piece.words], float(lr), delta)
+            rule.decode(planes, None if active is None else active[piece.words], float(lr), delta)
             _apply(piece, delta, turn)
 
 
@@ -311,7 +315,7 @@ def direction(piece: Piece, turn: Turn, *, advance: bool = True, exact: bool = F
             m.add_(difference.mul_(1 - beta2))
         else:
             m.lerp_(g, 1 - beta2)
-        # An Inf in a momentum would decide the vote forever.
+        # An Inf that rounding to 16 bits makes would decide the vote forever.
         piece.write("momentum", m, partial(turn.random, MOMENTA + turn.voter), without_infs=True)
     for slot, start, stop, at in piece.parts:
         if slot.old is not None and slot.grad is not None:

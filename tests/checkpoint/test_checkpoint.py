@@ -355,6 +355,47 @@ def test_the_optimizers_state_alone_is_refused_within_a_period(rank: int, tmp_pa
 
 
 @on_ranks(2)
+def test_own_weights_of_another_model_or_other_groups_are_refused(
+    rank: int, tmp_path: Path
+) -> None:
+    """The model was changed, or not loaded at all, alike on all ranks."""
+    Run(rank, steps=5, vote_every=4).save(tmp_path)
+    run = Run(rank, vote_every=4)
+    for changes in (True, False):
+        if changes:
+            run.load_common(tmp_path)
+            run.model[1].bias.data += 0.5
+        else:
+            run = Run(rank, model_of(1), vote_every=4)
+        with pytest.raises(CheckpointError, match="belongs to other weights than the model holds"):
+            load_momentum(run.lion, tmp_path)
+    common = run.model.load_state_dict(torch.load(tmp_path / "state.bin")["model"])
+    assert not common.missing_keys
+    run.lion.add_param_group({"params": [("late", filled(1.0))]})
+    with pytest.raises(CheckpointError, match="with 1 parameter groups, but the optimizer has 2"):
+        load_momentum(run.lion, tmp_path)
+
+
+@on_ranks(2)
+def test_divergences_are_in_the_files_and_momenta_fit_their_dtype(
+    rank: int, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"momentum_sync_every": 4, "momentum_sync": "auto"}
+    run = Run(rank, steps=3, **options)
+    run.lion.state[run.model[1].bias]["exp_avg"].fill_(1e6)
+    run.save(tmp_path)
+    measured = run.lion.momentum_divergence()
+    assert min(measured.values()) > 0
+    for load in (Run.load, lambda run, folder: load_momentum(run.lion, folder)):
+        run = Run(rank, momentum_dtype=torch.float16, **options)
+        load(run, tmp_path)
+        assert run.lion.momentum_divergence() == measured
+        assert float(run.lion.state[run.model[1].bias]["exp_avg"][0]) == 65504.0
+    run.load_common(tmp_path)
+    assert float(run.lion.state[run.model[1].bias]["exp_avg"][0]) == 65504.0
+
+
+@on_ranks(2)
 def test_a_parameter_frozen_before_its_first_exchange_resumes(rank: int, tmp_path: Path) -> None:
     """Rank 1 alone has used the parameter."""
     run = Run(rank, vote_every=4)
@@ -621,7 +662,7 @@ def plant(path: Path) -> None:
     rewrite(path, lambda own: None, **{HEADER: json.dumps(header)})
 
 
-HEADER = "hf_dlion momentum 5"
+HEADER = "hf_dlion momentum 6"
 DAMAGED = rf"{FILE} is damaged .*: load an older checkpoint"
 FOREIGN = rf"{FILE} is not a momentum file that this hf_dlion can read"
 MOMENTUM, OWN = rf"{FILE} holds a momentum of", rf"{FILE} holds own weights of"

@@ -34,7 +34,7 @@ def report(**changes: Any) -> Report:
     usual: dict[str, Any] = {
         "kind": Kind.STEP,
         "step": 0,
-        "options": OPTIONS,
+        "equal": OPTIONS,
         "layout": LAYOUT,
         "present": (True, True),
         "parameters": lambda: VALUES,
@@ -94,31 +94,31 @@ def test_differing_presence_adds_one_bit_per_parameter(
 OTHER_LAYOUT = (LAYOUT[0], ("bias", (5,), torch.float32, (1,), None, "cpu"))
 DIFFERENCES = {
     "option": (
-        {"options": OPTIONS | {"bits": 2}},
-        "ranks differ in options, first in 'bits': {others}: 1, rank 1: 2. Create the optimizer "
+        {"equal": OPTIONS | {"bits": 2}},
+        "ranks differ, first in 'bits': {others}: 1, rank 1: 2. Create the optimizer "
         "with the same options on every rank",
     ),
     "missing option": (
-        {"options": {name: OPTIONS[name] for name in OPTIONS if name != "momentum_sync"}},
+        {"equal": {name: OPTIONS[name] for name in OPTIONS if name != "momentum_sync"}},
         "first in 'momentum_sync': {others}: ['embed*'], rank 1: 'missing'",
     ),
     "rate": (
-        {"options": OPTIONS | {"group 0 lr": 0.2}},
+        {"equal": OPTIONS | {"group 0 lr": 0.2}},
         "first in 'group 0 lr': {others}: 0.1, rank 1: 0.2. Give groups the same values on every "
         "rank, and step a scheduler on all ranks together, ",
     ),
     "earlier rate": (
-        {"options": OPTIONS | {HISTORY: 6}},
+        {"equal": OPTIONS | {HISTORY: 6}},
         "ranks differ in lr, betas, or weight decay of a step since the last exchange, not in "
         "those of now. Give groups the same values on every rank",
     ),
     "frozen": (
-        {"options": OPTIONS | {FROZEN: [*OPTIONS[FROZEN], "late"]}},
+        {"equal": OPTIONS | {FROZEN: [*OPTIONS[FROZEN], "late"]}},
         "first in 'frozen parameters': {others}: [], rank 1: ['late']. Freeze and unfreeze the "
         "same parameters on every rank, ",
     ),
     "kind of number": (
-        {"options": OPTIONS | {"group 0 weight_decay": 0}},
+        {"equal": OPTIONS | {"group 0 weight_decay": 0}},
         "first in 'group 0 weight_decay': {others}: 0.0, rank 1: 0",
     ),
     "step": (
@@ -264,7 +264,7 @@ def test_a_failure_is_raised_on_its_rank_and_named_on_the_others(rank: int, kind
     meetings = Meetings(wire_of(), 1)
     meetings.meet(report())
     if rank == 1:
-        said = report(kind=Kind.SAVE, failure=failure, options={}, layout=[], present=[])
+        said = report(kind=Kind.SAVE, failure=failure, equal={}, layout=[], present=[])
         with pytest.raises(type(failure)) as caught:
             meetings.meet(said)
         assert caught.value is failure
@@ -286,7 +286,7 @@ BROKEN = {
         "the comparison of parameters failed on 1 of 2 ranks: rank 1: MemoryError: too",
     ),
     "options": (
-        {"options": {"x": {(1,): 2}}},
+        {"equal": {"x": {(1,): 2}}},
         TypeError,
         "step failed on 1 of 2 ranks: rank 1: TypeError: keys must be",
     ),
