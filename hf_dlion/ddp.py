@@ -330,7 +330,7 @@ def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Refuses a step on parameters that another attached optimizer owns."""
     for ddp, state in _states.items():
         owners = state.owners
-        if optimizer in owners:
+        if optimizer in owners and ddp._join_config.enable:
             _refuse_join(ddp)  # The hook isn't called if DDP's synchronization is off.
         if not owners or owners == [optimizer]:
             continue

@@ -392,11 +392,11 @@ class DistributedLion(torch.optim.Optimizer):
         if not number or ranks is None:
             return
         if options.momentum_sync_every and ranks.voters.world_size > 1:
-            chosen, full = self._selected("momentum_sync"), self._selected("full_precision")
+            chosen = self._names.synchronized(self.param_groups, self.options)
             momenta = [
                 Momentum(self._flat_momentum(p), fsdp.largest_part(p), self.state[p])
                 for k, (_, p) in enumerate(self._named())
-                if p.requires_grad and chosen[k] and (self.schedule.has_own_weights or not full[k])
+                if p.requires_grad and chosen[k]
             ]
             synchronize(momenta, options, ranks, number)
         if options.check_replicas_every and number % options.check_replicas_every == 0:

@@ -272,6 +272,14 @@ class Names:
             )
         return selected(option, value, self.named(groups))
 
+    def synchronized(self, groups: Groups, options: Options) -> list[bool]:
+        """Returns of which parameters the ranks average momenta that differ, as `momentum_sync`."""
+        chosen = self.selected(groups, options, "momentum_sync")
+        if options.vote_every > 1:  # In local steps, momenta of `full_precision` differ, too.
+            return chosen
+        full = self.selected(groups, options, "full_precision")
+        return [own and not equal for own, equal in zip(chosen, full, strict=True)]
+
     def check(self, groups: Groups, options: Options) -> None:
         """Checks the options that select by name if all names are known.
 
@@ -279,10 +287,10 @@ class Names:
             ValueError: As `selected`, or if momenta would be averaged that are equal anyway.
         """
         if all(name is not None for group in groups for name, _ in self._of_group(group)):
-            full = self.selected(groups, options, "full_precision")
-            synced = self.selected(groups, options, "momentum_sync")
-            averages = not options.momentum_sync_every or options.vote_every > 1
-            if not averages and not any(s and not f for s, f in zip(synced, full, strict=True)):
+            self.selected(groups, options, "full_precision")
+            chosen = any(self.selected(groups, options, "momentum_sync"))
+            averages = chosen and options.momentum_sync_every
+            if averages and not any(self.synchronized(groups, options)):
                 raise ValueError(
                     "momentum_sync would have no effect: full_precision keeps all selected "
                     "momenta equal on all ranks. Leave out momentum_sync_every"

@@ -84,9 +84,9 @@ class WireStats:
         encode_s: Seconds spent on encoding votes and updating momenta.
         exchange_s: Seconds spent on waiting for collectives and counting votes.
         apply_s: Seconds spent on moving parameters.
-        sample: Words of this rank's votes and of the verdict in the last exchange, int64, and
-            whether this rank voted there; None before the first exchange, with more than one bit,
-            and with aggregation="average".
+        sample: Words of this rank's votes and planes of the verdict in the last exchange, int64,
+            and whether this rank voted there; None before the first exchange, with more than one
+            bit, and with aggregation="average".
         drift: With local steps, what `vote.displacement.drift_of` returns for a sample of each
             message of the last exchange.
     """
@@ -100,7 +100,7 @@ class WireStats:
     encode_s: float = 0.0
     exchange_s: float = 0.0
     apply_s: float = 0.0
-    sample: tuple[Tensor, Tensor, Tensor] | None = field(default=None, repr=False)
+    sample: tuple[Tensor, list[Tensor], Tensor] | None = field(default=None, repr=False)
     drift: list[Tensor] = field(default_factory=list, repr=False)
     _lap_began: float = field(default=0.0, repr=False)
 
@@ -116,17 +116,22 @@ class WireStats:
         """Share of the sampled votes of this rank that equal the verdict; NaN without one.
 
         It is 1 if all ranks agree, and near 0.5 if the noise of many ranks' batches decides. With
-        local steps, it is the share of sampled elements that this rank and the mean moved in the
-        same direction, where a mean of 0 counts half.
+        ties="zero", a tie counts half. With local steps, it is the share of sampled elements that
+        this rank and the mean moved in the same direction, where a mean of 0 counts half.
         """
         if self.drift:
             same, moved, _, _ = self._drift()
             return float(0.5 + 0.5 * same / moved)
         if self.sample is None:
             return math.nan
-        votes, verdict, voted = [words.cpu() for words in self.sample]
-        differs = (votes ^ verdict)[voted].numpy().view(np.uint8)
-        return 1.0 - float(np.unpackbits(differs).mean()) if differs.size else math.nan
+        votes, planes, voted = self.sample
+        mine, decided, *ties = [words[voted].cpu().numpy() for words in (votes, *planes)]
+        if not mine.size:
+            return math.nan
+        tied = ties[0] if ties else np.zeros_like(mine)
+        found = ((mine ^ decided) & ~tied, tied)
+        differs, halves = (float(np.unpackbits(own.view(np.uint8)).mean()) for own in found)
+        return 1.0 - differs - 0.5 * halves
 
     @property
     def remainder(self) -> float:
@@ -198,7 +203,7 @@ class Wire:
             f"the model"
         )
 
-    @property
+    @functools.cached_property
     def control_device(self) -> torch.device:
         """Device of small control messages: the CPU if the group has a backend for it."""
         # Not the current device, which is cuda:0 on every rank until the user sets it.

@@ -72,17 +72,6 @@ class Period:
     paths: tuple[float, ...] = ()
     history: int = 0
 
-    def followed(self, before: Sequence[Tensor | None], heads: Sequence[Tensor | None]) -> Period:
-        """Returns the period after groups were added or removed, given by their first parameters.
-
-        `before` has those of the groups in `decays` and `paths`.
-        """
-        kept = dict(zip(before, zip(self.decays, self.paths, strict=True), strict=False))
-        pairs = [kept.get(head, (1.0, 0.0)) for head in heads]
-        return replace(
-            self, decays=tuple(d for d, _ in pairs), paths=tuple(path for _, path in pairs)
-        )
-
     def and_a_step(self, groups: Groups) -> Period:
         """Returns the period with one more step."""
         lrs = [float(group["lr"]) for group in groups]
@@ -113,6 +102,7 @@ class LocalSteps(Schedule):
         shown: Whether the model holds the anchors, as between `eval()` and `train()`.
         layout: Layout in which own weights of 16 bits were last rounded; None for that of the next
             rounding. Random bits depend on the layout, so a later one would give other weights.
+        heads: The first parameters of the period's groups, by which they are known.
     """
 
     def __init__(self, options: Options, *, exchanges: int = 0, shown: bool = False) -> None:
@@ -124,7 +114,7 @@ class LocalSteps(Schedule):
         self.moved: set[Tensor] = set()
         self.kept: dict[Tensor, Kept] = {}
         self.layout: Layout | None = None
-        self._heads: list[Tensor | None] = []  # first parameters of the period's groups
+        self.heads: list[Tensor | None] = []
 
     has_own_weights = True
 
@@ -165,8 +155,13 @@ class LocalSteps(Schedule):
         self.next_period = self.period.and_a_step(last_turn.groups)
 
     def _follow(self, groups: Groups) -> None:
-        heads = [next(iter(group["params"]), None) for group in groups]
-        self.period, self._heads = self.period.followed(self._heads, heads), heads
+        """Gives new groups a decay and a path, also if others were removed before them."""
+        pairs = zip(self.period.decays, self.period.paths, strict=True)
+        kept = dict(zip(self.heads, pairs, strict=False))  # Of no group after an exchange.
+        self.heads = [next(iter(group["params"]), None) for group in groups]
+        found = [kept.get(head, (1.0, 0.0)) for head in self.heads]
+        decays, paths = tuple(decay for decay, _ in found), tuple(path for _, path in found)
+        self.period = replace(self.period, decays=decays, paths=paths)
 
     def settle(self, mine: Mine, node: Wire | None) -> None:
         """Drops gradients that aren't finite, or that another rank of the node doesn't have.
@@ -482,7 +477,7 @@ class LocalSteps(Schedule):
         local = cls(options, exchanges=0 if saved is None else saved["exchanges"], shown=True)
         if saved is None or own is None:
             return local
-        local._heads = [next(iter(group["params"]), None) for group in groups]
+        local.heads = [next(iter(group["params"]), None) for group in groups]
         params = [param for group in groups for param in group["params"]]
         limits = dict(saved["limits"])
         if own.keys() != (expected := {*saved["used"], *limits}):

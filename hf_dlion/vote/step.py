@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hf_dlion.exchange import codec
-from hf_dlion.exchange.codec import WORD, alternating_word
+from hf_dlion.exchange.codec import WORD
 from hf_dlion.exchange.routes import Verdict, Votes, verdict_of
 from hf_dlion.exchange.rule import Average, Majority, Rule
 from hf_dlion.exchange.wire import Wire
@@ -250,21 +250,14 @@ def voted(message: Message, turn: Turn, rule: Rule, ranks: Topology) -> Task:
     verdict = yield from verdict_of(votes, options.exchange, voters, ranks.node, rule, turn.phase)
     stats.lap("exchange_s")
     if message.pieces[0].first == 0 and options.bits == 1 and isinstance(rule, Majority):
-        stats.sample = _sample(votes, verdict)
+        voting = votes.active.to(message.device)[votes.rows.of_word[:SAMPLE]]
+        planes = [plane[:SAMPLE].clone() for plane in verdict.planes]
+        stats.sample = votes.planes[0, :SAMPLE].clone(), planes, voting
     if kernels is not None:
         kernels.move(verdict, rule)
     else:
         move(message, verdict, rule, turn)
     stats.lap("apply_s")
-
-
-def _sample(votes: Votes, verdict: Verdict) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns some words of this rank's votes, of the verdict, and whether the rank votes there."""
-    decided = verdict.planes[0][:SAMPLE].clone()
-    for tied in verdict.planes[1:]:  # With ties="zero", a tie counts half.
-        decided |= tied[:SAMPLE] & alternating_word(0)
-    rows = votes.rows.part(slice(SAMPLE)).of_word
-    return votes.planes[0, :SAMPLE].clone(), decided, votes.active.to(rows.device)[rows]
 
 
 def move(message: Message, verdict: Verdict, rule: Rule, turn: Turn) -> None:
