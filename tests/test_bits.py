@@ -52,14 +52,14 @@ RUNS: dict[str, tuple[list[str], int, dict[str, Any]]] = {
 }
 # Weights, momenta, files, and sent bytes of all ranks.
 HASHES = {
-    "float32": "04e1da8c 4d459bc4 d27aa145 07f410dc",
-    "bfloat16": "01664423 1e7f658d 7047b8ed 0397d242",
-    "mixed dtypes": "c5b9d244 4deae080 075cf473 2513de34",
-    "4 bits": "e0837a4f 4d459bc4 d27aa145 41dcf6f9",
-    "nodes": "0c2c1334 818f27a5 d0cd8f8e 2b996c49",
-    "local steps": "d20d744e c7e5a3e2 8c71a879 9af709b2",
-    "full precision": "45616cd9 acac28b0 89192da3 7c570a22",
-    "FSDP2": "3d417d3c 3f7bc19c 5654f6fa ba1ca9c5",
+    "float32": "04e1da8c 4d459bc4 7f17ffa5 420d4906",
+    "bfloat16": "01664423 1e7f658d d3ea560a 661fae86",
+    "mixed dtypes": "c5b9d244 4deae080 0aec33ec b1d87193",
+    "4 bits": "e0837a4f 4d459bc4 7f17ffa5 ad39fa22",
+    "nodes": "0c2c1334 818f27a5 e681be71 486fda14",
+    "local steps": "d20d744e c7e5a3e2 1e294cdb b5607911",
+    "full precision": "45616cd9 acac28b0 d28016fd 3a0456f7",
+    "FSDP2": "3d417d3c 3f7bc19c 4c3d042a d0451f79",
 }
 
 
