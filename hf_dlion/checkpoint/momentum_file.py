@@ -304,7 +304,8 @@ def _check_period(path: Path, header: Header, lion: DistributedLion) -> None:
     if different := [k for k, own in zip(anchors, found, strict=True) if anchors[k] != own]:
         raise CheckpointError(
             f"{path} belongs to other weights than the model holds, first in parameter "
-            f"{different[0]}: load the model of the same checkpoint before the momenta"
+            f"{different[0]}: load the model of the same checkpoint first. To continue with other "
+            f"weights, load no momenta"
         )
 
 
