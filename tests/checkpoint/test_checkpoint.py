@@ -369,8 +369,7 @@ def test_own_weights_of_another_model_or_other_groups_are_refused(
             run = Run(rank, model_of(1), vote_every=4)
         with pytest.raises(CheckpointError, match="belongs to other weights than the model holds"):
             load_momentum(run.lion, tmp_path)
-    common = run.model.load_state_dict(torch.load(tmp_path / "state.bin")["model"])
-    assert not common.missing_keys
+    run.model.load_state_dict(torch.load(tmp_path / "state.bin")["model"])
     run.lion.add_param_group({"params": [("late", filled(1.0))]})
     with pytest.raises(CheckpointError, match="with 1 parameter groups, but the optimizer has 2"):
         load_momentum(run.lion, tmp_path)
