@@ -9,12 +9,12 @@ Metadata:  the header as JSON: save, step, rank, voters, shard, GradScaler, loca
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import hf_dlion.fsdp as fsdp
+from hf_dlion.checkpoint import own_weights
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.fingerprint import fingerprints
 from hf_dlion.vote.idle_rows import AGE, loaded_state
-from hf_dlion.vote.local_steps import LocalSteps, Period
+from hf_dlion.vote.local_steps import LocalSteps
 
 # Prefix of the files' names. An integration that saves several optimizers appends a number.
 NAME = "dlion_momentum"
@@ -65,7 +65,7 @@ class Header:
         voters: Number of voters, nodes or replicas, among the ranks that saved.
         shard: Index of the rank's FSDP2 shard, and number of shards; None without FSDP2.
         divergences: Numbers of parameters, and what "auto" measured of their momenta.
-        local: State of local steps, see `LocalSteps.saved`; None with `vote_every=1`.
+        local: State of local steps, see `own_weights.to_save`; None with `vote_every=1`.
     """
 
     save: str
@@ -113,7 +113,7 @@ def files_in(folder: Path, name: str) -> list[tuple[int, int]]:
 def write(path: Path, lion: DistributedLion, save: str, at: Position, scaler: Any) -> None:
     """Writes a rank's file, which is complete after a crash or has a temporary name."""
     params = _params(lion)
-    local, own_weights = lion.schedule.saved(lion.param_groups)
+    local, own = own_weights.to_save(lion.schedule, lion.param_groups)
     states = [lion.state.get(param, {}) for param in params]
     divergences = {
         k: state["divergence"] for k, state in enumerate(states) if "divergence" in state
@@ -129,7 +129,7 @@ def write(path: Path, lion: DistributedLion, save: str, at: Position, scaler: An
         divergences=divergences,
         local=local,
     )
-    kept = {f"{_OWN}{number}": weights for number, weights in own_weights.items()}
+    kept = {f"{_OWN}{number}": weights for number, weights in own.items()}
     for number, state in enumerate(states):
         if "exp_avg" in state:
             kept[str(number)] = fsdp.local_part(state["exp_avg"].detach())
@@ -227,34 +227,35 @@ def read(path: Path, lion: DistributedLion, at: Position) -> Loaded:
         if number in header.divergences:
             state["divergence"] = header.divergences[number]
     if lion.schedule.has_own_weights:
-        own_weights = {
-            int(key.removeprefix(_OWN)): saved[key] for key in saved if key.startswith(_OWN)
-        }
-        for number, weights in own_weights.items():
-            part = fsdp.local_part(params[number].detach())
-            if weights.shape != part.shape or weights.dtype != part.dtype:
-                raise _other_model(path, "own weights", weights, number, part)
+        exchanges = header.local["exchanges"] if header.local else 0
+        loaded.local = LocalSteps(lion.options, exchanges=exchanges, shown=True)
         if continues:
-            _check_period(path, header, lion)
-        try:
-            loaded.local = LocalSteps.restored(
-                lion.options, header.local, own_weights if continues else None, lion.param_groups,
-                functools.partial(lion._new_layout, None),
-            )  # fmt: skip
-        except ValueError as error:
-            raise CheckpointError(f"{path} {error}: {LOAD_OLDER}") from error
+            own = {int(key.removeprefix(_OWN)): saved[key] for key in saved if key.startswith(_OWN)}
+            loaded.local = _local_steps(path, header.local or {}, own, lion)
     return loaded
+
+
+def _local_steps(
+    path: Path, values: Mapping[str, Any], own: Mapping[int, Tensor], lion: DistributedLion
+) -> LocalSteps:
+    params, groups = _params(lion), lion.param_groups
+    for number, weights in own.items():
+        part = fsdp.local_part(params[number].detach())
+        if weights.shape != part.shape or weights.dtype != part.dtype:
+            raise _other_model(path, "own weights", weights, number, part)
+    try:
+        own_weights.check(values, own, groups)
+    except ValueError as error:
+        raise CheckpointError(f"{path} {error}") from error
+    layout_of = partial(lion._new_layout, None)
+    return own_weights.loaded(lion.options, values, own, groups, layout_of)
 
 
 def _read_header(path: Path, metadata: Mapping[str, str] | None) -> Header:
     try:
         values = json.loads((metadata or {})[_HEADER])
         if values["local"] is not None:
-            period = values["local"]["period"]
-            period |= {name: tuple(map(float, period[name])) for name in ("decays", "paths")}
-            values["local"]["period"] = Period(**period)
-            anchors = values["local"]["anchors"]
-            values["local"]["anchors"] = {int(number): int(anchors[number]) for number in anchors}
+            values["local"] = own_weights.from_json(values["local"])
         values["divergences"] = {int(k): float(v) for k, v in values["divergences"].items()}
         header = Header(**values)
     except (KeyError, TypeError, ValueError) as error:
@@ -288,24 +289,6 @@ def _check_state(path: Path, header: Header, lion: DistributedLion) -> None:
             f"{path} holds shard {header.shard} of the momentum (index, number of shards), but "
             f"this rank has shard {_shard(lion)}: load FSDP2 checkpoints with the mesh that they "
             f"were saved with"
-        )
-
-
-def _check_period(path: Path, header: Header, lion: DistributedLion) -> None:
-    """Refuses local steps of other common weights than the model holds, or of other groups."""
-    assert header.local is not None
-    groups, params, anchors = lion.param_groups, _params(lion), header.local["anchors"]
-    if len(header.local["period"].decays) not in (0, len(groups)):
-        raise CheckpointError(
-            f"{path} was saved between two exchanges with {len(header.local['period'].decays)} "
-            f"parameter groups, but the optimizer has {len(groups)}: add groups after the load"
-        )
-    found = fingerprints([fsdp.local_part(params[number].detach()) for number in anchors])
-    if different := [k for k, own in zip(anchors, found, strict=True) if anchors[k] != own]:
-        raise CheckpointError(
-            f"{path} belongs to other weights than the model holds, first in parameter "
-            f"{different[0]}: load the model of the same checkpoint first. To continue with other "
-            f"weights, load no momenta"
         )
 
 

@@ -474,3 +474,8 @@ def flat_gradient(name: str, grad: Tensor, param: Tensor) -> Tensor:
     if grad.stride() != param.stride():
         grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
     return flat_view(grad)
+
+
+def form_of(param: Tensor) -> tuple[object, ...]:
+    """Returns what must not change while a parameter has own weights."""
+    return param.dtype, param.shape, param.stride()

@@ -17,33 +17,25 @@ After an attach, a load, or a change of what is trained, a local step begins wit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
-import hf_dlion.fsdp as fsdp
 from hf_dlion.exchange.wire import Wire, digest
 from hf_dlion.options import Groups, Options, hyperparameters
 from hf_dlion.ranks.agreement import HISTORY, Agreed, agree_in_node
-from hf_dlion.ranks.fingerprint import fingerprints, numbers
+from hf_dlion.ranks.fingerprint import numbers
 from hf_dlion.ranks.meeting import Disagreement, Kind
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote import on_gpu
 from hf_dlion.vote.displacement import DETACH, REMEDY, average, round_own
-from hf_dlion.vote.layout import LOW_PRECISION, Kept, Layout, Slot, flat_view
+from hf_dlion.vote.layout import LOW_PRECISION, Kept, Layout, Slot, form_of
 from hf_dlion.vote.rounding import DISPLACEMENTS, PARAMETERS
-from hf_dlion.vote.step import (
-    Host,
-    Mine,
-    Schedule,
-    Turn,
-    direction,
-)
+from hf_dlion.vote.step import Host, Mine, Schedule, Turn, direction
 
 # `vote_every_for` aims at this share of the time for exchanges, and proposes at most so many steps,
 # the largest number that was tried in more than one period (docs/results.md).
@@ -107,7 +99,7 @@ class LocalSteps(Schedule):
 
     def __init__(self, options: Options, *, exchanges: int = 0, shown: bool = False) -> None:
         """Begins with a period without steps."""
-        self._options = options
+        self.options = options
         self.period = self.next_period = Period()
         self.exchanges, self.shown = exchanges, shown
         self.used: set[Tensor] = set()
@@ -127,11 +119,11 @@ class LocalSteps(Schedule):
 
     def renewed(self, *, exchanges: int = 0, shown: bool = False) -> LocalSteps:
         """Returns local steps in a new period, with nothing that was kept."""
-        return LocalSteps(self._options, exchanges=exchanges, shown=shown)
+        return LocalSteps(self.options, exchanges=exchanges, shown=shown)
 
     def next_kind(self, layout: Callable[[], Layout]) -> Kind:
         """Returns what all ranks do next: `STEP` at a new layout is a header, then a local step."""
-        if self.period.steps + 1 >= self._options.vote_every:
+        if self.period.steps + 1 >= self.options.vote_every:
             return Kind.EXCHANGE
         # `take` notes that they have met, so a voter that is alone takes a plain step every time.
         return Kind.LOCAL_STEP if layout().has_met else Kind.STEP
@@ -151,10 +143,10 @@ class LocalSteps(Schedule):
         if not layout.has_met:
             _check_memory(layout)
         self.check(layout, last_turn)
-        self._follow(last_turn.groups)
+        self.follow(last_turn.groups)
         self.next_period = self.period.and_a_step(last_turn.groups)
 
-    def _follow(self, groups: Groups) -> None:
+    def follow(self, groups: Groups) -> None:
         """Gives new groups a decay and a path, also if others were removed before them."""
         pairs = zip(self.period.decays, self.period.paths, strict=True)
         kept = dict(zip(self.heads, pairs, strict=False))  # Of no group after an exchange.
@@ -225,7 +217,7 @@ class LocalSteps(Schedule):
         """Exchanges the steps of this period, whatever the model holds; returns warnings."""
         with lion.peers.together(Kind.EXCHANGE) as mine:
             mine.layout, last_turn = lion._refreshed_layout(), lion._turn(0)
-            self._follow(last_turn.groups)
+            self.follow(last_turn.groups)
             self.next_period = self.period
             self.check(mine.layout, last_turn)
         ranks = lion.peers.ranks
@@ -383,7 +375,7 @@ class LocalSteps(Schedule):
         """Copies a parameter to its anchor, unless it has one."""
         if slot.kept is None:
             c = torch.zeros_like(slot.p) if slot.dtype in LOW_PRECISION else None
-            slot.kept = self.kept[slot.param] = Kept(slot.p.clone(), c, _form(slot.param))
+            slot.kept = self.kept[slot.param] = Kept(slot.p.clone(), c, form_of(slot.param))
 
     def drop(self, param: Tensor, flat: Tensor) -> None:
         """Puts a parameter's anchor into it, and forgets the parameter."""
@@ -413,99 +405,6 @@ class LocalSteps(Schedule):
             if kept.displacement is not None:
                 kept.version = param._version
 
-    # What a checkpoint keeps.
-
-    def saved(self, groups: Groups) -> tuple[dict[str, Any], dict[int, Tensor]]:
-        """Returns values for JSON, and own weights by the parameters' numbers in the groups.
-
-        Of 16 bits they are displacements, which lose no bits. `bits` decides what the limits mean.
-        Pairs take the place of keys that aren't strings, which JSON doesn't have.
-        """
-        self._follow(groups)
-        params = [param for group in groups for param in group["params"]]
-        number_of, own, anchors = {param: k for k, param in enumerate(params)}, {}, {}
-        for param, kept in self.kept.items():
-            if param not in self.used and kept.limit is None:
-                continue  # A failed exchange made its anchor, which equals this rank's weights.
-            part = fsdp.local_part(param.detach())
-            flat = kept.aside if kept.displacement is None else kept.displacement
-            own[number_of[param]] = (
-                part if flat is None else flat.as_strided(part.size(), part.stride())
-            )
-            anchors[number_of[param]] = kept.anchor.as_strided(part.size(), part.stride())
-        laid_out = self.layout.slots if self.layout else ()
-        values = {
-            "anchors": dict(zip(anchors, fingerprints([*anchors.values()]), strict=True)),
-            "bits": self._options.bits,
-            "exchanges": self.exchanges,
-            "period": asdict(self.period),
-            "used": sorted(number_of[param] for param in self.used),
-            "moved": sorted(number_of[param] for param in self.moved),
-            "limits": sorted(
-                (number_of[param], kept.limit)
-                for param, kept in self.kept.items()
-                if kept.limit is not None
-            ),
-            # Without removed ones, so what was rounded before the removal may be rounded otherwise.
-            "layout": [number_of[s.param] for s in laid_out if s.param in number_of],
-        }
-        return values, dict(sorted(own.items()))
-
-    @classmethod
-    def restored(
-        cls,
-        options: Options,
-        saved: Mapping[str, Any] | None,
-        own: Mapping[int, Tensor] | None,
-        groups: Groups,
-        layout_of: Callable[[Collection[Tensor]], Layout],
-    ) -> LocalSteps:
-        """Returns local steps as after `eval()`, with the model's weights as anchors.
-
-        Args:
-            options: Options of this run.
-            saved: Values that `saved` returned, with its period checked; None if the run that saved
-                took no local steps.
-            own: Own weights that `saved` returned; None to begin a period.
-            groups: The parameter groups.
-            layout_of: Function that returns the layout of some of them.
-
-        Raises:
-            ValueError: If own weights and values don't fit the parameters or each other; the text
-                begins with a verb.
-        """
-        local = cls(options, exchanges=0 if saved is None else saved["exchanges"], shown=True)
-        if saved is None or own is None:
-            return local
-        local.heads = [next(iter(group["params"]), None) for group in groups]
-        params = [param for group in groups for param in group["params"]]
-        limits = dict(saved["limits"])
-        if own.keys() != (expected := {*saved["used"], *limits}):
-            raise ValueError(
-                f"holds own weights of parameters {sorted(own)}, but should hold those of "
-                f"{sorted(expected)}"
-            )
-        # With 8 bits a limit is one of the largest displacement, otherwise one of a sum.
-        comparable = (saved["bits"] == 8) == (options.bits == 8)
-        for number, weights in own.items():
-            param, part = params[number], fsdp.local_part(params[number].detach())
-            flat = flat_view(torch.empty_like(part).copy_(weights))
-            kept = Kept(flat_view(part).clone(), None, _form(param))
-            if param.dtype in LOW_PRECISION:
-                kept.displacement = flat
-            else:
-                kept.aside = flat
-            if number in limits:
-                kept.limit = limits[number] if comparable else math.inf
-            local.kept[param] = kept
-        if any(kept.displacement is not None for kept in local.kept.values()):
-            # Which the run that saved had rounded in this layout.
-            local.layout = layout_of({params[number] for number in saved["layout"]})
-        local.period = local.next_period = saved["period"]
-        local.used = {params[number] for number in saved["used"]}
-        local.moved = {params[number] for number in saved["moved"]}
-        return local
-
 
 def _check_memory(layout: Layout) -> None:
     slots = [slot for slot in layout.slots if slot.size]
@@ -520,7 +419,7 @@ def _check_memory(layout: Layout) -> None:
 
 def _check_forms(layout: Layout) -> None:
     for slot in layout.slots:
-        if slot.kept and slot.kept.form != _form(slot.param):
+        if slot.kept and slot.kept.form != form_of(slot.param):
             raise _changed(
                 slot, f"dtype or memory layout was changed. Before you change it, {DETACH}"
             )
@@ -542,7 +441,3 @@ def _different(found: Sequence[tuple[Slot, Tensor, Tensor]]) -> list[Slot]:
 def _bits(flat: Tensor) -> Tensor:
     """Returns a view of integers, because a NaN differs from itself, and 0.0 equals -0.0."""
     return flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-
-
-def _form(param: Tensor) -> tuple[object, ...]:
-    return param.dtype, param.shape, param.stride()

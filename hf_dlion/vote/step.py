@@ -28,7 +28,7 @@ from hf_dlion.exchange.codec import WORD
 from hf_dlion.exchange.routes import Verdict, Votes, verdict_of
 from hf_dlion.exchange.rule import Average, Majority, Rule
 from hf_dlion.exchange.wire import Wire
-from hf_dlion.options import Groups, Options
+from hf_dlion.options import Options
 from hf_dlion.ranks.agreement import Agreed
 from hf_dlion.ranks.meeting import Kind
 from hf_dlion.ranks.topology import Topology
@@ -208,10 +208,6 @@ class Schedule:
 
     def drop(self, param: Tensor, flat: Tensor) -> None:
         """Forgets a parameter."""
-
-    def saved(self, groups: Groups) -> tuple[dict[str, Any] | None, dict[int, Tensor]]:
-        """Returns what a checkpoint keeps: values for JSON, and own weights by number."""
-        return None, {}
 
 
 def vote(layout: Layout, turn: Turn, ranks: Topology) -> None:
