@@ -255,7 +255,7 @@ def _share(rank: int, words_each: int, words: int) -> slice:
 def _padded(planes: Planes, words: int) -> Tensor:
     """Returns planes with zeros after their end, int64, shape (planes, words)."""
     if isinstance(planes, Tensor) and planes.shape[1] == words:
-        return planes
+        return planes.contiguous()  # A part of what `_joined` returns isn't.
     padded = planes[0].new_zeros(len(planes), words)
     for out, plane in zip(padded, planes, strict=True):
         out[: plane.numel()] = plane
