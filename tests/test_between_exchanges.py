@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable
@@ -208,6 +209,26 @@ def test_an_evaluation_or_a_save_of_a_frozen_model_loses_no_step(rank: int, tmp_
     assert same(*results)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(2)
+def test_a_change_on_all_ranks_before_a_rank_uses_a_parameter_is_a_move(
+    rank: int, dtype: torch.dtype
+) -> None:
+    """The rank has an anchor from the first step on, as the others do."""
+    param, optimizer = single(dtype=dtype, vote_every=4)
+    other = filled(1.0, dtype)
+    optimizer.add_param_group({"params": [("other", other)]})
+    for step in range(8):
+        other.grad = None if rank == 1 and step < 2 else torch.ones_like(other)
+        optimizer.step()
+        with torch.no_grad():
+            other.data.mul_(0.99)
+    optimizer.exchange_now()
+    optimizer.eval()
+    assert is_equal_everywhere(param)
+    assert is_equal_everywhere(other)
+
+
 @on_ranks(2)
 def test_tensors_of_one_shape_can_be_trained_in_turns() -> None:
     """Trains two tensors of one shape in turns, as some low-memory recipes do."""
@@ -242,7 +263,7 @@ def test_a_wrong_order_of_calls_is_refused(rank: int) -> None:
     ):
         step()
     ddp = DistributedDataParallel(model)  # gives rank 1 the own weights of rank 0
-    with pytest.raises(RuntimeError, match=r"got a DDP wrapper that was made during local steps"):
+    with pytest.raises(RuntimeError, match=r"got another DDP wrapper between two exchanges"):
         optimizer.attach(ddp)
     optimizer.detach()
     model[0].weight.data[0, 0] = rank
@@ -296,7 +317,7 @@ def errors_in_a_node(rank: int, act: Callable[[DistributedLion], Any]) -> list[s
 
 def reload(optimizer: DistributedLion) -> None:
     """Loads a state, after which a step begins with headers."""
-    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
 @pytest.mark.parametrize("does", ["exchanges", "saves", "steps"])

@@ -81,7 +81,7 @@ class Header:
     @property
     def has_own_weights(self) -> bool:
         """Whether the file was saved with weights that differ between ranks."""
-        return self.local is not None and bool(self.local["used"] or self.local["limits"])
+        return self.local is not None and bool(self.local["anchors"])
 
 
 @dataclass

@@ -34,8 +34,6 @@ def to_save(local: Schedule, groups: Groups) -> tuple[dict[str, Any] | None, dic
     params = [param for group in groups for param in group["params"]]
     number_of, own, anchors = {param: k for k, param in enumerate(params)}, {}, {}
     for param, kept in local.kept.items():
-        if param not in local.used and kept.limit is None:
-            continue  # A failed exchange made its anchor, which equals this rank's weights.
         part = fsdp.local_part(param.detach())
         flat = kept.aside if kept.displacement is None else kept.displacement
         own[number_of[param]] = (
@@ -82,10 +80,10 @@ def check(values: Mapping[str, Any], own: Mapping[int, Tensor], groups: Groups) 
     Raises:
         ValueError: If so; the text begins with a verb.
     """
-    if own.keys() != (expected := {*values["used"], *dict(values["limits"])}):
+    if own.keys() != values["anchors"].keys():
         raise ValueError(
             f"holds own weights of parameters {sorted(own)}, but should hold those of "
-            f"{sorted(expected)}: load an older checkpoint"
+            f"{sorted(values['anchors'])}: load an older checkpoint"
         )
     if len(values["period"].decays) not in (0, len(groups)):
         raise ValueError(

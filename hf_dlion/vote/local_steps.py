@@ -135,7 +135,8 @@ class LocalSteps(Schedule):
             RuntimeError: If `eval` was called without `train`, or as `check`.
             ValueError: If two parameters share memory.
         """
-        if self.shown:
+        # Without anchors and gradients, torch.distributed.checkpoint creates the state.
+        if self.shown and (self.kept or any([slot.grad is not None for slot in layout.slots])):
             raise RuntimeError(
                 "step() after optimizer.eval() or in common_weights(), which put common weights "
                 "into the model: call optimizer.train() before you train"
@@ -238,13 +239,17 @@ class LocalSteps(Schedule):
     # Steps and exchanges.
 
     def step(self, layout: Layout, turn: Turn) -> None:
-        """Takes a step on this rank's gradients, without communication."""
+        """Takes a step on this rank's gradients, without communication.
+
+        It makes anchors after a header, which has found equal weights on all ranks.
+        """
         for slot in layout.slots:
             self.moved.add(slot.param)
-            if slot.grad is not None:
+            if not layout.has_met:
                 self.add_anchor(slot)
+            if slot.grad is not None:
                 self.used.add(slot.param)
-            slot.target = slot.p if slot.kept else None
+            slot.target = slot.p
         turn.age_rows(layout.slots)
         pieces = layout.pieces
         if any([piece.device.type != "cpu" for piece in pieces]):
@@ -284,9 +289,6 @@ class LocalSteps(Schedule):
             self.period = Period()
             return 0, []
         ranks.voters.stats.lap()
-        for slot, used in zip(layout.slots, used_anywhere, strict=True):
-            if used:
-                self.add_anchor(slot)
         if self.layout is not None and self.layout is not layout:  # It changed since the step.
             self.layout = None
             self._round(layout, turn)

@@ -32,7 +32,6 @@ class LocalLions(Lions):
         super().__post_init__()
         self.own = [[p.clone() for p in self.params] for _ in range(self.ranks)]
         self.c = [[torch.zeros_like(p) for p in self.params] for _ in range(self.ranks)]
-        self.anchored = [[False for _ in self.params] for _ in range(self.ranks)]
         self.used = [False for _ in self.params]
         self.factors = [1.0 for _ in self.params]
         self.layout = Layout([tuple(p.shape) for p in self.params], self.full)
@@ -58,7 +57,7 @@ class LocalLions(Lions):
         for i, u in enumerate(self._directions(self.layout, rank, grads)):
             p = self.own[rank][i]
             if u is not None:
-                self.anchored[rank][i] = self.used[i] = True
+                self.used[i] = True
                 move = u.dtype.type(self.lrs[i]) * np.sign(u)
                 if p.dtype in LOW:
                     c = self.c[rank][i].float().numpy() + move
@@ -70,7 +69,7 @@ class LocalLions(Lions):
     def _refresh(self, rank: int, i: int) -> None:
         """Rounds x - c to p, for parameters of 16 bits."""
         p = self.own[rank][i]
-        if p.dtype in LOW and self.anchored[rank][i]:
+        if p.dtype in LOW:
             difference = (self.params[i].float() - self.c[rank][i].float()).numpy()
             p.copy_(self._rounded(difference, i, OWN + rank, self.t))
 
@@ -79,9 +78,7 @@ class LocalLions(Lions):
         x, written = self.params[i].clone(), values != self.params[i]
         self.params[i].copy_(values)
         for rank, own in enumerate(self.own):
-            if not self.anchored[rank][i]:
-                own[i].copy_(values)
-            elif own[i].dtype not in LOW:
+            if own[i].dtype not in LOW:
                 own[i][written] = (values - (x - own[i]))[written]
             self._refresh(rank, i)
 
@@ -141,7 +138,6 @@ class LocalLions(Lions):
             y = (x - d[i]) * factor
             new = self._rounded(y, i, 0, e)
             for rank in range(self.ranks):
-                self.anchored[rank][i] = True
                 own = self.own[rank][i]
                 left = np.asarray(new.float().numpy() - y if p.dtype in LOW else 0)
                 if p.dtype in LOW:
@@ -161,7 +157,7 @@ class LocalLions(Lions):
                 self._refresh(rank, i)
 
     def _displacement(self, rank: int, i: int) -> Array:
-        if not self.used[i] or not self.anchored[rank][i]:
+        if not self.used[i]:
             return np.zeros(self.params[i].shape, dtype=np.float64)
         if self.params[i].dtype in LOW:
             return np.asarray(self.c[rank][i].float().numpy())
