@@ -231,11 +231,11 @@ def _warn_alone() -> None:
 
 def _lions(accelerator: Accelerator) -> list[tuple[str, DistributedLion]]:
     """Returns the accelerator's DistributedLions, each with the name of its momentum files."""
-    return [
-        (f"{NAME}_{index}" if index else NAME, lion)
-        for index, optimizer in enumerate(accelerator._optimizers)
-        if (lion := find_optimizer(optimizer)) is not None
-    ]
+    found: dict[DistributedLion, str] = {}
+    for index, optimizer in enumerate(accelerator._optimizers):
+        if (lion := find_optimizer(optimizer)) is not None:  # Twice, if it was prepared twice.
+            found.setdefault(lion, f"{NAME}_{index}" if index else NAME)
+    return [(name, lion) for lion, name in found.items()]
 
 
 def _wrap(accelerator: Accelerator) -> None:

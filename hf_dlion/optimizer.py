@@ -31,7 +31,7 @@ from hf_dlion.options import (
 from hf_dlion.peers import Peers
 from hf_dlion.ranks.meeting import Kind, gather_bools
 from hf_dlion.vote.full_precision import step_in_full
-from hf_dlion.vote.idle_rows import AGE, loaded_state, survey, without_ages
+from hf_dlion.vote.idle_rows import AGE, loaded_state, momenta_in, survey, without_ages
 from hf_dlion.vote.layout import (
     Layout,
     Scratch,
@@ -40,6 +40,7 @@ from hf_dlion.vote.layout import (
     flat_gradient,
     flat_view,
     momentum_of,
+    unscale,
 )
 from hf_dlion.vote.local_steps import schedule_of
 from hf_dlion.vote.momentum_sync import Momentum, average_whole, synchronize
@@ -526,7 +527,10 @@ class DistributedLion(torch.optim.Optimizer):
             if p.grad is not None and p.requires_grad:
                 grad, part = fsdp.local_part(p.grad.detach()), fsdp.local_part(p.detach())
                 slot.grad = flat_gradient(slot.name, grad, part)
-        unscaled = self._unscale([slot.grad for slot in slots if slot.grad is not None])
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if scale is not None:  # Of this step only, also if it fails.
+            self.grad_scale, self.found_inf = 1.0, None
+        unscaled = unscale([slot.grad for slot in slots if slot.grad is not None], scale, found_inf)
         mine.finite = unscaled and survey(slots)  # No NaN, and no Inf.
         if not self.state and not any([float(group["lr"]) for group in self.param_groups]):
             # torch.distributed.checkpoint takes such a step, on gradients of zero, to create the
@@ -539,22 +543,6 @@ class DistributedLion(torch.optim.Optimizer):
             if slot.grad is not None:
                 slot.momentum = self._flat_momentum(slot.param)
         mine.present = [slot.grad is not None for slot in slots]
-
-    def _unscale(self, grads: list[Tensor]) -> bool:
-        """Unscales gradients that GradScaler left scaled; returns False if it found an Inf."""
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if scale is not None:  # Of this step only, also if it fails.
-            self.grad_scale, self.found_inf = 1.0, None
-        if found is not None and float(found) > 0:
-            return False
-        if scale is not None and any(grad.dtype == torch.float16 for grad in grads):
-            raise ValueError(
-                "GradScaler scaled float16 gradients, which can't hold small numbers once they are "
-                "unscaled: load the model with dtype=torch.float32 or torch.bfloat16"
-            )
-        if scale is not None and grads:
-            torch._foreach_mul_(grads, 1.0 / float(scale))
-        return True
 
     def _flat_momentum(self, param: Tensor) -> Tensor:
         """Returns this rank's part of a parameter's momentum, flat."""
@@ -574,6 +562,7 @@ class DistributedLion(torch.optim.Optimizer):
         Momenta get the dtype of `momentum_dtype`, or of their parameters. Parameters keep the names
         that they have here. Own weights, exchanges, and abstentions are forgotten, and a period of
         local steps begins. `load_momentum` brings own weights, and ages of rows, from its files.
+        A state with the optimizer's own tensors, which Accelerate's `prepare` loads, keeps all.
 
         Args:
             state_dict: Return value of `state_dict`; not changed.
@@ -588,12 +577,16 @@ class DistributedLion(torch.optim.Optimizer):
                 "DistributedLion can't load: load the model's weights only, and start with a new "
                 "optimizer"
             )
-        names = [group.get("param_names") for group in self.param_groups]
+        names, before = [group.get("param_names") for group in self.param_groups], dict(self.state)
+        keeps_all = momenta_in(state_dict) == momenta_in(super().state_dict())
         super().load_state_dict(dict(state_dict))
         for group, passed in zip(self.param_groups, names, strict=True):
             group.pop("param_names", None)
             if passed is not None:
                 group["param_names"] = passed
+        if keeps_all:
+            self.state.update(before)
+            return
         # torch.distributed.checkpoint writes names where `state_dict` has numbers.
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
@@ -648,3 +641,4 @@ class DistributedLion(torch.optim.Optimizer):
         super().__setstate__(torch_state)
         if options is not None:
             self._begin(options, None, None)
+            ddp.introduce(self)

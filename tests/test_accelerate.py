@@ -282,6 +282,7 @@ def test_several_optimizers_have_files_of_their_own(rank: int, tmp_path: Path) -
     loop.accelerator.prepare(sgd)
     wrapped, second = loop.accelerator.prepare(other, lion)
     attach(loop.accelerator, wrapped)
+    loop.accelerator.prepare(lion)  # Once more, which adds no files.
     loop.train(2)
     loop.accelerator.backward(wrapped(torch.full((1, 2), rank + 1.0)).sum())
     second.step()

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -86,6 +87,24 @@ def test_an_age_that_torch_made_of_nothing_is_dropped() -> None:
     optimizer.load_state_dict(state)
     assert AGE not in optimizer.state[next(model.parameters())]
     take_step(optimizer, model, batch(1, 0))
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@on_ranks(2)
+def test_a_load_of_its_own_state_keeps_what_only_this_rank_has(rank: int, every: int) -> None:
+    """As in Accelerate's `prepare`. A row is idle, and has its age, from the second step on."""
+    loaded, straight = (plain(vote_every=every, betas=(0.9, 0.5)) for _ in range(2))
+    for step in range(6):
+        if step == 3:
+            state = loaded[1].state_dict()
+            state["param_groups"][0]["lr"] = straight[1].param_groups[0]["lr"] = 0.02
+            loaded[1].load_state_dict(state)
+        for model, optimizer in (loaded, straight):
+            backward(model, batch(step, rank))
+            if step:
+                model[0].weight.grad[5] = 0.0
+            optimizer.step()
+        assert same(*(list(model.parameters()) for model, _ in (loaded, straight))), step
 
 
 @on_ranks(2)
@@ -197,11 +216,10 @@ def test_a_rank_without_gradients_does_not_hang_at_the_start_of_a_warm_up(rank: 
 @pytest.mark.parametrize("every", [1, 2])
 @on_ranks(2)
 def test_a_step_that_only_creates_state_is_not_counted(every: int) -> None:
-    """Creates the state as torch.distributed.checkpoint does."""
-    model, optimizer = plain(lr=0.0, vote_every=every)
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
+    """Creates the state as torch.distributed.checkpoint does, also where weights are saved."""
+    model, optimizer = plain(vote_every=every)
+    with optimizer.common_weights():
+        get_optimizer_state_dict(model, optimizer)
     assert all("exp_avg" in optimizer.state[p] for p in model.parameters())
     assert optimizer.steps == 0
 
@@ -211,6 +229,19 @@ def test_a_copy_would_lose_its_process_group() -> None:
     optimizer = DistributedLion([filled(1.0)], process_group=dist.group.WORLD)
     with pytest.raises(TypeError, match="can't be copied or pickled"):
         copy.deepcopy(optimizer)
+
+
+@on_ranks(2)
+def test_copies_of_two_optimizers_share_a_wrapper(rank: int) -> None:
+    ddp = DistributedDataParallel(model_of())
+    halves = [DistributedLion(half.parameters()) for half in (ddp.module[0], ddp.module[2:])]
+    copied = copy.deepcopy([ddp, *halves])
+    for optimizer in copied[1:]:
+        optimizer.attach(copied[0])
+    backward(copied[0], batch(0, rank))
+    for optimizer in copied[1:]:
+        optimizer.step()
+        optimizer.detach()
 
 
 @on_ranks(2)

@@ -122,6 +122,12 @@ def without_ages(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str,
     }
 
 
+def momenta_in(state_dict: Mapping[str, Any]) -> object:
+    """Returns what identifies the momenta in an optimizer's state dict, and their step."""
+    momenta = [(key, id(state.get("exp_avg"))) for key, state in state_dict["state"].items()]
+    return momenta, [group["step"] for group in state_dict["param_groups"]]
+
+
 def loaded_state(
     saved: Mapping[str, Any], dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import resource
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -333,7 +334,7 @@ def test_the_optimizers_state_alone_is_refused_within_a_period(rank: int, tmp_pa
     run = Run(rank, vote_every=4)
     kept = run.train(2)
     run.save(tmp_path)
-    state = run.lion.state_dict()
+    state = deepcopy(run.lion.state_dict())
     with pytest.raises(CheckpointError, match=r"load the model and the optimizer's state_dict\(\)"):
         load_momentum(run.lion, tmp_path)
     assert same(kept, run.weights)
