@@ -45,13 +45,14 @@ class WrapperState:
         ddp: Weak reference to the wrapper.
         averaged: Parameters in the buckets. Until the first backward, those that are trainable.
         buckets_checked: Whether all parameters in the wrapper's buckets were found to have owners.
+        calls: Number of calls of the hook.
     """
 
     def __init__(self, ddp: DistributedDataParallel | None = None) -> None:
         self.ddp = (lambda: None) if ddp is None else weakref.ref(ddp)
         self.averaged: set[Tensor] = set() if ddp is None else set(_trainable(ddp))
         self._owners: list[weakref.ref[Owner]] = []
-        self.buckets_checked = False
+        self.buckets_checked, self.calls = False, 0
 
     def __reduce__(self) -> tuple[type["WrapperState"], tuple[()]]:
         return WrapperState, ()
@@ -123,6 +124,7 @@ def lion_hook(
     """
     ddp, owners = state.ddp(), state.owners
     assert ddp is not None  # The wrapper's reducer calls this function.
+    state.calls += 1
     if not owners:
         return allreduce_hook(ddp.process_group, bucket)
     _refuse_join(ddp)
@@ -225,9 +227,14 @@ def attached_wrappers(owner: Owner) -> list[DistributedDataParallel]:
     return [ddp for ddp, state in _states.items() if owner in state.owners]
 
 
-def averaged_parameters(owner: Owner) -> set[Tensor]:
+def averaged_parameters(owner: Owner) -> dict[DistributedDataParallel, set[Tensor]]:
     """Returns the parameters whose gradients the hooks of `owner`'s wrappers see."""
-    return set[Tensor]().union(*(_states[ddp].averaged for ddp in attached_wrappers(owner)))
+    return {ddp: _states[ddp].averaged for ddp in attached_wrappers(owner)}
+
+
+def hook_calls(ddp: DistributedDataParallel) -> int:
+    """Returns how often the hook of an attached wrapper was called."""
+    return _states[ddp].calls
 
 
 def _register(ddp: DistributedDataParallel) -> WrapperState:
@@ -327,9 +334,15 @@ def _watch_steps() -> None:
 
 
 def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Refuses a step on parameters that another attached optimizer owns."""
+    """Refuses a step on parameters that another attached optimizer owns.
+
+    An optimizer around it, such as Lookahead or SAM, calls its step.
+    """
+    inner = getattr(optimizer, "optimizer", getattr(optimizer, "base_optimizer", None))
     for ddp, state in _states.items():
         owners = state.owners
+        if inner in owners:
+            continue
         if optimizer in owners and ddp._join_config.enable:
             _refuse_join(ddp)  # The hook isn't called if DDP's synchronization is off.
         if not owners or owners == [optimizer]:

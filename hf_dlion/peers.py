@@ -40,6 +40,9 @@ from hf_dlion.vote.warm_up import warm_up
 
 # Numbers of the optimizers that this process creates.
 _numbers = itertools.count(1)
+# From this step on, gradients are compared again at each power of two, because a model may be
+# wrapped again without `attach`.
+COMPARED_FROM = 64
 # Attribute of an exception that a meeting raised on all ranks: its number among entries of
 # `together`. It may be raised again in a later one, where the other ranks don't have it.
 _MET = "_hf_dlion_met"
@@ -94,6 +97,7 @@ class Peers:
         self.process_group, self.replicate = process_group, replicate
         self.ranks: Topology | None = None
         self.fsdp_models: list[nn.Module] = []
+        self._hook_calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self.momenta_equal = self._compared_gradients = False
         self._created = next(_numbers)
         self._meetings: Meetings | None = None
@@ -296,7 +300,8 @@ class Peers:
 
         Raises:
             RuntimeError: If parameters are sharded, or nodes vote, and no model was attached; if no
-                hook averages a parameter's gradient in the node; or as `count_abstentions`.
+                hook averages a parameter's gradient in the node, or did since the last step; or as
+                `count_abstentions`.
         """
         if not mine.layout.is_attached:
             self._check_models()
@@ -304,6 +309,8 @@ class Peers:
                 self._check_hooks()
             # In its first backward, a hook notes which gradients it averages.
             mine.layout.is_attached = any(mine.present)
+        if self.ranks is not None and self.ranks.node is not None:
+            self._check_averages(mine.layout)
         if mine.kind is not Kind.LOCAL_STEP:  # In which the other ranks wouldn't raise.
             self._check_abstentions()
 
@@ -316,9 +323,10 @@ class Peers:
         is_other = ddp.wrapper_in(model) not in ddp.attached_wrappers(self._lion)
         if self._lion.schedule.kept and not self._lion.schedule.shown and is_other:
             raise RuntimeError(
-                "attach() got a DDP wrapper that was made during local steps, so it holds rank 0's "
-                "own weights on every rank. Call optimizer.detach() before you wrap the model, and "
-                "optimizer.attach(model) before you load momenta"
+                "attach() got another DDP wrapper between two exchanges of local steps. If it was "
+                "made since the last one, it holds rank 0's own weights on every rank. Call "
+                "optimizer.detach() before you wrap the model, or now to go on with the weights of "
+                "the last exchange, and optimizer.attach(model) before you load momenta"
             )
 
     def _check_models(self) -> None:
@@ -340,7 +348,7 @@ class Peers:
             )
         if self.ranks is None or self.ranks.node is None:  # Every node has one rank.
             return
-        averaged = ddp.averaged_parameters(self._lion)
+        averaged = set[Tensor]().union(*ddp.averaged_parameters(self._lion).values())
         for name, param in self._lion._named():
             if param.requires_grad and param not in averaged:
                 raise RuntimeError(
@@ -348,6 +356,18 @@ class Peers:
                     f"local_group={local_group!r} needs: it was unfrozen after the "
                     f"model was wrapped, or is outside of the wrapper. Wrap the model in "
                     f"DistributedDataParallel again, and call optimizer.attach(ddp_model)"
+                )
+
+    def _check_averages(self, layout: Layout) -> None:
+        present = {slot.param for slot in layout.slots if slot.grad is not None}
+        for wrapper, averaged in ddp.averaged_parameters(self._lion).items():
+            before, calls = self._hook_calls.get(wrapper, 0), ddp.hook_calls(wrapper)
+            self._hook_calls[wrapper] = calls
+            if calls == before and not present.isdisjoint(averaged):
+                raise RuntimeError(
+                    f"DDP averaged no gradients inside the node since the last step, as "
+                    f"local_group={self._lion.options.local_group!r} needs: call the DDP wrapper, "
+                    f"not the model in it, and leave no_sync() before the last backward of a step"
                 )
 
     def compare_after_changes(self, layout: Layout) -> list[str]:
@@ -360,7 +380,8 @@ class Peers:
         texts: list[str] = []
         if (ranks := self.ranks) is None:
             return texts
-        if not self._compared_gradients:
+        step = self._lion.steps + 1
+        if not self._compared_gradients or (step >= COMPARED_FROM and step.bit_count() == 1):
             self._compared_gradients = True
             # DDP may still average one of two models, so each side is compared by itself.
             models = ddp.attached_wrappers(self._lion)

@@ -246,6 +246,17 @@ def test_a_node_group_averages_inside_the_node_only(rank: int) -> None:
     assert averages(ddp, rank)
 
 
+class Around(torch.optim.SGD):
+    """An optimizer that calls another one's step, as Lookahead and SAM do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, lr=0.1)
+        self.base_optimizer = inner
+
+    def step(self, closure: Any = None) -> None:
+        self.base_optimizer.step()
+
+
 @on_ranks(2)
 def test_another_optimizer_may_not_step_attached_gradients(rank: int) -> None:
     ddp = DistributedDataParallel(Model())
@@ -262,6 +273,8 @@ def test_another_optimizer_may_not_step_attached_gradients(rank: int) -> None:
     refused, *others = errors()
     assert refused.startswith("RuntimeError: AdamW would step")
     assert others == ["", ""]
+    assert error_of(Around(owner).step) == ""
+    assert error_of(Around(adamw).step).startswith("RuntimeError: Around would step")
     detach(owner)
     assert errors() == ["", "", ""]
     assert list(_global_optimizer_pre_hooks.values()).count(_check_step) == 1

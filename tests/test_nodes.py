@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from typing import Any
@@ -35,6 +36,7 @@ from tests.support.training import (
         (4, {"local_group": 2, "exchange": "gather"}),
         (4, {"local_group": 2, "exchange": "two_phase"}),
         (4, {"local_group": 2, "vote_every": 3}),
+        (4, {"local_group": 2, "exchange": "two_phase", "vote_every": 3}),
     ],
 )
 @on_ranks("ranks")
@@ -129,6 +131,22 @@ def test_nodes_refuse_parameters_that_no_hook_averages(rank: int, how: str, name
     optimizer.detach()
 
 
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("how", ["the model", "no_sync"])
+@on_ranks(2)
+def test_gradients_that_no_hook_averaged_in_the_node_are_refused(
+    rank: int, how: str, every: int
+) -> None:
+    ddp, optimizer = attached(local_group=2, vote_every=every)
+    optimizer.step()  # Without gradients.
+    take_step(optimizer, ddp, batch(0, rank))
+    with ddp.no_sync() if how == "no_sync" else contextlib.nullcontext():
+        backward(ddp if how == "no_sync" else ddp.module, batch(1, rank))
+    with pytest.raises(RuntimeError, match="DDP averaged no gradients inside the node since"):
+        optimizer.step()
+    optimizer.detach()
+
+
 @on_ranks(2)
 def test_nodes_on_one_rank_only_are_refused(rank: int) -> None:
     model, optimizer = plain(
@@ -159,6 +177,7 @@ def test_ranks_of_a_node_that_differ_are_found_at_the_exchange(rank: int, how: s
     if rank == 3 and how == "gradient":
         weight.grad.neg_()
     optimizer.step()
+    backward(ddp, batch(1, rank))
     if rank == 3 and how != "gradient":
         weight.data[0, 0] = math.nan if how == "nan" else 0.0
     with pytest.raises(Disagreement, match="ranks 2 and 3 vote as one node, but their weights"):

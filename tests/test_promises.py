@@ -8,6 +8,7 @@ import sys
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_dlion
+from hf_dlion import peers
 from hf_dlion.exchange.wire import LostRank
 from hf_dlion.optimizer import DistributedLion
 from tests.support.spawn import on_ranks, run_script
@@ -154,6 +156,19 @@ def test_a_second_wrapper_that_is_not_attached_warns(
                 optimizer.detach() if detaches else first.requires_grad_()
     assert len(texts) == (rank == 0)
     assert all("add optimizer.attach(ddp_model)" in text for text in texts)
+
+
+@on_ranks(2)
+def test_a_second_wrapper_is_also_noticed_where_nothing_else_changes(rank: int) -> None:
+    module, optimizer = plain()
+    first = DistributedDataParallel(module)
+    optimizer.attach(first)
+    with mock.patch.object(peers, "COMPARED_FROM", 4), warned() as texts:
+        for step in range(5):
+            model = first if step < 2 else DistributedDataParallel(module)
+            take_step(optimizer, model, batch(step, rank))
+    assert ["add optimizer.attach(ddp_model)" in text for text in texts] == [True] * (rank == 0)
+    optimizer.detach()
 
 
 @on_ranks(2)
