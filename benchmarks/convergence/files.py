@@ -115,7 +115,7 @@ class Files(FineTuning):
         losses, kinds = [], []
         with evaluating(model):
             for batch in self._held_out:
-                logits = model(input_ids=batch).logits[:, :-1].flatten(0, 1)
+                logits = model(input_ids=batch).logits[:, :-1].flatten(0, 1).float()
                 labels, before = batch[:, 1:].flatten(), batch[:, :-1].flatten()
                 losses.append(nn.functional.cross_entropy(logits, labels, reduction="none"))
                 kinds.append(torch.stack([rare[labels], rare[before]]))
