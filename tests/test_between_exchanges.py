@@ -251,6 +251,24 @@ def test_tensors_of_one_shape_can_be_trained_in_turns() -> None:
         torch.testing.assert_close(p.detach(), start - 0.06)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(2)
+def test_a_parameter_that_is_frozen_for_an_exchange_only_goes_on(
+    rank: int, dtype: torch.dtype
+) -> None:
+    param, optimizer = single(dtype=dtype, vote_every=2)
+    optimizer.add_param_group({"params": [("other", filled(1.0, dtype))]})
+    for step in range(6):
+        param.requires_grad_(step != 1)
+        give_gradients([param], step, rank)
+        optimizer.step()
+        if step == 1:
+            before = param.detach().clone()
+    optimizer.eval()
+    assert is_equal_everywhere(param)
+    assert bool((param != before).any())
+
+
 @on_ranks(2)
 def test_a_wrong_order_of_calls_is_refused(rank: int) -> None:
     """Calls `attach`, `detach`, and `step` after local steps."""

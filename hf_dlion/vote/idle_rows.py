@@ -28,7 +28,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def memory_of(beta2: float) -> int:
     """Returns h, the number of updates for which a row without a gradient is voted on."""
-    return round(1 / (1 - beta2))
+    return min(round(1 / (1 - beta2)), 2**31 - 1)  # Ages are int32.
 
 
 def zero_rows(grad: Tensor, row: int) -> Tensor | None:

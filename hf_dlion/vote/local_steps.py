@@ -301,6 +301,7 @@ class LocalSteps(Schedule):
             slot.mean = None
             if not slot.param.requires_grad:
                 self.drop(slot.param, slot.p)
+                layout.has_met = False  # If it trains in the next step, it needs an anchor.
         self._note_rounded(layout)
         self.used, self.period = set(), Period()
         self.exchanges += 1
