@@ -364,9 +364,14 @@ def test_a_step_before_the_process_group_counts_no_ranks(rank: int) -> None:
     assert optimizer.param_groups[0]["step"] == 2
 
 
+@pytest.mark.parametrize("size", [128, 70])
 @on_ranks(2)
-def test_agreement_is_the_share_of_this_ranks_votes_that_equal_the_verdict(rank: int) -> None:
-    param, optimizer = single()
+def test_agreement_is_the_share_of_this_ranks_votes_that_equal_the_verdict(
+    rank: int, size: int
+) -> None:
+    """Without words that end in padding, in which all ranks agree."""
+    param = nn.Parameter(torch.ones(size))
+    optimizer = DistributedLion([param])
     assert math.isnan(optimizer.wire.agreement)
     found = []
     for other in (1.0, -1.0):

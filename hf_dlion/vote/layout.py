@@ -294,11 +294,12 @@ class Span(NamedTuple):
 
 @dataclass(eq=False)
 class Message:
-    """Rows whose votes travel together, in `words` words."""
+    """Rows whose votes travel together, in `words` words, of which `padded` end in padding."""
 
     device: torch.device
     pieces: list[Piece] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
+    padded: list[int] = field(default_factory=list)
     words: int = 0
 
     @functools.cached_property
@@ -327,6 +328,8 @@ class Message:
             span = self.spans.pop()
         self.spans.append(span._replace(words=span.words + words))
         self.words += words
+        if (stop - start) % WORD:
+            self.padded.append(self.words - 1)
         piece.words = slice(piece.words.start, self.words)
         piece.size += words * WORD
         return words
