@@ -307,6 +307,13 @@ class Message:
         """The message's rows."""
         return Rows([(span.words // span.row, span.row) for span in self.spans], self.device)
 
+    @functools.cached_property
+    def whole(self) -> Tensor:
+        """Which words have no padding, bool, shape (W,)."""
+        flags = torch.ones(self.words, dtype=torch.bool)
+        flags[self.padded] = False
+        return flags.to(self.device)
+
     def rows_with(self, words: Tensor) -> Tensor:
         """Returns which rows have at least one set word, bool, shape (R,), from a flag per word."""
         count = torch.zeros(self.rows.count, dtype=torch.int32, device=self.device)

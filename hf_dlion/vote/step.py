@@ -247,7 +247,7 @@ def voted(message: Message, turn: Turn, rule: Rule, ranks: Topology) -> Task:
     stats.lap("exchange_s")
     if message.pieces[0].first == 0 and options.bits == 1 and isinstance(rule, Majority):
         voting = votes.active.to(message.device)[votes.rows.of_word[:SAMPLE]]
-        voting[[word for word in message.padded if word < SAMPLE]] = False
+        voting &= message.whole[:SAMPLE]
         planes = [plane[:SAMPLE].clone() for plane in verdict.planes]
         stats.sample = votes.planes[0, :SAMPLE].clone(), planes, voting
     if kernels is not None:
