@@ -85,6 +85,7 @@ class LocalSteps(Schedule):
     """The schedule of `vote_every` above 1, and what a rank keeps between two exchanges.
 
     Attributes:
+        options: Options of the optimizer.
         period: Steps since the last exchange; `next_period` has the step that begins, too.
         exchanges: Number of exchanges.
         used: Parameters of which this rank had a finite gradient since the last exchange.
