@@ -525,7 +525,7 @@ def test_a_layout_changed_between_eval_and_train_is_refused(rank: int) -> None:
     optimizer.step()
     optimizer.eval()
     model.to(memory_format=torch.channels_last)
-    with pytest.raises(RuntimeError, match="dtype or memory layout was changed"):
+    with pytest.raises(RuntimeError, match="device, dtype, or memory layout was changed"):
         optimizer.train()
 
 

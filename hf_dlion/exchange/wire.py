@@ -65,13 +65,22 @@ class Pending:
             raise lost(self.what, self.group, error) from error
 
 
+def _now(device: torch.device) -> Any:
+    """Returns the time of the host in seconds, or an event in a GPU's stream."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 @dataclass
 class WireStats:
     """Counts of the bytes that an optimizer sent, and of its time.
 
     Bytes are those that a rank passes to a collective for other ranks. An all-reduce counts as a
-    ring. Without `local_group` every rank is a node. Times are seconds on the host. With a GPU they
-    include its work if the host waited for it.
+    ring. Without `local_group` every rank is a node. Times are seconds of the host, or on a GPU of
+    its stream, which are added when the next step has begun.
 
     Attributes:
         bytes_sent: Bytes that this rank sent to other nodes.
@@ -102,14 +111,29 @@ class WireStats:
     apply_s: float = 0.0
     sample: tuple[Tensor, list[Tensor], Tensor] | None = field(default=None, repr=False)
     drift: list[Tensor] = field(default_factory=list, repr=False)
-    _lap_began: float = field(default=0.0, repr=False)
+    _device: torch.device = field(default=torch.device("cpu"), repr=False)
+    _marks: list[tuple[str, Any]] = field(default_factory=list, repr=False)
 
-    def lap(self, name: str = "") -> None:
-        """Adds the time since the last lap to a count such as "encode_s", if there is a name."""
-        now = time.perf_counter()
-        if name:
-            setattr(self, name, getattr(self, name) + now - self._lap_began)
-        self._lap_began = now
+    def begin(self, device: torch.device) -> None:
+        """Begins the first lap of work on a device."""
+        self._device = device
+        self.lap("")
+
+    def lap(self, name: str) -> None:
+        """Ends a lap, whose time is added to a count such as "encode_s" when it is known.
+
+        On a GPU, NCCL's collectives let the stream wait rather than the host.
+        """
+        self._marks.append((name, _now(self._device)))
+        while len(self._marks) > 1:
+            (_, begun), (name, ended) = self._marks[:2]
+            is_on_host = isinstance(ended, float)
+            if not is_on_host and not ended.query():
+                break
+            if name:
+                seconds = ended - begun if is_on_host else begun.elapsed_time(ended) / 1e3
+                setattr(self, name, getattr(self, name) + seconds)
+            del self._marks[0]
 
     @property
     def agreement(self) -> float:

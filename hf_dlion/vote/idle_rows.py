@@ -105,7 +105,7 @@ def aged(state: dict[str, Any], idle: Tensor | None, beta2: float) -> Tensor | N
     if age is None or age.shape != idle.shape:
         age = torch.zeros(idle.shape, dtype=torch.int32, device=idle.device)
     most = memory_of(beta2)
-    state[AGE] = age = age.add_(1).mul_(idle).clamp_(max=most)
+    state[AGE] = age = age.to(idle.device).add_(1).mul_(idle).clamp_(max=most)
     old: Tensor = age == most
     return old if old.device.type != "cpu" or old.any() else None
 

@@ -139,11 +139,14 @@ class Slot:
             return None
         return x - self.p if self.c is None else self.c
 
-    @property
-    def line(self) -> Line:
-        """What ranks compare: that of the complete parameter, because shards may differ in size."""
+    def line(self, place: int) -> Line:
+        """What ranks compare: that of the complete parameter, because shards may differ in size.
+
+        `place` is that of its device among the rank's devices, between which messages are cut.
+        """
         p, how = self.param, "full" if self.full else "vote"
-        return self.name, tuple(p.shape), str(p.dtype), p.stride(), p.device.type, how
+        device = f"{p.device.type} {place}" if place else p.device.type
+        return self.name, tuple(p.shape), str(p.dtype), p.stride(), device, how
 
 
 class Part(NamedTuple):
@@ -376,6 +379,7 @@ class Layout:
         messages: Messages of the tensors that are voted on.
         full: Messages of the tensors whose gradients are averaged instead.
         lines: One line per tensor, for the comparison between ranks.
+        device: Device of the first tensor.
         is_attached: Whether `attach` was called as the parameters need it.
         has_met: Whether the ranks have met since this layout or an `attach`.
         warm_for: Number of voters for whose steps kernels were compiled, or refused; 0 if none.
@@ -391,7 +395,9 @@ class Layout:
         self.messages = messages([slot for slot in self.slots if not slot.full])
         self.full = messages([slot for slot in self.slots if slot.full], after=self.messages)
         self.pieces = [piece for m in (*self.messages, *self.full) for piece in m.pieces]
-        self.lines = [slot.line for slot in self.slots]
+        devices = list(dict.fromkeys(slot.device for slot in self.slots))
+        self.device = devices[0] if devices else torch.device("cpu")
+        self.lines = [slot.line(devices.index(slot.device)) for slot in self.slots]
 
     def release(self) -> None:
         """Forgets tensors whose memory the user may free between two steps."""
@@ -426,8 +432,8 @@ def check_param(part: Tensor) -> None:
 def momentum_of(state: dict[str, Any], param: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Returns the momentum in a parameter's state, in the parameter's memory layout.
 
-    It is created as zeros at the first call, and copied if its dtype or strides differ. `dtype` is
-    that of the momentum (default: the parameter's).
+    It is created as zeros at the first call, and copied if its device, dtype, or strides differ.
+    `dtype` is that of the momentum (default: the parameter's).
 
     Raises:
         RuntimeError: If it has another shape than the parameter.
@@ -440,9 +446,9 @@ def momentum_of(state: dict[str, Any], param: Tensor, dtype: torch.dtype | None)
             f"a momentum of shape {tuple(momentum.shape)} does not fit its parameter of shape "
             f"{tuple(param.shape)}: load the optimizer state of this model"
         )
-    if momentum.stride() != param.stride() or momentum.dtype != (dtype or param.dtype):
-        momentum = torch.empty_like(param, dtype=dtype).copy_(momentum)
-        state["exp_avg"] = momentum
+    wanted = param.device, dtype or param.dtype, param.stride()
+    if (momentum.device, momentum.dtype, momentum.stride()) != wanted:
+        momentum = state["exp_avg"] = torch.empty_like(param, dtype=dtype).copy_(momentum)
     return momentum
 
 
@@ -506,4 +512,4 @@ def unscale(grads: list[Tensor], scale: Tensor | None, found_inf: Tensor | None)
 
 def form_of(param: Tensor) -> tuple[object, ...]:
     """Returns what must not change while a parameter has own weights."""
-    return param.dtype, param.shape, param.stride()
+    return param.device, param.dtype, param.shape, param.stride()

@@ -204,7 +204,7 @@ class LocalSteps(Schedule):
 
     def take(self, mine: Mine, turn: Turn, ranks: Topology) -> tuple[int, list[str]]:
         """Takes a step of this rank's own, and exchanges if it is its turn; see `exchange`."""
-        ranks.voters.stats.lap()
+        ranks.voters.stats.begin(mine.layout.device)
         self.step(mine.layout, turn)
         ranks.voters.stats.lap("apply_s")
         self.period = self.next_period
@@ -289,7 +289,7 @@ class LocalSteps(Schedule):
         if not any(used_anywhere):
             self.period = Period()
             return 0, []
-        ranks.voters.stats.lap()
+        ranks.voters.stats.begin(layout.device)
         if self.layout is not None and self.layout is not layout:  # It changed since the step.
             self.layout = None
             self._round(layout, turn)
@@ -425,7 +425,7 @@ def _check_forms(layout: Layout) -> None:
     for slot in layout.slots:
         if slot.kept and slot.kept.form != form_of(slot.param):
             raise _changed(
-                slot, f"dtype or memory layout was changed. Before you change it, {DETACH}"
+                slot, f"device, dtype, or memory layout was changed. Before you do this, {DETACH}"
             )
 
 

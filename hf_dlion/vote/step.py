@@ -216,7 +216,7 @@ def vote(layout: Layout, turn: Turn, ranks: Topology) -> None:
     rule: Rule = Majority(options.ties)
     if options.aggregation == "average":
         rule = Average(ranks.voters.world_size, options.bits)
-    stats.lap()
+    stats.begin(layout.device)
     if options.bits > 1 and options.level_scale == "tensor":
         scale_by_tensor(layout, turn)
     in_lockstep([voted(message, turn, rule, ranks) for message in layout.messages])

@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_dlion.exchange import codec
-from tests.support import definition, fake_gpu
+from tests.support import definition
 from tests.support.definition import TOP, Layout
+from tests.support.fake_gpu import DEVICE
 
 SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 2.0**-126, -(2.0**-126), 3e38, -3e38, 1.0, -1.0]
 
-on_both_devices = pytest.mark.parametrize("device", ["cpu", fake_gpu.NAME])
+on_both_devices = pytest.mark.parametrize("device", ["cpu", DEVICE])
 
 
 def draw(words: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

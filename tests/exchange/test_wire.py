@@ -36,6 +36,36 @@ def test_a_process_with_gloo_waits_once_when_it_ends() -> None:
     assert [call.args for call in register.call_args_list] == [(time.sleep, 0.1)]
 
 
+def test_times_on_a_gpu_are_those_of_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host goes on when NCCL's collectives have been started."""
+    reached, now = iter([10.0, 30.0, 2000.0, 2100.0, 2200.0]), [0.0]  # in ms
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = 0.0
+
+        def record(self, stream: object) -> None:
+            self.at = next(reached)
+
+        def query(self) -> bool:
+            return self.at <= now[0]
+
+        def elapsed_time(self, later: Event) -> float:
+            return later.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
+    stats = WireStats()
+    stats.begin(torch.device("cuda", 0))
+    for name in ("encode_s", "exchange_s", "apply_s"):
+        stats.lap(name)
+    assert stats.encode_s == stats.exchange_s == stats.apply_s == 0.0
+    now[0] = 2150.0  # The host has waited for the gradients of the next step.
+    stats.begin(torch.device("cuda", 0))
+    found = stats.encode_s, stats.exchange_s, stats.apply_s
+    assert found == pytest.approx((0.02, 1.97, 0.1))
+
+
 @pytest.mark.smoke
 @WORLD_SIZES
 @on_ranks("world_size")

@@ -1,7 +1,8 @@
 """A GPU made of CPU memory, on which the package's form for other devices runs without a GPU.
 
-Importing this module adds the device. An operation on its tensors runs on the CPU tensors in which
-they are kept, and is refused if it also has a tensor on the CPU, as CUDA refuses it.
+Importing this module adds the device, unless there is a GPU. An operation on its tensors runs on
+the CPU tensors in which they are kept, and is refused if it also has a tensor on the CPU, as CUDA
+refuses it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.utils.backend_registration import (
 import hf_dlion
 
 NAME = "fakegpu"
+DEVICE = "cuda" if torch.cuda.is_available() else NAME
 
 
 class _Module(_DummyBackendModule):
@@ -32,8 +34,6 @@ class _Module(_DummyBackendModule):
         return nullcontext()
 
 
-_setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
-_DEVICE = torch.device(NAME, 0)
 _PACKAGE = str(Path(hf_dlion.__file__).parent) + os.sep
 # For which the host would wait for a GPU: the functions of the package, such as "idle_rows.survey".
 waits: list[str] = []
@@ -56,7 +56,7 @@ class FakeTensor(Tensor):
             strides=kept.stride(),
             storage_offset=kept.storage_offset(),
             dtype=kept.dtype,
-            device=_DEVICE,
+            device=torch.device(NAME, 0),
         )
         made.kept = kept
         return made
@@ -123,7 +123,9 @@ def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Te
     return target
 
 
-_library = torch.library.Library("aten", "IMPL")
-_library.impl("empty.memory_format", _empty, "PrivateUse1")
-_library.impl("empty_strided", _empty_strided, "PrivateUse1")
-_library.impl("_copy_from", _copy_from, "PrivateUse1")
+if DEVICE == NAME:  # torch prefers such a device to CUDA, as where it pins memory.
+    _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
+    _library = torch.library.Library("aten", "IMPL")
+    _library.impl("empty.memory_format", _empty, "PrivateUse1")
+    _library.impl("empty_strided", _empty_strided, "PrivateUse1")
+    _library.impl("_copy_from", _copy_from, "PrivateUse1")

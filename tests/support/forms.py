@@ -12,13 +12,10 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import torch
 import triton.runtime.interpreter as interpreter
 
 from hf_dlion.exchange import launches
-from tests.support import fake_gpu
-
-DEVICE = "cuda" if torch.cuda.is_available() else fake_gpu.NAME
+from tests.support.fake_gpu import DEVICE
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dlion import DistributedLion
 from hf_dlion.vote import layout
-from hf_dlion.vote.layout import Slot, messages
+from hf_dlion.vote.layout import Layout, Slot, form_of, messages, momentum_of
 from tests.support.spawn import on_ranks
 
 
@@ -46,6 +46,27 @@ def test_a_row_is_never_cut_between_messages(monkeypatch: pytest.MonkeyPatch) ->
             assert words % row == 0
     assert len(plan) > 3
     assert max(len(own.pieces) for own in plan) > 1
+
+
+def test_ranks_that_split_a_model_over_devices_differently_see_it() -> None:
+    """Their messages differ in size."""
+
+    def lines(places: list[int]) -> list[object]:
+        slots = [Slot.of(torch.empty(64, device="meta"), 0) for _ in places]
+        for slot, place in zip(slots, places, strict=True):
+            slot.device = torch.device("cuda", place)
+        return Layout(slots=slots).lines
+
+    assert lines([0, 0, 1, 1]) == lines([2, 2, 0, 0]) != lines([0, 1, 1, 1])
+    assert lines([0, 0]) == lines([1, 1])
+
+
+def test_a_momentum_follows_its_parameter_to_a_device_and_an_anchor_is_checked() -> None:
+    """A kernel would read an address of another device."""
+    param, state = torch.empty(4, 64, device="meta"), {"exp_avg": torch.ones(4, 64)}
+    assert momentum_of(state, param, None) is state["exp_avg"]
+    assert state["exp_avg"].device == param.device
+    assert form_of(param) != form_of(torch.empty(4, 64))
 
 
 class DestinationsOfCopies(TorchDispatchMode):

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_dlion.vote import rounding
-from tests.support import definition, fake_gpu
+from tests.support import definition
+from tests.support.fake_gpu import DEVICE
 
 
-@pytest.mark.parametrize("device", ["cpu", fake_gpu.NAME])
+@pytest.mark.parametrize("device", ["cpu", DEVICE])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @given(
     count=st.integers(0, 150).map(lambda half: 2 * half),

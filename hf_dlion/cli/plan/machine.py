@@ -32,8 +32,9 @@ Calls = dict[str, Callable[[], object]]
 
 POWER_RANK = 4
 BITS = tuple(TOP)
-# Elements of the measured tensor: large enough to leave the caches, small enough for seconds.
-NUMEL, COLUMNS = 1 << 23, 1024
+# Elements of the measured tensor: large enough to leave the caches, small enough for seconds. A GPU
+# would wait for Python with less.
+NUMEL, COLUMNS = {"cpu": 1 << 23, "cuda": 1 << 27}, 1024
 # How often everything is measured: at least, at most, and for how long if that is less.
 LEAST_ROUNDS, MOST_ROUNDS, BUDGET_S = 3, 8, 15.0
 # The share of its peak at which a GPU trains: 38 to 43% for Llama 3 405B on H100s (arXiv
@@ -126,7 +127,8 @@ def measured(
     """
     device, name, memory = here()
     tokens = tokens or TOKENS[device.type]
-    param = torch.randn(NUMEL // COLUMNS, COLUMNS, device=device).mul_(0.02).to(dtype)
+    numel = NUMEL[device.type]
+    param = torch.randn(numel // COLUMNS, COLUMNS, device=device).mul_(0.02).to(dtype)
     calls: Calls = {
         **step_work(param), "survey": partial(survey, _layout_of([param]).slots),
         "adamw": torch.optim.AdamW([param], lr=1e-4, fused=True).step,
@@ -154,7 +156,7 @@ def measured(
             # Backward leaves out the gradients of frozen weights, a third of the work.
             elements = (2 * work.parameters + work.trainable) / 3
             compute_s = fixed + each * elements * work.active_share
-        each_s = {call: picked[call] / NUMEL for call in calls if call not in sizes}
+        each_s = {call: picked[call] / numel for call in calls if call not in sizes}
         # Displacements are read twice, and own weights are moved next to the anchors.
         each_s["exchange"] = 2 * each_s["encode 1"] + 3 * each_s["move"]
         found.append(Machine(
