@@ -34,6 +34,22 @@ def with_local_part(param: Tensor, local: Tensor) -> Tensor:
     )
 
 
+def check_placement(param: Tensor, momentum: Tensor | None) -> None:
+    """Refuses a complete momentum of a sharded parameter, and the other way around.
+
+    Raises:
+        ValueError: If one of them is sharded and the other isn't.
+    """
+    if momentum is not None and is_sharded(momentum) != is_sharded(param):
+        raise ValueError(
+            f"the state dict has a {'sharded' if is_sharded(momentum) else 'complete'} momentum "
+            f"for a parameter that is {'sharded' if is_sharded(param) else 'not sharded'}: get it "
+            f"with get_optimizer_state_dict and set it with set_optimizer_state_dict, both of "
+            f"torch.distributed.checkpoint.state_dict, with "
+            f"options=StateDictOptions(full_state_dict=True)"
+        )
+
+
 def shard_index(tensor: Tensor) -> tuple[int, int] | None:
     """Returns the index of this rank's shard and the number of shards; None if not sharded."""
     if not isinstance(tensor, DTensor):

@@ -31,7 +31,7 @@ from hf_dlion.options import (
 from hf_dlion.peers import Peers
 from hf_dlion.ranks.meeting import Kind, gather_bools
 from hf_dlion.vote.full_precision import step_in_full
-from hf_dlion.vote.idle_rows import AGE, loaded_state, momenta_in, survey, without_ages
+from hf_dlion.vote.idle_rows import AGE, loaded_state, momenta_in, momenta_only, survey
 from hf_dlion.vote.layout import (
     Layout,
     Scratch,
@@ -216,9 +216,10 @@ class DistributedLion(torch.optim.Optimizer):
         """
         if self.options.local_group is not None and self.peers.world_size > 1:
             self.peers.topology().form()  # A collective, so it comes before checks that may raise.
-        wrapper = ddp.wrapper_in(model)
+        wrapper, sharded = ddp.wrapper_in(model), fsdp.sharded_model(model)
+        fsdp.reshard([] if sharded is None else [sharded])  # A forward leaves gathered parameters.
         self._name_parameters(model if wrapper is None else wrapper.module)
-        if (sharded := fsdp.sharded_model(model)) is not None:
+        if sharded is not None:
             ddp.refuse_unowned(sharded, self)
             if sharded not in self.peers.fsdp_models:
                 self.peers.fsdp_models.append(sharded)
@@ -246,9 +247,9 @@ class DistributedLion(torch.optim.Optimizer):
         """Puts the common weights into the model, to evaluate or save it.
 
         These are the weights of the last exchange, equal on all ranks. The call doesn't
-        communicate, so a single rank may make it. Before an evaluation, call `exchange_now` on
-        every rank: otherwise the weights lag up to `vote_every` - 1 steps behind, which misleads
-        early stopping and plateau schedulers. With `vote_every=1` it has no effect.
+        communicate, so a single rank may make it, except with FSDP2. Before an evaluation, call
+        `exchange_now` on every rank: otherwise the weights lag up to `vote_every` - 1 steps behind,
+        which misleads early stopping and plateau schedulers. With `vote_every=1` it has no effect.
 
         What is written into the model before `train` replaces the common weights and moves this
         rank's own, so write the same values on every rank.
@@ -553,7 +554,7 @@ class DistributedLion(torch.optim.Optimizer):
         """Returns groups and momenta; `save_momentum` keeps what differs between ranks."""
         found: dict[str, Any] = super().state_dict()
         if self.peers.world_size > 1:
-            found["state"] = without_ages(found["state"])
+            found["state"] = momenta_only(found["state"])
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -568,8 +569,8 @@ class DistributedLion(torch.optim.Optimizer):
             state_dict: Return value of `state_dict`; not changed.
 
         Raises:
-            ValueError: If the state is another optimizer's, or if the numbers of groups or
-                parameters differ.
+            ValueError: If the state is another optimizer's, if the numbers of groups or parameters
+                differ, or if only one of a momentum and its parameter is sharded.
         """
         if any("step" not in group for group in state_dict["param_groups"]):
             raise ValueError(
@@ -577,6 +578,11 @@ class DistributedLion(torch.optim.Optimizer):
                 "DistributedLion can't load: load the model's weights only, and start with a new "
                 "optimizer"
             )
+        # torch.distributed.checkpoint writes names where `state_dict` has numbers.
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for key, param in zip(keys, params, strict=False):  # torch raises if numbers differ.
+            fsdp.check_placement(param, state_dict["state"].get(key, {}).get("exp_avg"))
         names, before = [group.get("param_names") for group in self.param_groups], dict(self.state)
         keeps_all = momenta_in(state_dict) == momenta_in(super().state_dict())
         super().load_state_dict(dict(state_dict))
@@ -587,9 +593,6 @@ class DistributedLion(torch.optim.Optimizer):
         if keeps_all:
             self.state.update(before)
             return
-        # torch.distributed.checkpoint writes names where `state_dict` has numbers.
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
         for key, param in zip(keys, params, strict=True):
             if (state := self.state.get(param)) is not None:
                 # torch casts both to the parameter's dtype, which loses bits.

@@ -364,10 +364,17 @@ class Peers:
             before, calls = self._hook_calls.get(wrapper, 0), ddp.hook_calls(wrapper)
             self._hook_calls[wrapper] = calls
             if calls == before and not present.isdisjoint(averaged):
+                named = self._lion._named()
+                without = [n for n, p in named if p in averaged and p not in present]
+                remedy = (
+                    "call the DDP wrapper, not the model in it, and leave no_sync() before the "
+                    "last backward of a step"
+                )
+                if without:  # For which DDP waits.
+                    remedy = f"{without[0]!r} has none: find_unused_parameters=True, or {remedy}"
                 raise RuntimeError(
                     f"DDP averaged no gradients inside the node since the last step, as "
-                    f"local_group={self._lion.options.local_group!r} needs: call the DDP wrapper, "
-                    f"not the model in it, and leave no_sync() before the last backward of a step"
+                    f"local_group={self._lion.options.local_group!r} needs: {remedy}"
                 )
 
     def compare_after_changes(self, layout: Layout) -> list[str]:

@@ -18,7 +18,7 @@ from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.meeting import Disagreement
 from tests.support.local_definition import lions_of
 from tests.support.spawn import on_ranks
-from tests.support.steps import backward, copies, everywhere, parts, sharded, take_step
+from tests.support.steps import backward, copies, everywhere, parts, plain, sharded, take_step
 from tests.support.training import (
     batch,
     filled,
@@ -68,6 +68,22 @@ def test_two_replicas_of_two_shards_equal_the_definition(rank: int, every: int) 
             assert same(parts(model), own)
     state = optimizer.state_dict()["state"]
     assert all(own["exp_avg"].device_mesh is not None for own in state.values())
+    with torch.no_grad():
+        model(batch(0, 0))
+    optimizer.attach(model)  # Though the root is gathered.
+
+
+@on_ranks(2)
+def test_complete_momenta_of_sharded_parameters_are_refused() -> None:
+    """Each shard would continue with the first rows; and sharded momenta of complete parameters."""
+    (_, split), (_, whole) = pairs = [sharded(1, 2), plain()]
+    for model, optimizer in pairs:
+        take_step(optimizer, model, batch(0, 0))
+    states = split.state_dict(), whole.state_dict()
+    with pytest.raises(ValueError, match="a complete momentum for a parameter that is sharded: "):
+        split.load_state_dict(states[1])
+    with pytest.raises(ValueError, match="a sharded momentum for a parameter that is not sharded"):
+        whole.load_state_dict(states[0])
 
 
 UNSUPPORTED = {

@@ -132,7 +132,7 @@ def test_nodes_refuse_parameters_that_no_hook_averages(rank: int, how: str, name
 
 
 @pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("how", ["the model", "no_sync"])
+@pytest.mark.parametrize("how", ["the model", "no_sync", "an unused parameter"])
 @on_ranks(2)
 def test_gradients_that_no_hook_averaged_in_the_node_are_refused(
     rank: int, how: str, every: int
@@ -140,9 +140,11 @@ def test_gradients_that_no_hook_averaged_in_the_node_are_refused(
     ddp, optimizer = attached(local_group=2, vote_every=every)
     optimizer.step()  # Without gradients.
     take_step(optimizer, ddp, batch(0, rank))
+    ddp.module[0].bias.requires_grad_(how != "an unused parameter")
     with ddp.no_sync() if how == "no_sync" else contextlib.nullcontext():
-        backward(ddp if how == "no_sync" else ddp.module, batch(1, rank))
-    with pytest.raises(RuntimeError, match="DDP averaged no gradients inside the node since"):
+        backward(ddp.module if how == "the model" else ddp, batch(1, rank))
+    remedy = "call the DDP" if ddp.module[0].bias.requires_grad else "find_unused_parameters=True"
+    with pytest.raises(RuntimeError, match=f"averaged no gradients inside the node.*: .*{remedy}"):
         optimizer.step()
     optimizer.detach()
 

@@ -155,8 +155,11 @@ def write(path: Path, lion: DistributedLion, save: str, at: Position, scaler: An
 def find_file(at: Position, folder: Path, name: str) -> Path:
     """Returns the path of the file that a rank loads: that of the first rank of its node.
 
+    If another number of ranks saved, it is a file of the saved voter with the voter's number modulo
+    the number of saved voters.
+
     Raises:
-        CheckpointError: If the folder doesn't hold the file.
+        CheckpointError: If the folder doesn't hold the file, or a file is damaged.
     """
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}: check the path")
@@ -176,13 +179,28 @@ def find_file(at: Position, folder: Path, name: str) -> Path:
             f"{world_size}: keep the files of one save and delete the others"
         )
     saved = world_size if world_size in counts else counts[0]
-    path = folder / file_name(name, rank % saved, saved)
-    if (rank % saved, saved) not in files:
+    if saved != world_size:
+        first = next(rank for rank, count in files if count == saved)
+        header = _header_of(folder / file_name(name, first, saved))
+        # The ranks of a replica have files of their own; those of a node have equal ones.
+        size = at.local_size if header.shard is None else 1
+        voters = header.voters if header.shard is None else saved
+        rank = at.rank // size % voters * (saved // voters)
+    path = folder / file_name(name, rank, saved)
+    if (rank, saved) not in files:
         raise CheckpointError(
-            f"{path}, the momentum of rank {rank % saved}, is missing: {LOAD_OLDER}. If every node "
+            f"{path}, the momentum of rank {rank}, is missing: {LOAD_OLDER}. If every node "
             f"has its own disk, copy all files of the checkpoint to this rank's node"
         )
     return path
+
+
+def _header_of(path: Path) -> Header:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return _read_header(path, file.metadata())
+    except (OSError, SafetensorError) as error:
+        raise _damaged(path, error) from error
 
 
 def read(path: Path, lion: DistributedLion, at: Position) -> Loaded:
@@ -209,7 +227,7 @@ def read(path: Path, lion: DistributedLion, at: Position) -> Loaded:
                 key: file.get_tensor(key) for key in keys if continues or not key.startswith(_OWN)
             }
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}): {LOAD_OLDER}") from error
+        raise _damaged(path, error) from error
     _check_state(path, header, lion)
     loaded = Loaded(header)
     for number, param in enumerate(params):
@@ -301,6 +319,10 @@ def _shard(lion: DistributedLion) -> list[int] | None:
     """Returns the index of this rank's FSDP2 shard and the number of shards."""
     shards = [fsdp.shard_index(param) for param in _params(lion)]
     return next((list(shard) for shard in shards if shard is not None), None)
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged ({error}): {LOAD_OLDER}")
 
 
 def _other_model(

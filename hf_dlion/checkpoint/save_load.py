@@ -112,7 +112,8 @@ def load_momentum(
     optimizer without loaded state continues from the files' step, with its own hyperparameters.
     The optimizer changes only after all ranks have read and checked their files. If another number
     of ranks saved, rank r uses file r modulo that number, and rank 0 warns. With `local_group`, the
-    ranks of a node use the file of their first rank, and rank 0 warns if it has changed.
+    ranks of a node use the file of their first rank, or if another number of ranks saved, of saved
+    node number n modulo their number; rank 0 warns if `local_group` has changed.
 
     With `vote_every` above 1 the model must hold the weights that all ranks have, as they are saved
     after `optimizer.eval()` or in `with optimizer.common_weights()`. It then gets this rank's own
@@ -212,10 +213,13 @@ def _difference(folder: Path, loaded: Loaded, at: Position) -> str:
     ending = f"{weights}, so training differs from an uninterrupted run"
     if header.world_size != at.world_size:
         plural = "s" if header.world_size > 1 else ""
+        what, count = "rank", header.world_size
+        if header.shard is None and (header.voters < count or at.local_size > 1):
+            what, count = "node", header.voters
         return (
             f"{folder} was saved by {header.world_size} rank{plural} and is loaded by "
-            f"{at.world_size}. Rank r continues with the momentum of saved rank r modulo "
-            f"{header.world_size}{ending}"
+            f"{at.world_size}. The {what} of number r continues with the momentum of saved "
+            f"{what} r modulo {count}{ending}"
         )
     if header.voters != at.voters:
         whose = "Each node continues with the momentum of its first rank"

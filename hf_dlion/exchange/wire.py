@@ -65,15 +65,6 @@ class Pending:
             raise lost(self.what, self.group, error) from error
 
 
-def _now(device: torch.device) -> Any:
-    """Returns the time of the host in seconds, or an event in a GPU's stream."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
 @dataclass
 class WireStats:
     """Counts of the bytes that an optimizer sent, and of its time.
@@ -111,27 +102,24 @@ class WireStats:
     apply_s: float = 0.0
     sample: tuple[Tensor, list[Tensor], Tensor] | None = field(default=None, repr=False)
     drift: list[Tensor] = field(default_factory=list, repr=False)
-    _device: torch.device = field(default=torch.device("cpu"), repr=False)
-    _marks: list[tuple[str, Any]] = field(default_factory=list, repr=False)
+    _marks: list[tuple[str, torch.device, Any]] = field(default_factory=list, repr=False)
 
-    def begin(self, device: torch.device) -> None:
-        """Begins the first lap of work on a device."""
-        self._device = device
-        self.lap("")
+    def lap(self, name: str, device: torch.device) -> None:
+        """Ends a lap of work on a device; its time is added to a count such as "encode_s".
 
-    def lap(self, name: str) -> None:
-        """Ends a lap, whose time is added to a count such as "encode_s" when it is known.
-
-        On a GPU, NCCL's collectives let the stream wait rather than the host.
+        It isn't if it has no name, or began on another device. On a GPU, where NCCL's collectives
+        let the stream wait rather than the host, laps end with events, and are added once the GPU
+        has reached these.
         """
-        self._marks.append((name, _now(self._device)))
+        mark: Any = _event(device) if device.type == "cuda" else time.perf_counter()
+        self._marks.append((name, device, mark))
         while len(self._marks) > 1:
-            (_, begun), (name, ended) = self._marks[:2]
-            is_on_host = isinstance(ended, float)
-            if not is_on_host and not ended.query():
+            (_, before, begun), (name, after, ended) = self._marks[:2]
+            if after.type == "cuda" and not ended.query():
                 break
-            if name:
-                seconds = ended - begun if is_on_host else begun.elapsed_time(ended) / 1e3
+            if name and before == after:
+                is_gpu = after.type == "cuda"
+                seconds = begun.elapsed_time(ended) / 1e3 if is_gpu else ended - begun
                 setattr(self, name, getattr(self, name) + seconds)
             del self._marks[0]
 
@@ -172,6 +160,13 @@ class WireStats:
 
     def _drift(self) -> Tensor:
         return torch.stack([sums.cpu() for sums in self.drift]).sum(dim=0)
+
+
+def _event(device: torch.device) -> torch.cuda.Event:
+    """Returns an event in a GPU's current stream."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 class Wire:

@@ -177,7 +177,8 @@ class Meetings:
         A header has the wire's version, the kind, the optimizer's number, its step, whether its
         gradients are finite, and hashes of `equal`, layout, and presence: 64 * (N - 1) bytes per
         rank. If presence differs between ranks, 8 * (N - 1) * ceil(P / 64) more for P trainable
-        parameters. At a new layout, 24 * (N - 1) more.
+        parameters. In the first step at a new layout in which a rank has a gradient, and in another
+        kind of meeting at one, 24 * (N - 1) more.
 
         Raises:
             Disagreement: On every rank, if ranks differ or something failed on another rank.
@@ -204,9 +205,12 @@ class Meetings:
             self._raise_unequal(report)
         if len(set(layouts)) > 1:
             self._raise_layouts(report)
-        if is_new := layouts[0] != self._layout:
+        present = self._presence(presence)
+        # Until there is a gradient, weights may still be loaded.
+        is_early = report.kind is Kind.STEP and not any(map(any, present))
+        if is_new := layouts[0] != self._layout and not is_early:
             self._compare_values(layouts[0], report)
-        return Agreed(list(map(bool, flags)), self._presence(presence), is_new)
+        return Agreed(list(map(bool, flags)), present, is_new)
 
     def _hashes(self, report: Report) -> list[int]:
         """Returns hashes of `equal`, layout, and presence, of which the last two rarely change."""

@@ -13,9 +13,9 @@ from hf_dlion.ranks.fingerprint import fingerprints
 from hf_dlion.ranks.meeting import Disagreement, raise_together
 
 AVERAGED_GRADIENTS = (
-    "all ranks have equal gradients. If a model is wrapped in DistributedDataParallel, add "
-    "optimizer.attach(ddp_model): DDP still averages gradients, so training is right, but at full "
-    "traffic. If none is, all ranks train on the same data: check the sampler"
+    "all ranks have equal gradients. If a model is wrapped in DistributedDataParallel, it still "
+    "averages them, at full traffic: add optimizer.attach(ddp_model), or with Trainer call "
+    "hf_dlion.register() first. If none is, all ranks train on the same data: check the sampler"
 )
 CHANGED_PARAMETERS = (
     "Something changed parameters on some ranks only: code that runs on one rank or uses its "

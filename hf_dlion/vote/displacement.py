@@ -63,11 +63,11 @@ def average(
     in_lockstep([_exchanged(m, decays, turn, rule, ranks) for m in layout.messages])
     # Tensors of `full_precision` are averaged without votes.
     set_means(layout, "w", [voters.world_size] * len(layout.slots), voters)
-    stats.lap("exchange_s")
+    stats.lap("exchange_s", layout.device)
     for piece in (piece for message in layout.full for piece in message.pieces):
         if piece.has("target"):
             _move(piece, decays, turn, piece.read("mean", turn.scratch))
-    stats.lap("apply_s")
+    stats.lap("apply_s", layout.device)
     return texts
 
 
@@ -82,9 +82,9 @@ def _exchanged(
         votes = kernels.encode()
     else:
         votes = encode(message, turn, source, by_tensor=True)
-    stats.lap("encode_s")
+    stats.lap("encode_s", message.device)
     verdict = yield from verdict_of(votes, name, ranks.voters, ranks.node, rule, turn.phase)
-    stats.lap("exchange_s")
+    stats.lap("exchange_s", message.device)
     moving = [piece for piece in message.pieces if piece.has("target")]
     for head in [piece.head(SAMPLE) for piece in moving[:1]]:  # The log shows a sample.
         mean, sent, _ = _decoded(head, votes, verdict, rule, turn)
@@ -94,7 +94,7 @@ def _exchanged(
             _move(piece, decays, turn, *_decoded(piece, votes, verdict, rule, turn))
     else:
         kernels.move(verdict, votes, rule)
-    stats.lap("apply_s")
+    stats.lap("apply_s", message.device)
 
 
 def _move(

@@ -110,14 +110,15 @@ def aged(state: dict[str, Any], idle: Tensor | None, beta2: float) -> Tensor | N
     return old if old.device.type != "cpu" or old.any() else None
 
 
-def without_ages(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
-    """Returns states of parameters without ages.
+def momenta_only(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """Returns states of parameters without ages and divergences.
 
-    torch.distributed.checkpoint needs the same keys and sizes in every save and load, and ages
-    exist for a while, on some ranks, and for this rank's shard.
+    torch.distributed.checkpoint needs the same keys and sizes in every save and load. Ages exist
+    for a while, on some ranks, and for this rank's shard. Divergences would reach rank 0 alone when
+    it sends a complete state to the others.
     """
     return {
-        key: {name: value for name, value in state.items() if name != AGE}
+        key: {name: value for name, value in state.items() if name == "exp_avg"}
         for key, state in states.items()
     }
 

@@ -204,9 +204,10 @@ class LocalSteps(Schedule):
 
     def take(self, mine: Mine, turn: Turn, ranks: Topology) -> tuple[int, list[str]]:
         """Takes a step of this rank's own, and exchanges if it is its turn; see `exchange`."""
-        ranks.voters.stats.begin(mine.layout.device)
+        stats, device = ranks.voters.stats, mine.layout.device
+        stats.lap("", device)
         self.step(mine.layout, turn)
-        ranks.voters.stats.lap("apply_s")
+        stats.lap("apply_s", device)
         self.period = self.next_period
         for group in turn.groups:
             group["step"] = turn.step
@@ -289,7 +290,7 @@ class LocalSteps(Schedule):
         if not any(used_anywhere):
             self.period = Period()
             return 0, []
-        ranks.voters.stats.begin(layout.device)
+        ranks.voters.stats.lap("", layout.device)
         if self.layout is not None and self.layout is not layout:  # It changed since the step.
             self.layout = None
             self._round(layout, turn)

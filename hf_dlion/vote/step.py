@@ -216,7 +216,7 @@ def vote(layout: Layout, turn: Turn, ranks: Topology) -> None:
     rule: Rule = Majority(options.ties)
     if options.aggregation == "average":
         rule = Average(ranks.voters.world_size, options.bits)
-    stats.begin(layout.device)
+    stats.lap("", layout.device)
     if options.bits > 1 and options.level_scale == "tensor":
         scale_by_tensor(layout, turn)
     in_lockstep([voted(message, turn, rule, ranks) for message in layout.messages])
@@ -242,9 +242,9 @@ def voted(message: Message, turn: Turn, rule: Rule, ranks: Topology) -> Task:
         votes = kernels.encode()
     else:
         votes = encode(message, turn, partial(direction, turn=turn))
-    stats.lap("encode_s")
+    stats.lap("encode_s", message.device)
     verdict = yield from verdict_of(votes, options.exchange, voters, ranks.node, rule, turn.phase)
-    stats.lap("exchange_s")
+    stats.lap("exchange_s", message.device)
     if message.pieces[0].first == 0 and options.bits == 1 and isinstance(rule, Majority):
         voting = votes.active.to(message.device)[votes.rows.of_word[:SAMPLE]]
         voting &= message.whole[:SAMPLE]
@@ -254,7 +254,7 @@ def voted(message: Message, turn: Turn, rule: Rule, ranks: Topology) -> Task:
         kernels.move(verdict, rule)
     else:
         move(message, verdict, rule, turn)
-    stats.lap("apply_s")
+    stats.lap("apply_s", message.device)
 
 
 def move(message: Message, verdict: Verdict, rule: Rule, turn: Turn) -> None:

@@ -273,6 +273,29 @@ def test_another_number_of_ranks_shares_the_files_with_a_warning(
     assert sorted(tmp_path.glob("*.safetensors")) == files
 
 
+def momenta_of_nodes(rank: int, world_size: int, folder: str, size: int, saves: bool) -> Any:
+    run = Run(rank, steps=2 * saves, ddp=True, local_group=size)
+    (run.save if saves else run.load)(folder)
+    found = run.momenta
+    run.close()
+    return found
+
+
+@multiproc
+@pytest.mark.filterwarnings("ignore:.*was saved by")
+@pytest.mark.parametrize(
+    ("before", "after"), [((2, 1), (4, 2)), ((4, 2), (2, 1)), ((4, 1), (2, 2))]
+)
+def test_nodes_of_another_size_continue_with_the_momenta_of_all_voters(
+    pools: RankPools, tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    """A pair has the number of ranks and that of each node."""
+    (ranks, size), (more, new_size), folder = before, after, str(tmp_path)
+    saved = pools(ranks).run(momenta_of_nodes, folder, size, True)
+    for rank, found in enumerate(pools(more).run(momenta_of_nodes, folder, new_size, False)):
+        assert same(found, saved[rank // new_size % (ranks // size) * size])
+
+
 Options = dict[str, Any]
 LOCAL, LOCAL_NODES = {"vote_every": 3}, {"vote_every": 3, "local_group": 2}
 
@@ -386,6 +409,7 @@ def test_divergences_are_in_the_files_and_momenta_fit_their_dtype(
     run.save(tmp_path)
     measured = run.lion.momentum_divergence()
     assert min(measured.values()) > 0
+    assert all(own.keys() == {"exp_avg"} for own in run.lion.state_dict()["state"].values())
     for load in (Run.load, lambda run, folder: load_momentum(run.lion, folder)):
         run = Run(rank, momentum_dtype=torch.float16, **options)
         load(run, tmp_path)
@@ -501,9 +525,7 @@ def test_torchs_distributed_checkpoint_keeps_what_is_common(rank: int, tmp_path:
     run.lion.state[run.model[1].weight][AGE] = torch.ones(1, dtype=torch.int32)
     dcp.load({"optimizer": state_of(run)["optimizer"]}, checkpoint_id=tmp_path)
     for with_momentum in (True, False):
-        run = Run(rank, model_of(1), lr=0.5)
-        for p in run.model.parameters():
-            dist.broadcast(p.data, 0)  # Replicas must start equal.
+        run = Run(rank, model_of(1 + rank), lr=0.5)  # As after to_empty().
         state = state_of(run)
         dcp.load(state, checkpoint_id=tmp_path)
         set_state_dict(

@@ -55,13 +55,15 @@ def test_times_on_a_gpu_are_those_of_its_stream(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
-    stats = WireStats()
-    stats.begin(torch.device("cuda", 0))
+    stats, cpu = WireStats(), torch.device("cpu")
+    gpu = torch.device("cuda", 0)
+    stats.lap("", gpu)
     for name in ("encode_s", "exchange_s", "apply_s"):
-        stats.lap(name)
+        stats.lap(name, gpu)
     assert stats.encode_s == stats.exchange_s == stats.apply_s == 0.0
     now[0] = 2150.0  # The host has waited for the gradients of the next step.
-    stats.begin(torch.device("cuda", 0))
+    stats.lap("", gpu)
+    stats.lap("apply_s", cpu)  # Of a model on two devices.
     found = stats.encode_s, stats.exchange_s, stats.apply_s
     assert found == pytest.approx((0.02, 1.97, 0.1))
 

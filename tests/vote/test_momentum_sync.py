@@ -119,8 +119,6 @@ def test_auto_averages_the_momenta_that_differ_within_the_budget(rank: int) -> N
     run = Automatic(rank, 4 * 24, 4)
     divergence = run.divergence
     assert everywhere(divergence) == [divergence] * 2
-    states = run.optimizer.state_dict()["state"].values()
-    assert list(divergence.values()) == [own["divergence"] for own in states]
     assert divergence["alike"] == 0.0
     for name in ("alike", "apart"):  # With fewer than 256 elements the sample is all of them.
         assert divergence[name] == pytest.approx(divergence_of(run.before[name]), abs=1e-6)
