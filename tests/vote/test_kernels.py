@@ -31,10 +31,12 @@ from hf_dlion.vote.step import Turn, move, plain_lion, tensor_sums
 from hf_dlion.vote.warm_up import trial_refusal
 from tests.support import definition
 from tests.support.definition import Layout
+from tests.support.fake_gpu import NAME
 from tests.support.forms import DEVICE, form
 from tests.support.spawn import on_ranks
 from tests.support.steps import bits_of
 
+in_the_interpreter = pytest.mark.skipif(DEVICE != NAME, reason="watches Triton's interpreter")
 SHAPES = [(130, 128), (5,), (7, 192), (3, 70)]
 
 
@@ -292,6 +294,7 @@ def test_nothing_is_written_after_the_end(dtype: torch.dtype) -> None:
         assert [end.unique().tolist() for end in ends] == [[k + 1] for k in range(len(ends))]
 
 
+@in_the_interpreter
 @on_ranks(1)
 def test_an_address_that_is_no_multiple_of_16_is_not_taken_for_one() -> None:
     def checked(address: Any, divisor: int) -> Any:
@@ -359,6 +362,7 @@ def test_a_trial_launches_every_kernel() -> None:
         assert {call.args[0] for call in launch.call_args_list} == set(KINDS)
 
 
+@in_the_interpreter
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @on_ranks(1, timeout=300)
 def test_every_byte_is_read_and_written_once(dtype: torch.dtype) -> None:
