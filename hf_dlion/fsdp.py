@@ -99,7 +99,8 @@ def check_sharding(
     Raises:
         NotImplementedError: If a parameter's mesh also replicates it or splits it for tensor
             parallelism, or if some parameters are sharded and others aren't.
-        ValueError: If parameters are sharded without `replicate`, or the other way around.
+        ValueError: If parameters are sharded without `replicate`, or the other way around, or over
+            ranks of `replicate`.
     """
     sharded = [(name, p) for name, p in named if isinstance(p, DTensor)]
     if not sharded:
@@ -127,6 +128,14 @@ def check_sharding(
             "the parameters are sharded: pass replicate=mesh['replicate'], the ranks that hold the "
             "same shards, to DistributedLion"
         )
+    same = dist.get_process_group_ranks(replicate)
+    for name, param in sharded:
+        if len(both := set(param.device_mesh.mesh.tolist()).intersection(same)) > 1:
+            raise ValueError(
+                f"{name!r} is sharded over ranks {sorted(both)}, which replicate= gives as ranks "
+                f"with the same shards: call fully_shard(model, mesh=mesh['shard']), and pass "
+                f"replicate=mesh['replicate'] of the same mesh"
+            )
 
 
 def reshard(models: Sequence[nn.Module]) -> None:

@@ -92,6 +92,7 @@ UNSUPPORTED = {
     "not sharded": (ValueError, "replicate= needs a model sharded with FSDP2"),
     "HSDP": (NotImplementedError, "on a mesh of 2 dimensions: DistributedLion needs fully_shard"),
     "tensor parallelism": (NotImplementedError, "'weight' is placed as .Replicate().* no tensor"),
+    "no mesh": (ValueError, r"'weight' is sharded over ranks \[0, 1\], which replicate= gives"),
     "a plain tensor": (NotImplementedError, "'plain' is a plain tensor, but other parameters are"),
 }
 
@@ -105,7 +106,8 @@ def test_an_unsupported_placement_is_refused(rank: int, what: str) -> None:
             tensor = distribute_tensor(param.detach(), mesh["shard"], [Replicate()])
             model.register_parameter(name, nn.Parameter(tensor))
     elif what != "not sharded":
-        fully_shard(model, mesh=mesh if what == "HSDP" else mesh["shard"])
+        meshes = {"HSDP": mesh, "no mesh": None}
+        fully_shard(model, mesh=meshes.get(what, mesh["shard"]))
     named = list(model.named_parameters())
     if what == "a plain tensor":
         named.append(("plain", filled(1.0)))
