@@ -112,8 +112,9 @@ def load_momentum(
     optimizer without loaded state continues from the files' step, with its own hyperparameters.
     The optimizer changes only after all ranks have read and checked their files. If another number
     of ranks saved, rank r uses file r modulo that number, and rank 0 warns. With `local_group`, the
-    ranks of a node use the file of their first rank, or if another number of ranks saved, of saved
-    node number n modulo their number; rank 0 warns if `local_group` has changed.
+    ranks of a node use the file of their first rank, and rank 0 warns if it has changed. If
+    another number of ranks saved and either run has nodes, node n uses the file of saved node n
+    modulo their number.
 
     With `vote_every` above 1 the model must hold the weights that all ranks have, as they are saved
     after `optimizer.eval()` or in `with optimizer.common_weights()`. It then gets this rank's own

@@ -1,4 +1,4 @@
-"""The only caller of collectives. It counts bytes and names lost ranks."""
+"""The collectives of the optimizer. It counts bytes and names lost ranks."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ class WireStats:
         abstentions: Number of ranks that abstained, summed over steps; with local steps, only this
             rank is counted.
         encode_s: Seconds spent on encoding votes and updating momenta.
-        exchange_s: Seconds spent on waiting for collectives and counting votes.
-        apply_s: Seconds spent on moving parameters.
+        exchange_s: Seconds spent on waiting for votes and verdicts, and counting votes.
+        apply_s: Seconds spent on moving parameters; with local steps also on updating momenta.
         sample: Words of this rank's votes and planes of the verdict in the last exchange, int64,
             and whether this rank voted there; None before the first exchange, with more than one
             bit, and with aggregation="average".
