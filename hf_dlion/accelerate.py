@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+import hf_dlion.fsdp as fsdp
 from hf_dlion.checkpoint import NAME, find_optimizer, load_momentum, save_momentum
 from hf_dlion.checkpoint.momentum_file import file_name
 from hf_dlion.optimizer import DistributedLion
@@ -79,6 +80,7 @@ def attach(accelerator: Accelerator, model: nn.Module) -> None:
                 f"doesn't have. Use another version, or a loop without Accelerate, with "
                 f"optimizer.attach(ddp_model) and hf_dlion.save_momentum"
             )
+    fsdp.reshard([model])  # As in `DistributedLion.attach`.
     params = set(model.parameters())
     lions = [
         lion

@@ -216,10 +216,10 @@ class DistributedLion(torch.optim.Optimizer):
         """
         if self.options.local_group is not None and self.peers.world_size > 1:
             self.peers.topology().form()  # A collective, so it comes before checks that may raise.
-        wrapper, sharded = ddp.wrapper_in(model), fsdp.sharded_model(model)
-        fsdp.reshard([] if sharded is None else [sharded])  # A forward leaves gathered parameters.
+        fsdp.reshard([model])  # A forward leaves gathered parameters, which are other objects.
+        wrapper = ddp.wrapper_in(model)
         self._name_parameters(model if wrapper is None else wrapper.module)
-        if sharded is not None:
+        if (sharded := fsdp.sharded_model(model)) is not None:
             ddp.refuse_unowned(sharded, self)
             if sharded not in self.peers.fsdp_models:
                 self.peers.fsdp_models.append(sharded)

@@ -9,10 +9,11 @@ Metadata:  the header as JSON: save, step, rank, voters, shard, GradScaler, loca
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -181,7 +182,8 @@ def find_file(at: Position, folder: Path, name: str) -> Path:
     saved = world_size if world_size in counts else counts[0]
     if saved != world_size:
         first = next(rank for rank, count in files if count == saved)
-        header = _header_of(folder / file_name(name, first, saved))
+        with _opened(any_file := folder / file_name(name, first, saved)) as file:
+            header = _read_header(any_file, file.metadata())
         # The ranks of a replica have files of their own; those of a node have equal ones.
         size = at.local_size if header.shard is None else 1
         voters = header.voters if header.shard is None else saved
@@ -195,12 +197,13 @@ def find_file(at: Position, folder: Path, name: str) -> Path:
     return path
 
 
-def _header_of(path: Path) -> Header:
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
-            return _read_header(path, file.metadata())
+            yield file
     except (OSError, SafetensorError) as error:
-        raise _damaged(path, error) from error
+        raise CheckpointError(f"{path} is damaged ({error}): {LOAD_OLDER}") from error
 
 
 def read(path: Path, lion: DistributedLion, at: Position) -> Loaded:
@@ -210,24 +213,19 @@ def read(path: Path, lion: DistributedLion, at: Position) -> Loaded:
         CheckpointError: If the file is damaged or doesn't fit.
     """
     params = _params(lion)
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = _read_header(path, file.metadata())
-            keys = set(file.keys())
-            known = {str(number) for number in range(len(params))}
-            if not {key.removeprefix(_OWN).removeprefix(_AGE) for key in keys} <= known:
-                raise CheckpointError(
-                    f"{path} holds momenta {sorted(keys)}, but the optimizer has {len(params)} "
-                    f"parameters: it was saved with another model"
-                )
-            # One voter takes no local steps.
-            continues = header.local is not None and at.voters > 1
-            continues &= (header.world_size, header.voters) == (at.world_size, at.voters)
-            saved = {
-                key: file.get_tensor(key) for key in keys if continues or not key.startswith(_OWN)
-            }
-    except (OSError, SafetensorError) as error:
-        raise _damaged(path, error) from error
+    with _opened(path) as file:
+        header = _read_header(path, file.metadata())
+        keys = set(file.keys())
+        known = {str(number) for number in range(len(params))}
+        if not {key.removeprefix(_OWN).removeprefix(_AGE) for key in keys} <= known:
+            raise CheckpointError(
+                f"{path} holds momenta {sorted(keys)}, but the optimizer has {len(params)} "
+                f"parameters: it was saved with another model"
+            )
+        # One voter takes no local steps.
+        continues = header.local is not None and at.voters > 1
+        continues &= (header.world_size, header.voters) == (at.world_size, at.voters)
+        saved = {key: file.get_tensor(key) for key in keys if continues or not key.startswith(_OWN)}
     _check_state(path, header, lion)
     loaded = Loaded(header)
     for number, param in enumerate(params):
@@ -319,10 +317,6 @@ def _shard(lion: DistributedLion) -> list[int] | None:
     """Returns the index of this rank's FSDP2 shard and the number of shards."""
     shards = [fsdp.shard_index(param) for param in _params(lion)]
     return next((list(shard) for shard in shards if shard is not None), None)
-
-
-def _damaged(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{path} is damaged ({error}): {LOAD_OLDER}")
 
 
 def _other_model(

@@ -217,7 +217,7 @@ def test_a_slow_link_shows_and_encoding_hides_a_part_of_it() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_this_machines_work_is_measured(dtype: torch.dtype, monkeypatch: Any) -> None:
-    monkeypatch.setitem(machine.NUMEL, "cpu", 1 << 14)
+    monkeypatch.setattr(machine, "NUMEL", dict.fromkeys(machine.NUMEL, 1 << 14))
     [found, _], _ = machine.measured(workload("1m"), dtype, 8, None)
     assert found.compute_s > 0
     assert found.device == ("cuda" if torch.cuda.is_available() else "cpu")
@@ -239,7 +239,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Counter[Any]]:
             return own_s if calls[call] % 3 == 1 else slowdown * own_s
 
         times = SimpleNamespace(perf_counter=lambda: elapsed_s * calls.total())
-        monkeypatch.setitem(machine.NUMEL, "cpu", 1 << 14)
+        monkeypatch.setattr(machine, "NUMEL", dict.fromkeys(machine.NUMEL, 1 << 14))
         monkeypatch.setattr(machine, "seconds_of", seconds_of)
         monkeypatch.setattr(machine, "time", times)
         monkeypatch.setattr(machine, "_share_of_other_processes", lambda: lambda: busy)
@@ -477,7 +477,7 @@ def test_a_model_that_this_machine_cannot_train_is_not_judged_by_its_cpu(
 
 
 def test_a_small_model_is_measured_here(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(machine.NUMEL, "cpu", 1 << 14)
+    monkeypatch.setattr(machine, "NUMEL", dict.fromkeys(machine.NUMEL, 1 << 14))
     text = run("1m", "--link=1mbit", "--step-ms=5")
     assert "forward and backward: 5 ms (given); optimizer and votes: measured on this" in text
     assert "DistributedLion" in text.splitlines()[-1]
