@@ -26,6 +26,7 @@ from hf_dlion.options import (
     Selection,
     Ties,
     check_group,
+    numbered,
     trainable,
 )
 from hf_dlion.peers import Peers
@@ -252,7 +253,7 @@ class DistributedLion(torch.optim.Optimizer):
         which misleads early stopping and plateau schedulers. With `vote_every=1` it has no effect.
 
         What is written into the model before `train` replaces the common weights and moves this
-        rank's own, so write the same values on every rank.
+        rank's own, so write the same values on every rank. Raises what `LocalSteps.check` raises.
         """
         self.schedule.show(self, own=False)
 
@@ -261,7 +262,8 @@ class DistributedLion(torch.optim.Optimizer):
         """Puts this rank's own weights back after `eval`; call it before training.
 
         They have the same bits as before. Elements that were written since `eval` keep their
-        distance from the common weights: if x was replaced by x', p becomes x' - (x - p).
+        distance from the common weights: if x was replaced by x', p becomes x' - (x - p). Raises
+        what `LocalSteps.check` raises.
         """
         self.schedule.show(self, own=True)
 
@@ -294,6 +296,7 @@ class DistributedLion(torch.optim.Optimizer):
         Raises:
             Disagreement: On every rank, if another rank takes a step, or the ranks differ.
             LostRank: If another rank ended or stalled.
+            RuntimeError: On this rank, what `LocalSteps.check` raises.
         """
         if self.peers.world_size > 1:
             for text in self.schedule.exchange_now(self):
@@ -327,7 +330,7 @@ class DistributedLion(torch.optim.Optimizer):
                 next exchange.
             LostRank: If another rank ended or stalled.
             RuntimeError: On every rank, if a rank abstained in `max_abstained_steps` consecutive
-                steps; or on this rank, after `eval` without `train`.
+                steps; or on this rank, after `eval` without `train`, or from `LocalSteps.check`.
         """
         loss, sent, in_node = None, self.wire.bytes_sent, self.wire.node_bytes_sent
         with self.peers.together(Kind.STEP) as mine:  # Ends with a header: all pass, or raise.
@@ -350,14 +353,14 @@ class DistributedLion(torch.optim.Optimizer):
         ranks, agreed = self.peers.ranks, mine.agreed
         is_own = self.schedule.is_own_step(mine.kind, agreed, ranks)
         self.peers.count_abstentions(mine, only_this_rank=is_own)
-        compares = mine.kind is not Kind.LOCAL_STEP and (is_own or any(agreed.moves))
+        compares = mine.kind is not Kind.LOCAL_STEP and (is_own or any(agreed.counts))
         texts = self.peers.compare_after_changes(mine.layout) if compares else []
         number = 0
         if is_own:
             assert ranks is not None
             number, more = self.schedule.take(mine, self._turn(1), ranks)
             texts += more
-        elif any(agreed.moves):
+        elif any(agreed.counts):
             number = self._vote(mine)
         self._run_periodic_tasks(number)
         mine.layout.release()
@@ -367,8 +370,8 @@ class DistributedLion(torch.optim.Optimizer):
         """Moves by the verdict of all voters; returns the number of the step."""
         layout, agreed, turn, ranks = mine.layout, mine.agreed, self._turn(1), self.peers.ranks
         layout.abstain(agreed.finite[turn.voter], agreed.present[turn.voter])
-        for slot, moves in zip(layout.slots, agreed.moves, strict=True):
-            slot.target = slot.p if moves else None
+        for slot, count in zip(layout.slots, agreed.counts, strict=True):
+            slot.target = slot.p if count else None
         if ranks is None or ranks.voters.world_size == 1:
             turn.age_rows(layout.slots)
             plain_lion([*layout.messages, *layout.full], turn)
@@ -394,11 +397,10 @@ class DistributedLion(torch.optim.Optimizer):
         if not number or ranks is None:
             return
         if options.momentum_sync_every and ranks.voters.world_size > 1:
-            chosen = self._names.synchronized(self.param_groups, self.options)
+            chosen = [s.param for s in self._layout.slots if s.synced and s.param.requires_grad]
             momenta = [
                 Momentum(self._flat_momentum(p), fsdp.largest_part(p), self.state[p])
-                for k, (_, p) in enumerate(self._named())
-                if p.requires_grad and chosen[k]
+                for p in chosen
             ]
             synchronize(momenta, options, ranks, number)
         if options.check_replicas_every and number % options.check_replicas_every == 0:
@@ -492,13 +494,13 @@ class DistributedLion(torch.optim.Optimizer):
         Anchors get what was written into the model while it shows them.
         """
         fsdp.reshard(self.peers.fsdp_models)
-        numbered = trainable(self.param_groups, self.schedule.moved)
+        pairs = trainable(self.param_groups, self.schedule.moved)
         # Every step compares this, so it must be cheap.
-        key = [(g, id(p), p.dtype, p.device, p.shape, p.stride()) for g, p in numbered]
+        key = [(g, id(p), p.dtype, p.device, p.shape, p.stride()) for g, p in pairs]
         with torch.no_grad():
             if self._layout.key != key:
-                self._layout = self._new_layout(key, {p for _, p in numbered})
-                for p in {*self.schedule.kept, *self.schedule.moved} - {p for _, p in numbered}:
+                self._layout = self._new_layout(key, {p for _, p in pairs})
+                for p in {*self.schedule.kept, *self.schedule.moved} - {p for _, p in pairs}:
                     self.schedule.drop(p, flat_view(fsdp.local_part(p.detach())))  # Removed.
             for slot in self._layout.slots:
                 slot.p = flat_view(fsdp.local_part(slot.param.detach()))
@@ -511,11 +513,12 @@ class DistributedLion(torch.optim.Optimizer):
     def _new_layout(self, key: object, trainable: Collection[Tensor]) -> Layout:
         """Returns the layout of some parameters."""
         full, slots = self._selected("full_precision"), list[Slot]()
+        synced = self._names.synchronized(self.param_groups, self.options)
         group_of = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
         for k, (name, p) in enumerate(self._named()):
             if p in trainable:
                 slots.append(slot := Slot.of(fsdp.local_part(p.detach()), group_of[k]))
-                slot.full, slot.name, slot.param = full[k], name, p
+                slot.full, slot.synced, slot.name, slot.param = full[k], synced[k], name, p
         fsdp.check_sharding([(slot.name, slot.param) for slot in slots], self.peers.replicate)
         return Layout(key, slots)
 
@@ -529,7 +532,7 @@ class DistributedLion(torch.optim.Optimizer):
                 grad, part = fsdp.local_part(p.grad.detach()), fsdp.local_part(p.detach())
                 slot.grad = flat_gradient(slot.name, grad, part)
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if scale is not None:  # Of this step only, also if it fails.
+        if scale is not None or found_inf is not None:  # Of this step only, also if it fails.
             self.grad_scale, self.found_inf = 1.0, None
         unscaled = unscale([slot.grad for slot in slots if slot.grad is not None], scale, found_inf)
         mine.finite = unscaled and survey(slots)  # No NaN, and no Inf.
@@ -580,7 +583,7 @@ class DistributedLion(torch.optim.Optimizer):
             )
         # torch.distributed.checkpoint writes names where `state_dict` has numbers.
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
+        params = numbered(self.param_groups)
         for key, param in zip(keys, params, strict=False):  # torch raises if numbers differ.
             fsdp.check_placement(param, state_dict["state"].get(key, {}).get("exp_avg"))
         names, before = [group.get("param_names") for group in self.param_groups], dict(self.state)

@@ -302,6 +302,11 @@ class Names:
         return [(self._in_models.get(p) if name is None else name, p) for name, p in pairs]
 
 
+def numbered(groups: Groups) -> list[Tensor]:
+    """Returns the parameters in the order in which torch's `state_dict()` numbers them."""
+    return [param for group in groups for param in group["params"]]
+
+
 def selected(option: str, selection: Selection, named: Sequence[tuple[str, Tensor]]) -> list[bool]:
     """Returns which parameters a selection matches.
 

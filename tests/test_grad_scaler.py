@@ -55,11 +55,14 @@ def test_gradients_are_unscaled_once_after_a_step_that_raised(rank: int) -> None
     assert found == [2.0] * 3
 
 
+@pytest.mark.parametrize("clips", [False, True])
 @on_ranks(2)
-def test_an_inf_of_a_step_that_raised_is_forgotten(rank: int) -> None:
+def test_an_inf_of_a_step_that_raised_is_forgotten(rank: int, clips: bool) -> None:
     param, optimizer = single()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale((param * torch.inf).sum()).backward()
+    if clips:
+        scaler.unscale_(optimizer)
     optimizer.param_groups[0]["lr"] = 0.01 * (1 + rank)
     with pytest.raises(Disagreement):
         scaler.step(optimizer)

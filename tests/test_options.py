@@ -80,10 +80,15 @@ def test_a_bad_option_of_a_group_is_refused_and_the_group_not_added(
     assert len(optimizer.param_groups) == 1
 
 
-def test_an_option_that_selects_by_name_needs_names() -> None:
-    optimizer = DistributedLion([filled(1.0)], full_precision="*norm*")  # Names may come later.
+@pytest.mark.parametrize(
+    "options",
+    [{"full_precision": "*norm*"}, {"momentum_sync": "*norm*", "momentum_sync_every": 1}],
+)
+def test_an_option_that_selects_by_name_needs_names(options: dict[str, Any]) -> None:
+    optimizer = DistributedLion([filled(1.0)], **options)  # Names may come later.
     with pytest.raises(ValueError, match=r"no names: use DistributedLion\(model.named_parameters"):
         optimizer.step()
+    assert optimizer.steps == 0
 
 
 class Chooser:

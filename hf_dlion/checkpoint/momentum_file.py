@@ -26,6 +26,7 @@ from torch import Tensor
 import hf_dlion.fsdp as fsdp
 from hf_dlion.checkpoint import own_weights
 from hf_dlion.optimizer import DistributedLion
+from hf_dlion.options import numbered
 from hf_dlion.vote.idle_rows import AGE, loaded_state
 from hf_dlion.vote.local_steps import LocalSteps
 
@@ -113,7 +114,7 @@ def files_in(folder: Path, name: str) -> list[tuple[int, int]]:
 
 def write(path: Path, lion: DistributedLion, save: str, at: Position, scaler: Any) -> None:
     """Writes a rank's file, which is complete after a crash or has a temporary name."""
-    params = _params(lion)
+    params = numbered(lion.param_groups)
     local, own = own_weights.to_save(lion.schedule, lion.param_groups)
     states = [lion.state.get(param, {}) for param in params]
     divergences = {
@@ -212,7 +213,7 @@ def read(path: Path, lion: DistributedLion, at: Position) -> Loaded:
     Raises:
         CheckpointError: If the file is damaged or doesn't fit.
     """
-    params = _params(lion)
+    params = numbered(lion.param_groups)
     with _opened(path) as file:
         header = _read_header(path, file.metadata())
         keys = set(file.keys())
@@ -254,7 +255,7 @@ def read(path: Path, lion: DistributedLion, at: Position) -> Loaded:
 def _local_steps(
     path: Path, values: Mapping[str, Any], own: Mapping[int, Tensor], lion: DistributedLion
 ) -> LocalSteps:
-    params, groups = _params(lion), lion.param_groups
+    params, groups = numbered(lion.param_groups), lion.param_groups
     for number, weights in own.items():
         part = fsdp.local_part(params[number].detach())
         if weights.shape != part.shape or weights.dtype != part.dtype:
@@ -308,14 +309,9 @@ def _check_state(path: Path, header: Header, lion: DistributedLion) -> None:
         )
 
 
-def _params(lion: DistributedLion) -> list[Tensor]:
-    """Returns the parameters in the order in which torch's `state_dict()` numbers them."""
-    return [param for group in lion.param_groups for param in group["params"]]
-
-
 def _shard(lion: DistributedLion) -> list[int] | None:
     """Returns the index of this rank's FSDP2 shard and the number of shards."""
-    shards = [fsdp.shard_index(param) for param in _params(lion)]
+    shards = [fsdp.shard_index(param) for param in numbered(lion.param_groups)]
     return next((list(shard) for shard in shards if shard is not None), None)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import hf_dlion.fsdp as fsdp
-from hf_dlion.options import Groups, Options
+from hf_dlion.options import Groups, Options, numbered
 from hf_dlion.ranks.fingerprint import fingerprints
 from hf_dlion.vote.layout import LOW_PRECISION, Kept, Layout, flat_view, form_of
 from hf_dlion.vote.local_steps import LocalSteps, Period
@@ -31,7 +31,7 @@ def to_save(local: Schedule, groups: Groups) -> tuple[dict[str, Any] | None, dic
     if not isinstance(local, LocalSteps):
         return None, {}
     local.follow(groups)
-    params = [param for group in groups for param in group["params"]]
+    params = numbered(groups)
     number_of, own, anchors = {param: k for k, param in enumerate(params)}, {}, {}
     for param, kept in local.kept.items():
         part = fsdp.local_part(param.detach())
@@ -90,7 +90,7 @@ def check(values: Mapping[str, Any], own: Mapping[int, Tensor], groups: Groups) 
             f"was saved between two exchanges with {len(values['period'].decays)} parameter "
             f"groups, but the optimizer has {len(groups)}: add groups after the load"
         )
-    params = [param for group in groups for param in group["params"]]
+    params = numbered(groups)
     anchors = values["anchors"]
     found = fingerprints([fsdp.local_part(params[number].detach()) for number in anchors])
     if different := [k for k, own in zip(anchors, found, strict=True) if anchors[k] != own]:
@@ -118,7 +118,7 @@ def loaded(
         layout_of: Function that returns the layout of some parameters.
     """
     local = LocalSteps(options, exchanges=values["exchanges"], shown=True)
-    params = [param for group in groups for param in group["params"]]
+    params = numbered(groups)
     limits = dict(values["limits"])
     # With 8 bits a limit is one of the largest displacement, otherwise one of a sum.
     comparable = (values["bits"] == 8) == (options.bits == 8)

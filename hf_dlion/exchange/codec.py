@@ -230,8 +230,8 @@ def tally(votes: Sequence[Sequence[Tensor]], bits: int) -> list[Tensor]:
         bits: Bits per vote.
 
     Returns:
-        Planes, int64, shape (W,) each, at most as many as N * top has bits. Ranks are added in
-        pairs, so counters stay short.
+        Planes, int64, shape (W,) each, as many as N * top has bits. Ranks are added in pairs, so
+        counters stay short.
     """
     limit = (len(votes) * TOP[bits]).bit_length()
     numbers = [list(planes) for planes in votes]
@@ -241,16 +241,19 @@ def tally(votes: Sequence[Sequence[Tensor]], bits: int) -> list[Tensor]:
     return numbers[0]
 
 
-def compare(planes: Sequence[Tensor], total: int | Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def compare(planes: Sequence[Tensor], total: int | Tensor) -> tuple[Tensor, Tensor]:
     """Returns bit masks of the elements where 2 * sum > total and where 2 * sum == total.
 
     Args:
-        planes: Planes of the sum, int64, shape (W,) each, at least as many as the bits of
-            `total // 2`.
-        total: One number, or the planes that `spread` returns for a number per word.
+        planes: Planes of the sum, int64, shape (W,) each, at least as many as `total` has bits.
+        total: One number, or one per word, int64, shape (W,).
     """
     # 2 * sum > total if sum > total // 2, and equal only if total is even.
-    bits = [total >> j & 1 for j in range(total.bit_length())] if isinstance(total, int) else total
+    bits: Sequence[int | Tensor]
+    if isinstance(total, int):
+        bits = [total >> j & 1 for j in range(total.bit_length())]
+    else:  # All ones or all zeros.
+        bits = [-(total >> j & 1) for j in range(len(planes))]
     greater, equal = torch.zeros_like(planes[0]), torch.full_like(planes[0], -1)
     for j in reversed(range(len(planes))):
         digit, total_digit = planes[j], bits[j + 1] if j + 1 < len(bits) else 0
@@ -269,11 +272,6 @@ def compare(planes: Sequence[Tensor], total: int | Sequence[Tensor]) -> tuple[Te
     elif odd:
         equal.zero_()
     return greater, equal
-
-
-def spread(number: Tensor, bits: int) -> list[Tensor]:
-    """Returns the planes of a number per word, whose words are all ones or all zeros, int64."""
-    return [-(number >> j & 1) for j in range(bits)]
 
 
 @functools.lru_cache(maxsize=8)

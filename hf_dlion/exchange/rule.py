@@ -17,7 +17,6 @@ from hf_dlion.exchange.codec import (
     alternating_word,
     compare,
     divided,
-    spread,
     tally,
     unpack,
 )
@@ -34,13 +33,13 @@ class Majority:
         self.name, self._zero = ties, ties == "zero"
         self.planes = 2 if self._zero else 1
 
-    def decide(self, sums: list[Tensor], total: int | Sequence[Tensor], phase: int) -> list[Tensor]:
+    def decide(self, sums: list[Tensor], total: int | Tensor, phase: int) -> list[Tensor]:
         """Returns the verdict: a plane of the positive elements, and with "zero" one of the ties.
 
         Args:
             sums: Planes of the sum of all ranks' codes, int64, shape (W,) each.
-            total: Number of active ranks times the largest code: one number, or its planes, int64,
-                shape (W,) each.
+            total: Number of active ranks times the largest code, one number or one per word, int64,
+                shape (W,).
             phase: Number whose parity decides ties.
         """
         greater, equal = compare(sums, total)
@@ -80,7 +79,7 @@ class Average:
         self.name, self.ranks, self._top = "average", ranks, TOP[bits]
         self.planes = (ranks * self._top).bit_length()
 
-    def decide(self, sums: list[Tensor], total: int | Sequence[Tensor], phase: int) -> list[Tensor]:
+    def decide(self, sums: list[Tensor], total: int | Tensor, phase: int) -> list[Tensor]:
         """Returns the verdict: the planes of the sum itself; see `Majority.decide`."""
         missing = self.planes - len(sums)
         return [*sums, *(torch.zeros_like(sums[0]) for _ in range(missing))]
@@ -118,7 +117,5 @@ def count(
         phase: Number whose parity decides ties.
     """
     bits = len(planes[0])
-    total: int | list[Tensor] = len(planes) * TOP[bits]
-    if active is not None:
-        total = spread(active * TOP[bits], (len(planes) * TOP[bits]).bit_length())
+    total = (len(planes) if active is None else active) * TOP[bits]
     return rule.decide(tally(planes, bits), total, phase)

@@ -106,16 +106,11 @@ class Agreed:
     present: list[list[bool]]
     compared: bool = False
 
-    def has_gradient(self, index: int) -> list[bool]:
-        """Returns which ranks have a finite gradient of the parameter with this index."""
-        pairs = zip(self.finite, self.present, strict=True)
-        return [finite and present[index] for finite, present in pairs]
-
     @functools.cached_property
-    def moves(self) -> list[bool]:
-        """Whether some rank has a finite gradient of each parameter, so the parameter moves."""
+    def counts(self) -> list[int]:
+        """How many ranks have a finite gradient of each parameter, which moves if one has it."""
         rows = [row for finite, row in zip(self.finite, self.present, strict=True) if finite]
-        return [any(column) for column in zip(*rows, strict=True)]
+        return [sum(column) for column in zip(*rows, strict=True)]
 
     def by_voter(self, voter_of_rank: Sequence[int]) -> Agreed:
         """Returns the result by voter, which has a gradient if all of its ranks have it."""

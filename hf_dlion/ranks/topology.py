@@ -51,19 +51,15 @@ class Topology:
         replicate: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Doesn't communicate.
+        """Doesn't communicate. torch.distributed must be initialized.
 
         `local_group` is the number of consecutive ranks that form a node and vote as one, and
         "node" reads LOCAL_WORLD_SIZE. `replicate` is the group of the ranks that hold the same
         FSDP2 shards as this rank, which are its voters; not both. By default, every rank votes. For
         `device` see `Wire`.
-
-        Raises:
-            RuntimeError: If torch.distributed isn't initialized.
         """
         group = process_group or dist.group.WORLD
-        if group is None:
-            raise RuntimeError("torch.distributed is not initialized: call init_process_group()")
+        assert group is not None, "torch.distributed is initialized"
         self._stats, self._device = stats or WireStats(), device
         self._local_group, self._replicate = local_group, replicate
         self.is_formed = False

@@ -212,11 +212,12 @@ def _agreed_checkpoint(trainer: Trainer, resume: str | bool | None) -> str | Non
             mix up the collectives that follow, or to save to.
         ValueError: If `resume` is True, and no checkpoint is complete.
     """
-    folder, failure = str(resume) if resume else None, None
+    folder = str(resume) if resume else None
+    failure: Exception | None = None
     if resume is True:
         try:
             folder = _newest_complete(str(trainer.args.output_dir))
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             failure = error
     # Checked now, because the first save may be hours away.
     output_dir = trainer.args.output_dir if trainer.args.save_strategy != "no" else ""
@@ -349,17 +350,20 @@ def _load_scaler(
     if lion is None or checkpoint is None or alone:
         original(checkpoint)
         return
-    with lion.peers.held() as rest:
+    with lion.peers.together(Kind.LOAD):
         original(checkpoint)
-    holds_weights_only = not _holds(checkpoint, "optimizer") and not _holds(checkpoint, NAME)
-    if rest.failure is None and holds_weights_only:
-        with lion.peers.together(Kind.LOAD):
-            pass  # Other ranks may find momenta.
+        has_momenta = _holds(checkpoint, "optimizer") or _holds(checkpoint, NAME)
+    _check_equal(
+        f"whether {checkpoint} has momenta",
+        str(has_momenta),
+        "copy all files of the checkpoint to every node, or delete those of another run",
+    )
+    if not has_momenta:
         logger.warning_once(
             f"{checkpoint} holds weights only (save_only_model), so momenta aren't loaded"
         )
         return
-    state, scaler = load_momentum(lion, checkpoint, failure=rest.failure), _scaler(trainer)
+    state, scaler = load_momentum(lion, checkpoint), _scaler(trainer)
     if state is not None and scaler is not None:
         scaler.load_state_dict(state)  # Replaces rank 0's, which Trainer gave to every rank.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from transformers import Trainer
@@ -48,16 +47,15 @@ def prepare(lion: DistributedLion, trainer: Trainer) -> None:
     wrapped = trainer.model_wrapped
     if ddp.wrapper_in(wrapped) is not None or fsdp.sharded_model(wrapped) is not None:
         lion.attach(wrapped)
-    ranks, local_group = trainer.args.world_size, lion.options.local_group
-    node = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if local_group == "node" else local_group
+    world_size, ranks = trainer.args.world_size, lion.peers.ranks
     alone = "DistributedLion exchanges nothing between nodes and is plain Lion, because"
-    if ranks == 1:
+    if world_size == 1:
         logger.warning_once(
             f"{alone} one process trains alone. Start several processes with torchrun or "
             f"accelerate launch --multi_gpu (without GPUs, also set ACCELERATE_USE_CPU=true)"
         )
-    elif node is not None and node >= ranks and trainer.is_world_process_zero():
+    elif ranks is not None and ranks.voters.world_size == 1 and trainer.is_world_process_zero():
         logger.warning_once(
-            f"{alone} local_group={local_group!r} puts all {ranks} ranks into one node. Start "
-            f"ranks on several nodes, or leave out local_group"
+            f"{alone} local_group={lion.options.local_group!r} puts all {world_size} ranks into "
+            f"one node. Start ranks on several nodes, or leave out local_group"
         )

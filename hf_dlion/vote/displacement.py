@@ -206,8 +206,6 @@ def _was_replaced(slot: Slot, amount: float, paths: Sequence[float], bits: int) 
     x = slot.x
     if x is None or slot.kept is None or slot.c is not None or not slot.size:
         return False
-    if slot.group >= len(paths):
-        return False
     # Rounding can double a move, but not more.
     limit = (slot.kept.limit or 0.0) + 2 * paths[slot.group] * (1 if bits == 8 else slot.size)
     if amount <= limit:

@@ -30,7 +30,7 @@ def step_in_full(layout: Layout, agreed: Agreed, wire: Wire, turn: Turn, *, equa
     slots = [slot for slot in layout.slots if slot.full]
     if not equal:
         _equalize(slots, turn.state, wire)
-    set_means(layout, "grad", [sum(agreed.has_gradient(k)) for k in range(len(layout.slots))], wire)
+    set_means(layout, "grad", agreed.counts, wire)
     for slot in slots:
         slot.grad = slot.mean
         if slot.grad is None:

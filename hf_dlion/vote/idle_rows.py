@@ -18,12 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_dlion.vote.layout import Slot
+from hf_dlion.vote.layout import INTEGERS, Slot
 
 # Key in the optimizer's state: updates of the momentum since each row's last gradient other than
 # zero, at most h, int32, shape (R,). A parameter has it while a row is without a gradient.
 AGE = "row_age"
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def memory_of(beta2: float) -> int:
@@ -36,7 +35,7 @@ def zero_rows(grad: Tensor, row: int) -> Tensor | None:
 
     `grad` is flat and not empty, and `row` is the number of elements of a row, 0 for a single one.
     """
-    integers = grad.view(_INTEGERS[grad.element_size()]).numpy().reshape(-1, row or grad.numel())
+    integers = grad.view(INTEGERS[grad.element_size()]).numpy().reshape(-1, row or grad.numel())
     if (integers[:, 0] << 1).all():  # Without the sign: -0.0 is zero, too.
         return None  # Almost always, and it reads one element per row.
     zero: np.ndarray[Any, Any] = np.bitwise_or.reduce(integers, axis=1) << 1 == 0

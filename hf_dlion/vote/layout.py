@@ -41,6 +41,8 @@ MESSAGES = 16
 # The dtypes of parameters, and those that are rounded stochastically.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+# Integers with the bits of floats, by bytes per element.
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # What ranks compare of a trainable parameter: name, shape, dtype, strides, device type, and whether
 # its gradient is averaged ("full") or voted on ("vote").
@@ -56,7 +58,7 @@ class Kept:
     Attributes:
         anchor: Weights of the last exchange.
         displacement: anchor - p of a parameter of 16 bits, in its dtype.
-        form: dtype, shape, and strides of the parameter.
+        form: Device, dtype, shape, and strides of the parameter.
         limit: Largest sum of |anchor - p| that the last exchange can have left (with 8 bits the
             largest |anchor - p|); None before the first one.
         aside: Own weights p of 32 or 64 bits while the model holds the anchor.
@@ -83,6 +85,7 @@ class Slot:
         row: Elements per row, 0 if the tensor is one row.
         group: Index of the parameter group.
         full: Whether its gradient is averaged instead of voted on.
+        synced: Whether the voters average momenta of it that differ.
         param: The model's parameter, a DTensor with FSDP2.
         p: The weights in the model.
         target: `p` if they move; None otherwise.
@@ -101,6 +104,7 @@ class Slot:
     dtype: torch.dtype
     device: torch.device
     full: bool = False
+    synced: bool = False
     name: str = ""
     param: Tensor = _NO_TENSOR
     p: Tensor = _NO_TENSOR

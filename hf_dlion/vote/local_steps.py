@@ -33,7 +33,7 @@ from hf_dlion.ranks.meeting import Disagreement, Kind
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote import on_gpu
 from hf_dlion.vote.displacement import DETACH, REMEDY, average, round_own
-from hf_dlion.vote.layout import LOW_PRECISION, Kept, Layout, Slot, form_of
+from hf_dlion.vote.layout import INTEGERS, LOW_PRECISION, Kept, Layout, Slot, form_of
 from hf_dlion.vote.rounding import DISPLACEMENTS, PARAMETERS
 from hf_dlion.vote.step import Host, Mine, Schedule, Turn, direction
 
@@ -200,7 +200,7 @@ class LocalSteps(Schedule):
         """Returns whether a step moves own weights: if there are several voters, and one moves."""
         if ranks is None or ranks.voters.world_size == 1:
             return False
-        return kind is not Kind.STEP or any(agreed.moves)
+        return kind is not Kind.STEP or any(agreed.counts)
 
     def take(self, mine: Mine, turn: Turn, ranks: Topology) -> tuple[int, list[str]]:
         """Takes a step of this rank's own, and exchanges if it is its turn; see `exchange`."""
@@ -214,7 +214,7 @@ class LocalSteps(Schedule):
         mine.layout.has_met = True
         if mine.kind is not Kind.EXCHANGE:
             return 0, []
-        return self.exchange(mine.layout, mine.agreed.moves, turn, ranks)
+        return self.exchange(mine.layout, mine.agreed.counts, turn, ranks)
 
     def exchange_now(self, lion: Host) -> list[str]:
         """Exchanges the steps of this period, whatever the model holds; returns warnings."""
@@ -229,8 +229,8 @@ class LocalSteps(Schedule):
         shown = self.shown
         self.show(lion, own=True)
         try:
-            turn, moves = lion._turn(0), mine.agreed.moves
-            number, texts = self.exchange(lion._refreshed_layout(), moves, turn, ranks)
+            layout, turn = lion._refreshed_layout(), lion._turn(0)
+            number, texts = self.exchange(layout, mine.agreed.counts, turn, ranks)
             lion._run_periodic_tasks(number)
         finally:
             if shown:
@@ -274,28 +274,28 @@ class LocalSteps(Schedule):
         self._note_rounded(layout)
 
     def exchange(
-        self, layout: Layout, used_anywhere: Sequence[bool], turn: Turn, ranks: Topology
+        self, layout: Layout, counts: Sequence[int], turn: Turn, ranks: Topology
     ) -> tuple[int, list[str]]:
         """Averages how far the ranks were moved; every rank must call this.
 
         It returns the number of the exchange, 0 if no rank was moved, and warnings: parameters that
-        weren't finite on this rank are reset to the anchor. `used_anywhere` marks the parameters
-        that some rank used. Bytes for P trainable parameters and V voters: scales 8 (V - 1) P,
+        weren't finite on this rank are reset to the anchor. `counts` are the ranks that used each
+        parameter. Bytes for P trainable parameters and V voters: scales 8 (V - 1) P,
         a check of weights 8 (N - 1), or 16 (N - 1) with nodes, those of `exchange.routes`, and of
         `full_precision.set_means`.
 
         Raises:
             Disagreement: On every rank, before anchors move, if weights were replaced on one.
         """
-        if not any(used_anywhere):
+        if not any(counts):
             self.period = Period()
             return 0, []
         ranks.voters.stats.lap("", layout.device)
         if self.layout is not None and self.layout is not layout:  # It changed since the step.
             self.layout = None
             self._round(layout, turn)
-        for slot, used in zip(layout.slots, used_anywhere, strict=True):
-            slot.target = slot.p if used else None
+        for slot, count in zip(layout.slots, counts, strict=True):
+            slot.target = slot.p if count else None
         # Votes, and the rounding of what moves, depend on the number of the exchange.
         turn = replace(turn, step=self.exchanges + 1)
         texts = average(layout, self.period.decays, self.period.paths, turn, ranks)
@@ -445,4 +445,4 @@ def _different(found: Sequence[tuple[Slot, Tensor, Tensor]]) -> list[Slot]:
 
 def _bits(flat: Tensor) -> Tensor:
     """Returns a view of integers, because a NaN differs from itself, and 0.0 equals -0.0."""
-    return flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    return flat.view(INTEGERS[flat.element_size()])

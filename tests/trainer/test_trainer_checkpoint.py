@@ -102,14 +102,6 @@ def test_saving_changes_nothing_and_a_trainer_goes_back_to_its_checkpoint(
     assert weights_digest(trainer.model) == expected
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@on_ranks("world_size")
-def test_another_number_of_ranks_resumes_with_a_warning(rank: int, half: Path) -> None:
-    trainer, messages = train_rest(half)
-    assert agree(weights_digest(trainer.model))
-    assert ["was saved by 2 ranks" in text for text in messages] == [True] * (rank == 0)
-
-
 @on_ranks(2)
 def test_a_state_that_one_rank_cannot_load_is_refused_on_every_rank(rank: int, half: Path) -> None:
     where = "torch.optim.lr_scheduler.LambdaLR.load_state_dict"
@@ -254,6 +246,22 @@ def test_a_checkpoint_of_weights_alone_resumes_with_a_message(tmp_path: Path) ->
     assert agree(weights_digest(trainer.model))
     # Its own count of steps starts with its momenta.
     assert trainer.optimizer.optimizer.steps == 2
+
+
+@on_ranks(2)
+def test_momenta_on_some_nodes_alone_are_refused_on_all(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second node's disk also has files of an earlier run."""
+    trained(tiny_args(tmp_path / "shared", save_every=2, save_only_model=True))
+    node = tmp_path / f"node{rank}"
+    shutil.copytree(tmp_path / "shared" / "checkpoint-2", node / "checkpoint-2")
+    if rank == 1:
+        (node / "checkpoint-2" / "dlion_momentum_1_of_2.safetensors").touch()
+    monkeypatch.chdir(node)
+    text = r"checkpoint-2 has momenta differs between ranks \(rank 0: False; rank 1: True\)"
+    with pytest.raises(CheckpointError, match=text):
+        trained(tiny_args(tmp_path), resume="checkpoint-2")
 
 
 @on_ranks(2)

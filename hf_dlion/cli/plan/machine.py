@@ -76,7 +76,7 @@ class Machine:
     compute_s: float  # Forward and backward of the model, without DDP.
     memory_bytes: float
     device: str  # "cpu" or "cuda".
-    name: str  # After "an" or "a".
+    name: str  # After "each".
     sources: tuple[str, str]  # Where `compute_s` and `each_s` come from.
 
     def count_s(self, bits: int, ranks: int) -> float:
@@ -223,17 +223,10 @@ def step_work(param: Tensor) -> Calls:
         "power": _power(param),
     }
     for bits in reversed(BITS):
-        calls |= _votes(param, bits)  # "move" and "local step" are those of one bit, the last.
-    return calls
-
-
-def _votes(param: Tensor, bits: int) -> Calls:
-    """Returns what a rank does with a matrix in a step of DistributedLion."""
-    assert param.grad is not None
-    turn, layout = _turn(bits), _layout_of([param])
-    warm_up(layout, Options(bits=bits, vote_every=2), 2)
-    local_step = partial(LocalSteps(turn.options).step, layout, turn)
-    return {**vote_work([param], bits, (2, 4)), "local step": local_step}
+        calls |= vote_work([param], bits, (2, 4))  # The last "move" is that of one bit.
+    turn, layout = _turn(1), _layout_of([param])
+    warm_up(layout, Options(vote_every=2), 2)
+    return {**calls, "local step": partial(LocalSteps(turn.options).step, layout, turn)}
 
 
 def vote_work(
