@@ -1,9 +1,9 @@
 """The tests, in the folders of what they test.
 
-torch has one thread in each process, unless the environment says otherwise: several processes share
-the cores, and a thread that waits for another one's share keeps a core busy.
+torch has one thread in each process, as real ranks have: several processes share the cores, and the
+sums of a matrix product depend on the number of threads.
 """
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
+os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported

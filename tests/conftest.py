@@ -12,7 +12,6 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-import torch.distributed as dist
 from hypothesis import settings
 
 from tests.support.spawn import RankPools
@@ -43,19 +42,6 @@ def pools() -> Iterator[RankPools]:
     """Pools of ranks that live as long as the test module: `pools(2).run(f, *args)`."""
     with contextlib.closing(RankPools()) as pools:
         yield pools
-
-
-@pytest.fixture
-def fake_ranks() -> Iterator[int]:
-    """Four ranks of torch.distributed, this process the first; nothing that is sent arrives."""
-    from accelerate.state import AcceleratorState
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    # An Accelerator of another test knows of one process and would be warned of the others.
-    AcceleratorState._reset_state(True)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield 4
-    dist.destroy_process_group()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

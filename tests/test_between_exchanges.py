@@ -23,7 +23,6 @@ from tests.support.steps import (
     attached,
     backward,
     copies,
-    everywhere,
     give_gradients,
     plain,
     single,
@@ -34,6 +33,7 @@ from tests.support.training import (
     error_of,
     everyones,
     filled,
+    gathered,
     is_equal_everywhere,
     same,
     warned,
@@ -69,10 +69,6 @@ def give_nan(model: nn.Linear, optimizer: DistributedLion) -> None:
         model.weight.grad.fill_(torch.nan)
 
     optimizer.register_step_pre_hook(spoil)
-
-
-def fail_in_a_closure(model: nn.Linear, optimizer: DistributedLion) -> None:
-    optimizer.step(lambda: 1 / 0)
 
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -116,7 +112,7 @@ CHANGES: dict[str, tuple[torch.dtype, int, Change, str, str]] = {
         "3 Disagreement: exchange failed",
     ),
     "closure": (
-        F32, 3, on_last(fail_in_a_closure),
+        F32, 3, on_last(lambda _, optimizer: optimizer.step(lambda: 1 / 0)),
         "3 ZeroDivisionError: division by zero",
         "3 Disagreement: exchange failed on 1",
     ),
@@ -330,7 +326,7 @@ def errors_in_a_node(rank: int, act: Callable[[DistributedLion], Any]) -> list[s
     backward(ddp, batch(2, rank))
     said = error_of(act, optimizer) or error_of(optimizer.step)
     optimizer.detach()
-    return everywhere(said)
+    return gathered(said)
 
 
 def reload(optimizer: DistributedLion) -> None:
@@ -569,7 +565,7 @@ def test_no_rank_raises_alone_if_all_abstain_from_a_step_with_a_header(rank: int
             optimizer.add_param_group({"params": [("new", nn.Parameter(torch.ones(64)))]})
         param.grad = torch.full_like(param, math.nan if number == 2 or number == 1 - rank else 1.0)
         raised.append(error_of(optimizer.step) != "")
-    assert len(set(map(tuple, everywhere(raised)))) == 1
+    assert len(set(map(tuple, gathered(raised)))) == 1
 
 
 @on_ranks(2)

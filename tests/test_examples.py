@@ -213,10 +213,9 @@ def test_the_notebook_is_kept_without_outputs():
         assert (cell["outputs"], cell["execution_count"]) == ([], None)
 
 
-def test_the_notebook_trains_on_two_processes_and_tells_what_they_sent(monkeypatch):
+def test_the_notebook_trains_on_two_processes_and_tells_what_they_sent():
     nbclient = pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     notebook = nbformat.reads(json.dumps(NOTEBOOK), as_version=4)
     resources = {"metadata": {"path": str(EXAMPLES)}}
     nbclient.NotebookClient(notebook, timeout=240, resources=resources).execute()

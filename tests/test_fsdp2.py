@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,10 +19,11 @@ from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.meeting import Disagreement
 from tests.support.local_definition import lions_of
 from tests.support.spawn import on_ranks
-from tests.support.steps import backward, copies, everywhere, parts, plain, sharded, take_step
+from tests.support.steps import backward, copies, parts, plain, sharded, take_step
 from tests.support.training import (
     batch,
     filled,
+    gathered,
     gradients_of,
     is_equal_everywhere,
     model_of,
@@ -46,7 +48,7 @@ def test_two_replicas_of_two_shards_equal_the_definition(rank: int, every: int) 
         members = [gradients_of(bare, batch(step, rank - rank % 2 + k)) for k in range(2)]
         for p, *grads in zip(params, *members, strict=True):
             torch.testing.assert_close(p.grad.full_tensor(), sum(grads) / 2)
-        by_rank = everywhere([p.grad.to_local() for p in params])
+        by_rank = gathered([p.grad.to_local() for p in params])
         with torch.no_grad():
             model(batch(step, rank))  # leaves the root gathered
         lions.step(by_rank[rank % 2 :: 2])
@@ -184,7 +186,7 @@ def test_all_ranks_know_the_size_of_the_largest_shard() -> None:
     model = nn.Sequential(nn.Linear(64, 3), nn.Linear(3, 1))
     fully_shard(model, mesh=mesh["shard"])
     for p in model.parameters():
-        assert fsdp.largest_part(p) == max(everywhere(fsdp.local_part(p.detach()).numel()))
+        assert fsdp.largest_part(p) == max(gathered(fsdp.local_part(p.detach()).numel()))
 
 
 @on_ranks(2)
@@ -264,11 +266,7 @@ def test_ranks_train_on_after_a_failure_on_one_of_them(
             failure = OSError("disk full") if rank == 0 else None
             call = functools.partial(save_momentum, optimizer, tmp_path, failure=failure)
             if fails_in == "a step":
-                call = functools.partial(optimizer.step, fail if rank == 0 else None)
+                call = functools.partial(optimizer.step, failure and mock.Mock(side_effect=failure))
             with pytest.raises(OSError if rank == 0 else Disagreement):
                 call()
     assert optimizer.steps == 3
-
-
-def fail() -> float:
-    raise OSError("disk full")

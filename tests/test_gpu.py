@@ -63,6 +63,7 @@ PAIRS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@a_gpu
 def test_a_mean_is_rounded_once_as_on_a_cpu() -> None:
     x = torch.arange(1.0, 1000.0)
     for ranks in (3, 7, 11, 49):

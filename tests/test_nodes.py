@@ -17,10 +17,11 @@ from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.meeting import Disagreement
 from tests.support.local_definition import lions_of
 from tests.support.spawn import on_ranks
-from tests.support.steps import attached, backward, everywhere, plain, take_step
+from tests.support.steps import attached, backward, plain, take_step
 from tests.support.training import (
     batch,
     everyones,
+    gathered,
     gradients_of,
     is_equal_everywhere,
     model_of,
@@ -61,7 +62,7 @@ def test_attached_wrappers_equal_the_definition(
             assert torch.equal(p.grad, everyones(p.grad)[first])
         if step == 4 and rank == node:
             params[0].grad = None  # So it doesn't count on any rank of the node.
-        lions.step(everywhere([p.grad for p in params])[::node])
+        lions.step(gathered([p.grad for p in params])[::node])
         optimizer.step()
         assert same(params, own), step
     optimizer.exchange_now()

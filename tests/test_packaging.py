@@ -50,7 +50,6 @@ def test_no_message_tells_to_install_the_package_by_a_name_that_no_index_has():
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """A folder with the sdist, and the wheel that was built from it."""
-    pytest.importorskip("build")
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=240)

@@ -19,8 +19,16 @@ from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.meeting import Disagreement
 from hf_dlion.vote.idle_rows import AGE
 from tests.support.spawn import on_ranks
-from tests.support.steps import attached, backward, copies, everywhere, plain, take_step
-from tests.support.training import batch, filled, model_of, replicas_of_shards, same, warned
+from tests.support.steps import attached, backward, copies, plain, take_step
+from tests.support.training import (
+    batch,
+    filled,
+    gathered,
+    model_of,
+    replicas_of_shards,
+    same,
+    warned,
+)
 
 pytestmark = pytest.mark.multiproc
 
@@ -67,7 +75,7 @@ def test_a_second_training_begins_with_equal_weights_and_on_all_ranks(
 def test_one_momentum_loaded_on_all_ranks_warns_once(rank: int, same_state: bool) -> None:
     model, optimizer = plain()
     take_step(optimizer, model, batch(0, rank))
-    states = everywhere(optimizer.state_dict())
+    states = gathered(optimizer.state_dict())
     optimizer.load_state_dict(states[0 if same_state else rank])
     with warned() as texts:
         for _ in range(2):

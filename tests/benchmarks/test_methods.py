@@ -24,15 +24,6 @@ BOTH = [name for name in METHODS if name in IN_PROCESS]
 ONLY_REAL = [name for name in METHODS if name not in (*IN_PROCESS, *NOT_TRAINED)]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    """As real ranks have it: the sums of a matrix product depend on the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def outcome(setting: Setting, method: Any) -> tuple[dict[str, Any], list[Tensor]]:
     record = train(setting, Pretraining(setting), method)
     return record, [param.detach().clone() for param in method.params]

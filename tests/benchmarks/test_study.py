@@ -209,10 +209,7 @@ def test_seeds_follow_with_the_best_rate_and_gaps_are_paired_by_seed(tmp_path: P
 @pytest.mark.multiproc
 @pytest.mark.slow
 def test_real_ranks_by_flag_make_the_same_record() -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     real, simulated = run_real(TINY.replace(steps=3, real=True)), simulate(TINY.replace(steps=3))
-    torch.set_num_threads(threads)
     assert real["loss"] == simulated["loss"]
     assert real["setting"]["real"]
 

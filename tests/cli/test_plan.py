@@ -414,16 +414,6 @@ def test_a_model_on_gpus_that_are_not_here_is_planned_in_one_command(
     assert "| AdamW with DDP fp32 " in run(*words, "--format=markdown")
 
 
-def test_a_model_that_does_not_fit_is_reported_unless_it_is_sharded(run: Any) -> None:
-    words = ["9b", "--ranks=16", "--link=25gbit", "--gpu=a100", "--dtype=bf16"]
-    text = run(*words)
-    assert "The model does not fit" not in text
-    assert "\nAdamW with DDP does not fit into memory: a rank needs 90 GB with" in text
-    text = run(*words, "--shard=8")
-    assert "16 ranks on 2 nodes" in text
-    assert "does not fit" not in text
-
-
 @pytest.mark.parametrize(
     ("words", "parts"),
     [

@@ -68,29 +68,6 @@ def test_times_on_a_gpu_are_those_of_its_stream(monkeypatch: pytest.MonkeyPatch)
     assert found == pytest.approx((0.02, 1.97, 0.1))
 
 
-@pytest.mark.smoke
-@WORLD_SIZES
-@on_ranks("world_size")
-def test_all_gather_gives_every_rank_all_tensors(rank: int, world_size: int) -> None:
-    wire = wire_of()
-    of_ranks = [torch.arange(6.0).view(2, 3) + 10 * other for other in range(world_size)]
-    out = torch.empty(world_size, 2, 3)
-    wire.all_gather(out, of_ranks[rank], "votes").wait()
-    assert torch.equal(out, torch.stack(of_ranks))
-    assert counts(wire.stats) == ((world_size - 1) * 24, 0)
-
-
-@WORLD_SIZES
-@on_ranks("world_size")
-def test_all_to_all_sends_segment_j_to_rank_j(rank: int, world_size: int) -> None:
-    wire = wire_of()
-    mine = torch.arange(world_size * 2, dtype=torch.int64).view(world_size, 2) + 100 * rank
-    out = torch.empty_like(mine)
-    wire.all_to_all(out, mine, "votes").wait()
-    assert out.tolist() == [[100 * r + 2 * rank, 100 * r + 2 * rank + 1] for r in range(world_size)]
-    assert counts(wire.stats) == ((world_size - 1) * 16, 0)
-
-
 @WORLD_SIZES
 @pytest.mark.parametrize("in_node", [False, True])
 @on_ranks("world_size")
@@ -103,6 +80,7 @@ def test_all_reduce_counts_the_bytes_of_a_ring(rank: int, world_size: int, in_no
     assert counts(wire.stats) == ((0, sent) if in_node else (sent, 0))
 
 
+@pytest.mark.smoke
 @WORLD_SIZES
 @on_ranks("world_size")
 def test_gather_words_keeps_64_bits_in_rank_order(rank: int, world_size: int) -> None:

@@ -275,13 +275,9 @@ def test_a_failure_is_raised_on_its_rank_and_named_on_the_others(rank: int, kind
     meetings.meet(report(step=1))
 
 
-def fail() -> Any:
-    raise MemoryError("too large")
-
-
 BROKEN = {
     "values": (
-        {"parameters": fail},
+        {"parameters": mock.Mock(side_effect=MemoryError("too large"))},
         MemoryError,
         "the comparison of parameters failed on 1 of 2 ranks: rank 1: MemoryError: too",
     ),

@@ -147,12 +147,10 @@ def test_the_ranks_of_a_replicate_dimension_vote(rank: int) -> None:
     assert stats.bytes_sent == 64 * 3 + 8
 
 
-def test_control_messages_travel_from_the_parameters_device(
-    fake_ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@on_ranks(1)
+def test_control_messages_travel_from_the_parameters_device() -> None:
     # As after init_process_group("nccl"): no backend for the CPU, and no device_id.
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
-    with FakeTensorMode():
+    with mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"), FakeTensorMode():
         param = torch.nn.Parameter(torch.empty(4, device="cuda"))
         optimizer = DistributedLion([param])
         assert optimizer.peers.topology().everyone.control_device == param.device
@@ -164,9 +162,3 @@ def test_replicas_of_different_sizes_are_refused(rank: int) -> None:
     text = r"sizes are \[2, 2, 1\] and their first ranks \[0, 0, 2\] in rank order"
     with pytest.raises(Disagreement, match=text):
         Topology(replicate=groups[rank == 2]).form()
-
-
-def test_a_topology_needs_torch_distributed() -> None:
-    assert not dist.is_initialized()
-    with pytest.raises(RuntimeError, match=r"call init_process_group\(\)"):
-        Topology(device=torch.device("cpu"))

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -91,10 +90,3 @@ def bits_of(tensor: Tensor) -> bytes:
     """Returns the memory of this rank's part of a tensor, which tells -0 from 0."""
     flat = local_part(tensor.detach()).cpu().contiguous().flatten()
     return flat.view(torch.uint8).numpy().tobytes()
-
-
-def everywhere(value: Any) -> list[Any]:
-    """Returns every rank's value."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found

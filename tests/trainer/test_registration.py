@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
+from transformers import HfArgumentParser, Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 import hf_dlion
@@ -133,12 +133,6 @@ def test_bad_optim_args_are_refused_at_once(tmp_path: Path, text: str, words: st
         tiny_trainer(args).train()
 
 
-def test_a_pattern_without_a_match_is_refused_in_the_first_step(tmp_path: Path) -> None:
-    trainer = tiny_trainer(tiny_args(tmp_path, optim_args="full_precision=*nrom*"))
-    with pytest.raises(ValueError, match=r"no parameter's name matches '\*nrom\*'"):
-        trainer.train()
-
-
 def test_the_class_route_trains_as_the_name_does_and_its_options_win(tmp_path: Path) -> None:
     named = trained(tiny_args(tmp_path, optim_args="bits=2"))
     args = tiny_args(tmp_path, optim="adamw_torch", optim_args="bits=4,beta2=0.5")
@@ -173,22 +167,9 @@ class OwnOptimizer(Trainer):
         return self.optimizer
 
 
-class Recorder(TrainerCallback):
-    """What an integration that reports would see."""
-
-    def __init__(self) -> None:
-        self.seen: list[dict[str, Any]] = []
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        self.seen.append(dict(logs))
-
-
 def names_after_training(args: TrainingArguments, cls: type[Trainer], **changes: Any) -> list[str]:
     """Returns the names by which ranks compare parameters; the run is logged and saved."""
-    recorder = Recorder()
-    callbacks = [recorder, *changes.pop("callbacks", [])]
-    trainer = trained(args, cls, callbacks=callbacks, **changes)
-    assert "dlion/abstained" in recorder.seen[0]
+    trainer = trained(args, cls, **changes)
     assert "dlion/abstained" in trainer.state.log_history[0]
     assert Path(args.output_dir, "checkpoint-4", "dlion_momentum_0_of_1.safetensors").is_file()
     return [line[0] for line in trainer.optimizer.optimizer._layout.lines]
@@ -277,6 +258,7 @@ def test_true_resumes_from_the_newest_checkpoint_that_a_save_completed(tmp_path:
     [
         (lambda trainer: trainer, "is_deepspeed_enabled", True, "DeepSpeed"),
         (lambda trainer: trainer, "is_fsdp_enabled", True, "FSDP"),
+        (lambda trainer: trainer.args, "fsdp", "full_shard", "FSDP"),
         (lambda trainer: trainer, "is_distributed_loading_by_transformers", True, "sharded while"),
         (lambda trainer: type(trainer.model), "tp_size", 2, "tensor parallelism"),
         (lambda trainer: trainer.args, "_n_gpu", 2, "one process that drives 2 GPUs"),
@@ -298,7 +280,7 @@ def test_ranks_unknown_to_the_arguments_are_refused(
         trainer = tiny_trainer(tiny_args(tmp_path), cls)
         # As under torchrun without use_cpu on a machine without GPUs.
         monkeypatch.setenv("WORLD_SIZE", "2")
-        words = r"2 processes were started, but .* knows of 1 .*TrainingArguments\(use_cpu=True\)"
+        words = r"2 processes were started, .* of 1 .*use_cpu=True\) or Accelerator\(cpu=True\)"
         with pytest.raises(RuntimeError, match=words):
             trainer.train()
         monkeypatch.delenv("WORLD_SIZE")
@@ -323,13 +305,6 @@ def test_a_trainer_is_freed_when_it_is_deleted(tmp_path: Path, optim: str) -> No
         assert model() is None
     finally:
         gc.enable()
-
-
-def test_model_init_makes_a_new_optimizer_for_every_model(tmp_path: Path) -> None:
-    trainer = trained(tiny_args(tmp_path), model=None, model_init=lambda _=None: tiny_llama())
-    first = weights_digest(trainer.model)
-    trainer.train()
-    assert weights_digest(trainer.model) == first
 
 
 @pytest.mark.parametrize("name", ["_save_rng_state", "_load_scaler"])

@@ -137,19 +137,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
 
 
 # A death in a save leaves that checkpoint without the file that is written last.
-def test_after_a_rank_died_in_a_save_torchrun_restarts_and_the_end_is_the_same(
-    whole: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
-    folder = folder_for(tmp_path / "run")
-    words = ["--max-restarts=1", "killer.py", "save"]
-    run_script(2, words, env=settings(), cwd=folder, timeout=240)
-    assert (folder / "died").exists()
-    assert_resumed(folder, whole, 5)
-
-
-@pytest.mark.parametrize("where", ["step", "node"])
+@pytest.mark.parametrize(("where", "step"), [("save", 5), ("step", 10), ("node", 10)])
 def test_the_lines_of_the_page_survive_the_death_of_a_rank_and_of_a_node(
-    whole: dict[str, torch.Tensor], tmp_path: Path, where: str
+    whole: dict[str, torch.Tensor], tmp_path: Path, where: str, step: int
 ) -> None:
     folder, port = folder_for(tmp_path / "run"), free_port()
     run = functools.partial(run_line, folder, port, {}, where)
@@ -160,7 +150,7 @@ def test_the_lines_of_the_page_survive_the_death_of_a_rank_and_of_a_node(
             second = nodes.submit(run, 1)
         assert (first.result().returncode, second.result().returncode) == (0, 0)
     assert (folder / "died").exists()
-    assert_resumed(folder, whole, 10)
+    assert_resumed(folder, whole, step)
 
 
 def test_a_node_leaves_and_joins_again_and_the_ranks_end_with_equal_weights(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -94,7 +93,6 @@ class PoisonRankOne(TrainerCallback):
             next(model.parameters()).grad.view(-1)[0] = math.nan
 
 
-@pytest.mark.skipif(find_spec("tensorboard") is None, reason="needs tensorboard")
 @on_ranks(2)
 def test_tensorboard_has_every_entry_and_abstentions_are_counted(rank: int, tmp_path: Path) -> None:
     args = tiny_args(tmp_path, max_steps=6, logging_steps=2, report_to="tensorboard")
@@ -202,21 +200,14 @@ def test_a_hyperparameter_search_trains_every_trial(tmp_path: Path) -> None:
     args = tiny_args(tmp_path)
     trainer = tiny_trainer(args, model=None, model_init=lambda _=None: tiny_llama())
     digests = []
-    for rate in (2e-3, 1e-3):
+    for rate in (2e-3, 1e-3, 2e-3):
         trainer.args.learning_rate = rate
         trainer.train()
         digests.append(weights_digest(trainer.model))
         trainer.model_wrapped = trainer.model = None
         trainer.accelerator.clear()
     assert agree(digests)
-    assert len(set(digests)) == 2
-
-
-@on_ranks(2)
-def test_fsdp_of_trainer_is_refused_on_every_rank(tmp_path: Path) -> None:
-    args = tiny_args(tmp_path, fsdp="full_shard", ddp_find_unused_parameters=None)
-    with pytest.raises(NotImplementedError, match="doesn't work with FSDP"):
-        tiny_trainer(args).train()
+    assert digests[0] == digests[2] != digests[1]
 
 
 @on_ranks(2)

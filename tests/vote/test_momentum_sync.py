@@ -22,11 +22,12 @@ from hf_dlion.vote.momentum_sync import (
     synchronize,
 )
 from tests.support.spawn import on_ranks
-from tests.support.steps import attached, backward, drawn, everywhere, plain, single, take_step
+from tests.support.steps import attached, backward, drawn, plain, single, take_step
 from tests.support.training import (
     batch,
     everyones,
     filled,
+    gathered,
     is_equal_everywhere,
     replicas_of_shards,
 )
@@ -118,7 +119,7 @@ def test_auto_averages_the_momenta_that_differ_within_the_budget(rank: int) -> N
     # A slice of "apart" is 48 elements in a step: 4 * 24 bytes between two ranks. "large" is 4,096.
     run = Automatic(rank, 4 * 24, 4)
     divergence = run.divergence
-    assert everywhere(divergence) == [divergence] * 2
+    assert gathered(divergence) == [divergence] * 2
     assert divergence["alike"] == 0.0
     for name in ("alike", "apart"):  # With fewer than 256 elements the sample is all of them.
         assert divergence[name] == pytest.approx(divergence_of(run.before[name]), abs=1e-6)
@@ -159,7 +160,7 @@ def test_an_averaged_momentum_keeps_most_of_its_divergence(rank: int) -> None:
     assert found[0] == found[51] != found[52] == found[103] != found[104]
     # Synchronized momenta differ little, but would differ again without synchronization.
     assert found[104] == pytest.approx(0.9 * found[52])
-    assert everywhere(found) == [found, found]
+    assert gathered(found) == [found, found]
 
 
 @on_ranks(4)
@@ -171,7 +172,7 @@ def test_nodes_measure_one_divergence(rank: int) -> None:
     expected = divergence_of(everyones(ddp.module[3].weight.grad)[::2])
     divergence = optimizer.momentum_divergence()
     assert divergence["module.3.weight"] == pytest.approx(expected)
-    assert everywhere(divergence) == [divergence] * 4
+    assert gathered(divergence) == [divergence] * 4
 
 
 @on_ranks(4)
