@@ -26,13 +26,12 @@ from hf_dlion.options import (
     Selection,
     Ties,
     check_group,
-    numbered,
     trainable,
 )
 from hf_dlion.peers import Peers
 from hf_dlion.ranks.meeting import Kind, gather_bools
 from hf_dlion.vote.full_precision import step_in_full
-from hf_dlion.vote.idle_rows import AGE, loaded_state, momenta_in, momenta_only, survey
+from hf_dlion.vote.idle_rows import AGE, survey
 from hf_dlion.vote.layout import (
     Layout,
     Scratch,
@@ -45,6 +44,7 @@ from hf_dlion.vote.layout import (
 )
 from hf_dlion.vote.local_steps import schedule_of
 from hf_dlion.vote.momentum_sync import Momentum, average_whole, synchronize
+from hf_dlion.vote.state_dict import Loading, momenta_only
 from hf_dlion.vote.step import Mine, Schedule, Turn, plain_lion, vote
 
 
@@ -555,10 +555,16 @@ class DistributedLion(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns groups and momenta; `save_momentum` keeps what differs between ranks."""
-        found: dict[str, Any] = super().state_dict()
-        if self.peers.world_size > 1:
-            found["state"] = momenta_only(found["state"])
-        return found
+
+        def leave_momenta(_: object, found: dict[str, Any]) -> None:
+            if self.peers.world_size > 1:
+                found["state"] = momenta_only(found["state"])
+
+        before_those_of_users = self.register_state_dict_post_hook(leave_momenta, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            before_those_of_users.remove()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads what `state_dict` returned, on every rank.
@@ -575,33 +581,18 @@ class DistributedLion(torch.optim.Optimizer):
             ValueError: If the state is another optimizer's, if the numbers of groups or parameters
                 differ, or if only one of a momentum and its parameter is sharded.
         """
-        if any("step" not in group for group in state_dict["param_groups"]):
-            raise ValueError(
-                "the state dict is another optimizer's (its groups have no 'step'), which "
-                "DistributedLion can't load: load the model's weights only, and start with a new "
-                "optimizer"
-            )
-        # torch.distributed.checkpoint writes names where `state_dict` has numbers.
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        params = numbered(self.param_groups)
-        for key, param in zip(keys, params, strict=False):  # torch raises if numbers differ.
-            fsdp.check_placement(param, state_dict["state"].get(key, {}).get("exp_avg"))
-        names, before = [group.get("param_names") for group in self.param_groups], dict(self.state)
-        keeps_all = momenta_in(state_dict) == momenta_in(super().state_dict())
-        super().load_state_dict(dict(state_dict))
-        for group, passed in zip(self.param_groups, names, strict=True):
-            group.pop("param_names", None)
-            if passed is not None:
-                group["param_names"] = passed
-        if keeps_all:
-            self.state.update(before)
+        loading = Loading(self.param_groups, self.state, self.options.momentum_dtype)
+        hooks = (
+            self.register_load_state_dict_pre_hook(loading.check),
+            self.register_load_state_dict_post_hook(loading.complete, prepend=True),
+        )
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if loading.keeps_all:
             return
-        for key, param in zip(keys, params, strict=True):
-            if (state := self.state.get(param)) is not None:
-                # torch casts both to the parameter's dtype, which loses bits.
-                state.pop(AGE, None)
-                dtype = self.options.momentum_dtype or param.dtype
-                state.update(loaded_state(state_dict["state"][key], dtype, param.device))
         self._layout = Layout()
         self.schedule = self.schedule.renewed(shown=self.schedule.shown)
         self.peers.note_load()

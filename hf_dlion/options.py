@@ -194,7 +194,8 @@ def hyperparameters(groups: Groups) -> dict[str, object]:
     """Returns the hyperparameters of all groups by name, which must be equal on all ranks.
 
     Raises:
-        ValueError: If a learning rate is negative, infinite, or NaN, as a schedule may set it.
+        ValueError: If a learning rate is negative, infinite, or NaN, or a beta isn't below 1, as a
+            schedule may set them.
     """
     found: dict[str, object] = {}
     for number, group in enumerate(groups):
@@ -203,10 +204,16 @@ def hyperparameters(groups: Groups) -> dict[str, object]:
                 f"lr of group {number} must be finite and at least 0 (got {group['lr']}): check "
                 f"the learning rate's schedule"
             )
+        betas = list(map(float, group["betas"]))
+        if not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ValueError(
+                f"betas of group {number} must be at least 0 and below 1 (got {betas}): check the "
+                f"schedule that sets them"
+            )
         # First, because an error names the first difference.
         found[f"group {number} parameters"] = len(group["params"])
         found[f"group {number} lr"] = float(group["lr"])
-        found[f"group {number} betas"] = list(map(float, group["betas"]))
+        found[f"group {number} betas"] = betas
         found[f"group {number} weight_decay"] = float(group["weight_decay"])
     return found
 

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 import hf_dlion.ddp as ddp
 import hf_dlion.fsdp as fsdp
-from hf_dlion.exchange.wire import WireStats, named_ranks
+from hf_dlion.exchange.wire import WireStats, digest, named_ranks
 from hf_dlion.options import Options, hyperparameters
 from hf_dlion.ranks.agreement import FROZEN, Agreed, Meetings, Report
+from hf_dlion.ranks.fingerprint import fingerprints
 from hf_dlion.ranks.meeting import Kind
 from hf_dlion.ranks.replicas import (
     AVERAGED_GRADIENTS,
@@ -33,7 +34,7 @@ from hf_dlion.ranks.replicas import (
     all_ranks_have,
     compare_parameters,
 )
-from hf_dlion.ranks.topology import Topology
+from hf_dlion.ranks.topology import SAME_IN_NODE, Topology
 from hf_dlion.vote.layout import Layout
 from hf_dlion.vote.step import Mine, Schedule
 from hf_dlion.vote.warm_up import warm_up
@@ -382,7 +383,8 @@ class Peers:
 
         After a change of what is trained the user may have wrapped the model again, and `attach`
         belongs to the old wrapper. Every voter must call this in the same step. Bytes per rank:
-        32 (N - 1) after a comparison of parameters, 16 (N - 1) after a load.
+        32 (N - 1) after a comparison of parameters, 8 (N - 1) more with nodes; 16 (N - 1) after a
+        load.
         """
         texts: list[str] = []
         if (ranks := self.ranks) is None:
@@ -400,6 +402,15 @@ class Peers:
             what = "hashes of gradients"
             if any([all_ranks_have(grads, ranks.voters, what) for grads in sides.values()]):
                 texts.append(AVERAGED_GRADIENTS)
+            if ranks.node is not None:
+                own = fingerprints([grad for grads in sides.values() for grad in grads])
+                table = ranks.everyone.gather_words([digest(own)], what)
+                if node := ranks.unequal_node(table.view(-1).tolist()):
+                    texts.append(
+                        f"{ranks.everyone.named(node)} vote as one node, but their gradients "
+                        f"differ: something changed those of one rank after DDP averaged them, or "
+                        f"the last backward of a step was in no_sync(). {SAME_IN_NODE}"
+                    )
         if self._loads != self._compared_loads:
             self._compared_loads = self._loads
             params, state = [slot.param for slot in layout.slots], self._lion.state

@@ -52,14 +52,14 @@ RUNS: dict[str, tuple[list[str], int, dict[str, Any]]] = {
 }
 # Weights, momenta, files, and sent bytes of all ranks.
 HASHES = {
-    "float32": "04e1da8c 4d459bc4 7f17ffa5 420d4906",
-    "bfloat16": "01664423 1e7f658d d3ea560a 661fae86",
-    "mixed dtypes": "c5b9d244 4deae080 0aec33ec b1d87193",
-    "4 bits": "e0837a4f 4d459bc4 7f17ffa5 ad39fa22",
-    "nodes": "0c2c1334 818f27a5 e681be71 486fda14",
-    "local steps": "d20d744e c7e5a3e2 1e294cdb b5607911",
-    "full precision": "45616cd9 acac28b0 d28016fd 3a0456f7",
-    "FSDP2": "3d417d3c 3f7bc19c 4c3d042a d0451f79",
+    "float32": "04e1da8c 4d459bc4 7f17ffa5 b3e40cd5",
+    "bfloat16": "01664423 1e7f658d d3ea560a 386d9acc",
+    "mixed dtypes": "c5b9d244 4deae080 0aec33ec 274be0cb",
+    "4 bits": "e0837a4f 4d459bc4 7f17ffa5 9d06bc62",
+    "nodes": "0c2c1334 818f27a5 e681be71 3822d20e",
+    "local steps": "d20d744e c7e5a3e2 1e294cdb 5f6cb66f",
+    "full precision": "45616cd9 acac28b0 d28016fd 7dad0d0a",
+    "FSDP2": "3d417d3c 3f7bc19c 4c3d042a e1a6c64d",
 }
 
 

@@ -26,6 +26,7 @@ from tests.support.training import (
     is_equal_everywhere,
     model_of,
     same,
+    warned,
 )
 
 
@@ -168,6 +169,24 @@ def test_the_ranks_of_a_node_that_abstains_are_named(rank: int) -> None:
     with pytest.raises(RuntimeError, match="gradients of ranks 2 and 3 held a NaN or an Inf in 1"):
         optimizer.step()
     assert optimizer.wire.abstentions == 2
+
+
+@pytest.mark.parametrize("how", ["noise", "no_sync"])
+@on_ranks(4)
+def test_a_node_whose_ranks_have_different_gradients_is_named(rank: int, how: str) -> None:
+    ddp, optimizer = attached(local_group=2)
+    backward(ddp, batch(0, rank))
+    if how == "no_sync":
+        with ddp.no_sync():
+            ddp(batch(1, rank)).square().mean().backward()
+    elif rank == 3:
+        ddp.module[0].weight.grad.neg_()
+    with warned() as texts:
+        optimizer.step()
+    node = "ranks 0 and 1" if how == "no_sync" else "ranks 2 and 3"
+    assert len(texts) == (rank == 0)
+    for text in texts:
+        assert text.startswith(f"{node} vote as one node, but their gradients differ")
 
 
 @pytest.mark.parametrize("how", ["gradient", "weight", "nan"])

@@ -190,6 +190,11 @@ LATER: dict[str, tuple[Change, str, str]] = {
         "rank 1: ValueError: lr of group 0 must be finite and at least 0 (got nan)",
         "ValueError: lr of group 0 must",
     ),
+    "beta2 of 1": (
+        lambda _, optimizer: optimizer.param_groups[0].update(betas=(0.9, 1.0)),
+        "rank 1: ValueError: betas of group 0 must be at least 0 and below 1 (got [0.9, 1.0])",
+        "ValueError: betas of group 0 must",
+    ),
     "frozen": (
         lambda model, _: model.bias.requires_grad_(False),
         "trainable parameters, first in 'parameter 1'",

@@ -209,6 +209,37 @@ def test_names_that_were_passed_stay_in_a_load_and_others_stay_out() -> None:
 
 
 @on_ranks(2)
+def test_hooks_of_users_work_as_in_other_optimizers(rank: int) -> None:
+    """Maps momenta by name, as in torch's tutorial, and changes what was loaded."""
+    layers = [nn.Linear(64, 64, bias=False, dtype=torch.bfloat16) for _ in range(2)]
+    model = nn.Sequential(*layers)
+    saved = DistributedLion(model.named_parameters(), momentum_dtype=torch.float32)
+    saved.register_state_dict_post_hook(lambda _, found: {"nested": found})
+    take_step(saved, model, torch.randn(2, 64).bfloat16())
+    other = DistributedLion([*model.named_parameters()][::-1], momentum_dtype=torch.float32)
+    calls: list[str] = []
+
+    def by_name(_: object, outer: dict[str, Any]) -> dict[str, Any]:
+        found = copy.deepcopy(outer["nested"])
+        [group] = found["param_groups"]
+        number = dict(zip(group["param_names"], group["params"], strict=True))
+        group["params"] = [number[name] for name in other.param_groups[0]["param_names"]]
+        return found
+
+    def double(optimizer: torch.optim.Optimizer) -> None:
+        for state in optimizer.state.values():
+            state["exp_avg"] = state["exp_avg"] * 2
+
+    other.register_load_state_dict_pre_hook(by_name)
+    other.register_load_state_dict_post_hook(double)
+    other.register_state_dict_post_hook(lambda *_: calls.append("state_dict"))
+    other.load_state_dict(saved.state_dict())
+    for param in model.parameters():
+        assert torch.equal(other.state[param]["exp_avg"], 2 * saved.state[param]["exp_avg"])
+    assert not calls
+
+
+@on_ranks(2)
 def test_a_rank_without_gradients_does_not_hang_at_the_start_of_a_warm_up(rank: int) -> None:
     """Takes a first step with a learning rate of 0, without gradients on rank 1."""
     model, optimizer = plain(lr=0.0)

@@ -27,8 +27,9 @@ import hf_dlion.fsdp as fsdp
 from hf_dlion.checkpoint import own_weights
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options import numbered
-from hf_dlion.vote.idle_rows import AGE, loaded_state
+from hf_dlion.vote.idle_rows import AGE
 from hf_dlion.vote.local_steps import LocalSteps
+from hf_dlion.vote.state_dict import loaded_state
 
 # Prefix of the files' names. An integration that saves several optimizers appends a number.
 NAME = "dlion_momentum"

@@ -19,6 +19,9 @@ from hf_dlion.exchange.wire import Wire, WireStats
 from hf_dlion.ranks.meeting import Disagreement, Kind, meet
 
 _SIZE, _PLACE = "LOCAL_WORLD_SIZE", "LOCAL_RANK"
+SAME_IN_NODE = (
+    "Change them the same way on all ranks of a node, for example with the same random seed"
+)
 
 # Groups created from a process group's ranks, reused because each has sockets and threads.
 _created_groups: weakref.WeakKeyDictionary[
@@ -85,6 +88,17 @@ class Topology:
                 self._form_nodes(self._local_group)
             self.voter = self.voter_of_rank[self.everyone.rank]
             self.is_formed = True
+
+    def unequal_node(self, values: Sequence[int]) -> list[int]:
+        """Returns the ranks of the first node whose ranks have different values; [] if none has.
+
+        `values` has one of each rank.
+        """
+        for voter in range(self.voters.world_size if self.node is not None else 0):
+            ranks = [rank for rank, own in enumerate(self.voter_of_rank) if own == voter]
+            if len({values[rank] for rank in ranks}) > 1:
+                return ranks
+        return []
 
     def _form_replicas(self, group: dist.ProcessGroup) -> None:
         voters = Wire(group, self._stats, device=self._device)

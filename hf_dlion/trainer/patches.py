@@ -337,7 +337,7 @@ def _load_optimizer_and_scheduler(
     with lion.peers.held(can_meet=not is_sharded(trainer.accelerator)) as rest:
         original(checkpoint)
     if rest.failure is not None:
-        with lion.peers.together(Kind.LOAD):  # The other ranks are in `load_momentum`.
+        with lion.peers.together(Kind.LOAD):  # The other ranks are in `_load_scaler`.
             raise rest.failure
 
 

@@ -21,7 +21,7 @@ from hf_dlion.exchange.rule import Average
 from hf_dlion.exchange.wire import Wire, digest
 from hf_dlion.ranks.fingerprint import fingerprints, numbers
 from hf_dlion.ranks.meeting import Disagreement
-from hf_dlion.ranks.topology import Topology
+from hf_dlion.ranks.topology import SAME_IN_NODE, Topology
 from hf_dlion.vote import on_gpu
 from hf_dlion.vote.full_precision import set_means
 from hf_dlion.vote.layout import Layout, Message, Piece, Slot
@@ -191,15 +191,12 @@ def _refuse_replaced(
             f"farther from the last exchange's than steps can have moved them, so something "
             f"replaced them. {REMEDY}"
         )
-    for voter in range(ranks.voters.world_size if ranks.node is not None else 0):
-        node = [rank for rank, own in enumerate(ranks.voter_of_rank) if own == voter]
-        if len(set(table[node, 1].tolist())) > 1:
-            raise Disagreement(
-                f"{ranks.everyone.named(node)} vote as one node, but their weights differ: "
-                f"something changed gradients or weights on one of them after DDP averaged the "
-                f"gradients. Change them the same way on all ranks of a node, for example with the "
-                f"same random seed"
-            )
+    if node := ranks.unequal_node(table[:, -1].tolist()):
+        raise Disagreement(
+            f"{ranks.everyone.named(node)} vote as one node, but their weights differ: something "
+            f"changed gradients or weights on one of them after DDP averaged the gradients. "
+            f"{SAME_IN_NODE}"
+        )
 
 
 def _was_replaced(slot: Slot, amount: float, paths: Sequence[float], bits: int) -> bool:

@@ -11,7 +11,7 @@ abstains (docs/rule.md, section 2).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -107,39 +107,6 @@ def aged(state: dict[str, Any], idle: Tensor | None, beta2: float) -> Tensor | N
     state[AGE] = age = age.to(idle.device).add_(1).mul_(idle).clamp_(max=most)
     old: Tensor = age == most
     return old if old.device.type != "cpu" or old.any() else None
-
-
-def momenta_only(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
-    """Returns states of parameters without ages and divergences.
-
-    torch.distributed.checkpoint needs the same keys and sizes in every save and load. Ages exist
-    for a while, on some ranks, and for this rank's shard. Divergences would reach rank 0 alone when
-    it sends a complete state to the others.
-    """
-    return {
-        key: {name: value for name, value in state.items() if name == "exp_avg"}
-        for key, state in states.items()
-    }
-
-
-def momenta_in(state_dict: Mapping[str, Any]) -> object:
-    """Returns what identifies the momenta in an optimizer's state dict, and their step."""
-    momenta = [(key, id(state.get("exp_avg"))) for key, state in state_dict["state"].items()]
-    return momenta, [group["step"] for group in state_dict["param_groups"]]
-
-
-def loaded_state(
-    saved: Mapping[str, Any], dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
-    """Returns copies of the momentum, in a dtype, and of the age in a parameter's saved state."""
-    found = {}
-    if (momentum := saved.get("exp_avg")) is not None:
-        # Without Infs, which would decide the vote forever.
-        most = min(torch.finfo(dtype).max, torch.finfo(momentum.dtype).max)
-        found["exp_avg"] = momentum.clamp(-most, most).to(device, dtype)
-    if isinstance(age := saved.get(AGE), Tensor):  # torch's flattened state has {} for none.
-        found[AGE] = age.to(device, torch.int32, copy=True)
-    return found
 
 
 def silence(u: Tensor, start: int, old: Tensor, row: int) -> None:

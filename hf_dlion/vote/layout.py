@@ -448,7 +448,8 @@ def momentum_of(state: dict[str, Any], param: Tensor, dtype: torch.dtype | None)
     if momentum.shape != param.shape:
         raise RuntimeError(
             f"a momentum of shape {tuple(momentum.shape)} does not fit its parameter of shape "
-            f"{tuple(param.shape)}: load the optimizer state of this model"
+            f"{tuple(param.shape)}: load the optimizer state of this model, or "
+            f"make a new optimizer after a parameter was resized"
         )
     wanted = param.device, dtype or param.dtype, param.stride()
     if (momentum.device, momentum.dtype, momentum.stride()) != wanted:

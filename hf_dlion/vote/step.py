@@ -99,7 +99,7 @@ class Turn:
         for slot in slots:
             slot.old = None
             if slot.grad is not None:
-                beta2 = self.groups[slot.group]["betas"][1]
+                beta2 = float(self.groups[slot.group]["betas"][1])
                 slot.old = aged(self.state[slot.param], slot.idle, beta2)
 
 
@@ -292,7 +292,7 @@ def direction(piece: Piece, turn: Turn, *, advance: bool = True, exact: bool = F
     torch.lerp. With `exact`, each operation rounds by itself, for ranks that must get the same u
     and momentum.
     """
-    beta1, beta2 = turn.groups[piece.group]["betas"]
+    beta1, beta2 = map(float, turn.groups[piece.group]["betas"])
     g, m = piece.read("grad", turn.scratch), piece.read("momentum", turn.scratch)
     u = piece.memory("direction", turn.scratch)
     if exact:

@@ -89,7 +89,7 @@ def test_a_row_moves_for_as_long_as_the_momentum_remembers() -> None:
     [
         ({}, 100.0),
         ({"full_precision": "*"}, 100.0),
-        ({"bits": 4}, 100.0),
+        ({"bits": 4, "betas": (torch.tensor(0.9), torch.tensor(0.99))}, 100.0),
         # Own steps of rank 0 alone count half in the mean.
         ({"vote_every": 4, "bits": 8}, 50.0),
         ({"vote_every": 4, "full_precision": "*"}, 50.0),
