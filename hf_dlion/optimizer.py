@@ -482,10 +482,6 @@ class DistributedLion(torch.optim.Optimizer):
         """Returns names and all parameters, frozen ones included."""
         return self._names.named(self.param_groups)
 
-    def _selected(self, option: str) -> list[bool]:
-        """Returns which of all parameters an option selects."""
-        return self._names.selected(self.param_groups, self.options, option)
-
     def _refreshed_layout(self) -> Layout:
         """Returns the layout without gradients, a new one if parameters were added or (un)frozen.
 
@@ -512,9 +508,10 @@ class DistributedLion(torch.optim.Optimizer):
 
     def _new_layout(self, key: object, trainable: Collection[Tensor]) -> Layout:
         """Returns the layout of some parameters."""
-        full, slots = self._selected("full_precision"), list[Slot]()
+        full = self._names.selected(self.param_groups, self.options, "full_precision")
         synced = self._names.synchronized(self.param_groups, self.options)
         group_of = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
+        slots: list[Slot] = []
         for k, (name, p) in enumerate(self._named()):
             if p in trainable:
                 slots.append(slot := Slot.of(fsdp.local_part(p.detach()), group_of[k]))

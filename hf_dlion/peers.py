@@ -56,13 +56,13 @@ class Lion(ddp.Owner, Protocol):
     options: Options
     schedule: Schedule
     state: Any
+    _layout: Layout
 
     @property
     def steps(self) -> int: ...  # noqa: D102
     def momentum_divergence(self) -> dict[str, float]: ...  # noqa: D102
     def _refreshed_layout(self) -> Layout: ...
     def _named(self) -> list[tuple[str, Tensor]]: ...
-    def _selected(self, option: str) -> list[bool]: ...
     def _flat_momentum(self, param: Tensor) -> Tensor: ...
 
 
@@ -180,6 +180,7 @@ class Peers:
     def _agree(self, mine: Mine) -> None:
         """Completes `mine` with what all ranks have, or raises on all of them."""
         if (ranks := self.ranks) is None:
+            hyperparameters(self._lion.param_groups)  # Raises what a schedule must not set.
             mine.agreed = Agreed([mine.finite], [mine.present])
             return
         lion = self._lion
@@ -233,7 +234,7 @@ class Peers:
         if lion.schedule.has_own_weights:  # Last, because an error names the first difference.
             equal |= lion.schedule.equal_history(kind)
         if callable(lion.options.momentum_sync):
-            equal["choices of momentum_sync"] = lion._selected("momentum_sync")
+            equal["choices of momentum_sync"] = [slot.synced for slot in lion._layout.slots]
         if lion.options.momentum_sync == "auto":
             equal["divergences of momenta"] = list(lion.momentum_divergence().values())
         return equal
@@ -382,7 +383,7 @@ class Peers:
         """Compares gradients at a new layout, and momenta after a load; returns rank 0's warnings.
 
         After a change of what is trained the user may have wrapped the model again, and `attach`
-        belongs to the old wrapper. Every voter must call this in the same step. Bytes per rank:
+        belongs to the old wrapper. Every rank must call this in the same step. Bytes per rank:
         32 (N - 1) after a comparison of parameters, 8 (N - 1) more with nodes; 16 (N - 1) after a
         load.
         """

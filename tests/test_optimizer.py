@@ -208,6 +208,17 @@ LATER: dict[str, tuple[Change, str, str]] = {
 }
 
 
+@pytest.mark.parametrize("what", ["lr of nan", "beta2 of 1"])
+def test_what_a_schedule_must_not_set_is_refused_on_one_rank_alone(what: str) -> None:
+    change, _, own = LATER[what]
+    model, optimizer = plain(nn.Linear(64, 3), lr=0.1)
+    take_step(optimizer, model, torch.ones(2, 64))
+    change(model, optimizer)
+    with pytest.raises(ValueError, match=own.removeprefix("ValueError: ")):
+        take_step(optimizer, model, torch.ones(2, 64))
+    assert optimizer.steps == 1
+
+
 @pytest.mark.parametrize("what", LATER)
 @on_ranks(2)
 def test_ranks_that_differ_raise_together_before_anything_moves(rank: int, what: str) -> None:

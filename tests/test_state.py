@@ -11,7 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -206,6 +209,16 @@ def test_names_that_were_passed_stay_in_a_load_and_others_stay_out() -> None:
     nameless.add_param_group({"params": [filled(1.0)]})
     with pytest.raises(ValueError, match="with/without names"):
         named.add_param_group({"params": [filled(1.0)]})  # torch's own rule
+
+
+@on_ranks(2)
+def test_torchs_distributed_checkpoint_never_loads_its_own_state(rank: int) -> None:
+    """It fills momenta in place, so a new period begins with weights that it may have filled."""
+    model, optimizer = plain(vote_every=4)
+    for step in range(2):
+        take_step(optimizer, model, batch(step, rank))
+    set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, optimizer))
+    assert optimizer.schedule.steps_since_exchange == 0
 
 
 @on_ranks(2)

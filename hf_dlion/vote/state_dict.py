@@ -44,7 +44,7 @@ class Loading:
     """A load of torch's `load_state_dict`, which calls `check` before and `complete` after it.
 
     Attributes:
-        keeps_all: Whether the momenta are the optimizer's own, so that nothing is loaded.
+        keeps_all: Whether the momenta are the optimizer's own, so that no momentum is loaded.
     """
 
     def __init__(
@@ -69,10 +69,11 @@ class Loading:
                 "DistributedLion can't load: load the model's weights only, and start with a new "
                 "optimizer"
             )
-        params = numbered(lion.param_groups)
-        # torch.distributed.checkpoint writes names where `state_dict` has numbers.
-        self._saved = [states.get(key, {}) for group in groups for key in group["params"]]
-        same = [group["step"] for group in groups] == [group["step"] for group in lion.param_groups]
+        params, keys = numbered(lion.param_groups), numbered(groups)
+        self._saved = [states.get(key, {}) for key in keys]
+        # torch.distributed.checkpoint has names as keys, and fills the optimizer's own tensors.
+        steps = [[group["step"] for group in own] for own in (groups, lion.param_groups)]
+        same = keys == [*range(len(params))] and steps[0] == steps[1]
         for param, saved in zip(
             params, self._saved, strict=False
         ):  # torch raises if one is longer.
