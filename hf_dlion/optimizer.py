@@ -579,7 +579,7 @@ class DistributedLion(torch.optim.Optimizer):
                 differ, or if only one of a momentum and its parameter is sharded.
         """
         loading = Loading(self.param_groups, self.state, self.options.momentum_dtype)
-        hooks = (
+        hooks = (  # The last one before torch's load, and the first one after it.
             self.register_load_state_dict_pre_hook(loading.check),
             self.register_load_state_dict_post_hook(loading.complete, prepend=True),
         )

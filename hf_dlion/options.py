@@ -310,7 +310,10 @@ class Names:
 
 
 def numbered(groups: Groups) -> list[Tensor]:
-    """Returns the parameters in the order in which torch's `state_dict()` numbers them."""
+    """Returns the parameters in the order in which torch's `state_dict()` numbers them.
+
+    Of the groups in a state dict, it returns the keys of the parameters' states.
+    """
     return [param for group in groups for param in group["params"]]
 
 

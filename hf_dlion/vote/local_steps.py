@@ -279,9 +279,9 @@ class LocalSteps(Schedule):
         """Averages how far the ranks were moved; every rank must call this.
 
         It returns the number of the exchange, 0 if no rank was moved, and warnings: parameters that
-        weren't finite on this rank are reset to the anchor. `counts` are the ranks that used each
-        parameter. Bytes for P trainable parameters and V voters: scales 8 (V - 1) P,
-        a check of weights 8 (N - 1), or 16 (N - 1) with nodes, those of `exchange.routes`, and of
+        weren't finite on this rank are reset to the anchor. `counts` has how many ranks used
+        each parameter. Bytes for P trainable parameters and V voters: scales 8 (V - 1) P, a check
+        of weights 8 (N - 1), or 16 (N - 1) with nodes, those of `exchange.routes`, and of
         `full_precision.set_means`.
 
         Raises:

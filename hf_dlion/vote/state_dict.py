@@ -74,9 +74,7 @@ class Loading:
         # torch.distributed.checkpoint has names as keys, and fills the optimizer's own tensors.
         steps = [[group["step"] for group in own] for own in (groups, lion.param_groups)]
         same = keys == [*range(len(params))] and steps[0] == steps[1]
-        for param, saved in zip(
-            params, self._saved, strict=False
-        ):  # torch raises if one is longer.
+        for param, saved in zip(params, self._saved, strict=False):  # torch compares lengths.
             fsdp.check_placement(param, momentum := saved.get("exp_avg"))
             same = same and momentum is self._before.get(param, {}).get("exp_avg")
         self.keeps_all = same
