@@ -465,7 +465,8 @@ def test_replaced_weights_are_refused_until_the_optimizer_is_detached() -> None:
         optimizer.step()
     with torch.no_grad():
         param.fill_(7.0)
-    for refused in (optimizer.step, optimizer.eval, optimizer.step, optimizer.detach):
+    calls = optimizer.step, optimizer.eval, optimizer.exchange_now, optimizer.step, optimizer.detach
+    for refused in calls:
         with pytest.raises(RuntimeError, match="values were changed between two steps"):
             refused()
         assert bool((param == 7.0).all())
